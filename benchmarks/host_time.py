@@ -92,7 +92,7 @@ def stubbed() -> Iterator[None]:
         stack.enter_context(mock.patch.object(_launch, "INTERPRETED", True))
         for module in (attention, attention_backward):
             stack.enter_context(mock.patch.object(module, "architecture", lambda x: 90))
-        stack.enter_context(mock.patch.dict(_library._PREFERRED, cpu="triton"))
+        stack.enter_context(mock.patch.dict(_library.PREFERRED, cpu="triton"))
         yield
 
 

@@ -58,12 +58,12 @@ def machine() -> Iterator[str]:
         yield "GPU: none that this PyTorch can use"
 
 
-def forward_ops() -> list[_library.Definition]:
+def forward_ops() -> list[_library.Op]:
     """The ops that a user calls; their backward passes have kernels of the same files."""
-    return [op for name, op in _library.OPS.items() if "_bwd" not in name]
+    return [op for name, op in _library.OPS.items() if "_bwd" not in name and name != "linear_weight_grad"]
 
 
-def choice(op: _library.Definition, device_type: str) -> tuple[str, str]:
+def choice(op: _library.Op, device_type: str) -> tuple[str, str]:
     """Where an op runs, as far as that can be said before its arguments are known.
 
     Args:
@@ -74,6 +74,8 @@ def choice(op: _library.Definition, device_type: str) -> tuple[str, str]:
         The backend ("triton", "cpp", "torch" or "reference"), and the file of its kernel, or why there is none.
     """
     backend, file = ("triton", f"kernels/{op.stem}.py") if device_type == "cuda" else ("cpp", f"csrc/ops/{op.stem}.cpp")
+    if op.torch_is_faster is not None and (why := op.torch_is_faster(device_type)) is not None:
+        return "torch", why
     if backend in op.reference_only:
         return "reference", op.reference_only[backend]
     missing = _library.missing_kernel(op, backend)

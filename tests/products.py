@@ -1,30 +1,37 @@
-"""Which products went to our kernels, and not to F.linear."""
+"""Which products went to the C++ kernels, and not to F.linear."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
-from fastformer.nn import linear as linear_module
+from fastformer.ops import _library
 
 
 def notice_products(monkeypatch: pytest.MonkeyPatch, note: Callable[[Tensor, Tensor, bool], None]) -> None:
-    """Has `note(x, weight, is_gradient)` called at each product x W^T of our kernels.
+    """Has `note(x, weight, is_gradient)` called at each product x W^T of the C++ kernels.
 
-    `is_gradient`: the kernel of weights' gradients took it. They take products on Intel's CPUs, too, from here on.
+    `is_gradient`: the kernel of weights' gradients took it. The kernels take products on Intel's CPUs, too, from here
+    on, and in bf16 on those for which oneDNN has products.
     """
-    product, gradient = linear_module._product, linear_module._weight_gradient
+    kernel = _library.cpp_kernel
 
-    def noted_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        note(x, weight, False)
-        return product(x, weight, bias)
+    def noted_kernel(name: str) -> Callable[..., Any] | None:
+        function = kernel(name)
+        if function is None or name not in ("linear", "linear_weight_grad"):
+            return function
 
-    def noted_gradient(dout: Tensor, x: Tensor) -> Tensor:
-        note(dout.t(), x.t(), True)
-        return gradient(dout, x)
+        def noted(first: Tensor, second: Tensor, *bias: Tensor | None) -> Any:
+            is_gradient = name == "linear_weight_grad"
+            note(first.t() if is_gradient else first, second.t() if is_gradient else second, is_gradient)
+            return function(first, second, *bias)
 
-    monkeypatch.setattr(linear_module, "_suits_mkl", lambda: False)
-    monkeypatch.setattr(linear_module, "_product", noted_product)
-    monkeypatch.setattr(linear_module, "_weight_gradient", noted_gradient)
+        return noted
+
+    monkeypatch.setattr(_library, "cpp_kernel", noted_kernel)
+    for library in (torch.backends.mkl, torch.backends.mkldnn):
+        monkeypatch.setattr(library, "is_available", lambda: False)

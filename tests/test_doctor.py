@@ -26,6 +26,7 @@ def calls() -> dict[str, Callable[[], object]]:
     packed, ends = torch.randn(10, 2, 8), torch.tensor([0, 5, 10], dtype=torch.int32)
     square, ids = torch.randn(16, 16), torch.tensor([[1, 2, 3]])
     lengths = torch.tensor([4, 4], dtype=torch.int32)
+    large = torch.randn(64, 256), torch.randn(256, 256)  # smaller products are PyTorch's on any CPU
     return {
         "attention": lambda: ops.attention(heads, heads, heads),
         "varlen_attention": lambda: ops.varlen_attention(packed, packed, packed, ends, ends, 5, 5),
@@ -33,6 +34,7 @@ def calls() -> dict[str, Callable[[], object]]:
         "decode_attention": lambda: ops.decode_attention(heads[:, :1], heads, heads, lengths),
         "add_layer_norm": lambda: ops.add_layer_norm(x, x, torch.ones(16), torch.zeros(16)),
         "feed_forward": lambda: ops.feed_forward(x, square, None, square, None),
+        "linear": lambda: ops.linear(*large),
         "linear_cross_entropy": lambda: ops.linear_cross_entropy(x, square, torch.tensor([0, 1, 2, 3])),
         "linear_topk": lambda: ops.linear_topk(x, square, 2),
         "embedding": lambda: ops.embedding(ids, square),
@@ -59,7 +61,9 @@ def test_every_op_runs_where_the_report_says() -> None:
 
 def test_without_the_extension_the_fallback_runs_and_says_why(no_extension) -> None:
     shown = table("cpu")
-    assert shown == {name: "torch" if name in ("attention", "varlen_attention") else "reference" for name in calls()}
+    assert shown == {
+        name: "torch" if name in ("attention", "linear", "varlen_attention") else "reference" for name in calls()
+    }
     for name, call in calls().items():
         with _library.record_backends() as ran:
             call()

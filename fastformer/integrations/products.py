@@ -1,4 +1,4 @@
-"""The linear maps of transformers' models, on the library that is fast at them (see `nn.linear`)."""
+"""The linear maps of transformers' models, on the library that is fast at them (see `ops.linear`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from transformers import pytorch_utils as theirs
 from fastformer.integrations.known import is_known, register
 from fastformer.integrations.replace import Replacement, by_original
 from fastformer.nn.guards import is_written_as_known
-from fastformer.nn.linear import Linear, own_product
+from fastformer.nn.linear import Linear, linear
+from fastformer.ops.linear import runs_as_op
 
 register(theirs)
 
@@ -22,12 +23,12 @@ class Conv1D(theirs.Conv1D):
     bias: nn.Parameter
 
     def forward(self, x: Tensor) -> Tensor:
-        # A parametrized weight is computed at each access, so it isn't touched. One row, as in a step, is never ours.
+        # A parametrized weight is computed at each access, so it isn't touched. C++ is never faster for one row.
         has_both = x.numel() > x.shape[-1] and self._parameters.keys() >= {"weight", "bias"}
         if has_both and is_written_as_known(Conv1D) and _has_its_product():
-            out = own_product(x, self.weight.t(), self.bias)
-            if out is not None:
-                return out
+            weight, bias = self.weight.t(), self.bias
+            if runs_as_op(x, weight, bias):
+                return linear(x, weight, bias)
         return super().forward(x)  # by torch.addmm
 
 

@@ -54,15 +54,36 @@ def check_dtype(name: str, parameter: Tensor | None, dtype: torch.dtype) -> None
         raise ValueError(f"expected {name} in x's dtype {dtype}, got {parameter.dtype}")
 
 
+def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: str, at_least: int = 1) -> None:
+    """Raises ValueError unless x (..., dim), weight (rows, dim) and bias (rows,) are floating point of one dtype.
+
+    Args:
+        x, weight, bias: after autocast.
+        rows: what an error calls the rows of the weight.
+        at_least: how many of them there have to be.
+    """
+    check_features(x)
+    if not is_matrix(weight, x.shape[-1]) or weight.shape[0] < at_least:
+        raise ValueError(f"expected a floating-point weight ({rows}, {x.shape[-1]}), got {described(weight)}")
+    check_vector("bias", bias, weight.shape[0])
+    check_dtype("weight", weight, x.dtype)
+    check_dtype("bias", bias, x.dtype)
+
+
 def needs_gradient(*tensors: Tensor | None) -> bool:
     """Whether autograd will record what is computed from them."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 class SharedReason(str):
-    """Why the kernels of a backend can't take a call, where that is the same for all ops: told once for all of them."""
+    """Why the kernels of a backend can't take a call, where it is the same for all ops: logged once for all."""
 
     __slots__ = ()
+
+
+def cpp_unsupported_dtype(op_name: str, *, x: Tensor, **_: object) -> str | None:
+    """`cpp_unsupported` of an op that C++ computes for every x of its dtypes."""
+    return no_cpp_code(x.dtype)
 
 
 def no_cpp_code(dtype: torch.dtype) -> SharedReason | None:
@@ -73,7 +94,7 @@ def no_cpp_code(dtype: torch.dtype) -> SharedReason | None:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is one of numbers, of no subclass, and nobody traces or batches."""
+    """Whether a tensor holds numbers, is of no subclass, and is neither traced nor batched."""
     return (
         not torch.compiler.is_compiling()
         and type(tensor) is Tensor
@@ -84,7 +105,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether looking at a tensor's numbers costs nothing: it is in a CPU's memory, and nobody traces or batches."""
+    """Whether reading a tensor's numbers costs nothing: it is in a CPU's memory, and neither traced nor batched."""
     return tensor.device.type == "cpu" and is_plain(tensor)
 
 

@@ -1,10 +1,10 @@
-"""When an op may skip PyTorch's dispatcher: an eager call of plain tensors, which nobody traces, wraps or watches.
+"""When an op may skip PyTorch's dispatcher: an eager call of plain tensors that is not traced, wrapped or watched.
 
-What a Python library adds to the dispatcher for autograd costs a small call more time than all the rest of it, whether
-gradients are wanted or not; in inference mode it is not met. The dispatcher is there for what may surround a call:
-torch.compile and export, functorch's transforms, forward-mode AD, modes that record or replace what runs, subclasses,
-profilers. PyTorch marks a tensor or a thread for nearly each of these by a dispatch key; a call may go past the
-dispatcher where all keys are the ordinary ones, and takes it where anything is unknown.
+What torch.library adds to the dispatcher for autograd costs a small call more time than all the rest of it, whether
+gradients are wanted or not (except in inference mode). The dispatcher serves what may surround a call: torch.compile
+and export, functorch's transforms, forward-mode AD, modes that record or replace what runs, subclasses, profilers.
+PyTorch marks a tensor or a thread by a dispatch key for nearly each of these. A call goes past the dispatcher if all
+keys are the ordinary ones, and through it if anything is unknown.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ _included, _keys_of = torch._C._dispatch_tls_local_include_set, torch._C._dispat
 
 
 class Places(dict[tuple[type, ...], tuple[int, ...]]):
-    """Where a call's tensors are, by what its arguments are, for `device_of`.
+    """The positions of the tensors among a call's arguments, by the types of these, for `device_of`.
 
-    Nowhere, where an argument is not exactly what the op's schema says: that is for the dispatcher.
+    There are none where an argument is not exactly of the schema's type: such calls are for the dispatcher.
     """
 
     def __init__(self, schema: torch.FunctionSchema) -> None:
@@ -79,7 +79,7 @@ class Places(dict[tuple[type, ...], tuple[int, ...]]):
 
 
 def nothing_watches() -> bool:
-    """Whether this thread runs calls as they come. Not to be asked while torch.compile traces."""
+    """Whether no mode, transform or profiler is active in this thread. Not to be called while torch.compile traces."""
     return (
         _included().raw_repr() == _QUIET
         and not torch._C._is_torch_function_mode_enabled()
@@ -89,10 +89,10 @@ def nothing_watches() -> bool:
 
 
 @functools.cache
-def _has_a_say(kind: type) -> bool:
-    """Whether tensors of this class say themselves what PyTorch's functions do with them, ours not among them.
+def _overrides_functions(kind: type) -> bool:
+    """Whether a class of tensors defines itself what PyTorch's functions do with them, without knowing these ops.
 
-    PyTorch's own classes for tracing know ops by their schema, and a class without such a method is a plain tensor's.
+    PyTorch's own classes for tracing know ops by their schema. A class without such a method acts as a plain tensor.
     """
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
@@ -123,10 +123,10 @@ def is_differentiated(tensor: Tensor) -> bool:
 
 
 def needs_formula(args: tuple[Any, ...]) -> bool:
-    """Whether a call has to be made of PyTorch's own operations, which know more than a forward and a backward pass."""
+    """Whether a call needs PyTorch's own operations, which have more than a forward and a backward pass."""
     if is_transformed() or is_traced_for_onnx():
         return True
-    return not _ORDINARY.issuperset(map(type, args)) and any(map(_has_a_say, map(type, args)))
+    return not _ORDINARY.issuperset(map(type, args)) and any(map(_overrides_functions, map(type, args)))
 
 
 def is_traced_for_onnx() -> bool:
@@ -151,8 +151,8 @@ def device_of(args: tuple[Any, ...], places: Places) -> tuple[str | None, bool]:
     return device, requires_grad
 
 
-class Asked(NamedTuple):
-    """What every call asks of its arguments.
+class ArgumentChecks(NamedTuple):
+    """What every call has to know of its arguments.
 
     Attributes:
         device_of: as it is here.
@@ -164,9 +164,9 @@ class Asked(NamedTuple):
 
 
 @functools.cache
-def asked() -> Asked:
-    """Both in C++ where the extension is there: it says the same in a fifth of the time."""
-    return Asked(
+def argument_checks() -> ArgumentChecks:
+    """Both in C++ where the extension is there, in a fifth of the time."""
+    return ArgumentChecks(
         _extension.host_function("device_of") or device_of, _extension.host_function("geometry") or _plans.geometry
     )
 

@@ -18,6 +18,7 @@ logger = logging.getLogger("fastformer")
 # ATEN_CPU_CAPABILITY, so that the lesser module can be tested on a better CPU.
 _MODULES = {"avx512": ("AVX512",), "avx2": ("AVX512", "AVX2")}
 
+NOT_BUILT = "the C++ extension is not built for this CPU; `fastformer doctor` says how"
 # Why a module that is there could not be loaded, by its instruction set.
 failures: dict[str, str] = {}
 
@@ -40,7 +41,7 @@ def load() -> str | None:
 
 @cache
 def instruction_set() -> str | None:
-    """That of the module which fits this CPU and loads; None without one, of which nobody is warned here."""
+    """That of the module which fits this CPU and loads; None without one, and then no warning is logged."""
     capability = torch.backends.cpu.get_cpu_capability()
     for isa, capabilities in _MODULES.items():
         name = f"fastformer._C_{isa}"
@@ -54,8 +55,9 @@ def instruction_set() -> str | None:
     return None
 
 
+@cache
 def host_function(name: str) -> Callable[..., Any] | None:
-    """A function of the module that saves time in every call, on a GPU too; where it is missing, nobody is warned."""
+    """A function that saves time in every call, on a GPU too; None, without a warning, where the module lacks it."""
     isa = instruction_set()
     return None if isa is None else getattr(importlib.import_module(f"fastformer._C_{isa}"), name, None)
 
@@ -71,7 +73,7 @@ def why_no_decoder() -> str | None:
     """Why there is no decoding engine in C++ here; None where there is one."""
     found = module()
     if found is None:
-        return "the C++ extension is not built for this CPU; `fastformer doctor` says how"
+        return NOT_BUILT
     if not hasattr(found, "Session"):
         return "the C++ extension is older than it: run `pip install -e . --no-build-isolation` again"
     return None

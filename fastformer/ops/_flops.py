@@ -2,23 +2,21 @@
 
 A multiplication and an addition are two. As for PyTorch's fused attention, everything counts that a mask leaves out,
 and a backward pass counts the products that it computes again.
+
+The counter's module imports triton, which takes long, so nothing is registered with it when fastformer is imported. A
+counter that is open is given the formulas by the first call of an op in its block.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import functools
 import math
-import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
-
-_MODULE = "torch.utils.flop_counter"
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 
 def _scores(q: Tensor, k: Tensor) -> int:
@@ -66,6 +64,8 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "decode_attention": _decode,
     "feed_forward_fwd": lambda x, weight1, bias1, weight2, *_: _feed_forward(x, weight1, weight2),
     "feed_forward_bwd": lambda dout, x, weight1, bias1, weight2, *_: 2 * _feed_forward(x, weight1, weight2),
+    "linear": lambda x, weight, *_: _linear(x, weight),
+    "linear_weight_grad": lambda dout, x: 2 * dout.shape[0] * dout.shape[1] * x.shape[1],
     "linear_cross_entropy_fwd": lambda x, weight, *_: _linear(x, weight),
     "linear_cross_entropy_bwd": lambda dlosses, x, weight, *options: (1 + _wanted(options[-1])) * _linear(x, weight),
     "linear_cross_entropy_fwd_bwd": lambda x, weight, *options: (1 + _wanted(options[-1])) * _linear(x, weight),
@@ -73,38 +73,20 @@ FORMULAS: dict[str, Callable[..., int]] = {
 }
 
 
-def _register(module: Any) -> None:
+@functools.cache
+def _by_packet() -> dict[Any, Callable[..., int]]:
+    """The formulas by op, as the counter calls them: with the result by name."""
+
     def without_result(formula: Callable[..., int]) -> Callable[..., int]:
         return lambda *args, out_val=None, **kwargs: formula(*args, **kwargs)
 
-    for name, formula in FORMULAS.items():
-        packet = getattr(torch.ops.fastformer, name)
-        module.register_flop_formula(packet, get_raw=True)(without_result(formula))
+    return {getattr(torch.ops.fastformer, name): without_result(formula) for name, formula in FORMULAS.items()}
 
 
-class _WhenImported(MetaPathFinder):
-    """Registers as soon as somebody imports the counter: to import it for nobody takes as long as half of PyTorch."""
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if fullname != _MODULE:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            _register(module)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
-def install() -> None:
-    """Has the counter know the ops, which are all defined by now, whether it is imported already or later."""
-    if _MODULE in sys.modules:
-        _register(sys.modules[_MODULE])
-    else:
-        sys.meta_path.insert(0, _WhenImported())
+def tell_counters() -> None:
+    """Gives the formulas to the counters that watch this thread's calls, except where they have a formula already."""
+    for mode in _get_current_dispatch_mode_stack():
+        registry = getattr(getattr(mode, "counter", None), "flop_registry", None)
+        if isinstance(registry, dict):
+            for packet, formula in _by_packet().items():
+                registry.setdefault(packet, formula)

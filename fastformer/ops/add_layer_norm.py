@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastformer.ops._autograd import differentiate, forbid_double_backward, register_autograd
 from fastformer.ops._common import (
     accumulation_dtype,
     check_features,
@@ -22,7 +23,7 @@ from fastformer.ops._common import (
     no_cpp_code,
 )
 from fastformer.ops._dropout import drop, resolve_dropout
-from fastformer.ops._library import define_op, differentiate, forbid_double_backward, register_autograd
+from fastformer.ops._library import define_op
 
 
 def add_layer_norm_reference(

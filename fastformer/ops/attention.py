@@ -13,18 +13,10 @@ from torch import Tensor
 
 from fastformer.ops._attention_reference import Scores, attend, attend_backward
 from fastformer.ops._attention_torch import attend_torch, attend_torch_backward, unsupported
+from fastformer.ops._autograd import differentiate, forbid_double_backward, register_autograd
 from fastformer.ops._common import accumulation_dtype, check_number, described, is_readable, no_cpp_code
 from fastformer.ops._dropout import resolve_dropout
-from fastformer.ops._library import (
-    OPS,
-    autocast,
-    define_op,
-    differentiate,
-    forbid_double_backward,
-    forced_backend,
-    register_autograd,
-    why_not,
-)
+from fastformer.ops._library import OPS, autocast, define_op, forced_backend, why_not
 
 
 def _scores(
@@ -154,7 +146,7 @@ forbid_double_backward("attention_bwd")
 def why_no_kernel(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, softmax_scale: float) -> str | None:
     """Why a call of `attention` would not run on the kernels of q's device; None where it would.
 
-    For whoever has code of their own to go back to. The arguments are as `attention` checks them.
+    For callers that have another way to compute it. The arguments are as `attention` checks them.
     """
     if forced_backend() is not None:
         return None

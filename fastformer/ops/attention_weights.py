@@ -1,4 +1,4 @@
-"""The attention distribution, for those who ask: which keys each query looked at.
+"""The attention distribution, which fused attention never writes: which keys each query looked at.
 
 weights = exp(q k^T * softmax_scale + mask - lse), from the lse that `attention` returned. It is of size
 seqlen_q * seqlen_k by nature, so it has no kernel: the reference is the op.
@@ -11,8 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from fastformer.ops._attention_reference import Scores, exponentials, group_sum, grouped_matmul, probabilities
+from fastformer.ops._autograd import differentiate, forbid_double_backward, register_autograd
 from fastformer.ops._common import accumulation_dtype, described
-from fastformer.ops._library import autocast, define_op, differentiate, forbid_double_backward, register_autograd
+from fastformer.ops._library import autocast, define_op
 from fastformer.ops.attention import check_heads, check_seqlens_k, expand_mask, resolve_scale, resolve_window
 
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from fastformer.ops._attention_reference import Scores, attend
+from fastformer.ops._autograd import refuse_derivatives
 from fastformer.ops._common import described
-from fastformer.ops._library import autocast, cpp_kernel, define_op, refuse_derivatives
+from fastformer.ops._library import autocast, cpp_kernel, define_op
 from fastformer.ops.attention import check_heads, cpp_unsupported, resolve_bound, resolve_scale
 from fastformer.ops.rotary import check_tables, rotary_reference
 
@@ -45,7 +46,7 @@ def decode_attention_reference(
         cache_seqlens = cache_seqlens[cache_batch_idx]
     _check_range("cache_seqlens", cache_seqlens, max_seqlen - new + 1)
     if cos is not None and sin is not None and k is not None:
-        q, k = _turned(rotary_reference, q, k, cache_seqlens, cos, sin, interleaved)
+        q, k = _rotate_to_positions(rotary_reference, q, k, cache_seqlens, cos, sin, interleaved)
     total = cache_seqlens + new
     used = max_seqlen
     if q.device.type == "cpu" and total.numel():
@@ -85,7 +86,7 @@ def _check_range(name: str, integers: Tensor, end: int) -> None:
         raise ValueError(f"expected {name} in [0, {end}), got {int(integers[outside][0])}")
 
 
-def _turned(
+def _rotate_to_positions(
     rotate: Callable[..., Tensor],
     q: Tensor,
     k: Tensor,
@@ -94,7 +95,7 @@ def _turned(
     sin: Tensor,
     interleaved: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(q, k), turned by their positions in the cache by a function that has the arguments of `rotary_fwd`."""
+    """q and k, rotated to their positions in the cache by a function that has the arguments of `rotary_fwd`."""
     seqlen_q, new = q.shape[1], k.shape[1]
     positions = cache_seqlens[:, None]
     if new != 1:
@@ -109,7 +110,7 @@ def _cpp_call(function: Callable[..., Tensor], *args: Any) -> Tensor:
         # The C++ function has no rotary of its own: it would save next to nothing there.
         rotate = cast(Callable[..., Tensor], cpp_kernel("rotary_fwd"))
         q, k_cache, v_cache, cache_seqlens, k, *rest = args_of_cpp
-        q, k = _turned(rotate, q, k, cache_seqlens, cos, sin, interleaved)
+        q, k = _rotate_to_positions(rotate, q, k, cache_seqlens, cos, sin, interleaved)
         return function(q, k_cache, v_cache, cache_seqlens, k, *rest)
     return function(*args_of_cpp)
 
@@ -189,66 +190,64 @@ def decode_attention(
         IndexError: on a CPU, a position outside cos and sin; nothing has been written.
     """
     refuse_derivatives("decode_attention", q, k_cache, v_cache, k, v)
-    if torch.is_grad_enabled():
-        # Without this the result would seem to have gradients, though what they need is written over.
-        with torch.no_grad():
-            return decode_attention(
-                q,
-                k_cache,
-                v_cache,
-                cache_seqlens,
-                k=k,
-                v=v,
-                cache_batch_idx=cache_batch_idx,
-                slot_table=slot_table,
-                is_causal=is_causal,
-                window_left=window_left,
-                softmax_scale=softmax_scale,
-                cos=cos,
-                sin=sin,
-                interleaved=interleaved,
-            )
     (q,) = autocast("decode_attention", q)
     k, v = autocast("decode_attention", k, v)
     check_heads(q, k_cache, v_cache, 4, "(batch, seqlen, num_heads, head_dim)", ("q", "k_cache", "v_cache"))
-    cache_batch = k_cache.shape[0]
-    if slot_table is not None:
-        cache_batch = _check_slot_table(slot_table, k_cache, v_cache)
+    cache_batch = k_cache.shape[0] if slot_table is None else _check_slot_table(slot_table, k_cache, v_cache)
     _check_integers("cache_seqlens", cache_seqlens, cache_batch)
-    if (k is None) != (v is None):
-        raise ValueError("expected k and v together, got one of them")
-    if k is not None and v is not None:
-        for name, tensor in (("k", k), ("v", v)):
-            if not isinstance(tensor, Tensor):
-                raise ValueError(f"expected a tensor {name} or None, got {described(tensor)}")
-        if cache_batch_idx is not None:
-            raise ValueError("expected no cache_batch_idx with k and v: rows that share a cache row can't append to it")
-        expected = (q.shape[0], k.shape[1] if k.dim() == 4 else "seqlen_new", *k_cache.shape[2:])
-        if k.shape != v.shape or tuple(k.shape) != expected:
-            raise ValueError(f"expected k and v of shape {expected}, got {tuple(k.shape)} and {tuple(v.shape)}")
-        if k.dtype != k_cache.dtype or v.dtype != v_cache.dtype:
-            raise ValueError(f"expected k and v in the cache's dtype {k_cache.dtype}, got {k.dtype} and {v.dtype}")
+    _check_appended(q, k, v, k_cache, v_cache, cache_batch_idx)
     if cache_batch_idx is not None:
         _check_integers("cache_batch_idx", cache_batch_idx, q.shape[0])
     elif q.shape[0] != cache_batch:
         raise ValueError(f"expected as many queries as cache rows, got {q.shape[0]} and {cache_batch}")
-    if (cos is None) != (sin is None):
-        raise ValueError("expected cos and sin together, got one of them")
-    if cos is not None and sin is not None:
-        positions = check_tables(q, cos, sin)
-        if k is None or not q.shape[1] <= k.shape[1] <= positions:
-            raise ValueError(
-                f"expected k of at least q's {q.shape[1]} tokens, and at most the {positions} positions of cos and "
-                f"sin, got {'None' if k is None else f'{k.shape[1]} tokens'}"
-            )
+    _check_rotary(q, k, cos, sin)
     if window_left is not None and not isinstance(window_left, int):
         raise ValueError(f"expected window_left to be an integer or None, got {window_left!r}")
     scale = resolve_scale(softmax_scale, q.shape[-1])
     left = resolve_bound(window_left)
-    return _op(
+    args = (
         q, k_cache, v_cache, cache_seqlens, k, v, cache_batch_idx, slot_table, scale, is_causal, left, cos, sin,
         interleaved,
     )  # fmt: skip
+    if not torch.is_grad_enabled():
+        return _op(*args)
+    # With gradients on, the result would seem to have some, though what they need is overwritten in the cache.
+    with torch.no_grad():
+        return _op(*args)
+
+
+def _check_appended(
+    q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, cache_batch_idx: Tensor | None
+) -> None:
+    """Raises ValueError unless k and v are both None, or both can be appended to the caches."""
+    if (k is None) != (v is None):
+        raise ValueError("expected k and v together, got one of them")
+    if k is None or v is None:
+        return
+    for name, tensor in (("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"expected a tensor {name} or None, got {described(tensor)}")
+    if cache_batch_idx is not None:
+        raise ValueError("expected no cache_batch_idx with k and v: rows that share a cache row can't append to it")
+    expected = (q.shape[0], k.shape[1] if k.dim() == 4 else "seqlen_new", *k_cache.shape[2:])
+    if k.shape != v.shape or tuple(k.shape) != expected:
+        raise ValueError(f"expected k and v of shape {expected}, got {tuple(k.shape)} and {tuple(v.shape)}")
+    if k.dtype != k_cache.dtype or v.dtype != v_cache.dtype:
+        raise ValueError(f"expected k and v in the cache's dtype {k_cache.dtype}, got {k.dtype} and {v.dtype}")
+
+
+def _check_rotary(q: Tensor, k: Tensor | None, cos: Tensor | None, sin: Tensor | None) -> None:
+    """Raises ValueError unless cos and sin are both None, or both have the positions of k, which q's tokens end."""
+    if (cos is None) != (sin is None):
+        raise ValueError("expected cos and sin together, got one of them")
+    if cos is None or sin is None:
+        return
+    positions = check_tables(q, cos, sin)
+    if k is None or not q.shape[1] <= k.shape[1] <= positions:
+        raise ValueError(
+            f"expected k of at least q's {q.shape[1]} tokens, and at most the {positions} positions of cos and "
+            f"sin, got {'None' if k is None else f'{k.shape[1]} tokens'}"
+        )
 
 
 def _check_integers(name: str, integers: Tensor, size: int) -> None:

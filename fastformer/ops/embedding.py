@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fastformer.ops._autograd import forbid_double_backward, register_autograd
 from fastformer.ops._common import (
     INTEGERS,
     accumulation_dtype,
@@ -26,7 +27,7 @@ from fastformer.ops._common import (
     no_cpp_code,
 )
 from fastformer.ops._dropout import drop, resolve_dropout
-from fastformer.ops._library import define_op, forbid_double_backward, register_autograd
+from fastformer.ops._library import define_op
 
 
 def embedding_reference(

@@ -15,18 +15,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fastformer.ops._autograd import differentiate, forbid_double_backward, register_autograd
 from fastformer.ops._common import (
     accumulation_dtype,
     check_dtype,
     check_features,
     check_vector,
+    cpp_unsupported_dtype,
     described,
     is_matrix,
     needs_gradient,
-    no_cpp_code,
 )
 from fastformer.ops._dropout import drop, keep_scale, resolve_dropout
-from fastformer.ops._library import autocast, define_op, differentiate, forbid_double_backward, register_autograd
+from fastformer.ops._library import autocast, define_op
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu_tanh")
 GATED = ("swiglu", "geglu_tanh")
@@ -156,17 +157,13 @@ def _bwd_fake(
     )
 
 
-def _cpp_unsupported(op_name: str, *, x: Tensor, **_: object) -> str | None:
-    return no_cpp_code(x.dtype)
-
-
 _fwd = define_op(
     "feed_forward_fwd(Tensor x, Tensor weight1, Tensor? bias1, Tensor weight2, Tensor? bias2, str activation, "
     "float dropout_p, Tensor? dropout_seed, bool needs_saved) -> (Tensor out, Tensor saved)",
     feed_forward_reference,
     stem="feed_forward",
     fake=_fwd_fake,
-    cpp_unsupported=_cpp_unsupported,
+    cpp_unsupported=cpp_unsupported_dtype,
     formula=feed_forward_reference,
 )
 _bwd = define_op(
@@ -176,7 +173,7 @@ _bwd = define_op(
     feed_forward_backward_reference,
     stem="feed_forward",
     fake=_bwd_fake,
-    cpp_unsupported=_cpp_unsupported,
+    cpp_unsupported=cpp_unsupported_dtype,
 )
 
 
@@ -271,8 +268,8 @@ def feed_forward(
         check_dtype(name, parameter, x.dtype)
     dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, x.device)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    # What backward reads is as large as the widest matrix in here, or twice as large: it isn't written for nobody.
-    # A trace says the same whether it is taken, or taken again to check it, with gradients or without.
+    # What backward reads is as large as the widest matrix in here, or twice as large, so it is only written where there
+    # will be a backward pass. A trace has to be the same when it is taken again to check it, with gradients or without.
     needs_saved = torch._C._get_tracing_state() is not None or needs_gradient(x, weight1, bias1, weight2, bias2)
     out, _ = _fwd(rows, weight1, bias1, weight2, bias2, activation, dropout_p, dropout_seed, needs_saved)
     return out if x.dim() == 2 else out.reshape(*x.shape[:-1], weight2.shape[0])

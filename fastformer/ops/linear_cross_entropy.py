@@ -18,22 +18,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fastformer.ops._autograd import differentiate, forbid_double_backward, register_autograd
 from fastformer.ops._common import (
     INTEGERS,
     accumulation_dtype,
-    check_dtype,
-    check_features,
+    check_linear,
     check_number,
     check_range,
-    check_vector,
+    cpp_unsupported_dtype,
     described,
-    is_matrix,
     is_plain,
     is_readable,
     needs_gradient,
-    no_cpp_code,
 )
-from fastformer.ops._library import autocast, define_op, differentiate, forbid_double_backward, register_autograd
+from fastformer.ops._library import autocast, define_op
 
 # Enough rows for the matrix products to run at full rate; few enough for a chunk of logits to stay in a CPU's caches,
 # or at least in memory that is used again: with 2,048 rows the pages of each chunk were new, and the loss took twice
@@ -268,10 +266,6 @@ def _fwd_bwd_fake(
     return x.new_empty((), dtype=accumulation_dtype(x.dtype)), *_gradients_fake(x, weight, bias, options[-1])
 
 
-def _cpp_unsupported(op_name: str, *, x: Tensor, **_: object) -> str | None:
-    return no_cpp_code(x.dtype)
-
-
 def _cpp_masked(function: Callable[..., tuple[Tensor, ...]], *args: Any) -> Any:
     """The C++ function makes all three gradients, tile by tile while the logits' gradient is in the cache."""
     *results, dx, dweight, dbias = function(*args[:-1])
@@ -286,7 +280,7 @@ _fwd = define_op(
     linear_cross_entropy_reference,
     stem="linear_cross_entropy",
     fake=_fwd_fake,
-    cpp_unsupported=_cpp_unsupported,
+    cpp_unsupported=cpp_unsupported_dtype,
     formula=linear_cross_entropy_formula,
 )
 _bwd = define_op(
@@ -295,7 +289,7 @@ _bwd = define_op(
     linear_cross_entropy_backward_reference,
     stem="linear_cross_entropy",
     fake=_bwd_fake,
-    cpp_unsupported=_cpp_unsupported,
+    cpp_unsupported=cpp_unsupported_dtype,
     cpp_call=_cpp_masked,
 )
 _fwd_bwd = define_op(
@@ -304,7 +298,7 @@ _fwd_bwd = define_op(
     linear_cross_entropy_with_gradients_reference,
     stem="linear_cross_entropy",
     fake=_fwd_bwd_fake,
-    cpp_unsupported=_cpp_unsupported,
+    cpp_unsupported=cpp_unsupported_dtype,
     cpp_call=_cpp_masked,
     formula=_formula_with_gradients,
 )
@@ -330,7 +324,7 @@ def _setup_context_with_gradients(ctx: Any, inputs: tuple[Any, ...], output: tup
 
 
 def _scaled(gradient: Tensor, dloss: Tensor) -> Tensor:
-    """gradient * dloss, in the gradient's own memory where nobody reads it again: it may be as large as the weight."""
+    """gradient * dloss, in the gradient's own memory where it isn't read again: it may be as large as the weight."""
     if torch._C._autograd._get_current_graph_task_keep_graph() or not (is_plain(gradient) and is_plain(dloss)):
         return gradient * dloss
     if is_readable(dloss) and dloss == 1:
@@ -448,14 +442,9 @@ def linear_cross_entropy(
     check_number("z_loss", z_loss)
     x, weight = autocast("linear_cross_entropy", x, weight)
     (bias,) = autocast("linear_cross_entropy", bias)
-    check_features(x)
-    if not is_matrix(weight, x.shape[-1]) or weight.shape[0] == 0:
-        raise ValueError(f"expected a floating-point weight (vocab_size, {x.shape[-1]}), got {described(weight)}")
+    check_linear(x, weight, bias, "vocab_size")
     if not isinstance(target, Tensor) or target.shape != x.shape[:-1] or target.dtype not in INTEGERS:
         raise ValueError(f"expected an integer target of shape {tuple(x.shape[:-1])}, got {described(target)}")
-    check_vector("bias", bias, weight.shape[0])
-    check_dtype("weight", weight, x.dtype)
-    check_dtype("bias", bias, x.dtype)
     if smooth_others and label_smoothing > 0.0 and weight.shape[0] == 1:
         raise ValueError("expected at least 2 classes to smooth over the others, got 1")
 

@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastformer.ops._common import accumulation_dtype, check_dtype, check_features, described, is_matrix, no_cpp_code
-from fastformer.ops._library import autocast, define_op, refuse_derivatives
+from fastformer.ops._autograd import refuse_derivatives
+from fastformer.ops._common import accumulation_dtype, check_linear, cpp_unsupported_dtype
+from fastformer.ops._library import autocast, define_op
 
 # Rows whose logits the reference holds at a time, and classes whose weights it widens at a time: these stay in a cache.
 CHUNK_ROWS, CHUNK_CLASSES = 512, 1024
@@ -130,16 +131,12 @@ def _fake(x: Tensor, weight: Tensor, k: int, log_probs: bool) -> tuple[Tensor, T
     return values, values.new_empty(values.shape, dtype=torch.int64)
 
 
-def _cpp_unsupported(op_name: str, *, x: Tensor, **_: object) -> str | None:
-    return no_cpp_code(x.dtype)
-
-
 _op = define_op(
     "linear_topk(Tensor x, Tensor weight, int k, bool log_probs) -> (Tensor values, Tensor indices)",
     linear_topk_reference,
     stem="linear_topk",
     fake=_fake,
-    cpp_unsupported=_cpp_unsupported,
+    cpp_unsupported=cpp_unsupported_dtype,
     reference_only={"triton": "there is no Triton kernel for it yet"},
 )
 
@@ -153,8 +150,8 @@ def linear_topk(x: Tensor, weight: Tensor, k: int, *, log_probs: bool = True) ->
     On a CPU with the C++ extension the bits of a row depend neither on the other rows nor on the number of threads
     (in bf16 on a CPU with AMX: as far as oneDNN's products don't).
 
-    Under autocast an fp32 weight is cast at each call, for PyTorch shows nobody the copies that its own ops keep: who
-    decodes in 16 bits is faster with a model that is in 16 bits.
+    Under autocast an fp32 weight is cast at each call: PyTorch does not share the copies that its own ops keep. To
+    decode in 16 bits, a model that is in 16 bits is faster.
 
     Args:
         x: (..., dim), floating point.
@@ -172,17 +169,14 @@ def linear_topk(x: Tensor, weight: Tensor, k: int, *, log_probs: bool = True) ->
     """
     refuse_derivatives("linear_topk", x, weight)
     x, weight = autocast("linear_topk", x, weight)
-    check_features(x)
-    if not is_matrix(weight, x.shape[-1]) or weight.shape[0] == 0:
-        raise ValueError(f"expected a floating-point weight (vocab_size, {x.shape[-1]}), got {described(weight)}")
-    check_dtype("weight", weight, x.dtype)
+    check_linear(x, weight, None, "vocab_size")
     _check_k(k, weight.shape[0])
     if not isinstance(log_probs, bool):
         raise ValueError(f"expected log_probs to be True or False, got {log_probs!r}")
     if torch.is_grad_enabled():
         # What asks for a gradient gets an error, and not zeros.
         x, weight = x.detach(), weight.detach()
-    # A decoding step takes well under a millisecond: it is spared the views that change nothing.
+    # A decoding step takes well under a millisecond: views that change nothing would show.
     if x.dim() == 2:
         return TopK(*_op(x, weight, k, log_probs))
     values, indices = _op(x.reshape(-1, x.shape[-1]), weight, k, log_probs)

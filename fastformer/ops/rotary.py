@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastformer.ops._common import INTEGERS, accumulation_dtype, check_range, described, no_cpp_code
-from fastformer.ops._library import define_op, register_autograd
+from fastformer.ops._autograd import register_autograd
+from fastformer.ops._common import INTEGERS, accumulation_dtype, check_range, cpp_unsupported_dtype, described
+from fastformer.ops._library import define_op
 
 
 def rotary_reference(
@@ -42,16 +43,12 @@ def _fake(x: Tensor, *options: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _cpp_unsupported(op_name: str, *, x: Tensor, **_: object) -> str | None:
-    return no_cpp_code(x.dtype)
-
-
 _fwd = define_op(
     "rotary_fwd(Tensor x, Tensor cos, Tensor sin, Tensor? positions, bool interleaved, bool inverse) -> Tensor",
     rotary_reference,
     stem="rotary",
     fake=_fake,
-    cpp_unsupported=_cpp_unsupported,
+    cpp_unsupported=cpp_unsupported_dtype,
     formula=rotary_reference,
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
 from typing import Any
 
@@ -21,6 +22,8 @@ from tests.integrations import test_bert as bert
 from tests.integrations import test_causal as causal
 from tests.integrations import test_t5 as t5
 from tests.products import notice_products
+
+linear_op = importlib.import_module("fastformer.ops.linear")
 
 DRAWS = 8
 IDS = torch.randint(5, 60, (4, 9), generator=torch.Generator().manual_seed(0))
@@ -55,8 +58,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of the weights whose products went to our kernels, which the smallest do here."""
     shapes: list[tuple[int, ...]] = []
     notice_products(monkeypatch, lambda x, weight, is_gradient: shapes.append(tuple(weight.shape)))
-    for bound in ("_FEWEST", "_FEWEST_TO_LEARN", "_FEWEST_IN_BF16"):
-        monkeypatch.setattr(linear_module, bound, 0)
+    for bound in ("MIN_PRODUCT", "MIN_PRODUCT_TRAINING", "MIN_PRODUCT_BF16"):
+        monkeypatch.setattr(linear_op, bound, 0)
     return shapes
 
 

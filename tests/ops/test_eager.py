@@ -21,7 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastformer import ops
 from fastformer.ops import _eager, _extension, _library, record_backends, use_backend
-from fastformer.ops._library import define_op, forbid_double_backward, register_autograd
+from fastformer.ops._autograd import forbid_double_backward, register_autograd
+from fastformer.ops._library import define_op
 
 WAYS = ("past", "through")
 ways: list[str] = []

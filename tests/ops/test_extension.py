@@ -29,7 +29,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     for isa in ("avx512", "avx2"):
         monkeypatch.delitem(sys.modules, f"fastformer._C_{isa}", raising=False)
-    cached = (_extension.load, _extension.instruction_set, _extension.module, _extension.function)
+    cached = (
+        _extension.load,
+        _extension.instruction_set,
+        _extension.module,
+        _extension.function,
+        _extension.host_function,
+    )
     for function in cached:
         function.cache_clear()
     yield tmp_path

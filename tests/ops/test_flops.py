@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fastformer.nn as fast
 from fastformer import ops
-from fastformer.ops import _flops, _library
+from fastformer.ops import _flops, _library, use_backend
 
 BATCH, SEQLEN, DIM, HEADS, HIDDEN = 2, 5, 16, 4, 24
 PRODUCT = 2 * BATCH * SEQLEN * SEQLEN * DIM  # of queries and keys
@@ -73,6 +73,24 @@ def test_the_feed_forward_network(activation: str) -> None:
     assert count(call, backward=True) == 3 * products
 
 
+def test_a_linear_map_that_is_an_op() -> None:
+    x, weight, bias = (
+        torch.randn(2, 3, DIM, requires_grad=True),
+        torch.randn(9, DIM, requires_grad=True),
+        torch.randn(9),
+    )
+    with use_backend("reference"):
+        assert count(lambda: ops.linear(x, weight, bias), backward=True) == 3 * 2 * 6 * DIM * 9
+
+
+def test_a_callers_own_formula_goes_first() -> None:
+    q = torch.randn(1, 3, 2, 4)
+    mapping = {torch.ops.fastformer.attention_fwd: lambda *args, **options: 7}
+    with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
+        ops.attention(q, q, q)
+    assert counter.get_total_flops() == 7
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
 def test_the_loss_counts_what_is_wanted(reduction: str, wanted: tuple[bool, bool]) -> None:
@@ -90,6 +108,7 @@ def test_decoding() -> None:
     table = torch.zeros(2, 3, dtype=torch.int32)
     with_table = count(lambda: ops.decode_attention(q, cache, cache, seqlens, slot_table=table), backward=False)
     assert with_table == 4 * 2 * 4 * 8 * 3
+    assert count(lambda: ops.linear(torch.randn(3, 8), torch.randn(9, 8)), backward=False) == 2 * 27 * 8
     assert count(lambda: ops.linear_topk(torch.randn(3, 8), torch.randn(9, 8), 2).values, backward=False) == 2 * 27 * 8
     lse = torch.zeros(2, 4, 1)
     weights = lambda: ops.attention_weights(q.requires_grad_(), cache, lse)  # noqa: E731
@@ -109,7 +128,10 @@ def test_the_counter_may_be_imported_before_or_after(first: str) -> None:
 import sys, {first}
 assert "{second}" not in sys.modules
 import {second}, torch
-assert torch.ops.fastformer.attention_fwd in sys.modules["torch.utils.flop_counter"].flop_registry
-assert torch.ops.aten.mm in sys.modules["torch.utils.flop_counter"].flop_registry
+counter, x = torch.utils.flop_counter.FlopCounterMode(display=False), torch.randn(1, 3, 2, 4)
+fastformer.ops.attention(x, x, x)
+with counter:
+    fastformer.ops.attention(x, x, x)
+assert counter.get_total_flops() == 4 * 3 * 3 * 2 * 4
 """
     subprocess.run([sys.executable, "-c", code], check=True)

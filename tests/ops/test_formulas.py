@@ -51,6 +51,11 @@ def _network(width: int = 6, hidden: int = 6) -> Inputs:
     return randn(3, 4), randn(width, 4), randn(width), randn(4, hidden), randn(4)
 
 
+def _linear(*inputs: Tensor) -> Tensor:
+    with use_backend("reference"):  # without it so small a product is F.linear's
+        return ops.linear(*inputs)
+
+
 def _drop(p: float = 0.4) -> dict[str, Any]:
     return {"dropout_p": p, "dropout_seed": SEED}
 
@@ -93,6 +98,8 @@ CASES: dict[str, tuple[Call, Inputs]] = {
         lambda x: ops.rotary(x, *ops.rotary_tables(3, 4, dtype=torch.float64), interleaved=True),
         (randn(1, 3, 2, 4),),
     ),
+    "linear": (_linear, (randn(2, 3, 4), randn(5, 4), randn(5))),
+    "linear, no bias": (_linear, (randn(4), randn(5, 4))),
     "linear_cross_entropy": (
         lambda x, w, b: ops.linear_cross_entropy(x, w, TARGET, b, reduction="none", label_smoothing=0.1, z_loss=0.1),
         (randn(4, 3), randn(5, 3), randn(5)),

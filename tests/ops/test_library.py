@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastformer import ops
-from fastformer.ops import _extension, _library, record_backends, use_backend
+from fastformer.ops import _autograd, _extension, _library, record_backends, use_backend
 from fastformer.ops._library import define_op
 
 
@@ -40,7 +40,7 @@ doubled = define_op("doubled_fwd(Tensor x) -> Tensor", lambda x: 2 * x, stem="to
 doubled_bwd = define_op(
     "doubled_bwd(Tensor dy) -> Tensor", lambda dy: 2 * dy, stem="toy", fake=lambda dy: dy.new_empty(dy.shape)
 )
-_library.register_autograd(
+_autograd.register_autograd(
     "doubled_fwd", lambda ctx, dy: doubled_bwd(dy), setup_context=lambda ctx, inputs, output: None
 )
 # Named arguments in an order that no position gives away.
@@ -104,6 +104,8 @@ def test_which_ops_are_the_reference_by_design() -> None:
     assert {name: tuple(op.reference_only) for name, op in ops.items() if op.reference_only} == {
         "attention_weights_fwd": ("triton", "cpp"),
         "attention_weights_bwd": ("triton", "cpp"),
+        "linear": ("triton",),
+        "linear_weight_grad": ("triton",),
         "linear_topk": ("triton",),
     }
     for backend in ("cpp", "triton"):
@@ -260,6 +262,7 @@ def _calls(dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
         "attention_weights": lambda: ops.attention_weights(q, q, lse),
         "decode_attention": decode,
         "feed_forward": lambda: ops.feed_forward(x, weight, bias, weight, bias),
+        "linear": lambda: ops.linear(x, weight, bias),
         "linear_cross_entropy": lambda: ops.linear_cross_entropy(x, weight, ids, bias),
         "linear_topk": lambda: ops.linear_topk(x, weight, 2).values,
         "add_layer_norm": lambda: ops.add_layer_norm(x, x, bias, bias)[0],
@@ -270,7 +273,7 @@ def _calls(dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
 
 def test_every_public_op_has_an_autocast_rule_and_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTFORMER_STRICT", "0")  # on whatever backend there is
-    public = {re.sub("_(fwd|bwd|fwd_bwd)$", "", name) for name in _library.OPS}
+    public = {re.sub("_(fwd|bwd|fwd_bwd|weight_grad)$", "", name) for name in _library.OPS}
     public = {re.sub("_fwd$", "", name) for name in public}
     assert public == _library.AUTOCAST.keys() == _calls(torch.float32).keys()
     for name, rule in _library.AUTOCAST.items():

@@ -1,4 +1,4 @@
-"""The C++ kernel of linear maps: x W^T + b at every size and layout that `nn.linear` hands over."""
+"""linear against F.linear, and its C++ kernel at every size and layout that it is handed."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.checks import assert_accurate
+from fastformer.ops import linear, record_backends, use_backend
+from tests.checks import assert_accurate, assert_op_accurate
 from tests.conftest import missing_backend
 
 
 @pytest.fixture(autouse=True)
-def _needs_the_extension() -> None:
-    if reason := missing_backend("cpp", "linear"):
+def _needs_the_extension(request: pytest.FixtureRequest) -> None:
+    if "backend" not in request.fixturenames and (reason := missing_backend("cpp", "linear")):
         pytest.skip(reason)
 
 
@@ -131,3 +132,94 @@ def test_nothing_to_add_up_gives_the_bias_and_nan_stays_where_it_is(dtype: torch
     assert found[4].isnan().all() and found.isnan().sum() == 70
     weight[69, 49] = torch.inf
     assert _product(torch.ones(30, 50, dtype=dtype), weight)[:, 69].isinf().all()
+
+
+def make_inputs(
+    shape: tuple[int, ...], out_features: int, dtype: torch.dtype = torch.float32, *, bias: bool = True
+) -> dict[str, Tensor | None]:
+    return {
+        "x": torch.randn(shape).to(dtype),
+        "weight": torch.randn(out_features, shape[-1]).to(dtype),
+        "bias": torch.randn(out_features).to(dtype) if bias else None,
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("shape", "out"), [((1, 1), 1), ((7, 33), 65), ((3, 5, 24), 40), ((20,), 12), ((2, 3, 2, 40), 2), ((2, 0, 12), 20)]
+)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "none"])
+def test_the_op_and_its_gradients(
+    shape: tuple[int, ...], out: int, bias: bool, dtype: torch.dtype, backend: str
+) -> None:
+    inputs = make_inputs(shape, out, dtype, bias=bias)
+    with record_backends() as ran:
+        assert_op_accurate(linear, F.linear, inputs, strided_dy=len(shape) > 1)
+    assert ran == {("linear", backend), ("linear_weight_grad", backend)}
+
+
+def test_layouts_and_their_gradients(backend: str) -> None:
+    inputs = {"x": torch.randn(6, 5, 16).transpose(0, 1), "weight": torch.randn(16, 24).T, "bias": torch.randn(48)[::2]}
+    assert linear(**inputs).is_contiguous()
+    assert_op_accurate(linear, F.linear, inputs)
+    weight = inputs["weight"].requires_grad_()
+    (gradient,) = torch.autograd.grad(linear(**inputs).sum(), weight)
+    assert gradient.stride() == weight.stride(), "a gradient lies as its weight"
+
+
+def test_gradcheck(backend: str) -> None:
+    tensors = [t.requires_grad_() for t in make_inputs((2, 3, 5), 4, torch.float64).values()]
+    assert torch.autograd.gradcheck(linear, tensors)
+    assert torch.autograd.gradgradcheck(linear, tensors)
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "none"])
+def test_opcheck(bias: bool, backend: str) -> None:
+    x, weight, b = (t if t is None else t.requires_grad_() for t in make_inputs((3, 4, 16), 24, bias=bias).values())
+    torch.library.opcheck(torch.ops.fastformer.linear.default, (x, weight, b))
+    torch.library.opcheck(torch.ops.fastformer.linear_weight_grad.default, (torch.randn(6, 3), torch.randn(6, 5)))
+
+
+def test_autocast_runs_the_product_in_its_dtype(backend: str) -> None:
+    inputs = make_inputs((5, 16), 24)
+    leaves = {name: t.requires_grad_() for name, t in inputs.items()}
+    with torch.autocast("cpu", torch.bfloat16):
+        out = linear(**leaves)
+    assert torch.equal(out, linear(**{name: t.bfloat16() for name, t in inputs.items()}))
+    out.backward(torch.randn_like(out))
+    assert all(leaf.grad.dtype == torch.float32 for leaf in leaves.values())
+
+
+def test_compiled_it_is_pytorchs() -> None:
+    compiled = torch.compile(linear, fullgraph=True, dynamic=True, backend="aot_eager")
+    with record_backends() as ran:
+        assert_op_accurate(compiled, F.linear, make_inputs((3, 5, 24), 40))
+    assert not ran
+
+
+def test_a_product_is_recorded_where_pytorch_makes_it_too() -> None:
+    inputs = make_inputs((5, 16), 24)
+    for forced in (None, "triton"):  # there is no kernel for GPUs
+        with use_backend(forced), record_backends() as ran:
+            linear(**inputs)
+        assert ran == {("linear", "torch")}
+
+
+def test_wrong_calls() -> None:
+    x, weight, bias = make_inputs((6, 5), 7).values()
+    for name, wrong in (
+        ("weight", {"weight": weight.t()}),
+        ("weight", {"weight": weight[None]}),
+        ("weight", {"weight": weight.double()}),
+        ("bias", {"bias": bias[:6]}),
+        ("bias", {"bias": bias.double()}),
+        ("x", {"x": x[0, 0]}),
+    ):
+        with pytest.raises(ValueError, match=rf"\b{name}\b"):
+            linear(**{"x": x, "weight": weight, "bias": bias} | wrong)
+
+
+def test_no_double_backward_of_the_gradient_alone() -> None:
+    dout = torch.randn(6, 3, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="double backward"):
+        torch.ops.fastformer.linear_weight_grad(dout, torch.randn(6, 5)).sum().backward()

@@ -42,6 +42,7 @@ CALLS: dict[str, Callable[[tuple[int, ...]], Any]] = {
     ),
     "add_layer_norm": lambda shape: ops.add_layer_norm(drawn(*shape), drawn(*shape), drawn(64), drawn(64))[0],
     "its sum": lambda shape: ops.add_layer_norm(drawn(*shape), drawn(*shape), drawn(64), drawn(64))[1],
+    "linear": lambda shape: ops.linear(drawn(*shape), drawn(9, 64), drawn(9)),
     "embedding": lambda shape: ops.embedding(torch.ones(shape, dtype=torch.long), drawn(9, 16)),
     "attention": lambda shape: ops.attention(*(heads(shape),) * 3),
     "rotary": lambda shape: ops.rotary(heads(shape), *ops.rotary_tables(6, 16)),

@@ -46,13 +46,11 @@ LEFT_OUT = {
     "linear_cross_entropy_fwd_bwd": {"output_mask"},
     "decode_attention": {"cos", "sin", "interleaved"},
 }
-# No ops': `nn.linear` calls them where nobody but autograd has a say, whose function it brings.
-WITHOUT_AN_OP = {"linear", "linear_weight_grad"}
 CPP = _schemas("fastformer_cpp")
 PYTHON = _schemas("fastformer")
 
 
-@pytest.mark.parametrize("name", sorted(CPP.keys() - WITHOUT_AN_OP))
+@pytest.mark.parametrize("name", sorted(CPP))
 def test_equals_the_op(name: str) -> None:
     assert name in PYTHON, f"torch.ops.fastformer has no {name}"
     arguments, results = _described(PYTHON[name])

@@ -72,6 +72,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
         {"x": HEADS, "cos": TABLE, "sin": TABLE, "positions": torch.zeros(2, 5, dtype=torch.int64)},
         {},
     ),
+    "linear": (ops.linear, {"x": TABLE, "weight": torch.randn(6, 4), "bias": torch.randn(6)}, {}),
     "linear_cross_entropy": (
         ops.linear_cross_entropy,
         {"x": TABLE, "weight": torch.randn(6, 4), "target": torch.arange(9) % 6, "bias": torch.randn(6)},

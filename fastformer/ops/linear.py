@@ -1,0 +1,223 @@
+"""The linear map x weight^T + bias, as `F.linear` computes it, and its gradients, which are products as well.
+
+PyTorch multiplies well nearly everywhere. On a CPU our C++ kernels are ahead in two cases: in fp32 where Intel did not
+make the CPU, since MKL uses half of AVX-512's width there and less than AVX2 has (oneDNN, which PyTorch also has, errs
+by more than our kernels are allowed to), and in bf16 where oneDNN has no products and PyTorch runs plain loops.
+`cpp_is_faster` is the one place that decides.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastformer.ops import _eager, _extension
+from fastformer.ops._autograd import forbid_double_backward, register_autograd
+from fastformer.ops._common import check_linear, cpp_unsupported_dtype, needs_gradient
+from fastformer.ops._library import autocast, define_op, forced_backend, note_backend
+
+# The multiplications of the smallest product that C++ is given: below, a call costs more than the kernel saves. A
+# training step adds the time that Python's autograd functions take. In bf16 PyTorch's loops are slow from the start.
+MIN_PRODUCT, MIN_PRODUCT_TRAINING, MIN_PRODUCT_BF16 = 2**22, 2**24, 2**18
+# Below as many rows, reading the weight is what takes the time; under autocast, casting it once more.
+_MIN_ROWS, _MIN_ROWS_BF16, _MIN_ROWS_AUTOCAST = 4, 2, 16
+# With fewer outputs most of a panel of the gradient of the weight would be padding.
+_MIN_OUT_FEATURES_TRAINING = 4
+_F_LINEAR = F.linear
+_PLAIN_TENSORS = (Tensor, nn.Parameter)
+
+
+def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x weight^T + bias, contiguous."""
+    return F.linear(x, weight, bias).contiguous()
+
+
+def linear_weight_grad_reference(dout: Tensor, x: Tensor) -> Tensor:
+    """dout^T x, for dout (rows, out_features) and x (rows, in_features)."""
+    return dout.T @ x
+
+
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def _why_torch(device_type: str) -> str | None:
+    if device_type != "cpu":
+        return "products are PyTorch's own"
+    if _mkl_is_faster():
+        return f"MKL is faster on this CPU{'' if _onednn_has_bf16() else ', except in bf16'}"
+    return None
+
+
+_NO_TRITON = {"triton": "cuBLAS multiplies on a GPU"}
+_op = define_op(
+    "linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    linear_reference,
+    stem="linear",
+    fake=_fake,
+    cpp_unsupported=cpp_unsupported_dtype,
+    reference_only=_NO_TRITON,
+    torch_function=linear_reference,
+    torch_is_faster=_why_torch,
+    formula=linear_reference,
+)
+_weight_grad = define_op(
+    "linear_weight_grad(Tensor dout, Tensor x) -> Tensor",
+    linear_weight_grad_reference,
+    stem="linear",
+    fake=lambda dout, x: x.new_empty(dout.shape[1], x.shape[1]),
+    cpp_unsupported=cpp_unsupported_dtype,
+    reference_only=_NO_TRITON,
+    torch_function=linear_weight_grad_reference,
+    torch_is_faster=_why_torch,
+)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, _ = inputs
+    x_learns, weight_learns = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(x if weight_learns else None, weight if x_learns else None)
+    ctx.is_transposed = not weight.is_contiguous()
+
+
+def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    dx = None if weight is None else _op(dout, weight.t(), None)
+    rows = dout.reshape(-1, dout.shape[-1])
+    dweight = None
+    if x is not None:
+        x = x.reshape(-1, x.shape[-1])
+        # A gradient lies as its weight does.
+        dweight = _weight_grad(x, rows).t() if ctx.is_transposed else _weight_grad(rows, x)
+    return dx, dweight, rows.sum(0) if ctx.needs_input_grad[2] else None
+
+
+def _differentiable_backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    dx = None if weight is None else F.linear(dout, weight.t())
+    rows = dout.reshape(-1, dout.shape[-1])
+    dweight = None if x is None else rows.T @ x.reshape(-1, x.shape[-1])
+    return dx, dweight, rows.sum(0) if ctx.needs_input_grad[2] else None
+
+
+register_autograd("linear", _backward, setup_context=_setup_context, differentiable_backward=_differentiable_backward)
+forbid_double_backward("linear_weight_grad")
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x weight^T + bias, by the library that is faster at it here.
+
+    Where that is PyTorch's, the call is `F.linear`, with its own backward pass. Under torch.compile it always is, so
+    that the compiler may fuse it.
+
+    Args:
+        x: (..., in_features), floating point.
+        weight: (out_features, in_features) as in nn.Linear, x's dtype. The transpose of a contiguous matrix is not
+            copied.
+        bias: (out_features,), x's dtype, or None.
+
+    Returns:
+        (..., out_features), x's dtype; under autocast the autocast dtype.
+
+    Raises:
+        ValueError: shapes or dtypes that do not agree.
+    """
+    cast_x, cast_weight = autocast("linear", x, weight)
+    (cast_bias,) = autocast("linear", bias)
+    check_linear(cast_x, cast_weight, cast_bias, "out_features", at_least=0)
+    return unchecked_linear(x, weight, bias)
+
+
+def unchecked_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear` in place of `F.linear`: takes what that takes, and leaves it to complain of what does not fit."""
+    if torch.compiler.is_compiling():
+        return F.linear(x, weight, bias)
+    if not runs_as_op(x, weight, bias):
+        note_backend("linear", "torch")
+        return F.linear(x, weight, bias)
+    x, weight = autocast("linear", x, weight)
+    (bias,) = autocast("linear", bias)
+    return _op(x, weight, bias)
+
+
+def runs_as_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the product is the op's to compute, and not `F.linear`'s: C++ is faster, or `use_backend` asks for it.
+
+    Where "triton" is forced, products stay PyTorch's: there is no Triton kernel for them.
+    """
+    if torch.compiler.is_compiling() or not isinstance(x, Tensor):  # torch.fx has others in its place
+        return False
+    forced = forced_backend()
+    if forced is None:
+        return cpp_is_faster(x, weight, bias)
+    return forced != "triton" and _fits(x, weight, bias)
+
+
+def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    return (
+        isinstance(weight, Tensor)
+        and weight.dim() == 2
+        and x.dim() > 0
+        and x.shape[-1] == weight.shape[1] > 0
+        and x.is_floating_point()
+        and (bias is None or (isinstance(bias, Tensor) and bias.shape == weight.shape[:1]))
+    )
+
+
+def cpp_is_faster(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the C++ product can take this call and is faster, by its sizes, its dtype and the CPU.
+
+    It is not where anything but autograd and autocast would notice that `F.linear` isn't called: a mode, a subclass, a
+    tracer, a transform of functorch. What most calls fail by is asked first: the device, and the size of the product.
+    """
+    if x.device.type != "cpu" or weight.dim() != 2 or (size := x.numel() * weight.shape[0]) < MIN_PRODUCT_BF16:
+        return False
+    is_cast = torch.is_autocast_enabled("cpu")
+    dtype = torch.get_autocast_dtype("cpu") if is_cast else x.dtype
+    is_bf16 = dtype == torch.bfloat16
+    if not is_bf16 and (dtype != torch.float32 or size < MIN_PRODUCT):
+        return False
+    min_rows = _MIN_ROWS_AUTOCAST if is_cast else _MIN_ROWS_BF16 if is_bf16 else _MIN_ROWS
+    if not x.numel() >= min_rows * weight.shape[1] > 0:
+        return False
+    tensors = (x, weight) if bias is None else (x, weight, bias)
+    if needs_gradient(*tensors) and not (
+        weight.shape[0] >= _MIN_OUT_FEATURES_TRAINING and (is_bf16 or size >= MIN_PRODUCT_TRAINING)
+    ):
+        return False
+    dtypes = (torch.float32, torch.bfloat16) if is_cast else (dtype,)
+    return (
+        not (_onednn_has_bf16() if is_bf16 else _mkl_is_faster())
+        # An extension that was built before the kernel was written lacks it. F.linear runs without a warning then.
+        and _extension.instruction_set() is not None
+        and _extension.function("linear") is not None
+        and _only_autograd_watches(tensors)
+        and all(t.dtype in dtypes for t in tensors)
+        and _fits(x, weight, bias)
+        and (weight.is_contiguous() or weight.t().is_contiguous())  # any other layout would be copied
+    )
+
+
+def _only_autograd_watches(tensors: tuple[Tensor, ...]) -> bool:
+    """Whether only autograd and autocast would notice a call of `F.linear` with these tensors."""
+    return (
+        all(type(t) in _PLAIN_TENSORS and t.device.type == "cpu" and t.layout == torch.strided for t in tensors)
+        and F.linear is _F_LINEAR
+        and not (torch._C._is_torch_function_mode_enabled() or torch._C._len_torch_dispatch_stack())
+        and not _eager.is_transformed()
+        and torch._C._get_tracing_state() is None
+        and not torch._C._functorch.is_legacy_batchedtensor(tensors[0])
+    )
+
+
+def _mkl_is_faster() -> bool:
+    is_intel = _extension.host_function("is_intel_cpu")
+    return torch.backends.mkl.is_available() and is_intel is not None and bool(is_intel())
+
+
+def _onednn_has_bf16() -> bool:
+    probe = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return torch.backends.mkldnn.is_available() and probe is not None and bool(probe())
