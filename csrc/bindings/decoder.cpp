@@ -50,7 +50,7 @@ ModelTensors tensors_of(const py::dict& arrays) {
   return tensors;
 }
 
-// A session that says so when two threads use it at once.
+// A session that raises an error when two threads use it at once.
 class GuardedSession {
  public:
   GuardedSession(std::shared_ptr<const PackedModel> model, int64_t num_tokens)

@@ -1,4 +1,4 @@
-// What fastformer/ops/_eager.py and kernels/_plans.py ask of the arguments of every call. They say the same in Python,
+// What fastformer/ops/_eager.py and kernels/_plans.py ask of the arguments of every call. Both also have it in Python,
 // where the answers about six tensors take as long as the launch of a kernel.
 
 #include <ATen/Context.h>

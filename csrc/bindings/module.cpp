@@ -1,5 +1,5 @@
 // The Python module of the extension. Ops register themselves under torch.ops.fastformer_cpp, each in its own file; the
-// module says which instruction set it was compiled for, and has the objects that aren't ops.
+// module has the name of the instruction set that it was compiled for, and the objects that aren't ops.
 
 #include <pybind11/pybind11.h>
 

@@ -1,4 +1,5 @@
-// What Python sees of the searches and of the stages; fastformer/generation/native_search.py wraps it.
+// The Python bindings of the searches, which fastformer/generation/native_search.py wraps, and of the thread team, for
+// tests.
 
 #include "engine/search.h"
 
@@ -86,11 +87,11 @@ std::vector<int64_t> places_of_done(const std::vector<const Search*>& searches) 
   return places;
 }
 
-// Something to hold the stages against: each stage adds the one before it to its own, in a way that tells tasks that
-// ran twice, not at all, or too early. The numbers of the last one.
+// For tests: each stage adds the numbers of the stage before to its own, so that the result shows tasks that ran twice,
+// not at all, or too early. Returns the numbers of the last stage.
 std::vector<uint64_t> stages_check(const std::vector<int64_t>& sizes, int64_t rounds, int threads) {
   std::vector<std::vector<uint64_t>> written;
-  const std::vector<uint64_t> nothing;  // stands before an only stage
+  const std::vector<uint64_t> nothing;  // read by a stage that is the only one
   for (const int64_t size : sizes) written.emplace_back(size, 0);
   std::vector<Stage> stages;
   for (size_t i = 0; i < sizes.size(); ++i) {
@@ -120,7 +121,7 @@ int64_t stages_threads(int64_t tasks, int64_t rounds, int threads) {
   std::vector<std::thread::id> ids(tasks);
   const std::vector<Stage> stages = {{tasks, [&ids](int64_t task) {
                                         ids[task] = std::this_thread::get_id();
-                                        // Whoever is there has a turn, on a busy machine too.
+                                        // Every thread of the team gets a turn, even on a busy machine.
                                         std::this_thread::sleep_for(std::chrono::microseconds(50));
                                       }}};
   const py::gil_scoped_release released;

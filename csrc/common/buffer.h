@@ -11,12 +11,12 @@
 
 namespace fastformer {
 
-// From here on a buffer is of kept memory: the C library gives as much back to the system when it is freed, and an op
-// that packs weights would meet fresh pages in each call.
+// Buffers of this size and more come from the pool: the C library returns such blocks to the system when they are
+// freed, and an op that packs weights would get fresh pages in each call.
 constexpr int64_t kLargeBuffer = int64_t{1} << 20;
 
-// n elements that nobody has written yet (std::vector would spend a pass on zeros), aligned to a cache line. What
-// measures the memory of tensors measures this, too.
+// n uninitialised elements (std::vector would spend a pass on zeros), aligned to a cache line. PyTorch's profiler
+// counts them.
 template <typename T>
 class Buffer {
  public:

@@ -29,7 +29,7 @@ struct Kept {
 };
 Kept& kept() {
   static Kept* const all = [] {
-    // A process that forks while another of its threads is in here would leave the child a lock that nobody opens.
+    // A process that forks while another of its threads is in here would leave the child a lock that stays closed.
     pthread_atfork([] { kept().mutex.lock(); }, [] { kept().mutex.unlock(); }, [] { kept().mutex.unlock(); });
     return new Kept;
   }();

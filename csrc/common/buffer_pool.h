@@ -1,5 +1,5 @@
-// Large buffers that outlive their users: a session begins with every call of `generate`, an op packs weights in every
-// call, and fresh pages from the system cost much of either's time.
+// A pool of large buffers. Every call of `generate` begins a session, and an op packs weights in every call: fresh
+// pages from the system would cost much of the time of either.
 
 #pragma once
 
@@ -10,8 +10,8 @@
 
 namespace fastformer {
 
-// Memory that is unwritten or was another buffer's; aligned to huge pages, which the system is asked for. At most 64
-// MiB are kept for the next ones when buffers go.
+// Uninitialised memory, new or from the pool, aligned to huge pages, which the system is asked for. The pool keeps at
+// most 64 MiB of what is released.
 class PooledMemory {
  public:
   PooledMemory() = default;
@@ -32,7 +32,7 @@ class PooledMemory {
   int64_t bytes_ = 0;
 };
 
-// The same as what PyTorch's allocators give, and counted by its profiler as theirs is.
+// Memory of the pool as PyTorch's allocators give it, counted by PyTorch's profiler.
 c10::DataPtr pooled_data(int64_t bytes);
 
 // Rows of floats for the steps of a session; what they hold is undefined after reserve.

@@ -1,4 +1,4 @@
-// Whether helpers are worth it beside the other work of the machine; stages.cpp asks.
+// Whether several threads are worth it beside the other work on the machine; thread_team.cpp asks.
 
 #pragma once
 
@@ -8,9 +8,10 @@
 
 namespace fastformer {
 
-// Threads may wait for one that has no core just now for longer than they help. Whether they do hangs on the system's
-// scheduler and on the neighbours, so both ways are tried, and the faster one goes on. As long as nobody waits long,
-// or all tasks at one thread's pace would take three times as long, nothing is tried.
+// Control of oversubscription. Where other processes keep the cores busy, threads may lose more time in waiting for one
+// that has no core than they save. That depends on the system's scheduler and on the other processes, so both ways are
+// tried, and the faster one is kept. Nothing is tried as long as no thread waits long, or while one thread alone would
+// take three times as long.
 class Contention {
  public:
   using Duration = std::chrono::steady_clock::duration;

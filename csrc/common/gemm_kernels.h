@@ -184,7 +184,7 @@ Kernels<bfloat16> bfloat16_kernels(std::integer_sequence<int, i...>) {
 #if defined(CPU_CAPABILITY_AVX512)
   return {rows_times_panel_bf16<i + 1>...};
 #else
-  return {};  // nobody asks: see has_bf16_dot
+  return {};  // never called: see has_bf16_dot
 #endif
 }
 

@@ -23,7 +23,7 @@
 
 namespace fastformer {
 
-// One dropout: what it needs to say which elements of which row are kept.
+// The dropout of one call: which elements of which row are kept.
 struct Dropout {
   static constexpr int64_t kGroup = 64;  // columns that are decided together
 
@@ -105,14 +105,14 @@ struct Dropout {
 
   // The decisions of a group of columns of a row each, in the columns' order.
   void decide(const uint32_t* group_of, const uint32_t* row_of, uint32_t plane, Decisions& out) const {
-    const auto spread = [](const uint32_t* each) {  // one value to the four lanes of each 128 bits
+    const auto broadcast_each = [](const uint32_t* each) {  // one value to the four lanes of each 128 bits
       const __m128i four = _mm_loadu_si128(reinterpret_cast<const __m128i*>(each));
       return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3),
                                       _mm512_castsi128_si512(four));
     };
     const __m512i call = _mm512_broadcast_i32x4(_mm_setr_epi32(0, 1, 2, 3));
-    __m512i c0 = _mm512_add_epi32(_mm512_slli_epi32(spread(group_of), 2), call);
-    __m512i c1 = spread(row_of);
+    __m512i c0 = _mm512_add_epi32(_mm512_slli_epi32(broadcast_each(group_of), 2), call);
+    __m512i c1 = broadcast_each(row_of);
     __m512i c2 = _mm512_set1_epi32(static_cast<int>(plane));
     __m512i c3 = _mm512_set1_epi32(static_cast<int>(offset));
     const __m512i m0 = _mm512_set1_epi32(static_cast<int>(0xD2511F53u)),
@@ -157,12 +157,12 @@ struct Dropout {
 
   // The decisions of a group of columns of a row each, in the columns' order.
   void decide(const uint32_t* group_of, const uint32_t* row_of, uint32_t plane, Decisions& out) const {
-    const auto spread = [](const uint32_t* each) {  // one value to the four lanes of each 128 bits
+    const auto broadcast_each = [](const uint32_t* each) {  // one value to the four lanes of each 128 bits
       return _mm256_set_m128i(_mm_set1_epi32(static_cast<int>(each[1])), _mm_set1_epi32(static_cast<int>(each[0])));
     };
     const __m256i call = _mm256_broadcastsi128_si256(_mm_setr_epi32(0, 1, 2, 3));
-    __m256i c0 = _mm256_add_epi32(_mm256_slli_epi32(spread(group_of), 2), call);
-    __m256i c1 = spread(row_of);
+    __m256i c0 = _mm256_add_epi32(_mm256_slli_epi32(broadcast_each(group_of), 2), call);
+    __m256i c1 = broadcast_each(row_of);
     __m256i c2 = _mm256_set1_epi32(static_cast<int>(plane));
     __m256i c3 = _mm256_set1_epi32(static_cast<int>(offset));
     const __m256i m0 = _mm256_set1_epi32(static_cast<int>(0xD2511F53u)),

@@ -67,7 +67,8 @@ void embed_row(const T* token, const P* place, acc scale, const acc* keep, int64
   });
 }
 
-// The cosines and sines of one position as turn_halves reads them, or as turn_neighbours does; `inverse` turns back.
+// The cosines and sines of one position as rotate_halves reads them, or as rotate_neighbours does; `inverse` rotates
+// back.
 template <typename acc>
 void lay_out_angles(const acc* cosines, const acc* sines, int64_t half, bool interleaved, bool inverse, acc* cos,
                     acc* sin) {
@@ -86,7 +87,7 @@ void lay_out_angles(const acc* cosines, const acc* sines, int64_t half, bool int
 
 // Features i and i + half of one head.
 template <typename T, typename acc = acc_t<T>>
-void turn_halves(const T* x, const acc* cos, const acc* sin, int64_t half, T* out) {
+void rotate_halves(const T* x, const acc* cos, const acc* sin, int64_t half, T* out) {
   using V = Vec<acc>;
   for_each_vec<acc>(half, [&](int64_t c, int64_t n) {
     const V a = V::load(x + c, n), b = V::load(x + half + c, n), cosine = V::load(cos + c, n),
@@ -98,7 +99,7 @@ void turn_halves(const T* x, const acc* cos, const acc* sin, int64_t half, T* ou
 
 // Features 2i and 2i + 1; every cosine stands there twice, and the sine as -sin, sin.
 template <typename T, typename acc = acc_t<T>>
-void turn_neighbours(const T* x, const acc* cos, const acc* sin, int64_t half, T* out) {
+void rotate_neighbours(const T* x, const acc* cos, const acc* sin, int64_t half, T* out) {
   if constexpr (std::is_same_v<T, double>) {
     for (int64_t c = 0; c < 2 * half; ++c) out[c] = x[c] * cos[c] + x[c ^ 1] * sin[c];
   } else {

@@ -24,8 +24,9 @@ constexpr int kMostThreads = 256;
 constexpr int kSpins = 10000;                               // of 10 to 50 ns, before a waiting thread sleeps
 constexpr Duration kIdle = std::chrono::microseconds(300);  // that a helper waits for more before it sleeps for good
 
-// Waits for what another thread does within microseconds, or within milliseconds where it has no core just now. Then it
-// sleeps rather than yields: who yields gives his share of the core away, and Linux takes him at his word.
+// Waits for another thread, which is done within microseconds, or within milliseconds if it has no core just now. After
+// a while it sleeps instead of yielding: a thread that yields gives up its share of the core, and Linux may not return
+// it soon.
 class Waiting {
  public:
   void once() {
@@ -53,16 +54,16 @@ void run_alone(const std::vector<Stage>& stages) {
     for (int64_t task = 0; task < stage.tasks; ++task) stage.run(task);
 }
 
-// Helpers, and the one run of stages that they work on.
+// Helper threads, and the one run of stages that they work on.
 //
-// The tasks of all stages that were ever opened are numbered through. `next_` is the first that nobody has taken,
-// `end_` the end of the stage that is open. Who takes task t, by moving next_ from t to t + 1, may read what stands
-// beside them about the stage (stage_, start_): it changes only when all of its tasks are done, and t isn't. A thread
-// that was held up before it has taken its task finds next_ changed, and nothing is lost.
+// The tasks of all stages that were ever opened have consecutive numbers. `next_` is the first task that is not taken,
+// `end_` the end of the open stage. The thread that takes task t, by moving next_ from t to t + 1, may read what is
+// known of the stage (stage_, start_): it changes only when all tasks of the stage are done, and t is not. A thread
+// that was suspended before it took its task finds next_ changed, and nothing is lost.
 class ThreadTeam {
  public:
-  // The stages on `threads` threads, the caller's included; false, and nothing is done, while others run. `meets`: the
-  // threads wait for each other again and again, so they run only while that pays.
+  // Runs the stages on `threads` threads, the caller's included. Returns false, without running any, while another run
+  // is going on. `meets`: the threads wait for each other at each stage, so helpers join only while that pays.
   bool run(const std::vector<Stage>& stages, int threads, bool meets) {
     if (is_busy_.exchange(true, std::memory_order_acquire)) return false;
     const auto begun = Clock::now();
@@ -70,7 +71,7 @@ class ThreadTeam {
     stages_ = &stages;
     place_ = 0;
     is_finished_.store(false, std::memory_order_relaxed);
-    wanted_.store(helpers, std::memory_order_seq_cst);  // before a look at who sleeps: see sleep()
+    wanted_.store(helpers, std::memory_order_seq_cst);  // before looking which helpers sleep: see idle()
     for (int i = 0; i < helpers; ++i) {
       if (helpers_[i]->is_asleep.load(std::memory_order_seq_cst) == 0) continue;
       helpers_[i]->is_asleep.store(0, std::memory_order_seq_cst);
@@ -109,7 +110,7 @@ class ThreadTeam {
 
   bool is_open() const { return next_.load(std::memory_order_relaxed) < end_.load(std::memory_order_acquire); }
 
-  // Takes tasks while there are any; how many. A helper of this place takes them only in runs that want so many.
+  // Takes tasks while there are any; returns how many. A helper takes them only in runs that want that many helpers.
   int64_t work(int place) {
     int64_t worked = 0;
     while (true) {
@@ -124,7 +125,7 @@ class ThreadTeam {
     }
   }
 
-  // Runs a task. What it throws must not pass a helper's end, nor leave the others in a run that the caller has left.
+  // Runs a task. An exception must not end a helper, nor leave helpers in a run that the caller has left.
   void call(const Stage& stage, int64_t task) {
     try {
       stage.run(task);
@@ -133,12 +134,12 @@ class ThreadTeam {
     }
   }
 
-  // A task is done; behind the last one of a stage the next stage comes. How many tasks of it were done here.
+  // Counts a task as done; after the last of a stage the next stage opens. Returns how many of its tasks ran here.
   int64_t finish_task() { return remaining_.fetch_sub(1, std::memory_order_acq_rel) == 1 ? go_on() : 0; }
 
-  // Opens the next stage. Nobody can take a task meanwhile: what stands here is this thread's until end_ moves. Stages
-  // of one task, and the first task of the others, are done at once: it is quicker than to have another thread woken.
-  // How many.
+  // Opens the next stage. No other thread can take a task meanwhile: the members are this thread's until end_ moves.
+  // Stages of one task, and the first task of the others, run at once, which is quicker than waking another thread.
+  // Returns how many tasks ran.
   int64_t go_on() {
     int64_t worked = 0;
     while (place_ < stages_->size()) {
@@ -161,7 +162,7 @@ class ThreadTeam {
     return worked;
   }
 
-  // What a helper does all its life.
+  // The loop of a helper thread.
   void help(Helper& self, int place) {
     while (true) {
       work(place);
@@ -176,14 +177,14 @@ class ThreadTeam {
     for (Waiting waiting; wanted_.load(std::memory_order_relaxed) < place;) {
       waiting.once();
       if (!waiting.is_long() || Clock::now() - begun < kIdle) continue;
-      // Whoever wants helpers says so first and wakes those that are asleep then: one of both sees the other.
+      // A caller sets wanted_ first and then wakes the helpers that are asleep: one of the two sees the other.
       self.is_asleep.store(1, std::memory_order_seq_cst);
       if (wanted_.load(std::memory_order_seq_cst) < place) self.is_asleep.wait(1);
       self.is_asleep.store(0, std::memory_order_relaxed);
     }
   }
 
-  // As many helpers as can be had, up to `count`; how many of those there are now are wanted.
+  // Starts helpers until there are `count`, or as many as the system allows; returns how many of them this run uses.
   int grow(int count) {
     while (static_cast<int>(helpers_.size()) < count) {
       sigset_t all, before;
@@ -197,7 +198,7 @@ class ThreadTeam {
         std::thread([this, self = helper.get(), place] { help(*self, place); }).detach();
         helpers_.push_back(std::move(helper));
         has_begun = true;
-      } catch (const std::exception&) {  // no more threads, or no more memory: those that there are will do
+      } catch (const std::exception&) {  // no more threads, or no more memory: the run uses those that there are
       }
       pthread_sigmask(SIG_SETMASK, &before, nullptr);
       if (!has_begun) break;
@@ -205,8 +206,8 @@ class ThreadTeam {
     return std::min(static_cast<int>(helpers_.size()), count);
   }
 
-  // One cache line: to end a stage, open the next and take a task of it costs three transfers of it, and not twice as
-  // many of two.
+  // One cache line: ending a stage, opening the next and taking a task of it costs three transfers of this line instead
+  // of twice as many of two.
   alignas(64) std::atomic<int64_t> next_{0};
   std::atomic<int64_t> end_{0};
   std::atomic<int64_t> remaining_{0};  // tasks of the open stage that aren't done
@@ -219,13 +220,13 @@ class ThreadTeam {
   std::atomic<bool> has_thrown_{false};  // a task of this run; what, stands in thrown_
   std::exception_ptr thrown_;
 
-  // The caller's, whoever it is.
+  // Used by the caller alone.
   alignas(64) std::atomic<bool> is_busy_{false};
   std::vector<std::unique_ptr<Helper>> helpers_;
   Contention contention_;
 };
 
-// Never deleted: helpers stand in it until the process ends. A child of fork has no helpers, and begins with a new one.
+// Never deleted: helpers use it until the process ends. A child of fork has no helpers, and makes a new team.
 std::atomic<ThreadTeam*> the_team{nullptr};
 [[maybe_unused]] const int watches_fork =
     pthread_atfork(nullptr, nullptr, [] { the_team.store(nullptr, std::memory_order_relaxed); });

@@ -1,8 +1,8 @@
-// A computation as stages of tasks, on a few threads.
+// A computation as stages of tasks, run by a team of a few threads.
 //
-// Tasks are taken by number, and a stage opens when all tasks before it are done, not when all threads have come: a
-// thread that the system holds up keeps nobody waiting unless it is inside a task. Which thread runs a task is of no
-// consequence, as long as each task writes outputs of its own.
+// Threads take tasks by number. A stage opens when all tasks before it are done, not when all threads have arrived: a
+// thread that the system suspends delays the others only if it is inside a task. Which thread runs a task does not
+// matter, as long as each task writes outputs of its own.
 
 #pragma once
 
@@ -13,21 +13,20 @@
 namespace fastformer {
 
 struct Stage {
-  int64_t tasks;                     // none: the stage is passed over
+  int64_t tasks;                     // 0: the stage is skipped
   std::function<void(int64_t)> run;  // of a task's number; doesn't fork
 };
 
-// Runs the tasks of each stage, in any order and side by side, stage after stage; what a stage has written, the next
-// ones read. The caller is one of the `threads`; the others belong to a team that the process has once, and sleep when
-// there is nothing to do. While the team is busy with another caller's stages, and while other work on the machine
-// makes them slower than one thread, the caller does all alone.
+// Runs stage after stage, the tasks of each in any order and concurrently; a stage may read what earlier stages wrote.
+// The caller is one of the `threads`; the others belong to the one team of the process and sleep when idle. The caller
+// runs all tasks itself while the team works for another caller, and while other work on the machine makes the team
+// slower than one thread.
 //
-// What a task throws, the caller gets when all is over; where several do, one of it. Later stages run all the same, or
-// don't.
+// If tasks throw, the caller gets one of the exceptions at the end; later stages may or may not have run.
 void run_stages(const std::vector<Stage>& stages, int threads);
 
-// Runs tasks that are long and wait for nobody, one a thread; it is over when the last one is. False, and nothing is
-// done, while the team is busy with another caller. What a task throws: see run_stages.
+// Runs long, independent tasks, one a thread, and returns when the last is done. Returns false, without running any,
+// while the team works for another caller. Exceptions: see run_stages.
 bool run_workers(const Stage& tasks);
 
 }  // namespace fastformer

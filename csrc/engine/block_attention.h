@@ -38,7 +38,7 @@ class PackedHead {
     queries_.resize(kRows * dim_), sums_.resize(kRows * dim_);
     for (int64_t begin = 0; begin < rows; begin += kRows) {
       const int64_t m = std::min(kRows, rows - begin);
-      // From the slice of the first key that any of these rows sees, so that sums don't depend on who is among them.
+      // From the slice of the first key that any of these rows sees, so that sums don't depend on which rows there are.
       const int64_t from = first(begin) / kDepth<T> * kDepth<T>, seen = std::max<int64_t>(0, end(begin + m - 1) - from);
       const int64_t width = round_up(std::max<int64_t>(1, seen), kPanel);
       scores_.resize(kRows * width);

@@ -17,7 +17,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int64_t kPrefillTokens = 512;  // that go through a stack together: their activations stay in the cache
-constexpr int64_t kRowsApart = 16;       // that are worth reading the weights for them alone
+constexpr int64_t kRowsPerWorker = 16;   // below, reading the weights costs more than waiting at each stage
 
 int64_t element_size(Precision precision) { return precision == Precision::fp32 ? 4 : 2; }
 
@@ -35,14 +35,14 @@ void check_threads(int threads) {
 
 }  // namespace
 
-// The workers of a run step groups of their own. The cache's blocks are taken and swept under `mutex`.
+// Each worker of a run steps groups of its own. Blocks of the cache are allocated and collected under `mutex`.
 struct Session::Run {
   const std::vector<Search*>& searches;
   const RunLimits& limits;
   bool log_probs;
   std::vector<int64_t> steps;  // of each group
   std::atomic<int64_t> rows_left;
-  std::atomic<bool> is_over{false};  // there is a reason for all workers to come back
+  std::atomic<bool> is_over{false};  // all workers are to return
   std::mutex mutex;
 };
 
@@ -93,8 +93,8 @@ void Session::admit(const std::vector<Ids>& sources, const std::vector<Ids>& tok
   }
 }
 
-// The sources of the groups from `first` on, each whole. So many that they don't fit into the stack together are dealt
-// to the threads.
+// The sources of the groups from `first` on, each whole. If they are too many to go through
+// the stack together, they are split among the threads.
 void Session::read_sources(const std::vector<Ids>& sources, size_t first, int threads) {
   int64_t total = 0, most = kPrefillTokens;
   for (const Ids& source : sources) total += static_cast<int64_t>(source.size());
@@ -106,7 +106,7 @@ void Session::read_sources(const std::vector<Ids>& sources, size_t first, int th
   std::vector<Batch> batches;
   for (size_t i = 0; i < sources.size(); ++i) {
     const int64_t length = sources[i].size();
-    // Where they are dealt, a batch ends with the source that fills it, and there are no more than was said.
+    // Where they are split, a batch ends with the source that fills it, so that there are no more batches than planned.
     if (batches.empty() || batches.back().count() + (is_apart ? 0 : length - 1) >= most) batches.emplace_back();
     batches.back().add(sources[i].data(), length, 0, &cache_.groups[first + i], nullptr, true);
   }
@@ -197,16 +197,18 @@ std::vector<int64_t> Session::run(const std::vector<Search*>& searches, const Id
   run.steps.resize(searches.size());
   const int64_t rows = num_rows();
   const std::vector<Places> workers = partition(searches, workers_for(rows, threads));
-  std::vector<Ids> said;  // to each worker
+  std::vector<Ids> worker_tokens;
   const int32_t* token = tokens.data();
   for (const Places& worker : workers) {
     int64_t count = 0;
     for (const int64_t place : worker) count += static_cast<int64_t>(cache_.groups[place].rows.size());
-    said.emplace_back(token, token + count);
+    worker_tokens.emplace_back(token, token + count);
     token += count;
-    forward(said.size() - 1);
+    forward(worker_tokens.size() - 1);
   }
-  const auto step = [&](int64_t worker) { run_worker(run, workers[worker], said[worker], *forwards_[worker], 1); };
+  const auto step = [&](int64_t worker) {
+    run_worker(run, workers[worker], worker_tokens[worker], *forwards_[worker], 1);
+  };
   if (workers.size() > 1 && run_workers({static_cast<int64_t>(workers.size()), step})) return run.steps;
   Places all(searches.size());
   std::iota(all.begin(), all.end(), 0);
@@ -263,7 +265,7 @@ void Session::run_worker(Run& run, Places groups, Ids tokens, Forward& forward, 
       going.push_back(place);
     }
     groups.swap(going);
-    // A worker that has nothing left to do gets some of the others' rows when all are dealt anew.
+    // The run ends, so that the next one shares the rows out again and a worker without rows gets some.
     if (groups.empty() || run.rows_left < run.limits.least_rows) run.is_over = true;
     if (run.is_over || steps >= run.limits.max_steps || Clock::now() >= end) return;
     const std::lock_guard lock(run.mutex);
@@ -297,7 +299,7 @@ void Session::set_shortlist(const Ids& ids) {
   shortlist_ = make_shortlist(*model_, ids);
 }
 
-// A second thread has to be worth its meetings: one for each stage.
+// A second thread costs a wait at each stage, which its share of the work has to outweigh.
 int Session::threads_for(int64_t rows, int threads) const {
   constexpr int64_t kWork = 4 << 20;  // bytes of weights times rows
   return model_->step_bytes() * std::min<int64_t>(rows, 16) < kWork ? 1 : threads;
@@ -305,7 +307,7 @@ int Session::threads_for(int64_t rows, int threads) const {
 
 int Session::workers_for(int64_t rows, int threads) const {
   threads = threads_for(rows, threads);
-  return threads > 1 && rows >= kRowsApart * threads ? threads : 1;
+  return threads > 1 && rows >= kRowsPerWorker * threads ? threads : 1;
 }
 
 }  // namespace fastformer

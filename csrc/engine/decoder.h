@@ -35,14 +35,14 @@ class Session {
   // a thread has no more rows. The first tokens are given, the others the searches choose. Returns how many steps each
   // group took.
   //
-  // A few rows are stepped together by all threads, which meets at each stage. Many rows are dealt to the threads, each
-  // of which steps its own: they read the weights again, but nobody waits for anybody. That is better, too, where other
-  // processes take the cores away now and then. The bits are the same.
+  // With few rows, all threads share each step and wait for each other at each stage. With many rows, each thread is a
+  // worker that steps rows of its own: every worker reads the weights, but none waits for another, which also helps
+  // where other processes take the cores away now and then. The bits are the same.
   std::vector<int64_t> run(const std::vector<Search*>& searches, const Ids& tokens, const RunLimits& limits,
                            bool log_probs, int threads);
   void reorder(const std::vector<Ids>& parents);
   void release(const std::vector<int64_t>& groups) { cache_.release(groups); }
-  // Only these ids may be said, sorted upward; none: all. Not while there are rows.
+  // Only these ids may be chosen, sorted upward; none: all. Not while there are rows.
   void set_shortlist(const Ids& ids);
 
   int64_t free_tokens() const { return cache_.free_tokens(); }
@@ -52,7 +52,7 @@ class Session {
   const PackedModel& model() const { return *model_; }
 
  private:
-  struct Run;                           // what those who take part in one share
+  struct Run;                           // what the workers of one run share
   using Places = std::vector<int64_t>;  // of groups
 
   void check(const std::vector<Ids>& sources, const std::vector<Ids>& tokens) const;
@@ -60,12 +60,12 @@ class Session {
   int workers_for(int64_t rows, int threads) const;
   void read_sources(const std::vector<Ids>& sources, size_t first, int threads);
   void read_prompts(const std::vector<Ids>& tokens, size_t first, int threads);
-  // Gives each row its place for another token: that is how a step begins.
+  // Begins a step: gives each row a slot for another token.
   void begin_step(const Ids& tokens);
   void check_length(const TokenCache::Group& group) const;
   Batch batch_of(const Places& groups, const Ids& tokens) const;
   std::vector<Places> partition(const std::vector<Search*>& searches, int workers) const;
-  // Steps and searches of these groups, whose rows have places for their tokens.
+  // Steps and searches of these groups, whose rows have slots for their tokens.
   void run_worker(Run& run, Places groups, Ids tokens, Forward& forward, int threads);
   Forward& forward(size_t worker);
 

@@ -19,7 +19,7 @@ void with_cache_type(Precision precision, F&& f) {
 }
 
 template <typename T>
-void narrow_row(const float* from, int64_t n, T* to) {
+void store_cache_row(const float* from, int64_t n, T* to) {
   for_each_vec<float>(n, [=](int64_t c, int64_t m) { Vec<float>::load(from + c, m).store(to + c, m); });
 }
 
@@ -40,7 +40,7 @@ const T* as_cached(const float* q, int64_t n) {
   else {
     static thread_local std::vector<T> row;
     row.resize(n);
-    narrow_row(q, n, row.data());
+    store_cache_row(q, n, row.data());
     return row.data();
   }
 }
@@ -112,16 +112,16 @@ void Forward::add_rows(int64_t rows, int threads, F&& row) {
                      }});
 }
 
-// some(span, begin, end) for kv heads of each span, as many together as a task has of them.
+// Calls attend_heads(span, begin, end) for the kv heads of each span, a task's share of them at a time.
 template <typename F>
-void Forward::add_heads(const Batch& batch, int threads, F&& some) {
+void Forward::add_heads(const Batch& batch, int threads, F&& attend_heads) {
   const int64_t heads = model_.options.num_kv_heads, all = static_cast<int64_t>(batch.spans.size()) * heads;
   const int64_t tasks = threads == 1 ? 1 : std::min<int64_t>(all, 2 * threads);
   stages_.push_back({tasks, [=, &batch](int64_t task) {
                        const int64_t last = all * (task + 1) / tasks;
                        for (int64_t i = all * task / tasks, next; i < last; i = next) {
                          next = std::min((i / heads + 1) * heads, last);
-                         some(batch.spans[i / heads], i % heads, i % heads + next - i);
+                         attend_heads(batch.spans[i / heads], i % heads, i % heads + next - i);
                        }
                      }});
 }
@@ -219,8 +219,8 @@ void Forward::add_stores(const Batch& batch, int threads) {
           for (int64_t t = span.begin; t < span.end; ++t) {
             const float* from = qkv_.data() + t * ld + head * dim;
             const int64_t slot = span.group->source[t - span.begin];
-            narrow_row(from, dim, keys_of<T>(i, head) + slot * dim);
-            narrow_row(from + kv_dim, dim, values_of<T>(i, head) + slot * dim);
+            store_cache_row(from, dim, keys_of<T>(i, head) + slot * dim);
+            store_cache_row(from + kv_dim, dim, values_of<T>(i, head) + slot * dim);
           }
       });
     });
@@ -263,15 +263,15 @@ void Forward::attend_self(int64_t layer, const Span& span, int64_t begin, int64_
     if (model_.is_rotary()) {
       const float *cos = model_.cos(position), *sin = model_.sin(position);
       const auto turn = [&](float* x) {
-        if (o.rotary_interleaved) turn_neighbours<float>(x, cos, sin, dim / 2, x);
-        else turn_halves<float>(x, cos, sin, dim / 2, x);
+        if (o.rotary_interleaved) rotate_neighbours<float>(x, cos, sin, dim / 2, x);
+        else rotate_halves<float>(x, cos, sin, dim / 2, x);
       };
       for (int64_t h = begin * group; h < end * group; ++h) turn(q + h * dim);
       for (int64_t head = begin; head < end; ++head) turn(k + head * dim);
     }
     for (int64_t head = begin; head < end; ++head) {
-      narrow_row(k + head * dim, dim, keys_of<T>(layer, head) + slot * dim);
-      narrow_row(v + head * dim, dim, values_of<T>(layer, head) + slot * dim);
+      store_cache_row(k + head * dim, dim, keys_of<T>(layer, head) + slot * dim);
+      store_cache_row(v + head * dim, dim, values_of<T>(layer, head) + slot * dim);
     }
   }
   if (span.is_prompt) {
@@ -328,8 +328,8 @@ void Forward::attend_own_span(const Span& span, int64_t kv_head, const PackedSta
   HeadScratch<T>& scratch = head_scratch<T>(length * dim);
   for (int64_t t = 0; t < length; ++t) {
     const float* k = qkv_.data() + (span.begin + t) * ld + o.d_model + kv_head * dim;
-    narrow_row(k, dim, scratch.keys.data() + t * dim);
-    narrow_row(k + o.kv_dim(), dim, scratch.values.data() + t * dim);
+    store_cache_row(k, dim, scratch.keys.data() + t * dim);
+    store_cache_row(k + o.kv_dim(), dim, scratch.values.data() + t * dim);
   }
   scratch.packed.pack(scratch.keys.data(), scratch.values.data(), length, dim);
   for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h)

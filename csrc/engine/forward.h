@@ -1,6 +1,6 @@
 // Tokens through the stacks of a packed model: sources, prompts, and the tokens of a step.
 //
-// It is a list of stages (stages.h) whose tasks each write outputs of their own from whole sums: the bits of a row
+// It is a list of stages (thread_team.h) whose tasks each write outputs of their own from whole sums: the bits of a row
 // depend neither on its neighbours nor on the number of threads.
 
 #pragma once
@@ -31,8 +31,8 @@ struct Batch {
            const TokenCache::Row* row, bool is_prompt);
 };
 
-// The way of one batch at a time, with the memory for what is between its products. Several may go side by side over
-// one model and one cache, as long as their batches are of different groups.
+// Runs one batch at a time, with the buffers between its products. Several instances may run at once over one model and
+// one cache, as long as their batches belong to different groups.
 class Forward {
  public:
   Forward(const PackedModel& model, const Shortlist& shortlist, TokenCache& cache)
@@ -48,7 +48,7 @@ class Forward {
   const Candidates& step(const Batch& batch, const Selection& selection, int threads);
 
  private:
-  // Adds the stages of a batch's way through a stack, behind which narrow_ holds its normalised states.
+  // Adds the stages that take a batch through a stack; after them narrow_ holds the normalised states.
   void add_stack(const PackedStack& stack, const Batch& batch, bool is_encoder, int threads);
   void add_stores(const Batch& batch, int threads);
 
@@ -56,7 +56,7 @@ class Forward {
   template <typename F>
   void add_rows(int64_t rows, int threads, F&& row);
   template <typename F>
-  void add_heads(const Batch& batch, int threads, F&& some);
+  void add_heads(const Batch& batch, int threads, F&& attend_heads);
   void normalise(int64_t row, const float* delta, const Norm* norm, bool keep);
 
   template <typename T>

@@ -53,7 +53,7 @@ void LmHead::add_stages(const PackedRows& states, int64_t rows, const Selection&
     bans_.push_back(ban);
   }
   std::sort(bans_.begin(), bans_.end(), [](const Selection::Ban& a, const Selection::Ban& b) { return a.id < b.id; });
-  // What a shortlist leaves out stays like this.
+  // The logits of ids outside of the shortlist.
   if (!shortlist_.ids.empty()) std::fill_n(selection.logits, selection.logit_rows.size() * model_.vocab_size(), kNever);
   candidates.k = selection.k;
   candidates.ids.resize(rows * selection.k), candidates.values.resize(rows * selection.k);
@@ -152,7 +152,7 @@ void LmHead::merge_shards(int64_t row, int64_t rows, const Selection& selection,
   if (!selection.log_probs) return;
   float largest = kNever, sum = 0;
   for (int64_t part = 0; part < num_parts_; ++part) largest = std::max(largest, sums_[part * rows + row].largest);
-  if (largest == kNever) return;  // nothing may be said
+  if (largest == kNever) return;  // every token is banned
   for (int64_t part = 0; part < num_parts_; ++part) {
     const Sum& one = sums_[part * rows + row];
     if (one.sum > 0) sum += one.sum * std::exp(one.largest - largest);

@@ -1,5 +1,5 @@
-// The last product of a step, and the selection of its best tokens: logits live 64 columns at a time and are never
-// written, but where somebody asks for them.
+// The last product of a step, and the selection of its best tokens: logits exist 64 columns at a time and are only
+// written for the rows whose logits are asked for.
 
 #pragma once
 
@@ -13,9 +13,9 @@ namespace fastformer {
 
 using Ids = std::vector<int32_t>;
 
-// What a step is to say of each row.
+// What a step is to give for each row.
 struct Selection {
-  // What may not be said: an id, and the rows [begin, end) that it counts for.
+  // An id that may not be chosen, and the rows [begin, end) that this holds for.
   struct Ban {
     int32_t id;
     int64_t begin, end;
@@ -36,7 +36,7 @@ struct Candidates {
   std::vector<float> values;
 };
 
-// The ids that may be said, sorted upward, and their columns of the last product; none: all.
+// The ids that may be chosen, sorted upward, and their columns of the last product; none: all.
 struct Shortlist {
   Ids ids;
   PackedWeight weight;
@@ -45,7 +45,7 @@ Shortlist make_shortlist(const PackedModel& model, const Ids& ids);
 
 class LmHead {
  public:
-  // What the shortlist says when a step begins, counts.
+  // Each step reads the shortlist as it is when the step begins.
   LmHead(const PackedModel& model, const Shortlist& shortlist) : model_(model), shortlist_(shortlist) {}
 
   // Adds the stages that choose for `rows` rows of normalised states. The selection is read while they run.
@@ -57,7 +57,7 @@ class LmHead {
   struct Sum {
     float largest, sum;
   };
-  // The k best of one row in one shard, which is a run of parts, and the worst of them; has it seen NaN or +inf?
+  // The k best of one row in one shard (a run of parts), the worst of them, and whether it met NaN or +inf.
   struct Best {
     float worst;
     bool is_broken;

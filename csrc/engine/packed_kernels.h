@@ -255,7 +255,7 @@ struct RowPointers {
 // and reading go on together.
 template <typename Path, int kVecs, int kRows, int kLines>
 void rows_times_panel(const Tile& tile) {
-  const Tile t = tile;  // nobody else sees it: no store can change it
+  const Tile t = tile;  // a local copy: no store can change it
   RowPointers<kRows> left(t.left, t.left_stride);
   const char *right = t.right, *ahead = t.ahead;
   int64_t rest = t.steps;

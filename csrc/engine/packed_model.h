@@ -21,7 +21,7 @@ struct ModelTensor {
 };
 using ModelTensors = std::map<std::string, ModelTensor>;
 
-// What the tensors don't say. A window below zero: none.
+// What does not follow from the tensors. A window below zero: none.
 struct ModelOptions {
   Precision precision;
   int64_t d_model, num_heads, num_kv_heads;
@@ -98,7 +98,7 @@ class PackedModel {
   // to = the embedding of a token at a position, normalised where the model has a norm for that.
   void embed(bool is_source, int32_t token, int64_t position, float* to) const;
 
-  // The turn of one position, as turn_halves or turn_neighbours read it; see lay_out_angles.
+  // The turn of one position, as rotate_halves or rotate_neighbours read it; see lay_out_angles.
   const float* cos(int64_t position) const { return cos_.data() + position * options.head_dim(); }
   const float* sin(int64_t position) const { return sin_.data() + position * options.head_dim(); }
   bool is_rotary() const { return !cos_.empty(); }

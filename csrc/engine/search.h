@@ -1,6 +1,6 @@
-// What becomes of candidates: greedy decoding and beam search of one request. fastformer/generation/search.py says what
-// they are, and has sampling and groups besides; these find the same, with the same arithmetic (double) and the same
-// order of ties, without the interpreter.
+// Greedy decoding and beam search of one request. fastformer/generation/search.py documents them, and also has sampling
+// and groups; these find the same, with the same arithmetic (double) and the same order of ties, without the
+// interpreter.
 
 #pragma once
 
@@ -28,7 +28,7 @@ class Search {
   bool is_done = false;    // no more steps
   bool is_broken = false;  // done, because a value was NaN or infinite
 
-  std::vector<int32_t> suppressed;  // never said: whoever steps the model gives them -inf
+  std::vector<int32_t> suppressed;  // never chosen: the caller that steps the model gives them -inf
   int64_t min_tokens = 0;           // before so many, nor what ends a row
   int64_t num_tokens = 0;           // of each row that goes on
   const std::vector<int32_t>& eos() const { return eos_; }

@@ -14,7 +14,7 @@ TokenCache::TokenCache(int64_t layers, int64_t kv_heads, int64_t head_dim, int64
   seen_.resize(num_blocks);
   if (block_slots_ > std::numeric_limits<int32_t>::max() / std::max<int64_t>(1, num_blocks))
     throw std::length_error("expected a cache of fewer tokens: its places are counted in 32 bits");
-  // Pages that nobody has touched cost nothing, so the whole budget can be asked for.
+  // Untouched pages cost nothing, so the whole budget can be allocated.
   memory_ = PooledMemory(block_slots_ * num_blocks * token_bytes_);
   for (int64_t block = num_blocks; block-- > 0;) free_.push_back(static_cast<int32_t>(block));
 }
@@ -99,7 +99,7 @@ void TokenCache::sweep(Group& group) {
 }
 
 void TokenCache::release(const std::vector<int64_t>& leaving) {
-  std::vector<char> leaves(groups.size());  // nothing is let go where one of them is wrong
+  std::vector<char> leaves(groups.size());  // if one of them is wrong, none is released
   for (const int64_t at : leaving) {
     if (at < 0 || at >= static_cast<int64_t>(groups.size()) || leaves[at])
       throw std::invalid_argument("expected different groups that are there to release");

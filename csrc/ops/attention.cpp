@@ -265,7 +265,7 @@ void forward(const Problem& p, const OptionalTensor& attn_mask, const Tensor& q,
   int64_t scores = 0;
   for (const Sequence& s : p.sequences) scores += s.seqlen_q * s.keys * p.num_heads;
   const bool parallel = scores > kSerialScores;
-  // Where there are heads enough for the threads, one is packed by who then works on all of its queries.
+  // Where there are heads enough for the threads, the thread that packs a head also works on all of its queries.
   if (!parallel || kv_heads >= kManyHeads * at::get_num_threads()) {
     int64_t largest = 0;
     for (const Sequence& s : p.sequences) largest = std::max(largest, PackedKV<T>::size(p, s));

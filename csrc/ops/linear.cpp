@@ -1,5 +1,5 @@
-// A linear map, x W^T + b, and the gradient of its weight, dout^T x: for fastformer/nn/linear.py, which asks for them
-// where PyTorch's are slower.
+// A linear map, x W^T + b, and the gradient of its weight, dout^T x: for fastformer/ops/linear.py, which calls
+// them where PyTorch's are slower.
 
 #include "ops/linear.h"
 

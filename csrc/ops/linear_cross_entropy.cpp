@@ -32,7 +32,7 @@ constexpr int64_t kSumRows =
 constexpr int64_t kForwardRows = 4096;
 
 // Rows of a chunk whose logits are kept. A large vocabulary gets few, for memory's sake, a small one more: every chunk
-// packs the weight anew and goes over all of dW.
+// packs the weight again and goes over all of dW.
 int64_t chunk_rows(int64_t vocab_size) {
   constexpr int64_t kFewest = 512, kMost = 1024, kLogits = kFewest << 15;
   return std::clamp(kLogits / vocab_size / kRowBlock * kRowBlock, kFewest, kMost);

@@ -165,7 +165,7 @@ struct LinearTopK {
   }
 
   // pack() with a look ahead: the panel after the one that is packed is fetched, which, where rows are long, a hardware
-  // prefetcher does not do. (In a W with gaps between its rows it fetches what nobody needs.)
+  // prefetcher does not do. (In a W with gaps between its rows it fetches memory that is not needed.)
   void pack_tile(const T* classes, int64_t n, T* to) const {
     constexpr int64_t kSlice = 64, kLine = 64 / sizeof(T);
     for (int64_t j = 0; j < n; j += kPanel, classes += kPanel * stride_class, to += packed_size<T>(dim, kPanel))

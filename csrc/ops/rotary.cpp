@@ -43,8 +43,8 @@ void turn(const Tensor& x, const Tensor& cos_table, const Tensor& sin_table, con
       const T* features = from + token / seqlen * token_stride[0] + token % seqlen * token_stride[1];
       T* turned = to + token * heads * dim;
       for (int64_t head = 0; head < heads; ++head, features += head_stride, turned += dim) {
-        if (interleaved) turn_neighbours<T>(features, cos.data(), sin.data(), half, turned);
-        else turn_halves<T>(features, cos.data(), sin.data(), half, turned);
+        if (interleaved) rotate_neighbours<T>(features, cos.data(), sin.data(), half, turned);
+        else rotate_halves<T>(features, cos.data(), sin.data(), half, turned);
         if (rest > 0) std::copy_n(features + 2 * half, rest, turned + 2 * half);
       }
     }
