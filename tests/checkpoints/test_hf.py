@@ -1,0 +1,432 @@
+"""Folders that transformers saved, one suite for all families: text in, text out, and what is wrong is named."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from transformers import BartModel
+
+from fastformer.checkpoints import load_model
+from fastformer.cli import main
+from fastformer.data import load_tokenizer
+from fastformer.data.model_tokenizers import byte_level_bpe
+from fastformer.generation import Translator
+from tests.checkpoints import families
+from tests.checkpoints.families import FAMILIES, GERMAN, Saved
+
+FEW = ["--max_new_tokens", "16", "--no_repeat_ngram_size", "2", "--device", "cpu"]
+plain = pytest.mark.parametrize("kind", ["bart", "marian", "t5"])
+Make = Callable[[str], Saved]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Make:
+    """A folder of a kind, made once: not to be changed."""
+    found: dict[str, Saved] = {}
+
+    def get(kind: str) -> Saved:
+        if kind not in found:
+            found[kind] = FAMILIES[kind](tmp_path_factory.mktemp(kind) / "model")
+        return found[kind]
+
+    return get
+
+
+@pytest.fixture
+def copy(made, tmp_path) -> Callable[[str], Path]:
+    """A folder of a kind, to be changed."""
+    return lambda kind: shutil.copytree(made(kind).folder, tmp_path / "model")
+
+
+def loaded(folder: Path, **options: Any) -> Any:
+    return load_model(folder, ("Transformer",), **options)
+
+
+def translated(saved: Saved, tmp_path: Path, capsys, *flags: str) -> list[str]:
+    """What the command prints for the texts."""
+    file = tmp_path / "in.txt"
+    file.write_text("\n".join(saved.texts) + "\n", encoding="utf-8")
+    assert main(["translate", str(saved.folder), "--file", str(file), *FEW, *flags]) == 0
+    return capsys.readouterr().out.split("\n")[:-1]
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_says_what_transformers_says(kind, made, tmp_path, capsys) -> None:
+    saved = made(kind)
+    expected = saved.said(no_repeat_ngram_size=2)
+    assert translated(saved, tmp_path, capsys) == [text.replace("\n", " ") for text in expected]
+    assert len(set(expected)) > 2
+    tokenizer = loaded(saved.folder)[1]
+    eos = tokenizer.special_ids.first_eos
+    for text in saved.texts:
+        assert [*tokenizer.encode(text), eos] == saved.tokenizer(text)["input_ids"]
+        if kind.startswith("marian"):
+            assert [*tokenizer.encode_target(text), eos] == saved.tokenizer(text_target=text)["input_ids"]
+        else:
+            assert tokenizer.decode([*tokenizer.encode(text), eos]) == text
+    assert tokenizer.encode_batch(saved.texts) == [*map(tokenizer.encode, saved.texts)]
+
+
+@pytest.mark.parametrize("kind", ["bart", "marian", "t5", "t5-spiece"])
+def test_a_folder_of_ours_is_made_of_it(kind, made, tmp_path) -> None:
+    saved = made(kind)
+    translator = Translator.from_pretrained(saved.folder)
+    expected = translator.translate(saved.texts, max_new_tokens=16)
+    translator.model.save_pretrained(tmp_path / "run", translator.tokenizer)
+    names = sorted(file.name for file in (tmp_path / "run").iterdir())
+    assert names == ["config.json", "model.safetensors", "tokenizer.json"]
+    again = Translator.from_pretrained(tmp_path / "run")
+    assert again.translate(saved.texts, max_new_tokens=16) == expected
+    assert again.tokenizer.encode(saved.texts[0]) == translator.tokenizer.encode(saved.texts[0])
+    assert "".join(again.stream(saved.texts[0], max_new_tokens=16)) == expected[0]
+    prefix = "der Hund" if kind == "marian" else "the dog"  # in the target's vocabulary
+    found = again.translate(["two birds", "men"], target_prefix=[prefix, None], max_new_tokens=4)
+    assert found[0].startswith(prefix) and found[1] == again.translate("men", max_new_tokens=4)
+    assert main(["quantize", str(saved.folder), str(tmp_path / "int8")]) == 0
+    assert Translator.from_pretrained(tmp_path / "int8").translate("two birds", max_new_tokens=4)
+
+
+@plain
+def test_transformers_is_not_needed(kind, made, monkeypatch) -> None:
+    folder = made(kind).folder
+    expected = Translator.from_pretrained(folder).translate("two birds", max_new_tokens=8)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert Translator.from_pretrained(folder).translate("two birds", max_new_tokens=8) == expected
+
+
+@pytest.mark.parametrize(
+    "kind, name, does_without",
+    [
+        ("bart", "tokenizer.json", True),
+        ("bart-merges", "vocab.json", False),
+        ("bart-merges", "merges.txt", False),
+        ("bart", "model.safetensors", False),
+        ("marian", "source.spm", False),
+        ("marian", "target.spm", False),
+        ("marian", "vocab.json", False),
+        ("marian", "tokenizer_config.json", True),
+        ("t5", "tokenizer.json", True),
+        ("t5-spiece", "spiece.model", False),
+    ],
+)
+def test_what_is_missing_or_damaged_is_named(kind, name, does_without, copy, capsys) -> None:
+    folder = copy(kind)
+    (folder / name).write_bytes(b"\xff{")
+    assert main(["translate", str(folder), "two birds"]) == 1
+    assert name in (said := capsys.readouterr().err) and "Traceback" not in said
+    (folder / name).unlink()
+    if does_without:
+        assert main(["translate", str(folder), "two birds", *FEW]) == 0
+    else:
+        assert main(["translate", str(folder), "two birds"]) == 1
+        assert str(folder / name) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "kind, name, change, named",
+    [
+        ("bart", "config.json", {"pad_token_id": 3}, "'<pad>' .*pad_token_id .*3, got 1"),
+        ("bart", "config.json", {"bos_token_id": 3}, "'<s>' .*bos_token_id .*3, got 0"),
+        ("bart", "config.json", {"encoder_layers": 1}, r"model\.encoder\.layers\.1"),
+        ("bart", "config.json", {"max_position_embeddings": 32}, r"source_position\.table: .*\(32, 32\), got \(64, 32"),
+        ("bart", "config.json", {"model_type": "led"}, "'led'"),
+        ("bart-merges", "vocab.json", {"more": 1000}, r"\b1000\b"),
+        ("marian", "config.json", {"pad_token_id": 3}, "'<pad>' .*pad_token_id"),
+        ("marian", "config.json", {"d_model": "big"}, "d_model .*'big'"),
+        ("marian", "config.json", {"decoder_layers": 3}, r"model\.decoder\.layers\.2"),
+        ("marian", "config.json", {"encoder_ffn_dim": 40, "decoder_ffn_dim": 40}, r"\(40, 32\), got \(48, 32\)"),
+        ("marian", "vocab.json", {"more": 1000}, r"\b1000\b"),
+        ("marian", "vocab.json", {"<unk>": None}, "None for '<unk>'"),
+        ("marian", "generation_config.json", {"bad_words_ids": [7]}, r"\bbad_words_ids\b"),
+        ("marian", "generation_config.json", {"bad_words_ids": [[-1]]}, r"\bbad_words_ids\b"),
+        ("marian", "generation_config.json", {"bad_words_ids": [[100000]]}, "100000"),
+        ("t5", "config.json", {"eos_token_id": 3}, "'</s>' .*eos_token_id .*3, got 1"),
+        ("t5", "config.json", {"num_layers": 1}, r"encoder\.block\.1"),
+        ("t5", "config.json", {"d_kv": 64}, "d_kv 64"),
+    ],
+)
+def test_files_that_do_not_fit_are_refused(kind, name, change, named, copy) -> None:
+    folder = copy(kind)
+    (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | change))
+    with pytest.raises(ValueError, match=named):
+        loaded(folder)
+
+
+@pytest.mark.parametrize(
+    "kind, change",
+    [
+        ("bart", {"backend": {}}),
+        ("bart", {"vocab_size": 3}),
+        ("bart", {"special_ids": {"pad": -1}}),
+        ("bart", {"bos": "x"}),
+        ("marian", {"source": "!"}),
+        ("marian", {"target": "QUJD"}),
+        ("marian", {"source_vocab": {"a": -1}}),
+        ("marian", {"special_ids": {"unk": None, "pad": 0, "eos": [1]}}),
+        ("marian", {"vocab_size": 3}),
+        ("t5-spiece", {"vocab_size": 3}),
+        ("t5-spiece", {"model": "x"}),
+    ],
+)
+def test_a_damaged_tokenizer_is_named(kind, change, made, tmp_path) -> None:
+    loaded(made(kind).folder)[1].save(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    assert load_tokenizer(tmp_path).encode("two birds")
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_the_tokenizer_keeps_to_its_vocabulary(kind, made) -> None:
+    tokenizer = loaded(made(kind).folder)[1]
+    ids, text = tokenizer.special_ids, GERMAN[2] if kind.startswith("marian") else "two birds"
+    encoded = getattr(tokenizer, "encode_target", tokenizer.encode)(text)
+    assert tokenizer.decode([ids.pad, *encoded, ids.unk, ids.pad, ids.first_eos, encoded[-1]]) == text
+    assert tokenizer.tokens([ids.first_eos]) == ["</s>"] and tokenizer.pieces(text) == [text]
+    for call in (tokenizer.decode, tokenizer.tokens):
+        with pytest.raises(ValueError, match=str(tokenizer.vocab_size)):
+            call([tokenizer.vocab_size])
+    with pytest.raises(ValueError, match="surrogate"):
+        tokenizer.encode("\udcff")
+    with pytest.raises(ValueError, match="texts"):
+        tokenizer.encode_batch("two birds")
+
+
+def test_special_tokens_in_a_text_are_text(made) -> None:
+    tokenizer = loaded(made("bart").folder)[1]
+    text = "it's the dog's <mask> book"
+    assert tokenizer.decode(tokenizer.encode(text)) == text and 4 not in tokenizer.encode(text)
+    marian = loaded(made("marian").folder)[1]
+    assert marian.special_ids.unk in marian.encode("漢")
+    assert marian.tokens([2]) == marian.source_tokens([2]) == [">>deu<<"]
+    t5 = loaded(made("t5-spiece").folder)[1]  # ids without a piece are left out
+    assert t5.decode([*t5.encode("two birds"), t5.vocab_size - 1, t5.vocab_size - 7]) == "two birds"
+
+
+@pytest.mark.parametrize("has_space", [False, True])
+def test_merges_come_in_their_order(has_space) -> None:
+    vocab = {name: i for i, name in enumerate(["<s>", "<pad>", "</s>", "<unk>", "a", "b", "c", "ab", "bc", "Ġ", "Ġa"])}
+    merges = b"#version: 0.2\nb c\na b\n"
+    backend = byte_level_bpe(Path("merges.txt"), vocab, merges, add_prefix_space=has_space)
+    assert backend.encode("abc").tokens == [*(["Ġ"] if has_space else []), "a", "bc"]
+    assert backend.encode("abc abc").tokens[-3:] == ["Ġ", "a", "bc"]
+    assert backend.decode([0, 4, 8, 2], skip_special_tokens=True) == "abc"
+
+
+def test_what_is_forced_is_said_first_and_last(made) -> None:
+    saved = made("bart")
+    options = {"forced_bos_token_id": 0, "forced_eos_token_id": 2}
+    found = Translator.from_pretrained(saved.folder).translate(saved.texts, max_new_tokens=16, **options)
+    assert found == saved.said(**options) != saved.said()
+
+
+def test_scores_are_the_log_probabilities_of_transformers(made) -> None:
+    saved = made("marian")
+    translations = ["eine Frau", "der Hund liest 漢", "zwei Vögel im Park", ""]
+    scored = Translator.from_pretrained(saved.folder).score(saved.texts, translations)
+    for text, translation, found in zip(saved.texts, translations, scored, strict=True):
+        labels = saved.tokenizer(text_target=translation, return_tensors="pt").input_ids
+        with torch.inference_mode():
+            logits = saved.model(**saved.tokenizer(text, return_tensors="pt"), labels=labels).logits[0]
+        allowed = logits.clone()
+        allowed[:, saved.tokenizer.pad_token_id] = -1e9
+        expected = allowed.log_softmax(-1)[range(labels.shape[1]), labels[0]]
+        assert [value for _, value in found.tokens] == pytest.approx(expected.tolist(), abs=1e-3)
+        assert found.score == pytest.approx(expected.sum().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("stopping", [False, True, "never"])
+def test_beams_are_those_of_transformers_by_its_rules(stopping, made, tmp_path, capsys) -> None:
+    saved = made("marian")
+    options = {"num_beams": 4, "length_penalty": 2.0, "early_stopping": stopping}
+    # What may not be said has no part in our softmax.
+    expected = saved.said(no_repeat_ngram_size=2, renormalize_logits=True, **options)
+    flags = [part for name, value in options.items() for part in (f"--{name}", str(value).lower())]
+    assert translated(saved, tmp_path, capsys, "--beam_rules", "transformers", *flags) == expected
+    assert len(set(expected)) > 2
+
+
+def test_pad_may_be_said_if_nothing_forbids_it(made, tmp_path) -> None:
+    for saved, bias in ((made("marian"), -30_000), (families.marian(tmp_path / "model", bad_words=False), 0)):
+        model, _ = loaded(saved.folder)
+        assert model.output_bias[model.config.special_ids.pad] == bias
+
+
+def test_search_options_are_named(tmp_path, caplog) -> None:
+    saved = families.bart(tmp_path / "model", forced_bos_token_id=0, no_repeat_ngram_size=3)
+    with caplog.at_level(logging.WARNING, "fastformer"):
+        loaded(saved.folder)
+    assert "forced_bos_token_id=0, no_repeat_ngram_size=3" in caplog.text
+
+
+def test_other_commands_say_that_it_is_a_translator(made, tmp_path, capsys) -> None:
+    folder = made("marian").folder
+    assert main(["generate", str(folder), "two"]) == 1
+    assert "Traceback" not in capsys.readouterr().err
+    translator = Translator.from_pretrained(folder)
+    translator.model.save_pretrained(tmp_path / "run", translator.tokenizer)
+    assert main(["train", str(tmp_path / "more"), "--init_from", str(tmp_path / "run"), "--task", "numbers"]) == 1
+    assert "tokenizer of both sides" in capsys.readouterr().err
+
+
+def test_attention_is_shown_in_the_pieces_of_either_side(made) -> None:
+    source, target, weights = Translator.from_pretrained(made("marian").folder).attention("two birds")
+    assert source[0].startswith("▁") and weights.shape[2:] == (len(target), len(source))
+
+
+def test_older_weights_are_read(made, copy) -> None:
+    saved, folder = made("marian"), copy("marian")
+    (folder / "model.safetensors").unlink()
+    torch.save(saved.model.state_dict(), folder / "pytorch_model.bin")
+    found = loaded(folder)[0].state_dict()
+    for name, weight in loaded(saved.folder)[0].state_dict().items():
+        assert torch.equal(found[name], weight)
+    torch.save({name: value.half() for name, value in saved.model.state_dict().items()}, folder / "pytorch_model.bin")
+    half = loaded(folder)[0].state_dict()
+    for name, weight in found.items():
+        assert half[name].dtype == torch.float32 and torch.equal(half[name], weight.half().float()), name
+    assert loaded(folder, dtype=torch.bfloat16)[0].embedding.weight.dtype == torch.bfloat16
+
+
+def test_weights_without_a_head_are_read(made, copy) -> None:
+    """As the pretrained ones are saved: no prefix, no bias."""
+    folder = copy("bart")
+    model = BartModel.from_pretrained(folder)
+    model.save_pretrained(folder)
+    found, expected = (loaded(where)[0].state_dict() for where in (folder, made("bart").folder))
+    for name, weight in expected.items():
+        assert name == "output_bias" or torch.equal(found[name], weight), name
+    state = {f"model.{name}": weight for name, weight in model.state_dict().items()}
+    (folder / "model.safetensors").unlink()
+    torch.save(state | {"model.encoder.version": torch.tensor([3.0])}, folder / "pytorch_model.bin")
+    for name, weight in loaded(folder)[0].state_dict().items():
+        assert torch.equal(found[name], weight), name
+
+
+def shard(folder: Path, form: str, count: int = 3) -> Path:
+    """The weights in several files of a kind, with the index that transformers writes."""
+    state = safetensors.torch.load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    stem, suffix = ("model", "safetensors") if form == "safetensors" else ("pytorch_model", "bin")
+    names = sorted(state)
+    weight_map: dict[str, str] = {}
+    for i in range(count):
+        file, some = f"{stem}-{i + 1:05}-of-{count:05}.{suffix}", {name: state[name] for name in names[i::count]}
+        weight_map |= dict.fromkeys(some, file)
+        safetensors.torch.save_file(some, folder / file) if suffix != "bin" else torch.save(some, folder / file)
+    index = folder / f"{stem}.{suffix}.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return index
+
+
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
+@plain
+def test_weights_in_several_files(kind, form, copy) -> None:
+    folder = copy(kind)
+    expected = loaded(folder)[0].state_dict()
+    index = shard(folder, form)
+    found = loaded(folder)[0].state_dict()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+    for path in (sorted(folder.glob("*-00002-of-*"))[0], index):
+        whole = path.read_bytes()
+        for data in (whole[: len(whole) * 2 // 3], b"", None):
+            path.unlink()
+            if data is not None:
+                path.write_bytes(data)
+            with pytest.raises(ValueError, match=path.name if path != index or data is not None else "model"):
+                loaded(folder)
+        path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
+def test_weights_in_several_files_are_quantised(form, copy, tmp_path, capsys) -> None:
+    folder = copy("bart")
+    shard(folder, form)
+    assert main(["quantize", str(folder), str(tmp_path / "small")]) == 0
+    assert ("instead of" in capsys.readouterr().out) == (form == "safetensors")
+    assert loaded(tmp_path / "small")[0].precision == "int8"
+
+
+def unsafe(folder: Path, change: Callable[[dict], object]) -> str:
+    """The weights as an older file, with a change."""
+    state = safetensors.torch.load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(change(state), folder / "pytorch_model.bin")
+    return "pytorch_model.bin"
+
+
+def deflated(folder: Path) -> str:
+    name = unsafe(folder, lambda state: state)
+    with zipfile.ZipFile(folder / name) as archive:
+        entries = {entry.filename: archive.read(entry) for entry in archive.infolist()}
+    with zipfile.ZipFile(folder / name, "w", zipfile.ZIP_DEFLATED) as archive:
+        for entry, data in entries.items():
+            archive.writestr(entry, data)
+    return name
+
+
+def setting(file: str, **values: object) -> Callable[[Path], str]:
+    def put(folder: Path) -> str:
+        path = folder / file
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+        return next(iter(values))
+
+    return put
+
+
+NORM = "model.encoder.layernorm_embedding.weight"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: unsafe(folder, lambda state: state | {NORM: state[NORM].to_sparse()}),
+        lambda folder: unsafe(folder, lambda state: state | {NORM: 3}),
+        lambda folder: unsafe(folder, lambda state: state | {3: state[NORM]}),
+        lambda folder: unsafe(folder, lambda state: state | {NORM: state[NORM] / 0}),
+        lambda folder: unsafe(folder, lambda state: state | {NORM: torch.zeros(1).expand(10**12)}),
+        lambda folder: unsafe(folder, lambda state: [*state.values()]),
+        deflated,
+        setting("generation_config.json", bad_words_ids=[[10**9]]),
+        setting("generation_config.json", bad_words_ids=[["a"]]),
+        setting("config.json", scale_embedding="yes"),
+        setting("config.json", tie_word_embeddings="no"),
+        setting("config.json", encoder_layers=1_000_000),
+        setting("config.json", max_position_embeddings=10**9),
+        setting("config.json", pad_token_id="x"),
+        setting("config.json", decoder_start_token_id=10**9),
+        setting("config.json", encoder_ffn_dim=10**11, decoder_ffn_dim=10**11),
+    ],
+)
+def test_what_is_no_model_is_named(damage, copy, capsys) -> None:
+    folder = copy("bart")
+    said = damage(folder)
+    assert main(["translate", str(folder), "two birds"]) == 1
+    error = capsys.readouterr().err
+    shown = {"max_position_embeddings": "source_position.table", "encoder_ffn_dim": "linear1"}
+    shown |= {"decoder_start_token_id": "start"}
+    assert shown.get(said, said) in error and "a bug" not in error and "out of memory" not in error
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes and devices are POSIX")
+@pytest.mark.parametrize("command", ["translate", "quantize", "average", "generate"])
+def test_pipes_and_devices_are_not_opened(command, copy, capsys) -> None:
+    folder = copy("bart")
+    for put in (os.mkfifo, lambda path: os.symlink("/dev/zero", path)):
+        (folder / "config.json").unlink()
+        put(folder / "config.json")
+        assert main([command, str(folder), *([] if command == "average" else ["x"])]) == 1
+        assert str(folder) in capsys.readouterr().err
