@@ -12,9 +12,7 @@ from torch import Tensor
 from fastformer.generation import generate
 from fastformer.generation.generate import GenerateOutput
 from fastformer.integrations import from_huggingface
-from tests.integrations.test_bart_conversion import made as bart
-from tests.integrations.test_conversion import IS_OLD, marian, opinionated
-from tests.integrations.test_t5_conversion import made as t5
+from tests.integrations.conversions import CASES, IS_OLD, bart, opinionated
 
 pytestmark = pytest.mark.skipif(IS_OLD, reason="the rules are those of transformers 5")
 
@@ -29,14 +27,14 @@ STOPPING: tuple[Any, ...] = (False, True, "never")
 def family(name: str) -> tuple[Any, int, int]:
     """A model whose hypotheses end at many lengths, its PAD and its EOS."""
     if name == "T5":
-        model = t5("1.1", torch.float32, seed=10, scale=0.6)
+        model = CASES["T5 1.1"].make(torch.float32, seed=10, scale=0.6)
         with torch.no_grad():
             model.lm_head.weight[1] *= 3
         return model, 0, 1
     if name == "Marian":
-        model, pad, eos, lift = opinionated(marian(torch.float32, bias=True), seed=2), 59, 0, 2.0
+        model, pad, eos, lift = opinionated(bart("Marian", torch.float32, bias=True), seed=2), 59, 0, 2.0
     else:
-        model, pad, eos, lift = bart("BART", torch.float32, seed=1, scale=0.9, scale_embedding=True, bias=True), 1, 2, 3
+        model, pad, eos, lift = bart("Bart", torch.float32, seed=1, scale=0.9, scale_embedding=True, bias=True), 1, 2, 3
     with torch.no_grad():
         model.model.decoder.layers[-1].final_layer_norm.weight.mul_(0.5)
         model.final_logits_bias[0, eos] += lift

@@ -13,7 +13,7 @@ import transformers
 from fastformer.generation import generate
 from fastformer.generation.generate import GenerateOutput
 from fastformer.integrations import from_huggingface
-from tests.integrations.test_conversion import IS_OLD
+from tests.integrations.conversions import IS_OLD
 from tests.integrations.test_transformers_beams import family, sources, until_end
 
 pytestmark = [
