@@ -89,7 +89,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=positive, default=300, help="updates of the model")
     options = parser.parse_args(arguments)
     shared = record.environment("cpu")
-    lines, rounds, steps = (8, 3, 10) if options.quick else (options.lines, options.rounds, options.steps)
+    lines, rounds, steps, longest = (
+        (8, 3, 10, 8) if options.quick else (options.lines, options.rounds, options.steps, 64)
+    )
     curve, model = learn(0, steps=steps, lr=3e-3, model={})
     print(f"trained for {steps} updates: exact match {curve.exact_match:.3f} on all validation pairs")
     data = numbers(0)
@@ -99,13 +101,13 @@ def main(arguments: list[str] | None = None) -> int:
 
     def translate(stage: str) -> None:
         engine, precision = STAGES[stage]
-        found[stage] = decode(model, sources, max_new_tokens=64, engine=engine, precision=precision)
+        found[stage] = decode(model, sources, max_new_tokens=longest, engine=engine, precision=precision)
 
     stages = [stage for stage, (engine, _) in STAGES.items() if engine in ENGINES]
     if "cpp fp32" not in stages:
         print("the C++ extension is not built, so that its stages are missing")
     timings = time_interleaved(
-        {stage: functools.partial(translate, stage) for stage in stages}, rounds=rounds, device="cpu", seconds=120.0
+        {stage: functools.partial(translate, stage) for stage in stages}, rounds=rounds, device="cpu", seconds=seconds
     )
     texts = {stage: [data.tokenizer.decode(row) for row in found[stage].tolist()] for stage in stages}
     rows = []

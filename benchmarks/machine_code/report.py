@@ -200,7 +200,7 @@ def compile_launch(launch: Launch, op: str, arch: int, cases: tuple[str, ...]) -
             for each in found or [instructions]
         ),
     )
-    return row._replace(problems=tuple(_problems(row, products_of(launch))))
+    return row._replace(problems=tuple(problems_of(row, products_of(launch))))
 
 
 def _tool(name: str, *arguments: str) -> str:
@@ -211,7 +211,7 @@ def _tool(name: str, *arguments: str) -> str:
     return subprocess.run([tool, *arguments], capture_output=True, text=True, check=True).stdout
 
 
-def _problems(row: Row, products: list[int]) -> Iterator[str]:
+def problems_of(row: Row, products: list[int]) -> Iterator[str]:
     """What must not be; products: see `products_of`."""
     expected_wide = sum(rows >= 64 for rows in products) if row.arch in (90, 100) else 0
     if row.spilled > 0:
