@@ -89,9 +89,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=positive, default=300, help="updates of the model")
     options = parser.parse_args(arguments)
     shared = record.environment("cpu")
-    lines, rounds, steps, longest = (
-        (8, 3, 10, 8) if options.quick else (options.lines, options.rounds, options.steps, 64)
-    )
+    lines, rounds, steps = (8, 3, 10) if options.quick else (options.lines, options.rounds, options.steps)
+    longest, seconds = (8, 5.0) if options.quick else (64, 120.0)
     curve, model = learn(0, steps=steps, lr=3e-3, model={})
     print(f"trained for {steps} updates: exact match {curve.exact_match:.3f} on all validation pairs")
     data = numbers(0)
