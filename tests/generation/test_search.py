@@ -1,20 +1,28 @@
-"""The search against searches written the plain way, and against all that there is to find."""
+"""The searches, in Python, in C++ and on the device: against searches written the plain way, and against each other.
+
+Those in Python and C++ are held to the plain ones and to all that there is to find. Step by step, those in C++ and on
+the device are held to those in Python, to the last tie.
+"""
 
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
 from collections.abc import Collection
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from fastformer.generation.engines import Selection
+from fastformer.generation.engines.device_search import DeviceSearch
 from fastformer.generation.engines.sampling import choose
-from fastformer.generation.native_search import NativeSearch
+from fastformer.generation.native_search import NativeSearch, SearchRules
 from fastformer.generation.processors import EndWhereNothingFollows, MinNewTokens, NoRepeatNgrams
+from fastformer.generation.requests import Request
 from fastformer.generation.search import (
     BeamSearch,
     RowSearch,
@@ -27,16 +35,19 @@ from fastformer.generation.search import Hypothesis as Found
 from fastformer.ops import _extension
 from tests.generation.toy import (
     EOS,
+    VALUES,
     VOCAB,
     Hypothesis,
     ToyEngine,
     ask,
+    candidates,
     decode,
     every_hypothesis,
     plain_beam_search,
     plain_greedy,
     plain_transformers_search,
 )
+from tests.no_sync import NoSync
 
 
 def beams_of(engine: ToyEngine, limits: list[int], beams: int, *, ends: Collection[int] = (EOS,), **options):
@@ -48,14 +59,13 @@ def beams_of(engine: ToyEngine, limits: list[int], beams: int, *, ends: Collecti
     return decode(engine, requests, max_rows=10_000)
 
 
-def native_search(*args: Any, **options: Any) -> Search:
-    if _extension.module() is None:
-        pytest.skip("no C++ extension for this CPU")
-    return NativeSearch.beams(*args, **options)
-
-
-def native_transformers_search(*args: Any, **options: Any) -> Search:
-    return native_search(*args, beam_rules="transformers", **options)
+needs_cpp = pytest.mark.skipif(_extension.module() is None, reason="no C++ extension for this CPU")
+KINDS = [pytest.param(BeamSearch, id="python"), pytest.param(NativeSearch.beams, id="cpp", marks=needs_cpp)]
+BY_TRANSFORMERS_RULES = [
+    pytest.param(TransformersBeamSearch, id="python"),
+    pytest.param(partial(NativeSearch.beams, beam_rules="transformers"), id="cpp", marks=needs_cpp),
+]
+GREEDY = [pytest.param(RowSearch, id="python"), pytest.param(NativeSearch.greedy, id="cpp", marks=needs_cpp)]
 
 
 def assert_found(found: list[Found], expected: list[Hypothesis]) -> None:
@@ -65,20 +75,22 @@ def assert_found(found: list[Found], expected: list[Hypothesis]) -> None:
         assert abs(hypothesis.score - score) < 1e-5
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
-def test_wide_beam_finds_what_brute_force_finds(alpha) -> None:
+def test_wide_beam_finds_what_brute_force_finds(alpha, kind) -> None:
     # A beam as wide as all that there is misses nothing: 21 hypotheses that finish, and 43 of those that are cut.
     engine = ToyEngine(3)
-    for source, found in enumerate(beams_of(engine, [3] * 3, 64, alpha=alpha, num_return=64)):
+    for source, found in enumerate(beams_of(engine, [3] * 3, 64, kind=kind, alpha=alpha, num_return=64)):
         assert_found(found, every_hypothesis(engine, source, 3, alpha)[:64])
 
 
-def test_cut_hypotheses_stand_behind_the_finished_with_their_scores() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_cut_hypotheses_stand_behind_the_finished_with_their_scores(kind) -> None:
     # EOS may follow the token 3 alone: five hypotheses finish, and the best of those cut fill the rest.
     engine = ToyEngine(2)
     engine.table[..., EOS] = -math.inf
     engine.table[:, :, 3, EOS] = -1.0
-    for source, found in enumerate(beams_of(engine, [3] * 2, 64, num_return=30)):
+    for source, found in enumerate(beams_of(engine, [3] * 2, 64, kind=kind, num_return=30)):
         expected = every_hypothesis(engine, source, 3, 0.6)
         assert sum(tokens[-1] == EOS for _, tokens in expected) == 5
         assert max(score for score, _ in expected[5:]) > expected[4][0]  # by its score it would stand before
@@ -97,12 +109,13 @@ def test_missing_hypotheses_are_not_made_up(groups) -> None:
     assert found[0].score == 0.0 and found[0].log_probs == [0.0] * 3
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("early_stopping", [False, True])
 @pytest.mark.parametrize(("beams", "returned"), [(2, 1), (2, 2), (3, 1), (4, 3)])
 @pytest.mark.parametrize("alpha", [-1.0, 0.0, 0.6, 2.0])
-def test_beam_search_is_the_plain_one(beams, returned, early_stopping, alpha) -> None:
+def test_beam_search_is_the_plain_one(beams, returned, early_stopping, alpha, kind) -> None:
     # Likely ends and unlikely ones, and limits that differ between the sources.
-    options = {"alpha": alpha, "num_return": returned, "early_stopping": early_stopping}
+    options = {"kind": kind, "alpha": alpha, "num_return": returned, "early_stopping": early_stopping}
     for eos in (-1.0, 1.0):
         engine = ToyEngine(10, eos=eos)
         limits = [1 + 3 * source % 14 for source in range(10)]
@@ -111,20 +124,21 @@ def test_beam_search_is_the_plain_one(beams, returned, early_stopping, alpha) ->
             assert_found(found, expected)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("early_stopping", [False, True])
 @pytest.mark.parametrize("ends", [(1,), (1, 2), (3, 5, 7)], ids=str)
-def test_several_ends_and_a_vocabulary_of_which_little_is_seen(ends, early_stopping) -> None:
+def test_several_ends_and_a_vocabulary_of_which_little_is_seen(ends, early_stopping, kind) -> None:
     # Where the ends are the best that may follow, the beams still go on with what stands behind them.
     for lift in (-1.0, 2.0, 6.0):
         engine = ToyEngine(6, vocab=30)
         engine.table[..., list(ends)] += lift
-        options = {"num_return": 3, "early_stopping": early_stopping, "ends": ends}
+        options = {"kind": kind, "num_return": 3, "early_stopping": early_stopping, "ends": ends}
         for source, found in enumerate(beams_of(engine, [6] * 6, 3, **options)):
             expected = plain_beam_search(engine, source, 6, 3, 0.6, 3, early_stopping, ends=ends)
             assert_found(found, expected)
 
 
-@pytest.mark.parametrize("kind", [TransformersBeamSearch, native_transformers_search])
+@pytest.mark.parametrize("kind", BY_TRANSFORMERS_RULES)
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize(("beams", "returned"), [(2, 1), (3, 3), (4, 2)])
 @pytest.mark.parametrize("alpha", [-0.3, 0.0, 0.6, 2.0])
@@ -141,7 +155,7 @@ def test_transformers_rules_are_the_plain_ones(beams, returned, early_stopping, 
                 assert_found(found, plain_transformers_search(*plain, ends=ends))
 
 
-@pytest.mark.parametrize("kind", [TransformersBeamSearch, native_transformers_search])
+@pytest.mark.parametrize("kind", BY_TRANSFORMERS_RULES)
 @pytest.mark.parametrize(
     ("early_stopping", "alpha", "length"), [(False, 1.0, 2), ("never", 1.0, 4), (False, -1.0, 2), ("never", -1.0, 2)]
 )
@@ -157,7 +171,7 @@ def test_by_transformers_rules_what_is_only_as_good_is_not_waited_for(
     assert bool(search.advance([[EOS, 3, 4, 5]] * 2, values, 0)) == goes_on
 
 
-@pytest.mark.parametrize("kind", [BeamSearch, native_search])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("last", "early_stopping", "goes_on"), [(-2.875, False, [0, 0]), (-3.0, False, [0]), (-3.0, True, [0, 0])]
 )
@@ -168,7 +182,7 @@ def test_what_can_only_become_as_good_is_dropped(kind, last, early_stopping, goe
     assert search.num_rows == len(goes_on) and search.last_tokens() == [3, 4][: len(goes_on)]
 
 
-@pytest.mark.parametrize("kind", [TransformersBeamSearch, native_transformers_search])
+@pytest.mark.parametrize("kind", BY_TRANSFORMERS_RULES)
 @pytest.mark.parametrize(
     ("last", "early_stopping", "goes_on"),
     [(-2.875, "never", [0, 0]), (-3.0, "never", [0]), (-3.0, False, []), (-3.0, True, [])],
@@ -178,17 +192,17 @@ def test_by_transformers_rules_it_must_be_no_better_than_the_worst(kind, last, e
     assert search.advance([[EOS, 2, 3, 4, 5, 6]], [[-0.25, -0.75, -1.0, last, -9.0, -9.0]], 0) == goes_on
 
 
-@pytest.mark.parametrize(("kind", "owner"), [(BeamSearch, BeamSearch), (native_search, NativeSearch)])
-def test_fewer_rows_go_on_as_more_becomes_hopeless(kind, owner, monkeypatch) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_fewer_rows_go_on_as_more_becomes_hopeless(kind, monkeypatch) -> None:
     rows: Counter[int] = Counter()
-    advance = owner.advance
+    advance = Request.advance
 
     def counted(*args: Any) -> list[int]:
         parents = advance(*args)
         rows[len(parents)] += 1
         return parents
 
-    monkeypatch.setattr(owner, "advance", counted)
+    monkeypatch.setattr(Request, "advance", counted)
     engine = ToyEngine(40, vocab=20, eos=1.0)
     for source, found in enumerate(beams_of(engine, [12] * 40, 4, kind=kind)):
         assert_found(found, plain_beam_search(engine, source, 12, 4, 0.6, 1, False))
@@ -221,10 +235,11 @@ def test_groups_that_cost_nothing_find_the_same_and_those_that_cost_avoid_each_o
         assert len(set(said)) == len(said)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", [{}, {"alpha": 0.0}, {"early_stopping": True}, {"alpha": 2.0}], ids=str)
-def test_scores_are_the_sums_of_the_tokens(options) -> None:
+def test_scores_are_the_sums_of_the_tokens(options, kind) -> None:
     engine = ToyEngine(8)
-    for source, found in enumerate(beams_of(engine, [5] * 8, 3, num_return=3, **options)):
+    for source, found in enumerate(beams_of(engine, [5] * 8, 3, kind=kind, num_return=3, **options)):
         for hypothesis in found:
             assert hypothesis.log_probs == pytest.approx(engine.log_probs(source, hypothesis.tokens), abs=1e-5)
             divisor = length_penalty(len(hypothesis.tokens), options.get("alpha", 0.6))
@@ -259,11 +274,12 @@ def test_a_beam_of_four_finds_the_best_where_it_keeps_it() -> None:
     assert hits >= 7
 
 
+@pytest.mark.parametrize("kind", GREEDY)
 @pytest.mark.parametrize("ends", [(EOS,), (EOS, 3)], ids=str)
-def test_greedy_takes_the_best_and_sums_its_scores(ends) -> None:
+def test_greedy_takes_the_best_and_sums_its_scores(ends, kind) -> None:
     engine = ToyEngine(20)
     limits = [1 + source % 7 for source in range(20)]
-    requests = [ask(i, partial(RowSearch, limit, frozenset(ends))) for i, limit in enumerate(limits)]
+    requests = [ask(i, partial(kind, limit, frozenset(ends))) for i, limit in enumerate(limits)]
     for source, (found,) in enumerate(decode(engine, requests)):
         assert tuple(found.tokens) == plain_greedy(engine, source, limits[source], ends)
         assert found.log_probs == pytest.approx(engine.log_probs(source, found.tokens), abs=1e-5)
@@ -378,3 +394,137 @@ def test_of_equal_tokens_the_lowest_comes_first_whoever_else_is_asked_for(count)
     for row, ids, values in zip(logits.tolist(), *found, strict=True):
         assert ids == sorted(range(40), key=lambda token: (-row[token], token))[:count]
         assert values == [row[token] for token in ids]
+
+
+# Step by step, held to the searches in Python.
+
+
+def pair(dice: random.Random, eos: frozenset[int]) -> tuple[Search, NativeSearch]:
+    """The same search in Python and in C++."""
+    limit = dice.randint(1, 7)
+    if dice.random() < 0.25:
+        return RowSearch(limit, eos), NativeSearch.greedy(limit, eos)
+    beams = dice.randint(1, 6)
+    options: dict[str, Any] = {"alpha": dice.choice([-1.0, 0.0, 0.6, 1.3]), "num_return": dice.randint(1, beams)}
+    if dice.random() < 0.5:
+        options["early_stopping"] = dice.random() < 0.3
+        return BeamSearch(limit, eos, beams, **options), NativeSearch.beams(limit, eos, beams, **options)
+    options["early_stopping"] = dice.choice([True, False, "never"])
+    native = NativeSearch.beams(limit, eos, beams, beam_rules="transformers", **options)
+    return TransformersBeamSearch(limit, eos, beams, **options), native
+
+
+def state(search: Search) -> tuple[list[int], list[list[int]], list[Found]]:
+    tokens = search.last_tokens() if search.num_rows else []
+    return tokens, [search.tokens(row) for row in range(search.num_rows)], search.results()
+
+
+@needs_cpp
+@pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
+def test_each_step_in_cpp_is_that_in_python(values: list[float]) -> None:
+    dice, steps = random.Random(len(values)), 0
+    for _ in range(100):
+        vocab = dice.choice([3, 8, 40])
+        eos = frozenset(dice.sample(range(vocab), dice.randint(1, min(3, vocab - 1))))
+        plain, native = pair(dice, eos)
+        for name in ("limit", "num_candidates", "num_rows", "peak_rows"):
+            assert getattr(native, name) == getattr(plain, name)
+        assert native.results() == plain.results() and native.samples() is None
+        wanted = plain.num_candidates + dice.choice([0, 0, 5])  # a neighbour may want more
+        before = dice.randint(0, 3)  # rows of a neighbour
+        while True:
+            rows = [candidates(dice, vocab, wanted, values) for _ in range(before + plain.num_rows)]
+            ids, given = (list(column) for column in zip(*rows, strict=True))
+            parents = native.advance(ids, given, before)
+            assert parents == plain.advance(ids, given, before)
+            assert native.num_rows == plain.num_rows == len(parents)
+            steps += 1
+            assert native.handle.is_done == (not parents) and native.error is None
+            if not parents:
+                break
+            assert state(native) == state(plain)
+        assert native.results() == plain.results()  # tokens, log-probabilities and scores, to the last bit
+        assert native.advance(ids, given, before) == [] and native.results() == plain.results()
+    assert steps > 200
+
+
+GROUPS, STEPS = 5, 4
+
+
+@pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
+@pytest.mark.parametrize("beams", [0, 1, 3, 4])
+def test_each_step_on_the_device_is_that_in_python(beams: int, values: list[float]) -> None:
+    dice, compared, lanes = random.Random(beams), 0, max(1, beams)
+    for _ in range(12):
+        vocab, eos = dice.choice([6, 9, 40]), tuple(sorted(dice.sample(range(6), dice.choice([1, 1, 2, 3]))))
+        hosts: list[Search] = [
+            BeamSearch(99, frozenset(eos), beams, alpha=1.0) if beams else RowSearch(99, frozenset(eos))
+            for _ in range(GROUPS)
+        ]
+        count = min(hosts[0].num_candidates, vocab)
+        device = DeviceSearch(SearchRules(beams, eos, 0, ()), GROUPS + 1, count, vocab, STEPS, torch.device("cpu"))
+        # Each has said a word, with scores that are the same for all beams and may drown what follows.
+        start = dice.choice([0.0, -40.0])
+        words = [token for token in range(vocab) if token not in eos]
+        if len(words) < lanes:
+            continue
+        for host in hosts:
+            host.advance([[*words, *eos][:count]], [[start] * count], 0)
+        device.load(
+            [token for host in hosts for token in host.last_tokens()],
+            [start] * GROUPS * lanes, [0] * GROUPS, [0] * GROUPS,
+        )  # fmt: skip
+        scores = [[start] * host.num_rows for host in hosts]
+        found: list[Any] = []
+        for step in range(STEPS):
+            each = [candidates(dice, vocab, count, values) for _ in range((GROUPS + 1) * lanes)]
+            ids, given = torch.tensor([one[0] for one in each]), torch.tensor([one[1] for one in each])
+            index = torch.tensor([step])
+            with NoSync():
+                parents = device.advance(given, ids, index)
+            assert (parents is None) == (beams == 0)
+            lanes_of = torch.arange(len(each)) if parents is None else parents
+            assert torch.equal(lanes_of // lanes, torch.arange(len(each)) // lanes)  # inside of their groups
+            found.append((ids.numpy(), given.numpy(), lanes_of.numpy(), device.tokens.numpy().copy()))
+            for group, host in enumerate(hosts):
+                if not host.num_rows:
+                    continue
+                first = group * lanes
+                kept = host.advance([one[0] for one in each], [one[1] for one in each], first)
+                assert lanes_of[first : first + len(kept)].tolist() == [first + parent for parent in kept]
+                if kept:
+                    said = host.last_tokens()
+                    assert device.tokens[first : first + len(kept)].tolist() == said
+                    pairs = [(parent, each[first + parent]) for parent in kept]
+                    scores[group] = [
+                        scores[group][parent] + row[1][row[0].index(token)]
+                        for (parent, row), token in zip(pairs, said, strict=True)
+                    ]
+                compared += len(kept)
+        record = device.read(STEPS)
+        for name, column in zip(("ids", "values", "parents", "tokens"), zip(*found, strict=True), strict=True):
+            assert np.array_equal(getattr(record, name), np.stack(column)), name
+        for group, host in enumerate(hosts):
+            first = group * lanes
+            if beams and host.num_rows:  # to the last bit
+                assert record.scores[-1, first : first + host.num_rows].tolist() == scores[group]
+    assert compared > 60
+
+
+def test_the_device_forbids_ids_as_processors_would() -> None:
+    rules = SearchRules(2, (1, 4), 0, (3,))
+    device = DeviceSearch(rules, 2, 6, 6, 1, torch.device("cpu"))
+    device.load([0] * 4, [0.0] * 4, [2, 1], [2, 2])  # the second group has to say one more before it may end
+    logits = torch.arange(6.0).expand(4, 6).contiguous()
+    with NoSync():
+        values, ids = device.candidates(logits, True)
+    assert ids[0, :5].tolist() == [5, 4, 2, 1, 0] and ids[2, :3].tolist() == [5, 2, 0]
+    assert values.isinf().sum(-1).tolist() == [1, 1, 3, 3]
+    due = torch.tensor([5.0, 2.0, 0.0]).log_softmax(-1)
+    torch.testing.assert_close(values[3, :3], due)
+    values, _ = device.candidates(logits, False)
+    assert values[0, :3].tolist() == [5.0, 4.0, 2.0]
+    # What was said counts.
+    device.advance(values, ids, torch.tensor([0]))
+    values, ids = device.candidates(logits, True)
+    assert ids[2, :5].tolist() == [5, 4, 2, 1, 0]

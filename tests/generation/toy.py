@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Callable, Collection, Sequence
 from typing import ClassVar
 
@@ -296,3 +297,20 @@ def plain_greedy(engine: ToyEngine, source: int, limit: int, ends: Collection[in
         gained = engine.continuations(source, tokens)
         tokens = (*tokens, gained.index(max(gained)))
     return tokens
+
+
+VALUES = {
+    "plain": [-0.25, -0.5, -0.75, -1.5, -1.1, -3.0],
+    "impossible": [-0.25, -math.inf, -1.5, -math.inf],
+    "equal": [-1.0],
+    # What these differ by is lost in a sum of 64 bits, so that their ids decide.
+    "absorbed": [-1e-20, -2e-20, -3e-20, -0.0],
+}
+
+
+def candidates(dice: random.Random, vocab: int, count: int, values: list[float]) -> tuple[list[int], list[float]]:
+    """A row's best, of few different values, so that many are equal: below it too, where rows meet."""
+    row = [-math.inf] * vocab if dice.random() < 0.04 else [dice.choice(values) for _ in range(vocab)]
+    row = torch.tensor(row).tolist()  # of 32 bits
+    ranked = sorted(range(vocab), key=lambda token: (-row[token], token))[:count]
+    return ranked, [row[token] for token in ranked]
