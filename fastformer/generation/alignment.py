@@ -1,8 +1,8 @@
-"""Which source words stand behind the words of a translation, by what the decoder looks at (cross-attention)."""
+"""Word alignments of sources and translations, from the decoder's cross-attention."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastformer.generation.evaluation import evaluating
 from fastformer.generation.input_errors import ErrorPolicy, TextError
-from fastformer.generation.inputs import pad
+from fastformer.generation.inputs import batches_by_length, pad
 from fastformer.generation.model_protocols import Model, device_of
 from fastformer.generation.scoring import encoded_pair
 from fastformer.special_ids import SpecialIds
@@ -29,7 +29,7 @@ _MOST_PAIRS = 2**17  # of positions in a batch: what all heads of all layers loo
 
 
 class Side(NamedTuple):
-    """A text as a model reads or says it.
+    """A text as a model reads or writes it.
 
     Attributes:
         ids: without EOS.
@@ -43,15 +43,15 @@ class Side(NamedTuple):
 
 
 def cross_attention(model: Model, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor]:
-    """What the decoder looks at while it says given tokens.
+    """The decoder's cross-attention while it produces given tokens.
 
     Args:
         model: with `attention_maps`; it is set to evaluation while it runs.
-        pairs: ids of a source, and of what is said of it, without the start token.
+        pairs: ids of a source and of its translation, without the start token.
 
     Returns:
-        For each pair (num_layers, num_heads, len(target), len(source)), fp32, on the CPU. A row is what is looked at
-        where its token is chosen.
+        For each pair (num_layers, num_heads, len(target), len(source)), fp32, on the CPU. A row holds the
+        weights with which its token is chosen.
 
     Raises:
         ValueError: a model without `attention_maps`.
@@ -59,7 +59,8 @@ def cross_attention(model: Model, pairs: Sequence[tuple[Sequence[int], Sequence[
     attention_maps = check_attention(model)
     special, device = SpecialIds.of(model.config), device_of(model)
     found: list[Any] = [None] * len(pairs)
-    for places in _batches([max(map(len, pair)) for pair in pairs]):
+    lengths = {place: max(map(len, pair)) for place, pair in enumerate(pairs)}
+    for places in batches_by_length(lengths, lambda count, longest: count * longest**2 <= _MOST_PAIRS):
         sources = pad([pairs[place][0] for place in places], special.pad).to(device)
         shifted = pad([[special.start, *pairs[place][1][:-1]] for place in places], special.pad).to(device)
         with evaluating(model), torch.inference_mode():
@@ -80,18 +81,6 @@ def check_attention(model: Model) -> Callable[[Tensor, Tensor], dict[str, Tensor
     if attention_maps is None:
         raise ValueError(f"expected a model with attention_maps, which {type(model).__name__} doesn't have")
     return attention_maps
-
-
-def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """The places of pairs of like length, the longest first."""
-    places: list[int] = []
-    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
-        if places and (len(places) + 1) * lengths[places[0]] ** 2 > _MOST_PAIRS:
-            yield places
-            places = []
-        places.append(place)
-    if places:
-        yield places
 
 
 class Aligner:

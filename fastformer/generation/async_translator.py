@@ -1,4 +1,4 @@
-"""An asyncio front of a `Translator`: the requests of many tasks decode together in one batch."""
+"""`AsyncTranslator`: an asyncio interface to a `Translator`, which decodes the requests of many tasks in one batch."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class AsyncTranslator:
             async for piece in front.stream("forty-two"):
                 print(piece, end="")
 
-    Tasks ask for one text at a time, each with options of its own; what they ask for decodes in one batch, in a thread
-    that has the model for itself: nobody else may use it meanwhile. A task that is cancelled, or that leaves its
-    stream, gives its memory back. Tasks of several event loops may share it.
+    A task asks for one text at a time, with options of its own. All requests decode in one batch, in a thread of their
+    own; don't use the model elsewhere meanwhile. A task that is cancelled, or that leaves its stream, releases its
+    memory. Tasks of several event loops may share an AsyncTranslator.
 
     Args:
         translator: whose model, tokenizer and limits of memory these are.
-        max_waiting: how many requests may wait for room in the batch; who asks for more waits until there is room.
+        max_waiting: how many requests may wait for room in the batch. A task that asks for more waits for a place.
         engine: how to decode, one of `engines.ENGINES`; None: the fastest that can.
 
     Raises:
@@ -193,7 +193,7 @@ class AsyncTranslator:
     ) -> AsyncIterator[str]:
         """Gives a text's translation piece by piece, as `Translator.stream` does.
 
-        Leaving the loop over it cancels the request, as soon as nobody holds the iterator.
+        Leaving the loop over it cancels the request, as soon as the iterator is deleted.
 
         Args:
             text: what to translate.
@@ -214,7 +214,7 @@ class AsyncTranslator:
 
         async def pieces() -> AsyncIterator[str]:
             job = _Job(text)
-            job.request = builder.build(checked, place=0, on_token=job.tell)
+            job.request = builder.build(checked, place=0, on_token=job.notify)
             found = TextPieces(self.translator.tokenizer, checked.prefix, stop=config.stop_strings)
             self._submit(job)
             try:
@@ -259,7 +259,7 @@ class AsyncTranslator:
                 raise RuntimeError("expected an AsyncTranslator that is open: use it inside of `async with`")
             if self._failure is not None:
                 raise _broken(self._failure)
-            if self._has_room():  # then nobody is parked
+            if self._has_room():  # then no request is parked
                 self._inbox.append(job)
                 self._changed.notify()
                 return
@@ -271,13 +271,13 @@ class AsyncTranslator:
         """Ends a request whose time is over before it has found a place."""
         with self._changed:
             if job not in self._parked:
-                return  # who has a place is the scheduler's
+                return  # it has a place, and the scheduler ends it
             self._parked.remove(job)
         job.request.finish()
         job.events.put_nowait(None)
 
     def _leave(self, job: _Job) -> None:
-        """The task of a request wants no more of it."""
+        """Ends a request whose task no longer waits for it."""
         job.forget_end()
         if job.request.is_done:
             return
@@ -287,14 +287,24 @@ class AsyncTranslator:
                 self._parked.remove(job)
 
     def _has_room(self) -> bool:
-        return len(self._inbox) + self._waiting < self.max_waiting
+        return self.num_queued < self.max_waiting
+
+    @property
+    def num_queued(self) -> int:
+        """How many requests have a place in the queue and haven't begun; at most max_waiting."""
+        return len(self._inbox) + self._waiting
+
+    @property
+    def num_blocked(self) -> int:
+        """How many requests wait for a place in the queue."""
+        return len(self._parked)
 
     # What the thread does
 
     def _work(self) -> None:
         try:
             self._serve()
-        except BaseException as error:  # no task may wait for a thread that isn't there
+        except BaseException as error:  # or its tasks would wait for ever
             self._give_up(error)
 
     def _serve(self) -> None:
@@ -331,7 +341,7 @@ class AsyncTranslator:
             except BaseException as error:  # of the model: the thread outlives it
                 ended, scheduler = self._recover(error, scheduler)
             for request in ended:
-                self._jobs.pop(request).tell(None)
+                self._jobs.pop(request).notify(None)
 
     def _recover(self, error: BaseException, scheduler: Scheduler) -> tuple[list[Request], Scheduler]:
         """After an error of the model, those that had begun fail; the others begin with an engine that starts anew."""
@@ -354,7 +364,7 @@ class AsyncTranslator:
         return ended, anew
 
     def _give_up(self, error: BaseException) -> None:
-        """The thread can't go on: everybody is told, and nobody may come."""
+        """Fails every request, and refuses new ones: the thread can't go on."""
         with self._changed:
             self._failure = error
             jobs = [*self._jobs.values(), *self._inbox, *self._parked]
@@ -365,7 +375,7 @@ class AsyncTranslator:
         for job in jobs:
             if not job.request.is_done:
                 job.request.fail(_broken(error))
-            job.tell(None)
+            job.notify(None)
 
 
 @atexit.register
@@ -402,9 +412,9 @@ class _Job:
         self._end: asyncio.TimerHandle | None = None
         self.events: asyncio.Queue[int | None] = asyncio.Queue()
 
-    def tell(self, event: int | None) -> None:
-        """From the thread: what comes next."""
-        with contextlib.suppress(RuntimeError):  # its loop is closed: nobody waits
+    def notify(self, event: int | None) -> None:
+        """Passes an event from the thread to the task."""
+        with contextlib.suppress(RuntimeError):  # its loop is closed: no task waits
             self._loop.call_soon_threadsafe(self.events.put_nowait, event)
 
     def end_at(self, deadline: float, end: Callable[[], object]) -> None:
@@ -425,5 +435,5 @@ class _Job:
         return self.request
 
     def closed(self) -> RuntimeError:
-        """The error of a request that somebody else has ended."""
+        """The error of a request that `close` has ended."""
         return RuntimeError(f"{self._name}: cancelled: the AsyncTranslator was closed")

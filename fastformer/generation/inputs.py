@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, SupportsIndex, TypeAlias
 
 import torch
@@ -93,6 +93,23 @@ def pad(sequences: Sequence[Sequence[int]], pad_id: int = 0) -> Tensor:
     """Lists of ids as (batch, seqlen) int64, padded on the right."""
     width = max(map(len, sequences))
     return torch.tensor([[*row, *[pad_id] * (width - len(row))] for row in sequences], dtype=torch.long, device="cpu")
+
+
+def batches_by_length(lengths: Mapping[int, int], fits: Callable[[int, int], bool]) -> Iterator[list[int]]:
+    """Batches of keys of like length, the longest first: what memory can't hold fails at once.
+
+    Args:
+        lengths: of each key.
+        fits: whether a batch of so many, the longest of which has a given length, is small enough. One always is.
+    """
+    batch: list[int] = []
+    for key in sorted(lengths, key=lambda key: -lengths[key]):
+        if batch and not fits(len(batch) + 1, lengths[batch[0]]):
+            yield batch
+            batch = []
+        batch.append(key)
+    if batch:
+        yield batch
 
 
 def input_rows(ids: Any, attention_mask: Any, pad_id: int, *, marks_padding: bool = True) -> list[list[int]]:

@@ -14,7 +14,7 @@ from fastformer.generation.config import GenerationConfig
 from fastformer.generation.engines.kv_cache import packed
 from fastformer.generation.evaluation import evaluating
 from fastformer.generation.input_errors import ErrorPolicy, TextError
-from fastformer.generation.inputs import TokenIds, as_rows
+from fastformer.generation.inputs import TokenIds, as_rows, batches_by_length
 from fastformer.generation.inputs import pad as padded
 from fastformer.generation.model_protocols import (
     DecoderOnly,
@@ -160,7 +160,8 @@ def score_rows(model: Model, rows: Sequence[Sequence[Part]], max_tokens: int = M
     parts = [part for row in rows for part in row]
     check_parts(model, parts)
     found: list[list[float]] = [[] for _ in parts]
-    for places in _batches(parts, max_tokens):
+    lengths = {place: part.length for place, part in enumerate(parts) if part.outputs}
+    for places in batches_by_length(lengths, lambda count, longest: count * longest <= max_tokens):
         batch = [parts[place] for place in places]
         with evaluating(model):
             values = iter(_log_probs(model, batch).tolist())
@@ -194,20 +195,6 @@ def check_parts(model: Model, parts: Sequence[Part]) -> None:
                     f"expected {name} ids from 0 to {size - 1}, got {min(ids)} to {max(ids)}: was another tokenizer "
                     "used?"
                 )
-
-
-def _batches(parts: Sequence[Part], max_tokens: int) -> Iterator[list[int]]:
-    """The places of parts of like length, the longest first: what memory can't hold fails at once."""
-    places: list[int] = []
-    for place in sorted(range(len(parts)), key=lambda place: -parts[place].length):
-        if not parts[place].outputs:
-            continue
-        if places and (len(places) + 1) * parts[places[0]].length > max_tokens:
-            yield places
-            places = []
-        places.append(place)
-    if places:
-        yield places
 
 
 def _log_probs(model: Model, parts: Sequence[Part]) -> Tensor:

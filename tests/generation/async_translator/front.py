@@ -6,8 +6,9 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
+from unittest import mock
 
-from fastformer.generation import AsyncTranslator
+from fastformer.generation import AsyncTranslator, Translator
 from fastformer.generation.engines.kv_cache import KVCacheBatch, KVCacheEngine
 
 T = TypeVar("T")
@@ -32,7 +33,7 @@ def options_of(number: int) -> dict[str, object]:
 
 
 def rounded(answer):
-    """The answer, its numbers rounded: they depend a little on who else is in the batch."""
+    """The answer, its numbers rounded: they depend a little on the rest of the batch."""
     if isinstance(answer, float):
         return round(answer, 3)
     if isinstance(answer, list | tuple):
@@ -41,7 +42,7 @@ def rounded(answer):
 
 
 def play(task: Coroutine[Any, Any, T]) -> T:
-    """asyncio.run, and an error where nothing comes about any more."""
+    """asyncio.run, and an error after 20 seconds."""
     return asyncio.run(asyncio.wait_for(task, 20))
 
 
@@ -50,11 +51,11 @@ async def until(condition: Callable[[], bool]) -> None:
         if condition():
             return
         await asyncio.sleep(0.002)
-    raise AssertionError("it didn't come about")
+    raise AssertionError("the condition never held")
 
 
 class Watched(KVCacheEngine):
-    """Says how many rows and tokens are in use, and waits or fails where it is told to."""
+    """Counts the rows and tokens in use, and waits or fails when a test tells it to."""
 
     rows = all_tokens = entered = 0
     gate: threading.Semaphore | None = None
@@ -83,8 +84,8 @@ class Watched(KVCacheEngine):
         return self.batch is None or (self.batch.step_tokens() == 0 and self.batch.free_tokens() == self.all_tokens)
 
 
-def watched(front: AsyncTranslator) -> Watched:
-    """Puts an engine into a front that can be watched."""
-    engine = Watched(front.translator.model)
-    front._engine = engine
-    return engine
+def watched(translator: Translator, **options: Any) -> tuple[AsyncTranslator, Watched]:
+    """A front, and its engine, which can be watched."""
+    engine = Watched(translator.model)
+    with mock.patch("fastformer.generation.async_translator.choose_engine", return_value=engine):
+        return AsyncTranslator(translator, **options), engine

@@ -32,8 +32,7 @@ def test_many_tasks_get_what_each_would_get_alone(translator) -> None:
     expected = [translator.translate(text_of(n), **options_of(n)) for n in range(50)]
 
     async def main() -> None:
-        front = AsyncTranslator(translator)
-        engine = watched(front)
+        front, engine = watched(translator)
         async with front:
 
             async def one(number: int):
@@ -66,8 +65,7 @@ def test_streams_of_many_tasks(translator) -> None:
 
 def test_pieces_come_before_the_end(translator) -> None:
     async def main() -> None:
-        front = AsyncTranslator(translator)
-        engine = watched(front)
+        front, engine = watched(translator)
         engine.gate = threading.Semaphore(3)
         async with front:
             letters = [i for i in range(259) if i not in range(100, 120)]
@@ -84,8 +82,8 @@ def test_pieces_come_before_the_end(translator) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_the_cancelled_leave_nothing_behind(translator, seed) -> None:
     async def main() -> None:
-        front, chance = AsyncTranslator(translator, max_waiting=5), random.Random(seed)
-        engine = watched(front)
+        front, engine = watched(translator, max_waiting=5)
+        chance = random.Random(seed)
         engine.gate = threading.Semaphore(0)
         async with front:
 
@@ -109,7 +107,7 @@ def test_the_cancelled_leave_nothing_behind(translator, seed) -> None:
             engine.gate.release(MANY)
             found = await asyncio.gather(*tasks, return_exceptions=True)
             await until(lambda: engine.is_empty)
-            assert front._waiting == 0 and not front._parked and not front._inbox and not front._jobs
+            assert front.num_queued == front.num_blocked == 0
         cancelled = 0
         for number, answer in enumerate(found):
             if isinstance(answer, asyncio.CancelledError):
@@ -131,8 +129,7 @@ def test_the_cancelled_leave_at_once(translator) -> None:
     }
 
     async def main() -> None:
-        front = AsyncTranslator(translator)
-        engine = watched(front)
+        front, engine = watched(translator)
         engine.gate = threading.Semaphore(0)
         async with front:
             task = asyncio.create_task(front.translate("a", **long))
@@ -155,8 +152,7 @@ def test_the_cancelled_leave_at_once(translator) -> None:
 
 def test_the_queue_is_bounded_and_fair(translator) -> None:
     async def main() -> None:
-        front = AsyncTranslator(translator, max_waiting=2)
-        engine = watched(front)
+        front, engine = watched(translator, max_waiting=2)
         engine.gate = threading.Semaphore(0)
         ended: list[int] = []
         async with front:
@@ -166,14 +162,14 @@ def test_the_queue_is_bounded_and_fair(translator) -> None:
                 ended.append(number)  # each fills the batch, so they run in turn
 
             tasks = [asyncio.create_task(one(0))]
-            await until(lambda: front._waiting == 1)
+            await until(lambda: engine.entered == 1)
             tasks += [asyncio.create_task(one(number)) for number in range(1, 8)]
             await asyncio.sleep(0.01)
             # One is on its way into the batch and counts until it has begun; of the others one more may wait.
-            assert len(front._inbox) + front._waiting == 2 and len(front._parked) == 6
+            assert front.num_queued == 2 and front.num_blocked == 6
             tasks[4].cancel()
             await asyncio.sleep(0.01)
-            assert len(front._parked) == 5
+            assert front.num_blocked == 5
             engine.gate.release(MANY)
             await asyncio.gather(*tasks, return_exceptions=True)
         assert ended == [0, 1, 2, 3, 5, 6, 7]
@@ -184,15 +180,14 @@ def test_the_queue_is_bounded_and_fair(translator) -> None:
 @pytest.mark.parametrize("cancel", [False, True])
 def test_closing_waits_or_cancels(translator, cancel) -> None:
     async def main() -> None:
-        front = AsyncTranslator(translator, max_waiting=2)
-        engine = watched(front)
+        front, engine = watched(translator, max_waiting=2)
         engine.gate = threading.Semaphore(0)
         await front.__aenter__()
         big = {"do_sample": True, "num_return_sequences": 16, "seed": 1, **FEW}
         tasks = [asyncio.create_task(front.translate(t, **big)) for t in "abcdef"]
-        await until(lambda: len(front._parked) == 4 and engine.entered == 1)
+        await until(lambda: front.num_blocked == 4 and engine.entered == 1)
         closing = asyncio.create_task(front.close(cancel=cancel))
-        await until(lambda: front._is_closing)
+        await asyncio.sleep(0)  # it begins
         with pytest.raises(RuntimeError, match="expected an AsyncTranslator that is open"):
             await front.translate("late")
         assert not closing.done()
@@ -256,11 +251,11 @@ def test_the_model_is_in_evaluation_while_it_works_and_then_as_it_was(translator
 
 def test_max_time_counts_from_the_call(translator) -> None:
     async def main() -> None:
-        front = AsyncTranslator(translator)
-        watched(front).gate = gate = threading.Semaphore(0)
+        front, engine = watched(translator)
+        engine.gate = gate = threading.Semaphore(0)
         async with front:
             late = asyncio.create_task(front.translate("a", max_time=0.01, max_new_tokens=60))
-            await until(lambda: front._waiting == 1)
+            await until(lambda: engine.entered == 1)
             time.sleep(0.02)
             gate.release(MANY)
             assert len(await late) <= 1
@@ -270,17 +265,16 @@ def test_max_time_counts_from_the_call(translator) -> None:
 
 def test_max_time_counts_while_a_task_waits_for_a_place(translator) -> None:
     async def main() -> None:
-        front = AsyncTranslator(translator, max_waiting=1)
-        engine = watched(front)
+        front, engine = watched(translator, max_waiting=1)
         engine.gate = threading.Semaphore(0)
         async with front:
             first = asyncio.create_task(front.translate("a", **FEW))
-            await until(lambda: front._waiting == 1)
+            await until(lambda: engine.entered == 1)
             calls = [front.translate(text, max_time=0.01 * i, **FEW) for i, text in enumerate("bc", 1)]
             late, later = (asyncio.create_task(call) for call in calls)
             patient = asyncio.create_task(front.translate("d", max_time=100.0, **FEW))
             assert [await late, await later] == ["", ""]  # while the first is still held up
-            assert engine.entered == 1 and len(front._parked) == 1 and not patient.done()
+            assert engine.entered == 1 and front.num_blocked == 1 and not patient.done()
             engine.gate.release(MANY)
             assert [await first, await patient] == [translator.translate(t, **FEW) for t in "ad"]
 
@@ -291,16 +285,15 @@ def test_who_has_found_a_place_is_ended_by_the_scheduler(translator) -> None:
     async def main() -> None:
         errors: list[object] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
-        front = AsyncTranslator(translator, max_waiting=1)
-        engine = watched(front)
+        front, engine = watched(translator, max_waiting=1)
         engine.gate = threading.Semaphore(0)
         async with front:
             first = asyncio.create_task(front.translate("a", **FEW))
-            await until(lambda: front._waiting == 1)
+            await until(lambda: engine.entered == 1)
             second = asyncio.create_task(front.translate("b", max_time=0.1, **FEW))
-            await until(lambda: len(front._parked) == 1)
+            await until(lambda: front.num_blocked == 1)
             engine.gate.release()
-            await until(lambda: not front._parked)
+            await until(lambda: front.num_blocked == 0)
             await asyncio.sleep(0.12)
             assert not second.done()
             engine.gate.release(MANY)

@@ -48,15 +48,14 @@ def test_an_error_reaches_its_task_alone(translator) -> None:
 @pytest.mark.parametrize("error", [RuntimeError("no memory"), SystemExit(1)], ids=repr)
 def test_an_error_of_the_model_ends_what_runs_and_nothing_else(translator, error) -> None:
     async def main() -> None:
-        front = AsyncTranslator(translator)
-        engine = watched(front)
+        front, engine = watched(translator)
         engine.gate, engine.error = threading.Semaphore(0), error
         async with front:
             big = {"do_sample": True, "num_return_sequences": 16, "seed": 1, **FEW}
             first = asyncio.create_task(front.translate("first", **big))
-            await until(lambda: front._waiting == 1 and not front._inbox)
+            await until(lambda: engine.entered == 1)
             second = asyncio.create_task(front.translate("second", **big))
-            await until(lambda: len(front._inbox) == 1)
+            await until(lambda: front.num_queued == 2)
             engine.gate.release(MANY)
             with pytest.raises(RuntimeError, match=rf"text 'first': .*the model failed: {type(error).__name__}"):
                 await first
@@ -69,8 +68,8 @@ def test_an_error_of_the_model_ends_what_runs_and_nothing_else(translator, error
 
 def test_one_that_cannot_begin_fails_and_lets_others_in(translator) -> None:
     async def main() -> None:
-        front = AsyncTranslator(translator)
-        engine, begun = watched(front), []
+        front, engine = watched(translator)
+        begun = []
         open_batch = engine.open
 
         def failing(max_rows, num_tokens):
@@ -112,8 +111,8 @@ def test_ids_that_the_model_does_not_have_are_an_error_of_their_own_task(transla
 
 def test_after_an_error_of_the_model_the_device_is_not_asked_again(translator, monkeypatch) -> None:
     async def main() -> None:
-        front = AsyncTranslator(translator)
-        engine, made = watched(front), []
+        front, engine = watched(translator)
+        made = []
         starts: list[tuple[int, int]] = []
         new_scheduler, open_batch = translator.new_scheduler, engine.open
 
@@ -137,32 +136,30 @@ def test_after_an_error_of_the_model_the_device_is_not_asked_again(translator, m
     play(main())
 
 
-def test_when_the_thread_cannot_go_on_nobody_waits_for_it(translator) -> None:
-    def fails(*_):
+def test_when_the_thread_cannot_go_on_no_task_waits_for_it(translator, monkeypatch) -> None:
+    def fails(*_, **__):
         raise SystemExit("nothing works any more")
 
     async def main() -> None:
-        front = AsyncTranslator(translator, max_waiting=1)
-        engine = watched(front)
+        front, engine = watched(translator, max_waiting=2)
         engine.gate, engine.error = threading.Semaphore(0), RuntimeError("broken")
-        front._recover = fails
+        monkeypatch.setattr("fastformer.generation.async_translator.Scheduler", fails)
         big = {"do_sample": True, "num_return_sequences": 16, "seed": 1, **FEW}
         await front.__aenter__()
         tasks = [asyncio.create_task(front.translate("a", **big))]
-        await until(lambda: engine.entered == 1 and front._waiting == 1)
-        front._waiting = 0  # as if one that had begun before were stepping now
+        await until(lambda: engine.entered == 1)
         tasks += [asyncio.create_task(front.translate(text, **big)) for text in "bc"]
-        await until(lambda: len(front._inbox) == 1 and len(front._parked) == 1)
+        await until(lambda: front.num_queued == 2 and front.num_blocked == 1)
         engine.gate.release(MANY)
-        for task, text in zip(tasks, "abc", strict=True):
-            with pytest.raises(RuntimeError, match=f"text '{text}': .*can't go on, .*: SystemExit: nothing works any"):
+        for task, words in zip(tasks, ("'a'.*broken", "'b'.*SystemExit", "'c'.*SystemExit"), strict=True):
+            with pytest.raises(RuntimeError, match=words):
                 await task
-        with pytest.raises(RuntimeError, match="can't go on, .*: SystemExit: nothing works any more"):
+        with pytest.raises(RuntimeError, match="SystemExit: nothing works"):
             await front.translate("late")
         await front.close()
         with pytest.raises(RuntimeError, match="expected an AsyncTranslator that is open"):
             await front.translate("late")
-        del front._recover
+        monkeypatch.undo()
         async with front:
             assert await front.translate("a", **FEW) == translator.translate("a", **FEW)
 
@@ -186,12 +183,12 @@ def test_a_thread_that_cannot_begin_tells_who_comes(translator, monkeypatch) -> 
 
 def test_an_error_inside_of_the_block_cancels_what_runs(translator) -> None:
     async def main() -> None:
-        front = AsyncTranslator(translator)
-        watched(front).gate = gate = threading.Semaphore(0)
+        front, engine = watched(translator)
+        engine.gate = gate = threading.Semaphore(0)
         with pytest.raises(KeyError):
             async with front:
                 task = asyncio.create_task(front.translate("a", max_new_tokens=60))
-                await until(lambda: front._waiting == 1)
+                await until(lambda: engine.entered == 1)
                 threading.Timer(0.02, gate.release, [MANY]).start()
                 raise KeyError
         with pytest.raises(RuntimeError, match="text 'a': cancelled: the AsyncTranslator was closed"):
@@ -201,14 +198,14 @@ def test_an_error_inside_of_the_block_cancels_what_runs(translator) -> None:
 
 
 def test_a_loop_that_is_gone_holds_nobody_up(translator) -> None:
-    front = AsyncTranslator(translator)
-    engine, orphans = watched(front), []
+    front, engine = watched(translator)
+    orphans = []
 
     async def leaves() -> None:
         engine.gate = threading.Semaphore(0)
         await front.__aenter__()
         orphans.append(asyncio.ensure_future(front.translate("a", max_new_tokens=50)))
-        await until(lambda: front._waiting == 1)
+        await until(lambda: engine.entered == 1)
 
     play(leaves())  # cancels its tasks
     assert engine.gate is not None
@@ -225,29 +222,29 @@ def test_a_loop_that_is_gone_holds_nobody_up(translator) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of the tasks, when they are deleted
 def test_a_loop_that_is_closed_with_its_tasks_holds_nobody_up(translator) -> None:
-    front = AsyncTranslator(translator, max_waiting=1)
-    engine, orphans = watched(front), []
+    front, engine = watched(translator, max_waiting=1)
+    orphans = []
     engine.gate = gate = threading.Semaphore(0)
 
     async def leaves() -> None:
         await front.__aenter__()
         orphans.append(asyncio.ensure_future(front.translate("a", **FEW)))
-        await until(lambda: front._waiting == 1)
+        await until(lambda: engine.entered == 1)
         orphans.extend(asyncio.ensure_future(front.translate(text, **FEW)) for text in "bc")
-        await until(lambda: len(front._parked) == 2)
+        await until(lambda: front.num_blocked == 2)
 
     loop = asyncio.new_event_loop()
     loop.run_until_complete(asyncio.wait_for(leaves(), 20))
     gate.release()
     for _ in range(2000):
-        if len(front._parked) == 1:
+        if front.num_blocked == 1:
             break
         time.sleep(0.002)
     loop.close()  # its tasks aren't cancelled: one runs, one has found a place and can't know it, one waits for one
 
     async def comes() -> str:
         found = asyncio.create_task(front.translate("d", **FEW))
-        await until(lambda: len(front._parked) == 2)
+        await until(lambda: front.num_blocked == 2)
         gate.release(MANY)
         answer = await found
         await asyncio.wait_for(front.close(), 20)
