@@ -189,7 +189,7 @@ def _on_meta(model: nn.Module) -> str | None:
             found = found or (buffer is not None and buffer.is_meta)
     if not found:
         return None
-    if any(hasattr(module, "_hf_hook") for module in modules):  # accelerate's, which loads what it offloaded
+    if any("_hf_hook" in vars(module) for module in modules):  # accelerate's, which loads what it offloaded
         return None
     named = itertools.chain(model.named_parameters(), model.named_buffers())
     return next(name for name, tensor in named if tensor.is_meta)

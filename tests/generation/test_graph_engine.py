@@ -20,8 +20,8 @@ from fastformer.generation import GenerateOutput, GenerationConfig, generate
 from fastformer.generation import requests as requests_module
 from fastformer.generation import scheduler as scheduler_module
 from fastformer.generation.engines import graph as graph_module
+from fastformer.generation.engines.captured_step import bucket, rounded
 from fastformer.generation.engines.graph import GraphBatch, GraphEngine
-from fastformer.generation.engines.lanes import bucket, rounded
 from fastformer.generation.engines.recompute import RecomputeEngine
 from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.requests import Request
@@ -171,15 +171,15 @@ UNWATCHED: list[dict[str, Any]] = [*WAYS[:3], {"do_sample": True, "seed": 3, "nu
 @pytest.mark.parametrize("way", range(len(UNWATCHED)), ids=["greedy", "beams", "beams with rules", "sampling"])
 def test_a_step_never_waits_for_the_device_and_finds_the_same(name, way, monkeypatch) -> None:
     """Each whole step, its search included, where nothing may be read: the tokens are those of recomputing."""
-    step, steps = GraphBatch._step_lanes, []
+    step, steps = GraphBatch._step_once, []
 
-    def guarded(self: GraphBatch, lanes: Any) -> None:
+    def guarded(self: GraphBatch, captured: Any) -> None:
         with NoSync() as mode:
-            step(self, lanes)
+            step(self, captured)
         steps.append(mode.calls)
 
-    monkeypatch.setattr(GraphBatch, "_step_lanes", guarded)
-    monkeypatch.setattr(GraphBatch, "_capture", lambda self, lanes: None)  # each step is a call
+    monkeypatch.setattr(GraphBatch, "_step_once", guarded)
+    monkeypatch.setattr(GraphBatch, "_capture", lambda self, captured: None)  # each step is a call
     model = drawn(CONFIGS[name][0], **CONFIGS[name][1])
     if way != 2 and name.startswith("r"):  # they choose among logits that Python sees
         model.__class__ = Coarse if isinstance(model, Transformer) else CoarseGPT
@@ -207,10 +207,10 @@ def test_groups_that_leave_and_come_move_between_few_graphs(model, watched) -> N
         run(Scheduler(engine, max_rows=64, max_bytes=2**24), found)
         assert [[h.tokens for h in r.results] for r in found] == [[h.tokens for h in r.results] for r in expected]
         (graphs,) = watched.graphs
-        # 5 groups in lanes for 8, then 4, 2 and 1; tables for 64 tokens are wide enough.
+        # 5 groups in captured for 8, then 4, 2 and 1; tables for 64 tokens are wide enough.
         assert graphs.captures == graphs.warm_ups == 4, turn
     assert watched.single == 0
-    shapes = [lanes.shape for lanes in engine._state.lanes.values()]
+    shapes = engine.shapes
     assert sorted(shape.num_groups for shape in shapes) == [1, 2, 4, 8] and {shape.width for shape in shapes} == {64}
 
 
@@ -358,12 +358,12 @@ def test_the_least_recently_used_go_where_the_budget_is_spent(model, watched) ->
     engine = GraphEngine(model)
     engine.open(8, 1000)  # the cache that all of them find
     expected = decode(engine, model, 3, 4)
-    one = sum(lanes.nbytes for lanes in engine._state.lanes.values())
+    one = engine.graph_bytes
     engine.max_graph_bytes = int(one * 3.3)
     for lengths in ((4,), (3, 4), (3, 4, 4)):  # tables of 1, 2 and 4 groups: together 3.5 times those of 2
         decode(engine, model, *lengths)
-    kept = [lanes.shape.num_groups for lanes in engine._state.lanes.values()]
-    assert kept == [2, 4] and sum(lanes.nbytes for lanes in engine._state.lanes.values()) <= engine.max_graph_bytes
+    kept = [shape.num_groups for shape in engine.shapes]
+    assert kept == [2, 4] and engine.graph_bytes <= engine.max_graph_bytes
     before = watched.captures
     assert decode(engine, model, 3, 4) == expected and watched.captures == before
     decode(engine, model, 4)
@@ -381,7 +381,7 @@ def test_a_graph_beyond_the_budget_is_not_kept(model, watched, monkeypatch, capl
     expected = decode(GraphEngine(model), model, 3, 4)
     assert decode(engine, model, 3, 4) == expected
     assert sum("it takes more than the 100 bytes" in line for line in caplog.messages) == 1
-    assert watched.graphs[1].warm_ups == 12 and not any(lanes.graph for lanes in engine._state.lanes.values())
+    assert watched.graphs[1].warm_ups == 12 and not any(captured.graph for captured in engine._state.captured.values())
 
 
 @pytest.mark.parametrize("what", ["capture", "hook"])
@@ -438,7 +438,7 @@ def test_the_next_engine_of_a_model_finds_the_graphs(model, watched, monkeypatch
     own.bfloat16()
     bf16 = generate(own, inputs, engine="graph", num_beams=2, max_new_tokens=10)  # in a cache of its own dtype
     assert bf16.shape[0] == 3
-    kept = weakref.ref(next(iter(graph_module._kept[own].lanes.values())))
+    kept = weakref.ref(next(iter(graph_module._kept[own].captured.values())))
     del own
     gc.collect()
     assert kept() is None and not graph_module._kept
@@ -455,7 +455,7 @@ def test_a_shape_is_a_little_larger_than_what_it_is_for() -> None:
 
 @pytest.mark.parametrize("steps_per_look, num_beams", [(1, 5), (3, 5), (1, 1)])
 def test_few_words_leave_lanes_without_a_hypothesis(steps_per_look, num_beams, model, watched, monkeypatch) -> None:
-    # Two words and the end: after a step there are two beams for five lanes, and then somebody joins.
+    # Two words and the end: after a step there are two beams for five captured, and then somebody joins.
     words = [tuple(sorted({*range(VOCAB)} - {1, 7, 20})), tuple(sorted({*range(VOCAB)} - {1, 9}))]
     for suppressed in words:
         options: dict[str, Any] = {"num_beams": num_beams, "num_return_sequences": num_beams}
@@ -507,8 +507,8 @@ def test_log_probabilities_are_there_where_somebody_wants_them(model) -> None:
         builder = RequestBuilder(model, GenerationConfig(max_new_tokens=5), engine=engine, log_probs=wanted)
         request = builder.build(builder.check([5, 6, 7]))
         run(Scheduler(engine, max_rows=4, max_bytes=2**20), [request])
-        (lanes,) = engine._state.lanes.values()
-        assert lanes.shape.log_probs == wanted
+        (shape,) = engine.shapes
+        assert shape.log_probs == wanted
         values = request.results[0].log_probs
         assert (max(values) <= 0) == wanted  # else they are logits, of which the best is positive here
 

@@ -43,13 +43,13 @@ def watched(monkeypatch) -> Iterator[Watched]:
     seen = Watched()
     replay, capture, single = GraphBatch._replay, GraphBatch._capture, GraphBatch._run_step
 
-    def counted_replay(self: GraphBatch, lanes: Any) -> None:
-        replay(self, lanes)
-        seen.replays += isinstance(lanes.graph, torch.cuda.CUDAGraph)
-        seen.plain += lanes.graph is None
+    def counted_replay(self: GraphBatch, captured: Any) -> None:
+        replay(self, captured)
+        seen.replays += isinstance(captured.graph, torch.cuda.CUDAGraph)
+        seen.plain += captured.graph is None
 
-    def counted_capture(self: GraphBatch, lanes: Any) -> None:
-        capture(self, lanes)
+    def counted_capture(self: GraphBatch, captured: Any) -> None:
+        capture(self, captured)
         seen.captures += 1
 
     def counted_single(self: GraphBatch, *args: Any) -> None:
@@ -104,16 +104,16 @@ def test_replays_find_what_calls_find(name, way, watched) -> None:
 
 
 def test_a_step_never_waits_for_the_device(monkeypatch, watched) -> None:
-    step = GraphBatch._step_lanes
+    step = GraphBatch._step_once
 
-    def guarded(self: GraphBatch, lanes: Any) -> None:
+    def guarded(self: GraphBatch, captured: Any) -> None:
         torch.cuda.set_sync_debug_mode("error")
         try:
-            step(self, lanes)
+            step(self, captured)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(GraphBatch, "_step_lanes", guarded)
+    monkeypatch.setattr(GraphBatch, "_step_once", guarded)
     for name in ("rms gelu gqa", "gpt windows"):
         model = drawn(CONFIGS[name][0], **CONFIGS[name][1]).cuda()
         for way in WAYS.values():
@@ -137,9 +137,9 @@ def test_groups_that_leave_and_come_move_between_graphs(watched) -> None:
     assert results[0] == results[1] and watched.captures >= 3
     for found, expected in zip(results[0], results[2], strict=True):
         assert found == pytest.approx(expected, abs=2e-3)
-    groups = sorted(lanes.shape.num_groups for lanes in engine._state.lanes.values())
+    groups = sorted(shape.num_groups for shape in engine.shapes)
     assert groups[0] == 1 and groups[-1] == 8
-    assert all(isinstance(lanes.graph, torch.cuda.CUDAGraph) for lanes in engine._state.lanes.values())
+    assert all(isinstance(captured.graph, torch.cuda.CUDAGraph) for captured in engine._state.captured.values())
 
 
 def test_graphs_read_weights_where_they_are_and_are_made_anew_where_they_are_not(watched) -> None:
@@ -175,6 +175,6 @@ def test_graphs_and_their_memory_stay_within_their_budget(watched) -> None:
     held = torch.cuda.memory_reserved()  # by this process: others may be testing on the same device
     for count in (1, 2, 3, 5, 9, 17) * 3:
         once(count)
-    assert sum(lanes.nbytes for lanes in engine._state.lanes.values()) <= engine.max_graph_bytes
+    assert engine.graph_bytes <= engine.max_graph_bytes
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() - held < 128 * 2**20  # what comes and goes leaves nothing behind

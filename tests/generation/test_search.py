@@ -454,7 +454,7 @@ GROUPS, STEPS = 5, 4
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
 @pytest.mark.parametrize("beams", [0, 1, 3, 4])
 def test_each_step_on_the_device_is_that_in_python(beams: int, values: list[float]) -> None:
-    dice, compared, lanes = random.Random(beams), 0, max(1, beams)
+    dice, compared, slots = random.Random(beams), 0, max(1, beams)
     for _ in range(12):
         vocab, eos = dice.choice([6, 9, 40]), tuple(sorted(dice.sample(range(6), dice.choice([1, 1, 2, 3]))))
         hosts: list[Search] = [
@@ -466,32 +466,32 @@ def test_each_step_on_the_device_is_that_in_python(beams: int, values: list[floa
         # Each has said a word, with scores that are the same for all beams and may drown what follows.
         start = dice.choice([0.0, -40.0])
         words = [token for token in range(vocab) if token not in eos]
-        if len(words) < lanes:
+        if len(words) < slots:
             continue
         for host in hosts:
             host.advance([[*words, *eos][:count]], [[start] * count], 0)
         device.load(
             [token for host in hosts for token in host.last_tokens()],
-            [start] * GROUPS * lanes, [0] * GROUPS, [0] * GROUPS,
+            [start] * GROUPS * slots, [0] * GROUPS, [0] * GROUPS,
         )  # fmt: skip
         scores = [[start] * host.num_rows for host in hosts]
         found: list[Any] = []
         for step in range(STEPS):
-            each = [candidates(dice, vocab, count, values) for _ in range((GROUPS + 1) * lanes)]
+            each = [candidates(dice, vocab, count, values) for _ in range((GROUPS + 1) * slots)]
             ids, given = torch.tensor([one[0] for one in each]), torch.tensor([one[1] for one in each])
             index = torch.tensor([step])
             with NoSync():
                 parents = device.advance(given, ids, index)
             assert (parents is None) == (beams == 0)
-            lanes_of = torch.arange(len(each)) if parents is None else parents
-            assert torch.equal(lanes_of // lanes, torch.arange(len(each)) // lanes)  # inside of their groups
-            found.append((ids.numpy(), given.numpy(), lanes_of.numpy(), device.tokens.numpy().copy()))
+            slots_of = torch.arange(len(each)) if parents is None else parents
+            assert torch.equal(slots_of // slots, torch.arange(len(each)) // slots)  # inside of their groups
+            found.append((ids.numpy(), given.numpy(), slots_of.numpy(), device.tokens.numpy().copy()))
             for group, host in enumerate(hosts):
                 if not host.num_rows:
                     continue
-                first = group * lanes
+                first = group * slots
                 kept = host.advance([one[0] for one in each], [one[1] for one in each], first)
-                assert lanes_of[first : first + len(kept)].tolist() == [first + parent for parent in kept]
+                assert slots_of[first : first + len(kept)].tolist() == [first + parent for parent in kept]
                 if kept:
                     said = host.last_tokens()
                     assert device.tokens[first : first + len(kept)].tolist() == said
@@ -505,7 +505,7 @@ def test_each_step_on_the_device_is_that_in_python(beams: int, values: list[floa
         for name, column in zip(("ids", "values", "parents", "tokens"), zip(*found, strict=True), strict=True):
             assert np.array_equal(getattr(record, name), np.stack(column)), name
         for group, host in enumerate(hosts):
-            first = group * lanes
+            first = group * slots
             if beams and host.num_rows:  # to the last bit
                 assert record.scores[-1, first : first + host.num_rows].tolist() == scores[group]
     assert compared > 60

@@ -46,6 +46,7 @@ _FREE = {
 }
 _INTERNALS = frozenset(vars(nn.Module()))
 
+Kind: TypeAlias = Any  # a class of modules, which mypy doesn't take for hashable
 Value: TypeAlias = int | float | str | tuple[object, ...] | None
 
 
@@ -131,8 +132,7 @@ def _why_not_by_classes() -> str | None:
 
 def _why_not_as_made(model: Transformer | GPT) -> str | None:
     try:
-        kind: Any = type(model)  # which mypy doesn't take for hashable
-        made = _made(kind, tuple(vars(model.config).items()))
+        made = _made(cast(Kind, type(model)), tuple(vars(model.config).items()))
     except (TypeError, ValueError) as error:  # a config that was changed afterwards
         return f"its config makes no model: {error}"
     dtypes: dict[torch.dtype, str] = {}
@@ -229,7 +229,7 @@ def _full_name(kind: type) -> str:
 
 
 @cache
-def _made(kind: Any, config: tuple[tuple[str, Any], ...]) -> _Part:
+def _made(kind: Kind, config: tuple[tuple[str, Any], ...]) -> _Part:
     """What a config makes. Tensors of "meta" have shapes and no memory; making them draws no random numbers."""
     with torch.inference_mode(False), _Unfilled():
         return _part(kind(kind.config_class(**dict(config)), device="meta"))
@@ -262,7 +262,7 @@ def _part(module: nn.Module) -> _Part:
     values.pop("activation", None)
     return _Part(
         kind,
-        _methods(cast(Any, kind)),
+        _methods(cast(Kind, kind)),
         values,
         fused_name(module.activation) if "activation" in own else None,  # type: ignore[arg-type]
         {name: None if tensor is None else tuple(tensor.shape) for name, tensor in module._parameters.items()},
@@ -272,7 +272,7 @@ def _part(module: nn.Module) -> _Part:
 
 
 @cache
-def _methods(kind: Any) -> frozenset[str]:
+def _methods(kind: Kind) -> frozenset[str]:
     return frozenset(name for name in dir(kind) if callable(getattr(kind, name)) or name == "output_weight")
 
 

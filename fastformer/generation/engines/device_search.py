@@ -28,10 +28,10 @@ class Record(NamedTuple):
     """What the device found and did in the steps of a run.
 
     Attributes:
-        ids, values: (steps, lanes, candidates) each step's candidates; fp32.
-        parents: (steps, lanes) the lane that each goes on from behind each step.
-        tokens: (steps, lanes) the next token of each lane.
-        scores: (steps, lanes) fp64, of what each lane has said.
+        ids, values: (steps, slots, candidates) each step's candidates; fp32.
+        parents: (steps, slots) the slot that each goes on from behind each step.
+        tokens: (steps, slots) the next token of each slot.
+        scores: (steps, slots) fp64, of what each slot has said.
     """
 
     ids: Ints
@@ -42,18 +42,18 @@ class Record(NamedTuple):
 
 
 class DeviceSearch:
-    """The searches of some groups of lanes, by the same rules but for min_tokens.
+    """The searches of some groups of slots, by the same rules but for min_tokens.
 
     Args:
         rules: see above.
-        num_groups: with as many lanes each as there are beams, or one.
-        num_candidates: of a lane.
+        num_groups: with as many slots each as there are beams, or one.
+        num_candidates: of a slot.
         vocab_size: of the model.
         num_steps: that the record has room for.
         device: of everything.
 
     Attributes:
-        tokens: (lanes,) int32, what each lane is given next.
+        tokens: (slots,) int32, what each slot is given next.
     """
 
     def __init__(
@@ -67,20 +67,20 @@ class DeviceSearch:
     ) -> None:
         self.num_beams, self._count = max(1, rules.num_beams), num_candidates
         self._is_greedy, self._groups = rules.num_beams == 0, num_groups
-        lanes = self._lanes = num_groups * self.num_beams
-        self._ends = list(accumulate((lanes, num_groups, num_groups)))
+        slots = self._slots = num_groups * self.num_beams
+        self._ends = list(accumulate((slots, num_groups, num_groups)))
         is_cuda = device.type == "cuda"
         self._sent = torch.zeros(self._ends[-1], dtype=torch.int32, device=device)
         self._staged = torch.zeros(self._ends[-1], dtype=torch.int32, device="cpu", pin_memory=is_cuda)
         self.tokens, self._said, self._least = self._sent.tensor_split(self._ends[:-1])
-        self._scores = torch.zeros(lanes, dtype=torch.float64, device=device)
-        self._staged_scores = torch.zeros(lanes, dtype=torch.float64, device="cpu", pin_memory=is_cuda)
-        widths = (lanes * num_candidates, lanes * num_candidates, lanes, lanes, 2 * lanes)
+        self._scores = torch.zeros(slots, dtype=torch.float64, device=device)
+        self._staged_scores = torch.zeros(slots, dtype=torch.float64, device="cpu", pin_memory=is_cuda)
+        widths = (slots * num_candidates, slots * num_candidates, slots, slots, 2 * slots)
         self._columns = list(accumulate(widths))
         self._record = torch.zeros(num_steps, self._columns[-1], dtype=torch.int32, device=device)
         self._eos = torch.tensor(rules.eos, dtype=torch.int64, device=device)
-        self._first_lanes = torch.arange(0, lanes, self.num_beams, device=device)[:, None]
-        self._itself = torch.arange(lanes, dtype=torch.int32, device=device)
+        self._first_slots = torch.arange(0, slots, self.num_beams, device=device)[:, None]
+        self._itself = torch.arange(slots, dtype=torch.int32, device=device)
         ends = torch.zeros(vocab_size, dtype=torch.bool, device="cpu")
         ends[list(rules.eos)] = True
         banned = torch.zeros(vocab_size, dtype=torch.bool, device="cpu")
@@ -90,13 +90,13 @@ class DeviceSearch:
     @property
     def nbytes(self) -> int:
         """Of its tensors, about."""
-        return 4 * self._record.numel() + 16 * self._lanes + 2 * self._is_end.numel()
+        return 4 * self._record.numel() + 16 * self._slots + 2 * self._is_end.numel()
 
     def load(self, tokens: Sequence[int], scores: Sequence[float], said: Sequence[int], least: Sequence[int]) -> None:
         """Sends the device where the searches are.
 
         Args:
-            tokens: of the lanes that rows stand in.
+            tokens: of the slots that rows stand in.
             scores: likewise, of what they have said; `NEVER` for those that are no hypothesis.
             said: how many tokens the rows of each group have said.
             least: its min_tokens.
@@ -106,16 +106,16 @@ class DeviceSearch:
         host[: len(tokens)] = tokens
         host[ends[0] : ends[0] + len(said)] = said
         host[ends[1] : ends[1] + len(least)] = least
-        self._staged_scores.numpy()[:] = [*scores, *[NEVER] * (self._lanes - len(scores))]
+        self._staged_scores.numpy()[:] = [*scores, *[NEVER] * (self._slots - len(scores))]
         self._sent.copy_(self._staged, non_blocking=True)
         self._scores.copy_(self._staged_scores, non_blocking=True)
 
     def candidates(self, logits: Tensor, log_probs: bool) -> tuple[Tensor, Tensor]:
-        """The best of logits (lanes, vocab_size), of which the rules forbid some: values and ids, (lanes, candidates).
+        """The best of logits (slots, vocab_size), of which the rules forbid some: values and ids, (slots, candidates).
 
         As a `Selection` would with the processors `SuppressTokens` and `MinNewTokens`.
         """
-        early = (self._said < self._least).repeat_interleave(self.num_beams, output_size=self._lanes)
+        early = (self._said < self._least).repeat_interleave(self.num_beams, output_size=self._slots)
         forbidden = self._is_suppressed | (self._is_end & early[:, None])
         return best_candidates(logits.float().masked_fill(forbidden, NEVER), self._count, log_probs)
 
@@ -123,11 +123,11 @@ class DeviceSearch:
         """Chooses what goes on, and notes everything.
 
         Args:
-            values, ids: (lanes, candidates), each lane's best first, of equals the lowest id first.
+            values, ids: (slots, candidates), each slot's best first, of equals the lowest id first.
             step: (1,) int64, of the run.
 
         Returns:
-            (lanes,) int64, the lane that each goes on from; None: from itself.
+            (slots,) int64, the slot that each goes on from; None: from itself.
         """
         values = values.float()
         parents: Tensor | None = None
@@ -151,14 +151,14 @@ class DeviceSearch:
         ranked = torch.sort(totals.view(self._groups, -1), dim=-1, descending=True, stable=True)
         best = ranked.indices[:, : self.num_beams]
         self._scores.copy_(ranked.values[:, : self.num_beams].reshape(-1))
-        parents = best // self._count + self._first_lanes
+        parents = best // self._count + self._first_slots
         return ids.view(self._groups, -1).gather(1, best).flatten(), parents.flatten()
 
     def read(self, num_steps: int) -> Record:
         """What was noted in the first steps of the run. The device is waited for."""
         lines = self._record[:num_steps].cpu().numpy()
         ids, values, parents, tokens, scores = np.split(lines, self._columns[:-1], axis=1)
-        shape = (num_steps, self._lanes, self._count)
+        shape = (num_steps, self._slots, self._count)
         return Record(
             ids.reshape(shape),
             np.ascontiguousarray(values).view(np.float32).reshape(shape),

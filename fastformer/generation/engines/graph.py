@@ -1,8 +1,8 @@
 """Decodes with a `KVCache` and whole steps that are captured as CUDA graphs, their search included.
 
 A launch of one graph takes the place of the hundreds that a step consists of, and between two looks at what has ended
-the host waits for nothing. A step has a graph for each shape that it is met in (`lanes.Shape`): rows, lengths and what
-the search wants, rounded up to a few sizes, so that those who come and go move between few graphs.
+the host waits for nothing. A step has a graph for each shape that it is met in (`captured_step.Shape`): rows, lengths
+and what the search wants, rounded up to a few sizes, so that requests that come and go move between few graphs.
 """
 
 from __future__ import annotations
@@ -22,6 +22,14 @@ from torch import Tensor, nn
 
 from fastformer.cache.block_pool import CacheFullError, Ints
 from fastformer.generation.engines.base import Candidates, Limits, Prompt, SearchingBatch, Selection
+from fastformer.generation.engines.captured_step import (
+    CapturedStep,
+    Shape,
+    bucket,
+    power_of_two,
+    rounded,
+    why_not_captured,
+)
 from fastformer.generation.engines.device_search import DeviceSearch, Record
 from fastformer.generation.engines.kv_cache import (
     KVCacheBatch,
@@ -29,14 +37,6 @@ from fastformer.generation.engines.kv_cache import (
     choose_from_hidden,
     decode_cached,
     new_cache,
-)
-from fastformer.generation.engines.lanes import (
-    Lanes,
-    Shape,
-    bucket,
-    power_of_two,
-    rounded,
-    why_not_captured,
 )
 from fastformer.generation.model_protocols import DecoderOnly, EncoderDecoder, Model
 from fastformer.generation.native_search import NativeSearch, last_tokens
@@ -78,7 +78,7 @@ class _Kept:
         cache: of the model.
         room: the rows and tokens that it was made for.
         spare: slots that were set aside in it.
-        lanes: of each shape, the one that was used last at the end.
+        captured: the step of each shape, the one that was used last at the end.
         guards: of the model as it was after the first step; None: there was none.
         graphs: captures them.
         num_batches: that were opened with it.
@@ -87,7 +87,7 @@ class _Kept:
     cache: KVCache
     room: tuple[int, int]
     spare: Ints
-    lanes: OrderedDict[Shape, Lanes]
+    captured: OrderedDict[Shape, CapturedStep]
     guards: ModelGuards | None
     graphs: Graphs
     num_batches: int = 0
@@ -99,7 +99,12 @@ class _Kept:
     @property
     def nbytes(self) -> int:
         """All of it."""
-        return 2 * self.cache.k.numel() * self.cache.k.element_size() + sum(one.nbytes for one in self.lanes.values())
+        return 2 * self.cache.k.numel() * self.cache.k.element_size() + self.captured_bytes
+
+    @property
+    def captured_bytes(self) -> int:
+        """Of the graphs and their tables."""
+        return sum(one.nbytes for one in self.captured.values())
 
 
 _kept: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
@@ -143,6 +148,16 @@ class GraphEngine(KVCacheEngine):
             return "relative positions are a bias on the scores, which its captured steps don't add"
         return super().why_unsupported(model, precision)
 
+    @property
+    def shapes(self) -> list[Shape]:
+        """The shapes of the steps that were taken, the one that was used last at the end."""
+        return [*self._state.captured]
+
+    @property
+    def graph_bytes(self) -> int:
+        """What the graphs and their tables take of the device's memory."""
+        return self._state.captured_bytes
+
     def runs_searches(self) -> bool:
         """Greedy and beam searches."""
         return True
@@ -166,11 +181,11 @@ class GraphEngine(KVCacheEngine):
             return
         # Somewhat more than is asked for, so that the next request, which is a little longer, needs no new graphs.
         rows, tokens = (max(rounded(new), old) for new, old in zip(wanted, state.room, strict=True))
-        state.lanes.clear()
+        state.captured.clear()
         state.guards = None
         state.room = 0, 0  # should there be no memory
         state.cache = self._empty  # there may be no memory for two
-        # As many lanes as there are rows at most have none: that is how far `bucket` rounds up.
+        # At most as many batch slots are empty as there are rows: that is how far `bucket` rounds up.
         state.cache = new_cache(self.model, rows, tokens + rows)
         state.spare, state.room = state.cache.take_slots(rows), (rows, tokens)
 
@@ -191,7 +206,7 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         state.num_batches += 1
         self._number = state.num_batches
         self._groups: list[_Group] = []
-        self._loaded: Lanes | None = None  # the lanes whose tensors say where the searches are
+        self._loaded: CapturedStep | None = None  # the step whose tensors say where the searches are
 
     # Groups come and go.
 
@@ -199,7 +214,7 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         state = self._state
         if not self._groups and state.guards is not None and not state.is_current(self.model):
             # The graphs read memory that is no longer the model's, or would leave out its hooks.
-            state.lanes.clear()
+            state.captured.clear()
             state.guards = None
         self._loaded = None
         super().prefill(prompts)
@@ -229,16 +244,16 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
     @torch.inference_mode()
     def _step_rows(self, tokens: Sequence[int], selection: Selection) -> Candidates:
         self._trim()
-        lanes = self._lanes_of(Shape(*self._sizes(len(tokens), self._cache.length_bound + 1)))
-        last = np.full(len(tokens), lanes.cache.width - 1, np.int32)
-        lanes.cache.reserve_run(1, last)
+        captured = self._captured_of(Shape(*self._sizes(len(tokens), self._cache.length_bound + 1)))
+        last = np.full(len(tokens), captured.cache.width - 1, np.int32)
+        captured.cache.reserve_run(1, last)
         self._loaded = None  # until nothing can fail any more
-        lanes.give(tokens)
-        self._replay(lanes)
-        lanes.cache.sync(np.arange(lanes.cache.num_rows, dtype=np.int32)[None])
-        self._loaded = lanes
-        assert lanes.hidden is not None
-        return choose_from_hidden(self.model, lanes.hidden[: len(tokens)], selection)
+        captured.give(tokens)
+        self._replay(captured)
+        captured.cache.sync(np.arange(captured.cache.num_rows, dtype=np.int32)[None])
+        self._loaded = captured
+        assert captured.hidden is not None
+        return choose_from_hidden(self.model, captured.hidden[: len(tokens)], selection)
 
     def _trim(self) -> None:
         """Takes out rows whose search has ended."""
@@ -267,7 +282,7 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         steps = 0
         while True:
             count = min(self._steps_per_look, max_steps - steps)
-            taken = self._run_lanes(searches, tokens, log_probs, count) if self._is_one_kind(searches) else 0
+            taken = self._run_captured(searches, tokens, log_probs, count) if self._is_one_kind(searches) else 0
             if taken == 0:
                 self._run_step(searches, tokens, log_probs)
                 taken = 1
@@ -283,10 +298,10 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
             return False
         return first.num_beams == 0 or all(group.scores is not None for group in self._groups)
 
-    def _run_lanes(
+    def _run_captured(
         self, searches: Sequence[NativeSearch], tokens: Sequence[int], log_probs: bool, num_steps: int
     ) -> int:
-        """Takes up to num_steps steps on the device: how many; 0 where there is no memory for the lanes."""
+        """Takes up to num_steps steps on the device: how many; 0 where there is no memory for the batch slots."""
         cache, groups = self._cache, self._groups
         beams = max(1, searches[0].rules.num_beams)
         before = cache.group_sizes
@@ -300,25 +315,25 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         said = lengths + 1 - np.array([group.prompt_length for group in groups], np.int32)
         last = lengths + limits - said - 1  # where the last token goes that is given
         num_steps = min(num_steps, int((limits - said).max()))
-        lanes = self._lanes_for(searches, log_probs, int(lengths.max()) + num_steps)
-        search = lanes.search
+        captured = self._captured_for(searches, log_probs, int(lengths.max()) + num_steps)
+        search = captured.search
         assert search is not None
         while True:
             try:
-                lanes.cache.reserve_run(num_steps, last)
+                captured.cache.reserve_run(num_steps, last)
                 break
             except CacheFullError:
                 if num_steps == 1:
                     return 0
                 num_steps //= 2
-        if self._loaded is not lanes:
+        if self._loaded is not captured:
             self._load_searches(search, searches, tokens, said)
         self._loaded = None  # until nothing can fail any more
         for _ in range(num_steps):
-            self._replay(lanes)
+            self._replay(captured)
         record = search.read(num_steps)
-        lanes.cache.sync(record.parents)
-        self._loaded = lanes
+        captured.cache.sync(record.parents)
+        self._loaded = captured
         self._catch_up(searches, record, beams)
         return num_steps
 
@@ -346,15 +361,15 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
             if not going:
                 break
             some_ids, some_values, parents = ids.tolist(), values.tolist(), record.parents[step].tolist()
-            lanes: list[int] = []
+            slots: list[int] = []
             for place in going:
                 first = place * beams
                 kept = searches[place].handle.advance(some_ids, some_values, first)
                 if [first + parent for parent in kept] != parents[first : first + len(kept)]:
                     raise RuntimeError(f"expected the beams of group {place} to go on from {kept} on the device too")
-                lanes += range(first, first + len(kept))
+                slots += range(first, first + len(kept))
             said = last_tokens([searches[place] for place in going if not searches[place].handle.is_done])
-            if said != record.tokens[step, lanes].tolist():
+            if said != record.tokens[step, slots].tolist():
                 raise RuntimeError(f"expected the tokens {said} on the device too")
         for place, (group, search) in enumerate(zip(self._groups, searches, strict=True)):
             group.num_rows = max(1, search.num_rows)
@@ -386,14 +401,14 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
             self._loaded = None
             super().fork(parents)
 
-    # Lanes and graphs.
+    # Captured steps.
 
-    def _lanes_for(self, searches: Sequence[NativeSearch], log_probs: bool, length: int) -> Lanes:
-        """The lanes of the shape that these searches take, for rows up to this length."""
+    def _captured_for(self, searches: Sequence[NativeSearch], log_probs: bool, length: int) -> CapturedStep:
+        """The captured step of the shape that these searches take, for rows up to this length."""
         rules = searches[0].rules._replace(min_tokens=0)
         is_edited = bool(rules.suppressed) or any(search.rules.min_tokens for search in searches)
         count = min(searches[0].num_candidates, self.model.config.vocab_size)
-        return self._lanes_of(Shape(*self._sizes(len(searches), length), rules, count, log_probs, is_edited))
+        return self._captured_of(Shape(*self._sizes(len(searches), length), rules, count, log_probs, is_edited))
 
     def _sizes(self, num_groups: int, length: int) -> tuple[int, int, int, str | None]:
         """The first members of a shape for so many groups, and rows up to this length."""
@@ -403,61 +418,61 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         width = min(cache.max_seqlen, max(_LEAST_WIDTH, power_of_two(length)))
         return bucket(num_groups), width, source_width, _library.forced_backend()
 
-    def _lanes_of(self, shape: Shape) -> Lanes:
+    def _captured_of(self, shape: Shape) -> CapturedStep:
         if self._number != self._state.num_batches:
             raise RuntimeError("expected the batch that was opened last: another one has its cache by now")
-        kept = self._state.lanes
-        lanes = kept.get(shape)
-        if lanes is None:
+        kept = self._state.captured
+        captured = kept.get(shape)
+        if captured is None:
             num_steps, vocab_size = max(STEPS_PER_LOOK, self._steps_per_look), self.model.config.vocab_size
-            lanes = kept[shape] = Lanes(shape, self._cache, self._state.spare, vocab_size, num_steps)
+            captured = kept[shape] = CapturedStep(shape, self._cache, self._state.spare, vocab_size, num_steps)
         kept.move_to_end(shape)
-        return lanes
+        return captured
 
-    def _replay(self, lanes: Lanes) -> None:
-        if lanes.graph is None and lanes.is_warm and not lanes.is_plain:
-            self._capture(lanes)
-        if lanes.graph is not None:
-            lanes.graph.replay()
+    def _replay(self, captured: CapturedStep) -> None:
+        if captured.graph is None and captured.is_warm and not captured.is_plain:
+            self._capture(captured)
+        if captured.graph is not None:
+            captured.graph.replay()
             return
-        self._state.graphs.warm_up(lambda: self._step_lanes(lanes))
-        lanes.is_warm = True
+        self._state.graphs.warm_up(lambda: self._step_once(captured))
+        captured.is_warm = True
         if self._state.guards is None and isinstance(self.model, nn.Module):
             self._state.guards = ModelGuards(self.model)  # now: modules note what they find out in their first call
 
-    def _capture(self, lanes: Lanes) -> None:
-        kept = self._state.lanes
+    def _capture(self, captured: CapturedStep) -> None:
+        kept = self._state.captured
         if (reason := why_not_captured(self.model)) is None:
             before = _memory(self.device)
             try:
-                lanes.graph = self._state.graphs.capture(lambda: self._step_lanes(lanes))
+                captured.graph = self._state.graphs.capture(lambda: self._step_once(captured))
             except CaptureError as error:
                 reason = str(error)
             else:
-                lanes.graph_bytes = _taken(before, _memory(self.device))
-                while sum(one.nbytes for one in kept.values()) > self._max_graph_bytes:
+                captured.graph_bytes = _taken(before, _memory(self.device))
+                while self._state.captured_bytes > self._max_graph_bytes:
                     oldest = next(iter(kept))
-                    if kept[oldest] is lanes:
+                    if kept[oldest] is captured:
                         reason = f"it takes more than the {self._max_graph_bytes} bytes that graphs may take"
-                        lanes.graph, lanes.graph_bytes = None, 0
+                        captured.graph, captured.graph_bytes = None, 0
                         break
                     del kept[oldest]
         if reason is None:
             return
-        lanes.is_plain = True
+        captured.is_plain = True
         message = f"engine 'graph' steps without a graph: {reason}"
         if _library.is_strict():
             raise RuntimeError(message)
         logger.warning(message)
 
-    def _step_lanes(self, lanes: Lanes) -> None:
+    def _step_once(self, captured: CapturedStep) -> None:
         """A step, its search included. It reads no value on the host."""
-        cache, search, model, shape = lanes.cache, lanes.search, self.model, lanes.shape
-        hidden = decode_cached(model, lanes.tokens[:, None], cache)[:, -1]
+        cache, search, model, shape = captured.cache, captured.search, self.model, captured.shape
+        hidden = decode_cached(model, captured.tokens[:, None], cache)[:, -1]
         if search is None:
-            if lanes.hidden is None:  # the first step is a plain one
-                lanes.hidden = torch.empty_like(hidden)
-            lanes.hidden.copy_(hidden)
+            if captured.hidden is None:  # the first step is a plain one
+                captured.hidden = torch.empty_like(hidden)
+            captured.hidden.copy_(hidden)
             cache.end_step(None)
             return
         if shape.is_edited:

@@ -265,7 +265,7 @@ def _renew() -> None:
         watch._spans = ()
 
 
-if hasattr(os, "register_at_fork"):
+if sys.platform != "win32":
     os.register_at_fork(after_in_child=_renew)
 
 

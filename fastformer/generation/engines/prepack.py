@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -22,6 +22,7 @@ from fastformer.models import GPT, Transformer
 from fastformer.nn.model_guards import ModelGuards
 
 T = TypeVar("T")
+Bits: TypeAlias = npt.NDArray[np.integer[Any]]
 
 _SAMPLES = 32  # of each tensor, where the system doesn't say what was written
 _WHOLE_BYTES = 2 * mmap.PAGESIZE  # tensors below are read whole
@@ -104,20 +105,20 @@ def fingerprint(model: Transformer | GPT) -> Fingerprint:
     return Fingerprint(guards.layout, versions, watch.period, read, tuple(vars(model.config).values()))
 
 
-def _memory(tensor: Tensor) -> npt.NDArray[np.integer[Any]]:
+def _memory(tensor: Tensor) -> Bits:
     """All that lies between a tensor's first and last element, as bits, a view."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     bits = tensor.as_strided((extent,), (1,)).view(_BITS[tensor.element_size()])
-    return cast(npt.NDArray[np.integer[Any]], bits.numpy())
+    return cast(Bits, bits.numpy())
 
 
-def _range(bits: npt.NDArray[np.integer[Any]]) -> tuple[int, int]:
+def _range(bits: Bits) -> tuple[int, int]:
     # A small tensor is read whole: its page has neighbours, and so have the first and the last page of a large one.
     begin = bits.ctypes.data
     return (begin, begin + bits.nbytes) if bits.nbytes >= _WHOLE_BYTES else (begin, begin)
 
 
-def _edges(bits: npt.NDArray[np.integer[Any]]) -> list[npt.NDArray[np.integer[Any]]]:
+def _edges(bits: Bits) -> list[Bits]:
     """What of a tensor no watched page holds."""
     if bits.nbytes < _WHOLE_BYTES:
         return [bits]
@@ -127,14 +128,14 @@ def _edges(bits: npt.NDArray[np.integer[Any]]) -> list[npt.NDArray[np.integer[An
     return [bits[: -(-before // size)], bits[len(bits) - -(-behind // size) :]]
 
 
-def _samples(bits: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.integer[Any]]:
+def _samples(bits: Bits) -> Bits:
     """What of a tensor is compared where the pages don't tell all."""
     # An odd step doesn't stay in one column of a matrix whose width is a power of two.
     return bits if bits.nbytes < _WHOLE_BYTES else bits[:: max(1, len(bits) // _SAMPLES) | 1]
 
 
 _lock = threading.Lock()
-_packed: WeakKeyDictionary[nn.Module, dict[str, tuple[Fingerprint, Any]]] = WeakKeyDictionary()
+_packed: WeakKeyDictionary[nn.Module, dict[str, tuple[Fingerprint, object]]] = WeakKeyDictionary()
 
 
 def packed(model: Transformer | GPT, precision: str, pack: Callable[[], T], *, may_be_old: bool = False) -> T:

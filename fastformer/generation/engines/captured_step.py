@@ -20,12 +20,12 @@ class Shape(NamedTuple):
     """What a graph is captured for; nothing else may differ between its replays.
 
     Attributes:
-        num_groups: with the lanes that the rules' beams take.
+        num_groups: with as many batch slots as the rules have beams.
         width, source_width: the longest row and the longest source.
         backend: that the ops are made to take.
         rules: of the searches, without min_tokens; None: a step whose candidates the host chooses from its hidden
             states, each row being a group of its own.
-        num_candidates: of a lane.
+        num_candidates: of a batch slot.
         log_probs: whether values are log-probabilities.
         is_edited: whether some ids are forbidden, now or in steps to come.
     """
@@ -40,8 +40,8 @@ class Shape(NamedTuple):
     is_edited: bool = False
 
 
-class Lanes:
-    """A shape's tensors, and its graph once it is captured.
+class CapturedStep:
+    """The step of a shape: its tensors, and its graph once it is captured.
 
     Args:
         shape: see the class.
@@ -52,8 +52,8 @@ class Lanes:
 
     Attributes:
         cache, search: what a step asks and tells; search is None where the shape has no rules.
-        tokens: (lanes,) int32, what a step is given.
-        hidden: (lanes, d_model), what it gives without a search; None before the first one.
+        tokens: (slots,) int32, the input of a step.
+        hidden: (slots, d_model), the output of a step without a search; None before the first one.
         graph: None before it is captured; graph_bytes: what that took of the device's memory.
         is_warm: a step was taken. is_plain: all have to be taken without a graph.
     """
