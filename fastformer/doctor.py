@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -99,13 +99,13 @@ def decoding() -> Iterator[str]:
 
 
 def _decoding_in_cpp() -> Iterator[str]:
-    missing = _extension.why_no_decoder()
+    missing = _extension.why_missing("Session")
     if missing is not None:
         yield f"engine 'cpp': none, for {missing}"
         yield "models decode by their own modules (engine 'kv_cache'), in their own dtype"
         return
-    features = _extension.cpu_features()
-    yield f"engine 'cpp': fp32, bf16 and int8, on {_extension.load()}{''.join(f', {name}' for name in features)}"
+    features: Callable[[], list[str]] = getattr(_extension.module(), "cpu_features", list)
+    yield f"engine 'cpp': fp32, bf16 and int8, on {_extension.load()}{''.join(f', {name}' for name in features())}"
     yield "it takes a models.Transformer or GPT on the CPU, in evaluation, as its config makes it, without hooks;"
     yield "of any other generate(model, ..., engine='cpp') says why not"
 

@@ -94,7 +94,7 @@ def test_it_says_that_graphs_have_to_be_asked_for(monkeypatch) -> None:
     ):
         monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
         monkeypatch.setattr(_extension, "module", lambda module=module: module)
-        monkeypatch.setattr(_extension, "why_no_decoder", lambda: "it is a test")
+        monkeypatch.setattr(_extension, "why_missing", lambda name: "it is a test")
         *_, line = doctor.decoding()
         assert line.startswith("engine 'graph'") and line.endswith(expected)
 

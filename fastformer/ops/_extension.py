@@ -69,20 +69,14 @@ def module() -> ModuleType | None:
     return None if isa is None else importlib.import_module(f"fastformer._C_{isa}")
 
 
-def why_no_decoder() -> str | None:
-    """Why there is no decoding engine in C++ here; None where there is one."""
+def why_missing(name: str) -> str | None:
+    """Why the extension has no function or class of this name that isn't an op; None where it has."""
     found = module()
     if found is None:
         return NOT_BUILT
-    if not hasattr(found, "Session"):
+    if not hasattr(found, name):
         return "the C++ extension is older than it: run `pip install -e . --no-build-isolation` again"
     return None
-
-
-def cpu_features() -> list[str]:
-    """The instructions beyond its instruction set that the extension found on this CPU, such as "avx512_vnni"."""
-    names: Callable[[], list[str]] | None = getattr(module(), "cpu_features", None)
-    return [] if names is None else names()
 
 
 @cache

@@ -9,8 +9,8 @@ from fastformer.checkpoints import load_model
 from fastformer.cli import main
 from fastformer.data import ByteTokenizer
 from fastformer.generation import Translator
+from fastformer.generation.engines.cpp_support import why_no_cpp_engine
 from fastformer.models import GPT, Transformer
-from fastformer.ops import _extension
 
 FEW = ["--max_new_tokens", "6", "--device", "cpu"]
 
@@ -53,7 +53,7 @@ def test_a_language_model_too(tmp_path, capsys) -> None:
 
 
 def test_int8_is_asked_for_on_the_command_line(run, capsys) -> None:
-    missing = _extension.why_no_decoder()
+    missing = why_no_cpp_engine()
     words = ["translate", run, "abc", "--precision", "int8", "--max_new_tokens", "6"]  # on the CPU, GPU or not
     assert main(words) == (0 if missing is None else 1)
     said = capsys.readouterr()

@@ -11,12 +11,12 @@ import torch
 from fastformer.baseline import LSTMSeq2Seq
 from fastformer.generation.engines.base import Candidates, Selection
 from fastformer.generation.engines.cpp import CppBatch
+from fastformer.generation.engines.cpp_support import why_no_cpp_engine
 from fastformer.generation.engines.kv_cache import KVCacheBatch
 from fastformer.models import GPT
-from fastformer.ops import _extension
 
 EOS, VOCAB = 1, 40
-HAS_CPP = _extension.why_no_decoder() is None
+HAS_CPP = why_no_cpp_engine() is None
 DEFAULT = "cpp" if HAS_CPP else "kv_cache"  # what decodes a Transformer or a GPT on a CPU when nobody asks
 
 # For parametrize: an engine by name; the default one where it says None.

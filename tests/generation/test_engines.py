@@ -17,6 +17,7 @@ from fastformer.cache.block_pool import CacheFullError
 from fastformer.generation import Ensemble
 from fastformer.generation.engines import ENGINES, Batch, Engine, Prompt, Sample, Selection, choose_engine
 from fastformer.generation.engines.cpp import CppEngine
+from fastformer.generation.engines.cpp_support import why_no_cpp_engine
 from fastformer.generation.engines.graph import GraphEngine
 from fastformer.generation.engines.kv_cache import KVCacheEngine
 from fastformer.generation.engines.recompute import RecomputeEngine
@@ -28,7 +29,6 @@ from fastformer.generation.scheduler import Scheduler, run
 from fastformer.generation.search import BeamSearch, RowSearch, Sampling
 from fastformer.models import GPT, Transformer
 from fastformer.nn import KVCache
-from fastformer.ops import _extension
 from tests.generation import toy
 from tests.generation.small import CPP, DEFAULT, EOS, HAS_CPP, VOCAB, next_logits
 
@@ -474,7 +474,7 @@ CLASSES: dict[str, type[Engine]] = {
 
 def test_each_pair_of_an_engine_and_a_model_works_or_says_why_not(model, gpt, lstm) -> None:
     assert set(ENGINES) == set(CLASSES)
-    missing, foreign = _extension.why_no_decoder(), "it knows models.Transformer and models.GPT alone"
+    missing, foreign = why_no_cpp_engine(), "it knows models.Transformer and models.GPT alone"
     reasons = {
         "cpp": (missing, missing, missing or foreign),
         "graph": (None, None, "it has no cache of keys and values"),

@@ -31,7 +31,7 @@ SOURCES = torch.tensor([[5, 6, 7, 1], [9, 8, 1, 0]])
 
 @pytest.fixture(autouse=True)
 def extension(monkeypatch) -> None:
-    monkeypatch.setattr(cpp_support, "_extension", types.SimpleNamespace(why_no_decoder=lambda: None))
+    monkeypatch.setattr(cpp_support, "why_no_cpp_engine", lambda: None)
 
 
 def fresh(kind: str = "tied", **options: Any) -> Any:
@@ -258,7 +258,7 @@ def test_what_is_on_around_it(monkeypatch) -> None:
         patch.setattr(nn.Linear, "forward", lambda self, x: x)
         assert why_not_supported(model, None) == "Linear.forward was replaced"
     assert why_not_supported(model, None) is None
-    monkeypatch.setattr(cpp_support, "_extension", types.SimpleNamespace(why_no_decoder=lambda: "it is not built"))
+    monkeypatch.setattr(cpp_support, "why_no_cpp_engine", lambda: "it is not built")
     assert why_not_supported(model, None) == "it is not built"
 
 

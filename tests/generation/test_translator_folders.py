@@ -9,9 +9,9 @@ from fastformer.baseline import LSTMSeq2Seq
 from fastformer.data import ByteTokenizer
 from fastformer.generation import Translator
 from fastformer.generation.engines import choose_engine
+from fastformer.generation.engines.cpp_support import why_no_cpp_engine
 from fastformer.models import GPT, Transformer
 from fastformer.models.pretrained import save_model
-from fastformer.ops import _extension
 
 TEXTS = ["a", "a longer text", "mid size", "b" * 40, "x"]
 FEW = {"max_new_tokens": 8}
@@ -64,14 +64,14 @@ def test_a_precision_is_asked_of_the_engine_and_never_another_one_in_its_place(m
     ):
         translator = Translator.from_pretrained(tmp_path / folder, precision=given)
         assert translator.precision == asked
-        if asked != "int8" or _extension.why_no_decoder() is None:
+        if asked != "int8" or why_no_cpp_engine() is None:
             translator.translate("a", **FEW)
             assert made.pop()[1] == asked
             list(translator.stream("a", **FEW))
             assert made.pop()[1] == asked
     translator = Translator(model.train(), ByteTokenizer(), precision="int8")
     for options in ({}, {"num_beams": 2}):  # in training mode too: it is set to evaluation while it translates
-        if _extension.why_no_decoder() is None:
+        if why_no_cpp_engine() is None:
             translator.translate("a", **options, **FEW)
             assert made.pop() == ("cpp", "int8")
     assert model.training

@@ -72,6 +72,11 @@ class _Part:
     children: dict[str, _Part | None]
 
 
+def why_no_cpp_engine() -> str | None:
+    """Why there is no C++ engine on this machine, whatever the model; None where there is one."""
+    return _extension.why_missing("Session")
+
+
 def why_not_supported(model: object, precision: str | None) -> str | None:
     """Why the C++ engine can't decode a model in a precision, with the name of the module; None where it can.
 
@@ -83,7 +88,7 @@ def why_not_supported(model: object, precision: str | None) -> str | None:
         ValueError: no such precision.
     """
     check_precision(precision)
-    if (missing := _extension.why_no_decoder()) is not None:
+    if (missing := why_no_cpp_engine()) is not None:
         return missing
     if type(model) not in (Transformer, GPT):
         return f"it knows models.Transformer and models.GPT alone, and a {type(model).__name__} may compute otherwise"
