@@ -106,7 +106,7 @@ def add_layer_norm_backward_reference(
     dy, rstd = dy.to(dtype), rstd.view(per_row)
     normal = (s.to(dtype) if rms_norm else s.to(dtype) - mean.view(per_row)) * rstd
     parameter_dtype = s.dtype if weight is None else weight.dtype
-    dweight = dbias = s.new_empty(0, dtype=parameter_dtype)
+    dweight, dbias = (s.new_empty(0, dtype=parameter_dtype) for _ in range(2))
     if weight is not None:
         dweight = _column_sums(dy * normal).to(parameter_dtype)
     if has_bias:

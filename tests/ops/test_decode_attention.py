@@ -385,16 +385,6 @@ def test_the_last_slot_is_one(backend: str) -> None:
     torch.testing.assert_close(out[0, 0], cache[1, 2])
 
 
-def test_compiled_with_a_table(device: str) -> None:
-    step = BY_NAME["gqa"]
-    inputs, _ = through_table(step, make_inputs(step, torch.float32, device))
-    expected = run(step, inputs | {name: inputs[name].clone() for name in ("k_cache", "v_cache")})
-    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
-    assert torch.equal(compiled(step, inputs), expected)
-    at = int(inputs["slot_table"][2, 12])
-    assert torch.equal(inputs["k_cache"].view(-1, 2, 16)[at], inputs["k"][2, 0])
-
-
 def test_a_cache_that_is_not_contiguous_in_head_dim(monkeypatch: pytest.MonkeyPatch) -> None:
     step = BY_NAME["gqa"]
     inputs = make_inputs(step, torch.float32, "cpu")
@@ -414,21 +404,6 @@ def test_without_gradients(backend: str, device: str) -> None:
     inputs, _ = through_table(step, make_inputs(step, torch.float32, device))
     inputs["q"].requires_grad_()
     assert not run(step, inputs).requires_grad
-
-
-@pytest.mark.parametrize("with_table", [False, True])
-@pytest.mark.parametrize("step", [BY_NAME["one-token"], BY_NAME["cross-beams-swapped"]], ids=str)
-def test_opcheck(step: Step, with_table: bool, device: str) -> None:
-    inputs = make_inputs(step, torch.float32, device) | {"slot_table": None}
-    if with_table:
-        # Compared as they are, so without NaN.
-        tabled, _ = through_table(step, inputs)
-        inputs |= {name: tensor.nan_to_num(7.0) for name, tensor in tabled.items() if tensor is not None}
-    with use_backend("reference"):
-        torch.library.opcheck(
-            torch.ops.fastformer.decode_attention.default, (*inputs.values(), 0.25, True, None, None, None, False),
-            test_utils=("test_schema", "test_faketensor"),
-        )  # fmt: skip
 
 
 @pytest.mark.parametrize("far", [2**62, 2**63 - 1, 2**70])
@@ -457,47 +432,6 @@ def test_a_window_that_hides_the_first_keys_of_a_full_row(
 
 
 TABLES = {"cos": torch.zeros(40, 8), "sin": torch.zeros(40, 8)}
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"cache_seqlens": torch.zeros(2)}, r"expected cache_seqlens int32 of shape \(2,\)"),
-        ({"v": None}, "expected k and v together"),
-        ({"cache_batch_idx": torch.zeros(2, **INT32)}, "expected no cache_batch_idx with k and v"),
-        ({"cache_batch_idx": [0, 1], "k": None, "v": None}, r"expected cache_batch_idx int32 of .*, got list"),
-        ({"k": torch.zeros(2, 1, 3, 16)}, r"expected k and v of shape \(2, 1, 4, 16\), got \(2, 1, 3, 16\)"),
-        ({"k": torch.zeros(2, 1, 4, 16).double()}, "expected k and v in the cache's dtype torch.float32"),
-        ({"q": torch.zeros(3, 1, 4, 16), "k": None, "v": None}, "as many queries as cache rows, got 3 and 2"),
-        ({"cos": torch.zeros(40, 8)}, "expected cos and sin together, got one of them"),
-        ({"cos": torch.zeros(40, 9), "sin": torch.zeros(40, 9)}, r"cos and sin \(num_positions, at most 8\)"),
-        ({"cos": torch.zeros(40, 8), "sin": torch.zeros(41, 8)}, r"got .*\(40, 8\) and .*\(41, 8\)"),
-        (TABLES | {"k": None, "v": None}, "expected k of at least q's 1 tokens, and at most the 40 .* got None"),
-        (TABLES | {"q": torch.zeros(2, 2, 4, 16)}, "expected k of at least q's 2 tokens, .* got 1 tokens"),
-        ({"cos": torch.zeros(0, 8), "sin": torch.zeros(0, 8)}, "at most the 0 positions of cos and sin, got 1 tokens"),
-        ({"window_left": 2.0}, r"expected window_left to be an integer or None, got 2\.0"),
-        ({"slot_table": torch.zeros(2, 40)}, r"slot_table int32 of shape \(cache_batch, max_seqlen\), got .*float"),
-        ({"slot_table": torch.zeros(2, 40).long()}, r"expected slot_table int32 .* got torch.int64 of shape \(2, 40\)"),
-        ({"slot_table": torch.zeros(80, **INT32)}, r"expected slot_table int32 .* got torch.int32 of shape \(80,\)"),
-        ({"slot_table": [[0, 1]]}, r"expected slot_table int32 .* got list"),
-        ({"slot_table": torch.zeros(3, 40, **INT32)}, r"expected cache_seqlens int32 of shape \(3,\)"),
-        ({"slot_table": torch.zeros(2, 40, **INT32, device="meta")}, "expected tensors on one device"),
-        ({"cache_seqlens": torch.zeros(2, **INT32, device="meta")}, "expected tensors on one device"),
-    ],
-)  # fmt: skip
-def test_errors(change: dict, message: str) -> None:
-    inputs = make_inputs(BY_NAME["one-token"], torch.float32, "cpu") | change
-    with pytest.raises(ValueError, match=message):
-        decode_attention(**inputs)
-
-
-@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
-def test_a_cache_that_does_not_flatten(name: str) -> None:
-    inputs = make_inputs(BY_NAME["one-token"], torch.float32, "cpu")
-    inputs[name] = torch.zeros(2, 41, 4, 16)[:, :40]
-    table = torch.zeros(2, 40, **INT32)
-    with pytest.raises(ValueError, match=rf"a {name} that flattens .* blocks lie 2624 apart, not 2560"):
-        decode_attention(**inputs, slot_table=table)
 
 
 def test_blocks_that_lie_apart(backend: str, device: str) -> None:

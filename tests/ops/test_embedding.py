@@ -148,26 +148,6 @@ def test_fixed_table_in_another_dtype(backend: str, device: str) -> None:
     assert_op_accurate(partial(embedding, position_table=table), partial(plain, position_table=table), inputs)
 
 
-@pytest.mark.parametrize("shape", [(2, 0), (0, 5)])
-def test_no_tokens(shape: tuple[int, ...], backend: str, device: str) -> None:
-    assert_op_accurate(embedding, plain, make_inputs(shape, 7, 8, device, table=torch.float32))
-
-
-def test_not_contiguous(backend: str, device: str) -> None:
-    inputs = make_inputs((6, 5), 13, 16, device, table=torch.float32, positions=True)
-    inputs["ids"], inputs["positions"] = inputs["ids"].T, inputs["positions"].T
-    inputs["weight"] = torch.randn(16, 13, device=device).T
-    inputs["position_table"] = torch.randn(19, 32, device=device)[:, ::2]
-    assert embedding(**inputs).is_contiguous()
-    assert_op_accurate(partial(embedding, padding_idx=1), partial(plain, padding_idx=1), inputs)
-
-
-def test_int32_ids(backend: str, device: str) -> None:
-    inputs = make_inputs((3, 8), 13, 16, device, table=torch.float32, positions=True)
-    inputs["ids"], inputs["positions"] = inputs["ids"].int(), inputs["positions"].int()
-    assert_op_accurate(embedding, plain, inputs)
-
-
 def test_padding_gives_zeros_and_learns_nothing(backend: str, device: str) -> None:
     weight = torch.randn(5, 8, device=device, requires_grad=True)
     table = torch.randn(3, 8, device=device)
@@ -200,57 +180,6 @@ def test_dropout_drops_exactly_those_elements(backend: str, device: str) -> None
     assert torch.equal(out, torch.where(kept, 2 * embedding(**inputs), 0.0))
 
 
-@pytest.mark.parametrize("positions", [False, True])
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-def test_gradcheck(dropout_p: float, positions: bool, backend: str) -> None:
-    if backend == "triton":
-        pytest.skip("gradcheck is for the backends that compute in fp64: reference and C++")
-    seed = draw_seed("cpu")
-    inputs = make_inputs((2, 5), 6, 3, "cpu", torch.float64, table=torch.float64, positions=positions)
-    assert torch.autograd.gradcheck(
-        lambda weight, table: embedding(
-            inputs["ids"],
-            weight,
-            position_table=table,
-            positions=inputs["positions"],
-            scale=3.0,
-            padding_idx=1,
-            dropout_p=dropout_p,
-            dropout_seed=seed,
-        ),
-        (inputs["weight"].requires_grad_(), inputs["position_table"].requires_grad_()),
-    )
-
-
-@pytest.mark.parametrize("positions", ["none", "in order", "given"])
-def test_opcheck(positions: str, backend: str, device: str) -> None:
-    table = None if positions == "none" else torch.float32
-    inputs = make_inputs((2, 5), 11, 16, device, table=table, positions=positions == "given")
-    ids, weight, table_, positions_ = inputs.values()
-    seed = draw_seed(device)
-    dout = torch.randn(2, 5, 16, device=device)
-    args = (dout, ids, positions_, 11, 19 if table else 0, 2.0, 0, 0.2, seed, torch.float32, False)
-    torch.library.opcheck(OP.embedding_bwd.default, args)
-    for tensor in (weight, table_):
-        if tensor is not None:
-            tensor.requires_grad_()
-    torch.library.opcheck(OP.embedding_fwd.default, (ids, weight, table_, positions_, 2.0, 0, 0.2, seed, False))
-
-
-def test_compile(backend: str, device: str) -> None:
-    compiled = torch.compile(embedding, fullgraph=True, dynamic=True)
-    for shape in ((3, 5), (2, 9)):
-        assert_op_accurate(compiled, plain, make_inputs(shape, 11, 24, device, table=torch.float32))
-
-
-def test_autocast_changes_nothing(device: str) -> None:
-    inputs = make_inputs((3, 5), 11, 24, device, table=torch.float32)
-    with torch.autocast(device, torch.bfloat16):
-        out = embedding(**inputs, scale=2.0)
-    assert out.dtype == torch.float32
-    assert torch.equal(out, embedding(**inputs, scale=2.0))
-
-
 @pytest.mark.gpu
 def test_no_host_sync() -> None:
     inputs = make_inputs((3, 17), 11, 24, "cuda", table=torch.float32, positions=True)
@@ -262,46 +191,6 @@ def test_no_host_sync() -> None:
         call().sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("bad", [11, -1])
-def test_outside_the_tables(bad: int, backend: str) -> None:
-    if backend == "triton":
-        pytest.skip("a GPU asserts on the device")
-    inputs = make_inputs((2, 3), 11, 8, "cpu", table=torch.float32, positions=True)
-    ids, positions = inputs["ids"].clone(), inputs["positions"].clone()
-    inputs["ids"][1, 1] = bad
-    with pytest.raises(IndexError, match=rf"expected token ids in \[0, 11\), got {bad}"):
-        embedding(**inputs)
-    positions[0, 2] = 19
-    with pytest.raises(IndexError, match=r"expected positions in \[0, 19\), got 19"):
-        embedding(**{**inputs, "ids": ids, "positions": positions})
-
-
-def test_wrong_calls() -> None:
-    inputs = make_inputs((2, 3), 11, 8, "cpu", table=torch.float32, positions=True)
-
-    def call(**changes) -> None:
-        embedding(**{**inputs, **changes})
-
-    with pytest.raises(
-        ValueError, match=r"ids \(\.\.\., seqlen\) in int64 or int32, got torch.float32 of shape \(2,\)"
-    ):
-        call(ids=torch.ones(2))
-    with pytest.raises(ValueError, match=r"floating-point weight \(num_embeddings, dim\), got .* of shape \(8,\)"):
-        call(weight=torch.ones(8))
-    with pytest.raises(ValueError, match=r"floating-point position_table \(num_positions, 8\), got .*\(19, 7\)"):
-        call(position_table=torch.ones(19, 7))
-    with pytest.raises(ValueError, match=r"at most 2 tokens \(position_table\), got 3"):
-        call(position_table=torch.ones(2, 8), positions=None)
-    with pytest.raises(ValueError, match="expected a position_table with positions, got None"):
-        call(position_table=None)
-    with pytest.raises(ValueError, match=r"integer positions of shape \(2, 3\), got torch.int64 of shape \(3,\)"):
-        call(positions=torch.arange(3))
-    with pytest.raises(ValueError, match=r"padding_idx in \[-11, 11\), got 11"):
-        call(padding_idx=11)
-    with pytest.raises(ValueError, match=r"dropout_p in \[0, 1\], got 2"):
-        call(dropout_p=2)
 
 
 @pytest.mark.parametrize("dim", [1, 2, 3, 8, 9])
@@ -335,13 +224,6 @@ def test_sinusoidal_positions_are_rounded_last(kind: str, column: int, angle: fl
     table = sinusoidal_positions(100_001, 6, kind, device=device)
     assert table.dtype == torch.float32 and table.device.type == device
     assert float(table[100_000, column]) == pytest.approx(math.sin(angle), abs=1e-7)
-
-
-def test_sinusoidal_positions_wrong_calls() -> None:
-    with pytest.raises(ValueError, match='"interleaved", "halves" or "concatenated", got \'paper\''):
-        sinusoidal_positions(4, 8, "paper")
-    with pytest.raises(ValueError, match="num_positions >= 0 and dim >= 1, got 4 and 0"):
-        sinusoidal_positions(4, 0)
 
 
 def test_an_element_at_the_threshold_is_kept(backend: str, device: str) -> None:

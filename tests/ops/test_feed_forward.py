@@ -130,23 +130,6 @@ def test_model_sizes(dim: int, dtype: torch.dtype, activation: str, backend: str
     assert_op_accurate(partial(feed_forward, activation=activation), partial(plain, activation=activation), inputs)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_no_rows(activation: str, backend: str, device: str) -> None:
-    inputs = make_inputs((2, 0, 12), 20, activation, device)
-    assert_op_accurate(partial(feed_forward, activation=activation), partial(plain, activation=activation), inputs)
-
-
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
-def test_not_contiguous(activation: str, backend: str, device: str) -> None:
-    inputs = make_inputs((5, 6, 16), 24, activation, device)
-    inputs["x"] = inputs["x"].transpose(0, 1)
-    inputs["weight1"] = torch.randn(16, 24, device=device).T
-    inputs["bias1"] = torch.randn(48, device=device)[::2]
-    inputs["weight2"] = torch.randn(16, 48, device=device)[:, ::2]
-    assert feed_forward(**inputs, activation=activation).is_contiguous()
-    assert_op_accurate(partial(feed_forward, activation=activation), partial(plain, activation=activation), inputs)
-
-
 @pytest.mark.parametrize("dtype, rows, activation", covering(DTYPES, [3, 70], ACTIVATIONS))
 def test_weights_that_are_views_of_their_transpose(
     dtype: torch.dtype, rows: int, activation: str, backend: str, device: str
@@ -206,39 +189,6 @@ def test_relu_keeps_only_the_hidden_layer(device: str) -> None:
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gradcheck(activation: str, dropout_p: float, backend: str) -> None:
-    if backend == "triton":
-        pytest.skip("gradcheck is for the backends that compute in fp64: reference and C++")
-    seed = draw_seed("cpu")
-    inputs = make_inputs((2, 3, 5), 4, activation, "cpu", torch.float64, out_dim=3)
-    tensors = [t.requires_grad_() for t in inputs.values()]
-    assert torch.autograd.gradcheck(
-        partial(feed_forward, activation=activation, dropout_p=dropout_p, dropout_seed=seed), tensors
-    )
-
-
-@pytest.mark.parametrize(
-    "activation, dropout_p, biases", [("relu", 0.3, True), ("gelu", 0.0, False), ("swiglu", 0.3, True)]
-)
-def test_opcheck(activation: str, dropout_p: float, biases: bool, backend: str, device: str) -> None:
-    inputs = make_inputs((4, 16), 24, activation, device, bias1=biases, bias2=biases)
-    if not biases:
-        inputs |= {name: inputs[name].T.contiguous().T for name in ("weight1", "weight2")}
-    x, weight1, bias1, weight2, bias2 = (t if t is None else t.requires_grad_() for t in inputs.values())
-    seed = draw_seed(device) if dropout_p else None
-    args = (x, weight1, bias1, weight2, bias2, activation, dropout_p, seed, True)
-    torch.library.opcheck(OP.feed_forward_fwd.default, args)
-    without = tuple(t.detach() if isinstance(t, Tensor) else t for t in args[:-1])
-    torch.library.opcheck(OP.feed_forward_fwd.default, (*without, False))
-
-    out, saved = (t.detach() for t in OP.feed_forward_fwd(*args))
-    x, weight1, bias1, weight2 = (t if t is None else t.detach() for t in (x, weight1, bias1, weight2))
-    backward = (torch.randn_like(out), x, weight1, bias1, weight2, saved, activation, dropout_p, seed, biases)
-    torch.library.opcheck(OP.feed_forward_bwd.default, backward)
-
-
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_backward_needs_is_written_where_it_is_asked_for(
     dtype: torch.dtype, activation: str, dropout_p: float, backend: str, device: str
@@ -276,12 +226,6 @@ def test_backward_is_asked_for_where_something_learns(
     assert asked[1:] == [False, False]
 
 
-def test_compile(backend: str, device: str) -> None:
-    compiled = torch.compile(feed_forward, fullgraph=True, dynamic=True)
-    for shape in ((3, 5, 24), (2, 9, 32)):
-        assert_op_accurate(compiled, plain, make_inputs(shape, 40, "relu", device))
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 def test_a_trace_checks_out() -> None:
     """torch.jit.trace takes another trace without gradients, and compares the two."""
@@ -299,18 +243,6 @@ def test_a_trace_checks_out() -> None:
     torch.testing.assert_close(found, expected)
     gradients = torch.autograd.grad(found.sum(), weights)
     torch.testing.assert_close(gradients, torch.autograd.grad(expected.sum(), weights))
-
-
-def test_autocast_runs_the_products_in_its_dtype(device: str) -> None:
-    inputs = make_inputs((5, 16), 24, "gelu", device)
-    leaves = {name: value.requires_grad_() for name, value in inputs.items()}
-    with torch.autocast(device, torch.bfloat16):
-        out = feed_forward(**leaves, activation="gelu")
-    expected = feed_forward(**{name: value.bfloat16() for name, value in inputs.items()}, activation="gelu")
-    assert out.dtype == torch.bfloat16
-    assert torch.equal(out, expected)
-    out.backward(torch.randn_like(out))
-    assert all(leaf.grad.dtype == torch.float32 for leaf in leaves.values())
 
 
 def test_backward_inside_autocast_keeps_the_dtype(device: str) -> None:
@@ -345,43 +277,3 @@ def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype, activation: str
         results.append((out[-1].detach(), dx[-1]))
     for result in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
-
-
-def test_what_cpp_takes() -> None:
-    """The tests above skip what a backend refuses; this one says what it may refuse."""
-    reason = missing_backend("cpp", "feed_forward")
-    if reason is not None:
-        pytest.skip(reason)
-    inputs = make_inputs((3, 8), 12, "relu", "cpu")
-    with use_backend("cpp"):
-        for dtype in (torch.float32, torch.float64, torch.bfloat16):
-            leaves = {name: value.to(dtype).requires_grad_() for name, value in inputs.items()}
-            feed_forward(**leaves).sum().backward()
-        with pytest.raises(NotImplementedError, match="computes in fp32, bf16 and fp64, not torch.float16"):
-            feed_forward(**{name: value.half() for name, value in inputs.items()})
-
-
-def test_wrong_calls() -> None:
-    inputs = make_inputs((3, 8), 12, "relu", "cpu")
-
-    def call(activation: str = "relu", dropout_p: float = 0.0, **changes: Tensor) -> None:
-        feed_forward(**{**inputs, **changes}, activation=activation, dropout_p=dropout_p)
-
-    with pytest.raises(ValueError, match="activation out of .*'swiglu'.*got 'tanh'"):
-        call(activation="tanh")
-    with pytest.raises(ValueError, match=r"floating-point x.*got torch.int64 of shape \(3, 8\)"):
-        call(x=torch.ones(3, 8, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"floating-point weight1 \(hidden_dim, 8\), got .*\(12, 7\)"):
-        call(weight1=torch.ones(12, 7))
-    with pytest.raises(ValueError, match=r"even number of rows in weight1 \(gate and up\) for swiglu, got 13"):
-        call(activation="swiglu", weight1=torch.ones(13, 8))
-    with pytest.raises(ValueError, match=r"floating-point weight2 \(out_dim, 6\), got .*\(8, 12\)"):
-        call(activation="swiglu")
-    with pytest.raises(ValueError, match=r"floating-point bias1 of shape \(12,\), got .*\(8,\)"):
-        call(bias1=torch.ones(8))
-    with pytest.raises(ValueError, match=r"floating-point bias2 of shape \(8,\), got .*\(12,\)"):
-        call(bias2=torch.ones(12))
-    with pytest.raises(ValueError, match=r"expected weight2 in x's dtype torch.float32, got torch.bfloat16"):
-        call(weight2=inputs["weight2"].bfloat16())
-    with pytest.raises(ValueError, match=r"dropout_p in \[0, 1\], got -0.1"):
-        call(dropout_p=-0.1)

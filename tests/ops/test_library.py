@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import re
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -242,53 +240,3 @@ def test_a_backward_pass_under_autocast_is_the_one_without(name: str) -> None:
             gradients.append(torch.autograd.grad(out, (x, weight), torch.ones_like(out)))
     for without, under in zip(*gradients, strict=True):
         assert torch.equal(without, under)
-
-
-def _calls(dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
-    """A small call of every public op."""
-    q, ids = torch.randn(1, 4, 2, 8, dtype=dtype), torch.tensor([1, 2, 0])
-    cu_seqlens, lse = torch.tensor([0, 4], dtype=torch.int32), torch.zeros(1, 2, 4)
-    x, weight, bias = torch.randn(3, 8, dtype=dtype), torch.randn(8, 8, dtype=dtype), torch.randn(8, dtype=dtype)
-
-    def decode() -> Tensor:
-        # The cache comes in the dtype that autocast says, as the models make it.
-        cast = torch.is_autocast_enabled("cpu") and dtype != torch.float64
-        cache = torch.zeros(1, 6, 2, 8, dtype=torch.get_autocast_dtype("cpu") if cast else dtype)
-        return ops.decode_attention(q, cache, cache.clone(), torch.zeros(1, dtype=torch.int32), k=q, v=q)
-
-    return {
-        "attention": lambda: ops.attention(q, q, q),
-        "varlen_attention": lambda: ops.varlen_attention(q[0], q[0], q[0], cu_seqlens, cu_seqlens, 4, 4),
-        "attention_weights": lambda: ops.attention_weights(q, q, lse),
-        "decode_attention": decode,
-        "feed_forward": lambda: ops.feed_forward(x, weight, bias, weight, bias),
-        "linear": lambda: ops.linear(x, weight, bias),
-        "linear_cross_entropy": lambda: ops.linear_cross_entropy(x, weight, ids, bias),
-        "linear_topk": lambda: ops.linear_topk(x, weight, 2).values,
-        "add_layer_norm": lambda: ops.add_layer_norm(x, x, bias, bias)[0],
-        "embedding": lambda: ops.embedding(ids, weight),
-        "rotary": lambda: ops.rotary(q, *ops.rotary_tables(4, 8)),
-    }
-
-
-def test_every_public_op_has_an_autocast_rule_and_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FASTFORMER_STRICT", "0")  # on whatever backend there is
-    public = {re.sub("_(fwd|bwd|fwd_bwd|weight_grad)$", "", name) for name in _library.OPS}
-    public = {re.sub("_fwd$", "", name) for name in public}
-    assert public == _library.AUTOCAST.keys() == _calls(torch.float32).keys()
-    for name, rule in _library.AUTOCAST.items():
-        with torch.autocast("cpu", torch.bfloat16):
-            single, double = _calls(torch.float32)[name](), _calls(torch.float64)[name]()
-        # Losses and scores are fp32 whatever the products are in; whether these were cast shows in their last bits.
-        assert double.dtype == torch.float64, name
-        if name in ("linear_cross_entropy", "linear_topk"):
-            call = _calls(torch.float32)[name]
-            with torch.autocast("cpu", torch.bfloat16):
-                assert single.dtype == torch.float32 and not torch.equal(call(), _without_autocast(call)), name
-        else:
-            assert single.dtype == (torch.bfloat16 if rule == "cast" else torch.float32), name
-
-
-def _without_autocast(function: Callable[[], Tensor]) -> Tensor:
-    with torch.autocast("cpu", enabled=False):
-        return function()

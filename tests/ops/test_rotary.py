@@ -134,45 +134,6 @@ def test_scores_depend_on_distance_alone(interleaved: bool, backend: str, device
     assert (score(3, 10) - score(3, 11)).abs() > 1e-3
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("with_positions", [False, True])
-def test_gradcheck(with_positions: bool, interleaved: bool, backend: str) -> None:
-    if backend == "triton":
-        pytest.skip("gradcheck is for the backends that compute in fp64: reference and C++")
-    cos, sin = rotary_tables(9, 4, dtype=torch.float64)
-    positions = torch.randint(9, (2, 3)) if with_positions else None
-    x = torch.randn(2, 3, 2, 5, dtype=torch.float64, requires_grad=True)
-    call = partial(rotary, cos=cos, sin=sin, positions=positions, interleaved=interleaved)
-    assert torch.autograd.gradcheck(call, x)
-    assert torch.autograd.gradgradcheck(call, x)  # linear, so it has a double backward
-
-
-@pytest.mark.parametrize("with_positions", [False, True])
-def test_opcheck(with_positions: bool, backend: str, device: str) -> None:
-    cos, sin = rotary_tables(9, 8, device=device)
-    positions = torch.randint(9, (2, 5), device=device) if with_positions else None
-    for x in (torch.randn(2, 5, 3, 12, device=device), torch.randn(2, 3, 5, 12, device=device).transpose(1, 2)):
-        args = (x.requires_grad_(), cos, sin, positions, with_positions, False)
-        torch.library.opcheck(OP.rotary_fwd.default, args)
-
-
-def test_compile(backend: str, device: str) -> None:
-    compiled = torch.compile(rotary, fullgraph=True, dynamic=True)
-    cos, sin = rotary_tables(20, 16, device=device)
-    for shape in ((2, 9, 3, 24), (4, 5, 3, 24)):
-        x = torch.randn(*shape, device=device)
-        assert_op_accurate(lambda x: compiled(x, cos, sin), lambda x: plain(x, cos, sin), {"x": x})
-
-
-def test_autocast_changes_nothing(device: str) -> None:
-    cos, sin = rotary_tables(20, 16, device=device)
-    x = torch.randn(2, 9, 3, 24, device=device)
-    with torch.autocast(device, torch.bfloat16):
-        out = rotary(x, cos, sin)
-    assert out.dtype == torch.float32
-    assert torch.equal(out, rotary(x, cos, sin))
-
-
 def test_tables() -> None:
     cos, sin = rotary_tables(30, 6, base=500.0, dtype=torch.float64)
     assert cos.shape == sin.shape == (30, 3)
@@ -182,30 +143,3 @@ def test_tables() -> None:
             torch.testing.assert_close(cos[position, i], angle.cos(), atol=1e-14, rtol=0)
             torch.testing.assert_close(sin[position, i], angle.sin(), atol=1e-14, rtol=0)
     assert rotary_tables(3, 4)[0].dtype == torch.float32
-
-
-@pytest.mark.parametrize("bad", [9, -1])
-def test_outside_the_tables(bad: int, backend: str) -> None:
-    if backend == "triton":
-        pytest.skip("a GPU asserts on the device")
-    cos, sin = rotary_tables(9, 8)
-    with pytest.raises(IndexError, match=rf"expected positions in \[0, 9\), got {bad}"):
-        rotary(torch.randn(2, 3, 8), cos, sin, positions=torch.tensor([0, bad]))
-
-
-def test_wrong_calls() -> None:
-    cos, sin = rotary_tables(9, 8)
-    with pytest.raises(
-        ValueError, match=r"x \(\.\.\., seqlen, num_heads, head_dim\), got torch.float32 of shape \(3, 8\)"
-    ):
-        rotary(torch.randn(3, 8), cos, sin)
-    with pytest.raises(ValueError, match=r"at most 3\), got .*\(9, 4\) and .*\(9, 4\)"):
-        rotary(torch.randn(2, 3, 7), cos, sin)
-    with pytest.raises(ValueError, match=r"got .*\(9, 4\) and .*\(8, 4\)"):
-        rotary(torch.randn(2, 3, 8), cos, sin[:8])
-    with pytest.raises(ValueError, match=r"at most 9 positions \(cos, sin\), got a sequence of 10"):
-        rotary(torch.randn(10, 3, 8), cos, sin)
-    with pytest.raises(ValueError, match=r"integer positions of shape \(2,\), got torch.int64 of shape \(3,\)"):
-        rotary(torch.randn(2, 3, 8), cos, sin, positions=torch.arange(3))
-    with pytest.raises(ValueError, match="even rotary_dim >= 2 and num_positions >= 0, got 7 and 4"):
-        rotary_tables(4, 7)

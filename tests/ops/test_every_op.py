@@ -1,0 +1,317 @@
+"""What holds for every op: what it refuses, and where its inputs may lie; compiled, under autocast, and of nothing."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastformer import ops
+from fastformer.ops import use_backend
+from tests.conftest import HAS_GPU, missing_backend
+from tests.ops.calls import BY_NAME, CALLS, DTYPES, Call, cast, draw, every_call, forced, ints, results
+
+__all__ = ["forced"]
+N = 5
+
+
+def test_the_table_has_every_op() -> None:
+    """Whoever adds an op adds a call of it."""
+    helpers = {"draw_seed", "record_backends", "rotary_tables", "sinusoidal_positions", "use_backend"}
+    public = {name for name, value in vars(ops).items() if inspect.isfunction(value) and not name.startswith("_")}
+    assert public - helpers == {call.op for call in CALLS}
+
+
+def wrong_kinds(call: Call, name: str, tensor: Tensor) -> dict[str, object]:
+    """What stands in place of a tensor, or is one of the wrong kind of numbers."""
+    parameter = inspect.signature(getattr(ops, call.op)).parameters[name]
+    found: dict[str, object] = {
+        "a list": tensor.tolist(),
+        "an array": tensor.numpy(),
+        "complex": tensor.to(torch.complex64),
+        "another kind": tensor.long() if tensor.is_floating_point() else tensor.float(),
+    }
+    if "None" not in str(parameter.annotation):
+        found["nothing"] = None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("call", "name"), [(call, name) for call in CALLS for name in call.tensors(N)], ids=lambda each: str(each)
+)
+def test_a_wrong_kind_of_tensor_is_refused_by_name(call: Call, name: str) -> None:
+    call(N)
+    for kind, value in wrong_kinds(call, name, call.tensors(N)[name]).items():
+        with pytest.raises((ValueError, TypeError)) as caught:
+            call(N, **{name: value})
+        message = str(caught.value)
+        assert name in message.replace(",", " ").split(), (kind, message)
+
+
+LONG = torch.zeros(2, dtype=torch.int64)
+# Op -> (what is changed in a right call, the argument that the error names).
+WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "attention": [
+        ({"q": draw(2, N, 16)}, "q"),
+        ({"k": draw(2, N, 3, 16), "v": draw(2, N, 3, 16)}, "num_kv_heads"),
+        ({"v": draw(2, N + 1, 2, 16)}, "v"),
+        ({"k": draw(2, N, 2, 9), "v": draw(2, N, 2, 9)}, "head_dim"),
+        ({"q": draw(2, N, 4, 16).double()}, "q"),
+        ({"k": draw(3, N, 2, 16), "v": draw(3, N, 2, 16)}, "batch"),
+        ({"attn_mask": torch.zeros(N, N, dtype=torch.long)}, "attn_mask"),
+        ({"attn_mask": torch.zeros(N, N + 1)}, "attn_mask"),
+        ({"seqlens_k": LONG}, "seqlens_k"),
+        ({"window_size": (1.5, None)}, "window_size"),
+        ({"dropout_p": 1.5}, "dropout_p"),
+        ({"dropout_p": 0.5, "dropout_seed": torch.tensor([1])}, "dropout_seed"),
+    ],
+    "varlen_attention": [
+        ({"cu_seqlens_q": torch.tensor([0, 2, N])}, "cu_seqlens_q"),
+        ({"cu_seqlens_k": ints(0, N)}, "sequences"),
+        ({"k": draw(N, 3, 16)}, "k"),
+        ({"dropout_p": 1.5}, "dropout_p"),
+    ],
+    "attention_weights": [({"lse": draw(2, 1, N)}, "lse")],
+    "decode_attention": [
+        ({"cache_seqlens": torch.zeros(N)}, "cache_seqlens"),
+        ({"v": None}, "v"),
+        ({"cache_batch_idx": ints(0, 1, 2, 3, 4)}, "cache_batch_idx"),
+        ({"k": draw(N, 1, 3, 16)}, "k"),
+        ({"k": draw(N, 1, 4, 16).double()}, "k"),
+        ({"q": draw(3, 1, 4, 16), "k": None, "v": None}, "queries"),
+        ({"cos": draw(9, 8)}, "sin"),
+        ({"cos": draw(9, 9), "sin": draw(9, 9)}, "cos"),
+        ({"cos": draw(9, 8), "sin": draw(8, 8)}, "sin"),
+        ({"cos": draw(9, 8), "sin": draw(9, 8), "k": None, "v": None}, "k"),
+        ({"cos": draw(9, 8), "sin": draw(9, 8), "q": draw(N, 2, 4, 16)}, "k"),
+        ({"cos": draw(0, 8), "sin": draw(0, 8)}, "positions"),
+        ({"window_left": 2.0}, "window_left"),
+        ({"slot_table": torch.zeros(N, 5).long()}, "slot_table"),
+        ({"slot_table": ints(*range(25))}, "slot_table"),
+        ({"slot_table": ints(*range(30)).view(6, 5)}, "cache_seqlens"),
+        ({"slot_table": ints(*range(25)).view(N, 5).to("meta")}, "device"),
+        ({"cache_seqlens": ints(0, 0, 0, 0, 0).to("meta")}, "device"),
+        ({"slot_table": ints(*range(25)).view(N, 5), "k_cache": draw(N, 6, 4, 16)[:, :5]}, "k_cache"),
+        ({"slot_table": ints(*range(25)).view(N, 5), "v_cache": draw(N, 6, 4, 16)[:, :5]}, "v_cache"),
+    ],
+    "feed_forward": [
+        ({"activation": "tanh"}, "activation"),
+        ({"weight1": draw(12, 15)}, "weight1"),
+        ({"weight1": draw(13, 16)}, "weight1"),
+        ({"weight2": draw(8, 12)}, "weight2"),
+        ({"weight2": draw(8, 6).bfloat16()}, "weight2"),
+        ({"bias1": draw(6)}, "bias1"),
+        ({"bias2": draw(6)}, "bias2"),
+        ({"dropout_p": -0.1}, "dropout_p"),
+    ],
+    "add_layer_norm": [
+        ({"x": draw(N, 0)}, "x"),
+        ({"residual": draw(1, 16)}, "residual"),
+        ({"weight": draw(15)}, "weight"),
+        ({"bias": draw(1, 16)}, "bias"),
+        ({"dropout_p": 1.5}, "dropout_p"),
+        ({"dropout_seed": torch.ones(3, dtype=torch.int64)}, "dropout_seed"),
+    ],
+    "embedding": [
+        ({"weight": draw(16)}, "weight"),
+        ({"position_table": draw(5, 15)}, "position_table"),
+        ({"position_table": draw(2, 16), "positions": None}, "position_table"),
+        ({"position_table": None}, "position_table"),
+        ({"positions": torch.arange(N)}, "positions"),
+        ({"padding_idx": 7}, "padding_idx"),
+        ({"dropout_p": 2}, "dropout_p"),
+    ],
+    "rotary": [
+        ({"x": draw(N, 16)}, "x"),
+        ({"x": draw(2, N, 3, 7)}, "cos"),
+        ({"sin": draw(8, 4)}, "sin"),
+        ({"x": draw(10, 3, 16), "positions": None}, "positions"),
+        ({"positions": torch.arange(3)}, "positions"),
+    ],
+    "linear_cross_entropy": [
+        ({"reduction": "average"}, "reduction"),
+        ({"label_smoothing": 1.1}, "label_smoothing"),
+        ({"weight": draw(11, 15)}, "weight"),
+        ({"weight": draw(11, 16).bfloat16()}, "weight"),
+        ({"target": torch.zeros(4, dtype=torch.int64)}, "target"),
+        ({"bias": draw(8)}, "bias"),
+        ({"weight": draw(1, 16), "bias": None, "smooth_others": True}, "classes"),
+    ],
+    "linear_topk": [
+        ({"weight": draw(11, 15)}, "weight"),
+        ({"weight": draw(0, 16)}, "weight"),
+        ({"weight": draw(11, 16).bfloat16()}, "weight"),
+        *(({"k": k}, "k") for k in (0, -1, 12, 2.0, True, None)),
+    ],
+}
+
+
+@pytest.mark.parametrize("op", WRONG)
+def test_a_wrong_argument_is_refused_by_name(op: str) -> None:
+    for change, name in WRONG[op]:
+        with pytest.raises(ValueError, match=rf"\b{name}\b"):
+            BY_NAME[op](N, **change)
+
+
+@pytest.mark.parametrize("wrong", [(ops.sinusoidal_positions, 4, 8, "paper"), (ops.sinusoidal_positions, 4, 0),
+                                   (ops.rotary_tables, 4, 7), (ops.rotary_tables, -1, 8)], ids=str)  # fmt: skip
+def test_tables_that_can_not_be(wrong: tuple[Any, ...]) -> None:
+    with pytest.raises(ValueError):
+        wrong[0](*wrong[1:])
+
+
+@pytest.mark.parametrize(("name", "tensor", "size", "bad"), [
+    ("embedding", "ids", 7, 7), ("embedding", "ids", 7, -1), ("embedding", "positions", 5, 5),
+    ("rotary", "positions", 9, 9), ("rotary", "positions", 9, -1), ("linear_cross_entropy", "target", 11, 11),
+    ("linear_cross_entropy", "target", 11, -1), ("linear_cross_entropy, none", "target", 11, 11),
+])  # fmt: skip
+@pytest.mark.parametrize("backend", ["reference", "cpp"])  # a GPU asserts on the device
+def test_an_index_outside_its_table(name: str, tensor: str, size: int, bad: int, backend: str) -> None:
+    call = BY_NAME[name]
+    if reason := missing_backend(backend, call.stem):
+        pytest.skip(reason)
+    values = call.tensors(N)[tensor].clone()
+    values.view(-1)[3] = bad
+    with use_backend(backend), pytest.raises(IndexError, match=rf"\b{size}\b.*{bad}"):
+        call(N, **{tensor: values})
+
+
+@every_call
+def test_what_cpp_takes(call: Call) -> None:
+    """Other tests skip what a backend refuses; this one says what it may refuse."""
+    if reason := missing_backend("cpp", call.stem):
+        pytest.skip(reason)
+    with use_backend("cpp"):
+        for dtype in DTYPES.values():
+            results(call, N, cast(call.tensors(N), dtype))
+        with pytest.raises(NotImplementedError, match="float16"):
+            call(N, **cast(call.tensors(N), torch.float16))
+
+
+def same(ours: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 0.0) -> None:
+    assert ours.keys() == expected.keys()
+    for name, value in expected.items():
+        assert ours[name].dtype == value.dtype, name
+        torch.testing.assert_close(ours[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def views(tensor: Tensor) -> list[Tensor]:
+    """The same numbers where they don't lie one behind the other."""
+    wide = torch.stack((tensor, torch.full_like(tensor, 3)), -1)
+    found = [wide[..., 0]]
+    return found if tensor.dim() < 2 else [*found, tensor.transpose(0, -1).contiguous().transpose(0, -1)]
+
+
+@every_call
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_wherever_its_inputs_lie(call: Call, dtype: torch.dtype, forced: str) -> None:
+    """Columns of wider tensors and transposed ones; integers too. A cache has to be contiguous in head_dim."""
+    if forced == "triton" and dtype == torch.bfloat16 and not HAS_GPU:
+        pytest.skip("Triton's interpreter multiplies bfloat16 wrongly")
+    tensors = cast(call.tensors(N), dtype)
+    expected = results(call, N, tensors)
+    lying = {name: views(tensor) for name, tensor in tensors.items() if not name.endswith("_cache")}
+    # One by one, or, where a call takes long, all at once.
+    changes: list[dict[str, Tensor]] = [{name: view} for name, each in lying.items() for view in each]
+    if forced == "triton":
+        changes = [{name: each[place] for name, each in lying.items()} for place in (0, -1)]
+    for change in changes:
+        assert all(torch.equal(view, tensors[name]) for name, view in change.items())
+        same(results(call, N, tensors | change), expected, 2e-5 if dtype == torch.float32 else 0.05)
+
+
+@every_call
+def test_integers_may_be_of_either_size(call: Call, forced: str) -> None:
+    tensors = call.tensors(N)
+    expected = results(call, N, tensors)
+    for name in {"ids", "positions", "target"} & tensors.keys():
+        same(results(call, N, tensors | {name: tensors[name].int()}), expected)
+
+
+@every_call
+def test_of_nothing_comes_nothing(call: Call, forced: str) -> None:
+    for name, value in results(call, 0, call.tensors(0)).items():
+        assert not value.numel() or not value.any(), name
+
+
+class Recorded(TorchDispatchMode):
+    """The calls of our ops below autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "fastformer":
+            assert not kwargs
+            self.calls.append((function, torch.utils._pytree.tree_map_only(Tensor, lambda x: x.clone(), args)))
+        return function(*args, **(kwargs or {}))
+
+
+@every_call
+def test_opcheck(call: Call, forced: str) -> None:
+    """Of the forward and the backward pass: schema, fake tensors, and registration with autograd."""
+    if forced == "triton" and call.stem.endswith("attention") and not HAS_GPU:
+        pytest.skip("the interpreter takes long; what the launchers give is what the fakes say in tests/kernels")
+    with Recorded() as recorded:
+        results(call, N, call.tensors(N))
+    assert recorded.calls
+    for function, args in recorded.calls:
+        checks = ("test_schema", "test_faketensor") if call.op == "decode_attention" else None
+        if str(function).rpartition(".")[0].endswith("_fwd"):
+            args = torch.utils._pytree.tree_map_only(
+                Tensor, lambda x: x.requires_grad_() if x.is_floating_point() and call.learns else x, args
+            )
+        torch.library.opcheck(function, args, **({"test_utils": checks} if checks else {}))
+
+
+@every_call
+@pytest.mark.parametrize("backend", ["reference", None])
+def test_compiled(call: Call, backend: str | None) -> None:
+    """One graph for all sizes. What runs in it is one call of the op, whatever it runs on."""
+
+    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    def compiled(tensors: dict[str, Tensor], options: dict[str, Any]) -> Any:
+        return getattr(ops, call.op)(**tensors, **options)
+
+    torch._dynamo.reset()
+    for n in (N, 7):
+        with use_backend(backend):
+            expected = results(call, n, call.tensors(n))
+        tensors = call.tensors(n)
+        leaves = {name: x.clone().requires_grad_(f"d{name}" in expected) for name, x in tensors.items()}
+        with use_backend(backend):
+            outputs = compiled(leaves, call.options(n))
+        outputs = tuple(outputs) if isinstance(outputs, tuple) else (outputs,)
+        found = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
+        found |= {name: leaf for name, leaf in leaves.items() if name.endswith("_cache")}
+        learned = [output for output in outputs if output.requires_grad]
+        if learned:
+            names = [name for name, leaf in leaves.items() if leaf.requires_grad]
+            douts = [draw(*output.shape).to(output) for output in learned]
+            gradients = torch.autograd.grad(learned, [leaves[name] for name in names], douts)
+            found |= {f"d{name}": gradient for name, gradient in zip(names, gradients, strict=True)}
+        same(found, expected, 2e-5)
+
+
+@every_call
+@pytest.mark.parametrize("backend", ["reference", None])
+def test_autocast(call: Call, backend: str | None) -> None:
+    """Products run in its dtype, all else in that of the inputs; scores and losses are fp32 whatever they are of."""
+    tensors = call.tensors(N)
+    caches = {name: tensor.bfloat16() for name, tensor in tensors.items() if name.endswith("_cache")}
+    tensors |= caches  # in the dtype that autocast says, as the models make them
+    inside = cast(tensors, torch.bfloat16) if call.narrows else tensors
+    inside |= {name: tensor for name, tensor in tensors.items() if name == "attn_mask"}
+    with use_backend(backend):
+        expected = results(call, N, inside)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = results(call, N, tensors)
+            (wide, *_) = call(N, **cast(call.tensors(N), torch.float64))
+    assert wide.dtype == torch.float64 or call.op == "linear_topk"
+    assert all(value.dtype == torch.float32 for name, value in found.items() if name[0] == "d")
+    same({n: v.to(expected[n].dtype) for n, v in found.items()}, expected)
