@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import shutil
 import tempfile
@@ -133,11 +134,13 @@ def no_extension(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def leave_out_extension(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `no_extension` does, for a part of a test."""
-    from fastformer.ops import _extension
+    from fastformer.ops import _eager, _extension
 
     monkeypatch.setattr(_extension, "load", lambda: None)
     monkeypatch.setattr(_extension, "module", lambda: None)
     monkeypatch.setattr(_extension, "function", lambda op_name: None)
+    monkeypatch.setattr(_extension, "host_function", lambda name: None)
+    monkeypatch.setattr(_eager, "asked", functools.cache(_eager.asked.__wrapped__))
     monkeypatch.setenv("FASTFORMER_STRICT", "0")
 
 
