@@ -162,7 +162,7 @@ def test_restore_after_further_surgery():
         torch.nn.init.zeros_(each.encoder.layers[1].linear1.bias)
         each.encoder.layers[0].register_forward_hook(lambda *args: calls.append("layer"))
     assert_same(model(IDS), plain(IDS), "while swapped")
-    with pytest.raises(ValueError, match="got ParametrizedMultiheadAttention in pool"):
+    with pytest.raises(ValueError, match=r"\bParametrizedMultiheadAttention\b"):
         fastformer.restore(model)
     for each in (model, plain):
         parametrize.remove_parametrizations(each.pool, "in_proj_weight")
@@ -429,5 +429,5 @@ def test_attention_of_every_kind(options):
 def test_wrong_arguments():
     functions: list[Any] = [fastformer.accelerate, fastformer.report, fastformer.restore]
     for function in functions:
-        with pytest.raises(ValueError, match=r"expected a torch\.nn\.Module, got str"):
+        with pytest.raises(ValueError, match=r"\btorch\.nn\.Module\b"):
             function("model")

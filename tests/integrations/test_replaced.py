@@ -21,7 +21,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import fastformer
 from fastformer import functional as sdpa
 from fastformer.integrations.known import RETURNS_TUPLES
-from fastformer.nn import guards
 from fastformer.ops._library import record_backends
 from tests.integrations import test_bart as seq2seq
 from tests.integrations import test_bert as bert
@@ -138,14 +137,6 @@ def ran(model: Any) -> set[str]:
     with record_backends() as backends:
         run(model)
     return {name for name, _ in backends}
-
-
-@pytest.mark.parametrize("family", CLASSES)
-def test_what_transformers_wrote_is_known_as_such(family):
-    fastformer.accelerate(MAKE[family]())
-    found = {each for each in vars(source(family)).values() if isinstance(each, type) and each in guards.FORWARDS}
-    assert len(found) > 8
-    assert all(map(guards.is_written_as_known, found))
 
 
 def attended_alike(model: Any, family: str, mask: Tensor | None, calls: list[Any]) -> bool:

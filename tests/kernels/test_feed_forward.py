@@ -258,5 +258,5 @@ def test_which_path(device: str) -> None:
 
 def test_what_is_unsupported(device: str) -> None:
     inputs = make_inputs((4, 8), 12, "relu", device, torch.float64)
-    with pytest.raises(NotImplementedError, match="the inputs are torch.float64, not float16, bfloat16 or float32"):
+    with pytest.raises(NotImplementedError, match="float64"):
         feed_forward(**inputs)

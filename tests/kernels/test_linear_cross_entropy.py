@@ -197,5 +197,5 @@ print(float(linear_cross_entropy(x, torch.randn(12, 8, device="cuda"), target)))
 
 def test_what_is_unsupported() -> None:
     inputs = make_inputs((4, 8), 12, "cpu", torch.float64)
-    with pytest.raises(NotImplementedError, match="the inputs are torch.float64, not float16, bfloat16 or float32"):
+    with pytest.raises(NotImplementedError, match="float64"):
         linear_cross_entropy(**inputs)

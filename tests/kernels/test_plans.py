@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -151,7 +152,7 @@ def test_each_call_gets_what_is_decided_for_it(
         for ours, plain in zip(run(again, "triton"), run(again, "reference"), strict=True):
             assert ours.dtype == plain.dtype, index
             tolerance = 1e-2 if ours.dtype == torch.float16 else 1e-4
-            torch.testing.assert_close(ours, plain, rtol=tolerance, atol=tolerance, msg=lambda m, i=index: f"{i}: {m}")
+            torch.testing.assert_close(ours, plain, rtol=tolerance, atol=tolerance, msg=partial("{}: {}".format, index))
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -97,5 +97,5 @@ print(rotary(torch.randn(2, 3, 8, device="cuda"), cos, sin, positions=torch.tens
 
 def test_what_the_kernel_refuses(device: str) -> None:
     cos, sin = rotary_tables(9, 8, device=device)
-    with pytest.raises(NotImplementedError, match="the inputs are torch.float64"):
+    with pytest.raises(NotImplementedError, match="float64"):
         rotary(torch.ones(2, 3, 8, dtype=torch.float64, device=device), cos, sin)

@@ -210,7 +210,7 @@ def test_a_cache_may_have_room_beyond_max_len_and_the_model_has_not(positions):
         cache = model.new_cache(2, 20)
         model.decode(torch.ones(2, 9, dtype=torch.int64), cache=cache)
         model.decode(torch.ones(2, 3, dtype=torch.int64), cache=cache)
-        with pytest.raises(ValueError, match="token sequences of at most max_len = 12 tokens, got 13"):
+        with pytest.raises(ValueError, match=r"\bmax_len\b"):
             model.decode(torch.ones(2, 1, dtype=torch.int64), cache=cache)
 
 
@@ -237,13 +237,13 @@ def test_compiles_in_one_graph(options):
 
 def test_bad_input():
     model = model_of()
-    with pytest.raises(ValueError, match="token ids from 0 to 22, got 1 to 30"):
+    with pytest.raises(ValueError):
         model(torch.tensor([[1, 30]]))
-    with pytest.raises(ValueError, match="token sequences of at most max_len = 12 tokens, got 13"):
+    with pytest.raises(ValueError, match=r"\bmax_len\b"):
         model(torch.zeros(1, 13, dtype=torch.int64))
-    with pytest.raises(ValueError, match="expected positions to be .* got 'alibi'"):
+    with pytest.raises(ValueError, match=r"\bpositions\b"):
         GPTConfig(5, positions="alibi")
-    with pytest.raises(ValueError, match="vocab_size of at least 2, got 0"):
+    with pytest.raises(ValueError, match=r"\bvocab_size\b"):
         GPTConfig(0)
 
 

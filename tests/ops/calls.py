@@ -138,7 +138,12 @@ CALLS = [
     Call("feed_forward, relu", lambda n: _network(n) | {"weight2": draw(8, 12)}, lambda n: {"dropout_p": 0.5}),
     Call("add_layer_norm", _norm, lambda n: {"dropout_p": 0.5}, narrows=False),
     Call("add_layer_norm, rms", lambda n: {"x": draw(n, 16)}, lambda n: {"rms_norm": True}, narrows=False),
-    Call("add_layer_norm, a wider stream", lambda n: _norm(n) | {"x": draw(n, 16).bfloat16()}, narrows=False),
+    Call(
+        "add_layer_norm, a wider stream",
+        lambda n: _norm(n) | {"x": draw(n, 16).bfloat16()},
+        lambda n: {"dropout_p": 0.5},
+        narrows=False,
+    ),
     Call("embedding", _tokens, lambda n: {"scale": 3.0, "padding_idx": 1, "dropout_p": 0.5}, narrows=False),
     Call("rotary", _turned, narrows=False),
     Call("rotary, interleaved", lambda n: _turned(n), lambda n: {"interleaved": True}, narrows=False),

@@ -318,9 +318,9 @@ def test_cpp_says_what_it_can_not_take() -> None:
         pytest.skip(reason)
     q = torch.randn(1, 4, 1, 8)
     with use_backend("cpp"):
-        with pytest.raises(NotImplementedError, match="it computes in fp32, bf16 and fp64, not torch.float16"):
+        with pytest.raises(NotImplementedError, match="float16"):
             attention(q.half(), q.half(), q.half())
-        with pytest.raises(NotImplementedError, match="it needs a positive softmax_scale, not -1"):
+        with pytest.raises(NotImplementedError, match=r"\bsoftmax_scale\b"):
             attention(q, q, q, softmax_scale=-1.0)
 
 

@@ -248,7 +248,7 @@ def test_a_mean_loss_says_no_to_double_backward() -> None:
     first = torch.autograd.grad(call(*own), own, create_graph=True)
     close(first, torch.autograd.grad(call(*own), own))
     for gradient in first:
-        with pytest.raises(NotImplementedError, match='no double backward with reduction "mean".*reduction="none"'):
+        with pytest.raises(NotImplementedError, match=r"\breduction\b"):
             gradient.sum().backward()
 
 
@@ -276,7 +276,7 @@ def test_what_is_for_inference_says_no(call: Callable[[Tensor], Tensor]) -> None
         lambda: grad(lambda x: vmap(loss)(x).sum())(x[None]),
     )
     for transform in transforms:
-        with pytest.raises(NotImplementedError, match="is for inference: it has no gradients"):
+        with pytest.raises(NotImplementedError):
             transform()
     expected = loss(x)
     assert torch.equal(grad(lambda other: other * loss(x))(torch.ones(())), expected)

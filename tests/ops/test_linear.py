@@ -115,7 +115,7 @@ def test_what_does_not_fit_is_refused() -> None:
         (x, weight, bias.double()),
         (x[0, 0], weight, bias),
     ):
-        with pytest.raises(RuntimeError, match=r"expected \(..., in_features\), \(out_features, in_features\)"):
+        with pytest.raises(RuntimeError, match=r"\bin_features\b"):
             _product(*args)
 
 

@@ -66,7 +66,7 @@ def test_rows_may_lie_as_they_like(m: int, n: int) -> None:
 def test_what_does_not_fit_is_refused() -> None:
     a = torch.randn(6, 5)
     for b in (torch.randn(7, 5), torch.randn(6, 5, 1), torch.randn(6), torch.randn(6, 5).double()):
-        with pytest.raises(RuntimeError, match=r"expected \(rows, out_features\) and \(rows, in_features\)"):
+        with pytest.raises(RuntimeError, match=r"\bout_features\b"):
             _product(a, b)
 
 

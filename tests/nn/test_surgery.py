@@ -1,4 +1,4 @@
-"""What people do to the modules of a layer has the effect that it has on torch.nn's layers."""
+"""What people do to a stack of layers has the effect that it has on torch.nn's: on ours, and on an accelerated one."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.nn.utils.parametrizations as parametrizations
 import torch.nn.utils.parametrize as parametrize
 import torch.nn.utils.prune as prune
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+import fastformer
 import fastformer.nn as fnn
-from fastformer.nn.guards import is_plain, norm_settings
+from tests.covering import covering
 from tests.nn.comparing import assert_same, padding_mask, randomised
 
-pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:.*nested tensors is in prototype")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:enable_nested_tensor", "ignore:.*nested tensors is in prototype", "ignore:.*weight_norm. is deprecated"
+)
 
 N, L, S, E, H, FF = 3, 5, 4, 12, 3, 16
 OPTIONS: dict[str, Any] = {"dropout": 0.0, "dtype": torch.float64, "batch_first": True}
@@ -28,15 +32,17 @@ kinds = pytest.mark.parametrize("kind", ["encoder", "decoder"])
 PADDING = padding_mask([5, 3, 2], L)
 
 
-def pair(kind: str, norm_first: bool, num_layers: int = 2) -> tuple[Any, Any]:
-    """Our stack and torch.nn's, with the same random weights."""
+def pair(kind: str, norm_first: bool, *, accelerated: bool = False) -> tuple[Any, Any]:
+    """Our stack (or torch.nn's, accelerated) and torch.nn's, with the same random weights."""
     made: list[Any] = []
     for module in (nn, fnn):
         layer = getattr(module, f"Transformer{kind.title()}Layer")(E, H, FF, norm_first=norm_first, **OPTIONS)
         stack = getattr(module, f"Transformer{kind.title()}")
         options = {"enable_nested_tensor": False} if kind == "encoder" else {}
-        made.append(stack(layer, num_layers, nn.LayerNorm(E, dtype=torch.float64), **options))
+        made.append(stack(layer, 2, nn.LayerNorm(E, dtype=torch.float64), **options))
     theirs, ours = randomised(made[0]), made[1]
+    if accelerated:
+        return fastformer.accelerate(copy.deepcopy(theirs)), theirs
     ours.load_state_dict(theirs.state_dict())
     return ours, theirs
 
@@ -181,21 +187,104 @@ SURGERIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def with_(attribute: str, stack: nn.Module) -> list[Any]:
+    """The modules of a stack that have an attribute."""
+    return [module for module in stack.modules() if hasattr(module, attribute)]
+
+
+def each(attribute: str, change: Callable[[Any], Any]) -> Callable[[Any], None]:
+    def surgery(stack: nn.Module) -> None:
+        for module in with_(attribute, stack):
+            change(module)
+
+    return surgery
+
+
+def tie(stack: nn.Module) -> None:
+    first, second = with_("linear1", stack)
+    second.linear1.weight, second.linear2, second.self_attn = first.linear1.weight, first.linear2, first.self_attn
+
+
+def weights_of_others(layer: Any) -> None:
+    del layer.linear2.weight
+    layer.linear2.weight = layer.linear1.weight.t() * 2
+
+
+def tensors_in_place_of_parameters(stack: nn.Module) -> None:
+    """As sharded training puts views of one flat tensor."""
+    for module in stack.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                del module._parameters[name]
+                setattr(module, name, parameter * 1.5)
+                module.register_parameter(f"flat_{name}", parameter)
+
+
+def scatter(layer: Any) -> None:
+    layer.linear1.bias = nn.Parameter(torch.full((1,), 0.3, dtype=torch.float64).expand(FF))
+    layer.linear2.weight = nn.Parameter(torch.randn(FF, E, 2, dtype=torch.float64)[..., 0].t())
+
+
+class Loud(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def weight_norm_by_hooks(layer: Any) -> None:
+    nn.utils.weight_norm(layer.linear1)
+    with torch.no_grad():
+        layer.linear1.weight_g.mul_(2)  # what the hook computed before is old now
+
+
+def swap_tensors(stack: nn.Module) -> None:
+    for parameter in list(stack.parameters()):
+        torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach() * 1.5))
+
+
+def assign(stack: nn.Module) -> None:
+    stack.load_state_dict({name: value * 1.3 for name, value in stack.state_dict().items()}, assign=True)
+
+
+# What is done to a whole stack.
+TO_THE_STACK: dict[str, Callable[[Any], Any]] = {
+    "tied layers": tie,
+    "weights made of others": each("linear1", weights_of_others),
+    "flat parameters": tensors_in_place_of_parameters,
+    "scattered weights": each("linear1", scatter),
+    "linears of another class": each("linear1", lambda layer: setattr(layer.linear1, "__class__", Loud)),
+    "weight_norm": each("linear1", lambda layer: parametrizations.weight_norm(layer.linear1)),
+    "weight_norm by hooks": each("linear1", weight_norm_by_hooks),
+    "weight_norm of attention": each("in_proj_weight", lambda m: parametrizations.weight_norm(m, "in_proj_weight")),
+    "swapped tensors": swap_tensors,
+    "an assigned state": assign,
+    "no bias": each("linear1", lambda layer: setattr(layer.linear1, "bias", None)),
+    "another eps": each("eps", lambda norm: setattr(norm, "eps", 0.3)),
+    "fewer heads": each("num_heads", lambda attention: setattr(attention, "num_heads", 2)),
+    "norm_first turned": each("norm_first", lambda layer: setattr(layer, "norm_first", not layer.norm_first)),
+    "certain dropout": each("dropout1", lambda layer: setattr(layer.dropout1, "p", 1.0)),
+    "hooks of gradients": lambda stack: [p.register_hook(lambda g: 2 * g) for p in stack.parameters()],
+}
+CHANGES_NO_OUTPUT = ("no dropout", "nn.LayerNorm without weight", "weight_norm", "weight_norm of attention",
+                     "hooks of gradients")  # fmt: skip
+
+
 def run(stack: nn.Module, kind: str, x: Tensor, memory: Tensor, **options: Any) -> Tensor:
     return stack(x, memory, **options) if kind == "decoder" else stack(x, **options)
 
 
 def assert_alike(ours: nn.Module, theirs: nn.Module, kind: str, **options: Any) -> Tensor:
-    """The same outputs and gradients."""
+    """The same outputs and gradients, but for what is at padding."""
     results: list[list[Tensor]] = []
     data = torch.randn(N, L, E, dtype=torch.float64), torch.randn(N, S, E, dtype=torch.float64)
     dy = torch.randn(N, L, E, dtype=torch.float64)
     for stack in (ours, theirs):
         x, memory = (each.clone().requires_grad_() for each in data)
         out = run(stack, kind, x, memory, **options)
+        if any("padding" in name for name in options):
+            out = out * ~PADDING[..., None]
         parameters = [p for _, p in sorted(stack.named_parameters())]
         wanted = [x, *parameters] if kind == "encoder" else [x, memory, *parameters]
-        results.append([out, *torch.autograd.grad(out, wanted, dy, allow_unused=True)])
+        results.append([out, *torch.autograd.grad(out, wanted, dy, allow_unused=True, retain_graph=True)])
     for place, (a, b) in enumerate(zip(*results, strict=True)):
         if b is None or not b.any():
             assert a is None or not a.any(), f"a gradient where there is none ({place})"
@@ -204,20 +293,23 @@ def assert_alike(ours: nn.Module, theirs: nn.Module, kind: str, **options: Any) 
     return results[0][0]
 
 
-@both_orders
-@kinds
-@pytest.mark.parametrize("name", SURGERIES)
-def test_surgery_has_torch_nns_effect(name, kind, norm_first):
+@pytest.mark.parametrize(
+    "name, kind, norm_first, accelerated",
+    covering([*SURGERIES, *TO_THE_STACK], ["encoder", "decoder"], [False, True], [False, True]),
+)
+def test_surgery_has_torch_nns_effect(name, kind, norm_first, accelerated):
     torch.manual_seed(5)
-    ours, theirs = pair(kind, norm_first)
+    ours, theirs = pair(kind, norm_first, accelerated=accelerated)
     x = torch.randn(N, L, E, dtype=torch.float64), torch.randn(N, S, E, dtype=torch.float64)
-    before = run(ours, kind, *x)
+    with torch.no_grad():
+        before = run(ours, kind, *x)
     for stack in (ours, theirs):
         torch.manual_seed(6)
-        SURGERIES[name](stack.layers[1])
+        TO_THE_STACK[name](stack) if name in TO_THE_STACK else SURGERIES[name](stack.layers[1])
     assert_alike(ours, theirs, kind)
-    if "no dropout" not in name and name != "nn.LayerNorm without weight":
-        assert not torch.allclose(run(ours, kind, *x), before), "the surgery made no difference"
+    assert name in CHANGES_NO_OUTPUT or not torch.allclose(run(ours, kind, *x), before), "it made no difference"
+    side = "src" if kind == "encoder" else "tgt"
+    assert_alike(ours, theirs, kind, **{f"{side}_key_padding_mask": PADDING})
 
 
 @both_orders
@@ -408,27 +500,3 @@ def test_whoever_sees_a_mask_sees_torch_nns(what, norm_first):
     for options in ({"mask": band}, {"src_key_padding_mask": PADDING}, {"mask": band, "src_key_padding_mask": PADDING}):
         assert_alike(ours, theirs, "encoder", **options)
     assert seen[0] == seen[1] and (what != "hook" or seen[0] == [torch.float64] * 8)
-
-
-def test_what_is_plain():
-    linear = nn.Linear(2, 2)
-    assert is_plain(linear, nn.Linear) and not is_plain(linear, nn.Dropout) and not is_plain(None, nn.Linear)
-    assert not is_plain(nn.modules.linear.NonDynamicallyQuantizableLinear(2, 2), nn.Linear)
-    with mock.patch.object(nn.Linear, "forward", lambda self, x: x):
-        assert not is_plain(linear, nn.Linear)
-    for register in ("forward", "forward_pre", "full_backward", "full_backward_pre"):
-        handle = getattr(linear, f"register_{register}_hook")(lambda *args: None)
-        assert not is_plain(linear, nn.Linear), register
-        handle.remove()
-        assert is_plain(linear, nn.Linear)
-    handle = nn.modules.module.register_module_full_backward_hook(lambda *args: None)
-    assert not is_plain(linear, nn.Linear)
-    handle.remove()
-    with torch.device("cpu"):
-        assert is_plain(linear, nn.Linear), "where tensors are made changes nothing else"
-        with DoublesRelu():
-            assert not is_plain(linear, nn.Linear)
-    dropping = fnn.AddLayerNorm(E, dropout=0.5)
-    assert norm_settings(dropping) is None and norm_settings(dropping.eval()) is not None
-    settings = norm_settings(nn.RMSNorm(E, 0.25))
-    assert settings is not None and settings.rms_norm and settings.eps == 0.25 and settings.bias is None
