@@ -147,6 +147,7 @@ CALLS = [
     Call("embedding", _tokens, lambda n: {"scale": 3.0, "padding_idx": 1, "dropout_p": 0.5}, narrows=False),
     Call("rotary", _turned, narrows=False),
     Call("rotary, interleaved", lambda n: _turned(n), lambda n: {"interleaved": True}, narrows=False),
+    Call("linear", lambda n: {"x": draw(n, 16), "weight": draw(11, 16), "bias": draw(11)}),
     Call("linear_cross_entropy", _classes, lambda n: {"label_smoothing": 0.1}),
     Call("linear_cross_entropy, none", _classes, lambda n: {"reduction": "none", "z_loss": 0.01}),
     Call("linear_topk", lambda n: {"x": draw(n, 16), "weight": draw(11, 16)}, lambda n: {"k": 3}, learns=False),

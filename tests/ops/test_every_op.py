@@ -133,6 +133,11 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"x": draw(10, 3, 16), "positions": None}, "positions"),
         ({"positions": torch.arange(3)}, "positions"),
     ],
+    "linear": [
+        ({"weight": draw(11, 15)}, "weight"),
+        ({"weight": draw(11, 16).bfloat16()}, "weight"),
+        ({"bias": draw(8)}, "bias"),
+    ],
     "linear_cross_entropy": [
         ({"reduction": "average"}, "reduction"),
         ({"label_smoothing": 1.1}, "label_smoothing"),
