@@ -49,15 +49,12 @@ class Driver:
     """An sm_90 device, as far as Triton asks before it launches."""
 
     def get_current_target(self) -> GPUTarget:
-        """What kernels would be compiled for."""
         return GPUTarget("cuda", 90, 32)
 
     def get_current_device(self) -> int:
-        """The one there is."""
         return 0
 
     def get_current_stream(self, device: int) -> int:
-        """The default stream."""
         return 0
 
 

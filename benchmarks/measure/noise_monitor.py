@@ -1,13 +1,15 @@
-"""What else the machine does while a turn is timed: other processes, the hypervisor, the clock.
+"""What else the machine does while a turn is timed: other processes, the hypervisor, a slow clock.
 
-A neighbour on one of two cores makes a call of two threads take twice as long, and nothing in the time says so.
-/proc/stat counts what all processes took; less what this one and its children took, it is what others had. It counts in
-ticks of 10 ms, so that a look goes back over a quarter of a second, at least, and to the turn's begin. Cores that we
-leave free are theirs.
-A fixed piece of work, timed now and then against its best, tells of a slower clock, and of a neighbour on the other
-thread of a core, whom no machine of a cloud is told of. He may be there as long as a process lives, so that the best is
-kept from one to the next (`BEST`). He is no reason to take a turn again: he comes and goes by the second on a machine
-that is let to many, and what he does to a ratio is told by passes (`timing`). Elsewhere than on Linux nobody knows.
+A process that keeps one of two cores busy makes a call of two threads take twice as long, and the time alone doesn't
+show it. /proc/stat counts the CPU time of all processes; minus that of this process and its children, it is what other
+processes took. It counts in ticks of 10 ms, so a look covers a quarter of a second at least, and the whole turn. Cores
+that the turn leaves free may be used by others.
+
+A fixed piece of work, timed now and then against its best time, shows a slower clock, or a neighbour on the other
+thread of a core, which a cloud machine is not told about. Such a neighbour may be there for as long as a process lives,
+so the best time is kept from one process to the next (`BEST`). It is no reason to repeat a turn, because on a shared
+machine it comes and goes by the second; what it does to a ratio shows in the passes (`timing`). On other systems than
+Linux nothing is known, and the results say so.
 """
 
 from __future__ import annotations

@@ -1,20 +1,21 @@
 """How a time is taken: everything interleaved in one process, medians with their spread, never a lone number.
 
-A shared machine is faster and slower by the minute. Round after round each function runs once, so that all of them meet
-the same conditions; every other round goes backwards, so that a drift within rounds favours nobody. On a CPU a function
-that is too short for the clock runs several times within its turn; on a GPU the L2 cache is flushed before each turn.
+A shared machine becomes faster and slower by the minute. In each round every function runs once, so that all of them
+meet the same conditions; every other round goes backwards, so that a drift within rounds favours no function. On a CPU
+a function that is too short for the clock runs several times in its turn; on a GPU the L2 cache is flushed before each
+turn.
 
-A watcher says which turns something disturbed (`watch`). Rounds are added until each function has as many quiet turns
-as were asked for, within limits; what was disturbed counts only where too little else is left, and then is marked.
+A noise monitor says which turns something disturbed. Rounds are added, within limits, until each function has as many
+quiet turns as were asked for. Disturbed turns count only where too few quiet ones are left, and the result is marked.
 
-A ratio is the median, over the rounds in which both were undisturbed, of the ratio within the round: what made a whole
-round slow cancels out of it. Measured by one function against itself, in 67 passes of five rounds beside a neighbour
-that came and went: nine times in ten this was off by at most 6 %, the ratio of medians or of minima by 9 %, that of
-means by 38 %.
+A ratio is the median, over the rounds in which both functions were undisturbed, of the ratio within the round: what
+slows a whole round cancels out. Measured with one function against itself, in 67 passes of five rounds beside a
+neighbour that came and went: in nine of ten passes this was off by at most 6 %, the ratio of medians or of minima by
+9 %, that of means by 38 %.
 
-What lasts for longer than the rounds, such as a neighbour on the other thread of the core that nobody watches, favours
-some functions over others, and rounds that follow one another can't tell. So the runner takes them in passes with time
-between them, and how far the passes lie apart says what the ratio is worth (`Ratio.uncertainty`).
+What lasts longer than the rounds, such as a neighbour on the other thread of the core, favours some functions, and
+consecutive rounds can't show it. So the runner takes rounds in passes with time between them, and how far the passes
+lie apart says what the ratio is worth (`Ratio.uncertainty`).
 """
 
 from __future__ import annotations

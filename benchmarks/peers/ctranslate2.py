@@ -49,7 +49,6 @@ class CTranslate2(Decoder):
             shutil.rmtree(folder)
 
     def inputs(self, batch: Tokens) -> list[list[str]]:
-        """Its form of ids."""
         return [[str(token) for token in row] for row in batch]
 
     def decode(self, batch: list[list[str]], job: Job) -> list[list[str]]:
@@ -66,7 +65,6 @@ class CTranslate2(Decoder):
         return [result.hypotheses[0] for result in found]
 
     def tokens(self, output: list[list[str]], batch: Tokens) -> Tokens:
-        """Ids again."""
         return [[int(token) for token in row] for row in output]
 
 

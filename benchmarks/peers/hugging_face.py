@@ -38,7 +38,6 @@ class HuggingFace(Decoder):
         self.model = convert(model).to(torch.bfloat16 if precision == "bf16" else torch.float32)
 
     def decode(self, batch: Tokens, job: Job) -> Tensor:
-        """Lists of ids to a tensor of ids."""
         width = max(map(len, batch))
         ids = torch.full((len(batch), width), self.ids.pad)
         mask = torch.zeros_like(ids)
@@ -59,7 +58,6 @@ class HuggingFace(Decoder):
         return found
 
     def tokens(self, output: Tensor, batch: Tokens) -> Tokens:
-        """Without the prompts, or the start token."""
         width = max(map(len, batch)) if self.is_decoder_only else 1
         return [until_end(row[width:], self.ids.eos) for row in output.tolist()]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fastformer.models import GPT, Transformer
@@ -33,10 +33,6 @@ class Job:
         """The most new tokens of an output."""
         return self.new_tokens or max(map(len, batch)) + 100
 
-    def as_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Step:
@@ -47,10 +43,6 @@ class Step:
     """
 
     results: str | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

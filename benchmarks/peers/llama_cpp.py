@@ -42,7 +42,6 @@ class LlamaCpp(Peer):
         write_gguf(model, self.file, _TYPES[precision])
 
     def turn(self, job: Job) -> Turn:
-        """One run of so many tokens."""
         if len(job.batches) != 1 or len(job.batches[0]) != 1 or job.num_beams != 1 or job.new_tokens is None:
             raise Missing("llama-bench generates one sequence of a fixed length, greedily")
         # fmt: off

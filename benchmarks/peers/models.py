@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -53,15 +52,6 @@ class Results(NamedTuple):
 
     values: Tensor
     scales: Tensor
-
-    def save(self, file: Path) -> None:
-        """Writes them."""
-        torch.save(tuple(self), file)
-
-    @classmethod
-    def load(cls, file: Path) -> Results:
-        """Reads them."""
-        return cls(*torch.load(file))
 
     def error(self, expected: Results) -> float:
         """The largest difference, as a share of its scale; infinite where there is another number of values or NaN."""

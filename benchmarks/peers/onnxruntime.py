@@ -38,7 +38,6 @@ class OnnxRuntime(Runtime):
     precisions = ("int8", "fp32")  # its CPU kernels have no bf16
 
     def prepare(self, work: Work) -> Any:
-        """A session."""
         try:
             import onnxruntime
             import onnxscript  # noqa: F401  (torch.onnx needs it)
@@ -64,7 +63,6 @@ class OnnxRuntime(Runtime):
             return onnxruntime.InferenceSession(str(file), settings, providers=["CPUExecutionProvider"])
 
     def run(self, work: Work, prepared: Any) -> Tensor:
-        """Tensors in, a tensor out."""
         ids, mask = (each.numpy() for each in work.inputs)
         (found,) = prepared.run(None, {"input_ids": ids, "attention_mask": mask})
         return torch.from_numpy(found)[work.keep]

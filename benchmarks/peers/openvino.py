@@ -21,7 +21,6 @@ class OpenVino(Runtime):
     name = "openvino"
 
     def prepare(self, work: Work) -> Any:
-        """A compiled model."""
         try:
             import openvino
         except ImportError as error:
@@ -48,6 +47,5 @@ class OpenVino(Runtime):
         return openvino.Core().compile_model(converted, "CPU", settings)
 
     def run(self, work: Work, prepared: Any) -> Tensor:
-        """Tensors in, a tensor out."""
         found = prepared([each.numpy() for each in work.inputs])[0]
         return torch.from_numpy(found)[work.keep]

@@ -30,7 +30,6 @@ class Ours(Decoder):
             self.model = model.to(torch.bfloat16)  # engines that call the modules compute in the weights' dtype
 
     def decode(self, batch: Tokens, job: Job) -> Tensor:
-        """Lists of ids to a tensor of ids."""
         found = generate(
             self.model, batch, num_beams=job.num_beams, max_new_tokens=job.limit(batch), precision=self.precision
         )
@@ -38,6 +37,5 @@ class Ours(Decoder):
         return found
 
     def tokens(self, output: Tensor, batch: Tokens) -> Tokens:
-        """Without the prompts, which stand in front of what a decoder-only model gives."""
         width = max(map(len, batch)) if isinstance(self.model, GPT) else 0
         return [until_end(row[width:], self.model.config.special_ids.eos) for row in output.tolist()]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,7 +55,7 @@ class Runtime(Peer):
         parameters = list(work.model.parameters())
         if job.results is not None:
             found = gradients(result, parameters) if work.learns else outputs(result)
-            found.save(Path(job.results))
+            torch.save(tuple(found), job.results)
         for parameter in parameters:
             parameter.grad = None
         return Turn(seconds, None)
@@ -69,11 +68,9 @@ class AsItIs(Runtime):
     precisions = ("bf16", "fp32")
 
     def prepare(self, work: Work) -> nn.Module:
-        """The model."""
         return work.model
 
     def run(self, work: Work, prepared: nn.Module) -> Tensor:
-        """Its own forward."""
         return work.step(prepared)
 
 
@@ -84,7 +81,6 @@ class Accelerated(AsItIs):
     fused_loss = False
 
     def prepare(self, work: Work) -> nn.Module:
-        """The model, whose classes are ours now."""
         report = fastformer.report(fastformer.accelerate(work.model, fused_loss=self.fused_loss))
         if not report.swapped:
             raise ValueError(f"expected that accelerate takes the model, but it left all of it: {report}")
@@ -97,12 +93,10 @@ class Compiled(AsItIs):
     name = "torch.compile"
 
     def prepare(self, work: Work) -> Any:
-        """Compiled at its first call, for the one shape that there is."""
         torch._dynamo.reset()
         return torch.compile(super().prepare(work))
 
     def run(self, work: Work, prepared: nn.Module) -> Tensor:
-        """Refuses what was left as it is."""
         found = super().run(work, prepared)
         if not counters["stats"]["unique_graphs"]:
             raise Missing("torch.compile did not compile it")

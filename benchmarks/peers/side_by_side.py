@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.measure.timing import Timing
 from benchmarks.peers.compare import (
     PAUSE,
@@ -98,7 +100,7 @@ def _first_turns(workers: Workers, job: Job | Step) -> _First:
             try:
                 if isinstance(job, Step):
                     worker.turn(Step(str(file)))
-                    first.found[thing] = Results.load(file)
+                    first.found[thing] = Results(*torch.load(file))
                     worker.turn(job)  # one that is not checked may still have to be compiled
                 else:
                     first.found[thing] = worker.turn(job).tokens

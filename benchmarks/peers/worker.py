@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import warnings
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -54,7 +54,7 @@ class Worker:
         threads = str(place.threads)
         environment = os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.peers.worker", json.dumps(place.__dict__)],
+            [sys.executable, "-m", "benchmarks.peers.worker", json.dumps(asdict(place))],
             cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
@@ -70,7 +70,7 @@ class Worker:
             Failed: it raised, or its process ended.
         """
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(job.as_dict()) + "\n")
+        self._process.stdin.write(json.dumps(asdict(job)) + "\n")
         self._process.stdin.flush()
         answer = self._answer()
         if "missing" in answer:

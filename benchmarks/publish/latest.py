@@ -1,8 +1,8 @@
-"""The lines of `benchmarks/results/` that count: of each case those of its latest run. README and pictures take these.
+"""The lines of `benchmarks/results/` that count: those of each case's latest run. README and the pictures use these.
 
-A run's lines share their time, and its providers took turns, so that their ratios mean something; lines of an earlier
+The lines of a run share their time, and its providers took turns, so their ratios mean something. Lines of an earlier
 run of the same case are history, even those of a provider that the latest run left out. Decoding beside one engine and
-beside another are two cases: they need not be here at once.
+beside another are two cases, since both engines need not be installed at once.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from benchmarks.measure import record
 
 Row = dict[str, Any]
 RESULTS = Path(__file__).parents[1] / "results"
-# What was compiled, and what a launch costs the host, neither of which is a speed of a provider; and what was measured
-# on CPUs without AVX-512, where other code runs: README shows it apart.
+# Compiled code and host time are no speed of a provider; results of CPUs without AVX-512 have tables of their own.
 WITHOUT_AVX512 = "avx2"
 # What accelerate() gains where PyTorch's own products have the CPU's whole rate: less than on the latest one, where
 # they have half of it.

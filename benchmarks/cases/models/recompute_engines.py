@@ -43,13 +43,11 @@ class EncodeOnce(RecomputeEngine):
 
     @classmethod
     def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:
-        """See `Engine.why_unsupported`."""
         if is_encoder_decoder(model):
             return why_not_by_modules(model, precision)
         return "it has no encoder with a cache behind it"
 
     def open(self, max_rows: int, num_tokens: int) -> Batch:
-        """See `Engine.open`."""
         return EncodeOnceBatch(self.model, self.device)
 
 
@@ -92,13 +90,11 @@ class CrossCache(EncodeOnce):
         return self._empty.token_bytes
 
     def tokens_needed(self, prompt: Prompt, num_rows: int, new_tokens: int) -> int:
-        """See `Engine.tokens_needed`."""
         cache = self._empty
         own = num_rows * cache.blocks_of(len(prompt.tokens) + new_tokens)
         return (cache.blocks_of(len(prompt.source or ())) + own) * cache.block_size
 
     def open(self, max_rows: int, num_tokens: int) -> Batch:
-        """See `Engine.open`."""
         return CrossCacheBatch(self.model, self.device, new_cache(self.model, max_rows, num_tokens))
 
 

@@ -7,6 +7,7 @@ import io
 import json
 import sys
 import threading
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -117,7 +118,7 @@ def test_worker_answers_orders_and_says_what_it_cannot() -> None:
     job = cases.make_job({"name": "tiny"}, 2, 1)
     place = worker.Place("fastformer", "fp32", torch.get_num_threads(), {"name": "tiny"}, {})
     answers = io.StringIO()
-    worker.serve(place, io.StringIO(json.dumps(job.as_dict()) + "\n"), answers)
+    worker.serve(place, io.StringIO(json.dumps(asdict(job)) + "\n"), answers)
     ready, turn = map(json.loads, answers.getvalue().splitlines())
     assert ready == {} and turn["seconds"] > 0 and [len(row) for row in turn["tokens"]] == [12, 12]
 
