@@ -120,6 +120,8 @@ def test_all_providers_of_a_case_agree(name: str, shape: dict[str, Any]) -> None
         assert not found.wrong and not found.refused and found.backends.keys() == eager.keys()
         if case.suite != "decoding":  # whose engines are all ours
             for provider, backends in found.backends.items():
+                if backends.get("linear") == "torch":  # so small a product is always PyTorch's
+                    del backends["linear"]
                 assert set(backends.values()) == ({"reference"} if provider.endswith("reference") else {"cpp"}) or (
                     not backends and not provider.startswith("fastformer")
                 )
