@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, starmap
 from operator import is_
-from types import BuiltinFunctionType, ModuleType
+from types import BuiltinFunctionType, MappingProxyType, ModuleType
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
@@ -312,10 +312,17 @@ class Guards:
             for each in inside:
                 names = ("_modules", *_HOOKS, *watched_names(each), "forward", "_compiled_call_impl")
                 places += [(each, name) for name in names]
+        # By their dictionaries: of a class without a __call__, getattr makes another object each time.
         for kind in {kind for line in set(self._kinds) for kind in line.__mro__} - {object}:
-            places += [(kind, name) for name in ("forward", "__call__", *BLOCKS.get(kind, ()))]
-        self._places = (*places, *functions)
-        self._expected = tuple(starmap(_look_up, self._places))
+            places += [(vars(kind), name) for name in ("forward", "__call__", *BLOCKS.get(kind, ()))]
+        places += functions
+        # By how each is looked up, so that no Python code runs for it.
+        self._in_dicts = tuple(place for place in places if isinstance(place[0], dict))
+        self._in_classes = tuple(place for place in places if isinstance(place[0], MappingProxyType))
+        self._in_objects = tuple(
+            (*place, None) for place in places if not isinstance(place[0], (dict, MappingProxyType))
+        )
+        self._expected = tuple(self._now())
         self._spaces = tuple(space for space in spaces if space is not None)
         self._values = tuple(chain.from_iterable(map(dict.values, self._spaces)))
         self._sized = self._spaces if everything else (*self._spaces, *inside)
@@ -329,12 +336,16 @@ class Guards:
             and self._sizes == (len(own), *map(len, self._sized))
             and all(map(is_, self._own, map(own.get, self._names)))
             and all(map(is_, self._values, chain.from_iterable(map(dict.values, self._spaces))))
-            and all(map(is_, self._expected, starmap(_look_up, self._places)))
+            and all(map(is_, self._expected, self._now()))
         )
 
-
-def _look_up(holder: object, name: str) -> object:
-    return holder.get(name) if isinstance(holder, dict) else getattr(holder, name, None)
+    def _now(self) -> Iterator[object]:
+        """What stands in the places."""
+        return chain(
+            starmap(dict.get, self._in_dicts),
+            starmap(MappingProxyType.get, self._in_classes),
+            starmap(getattr, self._in_objects),
+        )
 
 
 class Kept(Generic[T]):
