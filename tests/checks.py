@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from fastformer.ops import _library
+from fastformer.ops._dropout import keep_mask as keep_mask  # which elements dropout keeps, by definition
+from fastformer.ops._dropout import keep_scale as keep_scale
 
 # Gradients that may err by 3x instead of 2x, each with its reason. Anything not listed is held to 2x.
 _RECOMPUTED = (

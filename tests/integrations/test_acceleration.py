@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import fastformer
 from fastformer.functional import scaled_dot_product_attention
-from fastformer.ops._library import record_backends
+from fastformer.ops import record_backends
 from tests.nn.comparing import assert_same, padding_mask, randomised
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:.*nested tensors is in prototype")

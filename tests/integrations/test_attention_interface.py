@@ -25,7 +25,7 @@ from fastformer.integrations.attention_interface import (
 )
 from fastformer.integrations.known import RETURNS_TUPLES
 from fastformer.ops import attention as fastformer_attention
-from fastformer.ops._library import record_backends
+from fastformer.ops import record_backends
 from tests.nn.comparing import assert_same
 
 IDS = torch.randint(5, 60, (4, 9), generator=torch.Generator().manual_seed(0))

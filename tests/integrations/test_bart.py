@@ -13,7 +13,7 @@ from transformers import BartConfig, BartForConditionalGeneration, MarianConfig,
 
 import fastformer
 from fastformer.integrations.known import RETURNS_TUPLES
-from fastformer.ops._library import record_backends
+from fastformer.ops import record_backends
 from tests.nn.comparing import assert_same
 
 IDS = torch.randint(5, 60, (4, 9), generator=torch.Generator().manual_seed(0))

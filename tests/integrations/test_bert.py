@@ -12,7 +12,7 @@ from transformers import BertConfig, BertForMaskedLM, BertForQuestionAnswering, 
 
 import fastformer
 from fastformer.integrations.known import RETURNS_TUPLES
-from fastformer.ops._library import record_backends
+from fastformer.ops import record_backends
 from tests.integrations.test_bart import Wrapped
 from tests.nn.comparing import assert_same
 

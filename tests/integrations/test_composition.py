@@ -32,7 +32,7 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 from transformers.pytorch_utils import Conv1D
 
 import fastformer
-from fastformer.ops._library import record_backends
+from fastformer.ops import record_backends
 from tests.integrations import test_t5 as t5
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")

@@ -17,7 +17,7 @@ from fastformer.generation import score
 from fastformer.integrations import from_huggingface, to_huggingface
 from fastformer.models import SpecialIds, Transformer, TransformerConfig
 from fastformer.nn import MultiheadAttention, RelativePositionBias, SequenceLayout
-from fastformer.ops._library import record_backends
+from fastformer.ops import record_backends
 from tests.checks import assert_accurate
 from tests.integrations.conversions import CASES, IS_OLD, Case, opinionated, t5
 

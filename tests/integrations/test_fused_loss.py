@@ -18,7 +18,7 @@ from transformers.loss import loss_utils
 
 import fastformer
 from fastformer.integrations.known import RETURNS_TUPLES
-from fastformer.ops._library import use_backend
+from fastformer.ops import use_backend
 from tests.integrations import test_bart as seq2seq
 from tests.integrations import test_causal as causal
 from tests.integrations import test_t5 as t5

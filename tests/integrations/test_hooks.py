@@ -15,7 +15,7 @@ from transformers import BertForMaskedLM
 
 import fastformer
 from fastformer.integrations.known import RETURNS_TUPLES
-from fastformer.ops._library import record_backends
+from fastformer.ops import record_backends
 from tests.integrations import test_acceleration as torch_nn
 from tests.integrations import test_bart as bart
 from tests.integrations import test_bert as bert

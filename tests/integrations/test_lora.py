@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import BertForMaskedLM
 
 import fastformer
-from fastformer.ops._library import record_backends
+from fastformer.ops import record_backends
 from tests.checks import error, small_draws
 from tests.integrations import test_bert as bert
 from tests.integrations import test_causal as causal

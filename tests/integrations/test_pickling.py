@@ -15,7 +15,7 @@ from torch import nn
 
 import fastformer
 from fastformer.integrations.attention_interface import patch_attention, patched_attention
-from fastformer.ops._library import record_backends
+from fastformer.ops import record_backends
 
 ROOT = Path(__file__).parents[2]
 IDS = torch.randint(5, 60, (3, 7), generator=torch.Generator().manual_seed(0))
@@ -47,7 +47,7 @@ for path in sys.argv[1:]:
             with torch.no_grad():
                 torch.testing.assert_close(model(**inputs)[0][0], expected[0])
         else:
-            from fastformer.ops._library import record_backends
+            from fastformer.ops import record_backends
             with torch.no_grad(), record_backends() as ran:
                 torch.testing.assert_close(made(**inputs)[0], expected)
             assert sorted(name for name, _ in ran) == told, ran

@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import fastformer
 from fastformer import functional as sdpa
 from fastformer.integrations.known import RETURNS_TUPLES
-from fastformer.ops._library import record_backends
+from fastformer.ops import record_backends
 from tests.integrations import test_bart as seq2seq
 from tests.integrations import test_bert as bert
 from tests.integrations import test_causal as causal

@@ -19,7 +19,7 @@ import fastformer
 import fastformer.functional as FF
 from fastformer import functional as sdpa
 from fastformer import ops
-from fastformer.ops._library import record_backends
+from fastformer.ops import record_backends
 from tests.nn.comparing import assert_same
 
 B, H, L, S, D = 2, 4, 5, 7, 8

@@ -27,7 +27,7 @@ from transformers.models.t5.modeling_t5 import T5Attention, T5LayerNorm
 import fastformer
 from fastformer.integrations.fused import fused_feed_forward
 from fastformer.integrations.known import RETURNS_TUPLES
-from fastformer.ops._library import record_backends
+from fastformer.ops import record_backends
 from tests.integrations.test_bart import Wrapped
 from tests.nn.comparing import assert_same
 

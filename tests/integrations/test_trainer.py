@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
 import fastformer
-from fastformer.ops._library import record_backends
+from fastformer.ops import record_backends
 from tests.integrations.test_causal import exactly
 from tests.integrations.test_composition import PACKED, Step, accelerated, batch, make
 from tests.nn.comparing import assert_same

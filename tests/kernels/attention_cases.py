@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from fastformer.ops._dropout import keep_mask, keep_scale
 from fastformer.ops._library import OPS
-from tests.checks import assert_accurate, error
+from tests.checks import assert_accurate, error, keep_mask, keep_scale
 
 SEED = (0x1234567_89ABCDEF, 0x0FEDCBA9_87654321)
 

@@ -11,9 +11,15 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from fastformer.kernels import add_layer_norm as kernels  # noqa: E402
-from fastformer.ops import add_layer_norm, use_backend  # noqa: E402
-from fastformer.ops._dropout import draw_seed, keep_mask  # noqa: E402
-from tests.checks import assert_op_accurate  # noqa: E402
+from fastformer.ops import (  # noqa: E402
+    add_layer_norm,
+    draw_seed,  # noqa: E402
+    use_backend,
+)
+from tests.checks import (
+    assert_op_accurate,  # noqa: E402
+    keep_mask,  # noqa: E402
+)
 from tests.ops.test_add_layer_norm import make_inputs, plain  # noqa: E402
 
 GUARD = 64  # elements on both sides of an output
@@ -166,10 +172,3 @@ def test_tiles() -> None:
     assert kernels.backward_tile(512, 4096, 6) == kernels.Tile(4, 512, 8)
     assert kernels.backward_tile(4096, 4096, 6) == kernels.Tile(1, 4096, 8)
     assert kernels.backward_tile(4096, 4096, 12) == kernels.Tile(1, 4096, 16)
-
-
-def test_what_the_kernels_refuse(device: str) -> None:
-    with pytest.raises(NotImplementedError, match="float64"):
-        add_layer_norm(torch.ones(2, 8, dtype=torch.float64, device=device))
-    with pytest.raises(NotImplementedError):
-        add_layer_norm(torch.ones(1, 16385, device=device))

@@ -19,7 +19,7 @@ from fastformer.kernels import attention as kernels  # noqa: E402
 from fastformer.kernels import attention_backward as backward_kernels  # noqa: E402
 from fastformer.kernels._attention_common import which_block  # noqa: E402
 from fastformer.kernels._attention_configs import Config  # noqa: E402
-from fastformer.ops._dropout import keep_mask, keep_scale  # noqa: E402
+from tests.checks import keep_mask, keep_scale  # noqa: E402
 from tests.conftest import HAS_GPU  # noqa: E402
 from tests.kernels.attention_cases import (  # noqa: E402
     OPTIONS,

@@ -13,9 +13,15 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from fastformer.kernels import embedding as kernels  # noqa: E402
-from fastformer.ops import embedding, use_backend  # noqa: E402
-from fastformer.ops._dropout import draw_seed, keep_mask  # noqa: E402
-from tests.checks import assert_op_accurate  # noqa: E402
+from fastformer.ops import (  # noqa: E402
+    draw_seed,  # noqa: E402
+    embedding,
+    use_backend,
+)
+from tests.checks import (
+    assert_op_accurate,  # noqa: E402
+    keep_mask,  # noqa: E402
+)
 from tests.kernels.test_add_layer_norm import among_nans, assert_untouched, guarded  # noqa: E402, F401
 from tests.ops.test_embedding import make_inputs, plain  # noqa: E402
 
@@ -146,9 +152,3 @@ print(embedding(ids, weight, position_table=table, positions=positions))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode != 0
     assert "is outside the" in done.stdout + done.stderr
-
-
-def test_what_the_kernels_refuse(device: str) -> None:
-    weight = torch.ones(3, 8, dtype=torch.float64, device=device)
-    with pytest.raises(NotImplementedError, match="float64"):
-        embedding(torch.tensor([0, 2], device=device), weight)

@@ -15,9 +15,11 @@ from fastformer.kernels import _feed_forward_configs as configs  # noqa: E402
 from fastformer.kernels import feed_forward as kernels  # noqa: E402
 from fastformer.kernels._launch import launch  # noqa: E402
 from fastformer.ops import feed_forward, use_backend  # noqa: E402
-from fastformer.ops._dropout import keep_mask  # noqa: E402
 from fastformer.ops.feed_forward import GATED  # noqa: E402
-from tests.checks import assert_op_accurate  # noqa: E402
+from tests.checks import (
+    assert_op_accurate,  # noqa: E402
+    keep_mask,  # noqa: E402
+)
 from tests.conftest import HAS_GPU  # noqa: E402
 from tests.covering import covering  # noqa: E402
 from tests.ops.test_feed_forward import ACTIVATIONS, make_inputs, plain  # noqa: E402
@@ -136,27 +138,11 @@ def test_dims(dim: int, hidden_dim: int, activation: str, path: str, device: str
     compare(make_inputs((7, dim), hidden_dim, activation, device), activation, 0.1)
 
 
-@pytest.mark.parametrize("bias1, bias2", [(False, True), (True, False)])
-def test_biases_are_optional(bias1: bool, bias2: bool, path: str, device: str) -> None:
-    for activation in ("relu", "swiglu"):
-        compare(make_inputs((9, 32), 40, activation, device, bias1=bias1, bias2=bias2), activation)
-
-
 def test_many_blocks_of_rows(path: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """More row blocks than run side by side, and programs of the elementwise kernel that take several."""
     monkeypatch.setattr(kernels, "ELEMENTWISE_PROGRAMS", 4)
     compare(make_inputs((290, 32), 32, "relu", device), "relu", 0.1)
     compare(make_inputs((40, 32), 136, "swiglu", device), "swiglu")
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_not_contiguous(activation: str, path: str, device: str) -> None:
-    inputs = make_inputs((5, 6, 32), 40, activation, device)
-    inputs["x"] = inputs["x"].transpose(0, 1)
-    for name in ("weight1", "weight2"):
-        inputs[name] = torch.randn(inputs[name].shape[::-1], device=device).T
-    inputs["bias1"] = torch.randn(2 * len(inputs["bias1"]), device=device)[::2]
-    compare(inputs, activation, strided_dy=True)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -194,24 +180,6 @@ def test_inference_gives_what_learning_gives(activation: str, path: str, device:
     )
     assert torch.equal(out_alone, out)
     assert saved.shape == (40, 144 if activation in GATED else 72) and nothing.shape == (0,)
-
-
-def test_relu_keeps_no_pre_activation(path: str, device: str) -> None:
-    """What forward leaves of the hidden width is the hidden layer after dropout: zero where backward must be."""
-    inputs = make_inputs((6, 24), 40, "relu", device)
-    x = inputs.pop("x").requires_grad_()
-    kept: list[Tensor] = []
-    seed = torch.tensor(SEED, device=device)
-
-    def keep(t: torch.Tensor) -> torch.Tensor:
-        kept.append(t)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        feed_forward(x, **inputs, dropout_p=0.5, dropout_seed=seed)
-    (hidden,) = [t for t in kept if t.shape == (6, 40)]
-    pre = torch.nn.functional.linear(x, inputs["weight1"], inputs["bias1"]).detach()
-    assert torch.equal(hidden > 0, (pre > 0) & keep_mask(seed, 0.5, 6, 40)[0])
 
 
 @pytest.mark.skipif(HAS_GPU, reason="cuBLAS's workspace is larger than these tensors")
@@ -254,9 +222,3 @@ def test_which_path(device: str) -> None:
         assert not configs.fuses(half.float(), 512, 4096)
         patch.setattr(configs, "architecture", lambda _: 75)
         assert not configs.fuses(half, 512, 4096)
-
-
-def test_what_is_unsupported(device: str) -> None:
-    inputs = make_inputs((4, 8), 12, "relu", device, torch.float64)
-    with pytest.raises(NotImplementedError, match="float64"):
-        feed_forward(**inputs)

@@ -93,9 +93,3 @@ print(rotary(torch.randn(2, 3, 8, device="cuda"), cos, sin, positions=torch.tens
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode != 0
     assert "a position is outside the tables" in done.stdout + done.stderr
-
-
-def test_what_the_kernel_refuses(device: str) -> None:
-    cos, sin = rotary_tables(9, 8, device=device)
-    with pytest.raises(NotImplementedError, match="float64"):
-        rotary(torch.ones(2, 3, 8, dtype=torch.float64, device=device), cos, sin)

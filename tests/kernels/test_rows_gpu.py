@@ -16,14 +16,18 @@ pytest.importorskip("triton")
 from fastformer.kernels import feed_forward as feed_forward_kernels  # noqa: E402
 from fastformer.ops import (  # noqa: E402
     add_layer_norm,
+    draw_seed,  # noqa: E402
     embedding,
     feed_forward,
     linear_topk,
     rotary_tables,
     use_backend,
 )
-from fastformer.ops._dropout import draw_seed, keep_mask  # noqa: E402
-from tests.checks import assert_accurate, assert_op_accurate  # noqa: E402
+from tests.checks import (  # noqa: E402
+    assert_accurate,
+    assert_op_accurate,
+    keep_mask,  # noqa: E402
+)
 from tests.ops import test_add_layer_norm as norm_cases  # noqa: E402
 from tests.ops import test_embedding as embedding_cases  # noqa: E402
 from tests.ops import test_feed_forward as feed_forward_cases  # noqa: E402

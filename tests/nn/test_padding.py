@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fastformer.nn as fnn
 from fastformer.nn.padding import read_padding
-from fastformer.ops._library import record_backends
+from fastformer.ops import record_backends
 from tests.nn.comparing import assert_same, banded, padding_mask, randomised
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:.*nested tensors is in prototype")

@@ -11,7 +11,7 @@ from torch import nn
 
 import fastformer.nn as fnn
 import fastformer.nn.dropout as dropout_module
-from fastformer.ops._dropout import keep_mask, keep_scale
+from tests.checks import keep_mask, keep_scale
 from tests.nn.comparing import assert_same, compare, randomised
 
 DOUBLE = {"dtype": torch.float64}

@@ -14,7 +14,7 @@ import fastformer.nn.dropout as dropout_module
 from fastformer.nn import SequenceLayout
 from fastformer.nn.layers import ResidualStream
 from fastformer.nn.masks import is_causal_mask
-from fastformer.ops._dropout import keep_mask, keep_scale
+from tests.checks import keep_mask, keep_scale
 from tests.nn.comparing import assert_same, banded, compare, padding_mask, randomised
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor")

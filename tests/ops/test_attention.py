@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from fastformer.ops import attention, use_backend
-from fastformer.ops._dropout import keep_mask
-from fastformer.ops._library import record_backends
-from tests.checks import assert_accurate, small_draws
+from fastformer.ops import attention, record_backends, use_backend
+from tests.checks import assert_accurate, keep_mask, small_draws
 from tests.conftest import missing_backend, on_backend
 from tests.ops.attention_cases import CASES, Case, make_inputs, plain_attention
 

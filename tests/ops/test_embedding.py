@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastformer.ops import embedding, sinusoidal_positions
-from fastformer.ops._dropout import draw_seed, keep_mask, keep_scale
-from tests.checks import assert_op_accurate
+from fastformer.ops import draw_seed, embedding, sinusoidal_positions
+from tests.checks import assert_op_accurate, keep_mask, keep_scale
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 OP = torch.ops.fastformer

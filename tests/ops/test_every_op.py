@@ -198,6 +198,25 @@ def test_what_cpp_takes(call: Call) -> None:
             call(N, **cast(call.tensors(N), torch.float16))
 
 
+@every_call
+def test_what_triton_refuses(call: Call) -> None:
+    """fp64, heads wider than a tile can be, and rows wider than one program can hold."""
+    if reason := missing_backend("triton", call.stem):
+        pytest.skip(reason)
+    changes: list[dict[str, Any]] = [cast(call.tensors(N), torch.float64)]
+    if call.op == "add_layer_norm":
+        changes = [changes[0] | {"weight": None, "bias": None}, {"x": draw(1, 16385), "residual": None}]
+        changes[1] |= {"weight": None, "bias": None}
+    elif call.op == "decode_attention":
+        changes += [
+            {name: draw(N, 5 if "cache" in name else 1, 4, 264) for name in call.tensors(N) if name[0] in "qkv"}
+        ]
+    with use_backend("triton"):
+        for change in changes:
+            with pytest.raises(NotImplementedError, match="float64|16384|264"):
+                call(N, **change)
+
+
 def same(ours: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 0.0) -> None:
     assert ours.keys() == expected.keys()
     for name, value in expected.items():

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastformer.ops import feed_forward, use_backend
-from fastformer.ops._dropout import draw_seed, keep_mask, keep_scale
-from tests.checks import assert_op_accurate
+from fastformer.ops import draw_seed, feed_forward, use_backend
+from tests.checks import assert_op_accurate, keep_mask, keep_scale
 from tests.conftest import missing_backend
 from tests.covering import covering
 

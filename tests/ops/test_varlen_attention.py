@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from fastformer.ops import attention, varlen_attention
-from fastformer.ops._dropout import keep_mask, keep_scale
-from tests.checks import assert_accurate, small_draws
+from tests.checks import assert_accurate, keep_mask, keep_scale, small_draws
 from tests.conftest import on_backend
 from tests.ops.attention_cases import Case, make_inputs, plain_attention
 from tests.ops.test_attention import skip_unless_supported
