@@ -124,6 +124,7 @@ class Requests:
         ("gpt", {"positions": "rotary", "rotary_base": 100.0, "num_kv_heads": 2, "window_size": 3}),
         ("transformer", {}),
         ("transformer", {"norm_first": False, "window_size": 2}),
+        ("transformer", {"positions": "relative"}),
     ],
     ids=str,
 )
