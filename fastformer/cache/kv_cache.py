@@ -307,31 +307,41 @@ class KVCache:
             InputError: a row would be longer than max_seqlen; seqlens that differ inside a group. In compiled code: the
                 caller has begun no step of so many tokens.
         """
-        if self._is_recorded():
-            step = self._recorded_step()
-            if seqlens is not None or num_tokens != step.num_tokens:
-                raise InputError(
-                    f"expected the num_tokens = {step.num_tokens} that the caller has begun, without seqlens"
-                )
-            return self._step(self._on_device.slots.shape[1], None, None, num_tokens, None, step.longest)
-        table, begin = self._table, self._begin
-        counts = None if seqlens is None else host_lengths(seqlens)
-        longest = table.longest(begin)
-        table.check_room(longest, num_tokens)
-        if counts is not None:
-            table.check_counts(begin, counts, num_tokens)
-        if table.reserve(begin, counts if is_packed and counts is not None else num_tokens):
-            self._changed("slots")
-        size = self.block_size
-        width = blocks_of(longest + num_tokens, size) * size
-        packed_slots = batch_index = None
+        table, tables, begin, end = self._table, self._on_device, self._begin, self._table.num_rows
+        is_recorded = self._is_recorded()
+        counts = packed_slots = batch_index = source_slots = source_seqlens = None
+        if is_recorded:
+            longest = self._recorded_step().longest
+            if seqlens is not None or num_tokens != self._recorded_step().num_tokens:
+                raise InputError(f"expected num_tokens as in the step that the caller has begun, got {num_tokens}")
+        else:
+            counts, longest = None if seqlens is None else host_lengths(seqlens), table.longest(begin)
+            table.check_room(longest, num_tokens)
+            if counts is not None:
+                table.check_counts(begin, counts, num_tokens)
+            if table.reserve(begin, counts if is_packed and counts is not None else num_tokens):
+                self._changed("slots")
         if is_packed and counts is not None:
             row, position = spread(counts)
             row += begin
             packed_slots = self._place(table.slots[row, position].astype(np.int64))
             batch_index = self._place(table.keys[row])
-        step = self._step(width, packed_slots, batch_index, num_tokens, counts, longest)
-        self._begun[:] = [step]
+        # What is recorded sees all columns. Any other step sees what it needs, in whole blocks.
+        width, source_width = tables.slots.shape[1], tables.source_slots.shape[1]
+        longest_source = self._longest_source()
+        if not is_recorded:
+            width, source_width = (
+                blocks_of(tokens, self.block_size) * self.block_size
+                for tokens in (longest + num_tokens, longest_source or 0)
+            )
+        if longest_source is not None:
+            source_slots, source_seqlens = tables.source_slots[:, :source_width], tables.source_seqlens
+            batch_index = tables.keys[begin:end] if batch_index is None else batch_index
+        k, v = (self.k, self.v) if is_recorded else self._layers
+        slots = tables.slots[begin:end, :width], tables.seqlens[begin:end], packed_slots, source_slots, source_seqlens
+        step = StepTables(k, v, *slots, batch_index, num_tokens, counts, begin, longest)
+        if not is_recorded:
+            self._begun[:] = [step]
         return step
 
     def commit(self, step: StepTables) -> None:
@@ -346,29 +356,6 @@ class KVCache:
             raise InputError("expected the step that was begun last, before the cache changed in any other way")
         self._table.commit(step.first_row, step.num_tokens if step.counts is None else step.counts)
         self._changed("seqlens")
-
-    def _step(
-        self,
-        width: int,
-        packed_slots: Tensor | None,
-        batch_index: Tensor | None,
-        num_tokens: int,
-        counts: Ints | None,
-        longest: int,
-    ) -> StepTables:
-        tables, begin, end = self._on_device, self._begin, self._table.num_rows
-        source_slots = source_seqlens = None
-        if (longest_source := self._longest_source()) is not None:
-            source_slots, source_seqlens = tables.source_slots, tables.source_seqlens
-            if not self._is_recorded():
-                source_slots = source_slots[:, : blocks_of(longest_source, self.block_size) * self.block_size]
-            batch_index = tables.keys[begin:end] if batch_index is None else batch_index
-        k, v = (self.k, self.v) if self._is_recorded() else self._layers
-        slots, seqlens = tables.slots[begin:end, :width], tables.seqlens[begin:end]
-        return StepTables(
-            k, v, slots, seqlens, packed_slots, source_slots, source_seqlens, batch_index, num_tokens, counts, begin,
-            longest,
-        )  # fmt: skip
 
     def _recorded_step(self) -> StepTables:
         # The caller does the host's part of the step outside, before each run of what is recorded.
