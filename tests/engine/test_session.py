@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from fastformer.generation.engines.cpp import _pack
+from fastformer.generation.engines.cpp import pack
 from fastformer.models import GPT, Transformer
 from fastformer.ops import _extension
 from tests.generation.small import needs_cpp
@@ -59,7 +59,7 @@ def test_each_row_says_what_it_says_alone_in_little_memory(kind, options, seed) 
     model, dice = small(kind, **options), random.Random(seed)
     wide = copy.deepcopy(model).double()
     blocks = dice.choice([6, 9, 14])
-    session = _extension.module().Session(_pack(model, "fp32"), blocks * BLOCK)
+    session = _extension.module().Session(pack(model, "fp32"), blocks * BLOCK)
     groups: list[Group] = []
     swept = full = 0
 
@@ -126,7 +126,7 @@ def test_a_step_without_room_leaves_the_rows_as_they_were(kind) -> None:
     blocks, prompts = (4 if kind is Transformer else 2), [[5, 6, 7], [8] * 16]
 
     def session_of(tokens: list[list[int]]) -> Any:
-        session = _extension.module().Session(_pack(model, "fp32"), blocks * BLOCK)
+        session = _extension.module().Session(pack(model, "fp32"), blocks * BLOCK)
         session.admit(source * len(tokens), tokens, 1)
         return session
 
@@ -144,7 +144,7 @@ def test_a_step_without_room_leaves_the_rows_as_they_were(kind) -> None:
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33])
 def test_a_row_takes_a_block_when_its_last_one_is_full(length) -> None:
     model = small(GPT)
-    session = _extension.module().Session(_pack(model, "bf16"), 10 * BLOCK)
+    session = _extension.module().Session(pack(model, "bf16"), 10 * BLOCK)
     session.admit([[]], [[5] * length], 1)
     taken = -(-length // BLOCK)
     assert session.free_tokens() == (10 - taken) * BLOCK
@@ -166,7 +166,7 @@ def test_a_row_takes_a_block_when_its_last_one_is_full(length) -> None:
 
 
 def test_a_block_that_nobody_names_is_found_when_it_is_the_one_that_lacks() -> None:
-    session = _extension.module().Session(_pack(small(GPT), "fp32"), 2 * BLOCK)
+    session = _extension.module().Session(pack(small(GPT), "fp32"), 2 * BLOCK)
     session.admit([[]], [[]], 1)
     session.reorder([[0, 0]])
     for _ in range(BLOCK):
@@ -192,7 +192,7 @@ def test_the_best_so_many_are_the_first_of_all(vocab, threads) -> None:
     )
     weight = model.output_weight.data
     weight[vocab // 2 :] = weight[: vocab - vocab // 2].clone()
-    session = _extension.module().Session(_pack(model, "fp32"), 20 * BLOCK)
+    session = _extension.module().Session(pack(model, "fp32"), 20 * BLOCK)
     for k in (1, 2, 5, min(vocab, 70)):
         said = []
         for count in (vocab, k):

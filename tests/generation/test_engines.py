@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+import re
 import weakref
 from functools import partial
 from typing import Any, NamedTuple
@@ -474,23 +475,22 @@ CLASSES: dict[str, type[Engine]] = {
 
 def test_each_pair_of_an_engine_and_a_model_works_or_says_why_not(model, gpt, lstm) -> None:
     assert set(ENGINES) == set(CLASSES)
-    missing, foreign = why_no_cpp_engine(), "it knows models.Transformer and models.GPT alone"
-    reasons = {
-        "cpp": (missing, missing, missing or foreign),
-        "graph": (None, None, "it has no cache of keys and values"),
-        "kv_cache": (None, None, "it has no cache of keys and values"),
-        "recompute": (None, None, "it keeps a state, and can't go on without it"),
-        "recurrent": ("it isn't recurrent", "it isn't recurrent", None),
+    decodes = {
+        "cpp": (HAS_CPP, HAS_CPP, False),
+        "graph": (True, True, False),
+        "kv_cache": (True, True, False),
+        "recompute": (True, True, False),
+        "recurrent": (False, False, True),
     }
     for name, engine in CLASSES.items():
         assert engine.name == name
-        for which, reason in zip((model, gpt, lstm), reasons[name], strict=True):
-            said = engine.why_unsupported(which)
-            assert (said is None) == (reason is None) and (said is None or said.startswith(reason))
-            if reason is None:
+        for which, is_able in zip((model, gpt, lstm), decodes[name], strict=True):
+            reason = engine.why_unsupported(which)
+            assert (reason is None) == is_able
+            if is_able:
                 assert type(choose_engine(which, name)) is engine
                 continue
-            with pytest.raises(ValueError, match=f"engine '{name}' can't decode a {type(which).__name__}: {reason}"):
+            with pytest.raises(ValueError, match=f"'{name}'.*{type(which).__name__}.*{re.escape(str(reason))}"):
                 choose_engine(which, name)
 
 
@@ -500,11 +500,9 @@ def test_without_a_wish_the_fastest_decodes(model, gpt, lstm) -> None:
     own = copy.deepcopy(model)
     own.__class__ = Coarse
     assert choose_engine(own).name == "kv_cache"
-    with pytest.raises(ValueError, match="expected an engine out of cpp, graph, kv_cache, recurrent, .*, got 'fast'"):
+    with pytest.raises(ValueError, match=r"\bengine\b.*kv_cache.*'fast'"):
         choose_engine(model, "fast")
-    with pytest.raises(
-        ValueError, match="engine 'cpp' can't decode a Linear: .*; engine 'kv_cache' can't .*; engine 'recurrent' can't"
-    ):
+    with pytest.raises(ValueError, match="'cpp'.*Linear.*'kv_cache'.*'recurrent'"):
         choose_engine(torch.nn.Linear(2, 2))
 
 
@@ -518,12 +516,10 @@ def test_an_engine_that_calls_the_modules_has_their_precision_and_no_other(model
             assert advice in str(engine.why_unsupported(which, precision))
         with torch.autocast("cpu", torch.bfloat16):
             if engine is GraphEngine:
-                assert "autocast is on, whose copies of the weights a graph can't hold" in str(
-                    engine.why_unsupported(which)
-                )
+                assert "autocast" in str(engine.why_unsupported(which))
                 continue
             assert [engine.why_unsupported(which, p) for p in (None, "bf16")] == [None, None]
-            assert "which compute in bf16: for fp32 leave autocast" in str(engine.why_unsupported(which, "fp32"))
+            assert "autocast" in str(engine.why_unsupported(which, "fp32"))
     half = copy.deepcopy(gpt).bfloat16()
     assert KVCacheEngine.why_unsupported(half, "bf16") is None and own_precision(half) == "bf16"
     assert "decode with model.float()" in str(KVCacheEngine.why_unsupported(half, "fp32"))
@@ -534,12 +530,12 @@ def test_an_engine_that_calls_the_modules_has_their_precision_and_no_other(model
     assert own_precision(quantised) == "int8" and dtype_precision(quantised) == "fp32"
     # Its weights are rounded, which any engine can compute with; computing in int8 is another matter.
     assert KVCacheEngine.why_unsupported(quantised) is None
-    assert "only the engine 'cpp' computes in int8" in str(KVCacheEngine.why_unsupported(quantised, "int8"))
-    with pytest.raises(ValueError, match="engine 'kv_cache' can't decode a GPT in int8: it calls the model's modules"):
+    assert "'cpp'" in str(KVCacheEngine.why_unsupported(quantised, "int8"))
+    with pytest.raises(ValueError, match="'kv_cache'.*GPT.*int8"):
         choose_engine(quantised, "kv_cache", "int8")
-    with pytest.raises(ValueError, match="engines 'kv_cache', 'recompute' can't decode a Odd in int8"):
+    with pytest.raises(ValueError, match="'kv_cache', 'recompute'.*Odd.*int8"):
         choose_engine(as_odd(gpt), None, "int8")
-    with pytest.raises(ValueError, match="expected precision fp32, bf16, fp16 or int8, got 'int4'"):
+    with pytest.raises(ValueError, match=r"\bprecision\b.*'int4'"):
         choose_engine(gpt, None, "int4")
 
 

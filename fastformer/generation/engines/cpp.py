@@ -99,7 +99,7 @@ class CppEngine(Engine):
     def prepacked(self, *, may_be_old: bool = False) -> object:
         """The `PackedModel` of the model's weights as they are now; see `packed`."""
         model, precision = self._model, self.precision
-        return packed(model, precision, lambda: _pack(model, precision), may_be_old=may_be_old)
+        return packed(model, precision, lambda: pack(model, precision), may_be_old=may_be_old)
 
     @classmethod
     def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:
@@ -224,13 +224,13 @@ def _attention(model: Transformer | GPT) -> MultiheadAttention:
     return attention
 
 
-def _pack(model: nn.Module, precision: str) -> object:
+def pack(model: nn.Module, precision: str) -> object:
     """The `PackedModel` of a model that `why_not_supported` has nothing against."""
     assert isinstance(model, Transformer | GPT)
-    return _extension_module().PackedModel(_options(model, precision), _tensors(model))
+    return _extension_module().PackedModel(pack_options(model, precision), pack_tensors(model))
 
 
-def _options(model: Transformer | GPT, precision: str) -> dict[str, object]:
+def pack_options(model: Transformer | GPT, precision: str) -> dict[str, object]:
     """What the tensors don't say: csrc/engine/packed_model.h's ModelOptions. All layers of a stack are alike."""
     layer, attention, embedding = model.decoder.layers[0], _attention(model), _target_embedding(model)
     encoder_window, rotary = None, None
@@ -268,7 +268,7 @@ def _target_embedding(model: Transformer | GPT) -> Embedding:
     return embedding
 
 
-def _tensors(model: Transformer | GPT) -> dict[str, Array]:
+def pack_tensors(model: Transformer | GPT) -> dict[str, Array]:
     """The tensors under the names that csrc/engine/packed_model.h wants."""
     tensors: dict[str, Tensor] = {
         f"decoder.{name}": p for name, p in model.decoder.named_parameters(remove_duplicate=False)
