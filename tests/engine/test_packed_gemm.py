@@ -228,9 +228,9 @@ def test_no_outputs_or_no_inputs(precision: str) -> None:
 
 def test_wrong_calls() -> None:
     x, weight = draw(2, 4), draw(3, 4)
-    with pytest.raises(ValueError, match="expected 'fp32', 'bf16' or 'int8', got 'fp64'"):
+    with pytest.raises(ValueError, match="fp64"):
         packed_linear()(x, weight, None, "fp64")
-    with pytest.raises(ValueError, match="int8: expected a weight of at most 66311 inputs, got one of 66312"):
+    with pytest.raises(ValueError, match=r"\b66311\b.*\b66312\b"):
         packed_linear()(np.zeros((1, 66312), np.float32), np.zeros((1, 66312), np.float32), None, "int8")
 
 

@@ -128,7 +128,7 @@ def test_a_precision_and_an_engine_are_asked_of_each_model(ensemble) -> None:
     small = generate(ensemble, sources, max_new_tokens=6, precision="int8", return_dict_in_generate=True)
     full = generate(ensemble, sources, max_new_tokens=6, return_dict_in_generate=True)
     assert (small.token_log_probs - full.token_log_probs).abs().max() > 0
-    with pytest.raises(ValueError, match="engine 'kv_cache' can't decode a Transformer in int8"):
+    with pytest.raises(ValueError, match="'kv_cache'.*int8"):
         generate(ensemble, sources, precision="int8", engine="kv_cache")
 
 
@@ -138,21 +138,21 @@ def test_what_makes_no_ensemble_is_named(model, gpt, lstm, ensemble) -> None:
         "tiny", vocab_size=VOCAB, d_model=32, d_ff=64, num_heads=4, special_ids=SpecialIds(start=3)
     )
     for arguments, expected in (
-        (([],), "at least one model"),
-        (([model, gpt],), "got both kinds"),
-        (([model, larger],), f"got vocab_size {VOCAB} of the first and {VOCAB + 1} of number 2"),
-        (([model, special],), "got special_ids"),
-        (([model, ensemble],), "no ensembles, got Ensemble"),
-        (([torch.nn.Linear(2, 2)],), "got Linear"),
-        (([model, lstm], [1]), "a weight for each of 2 models, got 1"),
-        (([model, lstm], [1, 0]), "weights of more than 0, got 0"),
-        (([model, lstm], [1, math.nan]), "weights of more than 0, got nan"),
-        (([model, lstm], None, "median"), "got 'median'"),
+        (([],), r"\bone model\b"),
+        (([model, gpt],), "both kinds"),
+        (([model, larger],), rf"\bvocab_size {VOCAB}\b.*\b{VOCAB + 1}\b"),
+        (([model, special],), "special_ids"),
+        (([model, ensemble],), "Ensemble"),
+        (([torch.nn.Linear(2, 2)],), "Linear"),
+        (([model, lstm], [1]), r"\bweight\b.*\b2 models\b.*1"),
+        (([model, lstm], [1, 0]), r"\bweights\b.*got 0"),
+        (([model, lstm], [1, math.nan]), r"\bweights\b.*nan"),
+        (([model, lstm], None, "median"), "'median'"),
     ):
         with pytest.raises(ValueError, match=expected):
             Ensemble(*arguments)
     assert Ensemble([model, lstm]).config.max_len == 128 < lstm.config.max_len
-    with pytest.raises(ValueError, match="at most max_len = 128 tokens, got 129"):
+    with pytest.raises(ValueError, match=r"\bmax_len = 128\b.*\b129\b"):
         generate(Ensemble([model, lstm]), [[5] * 129])
 
 
@@ -198,7 +198,7 @@ def test_folders_translate_together(tmp_path) -> None:
     ):
         with pytest.raises(ValueError, match=expected):
             Translator.from_pretrained(*arguments)
-    with pytest.raises(ValueError, match="for several folders"):
+    with pytest.raises(ValueError, match="ensemble_weights"):
         Translator.from_pretrained(tmp_path / "a", ensemble_weights=[1])
-    with pytest.raises(ValueError, match="a weight for each of 2 models, got 1"):
+    with pytest.raises(ValueError, match=r"\bweight\b.*\b2 models\b"):
         Translator.from_pretrained([tmp_path / "a", tmp_path / "b"], ensemble_weights=[1])

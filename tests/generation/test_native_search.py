@@ -64,7 +64,7 @@ def test_values_that_are_no_numbers_end_it_with_an_error(value: float, beams: in
     assert len(search.advance([[4, 3, 2, 5, 6, 7]], [[-1.0] * 6], 0)) == beams
     values = [[-1.0] * 6 for _ in range(beams)]
     values[row % beams][0] = value
-    with pytest.raises(ValueError, match="the model gives NaN or infinite logits"):
+    with pytest.raises(ValueError, match="NaN"):
         search.advance([[4, 3, 2, 5, 6, 7]] * beams, values, 0)
     assert search.handle.is_broken and search.handle.is_done and search.num_rows == 0
     assert places_of_done([search]) == [0]
@@ -72,7 +72,7 @@ def test_values_that_are_no_numbers_end_it_with_an_error(value: float, beams: in
 
 def test_a_nan_behind_the_best_is_seen_too() -> None:
     search = NativeSearch.beams(5, ENDS, 2)
-    with pytest.raises(ValueError, match="NaN or infinite"):
+    with pytest.raises(ValueError, match="NaN"):
         search.advance([[4, 3, 2, 5]], [[-1.0, -2.0, -3.0, math.nan]], 0)
 
 
@@ -80,15 +80,15 @@ def test_rows_that_are_not_there_are_refused() -> None:
     search = NativeSearch.beams(5, ENDS, 2)
     search.advance([[4, 3, 2, 5]], [[-1.0, -2.0, -3.0, -4.0]], 0)
     for row in (2, -1):
-        with pytest.raises(IndexError, match="expected one of 2 rows"):
+        with pytest.raises(IndexError, match=r"\b2 rows\b"):
             search.tokens(row)
 
 
 def test_what_would_read_memory_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected searches that have begun"):
+    with pytest.raises(ValueError, match="begun"):
         NativeSearch.greedy(5, ENDS).last_tokens()
     for returned in (0, 3):
-        with pytest.raises(ValueError, match=f"expected num_return from 1 to num_beams = 2, got {returned}"):
+        with pytest.raises(ValueError, match=rf"\bnum_return\b.*\bnum_beams = 2\b.*{returned}"):
             NativeSearch.beams(5, ENDS, 2, num_return=returned)
 
 

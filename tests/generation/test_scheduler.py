@@ -516,7 +516,7 @@ def decode_with(scheduler: Scheduler, requests: list[Request]) -> list[Request]:
 
 def test_only_one_row_can_be_told_token_by_token() -> None:
     for search in (beams(4), samples(4, 2)):
-        with pytest.raises(ValueError, match="expected one row to stream: beams and samples can't be told"):
+        with pytest.raises(ValueError, match=r"\bone row\b"):
             ask(0, search, on_token=print)
     ask(0, samples(4), on_token=print)
 

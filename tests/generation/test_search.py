@@ -377,7 +377,7 @@ def test_a_model_that_gives_nan_is_named(value, log_probs, beams, sampling) -> N
         eos = frozenset({EOS})
         return BeamSearch(4, eos, beams) if beams > 1 else RowSearch(4, eos, 1, sampling)
 
-    with pytest.raises(ValueError, match="the model gives NaN or infinite logits"):
+    with pytest.raises(ValueError, match="NaN"):
         decode(engine, [ask(source, search, log_probs=log_probs or beams > 1) for source in range(3)])
 
 

@@ -117,9 +117,9 @@ def test_who_does_not_ask_is_told_how(model) -> None:
             generate(model, prompt, **more)
     assert generate(model, [[5]], suppress_tokens=[1]).shape[1] == WINDOW
     wrong: list[tuple[dict[str, object], str]] = [
-        ({"window": "slide"}, "expected max_new_tokens"),
-        ({**SLIDE, "num_beams": 2}, "expected num_beams 1 with window='slide'"),
-        ({"window": "roll"}, "expected window to be 'stop' or 'slide', got 'roll'"),
+        ({"window": "slide"}, r"\bmax_new_tokens\b"),
+        ({**SLIDE, "num_beams": 2}, r"\bnum_beams\b.*\bwindow\b"),
+        ({"window": "roll"}, r"\bwindow\b.*\'roll\'"),
     ]
     for options, words in wrong:
         with pytest.raises(ValueError, match=words):
@@ -133,5 +133,5 @@ def test_a_model_that_reads_sources_does_not_slide(kind) -> None:
         if kind is LSTMSeq2Seq
         else Transformer.from_preset("tiny", vocab_size=259, d_model=16, num_heads=2)
     )
-    with pytest.raises(ValueError, match="expected window='stop' for .*reads a source"):
+    with pytest.raises(ValueError, match=r"\bwindow\b"):
         Translator(model, ByteTokenizer()).translate("a", **SLIDE)
