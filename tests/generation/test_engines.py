@@ -18,7 +18,6 @@ from fastformer.cache.block_pool import CacheFullError
 from fastformer.generation import Ensemble
 from fastformer.generation.engines import ENGINES, Batch, Engine, Prompt, Sample, Selection, choose_engine
 from fastformer.generation.engines.cpp import CppEngine
-from fastformer.generation.engines.cpp_support import why_no_cpp_engine
 from fastformer.generation.engines.graph import GraphEngine
 from fastformer.generation.engines.kv_cache import KVCacheEngine
 from fastformer.generation.engines.recompute import RecomputeEngine

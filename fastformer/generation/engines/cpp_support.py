@@ -123,7 +123,7 @@ def find_guards(model: Transformer | GPT) -> tuple[ModelGuards | None, str | Non
     if reason is not None:
         return None, reason
     config: dict[str, object] = vars(model.config)
-    guards = _guards[model] = ModelGuards(model, [*_FUNCTIONS, *((config, name) for name in config)])
+    guards = _guards[model] = ModelGuards(model, [*_WATCHED, *((config, name) for name in config)])
     return guards, None
 
 
@@ -288,10 +288,7 @@ def _functions() -> dict[tuple[type, str], object]:
         *(MultiheadAttention, Embedding, PositionalEncoding, RotaryEmbedding, RelativePositionBias, AddLayerNorm),
     )
     found: dict[tuple[type, str], object] = {
-        (kind, name): value
-        for kind in ours
-        for name, value in [*vars(kind).items()]
-        if name in _methods(kind) and getattr(kind, name) is value  # no class methods
+        (kind, name): value for kind in ours for name, value in [*vars(kind).items()] if name in _methods(kind)
     }
     torchs: tuple[type, ...] = (nn.Module, nn.Linear, nn.Dropout, nn.ReLU, nn.GELU, nn.SiLU)
     for kind in torchs:
@@ -300,3 +297,4 @@ def _functions() -> dict[tuple[type, str], object]:
 
 
 _FUNCTIONS = _functions()
+_WATCHED: list[tuple[object, str]] = [(vars(kind), name) for kind, name in _FUNCTIONS]
