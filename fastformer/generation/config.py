@@ -210,7 +210,8 @@ class GenerationConfig:
             raise ValueError(f"expected options as a mapping of names to values, got {type(options).__name__}")
         if not options:
             return config or _DEFAULT
-        check_names(options, (*OPTIONS, "generation_config"))
+        if not options.keys() <= _KNOWN:
+            check_names(options, (*OPTIONS, "generation_config"))
         if options.get("generation_config") is not None and config is not None:
             raise ValueError("expected config or generation_config, got both")
         if "generation_config" in options:
@@ -354,4 +355,5 @@ GenerationSettings = GenerationConfig  # the name that it had before
 OPTIONS = tuple(field.name for field in dataclasses.fields(GenerationConfig))
 _IDS = ("eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id",
         "suppress_tokens", "shortlist", "bad_words_ids")  # fmt: skip
+_KNOWN = {*OPTIONS, "generation_config"}
 _DEFAULT = GenerationConfig()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from fastformer.generation.config import GenerationConfig, GenerationOptions
+from fastformer.generation.config import OPTIONS, GenerationConfig, GenerationOptions
 from fastformer.generation.engines import Engine
 from fastformer.generation.evaluation import evaluating
 from fastformer.generation.foreign_options import check_names
@@ -135,17 +135,18 @@ def generate(
     if streamer is not None:
         streamer.end()
     # Out of inference mode, for tensors of inference mode can't enter a graph.
-    prompts = _left_padded(rows, builder.ids.pad) if is_decoder_only(decoder) else None
+    prompts = _left_padded(rows, builder.ids.pad) if builder.is_prompted else None
     return _gathered(requests, prefixes, prompts, builder, return_dict=return_dict_in_generate)
 
 
 _NAMES = (*inspect.signature(generate).parameters,)
+_OPTIONS = frozenset(OPTIONS)
 
 
 def _config(options: GenerationOptions, config: GenerationConfig | None, foreign: Any) -> GenerationConfig:
     """The options of a call as one config."""
-    if options:
-        check_names(options, _NAMES)
+    if options and not options.keys() <= _OPTIONS:
+        check_names(options, _NAMES)  # which suggests arguments too
     if foreign is None:
         return GenerationConfig.from_options(options, config)
     return GenerationConfig.from_options({**options, "generation_config": foreign}, config)

@@ -71,6 +71,7 @@ class RequestBuilder:
 
     Attributes:
         engine: what decodes them.
+        is_prompted: whether inputs are prompts; else they are sources.
         ids: the special ids, the model's or those that the config names.
 
     Raises:
@@ -86,17 +87,18 @@ class RequestBuilder:
         engine: Engine | None = None,
         tokenizer: Detokenizer | None = None,
     ) -> None:
+        self.is_prompted = is_decoder_only(model)
         config.check_model(model.config.vocab_size)
         if config.stop_strings and not all(callable(getattr(tokenizer, name, None)) for name in ("encode", "decode")):
             raise ValueError(
                 f"expected tokenizer=, with encode and decode, along with stop_strings, got {type(tokenizer).__name__}"
             )
-        if config.window == "slide" and not is_decoder_only(model):
+        if config.window == "slide" and not self.is_prompted:
             raise ValueError(
                 f"expected window='stop' for {type(model).__name__}, which reads a source: split what is longer than "
                 "its max_len"
             )
-        if is_decoder_only(model) and config.decoder_start_token_id is not None:
+        if self.is_prompted and config.decoder_start_token_id is not None:
             raise ValueError(
                 f"expected no decoder_start_token_id for {type(model).__name__}: its prompts are the beginning"
             )
@@ -140,7 +142,7 @@ class RequestBuilder:
             ValueError: ids out of the vocabulary, a source that is too long, no room for a token.
         """
         config = self.model.config
-        if is_decoder_only(self.model):
+        if self.is_prompted:
             limit = most_new_tokens(self.model, len(row), self.config, width)
             _check_ids(row, config.vocab_size, "token")
             return CheckedInput(row, (), limit, self.config.least_tokens(len(row) if width is None else width))
@@ -179,7 +181,7 @@ class RequestBuilder:
         """
         config, limit = self.config, checked.limit
         window, max_len = None, self.model.config.max_len
-        if is_decoder_only(self.model):
+        if self.is_prompted:
             begin = list(checked.row)
             prompt = Prompt(None, begin)
             if config.window == "slide" and len(begin) + limit > max_len:
@@ -215,7 +217,7 @@ class RequestBuilder:
         if is_native:
             return lambda: self._native_search(limit, checked.least)
         stop = make_stop(config.stopping_criteria, begin, self.engine.device)
-        before = checked.row if is_decoder_only(self.model) else checked.prefix
+        before = checked.row if self.is_prompted else checked.prefix
         if config.num_beams > 1:
             return lambda: self._beam_search(limit, any_of(stop, self._text_stop(before)))
         rows, sampling = config.samples, None
@@ -317,16 +319,17 @@ def most_new_tokens(
     Raises:
         ValueError: the model's max_len leaves too little room.
     """
+    prompted = is_decoder_only(model)
     if config.window == "slide" and config.max_new_tokens is not None:
         return config.max_new_tokens
     max_len, width = model.config.max_len, seqlen if width is None else width
-    if not is_decoder_only(model):
+    if not prompted:
         room = max_len - prefix
         default, behind = min(seqlen + EXTRA_LENGTH, room), f" behind a prefix of {prefix}" if prefix else ""
     else:
         room = default = max_len - width
         behind = f" behind a prompt of {width}"
-    if room < 1 and not is_decoder_only(model):
+    if room < 1 and not prompted:
         raise ValueError(
             f"expected a prefix of fewer tokens than the model's max_len {max_len}, got {prefix}: there is no room for "
             "a new one"
@@ -336,8 +339,8 @@ def most_new_tokens(
             f"expected prompts of fewer tokens than the model's max_len {max_len}, got {width}: there is no room for a "
             "new one; cut the prompt, or with window='slide' and max_new_tokens the model sees its end alone"
         )
-    advice = "; with window='slide' it goes on, and sees the end of the text alone" if is_decoder_only(model) else ""
-    begun = 1 + prefix if not is_decoder_only(model) else width
+    advice = "; with window='slide' it goes on, and sees the end of the text alone" if prompted else ""
+    begun = 1 + prefix if not prompted else width
     wanted, least = config.max_new_tokens, config.least_tokens(begun)
     name, more = "max_new_tokens", 0
     if wanted is None and config.max_length is not None:

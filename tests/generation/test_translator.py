@@ -76,34 +76,34 @@ def test_a_text_gives_a_text_and_texts_give_a_list(translator) -> None:
 
 def test_what_is_no_text_is_named(translator) -> None:
     for wrong in (b"bytes", {"a": "b"}, None, 7):
-        with pytest.raises(ValueError, match=f"expected a text, or a list of texts, got {type(wrong).__name__}"):
+        with pytest.raises(ValueError, match=type(wrong).__name__):
             translator.translate(wrong)
-        with pytest.raises(ValueError, match=f"expected a text, or a list of texts, got {type(wrong).__name__}"):
+        with pytest.raises(ValueError, match=type(wrong).__name__):
             translator.stream(wrong)
     for text in (7, None, b"x", ["y"]):
         for translate in (translator.translate, lambda texts: list(translator.stream(texts))):
-            with pytest.raises(ValueError, match=rf"texts\[1\]: expected a str, got {type(text).__name__}"):
+            with pytest.raises(ValueError, match=rf"texts\[1\].*{type(text).__name__}"):
                 translate(["a", text])
 
 
 def test_options_are_checked_before_anything_is_read(translator) -> None:
     for options, message in (
-        ({"num_beam": 2}, "no option 'num_beam' here; did you mean 'num_beams'?"),
-        ({"return_dict_in_generate": True}, "expected return_scores=True instead of return_dict_in_generate"),
-        ({"num_beams": 300}, "num_beams of at most the vocabulary's 259"),
-        ({"max_new_tokens": 65}, "expected max_new_tokens of at most 64"),
-        ({"on_error": "ignore"}, "expected on_error to be 'stop' or 'skip', got 'ignore'"),
+        ({"num_beam": 2}, "num_beam.*num_beams"),
+        ({"return_dict_in_generate": True}, "return_scores=True.*return_dict_in_generate"),
+        ({"num_beams": 300}, r"\bnum_beams\b"),
+        ({"max_new_tokens": 65}, r"\bmax_new_tokens\b.*64"),
+        ({"on_error": "ignore"}, r"\bon_error\b.*'ignore'"),
     ):
         for translate in (translator.translate, translator.stream):
             with pytest.raises(ValueError, match=message):
                 translate([], **options)
     for read_ahead in (0, -1, 1.5):
-        with pytest.raises(ValueError, match="expected read_ahead of at least 1"):
+        with pytest.raises(ValueError, match=r"\bread_ahead\b"):
             translator.stream(["a"], read_ahead=read_ahead)
     for sizes in ({"max_batch_size": 0}, {"max_batch_bytes": 0}):
-        with pytest.raises(ValueError, match=f"expected {next(iter(sizes))} to be an integer of at least 1"):
+        with pytest.raises(ValueError, match=next(iter(sizes))):
             Translator(translator.model, ByteTokenizer(), **sizes)
-    with pytest.raises(ValueError, match="expected a fastformer.models.Transformer"):
+    with pytest.raises(ValueError, match="Linear"):
         Translator(torch.nn.Linear(2, 2), ByteTokenizer())
 
 
@@ -162,16 +162,14 @@ def test_no_more_hypotheses_than_there_are() -> None:
 
 
 def test_errors_name_the_text(translator) -> None:
-    with pytest.raises(ValueError, match="text 2: expected something to translate, got an empty text; on_error skip"):
+    with pytest.raises(ValueError, match="text 2: .*on_error"):
         translator.translate(["a", " "])
-    with pytest.raises(
-        ValueError, match="text 1: expected at most 64 tokens, got 101: split it.*; skip_long or on_error"
-    ):
+    with pytest.raises(ValueError, match="text 1: .*64.*101.*skip_long"):
         translator.translate(["x" * 100])
-    with pytest.raises(ValueError, match="text 3: expected text, got the lone surrogate"):
+    with pytest.raises(ValueError, match="text 3: .*surrogate"):
         list(translator.stream(["a", "", "\ud800"], read_ahead=2))
     assert len(translator.encode("x" * 63)) == 64
-    with pytest.raises(ValueError, match="at most 64 tokens, got 65"):
+    with pytest.raises(ValueError, match="64.*65"):
         translator.encode("x" * 64)
 
 
@@ -188,9 +186,9 @@ def test_bad_texts_are_skipped_in_their_place(translator, caplog, read_ahead) ->
     assert said[2:] == ["skipped 2 of 5 texts; their translations are empty"]
     assert translator.translate(texts, on_error="skip", **FEW) == found
     assert translator.translate(texts[:2], skip_long=True, **FEW) == found[:2]
-    with pytest.raises(ValueError, match="text 5: expected text, got the lone surrogate"):
+    with pytest.raises(ValueError, match="text 5: .*surrogate"):
         list(translator.stream(texts, skip_long=True, **FEW))
-    with pytest.raises(ValueError, match=r"texts\[0\]: expected a str, got int"):  # a mistake of the program
+    with pytest.raises(ValueError, match=r"texts\[0\].*int"):  # a mistake of the program
         translator.translate([7], on_error="skip")
 
 
@@ -278,15 +276,15 @@ def test_a_start_token_of_its_own_is_no_part_of_the_translation() -> None:
 
 def test_prefixes_that_do_not_go_with_the_texts(translator) -> None:
     for texts, prefix, message in (
-        ("a", ["b"], "expected target_prefix as a str for one text, got list"),
-        (["a"], "b", "expected target_prefix as a list, one for each text, got str"),
-        (["a"], 7, "expected target_prefix as a list, one for each text, got int"),
-        (["a", "b"], ["c"], "got 1 of target_prefix and more of texts"),
-        (["a"], ["b", "c"], "got 1 of texts and more of target_prefix"),
-        (["a", "b"], ["c", 7], r"target_prefix\[1\]: expected a str or None, got int 7"),
-        (["a", "b"], ["c", "\ud800"], "text 2: its target_prefix: expected text, got the lone surrogate"),
-        (["a", "b"], ["c", "x" * 64], "text 2: expected a prefix of fewer tokens than the model's max_len 64, got 64"),
-        (["a", "b"], ["c", "x" * 60], "text 2: expected max_new_tokens of at most 4 behind a prefix of 60"),
+        ("a", ["b"], "target_prefix.*list"),
+        (["a"], "b", "target_prefix.*str"),
+        (["a"], 7, "target_prefix.*int"),
+        (["a", "b"], ["c"], "1 of target_prefix.*texts"),
+        (["a"], ["b", "c"], "1 of texts.*target_prefix"),
+        (["a", "b"], ["c", 7], r"target_prefix\[1\].*int 7"),
+        (["a", "b"], ["c", "\ud800"], "text 2: .*target_prefix.*surrogate"),
+        (["a", "b"], ["c", "x" * 64], "text 2: .*prefix.*max_len 64"),
+        (["a", "b"], ["c", "x" * 60], "text 2: .*max_new_tokens.*60"),
     ):
         for translate in (translator.translate, lambda texts, **options: list(translator.stream(texts, **options))):
             with pytest.raises(ValueError, match=message):
@@ -437,7 +435,7 @@ def test_a_stream_answers_what_comes_before_an_error(translator) -> None:
         next(answers)
     answers = translator.stream([*TEXTS, "x" * 100, "never read"], **FEW)
     assert [next(answers) for _ in TEXTS] == translator.translate(TEXTS, **FEW)
-    with pytest.raises(ValueError, match="text 6: expected at most 64 tokens, got 101"):
+    with pytest.raises(ValueError, match="text 6: .*101"):
         next(answers)
 
 
@@ -493,17 +491,17 @@ def test_one_text_that_cannot_be_streamed(translator, caplog) -> None:
         {"return_scores": True},
         {"return_token_scores": True},
     ):
-        with pytest.raises(ValueError, match="expected no beams, several samples or scores along with one text"):
+        with pytest.raises(ValueError, match="beams"):
             translator.stream("a", **options)
-    with pytest.raises(ValueError, match="text 1: expected something to translate"):
+    with pytest.raises(ValueError, match="text 1: .*empty"):
         translator.stream(" ")
     assert list(translator.stream("x" * 100, skip_long=True)) == []
     assert "skipped text 1: expected at most 64 tokens, got 101" in caplog.text
     for name, instead in (("streamer", "Translator.stream"), ("decoder_input_ids", "target_prefix")):
-        with pytest.raises(ValueError, match=f"expected {instead} instead of {name}"):
+        with pytest.raises(ValueError, match=f"{instead}.*{name}"):
             translator.translate("a", **{name: None})
     for name in ("return_scores", "return_token_scores"):
-        with pytest.raises(ValueError, match=f"expected {name} to be True or False, got 'yes'"):
+        with pytest.raises(ValueError, match=rf"\b{name}\b.*'yes'"):
             translator.translate("a", **{name: "yes"})
 
 
