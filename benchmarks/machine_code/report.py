@@ -23,7 +23,6 @@ import argparse
 import contextlib
 import importlib
 import itertools
-import json
 import multiprocessing
 import os
 import re
@@ -42,6 +41,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from benchmarks.machine_code import compare, sass
 from benchmarks.machine_code.cases import USUAL
+from benchmarks.machine_code.rows import BOUNDS, LoopLine, Row, merge, show
 
 # Shared memory that one program may have, in bytes.
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -56,8 +56,6 @@ _TYPES = {
 }  # fmt: skip
 
 MATRIX = ("wgmma", "mma_sync")
-BOUNDS = ("tflops", "serial_tflops", "gbs")
-LoopLine = dict[str, Any]  # what the report says of one loop, by name
 
 
 class Launch(NamedTuple):
@@ -66,26 +64,6 @@ class Launch(NamedTuple):
     kernel: Any
     arguments: dict[str, Any]
     options: dict[str, int]
-
-
-class Row(NamedTuple):
-    """One launch, compiled: a line of the report."""
-
-    op: str  # the stem of its cases
-    kernel: str
-    arch: int
-    triton: str  # the compiler's version
-    cases: tuple[str, ...]  # the titles of all cases that launch it, "title #2" for the second such launch of a case
-    tile: str
-    registers: int = 0
-    spilled: int = 0  # bytes of stack a thread
-    shared: int = 0  # bytes a program
-    ctas: int = 0  # programs an SM
-    limit: str = ""  # what keeps an SM from more of them
-    wide: int = 0  # wgmma or tcgen05.mma instructions in the PTX
-    narrow: int = 0  # mma.sync instructions
-    loops: tuple[LoopLine, ...] = ()  # inner loops; of a kernel without one, the whole kernel
-    problems: tuple[str, ...] = ()
 
 
 @contextlib.contextmanager
@@ -263,11 +241,6 @@ def products_of(launch: Launch) -> list[int]:
     return declared(launch.arguments) if declared else []
 
 
-def cases(stem: str, quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
-    """(title, call) of a stem's launches; quick: what the tests ask for."""
-    return _module(stem).cases(quick)
-
-
 def _module(stem: str) -> Any:
     return importlib.import_module(f"benchmarks.machine_code.cases.{stem}")
 
@@ -296,7 +269,7 @@ def distinct_launches(archs: list[int], stems: list[str], size: str) -> list[Wor
             continue
         seen: dict[tuple[str, ...], Work] = {}
         wanted = re.compile(USUAL.get(stem, "") if size == "usual" else "")
-        for title, call in cases(stem, size in ("once", "quick")):
+        for title, call in _module(stem).cases(size in ("once", "quick")):
             if not wanted.search(title):
                 continue
             times: Counter[str] = Counter()
@@ -334,58 +307,19 @@ def report(archs: list[int], stems: list[str], size: str, jobs: int = 1) -> Iter
         yield from pool.map(_compile_one, range(len(_todo)))
 
 
-def merge(path: Path, rows: list[Row], archs: list[int], stems: list[str]) -> None:
-    """Writes rows, one JSON line each, in the place of those that the file has of the same compiler, archs and ops."""
-    import triton
-
-    lines = path.read_text().splitlines() if path.exists() else []
-    kept = [
-        line
-        for line in map(json.loads, lines)
-        if not (line["triton"] == triton.__version__ and line["arch"] in archs and line["op"] in stems)
-    ]
-    ordered = sorted(
-        kept + [row._asdict() for row in rows], key=lambda line: (line["triton"], line["arch"], line["op"])
-    )
-    path.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in ordered))
-
-
-def show(row: Row) -> str:
-    """A row as lines to read: the launch, then its loops."""
-    lines = [
-        f"{row.arch:>4} {row.kernel:24} {row.tile:16} {row.registers:>4} {row.spilled:>5} {row.shared:>7} "
-        f"{row.ctas:>4} {row.wide:>5} {row.narrow:>5}  {row.cases[0]}"
-        + "".join(f"  !! {problem}" for problem in row.problems)
-    ]
-    for loop in row.loops:
-        counted = {name: value for name, value in loop.items() if name not in ("clocks", "bound_by", *BOUNDS)}
-        lines.append("       " + ", ".join(f"{name} {value}" for name, value in counted.items()))
-        if "clocks" in loop:
-            clocks = ", ".join(f"{name} {value}" for name, value in loop["clocks"].items())
-            bounds = "".join(f", {name} {loop[name]}" for name in BOUNDS if name in loop)
-            lines.append(f"         clocks: {clocks}; bound by {loop['bound_by']}{bounds}")
-    return "\n".join(lines)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHITECTURES), choices=ARCHITECTURES)
     parser.add_argument("--only", nargs="+", default=STEMS, choices=STEMS, help="some of the stems")
     size = parser.add_mutually_exclusive_group()
     parser.set_defaults(size="all")
-    size.add_argument(
-        "--once",
-        action="store_const",
-        dest="size",
-        const="once",
-        help="each kernel once: what `make test` has time for",
-    )
-    size.add_argument(
-        "--quick", action="store_const", dest="size", const="quick", help="the cases that the tests ask for"
-    )
-    size.add_argument(
-        "--usual", action="store_const", dest="size", const="usual", help="the cases of the committed file"
-    )
+    sizes = {
+        "once": "each kernel once: what `make test` has time for",
+        "quick": "the cases that the tests ask for",
+        "usual": "the cases of the committed file",
+    }
+    for name, what in sizes.items():
+        size.add_argument(f"--{name}", action="store_const", dest="size", const=name, help=what)
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile side by side")
     parser.add_argument("--out", type=Path, help="JSON lines, one a row, merged into what the file has")
     parser.add_argument(

@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 
 from benchmarks.machine_code import report
+from benchmarks.machine_code.rows import Row as Compiled
+from benchmarks.machine_code.rows import merge
 
 ROOT = Path(__file__).parents[3]
 
@@ -162,7 +164,7 @@ def test_nothing_but_a_mask_is_loaded_in_the_loop(rows: list[Row], options: str)
     ],
 )
 def test_what_must_not_be_is_a_problem(fields: dict[str, Any], products: list[int]) -> None:
-    row = report.Row("attention", "_kernel", 90, "3.7.1", ("causal",), "64x64 w4 s2")
+    row = Compiled("attention", "_kernel", 90, "3.7.1", ("causal",), "64x64 w4 s2")
     assert len(list(report.problems_of(row._replace(**fields), products))) == 1
     assert not list(report.problems_of(row._replace(wide=len(products)), products))
 
@@ -187,10 +189,8 @@ def test_a_file_keeps_what_was_not_compiled_again(tmp_path: Path) -> None:
     ]
     stale = {"triton": triton.__version__, "arch": 90, "op": "rotary", "kernel": "stale"}
     out.write_text("".join(json.dumps(line) + "\n" for line in [*others, stale]))
-    rows = [
-        report.Row("rotary", "_rotary_kernel", 90, triton.__version__, (case,), "64x64") for case in ("half", "full")
-    ]
-    report.merge(out, rows, [90], ["rotary"])
+    rows = [Compiled("rotary", "_rotary_kernel", 90, triton.__version__, (case,), "64x64") for case in ("half", "full")]
+    merge(out, rows, [90], ["rotary"])
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert all(line in lines for line in others) and stale not in lines
     assert [line["cases"] for line in lines if line not in others] == [["half"], ["full"]]

@@ -1,0 +1,63 @@
+"""The rows of the compile report: what one says, its lines to read, and the file that holds them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+BOUNDS = ("tflops", "serial_tflops", "gbs")
+LoopLine = dict[str, Any]  # what the report says of one loop, by name
+
+
+class Row(NamedTuple):
+    """One launch, compiled: a line of the report."""
+
+    op: str  # the stem of its cases
+    kernel: str
+    arch: int
+    triton: str  # the compiler's version
+    cases: tuple[str, ...]  # the titles of all cases that launch it, "title #2" for the second such launch of a case
+    tile: str
+    registers: int = 0
+    spilled: int = 0  # bytes of stack a thread
+    shared: int = 0  # bytes a program
+    ctas: int = 0  # programs an SM
+    limit: str = ""  # what keeps an SM from more of them
+    wide: int = 0  # wgmma or tcgen05.mma instructions in the PTX
+    narrow: int = 0  # mma.sync instructions
+    loops: tuple[LoopLine, ...] = ()  # inner loops; of a kernel without one, the whole kernel
+    problems: tuple[str, ...] = ()
+
+
+def merge(path: Path, rows: list[Row], archs: list[int], stems: list[str]) -> None:
+    """Writes rows, one JSON line each, in the place of those that the file has of the same compiler, archs and ops."""
+    import triton
+
+    lines = path.read_text().splitlines() if path.exists() else []
+    kept = [
+        line
+        for line in map(json.loads, lines)
+        if not (line["triton"] == triton.__version__ and line["arch"] in archs and line["op"] in stems)
+    ]
+    ordered = sorted(
+        kept + [row._asdict() for row in rows], key=lambda line: (line["triton"], line["arch"], line["op"])
+    )
+    path.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in ordered))
+
+
+def show(row: Row) -> str:
+    """A row as lines to read: the launch, then its loops."""
+    lines = [
+        f"{row.arch:>4} {row.kernel:24} {row.tile:16} {row.registers:>4} {row.spilled:>5} {row.shared:>7} "
+        f"{row.ctas:>4} {row.wide:>5} {row.narrow:>5}  {row.cases[0]}"
+        + "".join(f"  !! {problem}" for problem in row.problems)
+    ]
+    for loop in row.loops:
+        counted = {name: value for name, value in loop.items() if name not in ("clocks", "bound_by", *BOUNDS)}
+        lines.append("       " + ", ".join(f"{name} {value}" for name, value in counted.items()))
+        if "clocks" in loop:
+            clocks = ", ".join(f"{name} {value}" for name, value in loop["clocks"].items())
+            bounds = "".join(f", {name} {loop[name]}" for name in BOUNDS if name in loop)
+            lines.append(f"         clocks: {clocks}; bound by {loop['bound_by']}{bounds}")
+    return "\n".join(lines)
