@@ -1,4 +1,4 @@
-"""A model in evaluation while it decodes, by whichever threads do."""
+"""Holds a model in evaluation while threads decode with it, and restores its modes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts that can't be translated: what they are, and what becomes of them."""
+"""Errors of inputs: which text can't be translated and why, and whether that stops the work or skips the text."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ class TextError(ValueError):
 
 
 def failure(name: str, error: Exception) -> Exception:
-    """An error that says which text met it: a ValueError for one, else a RuntimeError; raise it from the first."""
+    """The error that names the text: a ValueError for a ValueError, else a RuntimeError. Raise it from the first."""
     if isinstance(error, ValueError):
         return ValueError(f"{name}: {error}")
     return RuntimeError(f"{name}: {type(error).__name__}: {error}")
 
 
 def check_request(request: Request | None, name: object) -> None:
-    """Raises the error of a request, which says which text met it."""
+    """Raises the error of a request, if there is one, with the name of its text."""
     if request is not None and request.error is not None:
         raise failure(f"text {name}", request.error) from request.error
 
 
 class ErrorPolicy:
-    """What becomes of texts that can't be translated.
+    """Whether texts that can't be translated stop the work or are skipped.
 
     Args:
         on_error: "stop" raises the first error; "skip" logs a warning and leaves the answer empty.

@@ -1,4 +1,4 @@
-"""What a translator's model makes of translations that exist."""
+"""Scores and alignments of translations that exist."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Judge(ABC):
         skip_long: bool = False,
         max_tokens: int = MAX_TOKENS,
     ) -> TokenScored | list[TokenScored]:
-        """What the model thinks of translations that exist (forced decoding).
+        """Scores translations that exist by forced decoding.
 
         It is computed by the model's modules, in the precision that they have. Of a translation that `translate` has
         found by greedy decoding it is the score that `return_scores` gives, up to rounding, where the text's tokens are
@@ -134,7 +134,7 @@ class Judge(ABC):
         on_error: str = "stop",
         skip_long: bool = False,
     ) -> Alignment | list[Alignment]:
-        """Which word of a text stands behind each word of its translation, by what the decoder looks at.
+        """Aligns each word of a translation with a word of its text, by the decoder's cross-attention.
 
         Args:
             texts, translations: as `score` takes them.

@@ -1,4 +1,4 @@
-"""Inputs that come and answers that go, in order, while a scheduler keeps its batch full of what is between them."""
+"""Reads inputs and gives answers in their order, while a scheduler keeps its batch full."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Source(Protocol[T_co]):
-    """Inputs as they come."""
+    """Inputs as they arrive."""
 
     def get(self, wait: bool) -> T_co | None:
         """The next one.
 
         Args:
-            wait: for it; without, what hasn't come yet is None.
+            wait: wait for it; False gives None where none has arrived yet.
 
         Raises:
             EOFError: there are no more.
@@ -31,7 +31,7 @@ class Source(Protocol[T_co]):
 
 
 class IterableSource(Generic[T]):
-    """An iterable as a `Source`. It can't be asked what has come, so its next item is always waited for."""
+    """An iterable as a `Source`. It can't say whether an item has arrived, so `get` always waits."""
 
     def __init__(self, items: Iterable[T]) -> None:
         self._rest = iter(items)
@@ -53,8 +53,8 @@ def ordered_stream(
 ) -> Iterator[list[tuple[T, Request | None]]]:
     """Runs a request for each input of a source; the answers come in the order of the inputs.
 
-    Inputs are read as the batch has use for them, and never waited for while requests run. An error of the source or of
-    `begin` is raised in its turn, behind the answers to what came before it.
+    Inputs are read when the batch has room for them; while requests run, nothing waits for an input. An error of the
+    source or of `begin` is raised in its turn, after the answers to the inputs before it.
 
     Args:
         scheduler: runs the requests; one that is idle.

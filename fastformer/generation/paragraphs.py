@@ -1,4 +1,4 @@
-"""Paragraphs: cut into sentences, which are translated as one batch, and put together again."""
+"""Translates paragraphs sentence by sentence in one batch, and joins the translations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One input on its way: what it begins with, what is searched for, who listens, and when it ends."""
+"""A request: one input, its search, its listener, and when it ends."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Request:
 
     Args:
         prompt: what it begins with.
-        make_search: makes its search; again when it has to begin anew, and then the same one.
+        make_search: makes its search; when the request restarts, the same one again.
         processors: edit its logits, in this order.
-        search_suffices: its search sees to all that the processors ask for, where an engine runs it.
-        keeps_scores: what the processors give are its scores: no log-probabilities are made of them.
+        search_suffices: its search does what the processors would, where an engine runs it.
+        keeps_scores: the outputs of the processors are its scores, without a log-softmax.
         log_probs: whether scores are wanted; without, log-probabilities aren't computed, and scores mean nothing.
         max_time: seconds after which it ends with what there is; None: no such end.
-        on_token: is told each new token, of a request of one row.
+        on_token: called with each new token, of a request of one row.
         window: how many tokens the model sees at most, of a request of one row without a source: when it is full, the
             request goes on from its last half. None: it never is.
         before: what stands before the new tokens, where the prompt is only its end; None: the prompt.
@@ -34,9 +34,9 @@ class Request:
         error: what went wrong with it, or None.
         is_done: whether it has ended, well or not.
         is_cancelled: set by `cancel`.
-        on_cancel: is told of it; who runs the request sets it.
+        on_cancel: called when it is cancelled; set by the scheduler that runs it.
         before: the ids that stand before the new ones.
-        num_told: how many tokens on_token has been told.
+        num_told: how many tokens on_token has received.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Request:
         self.is_done = self.is_cancelled = False
         self._make_search = make_search
         self.num_told = self._steps = self._kept_steps = 0
-        self._kept: list[Hypothesis] = []  # what was there when it had to begin anew
+        self._kept: list[Hypothesis] = []  # the results at the restart
         self.search = make_search()
         if on_token is not None and self.search.peak_rows != 1:
             raise ValueError("expected one row to stream: beams and samples can't be told token by token")
@@ -143,7 +143,7 @@ class Request:
         self._steps += 1
         try:
             parents = self.search.advance(candidates.ids, candidates.values, first)
-        except Exception as error:  # it is this request's own affair: the others go on
+        except Exception as error:  # it ends this request alone
             return self.fail(error)
         return parents if self._goes_on(not parents) else []
 
@@ -165,15 +165,15 @@ class Request:
         return self._goes_on(is_done)
 
     def _goes_on(self, is_done: bool) -> bool:
-        """Tells what is new, and ends it when its search is done or its time is over. Whether it goes on."""
+        """Passes on new tokens, and ends it when its search is done or its time is over. Whether it goes on."""
         if self.on_token is not None:
             try:
-                # While it goes on its row says them; the results are for the end.
+                # While it runs, its row holds the tokens; its results come at the end.
                 if is_done:
                     new = self.search.results()[0].tokens[self.num_told :]
                 elif self.num_told == self._steps - 1:  # the usual case, whose cost doesn't grow with the text
                     new = self.search.last_tokens()
-                else:  # after a new beginning, the first were told already
+                else:  # after a restart, on_token has received the first
                     new = self.search.tokens(0)[self.num_told :]
                 for token in new:
                     self.num_told += 1
@@ -190,7 +190,7 @@ class Request:
         """Ends it with what there is."""
         self.is_done = True
         if not self.is_cancelled:
-            # Of two beginnings cut off by time the longer one counts: its tokens may have been told.
+            # After a restart that ran out of time the longer attempt counts: on_token may have received its tokens.
             self.results = self.search.results() if self._steps >= self._kept_steps else self._kept
 
     def fail(self, error: Exception) -> list[int]:
@@ -199,7 +199,7 @@ class Request:
         return []
 
     def restart(self) -> None:
-        """Begins anew, for its memory was given to an older request. It will find the same."""
+        """Restarts after an older request took its memory. Decoding is deterministic: the result is the same."""
         if self._steps > self._kept_steps:
             self._kept, self._kept_steps = self.search.results(), self._steps
         self.search, self._steps = self._make_search(), 0

@@ -1,4 +1,4 @@
-"""Texts on their way to a translator, and what they become."""
+"""Texts and prefixes that a translator reads, and the forms of its answers."""
 
 from __future__ import annotations
 
