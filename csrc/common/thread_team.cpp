@@ -220,7 +220,7 @@ class ThreadTeam {
   std::atomic<bool> has_thrown_{false};  // a task of this run; what, stands in thrown_
   std::exception_ptr thrown_;
 
-  // Used by the caller alone.
+  // Used by callers, not by helpers.
   alignas(64) std::atomic<bool> is_busy_{false};
   std::vector<std::unique_ptr<Helper>> helpers_;
   Contention contention_;
