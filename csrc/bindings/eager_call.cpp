@@ -1,5 +1,5 @@
-// What fastformer/ops/_eager.py and kernels/_plans.py ask of the arguments of every call. Both also have it in Python,
-// where the answers about six tensors take as long as the launch of a kernel.
+// What fastformer/ops/_eager.py and kernels/_plans.py ask of the arguments of every call, and nn/guards.py of the modules
+// of a stack. All have it in Python, too, where the answers about six tensors take as long as the launch of a kernel.
 
 #include <ATen/Context.h>
 #include <c10/core/DispatchKeySet.h>
@@ -115,12 +115,74 @@ py::tuple device_of(const py::tuple& args, const py::dict& places) {
   return py::make_tuple(py::handle(names[seen == cuda]), requires_grad);
 }
 
+// Whether a place (a dictionary or a class, and a name) holds an object; None where it holds nothing.
+bool place_holds(PyObject* place, PyObject* expected) {
+  PyObject *const holder = PyTuple_GET_ITEM(place, 0), *const name = PyTuple_GET_ITEM(place, 1);
+  if (PyDict_Check(holder)) {
+    PyObject* const found = PyDict_GetItemWithError(holder, name);
+    if (found == nullptr && PyErr_Occurred()) throw py::error_already_set();
+    return found == expected || (found == nullptr && expected == Py_None);
+  }
+  PyObject* const found = PyObject_GetAttr(holder, name);
+  if (found == nullptr) PyErr_Clear();
+  Py_XDECREF(found);  // of a class, which goes on holding it
+  return found == expected || (found == nullptr && expected == Py_None);
+}
+
+// `Guards.hold`; `record` is what guards.py says it is.
+bool guards_hold(const py::handle owner, const py::tuple& record) {
+  PyObject* parts[12];
+  if (record.size() != 12) throw py::value_error("guards_hold: expected twelve parts");
+  for (size_t i = 0; i < 12; ++i) {
+    parts[i] = PyTuple_GET_ITEM(record.ptr(), i);
+    if (!PyTuple_Check(parts[i])) throw py::type_error("guards_hold: expected tuples");
+  }
+  const auto [kinds, modules, names, own_values, sized, sizes, spaces, values, places, expected, tensors, types] = parts;
+  const Py_ssize_t num_modules = PyTuple_GET_SIZE(modules);
+  if (PyTuple_GET_ITEM(kinds, 0) != reinterpret_cast<PyObject*>(Py_TYPE(owner.ptr()))) return false;
+  for (Py_ssize_t i = 0; i < num_modules; ++i)
+    if (PyTuple_GET_ITEM(kinds, i + 1) != reinterpret_cast<PyObject*>(Py_TYPE(PyTuple_GET_ITEM(modules, i))))
+      return false;
+  const auto own = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(owner.ptr(), nullptr));
+  if (!own) throw py::error_already_set();
+  if (PyDict_Size(own.ptr()) != PyLong_AsSsize_t(PyTuple_GET_ITEM(sizes, 0))) return false;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); ++i) {
+    PyObject* const found = PyDict_GetItemWithError(own.ptr(), PyTuple_GET_ITEM(names, i));
+    if (found != PyTuple_GET_ITEM(own_values, i) && !(found == nullptr && PyTuple_GET_ITEM(own_values, i) == Py_None))
+      return false;
+  }
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(sized); ++i)
+    if (PyDict_Size(PyTuple_GET_ITEM(sized, i)) != PyLong_AsSsize_t(PyTuple_GET_ITEM(sizes, i + 1))) return false;
+  Py_ssize_t seen = 0;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(spaces); ++i) {
+    PyObject* const space = PyTuple_GET_ITEM(spaces, i);
+    Py_ssize_t at = 0;
+    PyObject* value = nullptr;
+    while (PyDict_Next(space, &at, nullptr, &value))
+      if (seen >= PyTuple_GET_SIZE(values) || value != PyTuple_GET_ITEM(values, seen++)) return false;
+  }
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(places); ++i)
+    if (!place_holds(PyTuple_GET_ITEM(places, i), PyTuple_GET_ITEM(expected, i))) return false;
+  seen = 0;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tensors); ++i) {
+    Py_ssize_t at = 0;
+    PyObject* value = nullptr;
+    while (PyDict_Next(PyTuple_GET_ITEM(tensors, i), &at, nullptr, &value))
+      if (seen >= PyTuple_GET_SIZE(types) ||
+          reinterpret_cast<PyObject*>(Py_TYPE(value)) != PyTuple_GET_ITEM(types, seen++))
+        return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 void bind_eager_call(py::module_& m) {
   m.def("geometry", &geometry, py::arg("args"), "Equal bytes for two calls that one plan serves, or None.");
   m.def("device_of", &device_of, py::arg("args"), py::arg("places"),
         "(the type of device on which all tensors of a call are plain ones or None, whether one requires a gradient).");
+  m.def("guards_hold", &guards_hold, py::arg("owner"), py::arg("record"),
+        "Whether all places that guards watch hold the same objects as when they were made.");
 }
 
 }  // namespace fastformer

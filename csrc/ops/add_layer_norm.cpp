@@ -19,6 +19,7 @@
 #include "common/parallel.h"
 #include "common/philox.h"
 #include "common/rows.h"
+#include "ops/forward.h"
 
 namespace fastformer {
 namespace {
@@ -167,6 +168,8 @@ void dispatch_with_stream(at::ScalarType x, at::ScalarType stream, F&& f) {
   dispatch(x, "add_layer_norm", [&]<typename T>() { f.template operator()<T, T>(); });
 }
 
+}  // namespace
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd(
     const Tensor& x_in, const std::optional<Tensor>& residual_in, const std::optional<Tensor>& weight,
     const std::optional<Tensor>& bias, double eps, double dropout_p, const std::optional<Tensor>& dropout_seed,
@@ -187,6 +190,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd(
   });
   return {y, s, mean, rstd};
 }
+
+namespace {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_bwd(const Tensor& dy_in,
                                                               const std::optional<Tensor>& dresidual_out_in,

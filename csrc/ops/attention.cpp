@@ -18,6 +18,8 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include "ops/forward.h"
+
 namespace fastformer {
 
 Mask::Mask(const OptionalTensor& mask, at::ScalarType acc) {
@@ -329,6 +331,8 @@ std::tuple<Tensor, Tensor> run(const Problem& p, const OptionalTensor& attn_mask
   return {out, lse};
 }
 
+}  // namespace
+
 std::tuple<Tensor, Tensor> attention_fwd(const Tensor& q, const Tensor& k, const Tensor& v,
                                          const OptionalTensor& attn_mask, const OptionalTensor& seqlens_k,
                                          double softmax_scale, std::optional<int64_t> window_left,
@@ -348,8 +352,6 @@ std::tuple<Tensor, Tensor> varlen_attention_fwd(const Tensor& q, const Tensor& k
   p.set_options(softmax_scale, window_left, window_right, dropout_p, dropout_seed);
   return run(p, std::nullopt, q, k, v, {q.size(1), q.size(0)});
 }
-
-}  // namespace
 
 TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
   m.def(

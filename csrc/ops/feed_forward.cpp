@@ -16,6 +16,7 @@
 #include "common/activation.h"
 #include "common/dispatch.h"
 #include "common/philox.h"
+#include "ops/forward.h"
 #include "ops/linear.h"
 
 namespace fastformer {
@@ -193,6 +194,8 @@ Tensor as_rows(const Tensor& t) { return t.reshape({-1, t.size(-1)}).contiguous(
 
 OptionalTensor contiguous(const OptionalTensor& t) { return t ? OptionalTensor(t->contiguous()) : t; }
 
+}  // namespace
+
 std::tuple<Tensor, Tensor> feed_forward_fwd(const Tensor& x, const Tensor& weight1, const OptionalTensor& bias1,
                                             const Tensor& weight2, const OptionalTensor& bias2,
                                             std::string_view activation, double dropout_p,
@@ -209,6 +212,8 @@ std::tuple<Tensor, Tensor> feed_forward_fwd(const Tensor& x, const Tensor& weigh
   });
   return {out, saved};
 }
+
+namespace {
 
 Gradients feed_forward_bwd(const Tensor& dout, const Tensor& x, const Tensor& weight1, const OptionalTensor& bias1,
                            const Tensor& weight2, const Tensor& saved, std::string_view activation, double dropout_p,

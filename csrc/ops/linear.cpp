@@ -8,12 +8,15 @@
 #include <optional>
 
 #include "common/dispatch.h"
+#include "ops/forward.h"
 
 namespace fastformer {
 namespace {
 
 // A weight of more elements isn't packed as a whole, but for some rows after the others.
 constexpr int64_t kMostPacked = int64_t{1} << 22;
+
+}  // namespace
 
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
   TORCH_CHECK(
@@ -41,6 +44,8 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
   });
   return out;
 }
+
+namespace {
 
 Tensor linear_weight_grad(const Tensor& dout, const Tensor& x) {
   TORCH_CHECK(dout.dim() == 2 && x.dim() == 2 && dout.size(0) == x.size(0) && dout.scalar_type() == x.scalar_type(),

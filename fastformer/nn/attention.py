@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +13,9 @@ from fastformer.nn.cached_attention import append_cached, attend_cached, attenti
 from fastformer.nn.dropout import check_dropout, dropout_seed
 from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.errors import InputError
-from fastformer.nn.guards import yields_to_torch
+from fastformer.nn.guards import Plans, Replacement, given, is_unhooked, is_watched, plain_parameters, replacement
 from fastformer.nn.layout import SequenceLayout
-from fastformer.nn.linear import linear, project
+from fastformer.nn.linear import LINEARS, linear
 from fastformer.nn.masks import add_bias, attended_lengths, is_causal_mask, merge_masks, right_padding_lengths
 from fastformer.nn.padding import Jagged, open_nested
 from fastformer.ops.attention import attention, resolve_window
@@ -23,6 +23,27 @@ from fastformer.ops.attention_weights import attention_weights
 from fastformer.ops.varlen_attention import varlen_attention
 
 Window = tuple[int | None, int | None]
+
+
+class _DenseCall(NamedTuple):
+    """Queries, keys and values (batch, seqlen, heads, head_dim), and what else attention and its weights depend on."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    options: dict[str, Any]
+
+
+class AttentionPlan(NamedTuple):
+    """How an attention computes, as far as its modules and its class decide it.
+
+    Attributes:
+        replaced: the function that is called instead, which somebody put in the place of torch.nn's.
+        out_proj: the parameters of the output projection; None where that is called.
+    """
+
+    replaced: Replacement | None
+    out_proj: dict[str, Any] | None
 
 
 class MultiheadAttention(nn.Module):
@@ -112,7 +133,6 @@ class MultiheadAttention(nn.Module):
             if bias is not None:
                 nn.init.xavier_normal_(bias)
 
-    @yields_to_torch
     def forward(
         self,
         query: Tensor,
@@ -160,28 +180,97 @@ class MultiheadAttention(nn.Module):
             InputError: shapes that don't fit; options that exclude each other; gradients through a strided nested
                 query, which torch.nn refuses too (jagged ones have them).
         """
+        plan = attention_plan(self)
+        others = (layout, memory_layout, cache, rotary, position_bias)
+        if plan.replaced is not None and all(each is None for each in others):
+            # In the order in which torch.nn's layers give them.
+            options = given(
+                attn_mask=attn_mask,
+                key_padding_mask=key_padding_mask,
+                need_weights=None if need_weights else need_weights,
+                average_attn_weights=None if average_attn_weights else average_attn_weights,
+                is_causal=is_causal or None,
+            )
+            out: tuple[Tensor, Tensor | None] = plan.replaced.original.forward(self, query, key, value, **options)
+            return out
         if query.is_nested or (key is not None and key.is_nested) or (value is not None and value.is_nested):
             if key is not query or value is not query:
                 raise InputError("expected a nested tensor as query, key and value at once, or as none of them")
-            others = (layout, memory_layout, cache, rotary, position_bias)
             opened, is_causal = open_nested(query, attn_mask, key_padding_mask, is_causal, *others)
-            return self._nested(query, opened, need_weights, average_attn_weights, is_causal)
+            return self._nested(plan, query, opened, need_weights, average_attn_weights, is_causal)
+        if not need_weights:
+            options = given(
+                layout=layout, memory_layout=memory_layout, cache=cache, rotary=rotary, position_bias=position_bias
+            )
+            return self.attend(plan, query, key, value, attn_mask, key_padding_mask, is_causal, **options), None
+        if cache is not None or (layout is not None and layout.is_packed):
+            raise InputError(f"expected need_weights=False and no mask along with {_given_as(cache)}")
+        call = self._dense_call(query, key, value, attn_mask, key_padding_mask, is_causal, True, layout, memory_layout,
+                                rotary, position_bias)  # fmt: skip
+        attended, lse = attention(call.q, call.k, call.v, return_lse=True, **self._dropout(call.q), **call.options)
+        weights = attention_weights(call.q, call.k, lse, **call.options)
+        weights = weights.mean(1) if average_attn_weights else weights
+        return self._output(plan, attended, query), weights if query.dim() == 3 else weights[0]
+
+    def attend(
+        self,
+        plan: AttentionPlan,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        attn_mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+        is_causal: bool,
+        *,
+        layout: SequenceLayout | None = None,
+        memory_layout: SequenceLayout | None = None,
+        cache: AttentionCache | None = None,
+        rotary: RotaryPositions | None = None,
+        position_bias: Tensor | None = None,
+        shape: tuple[int, int] | None = None,
+    ) -> Tensor:
+        """`forward` without the distribution, for a layer that knows the attention's plan; no nested tensors.
+
+        With a shape, those of a batch's first two dimensions, the query is the batch's rows, (rows, embed_dim), and its
+        own key and value: products of rows need no views around them.
+        """
+        is_packed = layout is not None and layout.is_packed
+        if (cache is not None or is_packed) and (attn_mask is not None or key_padding_mask is not None):
+            raise InputError(f"expected need_weights=False and no mask along with {_given_as(cache)}")
         if cache is not None:
-            if need_weights or attn_mask is not None or key_padding_mask is not None:
-                raise InputError("expected need_weights=False and no mask along with a cache")
-            return self._cached(query, key, value, cache, layout, rotary, position_bias), None
-        if key is None or value is None:
-            raise InputError("expected key and value; only a static cache takes their place")
+            return self._cached(plan, query, key, value, cache, layout, rotary, position_bias)
+        if layout is not None and is_packed:
+            key, value = _both(key, value)
+            memory_layout = layout if key is query and memory_layout is None else memory_layout
+            return self._packed(plan, query, key, value, is_causal, layout, memory_layout, rotary, position_bias)
+        call = self._dense_call(query, key, value, attn_mask, key_padding_mask, is_causal, False, layout, memory_layout,
+                                rotary, position_bias, shape)  # fmt: skip
+        attended = attention(call.q, call.k, call.v, **self._dropout(call.q), **call.options)
+        return self._output(plan, attended, query, shape)
+
+    def _dense_call(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        attn_mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+        is_causal: bool,
+        need_weights: bool,
+        layout: SequenceLayout | None,
+        memory_layout: SequenceLayout | None,
+        rotary: RotaryPositions | None,
+        position_bias: Tensor | None,
+        shape: tuple[int, int] | None = None,
+    ) -> _DenseCall:
+        """What the op gets of a padded batch, or of one sequence, which becomes a batch of one."""
+        key, value = _both(key, value)
         same = key is query
         memory_layout = layout if same and memory_layout is None else memory_layout
-        if layout is not None and layout.is_packed:
-            if need_weights or attn_mask is not None or key_padding_mask is not None:
-                raise InputError("expected need_weights=False and no mask along with a packed layout")
-            return self._packed(query, key, value, is_causal, layout, memory_layout, rotary, position_bias), None
-
-        _check_dimensions(query, key, value, key_padding_mask, attn_mask)
-        is_batched = query.dim() == 3
-        q, k, v = self._project(query, key, value)
+        if shape is None:
+            _check_dimensions(query, key, value, key_padding_mask, attn_mask)
+        is_batched = query.dim() == 3 or shape is not None
+        q, k, v = self._project(query, key, value, shape)
         if not is_batched:
             q, k, v = q[None], k[None], v[None]
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
@@ -194,18 +283,38 @@ class MultiheadAttention(nn.Module):
             )
         if rotary is not None:
             q, k = rotary.rotate(q, k)
-        batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
         if is_causal and attn_mask is not None and (need_weights or key_padding_mask is not None):
             # torch.nn takes the hint only where neither is asked for.
             is_causal = is_causal_mask(attn_mask)
         if is_causal:
             attn_mask = None
         if self.bias_k is not None or self.add_zero_attn:
-            k, v, attn_mask, key_padding_mask = self._extra_keys(k, v, attn_mask, key_padding_mask, is_causal, seqlen_q)
-            is_causal, seqlen_k = False, k.shape[1]
             if memory_layout is not None or self.window_size != (None, None) or position_bias is not None:
                 raise InputError("add_bias_kv and add_zero_attn go with no layout, no window and no position_bias")
+            k, v, attn_mask, key_padding_mask = self._extra_keys(
+                k, v, attn_mask, key_padding_mask, is_causal, q.shape[1]
+            )
+            is_causal = False
         seqlens_k = None if memory_layout is None else memory_layout.seqlens
+        if attn_mask is None and key_padding_mask is None and position_bias is None:
+            mask = None
+        else:
+            mask, seqlens_k = self._mask(q, k, attn_mask, key_padding_mask, position_bias, seqlens_k, is_batched)
+        window = self._window(is_causal, 0 if same else q.shape[1] - k.shape[1])
+        return _DenseCall(q, k, v, {"attn_mask": mask, "seqlens_k": seqlens_k, "window_size": window})
+
+    def _mask(
+        self,
+        q: Tensor,
+        k: Tensor,
+        attn_mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+        position_bias: Tensor | None,
+        seqlens_k: Tensor | None,
+        is_batched: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """All masks and biases as one mask for the op, and the number of keys that each row sees, where it is known."""
+        batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
         if seqlens_k is None and key_padding_mask is not None and key_padding_mask.shape == (batch, seqlen_k):
             seqlens_k = right_padding_lengths(key_padding_mask)
             if seqlens_k is None:
@@ -217,26 +326,30 @@ class MultiheadAttention(nn.Module):
             if not (is_batched and self.batch_first):
                 raise InputError("expected a batched query, and batch_first, along with a position_bias")
             mask = add_bias(position_bias, mask)
-        options: dict[str, Any] = {
-            "attn_mask": mask,
-            "seqlens_k": seqlens_k,
-            "window_size": self._window(is_causal, 0 if same else seqlen_q - seqlen_k),
-        }
-        dropout_p, seed = self._dropout(q)
-        weights = None
-        if need_weights:
-            out, lse = attention(q, k, v, dropout_p=dropout_p, dropout_seed=seed, return_lse=True, **options)
-            weights = attention_weights(q, k, lse, **options)
-            weights = weights.mean(1) if average_attn_weights else weights
-        else:
-            out = attention(q, k, v, dropout_p=dropout_p, dropout_seed=seed, **options)
-        out = out.flatten(-2)
-        if not is_batched:
-            return project(self.out_proj, out[0]), None if weights is None else weights[0]
-        return project(self.out_proj, out if self.batch_first else out.transpose(0, 1)), weights
+        return mask, seqlens_k
+
+    def _output(
+        self, plan: AttentionPlan, attended: Tensor, query: Tensor, shape: tuple[int, int] | None = None
+    ) -> Tensor:
+        """The output projection of (batch, seqlen_q, num_heads, head_dim), as the query lies."""
+        if not (self.batch_first or (query.dim() == 2 and shape is None)):
+            attended = attended.transpose(0, 1)
+        # Of unbatched queries and of rows there are as many as all dimensions hold.
+        return self._project_out(plan, attended.flatten(-2) if query.dim() == 3 else attended.reshape(query.shape))
+
+    def _project_out(self, plan: AttentionPlan, x: Tensor) -> Tensor:
+        if plan.out_proj is None:
+            return self.out_proj(x)
+        return linear(x, plan.out_proj["weight"], plan.out_proj["bias"])
 
     def _nested(
-        self, x: Tensor, opened: Jagged, need_weights: bool, average_attn_weights: bool, is_causal: bool
+        self,
+        plan: AttentionPlan,
+        x: Tensor,
+        opened: Jagged,
+        need_weights: bool,
+        average_attn_weights: bool,
+        is_causal: bool,
     ) -> tuple[Tensor, Tensor | None]:
         learns = torch.is_grad_enabled() and any(each.requires_grad for each in (x, *self.parameters()))
         if learns and not opened.is_jagged:
@@ -246,7 +359,7 @@ class MultiheadAttention(nn.Module):
             )
         values, layout = opened.values, opened.layout
         if not need_weights:
-            return opened.close(self._packed(values, values, values, is_causal, layout, layout, None)), None
+            return opened.close(self._packed(plan, values, values, values, is_causal, layout, layout, None)), None
         # The distribution is a padded tensor.
         rows = layout.unpack(values)
         padded = rows if self.batch_first else rows.transpose(0, 1)
@@ -282,6 +395,7 @@ class MultiheadAttention(nn.Module):
 
     def _packed(
         self,
+        plan: AttentionPlan,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -302,14 +416,16 @@ class MultiheadAttention(nn.Module):
         q, k, v = self._project(query, key, value)
         if rotary is not None:
             q, k = rotary.rotate(q, k)
-        dropout_p, seed = self._dropout(q)
+        dropout = self._dropout(q)
         if position_bias is not None:
             if memory_layout is not layout:
                 raise InputError("expected a position_bias with a packed layout in self-attention only")
             left, right = self.window_size
             window = (left, 0 if is_causal else right)
-            out = attention_unpacked(q, k, v, layout, position_bias, window, dropout_p, seed)
-            return project(self.out_proj, out.flatten(-2))
+            out = attention_unpacked(
+                q, k, v, layout, position_bias, window, dropout["dropout_p"], dropout["dropout_seed"]
+            )
+            return self._project_out(plan, out.flatten(-2))
         out = varlen_attention(
             q,
             k,
@@ -320,14 +436,14 @@ class MultiheadAttention(nn.Module):
             memory_layout.max_seqlen,
             is_causal=is_causal,
             window_size=self.window_size,
-            dropout_p=dropout_p,
-            dropout_seed=seed,
+            **dropout,
         )
-        return project(self.out_proj, out.flatten(-2))
+        return self._project_out(plan, out.flatten(-2))
 
     @torch.no_grad()
     def _cached(
         self,
+        plan: AttentionPlan,
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
@@ -349,17 +465,17 @@ class MultiheadAttention(nn.Module):
             q = self._heads(linear(query, *self._q_weights(*self._in_proj())))
             out = attend_cached(cache, q.transpose(0, 1) if transposed else q)
         else:
-            if key is None or value is None:
-                raise InputError("expected key and value; only a static cache takes their place")
-            q, k, v = self._project(query, key, value)
+            q, k, v = self._project(query, *_both(key, value))
             if transposed:
                 q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
             packed_layout = layout if packed else None
             out = append_cached(cache, q, k, v, self.window_size[0], packed_layout, position_bias, rotary)
         out = out.flatten(-2)
-        return project(self.out_proj, out.transpose(0, 1) if transposed else out)
+        return self._project_out(plan, out.transpose(0, 1) if transposed else out)
 
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(
+        self, query: Tensor, key: Tensor, value: Tensor, shape: tuple[int, int] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         # One product for self-attention, one for the query and one for the memory in cross-attention.
         if query.shape[-1] != self.embed_dim or key.shape[-1] != self.kdim or value.shape[-1] != self.vdim:
             raise InputError(
@@ -369,10 +485,14 @@ class MultiheadAttention(nn.Module):
         weight, bias = self._in_proj()
         if weight is not None and key is query and value is query:
             qkv = linear(query, weight, _of_dtype(bias, weight))
-            q, k, v = qkv.split([self.embed_dim, self.kv_dim, self.kv_dim], dim=-1)
-        else:
-            q = linear(query, *self._q_weights(weight, bias))
-            k, v = self._project_kv(key, value, weight, bias)
+            head_dim = self._head_dim()
+            num_kv_heads = self.kv_dim // head_dim
+            num_all = self.num_heads + 2 * num_kv_heads
+            qkv = qkv.view(*(qkv.shape[:-1] if shape is None else shape), num_all, head_dim)
+            q, k, v = qkv.split([self.num_heads, num_kv_heads, num_kv_heads], dim=-2)
+            return q, k, v
+        q = linear(query, *self._q_weights(weight, bias))
+        k, v = self._project_kv(key, value, weight, bias)
         return self._heads(q), self._heads(k), self._heads(v)
 
     def _in_proj(self) -> tuple[Tensor | None, Tensor | None]:
@@ -399,16 +519,19 @@ class MultiheadAttention(nn.Module):
         k_bias, v_bias = (None, None) if bias is None else bias.split(sizes)
         return linear(key, k_weight, _of_dtype(k_bias, k_weight)), linear(value, v_weight, _of_dtype(v_bias, v_weight))
 
-    def _heads(self, x: Tensor) -> Tensor:
+    def _head_dim(self) -> int:
         # By num_heads, which may have been set since, as torch.nn reads it.
         head_dim, rest = divmod(self.embed_dim, self.num_heads)
         if rest:
             raise InputError(f"expected num_heads to divide embed_dim, got {self.num_heads} and {self.embed_dim}")
-        return x.unflatten(-1, (x.shape[-1] // head_dim, head_dim))
+        return head_dim
 
-    def _dropout(self, q: Tensor) -> tuple[float, Tensor | None]:
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self._head_dim()))
+
+    def _dropout(self, q: Tensor) -> dict[str, Any]:
         dropout_p = self.dropout if self.training else 0.0
-        return dropout_p, dropout_seed(dropout_p, q.device)
+        return {"dropout_p": dropout_p, "dropout_seed": dropout_seed(dropout_p, q.device)}
 
     def _window(self, is_causal: bool, diagonal: int) -> Window:
         left, right = self.window_size
@@ -448,6 +571,41 @@ class MultiheadAttention(nn.Module):
         """What print shows."""
         heads = f"{self.num_heads}" if self.num_kv_heads == self.num_heads else f"{self.num_heads}/{self.num_kv_heads}"
         return f"{self.embed_dim}, heads={heads}, dropout={self.dropout}, batch_first={self.batch_first}"
+
+
+_FORWARD = MultiheadAttention.forward
+
+
+def find_attention_plan(attention: nn.Module) -> AttentionPlan:
+    """The plan of an attention of ours, or of a class derived from it."""
+    return AttentionPlan(replacement(type(attention)), plain_parameters(attention._modules.get("out_proj"), *LINEARS))
+
+
+_PLANS: Plans[AttentionPlan] = Plans("_fastformer_attention", find_attention_plan)
+
+
+def attention_plan(attention: nn.Module) -> AttentionPlan:
+    """The plan of an attention in this call."""
+    plan = _PLANS.of(attention)
+    return plan._replace(out_proj=None) if is_watched() else plan
+
+
+def plan_inside(attention: object) -> AttentionPlan | None:
+    """The plan of what stands in the place of a layer's attention; None where it has to be called."""
+    if not isinstance(attention, MultiheadAttention) or type(attention).forward is not _FORWARD:
+        return None
+    plan = find_attention_plan(attention)
+    return plan if plan.replaced is None and is_unhooked(attention) else None
+
+
+def _given_as(cache: object) -> str:
+    return "a packed layout" if cache is None else "a cache"
+
+
+def _both(key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
+    if key is None or value is None:
+        raise InputError("expected key and value; only a static cache takes their place")
+    return key, value
 
 
 def _of_dtype(bias: Tensor | None, weight: Tensor) -> Tensor | None:

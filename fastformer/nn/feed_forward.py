@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from fastformer.nn.dropout import active_dropout, dropout_seed
 from fastformer.nn.errors import InputError
-from fastformer.nn.guards import is_plain, is_plain_dropout, is_untouched
+from fastformer.nn.guards import DROPOUTS, Plans, is_plain, is_untouched, is_watched, plain_parameters
 from fastformer.nn.linear import LINEARS
 from fastformer.ops.feed_forward import ACTIVATIONS, GATED, feed_forward
 
@@ -37,43 +38,75 @@ def is_gated(activation: Activation) -> bool:
     return isinstance(activation, str) and activation in GATED
 
 
-def fused_name(activation: Activation) -> str | None:
-    """What the op calls this activation, or None where it has to be called as it is."""
+def fused_name(activation: Activation, check: Callable[..., bool] = is_plain) -> str | None:
+    """What the op calls this activation, or None where it has to be called as it is.
+
+    Args:
+        activation: what a layer has under this name.
+        check: `is_untouched` for code that has asked `is_watched`.
+    """
     if isinstance(activation, str):
         return activation
-    if activation is F.relu or activation is torch.relu or is_plain(activation, nn.ReLU):
+    if activation is F.relu or activation is torch.relu or check(activation, nn.ReLU):
         return "relu"
     if activation is F.gelu:
         return "gelu"
-    if activation is F.silu or is_plain(activation, nn.SiLU):
+    if activation is F.silu or check(activation, nn.SiLU):
         return "silu"
-    if isinstance(activation, nn.GELU) and is_plain(activation, nn.GELU):
+    if isinstance(activation, nn.GELU) and check(activation, nn.GELU):
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(activation.approximate)
     return None
 
 
-def apply_feed_forward(
-    x: Tensor, linear1: nn.Module, linear2: nn.Module, activation: Activation, dropout: nn.Module
-) -> Tensor:
-    """linear2(dropout(activation(linear1(x)))), in one op where the pieces are ones that it knows.
+class FeedForwardPlan(NamedTuple):
+    """A feed-forward network that is one op: nothing is left out where none of its modules is called.
 
-    Where somebody replaced one of the modules (an adapter, a quantised linear) or hooked it, each is called.
+    Attributes:
+        activation: its name in the op.
+        linear1, linear2: the parameters of both linears.
+        dropout: the module behind the activation.
     """
-    name = fused_name(activation)
-    linears = is_untouched(linear1, *LINEARS) and is_untouched(linear2, *LINEARS)
-    if name is not None and linears and is_plain_dropout(dropout):
-        assert isinstance(linear1, nn.Linear) and isinstance(linear2, nn.Linear)
-        dropout_p = active_dropout(dropout)
+
+    activation: str
+    linear1: dict[str, Any]
+    linear2: dict[str, Any]
+    dropout: nn.Module
+
+    def compute(self, x: Tensor) -> Tensor:
+        """linear2(dropout(activation(linear1(x))))."""
+        dropout_p = active_dropout(self.dropout)
         return feed_forward(
             x,
-            linear1.weight,
-            linear1.bias,
-            linear2.weight,
-            linear2.bias,
-            activation=name,
+            self.linear1["weight"],
+            self.linear1["bias"],
+            self.linear2["weight"],
+            self.linear2["bias"],
+            activation=self.activation,
             dropout_p=dropout_p,
             dropout_seed=dropout_seed(dropout_p, x.device),
         )
+
+
+def find_feed_forward_plan(module: nn.Module) -> FeedForwardPlan | None:
+    """The plan of a module with a `linear1`, `activation`, `dropout` and `linear2`; None where these are called.
+
+    They are where one of them was replaced (an adapter, a quantised linear), patched or hooked.
+    """
+    inside = module._modules
+    name = fused_name(module.activation, is_untouched)  # type: ignore[arg-type]
+    linear1 = plain_parameters(inside.get("linear1"), *LINEARS)
+    linear2 = plain_parameters(inside.get("linear2"), *LINEARS)
+    dropout = inside.get("dropout")
+    if name is None or linear1 is None or linear2 is None or not is_untouched(dropout, *DROPOUTS):
+        return None
+    assert isinstance(dropout, nn.Module)
+    return FeedForwardPlan(name, linear1, linear2, dropout)
+
+
+def call_feed_forward(
+    x: Tensor, linear1: nn.Module, linear2: nn.Module, activation: Activation, dropout: nn.Module
+) -> Tensor:
+    """linear2(dropout(activation(linear1(x)))), each called."""
     return linear2(dropout(_call(activation, linear1(x))))
 
 
@@ -122,4 +155,10 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., dim) -> (..., dim)."""
-        return apply_feed_forward(x, self.linear1, self.linear2, self.activation, self.dropout)
+        plan = None if is_watched() else _PLANS.of(self)
+        if plan is None:
+            return call_feed_forward(x, self.linear1, self.linear2, self.activation, self.dropout)
+        return plan.compute(x)
+
+
+_PLANS: Plans[FeedForwardPlan | None] = Plans("_fastformer_feed_forward", find_feed_forward_plan)

@@ -14,8 +14,13 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, starmap
 from operator import is_
+<<<<<<< HEAD
 from types import BuiltinFunctionType, MappingProxyType, ModuleType
 from typing import Any, Generic, NamedTuple, TypeVar, cast
+=======
+from types import BuiltinFunctionType, ModuleType
+from typing import Any, Generic, NamedTuple, TypeVar
+>>>>>>> b585c36 (Plan once how a stack computes, and ask its guards once a pass)
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +30,7 @@ from torch.utils._device import DeviceContext
 
 import fastformer
 from fastformer.nn.norm import AddLayerNorm
+from fastformer.ops import _extension
 
 LINEARS = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
 _KINDS: tuple[type[nn.Module], ...] = (
@@ -121,7 +127,7 @@ def is_written_as_known(kind: type[nn.Module]) -> bool:
 class Replacement(NamedTuple):
     """What somebody put in the place of what a class was written to do; see `is_written_as_known`."""
 
-    original: type[nn.Module]
+    original: Any  # the class
     replaced: str
 
 
@@ -195,6 +201,11 @@ def is_untouched(module: object, *kinds: type[nn.Module]) -> bool:
     assert isinstance(module, nn.Module)
     if not is_written_as_known(kind) or not is_unhooked(module):
         return False
+    return has_plain_tensors(module)
+
+
+def has_plain_tensors(module: nn.Module) -> bool:
+    """Whether no parameter of a module is of a class that has a say in what is done with it."""
     for tensor in module._parameters.values():  # noqa: SIM110  a generator takes longer than all else here
         if type(tensor) not in _PLAIN_TENSORS:
             return False
@@ -207,6 +218,20 @@ DROPOUTS = (nn.Dropout, nn.Identity)
 def is_plain_dropout(dropout: object) -> bool:
     """Whether `active_dropout` says all that there is to say about a module that stands where a dropout does."""
     return is_plain(dropout, *DROPOUTS)
+
+
+def plain_parameters(module: object, *kinds: type[nn.Module]) -> dict[str, Any] | None:
+    """Where the `weight` and `bias` of an untouched module of these kinds stand; None for any other."""
+    if not is_untouched(module, *kinds):
+        return None
+    assert isinstance(module, nn.Module)
+    # The replicas of DataParallel have theirs elsewhere.
+    return module._parameters if "weight" in module._parameters and "bias" in module._parameters else None
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """What is not None: modules with torch.nn's signature alone aren't handed other options unless the caller is."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 class NormSettings(NamedTuple):
@@ -259,6 +284,7 @@ T = TypeVar("T")
 _SETTINGS = frozenset(
     {
         *("dim", "normalized_shape", "num_parameters", "gradient_checkpointing", "forward", "_compiled_call_impl"),
+        *("activation", "norm_first"),
         *("is_causal", "chunk_size_feed_forward", "position_embedding_type", "has_relative_attention_bias", "config"),
     }
 )
@@ -273,39 +299,39 @@ class Guards:
     It keeps the modules inside of the owner alive, and not the owner: let the owner hold it (see `Plans`).
 
     Args:
-        owner: the module whose class, children and attributes are watched. Unless `everything` is watched it may have
-            hooks and a forward of its own.
-        modules: those inside of it that are watched, each by itself: give what is inside of them, too.
+        owner: the module whose class, children and settings are watched. It may have hooks and a forward of its own.
+        modules: those inside of it whose class, children, hooks, functions, and settings that say how they are called,
+            are watched; each by itself: give what is inside of them, too.
         functions: what else is watched, each by where it stands (the `vars` of a Python module, or a class) and its
             name.
-        everything: whether all attributes of the owner and the modules are watched, numbers and flags such as
-            `training` among them; else their children, hooks, functions, and the settings that say how they are called.
-            Parameters and buffers may always be replaced.
+        wholly: further ones inside of which all attributes are watched, numbers and flags such as `training` among
+            them, and the classes of their parameters. The parameters may be replaced by others of the same class.
+        strangers: further ones of which nothing but the class is watched.
     """
 
     def __init__(
         self,
         owner: nn.Module,
-        modules: Iterable[nn.Module],
+        modules: Iterable[nn.Module] = (),
         functions: Iterable[tuple[object, str]] = (),
         *,
-        everything: bool = False,
+        wholly: Iterable[nn.Module] = (),
+        strangers: Iterable[nn.Module] = (),
     ) -> None:
-        self._modules = tuple(modules)
-        self._kinds = (type(owner), *map(type, self._modules))
-        own, inside = vars(owner), [*map(vars, self._modules)]
+        modules, wholly = tuple(modules), tuple(wholly)
+        every = (*modules, *wholly, *strangers)
+        kinds = (type(owner), *map(type, every))
+        own, partly, whole = vars(owner), [*map(vars, modules)], [*map(vars, wholly)]
         # Nothing here may hold the owner's own dictionary, which holds this.
-        if everything:
-            self._names = tuple(name for name in own if type(own[name]) is not Kept)
-        else:
-            self._names = ("_modules", *(name for name in watched_names(own) if name not in _OF_THE_OWNER_ALONE))
-        self._own = tuple(map(own.get, self._names))
-        # Dictionaries of which every value is watched.
-        spaces = [each[name] for each in inside for name in ("_modules", *_HOOKS)]
-        spaces += [own[name] for name in ("_modules", *(_HOOKS if everything else ()))]
-        # Places of which the one value is. Not only what is in the dictionaries of hooks counts: people put others in
-        # their place.
+        names = ["_modules", *(name for name in watched_names(own) if name not in _OF_THE_OWNER_ALONE)]
+        # Dictionaries of which every value is watched, and places of which the one value is.
+        spaces = [
+            own["_modules"],
+            *whole,
+            *(each[name] for each in (*partly, *whole) for name in ("_modules", *_HOOKS)),
+        ]
         places: list[tuple[object, str]] = []
+<<<<<<< HEAD
         if everything:
             spaces += inside
         else:
@@ -338,6 +364,47 @@ class Guards:
             and all(map(is_, self._values, chain.from_iterable(map(dict.values, self._spaces))))
             and all(map(is_, self._expected, self._now()))
         )
+=======
+        for each in partly:
+            # Not only what is in the dictionaries of hooks counts: people put others in their place.
+            places += [(each, name) for name in ("_modules", *_HOOKS, *watched_names(each))]
+            places += [(each, name) for name in ("forward", "_compiled_call_impl")]
+        for kind in {kind for line in set(kinds) for kind in line.__mro__} - {object}:
+            places += [(kind, name) for name in ("forward", "__call__", *BLOCKS.get(kind, ()))]
+        places += functions
+        tensors = [each["_parameters"] for each in whole]
+        sized = [*spaces, *partly, *tensors]
+        self._record = (
+            *(kinds, every, tuple(names), tuple(map(own.get, names))),
+            *(tuple(sized), (len(own), *map(len, sized))),
+            *(tuple(spaces), tuple(chain.from_iterable(map(dict.values, spaces)))),
+            *(tuple(places), tuple(starmap(_look_up, places))),
+            *(tuple(tensors), tuple(map(type, chain.from_iterable(map(dict.values, tensors))))),
+        )
+
+    def hold(self, owner: nn.Module) -> bool:
+        """Whether everything is as it was, of the owner and inside of it."""
+        return _hold()(owner, self._record)
+
+
+def _guards_hold(owner: nn.Module, record: tuple[tuple[Any, ...], ...]) -> bool:
+    """`Guards.hold`, which the C++ extension says in a tenth of the time."""
+    kinds, modules, names, own_values, sized, sizes, spaces, values, places, expected, tensors, types = record
+    own = vars(owner)
+    return (
+        all(map(is_, kinds, map(type, (owner, *modules))))
+        and sizes == (len(own), *map(len, sized))
+        and all(map(is_, own_values, map(own.get, names)))
+        and all(map(is_, values, chain.from_iterable(map(dict.values, spaces))))
+        and all(map(is_, expected, starmap(_look_up, places)))
+        and all(map(is_, types, map(type, chain.from_iterable(map(dict.values, tensors)))))
+    )
+
+
+@functools.cache
+def _hold() -> Callable[[nn.Module, tuple[tuple[Any, ...], ...]], bool]:
+    return _extension.host_function("guards_hold") or _guards_hold
+>>>>>>> b585c36 (Plan once how a stack computes, and ask its guards once a pass)
 
     def _now(self) -> Iterator[object]:
         """What stands in the places."""
@@ -348,16 +415,10 @@ class Guards:
         )
 
 
-class Kept(Generic[T]):
-    """A plan and its guards, as a module keeps them. A copy of the module makes a plan of its own."""
+class Kept(dict[bool, tuple[Any, Guards]]):
+    """The plans of a module, by whether it is training, each with its guards. A copy of the module plans for itself."""
 
-    __slots__ = ("guards", "plan")
-
-    def __init__(self, plan: T | None = None, guards: Guards | None = None) -> None:
-        self.plan = plan
-        self.guards = guards
-
-    def __reduce__(self) -> tuple[type[Kept[T]], tuple[()]]:
+    def __reduce__(self) -> tuple[type[Kept], tuple[()]]:
         return Kept, ()
 
 
@@ -365,24 +426,60 @@ class Plans(Generic[T]):
     """What was found out about modules. Each keeps its own, for as long as the guards hold.
 
     Args:
-        attribute: the name under which a module keeps its plan.
-        make: (module) -> (what was found out about it, its guards). Neither may hold the module, or it would be freed
-            late.
+        attribute: the name under which a module keeps its plans.
+        find: (module) -> what there is to find out. It must not hold the module, which would be freed late.
+        guard: (module) -> the guards of what was found.
     """
 
-    def __init__(self, attribute: str, make: Callable[[Any], tuple[T, Guards]]) -> None:
+    def __init__(self, attribute: str, find: Callable[[Any], T], guard: Callable[[Any], Guards] | None = None) -> None:
         self._attribute = attribute
-        self._make = make
+        self._find = find
+        self._guard = guards_of if guard is None else guard
 
     def of(self, module: nn.Module) -> T:
-        """What is found out about a module as it is now. Not to be asked while torch.compile traces."""
+        """What is found out about a module as it is now."""
+        if torch.compiler.is_compiling():
+            return self._find(module)  # the compiler guards what is read here
         own = vars(module)
-        kept: Kept[T] | None = own.get(self._attribute)
-        if kept is None:
-            kept = own[self._attribute] = Kept()
-        if kept.guards is None or not kept.guards.hold(module):
-            kept.plan, kept.guards = self._make(module)
-        return cast(T, kept.plan)
+        plans = own.get(self._attribute)
+        if plans is None:
+            plans = own[self._attribute] = Kept()
+        found: tuple[T, Guards] | None = plans.get(own["training"])
+        if found is None or not found[1].hold(module):
+            found = plans[own["training"]] = (self._find(module), self._guard(module))
+        return found[0]
+
+
+# Functions by which layers attend where they are torch.nn's classes, and those that a layer's activation may be.
+_WATCHED = tuple(
+    (vars(F), name) for name in ("scaled_dot_product_attention", "multi_head_attention_forward", "relu", "gelu", "silu")
+)
+
+
+def guards_of(owner: nn.Module) -> Guards:
+    """The guards of what was found out about a module from what is inside of it.
+
+    All is watched of modules of PyTorch's classes and of this library's; of those that are hooked or patched, what
+    makes them so. What is inside of modules of other classes is theirs, and may change in each call.
+    """
+    wholly: list[nn.Module] = []
+    partly: list[nn.Module] = []
+    strangers: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> None:
+        for child in module._modules.values():
+            if child is None:
+                continue
+            kind = type(child)
+            is_known = kind.__module__.startswith(("torch.", "fastformer."))
+            if not (is_known or any(each.__module__.startswith("fastformer.nn.") for each in kind.__mro__)):
+                strangers.append(child)
+                continue
+            (wholly if is_unhooked(child) and has_plain_tensors(child) else partly).append(child)
+            visit(child)
+
+    visit(owner)
+    return Guards(owner, partly, _WATCHED, wholly=wholly, strangers=strangers)
 
 
 def watched_names(own: dict[str, Any]) -> Iterator[str]:

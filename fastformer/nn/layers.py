@@ -9,26 +9,66 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.cache.layer_view import LayerCache
-from fastformer.nn.attention import MultiheadAttention, Window
+from fastformer.nn.attention import AttentionPlan, MultiheadAttention, Window, plan_inside
 from fastformer.nn.dropout import active_dropout, dropout_seed
 from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.errors import InputError
-from fastformer.nn.feed_forward import Activation, apply_feed_forward, is_gated, resolve_activation
+from fastformer.nn.feed_forward import (
+    Activation,
+    FeedForwardPlan,
+    call_feed_forward,
+    find_feed_forward_plan,
+    is_gated,
+    resolve_activation,
+)
 from fastformer.nn.guards import (
     DROPOUTS,
-    is_called_plainly,
+    Plans,
+    Replacement,
+    given,
+    is_unhooked,
     is_untouched,
     is_untouched_norm,
     is_watched,
-    is_written_as_known,
     read_norm,
-    yields_to_torch,
+    replacement,
 )
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.masks import as_additive
 from fastformer.nn.norm import AddLayerNorm
 from fastformer.nn.padding import open_nested
 from fastformer.ops.add_layer_norm import add_layer_norm
+
+
+class NormPlan(NamedTuple):
+    """An untouched norm: where its parameters stand, and the settings of `ops.add_layer_norm`."""
+
+    module: nn.Module
+    parameters: dict[str, Any]
+    eps: float
+    rms_norm: bool
+
+    def join(self, x: Tensor, residual: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
+        """(norm(dropout(x) + residual), the sum)."""
+        return add_layer_norm(
+            x,
+            residual,
+            self.parameters["weight"],
+            self.parameters.get("bias"),
+            eps=self.eps,
+            rms_norm=self.rms_norm,
+            dropout_p=dropout_p,
+            dropout_seed=dropout_seed(dropout_p, x.device),
+        )
+
+
+def find_norm_plan(norm: object) -> NormPlan | None:
+    """The plan of a norm of the last dimension; None for anything else."""
+    if not is_untouched_norm(norm):
+        return None
+    assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
+    settings = read_norm(norm)
+    return NormPlan(norm, norm._parameters, settings.eps, settings.rms_norm) if "weight" in norm._parameters else None
 
 
 class ResidualStream(NamedTuple):
@@ -45,11 +85,11 @@ class ResidualStream(NamedTuple):
         """The sum itself."""
         return self.residual if self.delta is None else self.residual + F.dropout(self.delta, self.dropout_p)
 
-    def normalise(self, norm: nn.Module) -> tuple[Tensor, Tensor]:
-        """(norm(value), value), of a norm that `norm_settings` knows."""
+    def normalise(self, norm: NormPlan) -> tuple[Tensor, Tensor]:
+        """(norm(value), value)."""
         if self.delta is None:
-            return norm(self.residual), self.residual
-        return join(self.delta, self.residual, self.dropout_p, norm)
+            return norm.module(self.residual), self.residual
+        return norm.join(self.delta, self.residual, self.dropout_p)
 
 
 def join(x: Tensor, residual: Tensor, dropout_p: float, norm: nn.Module) -> tuple[Tensor, Tensor]:
@@ -59,33 +99,72 @@ def join(x: Tensor, residual: Tensor, dropout_p: float, norm: nn.Module) -> tupl
     return add_layer_norm(x, residual, weight, bias, eps=eps, rms_norm=rms_norm, dropout_p=dropout_p, dropout_seed=seed)
 
 
-def post_norm(x: Tensor, residual: Tensor, dropout: nn.Module, norm: nn.Module) -> Tensor:
+def _post_norm(x: Tensor, residual: Tensor, dropout: nn.Module, norm: NormPlan) -> Tensor:
     """norm(dropout(x) + residual), in the sum's dtype: under autocast a post-norm layer's stream stays fp32."""
-    dtype = torch.promote_types(x.dtype, residual.dtype)
-    return join(x.to(dtype), residual, active_dropout(dropout), norm)[0]
+    if x.dtype != residual.dtype:
+        x = x.to(torch.promote_types(x.dtype, residual.dtype))
+    return norm.join(x, residual, active_dropout(dropout))[0]
 
 
-def given(**options: Any) -> dict[str, Any]:
-    """What is not None: modules with torch.nn's signature alone aren't handed what nobody asked for."""
-    return {name: value for name, value in options.items() if value is not None}
+class LayerPlan(NamedTuple):
+    """How a layer computes, as far as its modules and its class decide it.
+
+    Attributes:
+        replaced: the function that is called instead, which somebody put in the place of torch.nn's.
+        norms, dropouts: of the sub-layers in turn, which are fused with the additions; () where each module, and each
+            block that a subclass may override, is called.
+        adds_masks: whether blocks or attention of another class get masks that are added, as torch.nn's layer gives.
+        self_attention, cross_attention: their plans; None where the attention is called.
+        feed_forward: the plan of the feed-forward network; None where its modules are called.
+        why_called: why a stack calls the layer, in words; None where it computes what the layer would, without a call.
+    """
+
+    replaced: Replacement | None
+    norms: tuple[NormPlan, ...]
+    dropouts: tuple[nn.Module, ...]
+    adds_masks: bool
+    self_attention: AttentionPlan | None
+    cross_attention: AttentionPlan | None
+    feed_forward: FeedForwardPlan | None
+    why_called: str | None
 
 
-def is_our_attention(module: nn.Module) -> bool:
-    """Whether a module attends as ours does, and nobody else sees what it is given."""
-    return (
-        type(module).forward is MultiheadAttention.forward
-        and is_written_as_known(type(module))
-        and is_called_plainly(module)
+def find_layer_plan(layer: _Layer) -> LayerPlan:
+    """The plan of a layer of ours, or of a class derived from it."""
+    inside, replaced = layer._modules, replacement(type(layer))
+    own_blocks = layer._has_own_blocks()
+    norms = [find_norm_plan(inside.get(f"norm{i}")) for i in layer._sub_layers]
+    dropouts = [inside.get(f"dropout{i}") for i in layer._sub_layers]
+    joins = own_blocks and all(each is not None for each in norms)
+    joins = joins and all(is_untouched(each, *DROPOUTS) for each in dropouts)
+    self_attention = plan_inside(inside.get("self_attn"))
+    why_called = None
+    if type(layer).forward not in _FORWARDS or replaced is not None:
+        why_called = f"{type(layer).__name__} has a forward of its own, or another was put in its place"
+    elif not is_unhooked(layer):
+        why_called = "it has a hook, or a forward of its own"
+    return LayerPlan(
+        replaced,
+        tuple(each for each in norms if each is not None) if joins else (),
+        tuple(each for each in dropouts if each is not None) if joins else (),
+        not (own_blocks and self_attention is not None),
+        self_attention,
+        plan_inside(inside.get("multihead_attn")) if layer.has_cross_attention else None,
+        find_feed_forward_plan(layer),
+        why_called,
     )
 
 
-def is_our_layer(module: nn.Module) -> bool:
-    """Whether a module computes as our layers do, and nobody else sees what it is given."""
-    return (
-        type(module).forward in (TransformerEncoderLayer.forward, TransformerDecoderLayer.forward)
-        and is_written_as_known(type(module))
-        and is_called_plainly(module)
-    )
+_PLANS: Plans[LayerPlan] = Plans("_fastformer_layer", find_layer_plan)
+
+
+def layer_plan(layer: _Layer) -> LayerPlan:
+    """The plan of a layer in this call."""
+    plan = _PLANS.of(layer)
+    if not is_watched():
+        return plan
+    why_called = "a hook on all modules, a mode, or a function in place of one of PyTorch's sees what modules do"
+    return LayerPlan(plan.replaced, (), (), True, None, None, None, why_called)
 
 
 class _Layer(nn.Module):
@@ -148,8 +227,18 @@ class _Layer(nn.Module):
             setattr(self, f"dropout{i}", nn.Dropout(dropout))
 
     def _self_attention(
-        self, x: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool, **options: Any
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+        is_causal: bool,
+        plan: AttentionPlan | None = None,
+        **options: Any,
     ) -> Tensor:
+        if plan is not None:
+            attention: Any = self._modules["self_attn"]
+            out: Tensor = attention.attend(plan, x, x, x, attn_mask, key_padding_mask, is_causal, **options)
+            return out
         return self.self_attn(
             x,
             x,
@@ -161,25 +250,19 @@ class _Layer(nn.Module):
             **options,
         )[0]
 
-    def _feed_forward(self, x: Tensor) -> Tensor:
-        return apply_feed_forward(x, self.linear1, self.linear2, self.activation, self.dropout)
-
-    def _has_own_blocks(self) -> bool:
-        kind, own = type(self), self.__dict__
-        return all(name not in own and getattr(kind, name) is block for name, block in self._blocks.items())
+    def _feed_forward(self, x: Tensor, plan: FeedForwardPlan | None = None) -> Tensor:
+        if plan is not None:
+            return plan.compute(x)
+        return call_feed_forward(x, self.linear1, self.linear2, self.activation, self.dropout)
 
     def may_join(self) -> bool:
-        """Whether dropouts, additions and norms may be fused: nobody replaced, patched or hooked what is left out.
+        """Whether dropouts, additions and norms are fused: none of them is replaced, patched or hooked."""
+        return bool(layer_plan(self).norms)
 
-        The blocks, which subclasses override, aren't called then.
-        """
-        if is_watched() or not self._has_own_blocks():
-            return False
-        modules = self._modules
-        for i in self._sub_layers:
-            if not (is_untouched_norm(modules.get(f"norm{i}")) and is_untouched(modules.get(f"dropout{i}"), *DROPOUTS)):
-                return False
-        return True
+    def _has_own_blocks(self) -> bool:
+        """Whether the blocks, which aren't called where their parts are fused, are those of this class."""
+        kind, own = type(self), self.__dict__
+        return all(name not in own and getattr(kind, name) is block for name, block in self._blocks.items())
 
 
 class TransformerEncoderLayer(_Layer):
@@ -206,7 +289,6 @@ class TransformerEncoderLayer(_Layer):
     dropout1: nn.Dropout
     dropout2: nn.Dropout
 
-    @yields_to_torch
     def forward(
         self,
         src: Tensor | ResidualStream,
@@ -233,39 +315,59 @@ class TransformerEncoderLayer(_Layer):
         Returns:
             src's shape; a `ResidualStream` for a `ResidualStream`.
         """
+        plan = layer_plan(self)
+        others = (layout, cache, rotary, position_bias)
+        if plan.replaced is not None and all(each is None for each in others) and isinstance(src, Tensor):
+            options = given(src_mask=src_mask, src_key_padding_mask=src_key_padding_mask, is_causal=is_causal or None)
+            out: Tensor = plan.replaced.original.forward(self, src, **options)
+            return out
         if isinstance(src, Tensor) and src.is_nested:
-            others = (layout, cache, rotary, position_bias)
             opened, is_causal = open_nested(src, src_mask, src_key_padding_mask, is_causal, *others)
-            values = TransformerEncoderLayer.forward(self, opened.values, is_causal=is_causal, layout=opened.layout)
+            values = self.compute(plan, opened.values, None, None, is_causal, layout=opened.layout)
             assert isinstance(values, Tensor)
             return opened.close(values)
         own = None if cache is None else cache.self_attention
         options = given(layout=layout, cache=own, rotary=rotary, position_bias=position_bias)
-        masks = (src_mask, src_key_padding_mask)
-        if not (self._has_own_blocks() and is_our_attention(self.self_attn)):
+        return self.compute(plan, src, src_mask, src_key_padding_mask, is_causal, **options)
+
+    def compute(
+        self,
+        plan: LayerPlan,
+        src: Tensor | ResidualStream,
+        attn_mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+        is_causal: bool,
+        **options: Any,
+    ) -> Tensor | ResidualStream:
+        """`forward` for a stack that knows the layer's plan; the options are those of the self-attention."""
+        masks = (attn_mask, key_padding_mask)
+        if plan.adds_masks:
             # torch.nn's layer gives its blocks and its attention masks that are added.
             dtype = (src.residual if isinstance(src, ResidualStream) else src).dtype
-            masks = (as_additive(src_mask, dtype), as_additive(src_key_padding_mask, dtype))
-        if not isinstance(src, ResidualStream) and not self.may_join():
-            x = src
+            masks = (as_additive(attn_mask, dtype), as_additive(key_padding_mask, dtype))
+        if not plan.norms:
+            x = src.value() if isinstance(src, ResidualStream) else src
             if self.norm_first:
                 x = x + self._sa_block(self.norm1(x), *masks, is_causal=is_causal, **options)
-                return x + self._ff_block(self.norm2(x))
-            x = self.norm1(x + self._sa_block(x, *masks, is_causal=is_causal, **options))
-            return self.norm2(x + self._ff_block(x))
+                x = x + self._ff_block(self.norm2(x))
+            else:
+                x = self.norm1(x + self._sa_block(x, *masks, is_causal=is_causal, **options))
+                x = self.norm2(x + self._ff_block(x))
+            return ResidualStream(None, x) if isinstance(src, ResidualStream) else x
+        norm1, norm2 = plan.norms
+        dropout1, dropout2 = plan.dropouts
         if not self.norm_first:
             assert isinstance(src, Tensor)
-            attended = self._self_attention(src, *masks, is_causal, **options)
-            x = post_norm(attended, src, self.dropout1, self.norm1)
-            return post_norm(self._feed_forward(x), x, self.dropout2, self.norm2)
+            attended = self._self_attention(src, *masks, is_causal, plan.self_attention, **options)
+            x = _post_norm(attended, src, dropout1, norm1)
+            return _post_norm(self._feed_forward(x, plan.feed_forward), x, dropout2, norm2)
         stream = src if isinstance(src, ResidualStream) else ResidualStream(None, src)
-        y, residual = stream.normalise(self.norm1)
-        attended = self._self_attention(y, *masks, is_causal, **options)
-        y, residual = join(attended, residual, active_dropout(self.dropout1), self.norm2)
-        stream = ResidualStream(self._feed_forward(y), residual, active_dropout(self.dropout2))
+        y, residual = stream.normalise(norm1)
+        attended = self._self_attention(y, *masks, is_causal, plan.self_attention, **options)
+        y, residual = norm2.join(attended, residual, active_dropout(dropout1))
+        stream = ResidualStream(self._feed_forward(y, plan.feed_forward), residual, active_dropout(dropout2))
         return stream if isinstance(src, ResidualStream) else stream.value()
 
-    @yields_to_torch
     def _sa_block(
         self,
         x: Tensor,
@@ -274,11 +376,20 @@ class TransformerEncoderLayer(_Layer):
         is_causal: bool = False,
         **options: Any,
     ) -> Tensor:
-        return self.dropout1(self._self_attention(x, attn_mask, key_padding_mask, is_causal, **options))
+        plan = layer_plan(self)
+        if plan.replaced is not None and not options:
+            out: Tensor = plan.replaced.original._sa_block(self, x, attn_mask, key_padding_mask, is_causal)
+            return out
+        return self.dropout1(
+            self._self_attention(x, attn_mask, key_padding_mask, is_causal, plan.self_attention, **options)
+        )
 
-    @yields_to_torch
     def _ff_block(self, x: Tensor) -> Tensor:
-        return self.dropout2(self._feed_forward(x))
+        plan = layer_plan(self)
+        if plan.replaced is not None:
+            out: Tensor = plan.replaced.original._ff_block(self, x)
+            return out
+        return self.dropout2(self._feed_forward(x, plan.feed_forward))
 
     _blocks = {"_sa_block": _sa_block, "_ff_block": _ff_block}
 
@@ -299,7 +410,6 @@ class TransformerDecoderLayer(_Layer):
     dropout2: nn.Dropout
     dropout3: nn.Dropout
 
-    @yields_to_torch
     def forward(
         self,
         tgt: Tensor | ResidualStream,
@@ -333,37 +443,73 @@ class TransformerDecoderLayer(_Layer):
         Returns:
             tgt's shape; a `ResidualStream` for a `ResidualStream`.
         """
+        plan = layer_plan(self)
+        others = (layout, memory_layout, cache, rotary, position_bias)
+        if plan.replaced is not None and all(each is None for each in others) and isinstance(tgt, Tensor):
+            options = given(
+                tgt_mask=tgt_mask,
+                memory_mask=memory_mask,
+                tgt_key_padding_mask=tgt_key_padding_mask,
+                memory_key_padding_mask=memory_key_padding_mask,
+                tgt_is_causal=tgt_is_causal or None,
+                memory_is_causal=memory_is_causal or None,
+            )
+            out: Tensor = plan.replaced.original.forward(self, tgt, memory, **options)
+            return out
+        masks, memory_masks = (tgt_mask, tgt_key_padding_mask), (memory_mask, memory_key_padding_mask)
+        return self.compute(
+            plan, tgt, memory, masks, memory_masks, tgt_is_causal, memory_is_causal, layout, memory_layout, cache,
+            rotary, position_bias,
+        )  # fmt: skip
+
+    def compute(
+        self,
+        plan: LayerPlan,
+        tgt: Tensor | ResidualStream,
+        memory: Tensor | None,
+        masks: tuple[Tensor | None, Tensor | None],
+        memory_masks: tuple[Tensor | None, Tensor | None],
+        is_causal: bool,
+        memory_is_causal: bool,
+        layout: SequenceLayout | None,
+        memory_layout: SequenceLayout | None,
+        cache: LayerCache | None,
+        rotary: RotaryPositions | None,
+        position_bias: Tensor | None,
+    ) -> Tensor | ResidualStream:
+        """`forward` for a stack that knows the layer's plan."""
         if cache is not None and cache.cross_attention is None:
             raise InputError("expected a cache whose memory is set (KVCache.set_memory)")
-        own_cache = None if cache is None else cache.self_attention
+        own_cache, other_cache = (None, None) if cache is None else (cache.self_attention, cache.cross_attention)
         own = given(layout=layout, cache=own_cache, rotary=rotary, position_bias=position_bias)
-        other = given(
-            layout=layout, memory_layout=memory_layout, cache=None if cache is None else cache.cross_attention
-        )
-        masks, memory_masks = (tgt_mask, tgt_key_padding_mask), (memory_mask, memory_key_padding_mask)
-        if not isinstance(tgt, ResidualStream) and not self.may_join():
-            x = tgt
+        other = given(layout=layout, memory_layout=memory_layout, cache=other_cache)
+        if not plan.norms:
+            x = tgt.value() if isinstance(tgt, ResidualStream) else tgt
             if self.norm_first:
-                x = x + self._sa_block(self.norm1(x), *masks, tgt_is_causal, **own)
+                x = x + self._sa_block(self.norm1(x), *masks, is_causal, **own)
                 x = x + self._mha_block(self.norm2(x), memory, *memory_masks, memory_is_causal, **other)
-                return x + self._ff_block(self.norm3(x))
-            x = self.norm1(x + self._sa_block(x, *masks, tgt_is_causal, **own))
-            x = self.norm2(x + self._mha_block(x, memory, *memory_masks, memory_is_causal, **other))
-            return self.norm3(x + self._ff_block(x))
+                x = x + self._ff_block(self.norm3(x))
+            else:
+                x = self.norm1(x + self._sa_block(x, *masks, is_causal, **own))
+                x = self.norm2(x + self._mha_block(x, memory, *memory_masks, memory_is_causal, **other))
+                x = self.norm3(x + self._ff_block(x))
+            return ResidualStream(None, x) if isinstance(tgt, ResidualStream) else x
+        norm1, norm2, norm3 = plan.norms
+        dropout1, dropout2, dropout3 = plan.dropouts
         if not self.norm_first:
             assert isinstance(tgt, Tensor)
-            attended = self._self_attention(tgt, *masks, tgt_is_causal, **own)
-            x = post_norm(attended, tgt, self.dropout1, self.norm1)
-            attended = self._cross_attention(x, memory, *memory_masks, memory_is_causal, **other)
-            x = post_norm(attended, x, self.dropout2, self.norm2)
-            return post_norm(self._feed_forward(x), x, self.dropout3, self.norm3)
+            attended = self._self_attention(tgt, *masks, is_causal, plan.self_attention, **own)
+            x = _post_norm(attended, tgt, dropout1, norm1)
+            attended = self._cross_attention(x, memory, *memory_masks, memory_is_causal, plan.cross_attention, **other)
+            x = _post_norm(attended, x, dropout2, norm2)
+            return _post_norm(self._feed_forward(x, plan.feed_forward), x, dropout3, norm3)
         stream = tgt if isinstance(tgt, ResidualStream) else ResidualStream(None, tgt)
-        y, residual = stream.normalise(self.norm1)
-        attended = self._self_attention(y, *masks, tgt_is_causal, **own)
-        y, residual = join(attended, residual, active_dropout(self.dropout1), self.norm2)
-        attended = self._cross_attention(y, memory, *memory_masks, memory_is_causal, **other)
-        y, residual = join(attended, residual, active_dropout(self.dropout2), self.norm3)
-        stream = ResidualStream(self._feed_forward(y), residual, active_dropout(self.dropout3))
+        y, residual = stream.normalise(norm1)
+        attended = self._self_attention(y, *masks, is_causal, plan.self_attention, **own)
+        y, residual = norm2.join(attended, residual, active_dropout(dropout1))
+        attended = self._cross_attention(y, memory, *memory_masks, memory_is_causal, plan.cross_attention, **other)
+        y, residual = norm3.join(attended, residual, active_dropout(dropout2))
+        stream = ResidualStream(self._feed_forward(y, plan.feed_forward), residual, active_dropout(dropout3))
         return stream if isinstance(tgt, ResidualStream) else stream.value()
 
     def _cross_attention(
@@ -373,8 +519,13 @@ class TransformerDecoderLayer(_Layer):
         attn_mask: Tensor | None,
         key_padding_mask: Tensor | None,
         is_causal: bool,
+        plan: AttentionPlan | None = None,
         **options: Any,
     ) -> Tensor:
+        if plan is not None:
+            attention: Any = self._modules["multihead_attn"]
+            out: Tensor = attention.attend(plan, x, memory, memory, attn_mask, key_padding_mask, is_causal, **options)
+            return out
         return self.multihead_attn(
             x,
             memory,
@@ -386,7 +537,6 @@ class TransformerDecoderLayer(_Layer):
             **options,
         )[0]
 
-    @yields_to_torch
     def _sa_block(
         self,
         x: Tensor,
@@ -395,9 +545,14 @@ class TransformerDecoderLayer(_Layer):
         is_causal: bool = False,
         **options: Any,
     ) -> Tensor:
-        return self.dropout1(self._self_attention(x, attn_mask, key_padding_mask, is_causal, **options))
+        plan = layer_plan(self)
+        if plan.replaced is not None and not options:
+            out: Tensor = plan.replaced.original._sa_block(self, x, attn_mask, key_padding_mask, is_causal)
+            return out
+        return self.dropout1(
+            self._self_attention(x, attn_mask, key_padding_mask, is_causal, plan.self_attention, **options)
+        )
 
-    @yields_to_torch
     def _mha_block(
         self,
         x: Tensor,
@@ -407,10 +562,24 @@ class TransformerDecoderLayer(_Layer):
         is_causal: bool = False,
         **options: Any,
     ) -> Tensor:
-        return self.dropout2(self._cross_attention(x, mem, attn_mask, key_padding_mask, is_causal, **options))
+        plan = layer_plan(self)
+        if plan.replaced is not None and not options:
+            out: Tensor = plan.replaced.original._mha_block(self, x, mem, attn_mask, key_padding_mask, is_causal)
+            return out
+        attended = self._cross_attention(
+            x, mem, attn_mask, key_padding_mask, is_causal, plan.cross_attention, **options
+        )
+        return self.dropout2(attended)
 
-    @yields_to_torch
     def _ff_block(self, x: Tensor) -> Tensor:
-        return self.dropout3(self._feed_forward(x))
+        plan = layer_plan(self)
+        if plan.replaced is not None:
+            out: Tensor = plan.replaced.original._ff_block(self, x)
+            return out
+        return self.dropout3(self._feed_forward(x, plan.feed_forward))
 
     _blocks = {"_sa_block": _sa_block, "_mha_block": _mha_block, "_ff_block": _ff_block}
+
+
+# As they are written here: somebody may put others in their place.
+_FORWARDS = (TransformerEncoderLayer.forward, TransformerDecoderLayer.forward)

@@ -2,145 +2,26 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from fastformer.cache.kv_cache import KVCache
+from fastformer.cache.layer_view import StepTables
 from fastformer.nn.cached_step import check_layers, check_masks, next_tokens
 from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.errors import InputError
-from fastformer.nn.feed_forward import Activation, fused_name
-from fastformer.nn.guards import (
-    DROPOUTS,
-    is_traced,
-    is_untouched,
-    is_written_as_known,
-    norm_settings,
-    yields_to_torch,
-)
-from fastformer.nn.layers import (
-    ResidualStream,
-    TransformerDecoderLayer,
-    TransformerEncoderLayer,
-    given,
-    is_our_attention,
-    is_our_layer,
-    join,
-)
+from fastformer.nn.feed_forward import Activation
+from fastformer.nn.guards import given, replacement
+from fastformer.nn.layers import LayerPlan, TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.layout import SequenceLayout
-from fastformer.nn.linear import LINEARS
 from fastformer.nn.masks import as_additive, is_causal_mask, square_subsequent_mask
 from fastformer.nn.norm import AddLayerNorm
-from fastformer.nn.padding import open_nested, read_padding
-
-# What goes from layer to layer.
-State = Tensor | ResidualStream
+from fastformer.nn.padding import Padding, open_nested, read_padding
+from fastformer.nn.stack import Stack, StackPlan, State, as_rows, may_pack, stack_plan
 
 
-class _Stack(nn.Module):
-    """Layers in turn, then an optional norm; additions join the following norm wherever the layers allow it."""
-
-    layers: Any  # an nn.ModuleList of layers: ours, torch.nn's or the caller's
-    norm: nn.Module | None
-
-    def __init__(self, layer: nn.Module, num_layers: int, norm: nn.Module | None) -> None:
-        super().__init__()
-        if not isinstance(layer, nn.Module) or not isinstance(num_layers, int) or num_layers < 0:
-            raise InputError(
-                f"expected a layer and num_layers of at least 0, got {type(layer).__name__} and {num_layers!r}"
-            )
-        self.layers = nn.ModuleList([copy.deepcopy(layer) for _ in range(num_layers)])
-        self.num_layers = num_layers
-        self.norm = norm
-        # Recomputes each layer in the backward pass instead of keeping what it computed.
-        self.gradient_checkpointing = False
-
-    def _run(self, x: Tensor, call: Callable[[nn.Module, int, State], State]) -> Tensor:
-        saving = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-        fused = all(_takes_stream(layer) for layer in self.layers)
-        state: State = ResidualStream(None, x) if fused else x
-        for i, layer in enumerate(self.layers):
-            state = checkpoint(call, layer, i, state, use_reentrant=False) if saving else call(layer, i, state)
-        if not isinstance(state, ResidualStream):
-            return state if self.norm is None else self.norm(state)
-        return state.value() if self.norm is None else _final_norm(self.norm, state)
-
-    def _seqlen(self, x: Tensor, layout: SequenceLayout | None) -> int | None:
-        """The length that a mask must have; None where sequences are packed, or nobody says which dimension it is."""
-        attention = getattr(self.layers[0], "self_attn", None) if len(self.layers) else None
-        if (layout is not None and layout.is_packed) or attention is None:
-            return None
-        return x.shape[1 if x.dim() == 3 and getattr(attention, "batch_first", False) else 0]
-
-    def _may_pack(self, x: Tensor, other: Tensor | None = None) -> bool:
-        """Whether all layers compute the same for packed tokens, and nobody sees that they are packed."""
-        return (
-            all(type(each) in (Tensor, nn.Parameter) and each.dim() == 3 for each in (x, other) if each is not None)
-            and not is_traced()
-            and len(self.layers) > 0
-            and all(_takes_packed(layer) for layer in self.layers)
-            and (self.norm is None or norm_settings(self.norm) is not None)
-        )
-
-    def _is_windowed(self) -> bool:
-        return any(layer.self_attn.window_size != (None, None) for layer in self.layers)
-
-
-def _takes_layout(layer: nn.Module) -> bool:
-    return isinstance(layer, TransformerEncoderLayer) and is_written_as_known(type(layer))
-
-
-def _takes_packed(layer: nn.Module) -> bool:
-    if not isinstance(layer, TransformerEncoderLayer | TransformerDecoderLayer):
-        return False
-    attentions = [layer.self_attn, *([layer.multihead_attn] if layer.has_cross_attention else [])]
-    return (
-        is_our_layer(layer)
-        and all(map(_attends_packed, attentions))
-        and is_untouched(layer.linear1, *LINEARS)
-        and is_untouched(layer.linear2, *LINEARS)
-        # Others may look at more than one token.
-        and fused_name(layer.activation) is not None
-        and is_untouched(layer.dropout, *DROPOUTS)
-        and layer.may_join()
-    )
-
-
-def _attends_packed(attention: nn.Module) -> bool:
-    return (
-        is_our_attention(attention)
-        and attention.bias_k is None
-        and not attention.add_zero_attn
-        and is_untouched(attention.out_proj, *LINEARS)
-    )
-
-
-def _takes_stream(layer: nn.Module) -> bool:
-    # A subclass with a forward of its own, torch.nn's layer, or one that was hooked or patched gets and gives plain
-    # tensors.
-    return (
-        isinstance(layer, TransformerEncoderLayer | TransformerDecoderLayer)
-        and is_our_layer(layer)
-        and layer.norm_first
-        and layer.may_join()
-    )
-
-
-def _final_norm(norm: nn.Module, stream: ResidualStream) -> Tensor:
-    if stream.delta is None or norm_settings(norm) is None:
-        return norm(stream.value())
-    # In the stream's dtype, as torch.nn has it under autocast.
-    delta = stream.delta.to(torch.promote_types(stream.delta.dtype, stream.residual.dtype))
-    return join(delta, stream.residual, stream.dropout_p, norm)[0]
-
-
-class TransformerEncoder(_Stack):
+class TransformerEncoder(Stack):
     """`torch.nn.TransformerEncoder`: a stack of encoder layers, and, with a cache, of a decoder-only model's.
 
     Args:
@@ -165,7 +46,6 @@ class TransformerEncoder(_Stack):
         self.enable_nested_tensor = enable_nested_tensor
         self.mask_check = mask_check
 
-    @yields_to_torch
     def forward(
         self,
         src: Tensor,
@@ -196,51 +76,107 @@ class TransformerEncoder(_Stack):
         Raises:
             InputError: masks along with a cache; a full cache.
         """
+        plan = stack_plan(self)
+        others = (layout, cache, rotary, position_bias)
+        is_bare = all(option is None for option in others)
+        if plan.replaced is not None and is_bare:
+            options = given(mask=mask, src_key_padding_mask=src_key_padding_mask, is_causal=is_causal)
+            out: Tensor = plan.replaced.original.forward(self, src, **options)
+            return out
         if src.is_nested:
             if isinstance(self, nn.TransformerEncoder) and not all(map(_takes_layout, self.layers)):
                 return super().forward(src, mask, src_key_padding_mask, is_causal)
-            others = (layout, cache, rotary, position_bias)
             opened, is_causal = open_nested(src, mask, src_key_padding_mask, is_causal, *others)
-            values = TransformerEncoder.forward(self, opened.values, is_causal=is_causal, layout=opened.layout)
-            return opened.close(values)
+            return opened.close(
+                self._encode(plan, opened.values, None, None, is_causal, opened.layout, is_trusted=True)
+            )
         is_causal = is_causal_mask(mask, self._seqlen(src, layout)) if is_causal is None else is_causal
-        is_plain = all(option is None for option in (cache, layout, rotary, position_bias))
-        if is_plain and src_key_padding_mask is not None:
-            # torch.nn reads a mask that it is also told to be causal, where there is padding.
-            says_all = mask is None or (is_causal and is_causal_mask(mask))
-            padding = None
-            if says_all and self._may_pack(src):
-                padding = read_padding(src, src_key_padding_mask, self.layers[0].self_attn.batch_first)
+        if src_key_padding_mask is not None and is_bare:
+            padding = self._padding(plan, src, mask, src_key_padding_mask, is_causal)
             if padding is not None and padding.is_none:
                 src_key_padding_mask = None
-            elif padding is not None and (padding.is_contiguous or not self._is_windowed()):
-                packed = padding.pack(src)
-                out = TransformerEncoder.forward(self, packed, is_causal=is_causal, layout=padding.layout)
-                return padding.unpack(out)
+            elif padding is not None:
+                return padding.unpack(
+                    self._encode(plan, padding.pack(src), None, None, is_causal, padding.layout, is_trusted=True)
+                )
+        return self._encode(plan, src, mask, src_key_padding_mask, is_causal, *others)
+
+    def _padding(
+        self, plan: StackPlan, src: Tensor, mask: Tensor | None, key_padding_mask: Tensor, is_causal: bool
+    ) -> Padding | None:
+        """The padding that the layers need not compute; None where they do."""
+        # torch.nn reads a mask that it is also told to be causal, where there is padding.
+        says_all = mask is None or (is_causal and is_causal_mask(mask))
+        if not says_all or not may_pack(plan, src):
+            return None
+        padding = read_padding(src, key_padding_mask, self.layers[0].self_attn.batch_first)
+        if padding is None or not (padding.is_none or padding.is_contiguous or not plan.is_windowed):
+            return None
+        return padding
+
+    def _encode(
+        self,
+        plan: StackPlan,
+        src: Tensor,
+        mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+        is_causal: bool,
+        layout: SequenceLayout | None = None,
+        cache: KVCache | None = None,
+        rotary: RotaryPositions | None = None,
+        position_bias: Tensor | None = None,
+        *,
+        is_trusted: bool = False,
+    ) -> Tensor:
+        """Passes the input through the layers as it is.
+
+        Args:
+            is_trusted: whether the layout was read from a mask, so that nothing in it needs a check.
+        """
+        if plan.evaluation is not None and not torch.is_grad_enabled():
+            is_plain = all(each is None for each in (key_padding_mask, cache, rotary, position_bias))
+            if is_plain and (layout is None or is_trusted):
+                out = plan.evaluation.run(src, mask, is_causal, layout)
+                if out is not None:
+                    return out
         step = None
         if cache is not None:
-            check_masks(mask, src_key_padding_mask, is_causal)
+            check_masks(mask, key_padding_mask, is_causal)
             mask = None
             step = cache.begin(*next_tokens(cache, src, self.layers, layout))
+        rows = None
+        if all(each is None for each in (cache, layout, rotary, position_bias)):
+            rows = as_rows(plan, src)
+        shape = None if rows is None else src.shape[:2]
 
-        def call(layer: nn.Module, i: int, state: State) -> State:
-            own = None if step is None else step.layer(i)
-            options = given(layout=layout, cache=own, rotary=rotary, position_bias=position_bias)
-            masks = {"src_mask": mask, "src_key_padding_mask": src_key_padding_mask}
-            if not is_our_layer(layer):
-                # torch.nn's stack gives its layers masks that are added.
-                masks = {name: as_additive(each, src.dtype) for name, each in masks.items()}
+        def call(layer: nn.Module, own: LayerPlan | None, i: int, state: State) -> State:
+            kept = None if step is None else step.layer(i)
+            if own is not None and isinstance(layer, TransformerEncoderLayer):
+                inner = None if kept is None else kept.self_attention
+                options = given(layout=layout, cache=inner, rotary=rotary, position_bias=position_bias, shape=shape)
+                return layer.compute(own, state, mask, key_padding_mask, is_causal, **options)
+            options = given(layout=layout, cache=kept, rotary=rotary, position_bias=position_bias)
+            # torch.nn's stack gives its layers masks that are added.
+            masks = {"src_mask": mask, "src_key_padding_mask": key_padding_mask}
+            masks = {name: as_additive(each, src.dtype) for name, each in masks.items()}
             return layer(state, **masks, is_causal=is_causal, **options)
 
+        if rows is not None:
+            return self._run(plan, rows, call).view(src.shape)
+        if cache is None or step is None:
+            return self._run(plan, src, call)
         # A cache keeps no graph, so gradients would be wrong: there are none.
-        with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
-            out = self._run(src, call)
-        if cache is not None and step is not None:
-            cache.commit(step)
+        with torch.no_grad():
+            out = self._run(plan, src, call)
+        cache.commit(step)
         return out
 
 
-class TransformerDecoder(_Stack):
+def _takes_layout(layer: nn.Module) -> bool:
+    return isinstance(layer, TransformerEncoderLayer) and replacement(type(layer)) is None
+
+
+class TransformerDecoder(Stack):
     """`torch.nn.TransformerDecoder`: a stack of decoder layers, with a KV cache for decoding.
 
     Args:
@@ -255,7 +191,6 @@ class TransformerDecoder(_Stack):
     def __init__(self, decoder_layer: nn.Module, num_layers: int, norm: nn.Module | None = None) -> None:
         super().__init__(decoder_layer, num_layers, norm)
 
-    @yields_to_torch
     def forward(
         self,
         tgt: Tensor,
@@ -295,73 +230,120 @@ class TransformerDecoder(_Stack):
         Raises:
             InputError: other masks along with a cache; a full cache; neither memory nor its keys and values.
         """
-        tgt_is_causal = is_causal_mask(tgt_mask, self._seqlen(tgt, layout)) if tgt_is_causal is None else tgt_is_causal
-        has_padding = tgt_key_padding_mask is not None or memory_key_padding_mask is not None
-        options = (cache, layout, memory_layout, rotary, position_bias)
-        if has_padding and memory is not None and all(option is None for option in options):
-            # torch.nn reads a mask that it is also told to be causal, where there is padding.
-            says_all = tgt_mask is None or (tgt_is_causal and is_causal_mask(tgt_mask))
-            if says_all and memory_mask is None and not memory_is_causal and self._may_pack(tgt, memory):
-                batch_first = self.layers[0].self_attn.batch_first
-                own = read_padding(tgt, tgt_key_padding_mask, batch_first)
-                other = read_padding(memory, memory_key_padding_mask, batch_first)
-                if (
-                    own is not None
-                    and other is not None
-                    and own.layout.batch_size == other.layout.batch_size
-                    and (own.is_contiguous or not self._is_windowed())
-                    and not (own.is_none and other.is_none)
-                ):
-                    out = TransformerDecoder.forward(
-                        self,
-                        own.pack(tgt),
-                        other.pack(memory),
-                        tgt_is_causal=tgt_is_causal,
-                        layout=own.layout,
-                        memory_layout=other.layout,
-                    )
-                    return own.unpack(out)
-        step = None
-        if cache is not None:
-            check_masks(tgt_mask, tgt_key_padding_mask, tgt_is_causal)
-            tgt_mask = None
-            if memory_mask is not None:
-                raise InputError("expected no memory_mask along with a cache")
-            tokens = next_tokens(cache, tgt, self.layers, layout)
-            if not cache.has_memory:
-                if memory is None:
-                    raise InputError("expected a memory: the cache holds none yet")
-                self.store_memory(cache, memory, memory_layout, memory_key_padding_mask)
-            step = cache.begin(*tokens)
-            # From here on the cache speaks for the memory.
-            memory = memory_layout = memory_key_padding_mask = None
-
-        def call(layer: nn.Module, i: int, state: State) -> State:
+        plan = stack_plan(self)
+        is_bare = all(option is None for option in (layout, memory_layout, cache, rotary, position_bias))
+        if plan.replaced is not None and is_bare:
             options = given(
-                layout=layout,
-                memory_layout=memory_layout,
-                cache=None if step is None else step.layer(i),
-                rotary=rotary,
-                position_bias=position_bias,
-            )
-            return layer(
-                state,
-                memory,
                 tgt_mask=tgt_mask,
                 memory_mask=memory_mask,
                 tgt_key_padding_mask=tgt_key_padding_mask,
                 memory_key_padding_mask=memory_key_padding_mask,
                 tgt_is_causal=tgt_is_causal,
+                memory_is_causal=memory_is_causal or None,
+            )
+            out: Tensor = plan.replaced.original.forward(self, tgt, memory, **options)
+            return out
+        tgt_is_causal = is_causal_mask(tgt_mask, self._seqlen(tgt, layout)) if tgt_is_causal is None else tgt_is_causal
+        masks, memory_masks = (tgt_mask, tgt_key_padding_mask), (memory_mask, memory_key_padding_mask)
+        if is_bare and memory is not None and not memory_is_causal:
+            padding = self._padding(plan, tgt, memory, masks, memory_masks, tgt_is_causal)
+            if padding is not None:
+                own, other = padding
+                none = (None, None)
+                packed = (own.pack(tgt), other.pack(memory), none, none, tgt_is_causal, False, own.layout, other.layout)
+                return own.unpack(self._decode(plan, *packed))
+        if cache is None:
+            return self._decode(
+                plan, tgt, memory, masks, memory_masks, tgt_is_causal, memory_is_causal, layout, memory_layout, None,
+                rotary, position_bias,
+            )  # fmt: skip
+        check_masks(tgt_mask, tgt_key_padding_mask, tgt_is_causal)
+        if memory_mask is not None:
+            raise InputError("expected no memory_mask along with a cache")
+        tokens = next_tokens(cache, tgt, self.layers, layout)
+        if not cache.has_memory:
+            if memory is None:
+                raise InputError("expected a memory: the cache holds none yet")
+            self.store_memory(cache, memory, memory_layout, memory_key_padding_mask)
+        step = cache.begin(*tokens)
+        masks = (None, tgt_key_padding_mask)
+        # From here on the cache speaks for the memory, and it keeps no graph: gradients would be wrong.
+        with torch.no_grad():
+            out = self._decode(
+                plan, tgt, None, masks, (None, None), tgt_is_causal, memory_is_causal, layout, None, step, rotary,
+                position_bias,
+            )  # fmt: skip
+        cache.commit(step)
+        return out
+
+    def _padding(
+        self,
+        plan: StackPlan,
+        tgt: Tensor,
+        memory: Tensor,
+        masks: tuple[Tensor | None, Tensor | None],
+        memory_masks: tuple[Tensor | None, Tensor | None],
+        is_causal: bool,
+    ) -> tuple[Padding, Padding] | None:
+        """The padding of tgt and memory that the layers need not compute; None where they do, or there is none."""
+        mask, key_padding_mask = masks
+        memory_mask, memory_key_padding_mask = memory_masks
+        if (key_padding_mask is None and memory_key_padding_mask is None) or memory_mask is not None:
+            return None
+        # torch.nn reads a mask that it is also told to be causal, where there is padding.
+        says_all = mask is None or (is_causal and is_causal_mask(mask))
+        if not says_all or not may_pack(plan, tgt, memory):
+            return None
+        batch_first = self.layers[0].self_attn.batch_first
+        own, other = read_padding(tgt, key_padding_mask, batch_first), None
+        if own is not None:
+            other = read_padding(memory, memory_key_padding_mask, batch_first)
+        if own is None or other is None or own.layout.batch_size != other.layout.batch_size:
+            return None
+        if not (own.is_contiguous or not plan.is_windowed) or (own.is_none and other.is_none):
+            return None
+        return own, other
+
+    def _decode(
+        self,
+        plan: StackPlan,
+        tgt: Tensor,
+        memory: Tensor | None,
+        masks: tuple[Tensor | None, Tensor | None],
+        memory_masks: tuple[Tensor | None, Tensor | None],
+        is_causal: bool,
+        memory_is_causal: bool,
+        layout: SequenceLayout | None,
+        memory_layout: SequenceLayout | None,
+        step: StepTables | None = None,
+        rotary: RotaryPositions | None = None,
+        position_bias: Tensor | None = None,
+    ) -> Tensor:
+        """Passes the inputs through the layers as they are; with a cache, whose step was begun."""
+
+        def call(layer: nn.Module, own: LayerPlan | None, i: int, state: State) -> State:
+            kept = None if step is None else step.layer(i)
+            if own is not None and isinstance(layer, TransformerDecoderLayer):
+                return layer.compute(
+                    own, state, memory, masks, memory_masks, is_causal, memory_is_causal, layout, memory_layout, kept,
+                    rotary, position_bias,
+                )  # fmt: skip
+            options = given(
+                layout=layout, memory_layout=memory_layout, cache=kept, rotary=rotary, position_bias=position_bias
+            )
+            return layer(
+                state,
+                memory,
+                tgt_mask=masks[0],
+                memory_mask=memory_masks[0],
+                tgt_key_padding_mask=masks[1],
+                memory_key_padding_mask=memory_masks[1],
+                tgt_is_causal=is_causal,
                 memory_is_causal=memory_is_causal,
                 **options,
             )
 
-        # A cache keeps no graph, so gradients would be wrong: there are none.
-        with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):
-            out = self._run(tgt, call)
-        if cache is not None and step is not None:
-            cache.commit(step)
-        return out
+        return self._run(plan, tgt, call)
 
     @torch.no_grad()
     def store_memory(
@@ -448,7 +430,6 @@ class Transformer(nn.Module):
         self._reset_parameters()
         self.d_model, self.nhead, self.batch_first = d_model, nhead, batch_first
 
-    @yields_to_torch
     def forward(
         self,
         src: Tensor,
@@ -480,6 +461,21 @@ class Transformer(nn.Module):
         Raises:
             InputError: another feature size than d_model, or batches of different sizes.
         """
+        replaced = replacement(type(self))
+        if replaced is not None and layout is memory_layout is None:
+            options = given(
+                src_mask=src_mask,
+                tgt_mask=tgt_mask,
+                memory_mask=memory_mask,
+                src_key_padding_mask=src_key_padding_mask,
+                tgt_key_padding_mask=tgt_key_padding_mask,
+                memory_key_padding_mask=memory_key_padding_mask,
+                src_is_causal=src_is_causal,
+                tgt_is_causal=tgt_is_causal,
+                memory_is_causal=memory_is_causal or None,
+            )
+            out: Tensor = replaced.original.forward(self, src, tgt, **options)
+            return out
         if src.shape[-1] != self.d_model or tgt.shape[-1] != self.d_model:
             raise InputError(
                 f"expected src and tgt of d_model = {self.d_model} in the last dimension, got {src.shape[-1]} and "

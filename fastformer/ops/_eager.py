@@ -38,6 +38,7 @@ def _plain_keys() -> dict[int, str]:
 _PLAIN = _plain_keys()
 # What a thread adds to the keys of its calls. In inference mode it is less, and the dispatcher has little to do.
 _QUIET = (_Keys(_Key.BackendSelect) | _Keys(_Key.ADInplaceOrView)).raw_repr()
+_QUIET_INFERENCE = _Keys(_Key.BackendSelect).raw_repr()
 # What Python may pass for a type of the schema; all else is converted, or refused, by the dispatcher.
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _TYPES: dict[str, frozenset[type]] = {
@@ -85,6 +86,18 @@ def nothing_watches() -> bool:
         and not torch._C._is_torch_function_mode_enabled()
         and forward_ad._current_level < 0
         and not torch._C._autograd._profiler_enabled()  # it shows what the dispatcher calls
+    )
+
+
+def nothing_sees_ops() -> bool:
+    """`nothing_watches` for a call that stands for several ops: in inference mode, too, and without autocast."""
+    return (
+        _included().raw_repr() in (_QUIET, _QUIET_INFERENCE)
+        and not torch._C._is_torch_function_mode_enabled()
+        and not torch._C._is_any_autocast_enabled()
+        and forward_ad._current_level < 0
+        and not torch._C._autograd._profiler_enabled()
+        and not torch.compiler.is_compiling()
     )
 
 

@@ -1,0 +1,286 @@
+"""What the stacks of layers have in common: their plan, and the way of a batch through the layers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from itertools import starmap
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fastformer.errors import InputError
+from fastformer.nn.attention import AttentionPlan, MultiheadAttention
+from fastformer.nn.dropout import active_dropout
+from fastformer.nn.guards import Plans, Replacement, is_traced, is_watched, replacement
+from fastformer.nn.layers import (
+    LayerPlan,
+    NormPlan,
+    ResidualStream,
+    TransformerDecoderLayer,
+    TransformerEncoderLayer,
+    find_layer_plan,
+    find_norm_plan,
+)
+from fastformer.nn.layout import SequenceLayout
+from fastformer.nn.masks import merge_masks
+from fastformer.ops import _eager, _extension, _library
+from fastformer.ops.linear import runs_as_op
+
+# What goes from layer to layer.
+State = Tensor | ResidualStream
+_MOST_ROUTES = 256
+_NORM_AND_FEED_FORWARD = ("add_layer_norm_fwd", "feed_forward_fwd")
+
+
+class Evaluation(NamedTuple):
+    """An encoder without dropout whose layers are alike: all that one call of the C++ op `encoder_stack` needs of it.
+
+    Attributes:
+        parameters: where the tensors stand, in the op's order.
+        attention: that of the first layer.
+        settings: eps, num_heads, num_kv_heads, activation, norm_first, rms_norm and the final norm's rms_norm.
+        routes: by the number of rows, the dtype and a forced backend: whether each projection is the extension's.
+    """
+
+    parameters: tuple[tuple[dict[str, Any], str], ...]
+    attention: MultiheadAttention
+    settings: tuple[Any, ...]
+    routes: dict[tuple[int, torch.dtype, str | None], list[bool]]
+
+    def run(self, x: Tensor, mask: Tensor | None, is_causal: bool, layout: SequenceLayout | None) -> Tensor | None:
+        """The stack's output without gradients, from one call; None where something may see or change a part of it.
+
+        Args:
+            x: (batch, seqlen, dim), or packed (total, dim).
+            mask: (seqlen, seqlen) or (batch * num_heads, seqlen, seqlen), bool (True = ignore) or additive.
+            is_causal: whether attention is causal, in place of the mask.
+            layout: of a packed x.
+        """
+        function = _extension.function("encoder_stack")
+        forced = _library.forced_backend()
+        if function is None or forced not in (None, "cpp") or not _eager.nothing_sees_ops():
+            return None
+        if type(x) is not Tensor or x.device.type != "cpu":
+            return None
+        attention = self.attention
+        if mask is not None and not is_causal:
+            if layout is not None or mask.dtype not in (torch.bool, x.dtype) or mask.device != x.device:
+                return None
+            if not (attention.batch_first and x.dim() == 3):
+                return None
+            mask = merge_masks(mask, None, x.shape[0], attention.num_heads, x.shape[1], x.shape[1])
+        elif layout is None and not (attention.batch_first and x.dim() == 3):
+            return None
+        left, right = attention.window_size
+        if is_causal:
+            mask, right = None, 0 if right is None else min(right, 0)
+        tensors: list[Any] = [*starmap(dict.get, self.parameters)]
+        key = (x.numel(), x.dtype, forced)
+        if (routes := self.routes.get(key)) is None:
+            if len(self.routes) >= _MOST_ROUTES:
+                self.routes.clear()
+            routes = self.routes[key] = [runs_as_op(x, *tensors[2:4]), runs_as_op(x, *tensors[4:6])]
+        cu_seqlens, max_seqlen = (None, 0) if layout is None else (layout.cu_seqlens, layout.max_seqlen)
+        out: Tensor | None = function(
+            x, tensors, *self.settings, routes, mask, None, cu_seqlens, max_seqlen, left, right
+        )
+        if out is not None:
+            for is_ours in routes:
+                _library.note_backend("linear", "cpp" if is_ours else "torch")
+            for name in ("attention_fwd" if layout is None else "varlen_attention_fwd", *_NORM_AND_FEED_FORWARD):
+                _library.note_backend(name, "cpp")
+        return out
+
+
+class StackPlan(NamedTuple):
+    """How a stack computes, as far as its modules decide it.
+
+    Attributes:
+        replaced: the function that is called instead, which somebody put in the place of torch.nn's.
+        layers: the plans of the layers that the stack computes without a call; None in the place of the others.
+        norm: the plan of the final norm; None where there is none, or it is called.
+        streams: whether the last addition of each layer joins the first norm of the next one.
+        why_padded: why the stack computes padding, in words; None where the layers may get packed tokens instead.
+        is_windowed: whether a layer attends to its neighbourhood alone.
+        evaluation: of an encoder that one call computes in evaluation.
+    """
+
+    replaced: Replacement | None
+    layers: tuple[LayerPlan | None, ...]
+    norm: NormPlan | None
+    streams: bool
+    why_padded: str | None
+    is_windowed: bool
+    evaluation: Evaluation | None
+
+
+def find_stack_plan(stack: Stack) -> StackPlan:
+    """The plan of a stack as it is now."""
+    # A list of another class may give other layers than it holds.
+    layers: list[Any] = [*stack.layers._modules.values()] if type(stack.layers) is nn.ModuleList else []
+    plans = [_plan_inside(layer) for layer in layers]
+    norm = None if stack.norm is None else find_norm_plan(stack.norm)
+    known = [(layer, plan) for layer, plan in zip(layers, plans, strict=True) if plan is not None]
+    why_padded = None if stack.norm is None or norm is not None else "its norm is called"
+    for i, (layer, plan) in enumerate(zip(layers, plans, strict=True)):
+        if why_padded is None and (reason := _why_padded(layer, plan)) is not None:
+            why_padded = f"layers.{i}: {reason}"
+    if not layers:
+        why_padded = "it has no layers that are known"
+    return StackPlan(
+        replacement(type(stack)),
+        tuple(plans),
+        norm,
+        len(known) == len(layers) > 0 and all(layer.norm_first and plan.norms for layer, plan in known),
+        why_padded,
+        any(layer.self_attn.window_size != (None, None) for layer, plan in known if plan.self_attention is not None),
+        None if why_padded is not None else _evaluation(known, norm),
+    )
+
+
+def _plan_inside(layer: Any) -> LayerPlan | None:
+    """The plan of a layer, or of anything else in its place; None where it has to be called."""
+    if not isinstance(layer, TransformerEncoderLayer | TransformerDecoderLayer):
+        return None
+    plan = find_layer_plan(layer)
+    return plan if plan.why_called is None else None
+
+
+def _why_padded(layer: Any, plan: LayerPlan | None) -> str | None:
+    """Why a layer can't get packed tokens: something in it would see that they are, or needs them side by side."""
+    if plan is None:
+        return "it is of another class, or has a hook or a forward of its own"
+    if not plan.norms:
+        return "a norm, a dropout or a block is called"
+    if plan.feed_forward is None:
+        return "a part of the feed-forward network is called"  # which may look at more than one token
+    attentions: list[tuple[AttentionPlan | None, Any]] = [(plan.self_attention, layer.self_attn)]
+    if layer.has_cross_attention:
+        attentions.append((plan.cross_attention, layer.multihead_attn))
+    for inside, attention in attentions:
+        if inside is None or inside.out_proj is None:
+            return "an attention, or its output projection, is called"
+        if attention.bias_k is not None or attention.add_zero_attn:
+            return "an attention adds keys to each sequence"
+    return None
+
+
+def _evaluation(layers: list[tuple[Any, LayerPlan]], norm: NormPlan | None) -> Evaluation | None:
+    """What one call needs of layers that take packed tokens; None where they differ, drop something, or cross."""
+    parameters: list[tuple[dict[str, Any], str]] = []
+    eps: list[float] = []
+    alike: set[tuple[Any, ...]] = set()
+    for layer, plan in layers:
+        attention, feed_forward = layer.self_attn, plan.feed_forward
+        assert plan.self_attention is not None and feed_forward is not None and plan.self_attention.out_proj is not None
+        drops = [*map(active_dropout, (*plan.dropouts, feed_forward.dropout))]
+        if layer.has_cross_attention or any(drops) or (attention.training and attention.dropout):
+            return None
+        if not attention._qkv_same_embed_dim or attention._parameters.get("in_proj_weight") is None:
+            return None
+        first, second = plan.norms
+        for owner, prefix in (
+            (first.parameters, ""),
+            (attention._parameters, "in_proj_"),
+            (plan.self_attention.out_proj, ""),
+            (second.parameters, ""),
+            (feed_forward.linear1, ""),
+            (feed_forward.linear2, ""),
+        ):
+            parameters += [(owner, f"{prefix}weight"), (owner, f"{prefix}bias")]
+        eps += [first.eps, second.eps]
+        alike.add((
+            *(attention.num_heads, attention.num_kv_heads, feed_forward.activation, layer.norm_first, first.rms_norm),
+            *(second.rms_norm == first.rms_norm, attention.window_size, attention.batch_first),
+        ))  # fmt: skip
+    if len(alike) != 1:
+        return None
+    num_heads, num_kv_heads, activation, norm_first, rms_norm, same_norms, *_ = alike.pop()
+    if not same_norms:
+        return None
+    if norm is not None:
+        parameters += [(norm.parameters, "weight"), (norm.parameters, "bias")]
+        eps.append(norm.eps)
+    settings = (eps, num_heads, num_kv_heads, activation, norm_first, rms_norm, None if norm is None else norm.rms_norm)
+    return Evaluation(tuple(parameters), layers[0][0].self_attn, settings, {})
+
+
+_PLANS: Plans[StackPlan] = Plans("_fastformer_stack", find_stack_plan)
+
+
+def stack_plan(stack: Stack) -> StackPlan:
+    """The plan of a stack in this call."""
+    plan = _PLANS.of(stack)
+    if not is_watched():
+        return plan
+    why = "a hook on all modules, a mode, or a function in the place of one of PyTorch's sees what modules do"
+    return StackPlan(plan.replaced, (None,) * len(stack.layers), None, False, why, False, None)
+
+
+class Stack(nn.Module):
+    """Layers in turn, then an optional norm; additions join the following norm wherever the layers allow it."""
+
+    layers: Any  # an nn.ModuleList of layers: ours, torch.nn's or the caller's
+    norm: nn.Module | None
+
+    def __init__(self, layer: nn.Module, num_layers: int, norm: nn.Module | None) -> None:
+        super().__init__()
+        if not isinstance(layer, nn.Module) or not isinstance(num_layers, int) or num_layers < 0:
+            raise InputError(
+                f"expected a layer and num_layers of at least 0, got {type(layer).__name__} and {num_layers!r}"
+            )
+        self.layers = nn.ModuleList([copy.deepcopy(layer) for _ in range(num_layers)])
+        self.num_layers = num_layers
+        self.norm = norm
+        # Recomputes each layer in the backward pass instead of keeping what it computed.
+        self.gradient_checkpointing = False
+
+    def _run(
+        self, plan: StackPlan, x: Tensor, call: Callable[[nn.Module, LayerPlan | None, int, State], State]
+    ) -> Tensor:
+        saving = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        state: State = ResidualStream(None, x) if plan.streams else x
+        for i, layer in enumerate(self.layers):
+            own = plan.layers[i] if i < len(plan.layers) else None
+            if saving:
+                state = checkpoint(call, layer, own, i, state, use_reentrant=False)
+            else:
+                state = call(layer, own, i, state)
+        if not isinstance(state, ResidualStream):
+            return state if self.norm is None else self.norm(state)
+        if self.norm is None:
+            return state.value()
+        if state.delta is None or plan.norm is None:
+            return self.norm(state.value())
+        # In the stream's dtype, as torch.nn has it under autocast.
+        delta = state.delta.to(torch.promote_types(state.delta.dtype, state.residual.dtype))
+        return plan.norm.join(delta, state.residual, state.dropout_p)[0]
+
+    def _seqlen(self, x: Tensor, layout: SequenceLayout | None) -> int | None:
+        """The length that a mask must have; None where sequences are packed, or nothing says which dimension it is."""
+        attention = getattr(self.layers[0], "self_attn", None) if len(self.layers) else None
+        if (layout is not None and layout.is_packed) or attention is None:
+            return None
+        return x.shape[1 if x.dim() == 3 and getattr(attention, "batch_first", False) else 0]
+
+
+def as_rows(plan: StackPlan, x: Tensor) -> Tensor | None:
+    """A batch (.., .., dim) as (rows, dim), on which layers spare the views around each product; None where they don't.
+
+    The layers get the first two dimensions along with it.
+    """
+    if torch.compiler.is_compiling() or not may_pack(plan, x) or not x.is_contiguous():
+        return None
+    return x.view(-1, x.shape[-1])
+
+
+def may_pack(plan: StackPlan, *inputs: Tensor) -> bool:
+    """Whether the layers compute the same for packed tokens, and nothing sees that they are packed."""
+    return (
+        plan.why_padded is None
+        and all(type(each) in (Tensor, nn.Parameter) and each.dim() == 3 for each in inputs)
+        and not is_traced()
+    )
