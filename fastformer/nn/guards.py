@@ -52,7 +52,6 @@ PLAIN_CALLS: set[object] = set()
 # What may stand for PyTorch's attention: its own, and ours by its name, of `integrations`.
 ATTENTIONS: set[object] = {torch._C._nn.scaled_dot_product_attention}
 _PLAIN_TENSORS = (type(None), nn.Parameter, Tensor)
-Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _functions() -> tuple[object, ...]:
@@ -148,25 +147,6 @@ def replacement(kind: type[nn.Module]) -> Replacement | None:
                         return Replacement(original, f"{original.__name__}.{name}")
             return None
     return None
-
-
-# What the methods of torch.nn take no argument for.
-# Given by name. They are not keyword-only: torch.onnx's older exporter gives every default by position.
-_OURS_ALONE = frozenset({"layout", "memory_layout", "cache", "rotary", "position_bias"})
-
-
-def yields_to_torch(method: Method) -> Method:
-    """For methods under the names of torch.nn's: those are called where somebody replaced what was accelerated."""
-
-    def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        found = replacement(type(self))
-        if found is None or not _OURS_ALONE.isdisjoint(kwargs):
-            return method(self, *args, **kwargs)
-        return getattr(found.original, method.__name__)(self, *args, **kwargs)
-
-    # torch.compile counts what it compiles by code: one for all would be at its limit soon.
-    called.__code__ = called.__code__.replace(co_name=method.__qualname__)
-    return functools.wraps(method)(called)  # type: ignore[return-value]
 
 
 def is_its_own(kind: type[nn.Module], *packages: ModuleType, method: str = "forward") -> bool:

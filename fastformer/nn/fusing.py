@@ -1,3 +1,0 @@
-"""The old name of `guards`."""
-
-from fastformer.nn.guards import *  # noqa: F403
