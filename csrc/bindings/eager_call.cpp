@@ -115,7 +115,7 @@ py::tuple device_of(const py::tuple& args, const py::dict& places) {
   return py::make_tuple(py::handle(names[seen == cuda]), requires_grad);
 }
 
-// Whether a place (a dictionary or a class, and a name) holds an object; None where it holds nothing.
+// Whether a place (a dictionary, the `vars` of a class, or an object, and a name) holds an object; None where it holds nothing.
 bool place_holds(PyObject* place, PyObject* expected) {
   PyObject *const holder = PyTuple_GET_ITEM(place, 0), *const name = PyTuple_GET_ITEM(place, 1);
   if (PyDict_Check(holder)) {
@@ -123,9 +123,10 @@ bool place_holds(PyObject* place, PyObject* expected) {
     if (found == nullptr && PyErr_Occurred()) throw py::error_already_set();
     return found == expected || (found == nullptr && expected == Py_None);
   }
-  PyObject* const found = PyObject_GetAttr(holder, name);
+  const bool is_proxy = Py_TYPE(holder) == &PyDictProxy_Type;
+  PyObject* const found = is_proxy ? PyObject_GetItem(holder, name) : PyObject_GetAttr(holder, name);
   if (found == nullptr) PyErr_Clear();
-  Py_XDECREF(found);  // of a class, which goes on holding it
+  Py_XDECREF(found);  // it is compared, and not looked into
   return found == expected || (found == nullptr && expected == Py_None);
 }
 

@@ -16,7 +16,14 @@ from fastformer.nn.errors import InputError
 from fastformer.nn.guards import Plans, Replacement, given, is_unhooked, is_watched, plain_parameters, replacement
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.linear import LINEARS, linear
-from fastformer.nn.masks import add_bias, attended_lengths, is_causal_mask, merge_masks, right_padding_lengths
+from fastformer.nn.masks import (
+    add_bias,
+    attended_lengths,
+    check_dimensions,
+    is_causal_mask,
+    merge_masks,
+    right_padding_lengths,
+)
 from fastformer.nn.padding import Jagged, open_nested
 from fastformer.ops.attention import attention, resolve_window
 from fastformer.ops.attention_weights import attention_weights
@@ -204,7 +211,7 @@ class MultiheadAttention(nn.Module):
             )
             return self.attend(plan, query, key, value, attn_mask, key_padding_mask, is_causal, **options), None
         if cache is not None or (layout is not None and layout.is_packed):
-            raise InputError(f"expected need_weights=False and no mask along with {_given_as(cache)}")
+            raise InputError("expected need_weights=False and no mask along with a cache or a packed layout")
         call = self._dense_call(query, key, value, attn_mask, key_padding_mask, is_causal, True, layout, memory_layout,
                                 rotary, position_bias)  # fmt: skip
         attended, lse = attention(call.q, call.k, call.v, return_lse=True, **self._dropout(call.q), **call.options)
@@ -236,7 +243,7 @@ class MultiheadAttention(nn.Module):
         """
         is_packed = layout is not None and layout.is_packed
         if (cache is not None or is_packed) and (attn_mask is not None or key_padding_mask is not None):
-            raise InputError(f"expected need_weights=False and no mask along with {_given_as(cache)}")
+            raise InputError("expected need_weights=False and no mask along with a cache or a packed layout")
         if cache is not None:
             return self._cached(plan, query, key, value, cache, layout, rotary, position_bias)
         if layout is not None and is_packed:
@@ -249,26 +256,17 @@ class MultiheadAttention(nn.Module):
         return self._output(plan, attended, query, shape)
 
     def _dense_call(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        attn_mask: Tensor | None,
-        key_padding_mask: Tensor | None,
-        is_causal: bool,
-        need_weights: bool,
-        layout: SequenceLayout | None,
-        memory_layout: SequenceLayout | None,
-        rotary: RotaryPositions | None,
-        position_bias: Tensor | None,
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, attn_mask: Tensor | None,
+        key_padding_mask: Tensor | None, is_causal: bool, need_weights: bool, layout: SequenceLayout | None,
+        memory_layout: SequenceLayout | None, rotary: RotaryPositions | None, position_bias: Tensor | None,
         shape: tuple[int, int] | None = None,
-    ) -> _DenseCall:
+    ) -> _DenseCall:  # fmt: skip
         """What the op gets of a padded batch, or of one sequence, which becomes a batch of one."""
         key, value = _both(key, value)
         same = key is query
         memory_layout = layout if same and memory_layout is None else memory_layout
         if shape is None:
-            _check_dimensions(query, key, value, key_padding_mask, attn_mask)
+            check_dimensions(query, key, value, key_padding_mask, attn_mask)
         is_batched = query.dim() == 3 or shape is not None
         q, k, v = self._project(query, key, value, shape)
         if not is_batched:
@@ -304,15 +302,9 @@ class MultiheadAttention(nn.Module):
         return _DenseCall(q, k, v, {"attn_mask": mask, "seqlens_k": seqlens_k, "window_size": window})
 
     def _mask(
-        self,
-        q: Tensor,
-        k: Tensor,
-        attn_mask: Tensor | None,
-        key_padding_mask: Tensor | None,
-        position_bias: Tensor | None,
-        seqlens_k: Tensor | None,
-        is_batched: bool,
-    ) -> tuple[Tensor | None, Tensor | None]:
+        self, q: Tensor, k: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None,
+        position_bias: Tensor | None, seqlens_k: Tensor | None, is_batched: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         """All masks and biases as one mask for the op, and the number of keys that each row sees, where it is known."""
         batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
         if seqlens_k is None and key_padding_mask is not None and key_padding_mask.shape == (batch, seqlen_k):
@@ -543,14 +535,9 @@ class MultiheadAttention(nn.Module):
         return left, right
 
     def _extra_keys(
-        self,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None,
-        key_padding_mask: Tensor | None,
-        is_causal: bool,
+        self, k: Tensor, v: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool,
         seqlen_q: int,
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         # Appends the learned and the zero key, which every query sees.
         if is_causal:
             attn_mask = torch.ones(seqlen_q, k.shape[1], dtype=torch.bool, device=k.device).triu(1)
@@ -598,10 +585,6 @@ def plan_inside(attention: object) -> AttentionPlan | None:
     return plan if plan.replaced is None and is_unhooked(attention) else None
 
 
-def _given_as(cache: object) -> str:
-    return "a packed layout" if cache is None else "a cache"
-
-
 def _both(key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
     if key is None or value is None:
         raise InputError("expected key and value; only a static cache takes their place")
@@ -611,28 +594,3 @@ def _both(key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
 def _of_dtype(bias: Tensor | None, weight: Tensor) -> Tensor | None:
     # Of another dtype than its weight, PyTorch's linear takes a bias or not by how the input lies in memory.
     return bias if bias is None or bias.dtype == weight.dtype else bias.to(weight.dtype)
-
-
-def _check_dimensions(
-    query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None
-) -> None:
-    """Raises InputError, in torch.nn's words, unless all are batched, or none is."""
-    dims = query.dim()
-    if dims not in (2, 3):
-        raise InputError(f"query should be unbatched 2D or batched 3D tensor but received {dims}-D query tensor")
-    where = "batched (3-D)" if dims == 3 else "unbatched (2-D)"
-    if key.dim() != dims or value.dim() != dims:
-        raise InputError(
-            f"For {where} `query`, expected `key` and `value` to be {dims}-D but found {key.dim()}-D and "
-            f"{value.dim()}-D tensors respectively"
-        )
-    if key_padding_mask is not None and key_padding_mask.dim() != dims - 1:
-        raise InputError(
-            f"For {where} `query`, expected `key_padding_mask` to be `None` or {dims - 1}-D but found "
-            f"{key_padding_mask.dim()}-D tensor instead"
-        )
-    if attn_mask is not None and attn_mask.dim() not in (2, 3):
-        raise InputError(
-            f"For {where} `query`, expected `attn_mask` to be `None`, 2-D or 3-D but found {attn_mask.dim()}-D tensor "
-            "instead"
-        )

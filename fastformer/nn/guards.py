@@ -14,13 +14,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, starmap
 from operator import is_
-<<<<<<< HEAD
 from types import BuiltinFunctionType, MappingProxyType, ModuleType
-from typing import Any, Generic, NamedTuple, TypeVar, cast
-=======
-from types import BuiltinFunctionType, ModuleType
 from typing import Any, Generic, NamedTuple, TypeVar
->>>>>>> b585c36 (Plan once how a stack computes, and ask its guards once a pass)
 
 import torch
 import torch.nn.functional as F
@@ -311,46 +306,14 @@ class Guards:
             *(each[name] for each in (*partly, *whole) for name in ("_modules", *_HOOKS)),
         ]
         places: list[tuple[object, str]] = []
-<<<<<<< HEAD
-        if everything:
-            spaces += inside
-        else:
-            for each in inside:
-                names = ("_modules", *_HOOKS, *watched_names(each), "forward", "_compiled_call_impl")
-                places += [(each, name) for name in names]
-        # By their dictionaries: of a class without a __call__, getattr makes another object each time.
-        for kind in {kind for line in set(self._kinds) for kind in line.__mro__} - {object}:
-            places += [(vars(kind), name) for name in ("forward", "__call__", *BLOCKS.get(kind, ()))]
-        places += functions
-        # By how each is looked up, so that no Python code runs for it.
-        self._in_dicts = tuple(place for place in places if isinstance(place[0], dict))
-        self._in_classes = tuple(place for place in places if isinstance(place[0], MappingProxyType))
-        self._in_objects = tuple(
-            (*place, None) for place in places if not isinstance(place[0], (dict, MappingProxyType))
-        )
-        self._expected = tuple(self._now())
-        self._spaces = tuple(space for space in spaces if space is not None)
-        self._values = tuple(chain.from_iterable(map(dict.values, self._spaces)))
-        self._sized = self._spaces if everything else (*self._spaces, *inside)
-        self._sizes = (len(own), *map(len, self._sized))
-
-    def hold(self, owner: nn.Module) -> bool:
-        """Whether everything is as it was, of the owner and inside of it."""
-        own = vars(owner)
-        return (
-            all(map(is_, self._kinds, map(type, (owner, *self._modules))))
-            and self._sizes == (len(own), *map(len, self._sized))
-            and all(map(is_, self._own, map(own.get, self._names)))
-            and all(map(is_, self._values, chain.from_iterable(map(dict.values, self._spaces))))
-            and all(map(is_, self._expected, self._now()))
-        )
-=======
         for each in partly:
             # Not only what is in the dictionaries of hooks counts: people put others in their place.
             places += [(each, name) for name in ("_modules", *_HOOKS, *watched_names(each))]
             places += [(each, name) for name in ("forward", "_compiled_call_impl")]
         for kind in {kind for line in set(kinds) for kind in line.__mro__} - {object}:
-            places += [(kind, name) for name in ("forward", "__call__", *BLOCKS.get(kind, ()))]
+            # Of a class that is no module, and has no __call__, getattr makes another object each time.
+            methods = ("forward", "__call__") if issubclass(kind, nn.Module) else ("forward",)
+            places += [(kind, name) for name in (*methods, *BLOCKS.get(kind, ()))]
         places += functions
         tensors = [each["_parameters"] for each in whole]
         sized = [*spaces, *partly, *tensors]
@@ -384,15 +347,10 @@ def _guards_hold(owner: nn.Module, record: tuple[tuple[Any, ...], ...]) -> bool:
 @functools.cache
 def _hold() -> Callable[[nn.Module, tuple[tuple[Any, ...], ...]], bool]:
     return _extension.host_function("guards_hold") or _guards_hold
->>>>>>> b585c36 (Plan once how a stack computes, and ask its guards once a pass)
 
-    def _now(self) -> Iterator[object]:
-        """What stands in the places."""
-        return chain(
-            starmap(dict.get, self._in_dicts),
-            starmap(MappingProxyType.get, self._in_classes),
-            starmap(getattr, self._in_objects),
-        )
+
+def _look_up(holder: object, name: str) -> object:
+    return holder.get(name) if isinstance(holder, dict | MappingProxyType) else getattr(holder, name, None)
 
 
 class Kept(dict[bool, tuple[Any, Guards]]):

@@ -68,7 +68,11 @@ def find_norm_plan(norm: object) -> NormPlan | None:
         return None
     assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
     settings = read_norm(norm)
-    return NormPlan(norm, norm._parameters, settings.eps, settings.rms_norm) if "weight" in norm._parameters else None
+    # The replicas of DataParallel, among others, have their parameters elsewhere.
+    expected = ("weight",) if type(norm) is nn.RMSNorm else ("weight", "bias")
+    if any(name not in norm._parameters for name in expected):
+        return None
+    return NormPlan(norm, norm._parameters, settings.eps, settings.rms_norm)
 
 
 class ResidualStream(NamedTuple):

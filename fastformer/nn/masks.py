@@ -168,3 +168,28 @@ def as_additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def _check_dtype(mask: Tensor, name: str) -> None:
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise InputError(f"expected a bool (True = ignore) or floating {name}, got {mask.dtype}")
+
+
+def check_dimensions(
+    query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None
+) -> None:
+    """Raises InputError, in torch.nn's words, unless all are batched, or none is."""
+    dims = query.dim()
+    if dims not in (2, 3):
+        raise InputError(f"query should be unbatched 2D or batched 3D tensor but received {dims}-D query tensor")
+    where = "batched (3-D)" if dims == 3 else "unbatched (2-D)"
+    if key.dim() != dims or value.dim() != dims:
+        raise InputError(
+            f"For {where} `query`, expected `key` and `value` to be {dims}-D but found {key.dim()}-D and "
+            f"{value.dim()}-D tensors respectively"
+        )
+    if key_padding_mask is not None and key_padding_mask.dim() != dims - 1:
+        raise InputError(
+            f"For {where} `query`, expected `key_padding_mask` to be `None` or {dims - 1}-D but found "
+            f"{key_padding_mask.dim()}-D tensor instead"
+        )
+    if attn_mask is not None and attn_mask.dim() not in (2, 3):
+        raise InputError(
+            f"For {where} `query`, expected `attn_mask` to be `None`, 2-D or 3-D but found {attn_mask.dim()}-D tensor "
+            "instead"
+        )

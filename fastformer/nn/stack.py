@@ -179,7 +179,8 @@ def _evaluation(layers: list[tuple[Any, LayerPlan]], norm: NormPlan | None) -> E
         drops = [*map(active_dropout, (*plan.dropouts, feed_forward.dropout))]
         if layer.has_cross_attention or any(drops) or (attention.training and attention.dropout):
             return None
-        if not attention._qkv_same_embed_dim or attention._parameters.get("in_proj_weight") is None:
+        own = attention._parameters
+        if not attention._qkv_same_embed_dim or own.get("in_proj_weight") is None or "in_proj_bias" not in own:
             return None
         first, second = plan.norms
         for owner, prefix in (

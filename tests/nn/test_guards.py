@@ -1,13 +1,21 @@
-"""Guards hold for as long as nothing has changed, whatever the classes look like."""
+"""Guards hold for as long as nothing has changed, whatever the classes look like; and so do the plans under them."""
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from fastformer.nn.guards import Guards
+import fastformer.nn as fnn
+from fastformer.nn import guards as guards_module
+from fastformer.nn.guards import Guards, Plans
+from fastformer.ops import record_backends, use_backend
+from tests.nn.comparing import randomised
 
 
 class Mixin:
@@ -18,25 +26,137 @@ class Model(Mixin, nn.Sequential):
     pass
 
 
-def patch_mixin(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Mixin, "__call__", lambda self, x: x, raising=False)
+class Tagged(nn.Parameter):
+    pass
 
 
-def patch_forward(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: x)
+def set_(name: str, value: Any) -> Callable[..., None]:
+    return lambda model, monkeypatch: monkeypatch.setattr(model.get_submodule("0"), name, value)
 
 
-def hook(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    model.get_submodule("0").register_forward_hook(lambda *_: None)
+# What is done to a model -> by how little of its first module is watched it is noticed.
+CHANGES: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], None], str]] = {
+    "a __call__ of a base": (
+        lambda model, patch: patch.setattr(Mixin, "__call__", lambda self, x: x, raising=False), "class",
+    ),
+    "a forward of a class": (lambda model, patch: patch.setattr(nn.Linear, "forward", lambda self, x: x), "class"),
+    "another class": (lambda model, patch: patch.setattr(model.get_submodule("0"), "__class__", nn.Bilinear), "class"),
+    "another module": (lambda model, patch: patch.setitem(model._modules, "0", nn.Linear(2, 2)), "class"),
+    "a function": (lambda model, patch: patch.setattr(nn, "Linear", nn.Bilinear), "class"),
+    "a hook": (lambda model, patch: model.get_submodule("0").register_forward_hook(lambda *_: None), "part"),
+    "other hooks": (set_("_forward_hooks", {}), "part"),
+    "a forward of its own": (set_("forward", print), "part"),
+    "a number": (set_("in_features", 7), "whole"),
+    "a flag": (set_("training", False), "whole"),
+    "a tensor of another class": (
+        lambda model, patch: patch.setitem(model.get_submodule("0")._parameters, "weight", Tagged(torch.ones(2, 2))),
+        "whole",
+    ),
+    "no bias": (lambda model, patch: patch.setitem(model.get_submodule("0")._parameters, "bias", None), "whole"),
+}  # fmt: skip
+WATCHED = ("class", "part", "whole")
 
 
-@pytest.mark.parametrize("everything", [False, True])
-@pytest.mark.parametrize("change", [patch_mixin, patch_forward, hook])
-def test_guards_hold_until_something_changes(change: Any, everything: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("language", ["C++", "Python"])
+@pytest.mark.parametrize("watched", WATCHED)
+@pytest.mark.parametrize("name", CHANGES)
+def test_guards_hold_until_something_changes(name, watched, language, monkeypatch):
+    if language == "Python":
+        monkeypatch.setattr(guards_module, "_hold", lambda: guards_module._guards_hold)
     model = Model(nn.Linear(2, 2), nn.ReLU())
-    guards = Guards(model, model.children(), [(nn, "Linear"), (nn.Module, "__call__")], everything=everything)
+    inside = {"class": {"strangers": model.children()}, "part": {"modules": model.children()}}
+    options: Any = inside.get(watched, {"wholly": model.children()})
+    guards = Guards(model, functions=[(vars(nn), "Linear"), (nn.Module, "__call__")], **options)
     assert guards.hold(model) and guards.hold(model)
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    model[0].weight = nn.Parameter(torch.ones(2, 2))
+    assert guards.hold(model), "other parameters of the same class change nothing"
+    change, least = CHANGES[name]
     change(model, monkeypatch)
-    assert not guards.hold(model)
-    monkeypatch.undo()
-    assert guards.hold(model) == (change is not hook)
+    assert guards.hold(model) == (WATCHED.index(watched) < WATCHED.index(least))
+    if name != "a hook":
+        monkeypatch.undo()
+        assert guards.hold(model)
+
+
+def test_plans_are_made_once_and_by_each_copy():
+    made: list[Any] = []
+    plans: Plans[int] = Plans("_test_plan", lambda module: made.append(type(module)) or len(made))
+    model = nn.Sequential(nn.Linear(2, 2))
+    assert [plans.of(model), plans.of(model)] == [1, 1]
+    model.eval()
+    assert plans.of(model) == 2
+    assert plans.of(model.train()) == 1, "of a mode that comes back it is still there"
+    model[0].register_forward_hook(print)
+    assert plans.of(model) == 3
+    assert plans.of(copy.deepcopy(model)) == 4 and plans.of(pickle.loads(pickle.dumps(nn.Sequential()))) == 5
+
+
+def encoder(**options: Any) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    layer = fnn.TransformerEncoderLayer(12, 3, 16, batch_first=True, dtype=torch.float64, **options)
+    stack = randomised(fnn.TransformerEncoder(layer, 3, fnn.AddLayerNorm(12, dtype=torch.float64))).eval()
+    return stack, torch.randn(2, 5, 12, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("mask", [None, "causal", "band", "padding"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"norm_first": True}, {"norm": "rms", "activation": "swiglu", "bias": False}, {"num_kv_heads": 1},
+     {"norm_first": True, "window_size": (2, 1), "activation": "gelu"}],
+    ids=str,
+)  # fmt: skip
+def test_one_call_in_evaluation_gives_what_the_ops_give(options, mask):
+    stack, x = encoder(**options)
+    given: dict[str, Any] = {}
+    if mask == "causal":
+        given = {"is_causal": True}
+    elif mask == "band":
+        given = {"mask": torch.ones(5, 5, dtype=torch.bool).triu(2)}
+    elif mask == "padding":
+        given = {"src_key_padding_mask": torch.arange(5) >= torch.tensor([[5], [3]])}
+    with torch.no_grad(), record_backends() as ran:
+        found = stack(x, **given)
+    with torch.inference_mode():
+        assert torch.equal(stack(x, **given), found)
+    with torch.no_grad(), use_backend("reference"):
+        expected = stack(x, **given)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    with_graph = stack(x, **given)
+    torch.testing.assert_close(with_graph, expected, rtol=1e-10, atol=1e-10)
+    name = "varlen_attention_fwd" if mask == "padding" else "attention_fwd"
+    assert {(name, "cpp"), ("add_layer_norm_fwd", "cpp"), ("feed_forward_fwd", "cpp")} <= ran
+
+
+def test_a_forward_of_the_librarys_own_class_that_was_replaced_is_called(monkeypatch):
+    stack, x = encoder()
+    for kind in (fnn.TransformerEncoderLayer, fnn.MultiheadAttention):
+        with torch.no_grad():
+            before = stack(x)
+            calls: list[Any] = []
+            own = kind.forward
+
+            def counted(*args: Any, own: Any = own, calls: list[Any] = calls, **kwargs: Any) -> Any:
+                calls.append(1)
+                return own(*args, **kwargs)
+
+            with monkeypatch.context() as patched:
+                patched.setattr(kind, "forward", counted)
+                after = stack(x)
+            assert len(calls) == 3
+            torch.testing.assert_close(after, before)
+
+
+def test_a_change_of_parameters_is_seen_in_evaluation():
+    stack, x = encoder()
+    with torch.no_grad():
+        before = stack(x)
+        stack.layers[1].linear1.weight.data.mul_(2)
+        second = stack(x)
+        stack.layers[1].linear1.weight = nn.Parameter(stack.layers[1].linear1.weight / 2)
+        assert not torch.allclose(second, before)
+        torch.testing.assert_close(stack(x), before)
+        assert stack.float()(x.float()).dtype == torch.float32
+        with pytest.raises(ValueError):
+            stack(x[..., :11].float())

@@ -308,6 +308,8 @@ def test_surgery_has_torch_nns_effect(name, kind, norm_first, accelerated):
         TO_THE_STACK[name](stack) if name in TO_THE_STACK else SURGERIES[name](stack.layers[1])
     assert_alike(ours, theirs, kind)
     assert name in CHANGES_NO_OUTPUT or not torch.allclose(run(ours, kind, *x), before), "it made no difference"
+    with torch.no_grad():
+        assert_same(run(ours, kind, *x), run(theirs, kind, *x), "without gradients")
     side = "src" if kind == "encoder" else "tgt"
     assert_alike(ours, theirs, kind, **{f"{side}_key_padding_mask": PADDING})
 
