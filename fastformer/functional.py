@@ -137,15 +137,7 @@ def attend_heads(
         attn_mask = band
     if isinstance(attn_mask, Window):
         window, attn_mask = attn_mask, None
-    # Our output has the heads of a token side by side. Tensors that lie head by head pass their heads as a batch.
-    by_head = (
-        lies_as_query
-        and query.is_contiguous()
-        and key.is_contiguous()
-        and value.is_contiguous()
-        and key.shape[1] == query.shape[1]
-        and (attn_mask is None or attn_mask.shape[:-2].numel() == 1)
-    )
+    by_head = lies_as_query and _lies_by_head(query, key, value, attn_mask)
     q, k, v = (each.flatten(0, 1).unsqueeze(2) if by_head else each.transpose(1, 2) for each in (query, key, value))
     out = attention(
         q,
@@ -159,6 +151,17 @@ def attend_heads(
     if by_head:
         return out.view(query.shape)
     return _laid_out_as(query, out) if lies_as_query else out.transpose(1, 2)
+
+
+def _lies_by_head(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> bool:
+    """Whether the heads can be passed as a batch. Our output has the heads of a token side by side, and these not."""
+    return (
+        query.is_contiguous()
+        and key.is_contiguous()
+        and value.is_contiguous()
+        and key.shape[1] == query.shape[1]
+        and (attn_mask is None or attn_mask.shape[:-2].numel() == 1)
+    )
 
 
 def _laid_out_as(query: Tensor, out: Tensor) -> Tensor:

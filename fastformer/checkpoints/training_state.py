@@ -1,9 +1,9 @@
-"""Checkpoints of a run: written beside and moved into place, read back to the last one that is whole.
+"""Checkpoints of a run, each written as a whole or not at all; reading falls back to the last undamaged one.
 
-RUN/checkpoints/step-00000500.pt holds all that training needs to go on (weights, optimizer, counters, random states).
+RUN/checkpoints/step-00000500.pt holds all that a training resumes from (weights, optimizer, counters, random states).
 It is a file of torch.save, which torch.load(path, weights_only=True) opens. Such a file is a zip archive, and the
-comment at its end holds a SHA-256 of all before it, so that a file that was cut or changed anywhere is recognised, and
-the one before it is used. Nothing is unpickled but tensors and plain values.
+comment at its end holds a SHA-256 of everything before it. So a file that was cut short or changed is recognised, and
+the checkpoint before it is used. Only tensors and plain values are unpickled.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _PARTS = {"config": str, "model": dict, "counters": dict}
 def save_checkpoint(
     run: Path, step: int, state: dict[str, Any], *, keep_last: int, regular: Callable[[int], bool] = lambda step: True
 ) -> Path:
-    """Writes a checkpoint and removes old ones, the kept ones staying whole whatever happens meanwhile.
+    """Writes a checkpoint and removes old ones. An interruption at any point damages none that is kept.
 
     Args:
         run: the run folder.
         step: the update.
         state: tensors and plain values.
-        keep_last: how many stay.
-        regular: whether an update has a checkpoint by plan. Others, as an interrupted run leaves them, go with the next
-            one, so that a run that was interrupted ends with the same checkpoints as one that was not.
+        keep_last: the number of checkpoints to keep.
+        regular: whether an update has a scheduled checkpoint. Others, which an interrupted run leaves, are removed with
+            the next one, so that an interrupted run ends with the same checkpoints as an uninterrupted one.
 
     Raises:
-        OSError: it could not be written (a full disk, say); what was there before is still there.
+        OSError: it could not be written, for instance to a full disk; the older checkpoints are still there.
     """
     folder = checkpoint_folder(run)
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,8 +59,8 @@ def save_checkpoint(
     older = [old for old in checkpoints(run) if step_of(old) < step and is_plain_file(old)]
     planned = [old for old in older if regular(step_of(old))]
     kept = {path, *planned[max(0, len(planned) + 1 - keep_last) :]}
-    for old in checkpoints(run):  # later ones too: they were damaged, or this update would come after them
-        if old not in kept and is_plain_file(old):  # a link, say, is not by this program
+    for old in checkpoints(run):  # later ones too: they were damaged, or training would have resumed from them
+        if old not in kept and is_plain_file(old):  # this program makes no links
             old.unlink()
     return path
 

@@ -1,4 +1,4 @@
-"""Whole models from transformers to ours and back."""
+"""Conversion of whole models: transformers' to `models.Transformer`, and back."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ def from_huggingface(model: nn.Module) -> Transformer:
     """A `models.Transformer` that computes what a model of transformers does, with copies of its weights.
 
     It keeps the model's dtype, device and mode. Sources may be padded on the right, as their tokenizers pad them.
-    Dropping whole layers while training (encoder_layerdrop) is left out, and so are the two rows of a BART's learned
-    positions that nobody reads: its position 0 is row 2 of its table.
 
-    The scores of a T5 aren't scaled, so the weights of queries are larger here by sqrt(d_kv), and their gradients
-    smaller; that is exact where it is a power of two, as 8 is. Where its heads don't fill d_model, heads of zeros do,
-    which stay zeros in training. It drops out behind the final norms as well, which is left out. Its max_len is
-    n_positions; since no table ends there, `config.max_len` may be set to more. With an untied head it has one
-    embedding, which is here one for each side. An mT5 comes back as a T5.
+    Differences to expect. Dropping whole layers in training (encoder_layerdrop) is left out. Of a BART's learned
+    positions the first two rows, which are never used, are left out: position 0 here is row 2 of its table. A T5
+    doesn't scale its scores, so the weights of queries are larger here by sqrt(d_kv), and their gradients smaller; this
+    is exact if sqrt(d_kv) is a power of two. If a T5's heads don't fill d_model, heads of zeros do, which stay zeros in
+    training. Its dropout behind the final norms is left out. Its max_len is n_positions, but no table ends there, so
+    you may set `config.max_len` to more. With an untied head its one embedding becomes one for each side. An mT5
+    converts back to a T5.
 
-    `fastformer.generate` gives the tokens of transformers' generate with `beam_rules="transformers"`, greedy or with
-    beams, for every option that both have. Beams are scored, ended and compared as they are there (see
-    `TransformersBeamSearch`), and penalties look at the start token and the decoder_input_ids as well as at new tokens,
-    which by tensor2tensor's rules alone count. One default is another: what processors give is normalised again here,
-    as it is there with `renormalize_logits=True`; say False for their default. What the model's generation_config adds
-    (bad_words_ids, forced_bos_token_id, forced_eos_token_id, no_repeat_ngram_size, num_beams) has to be said again, or
-    handed over as `generation_config=model.generation_config`; a BartConfig alone makes one that forces EOS at the
+    With `beam_rules="transformers"`, `fastformer.generate` returns the tokens of transformers' generate, greedy or with
+    beams, for every option that both have. Beams are scored, ended and compared as in transformers (see
+    `TransformersBeamSearch`), and penalties count the start token and the decoder_input_ids as well as new tokens. One
+    default differs: the scores that processors return are normalised again, as with `renormalize_logits=True`; pass
+    False for transformers' default. Options in the model's generation_config (bad_words_ids, forced_bos_token_id,
+    forced_eos_token_id, no_repeat_ngram_size, num_beams) have to be passed again, or as
+    `generation_config=model.generation_config`. From a BartConfig alone transformers makes one that forces EOS at the
     limit.
 
-    `models.Transformer` and `torch.nn.Transformer` need no conversion: the entries of a state_dict that begin with
-    "encoder." and "decoder." are the same where the model is pre-norm with `attention_bias=True`.
+    `models.Transformer` and `torch.nn.Transformer` need no conversion: if the model is pre-norm with
+    `attention_bias=True`, the entries of their state_dicts that begin with "encoder." and "decoder." are the same.
 
     Args:
         model: a BartForConditionalGeneration, MarianMTModel, MBartForConditionalGeneration,
@@ -75,11 +75,11 @@ def to_huggingface(model: Transformer) -> PreTrainedModel:
     """A model of transformers that computes what a `models.Transformer` does, with copies of its weights.
 
     Args:
-        model: with full attention, and LayerNorm of eps 1e-5. With positions "halves" it becomes a MarianMTModel, or a
-            PegasusForConditionalGeneration where it is pre-norm; with positions "learned" and `embedding_norm` a
-            BartForConditionalGeneration, or where it is pre-norm an MBartForConditionalGeneration. With positions
-            "relative" it becomes a T5ForConditionalGeneration, for which it has to be pre-norm, with norm "rms", no
-            biases and no scale_embedding.
+        model: with full attention, and LayerNorm of eps 1e-5. With positions "halves" it becomes a MarianMTModel, or
+            if it is pre-norm a PegasusForConditionalGeneration. With positions "learned" and `embedding_norm` it
+            becomes a BartForConditionalGeneration, or if it is pre-norm an MBartForConditionalGeneration. With
+            positions "relative" it becomes a T5ForConditionalGeneration, for which it has to be pre-norm, with norm
+            "rms", no biases and no scale_embedding.
 
     Raises:
         ImportError: transformers is not installed.

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from fastformer.checkpoints.hf.common import (
     check_floating,
+    check_options,
     depth_of,
+    first_equal,
     flag_of,
     joined,
     load_foreign,
@@ -25,6 +27,7 @@ from fastformer.checkpoints.hf.common import (
     read_file,
     some,
     special_tokens,
+    without_row,
 )
 from fastformer.data.model_tokenizers import BackendTokenizer, byte_level_bpe, check_vocab
 from fastformer.data.tokenizer import TOKENIZER, read_backend
@@ -34,11 +37,11 @@ from fastformer.ops.embedding import sinusoidal_positions
 from fastformer.special_ids import SpecialIds
 
 _EPS = 1e-5  # of the norms; no setting says so
-_NEVER = -30_000.0  # a bias that no logit outweighs, within fp16's range
+_NEVER = -30_000.0  # a bias that no logit outweighs, and that fp16 can hold
 
 
 class Form(NamedTuple):
-    """What sets a family apart: its name, and three options of `TransformerConfig`."""
+    """A family: its name, and three options of `TransformerConfig`."""
 
     name: str
     positions: str
@@ -47,7 +50,7 @@ class Form(NamedTuple):
 
     @property
     def options(self) -> str:
-        """Those three, as somebody would write them."""
+        """The three options as keyword arguments."""
         return ", ".join(f"{name}={value!r}" for name, value in zip(self._fields[1:], self[1:], strict=True))
 
 
@@ -58,7 +61,7 @@ FORMS = {
     "mbart": Form("mBART", "learned", True, True),  # Liu et al. 2020
     "pegasus": Form("Pegasus", "halves", False, True),  # Zhang et al. 2020
 }
-_OFFSET = 2  # rows of a learned table in front of position 0, which nobody reads
+_OFFSET = 2  # unused rows of a learned table, in front of position 0
 
 _ACTIVATIONS = {
     "relu": "relu",
@@ -152,38 +155,31 @@ def transformer_from_bart(
 
 
 def bart_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(the settings, the state_dict) of the one of `FORMS` that computes what a `Transformer` does.
+    """The settings and the state_dict of the family that computes what a `Transformer` does.
 
     Raises:
-        ValueError: options that none of them has.
+        ValueError: options that no family in `FORMS` has.
     """
     config, ids = model.config, model.config.special_ids
     kind, form = _form(config)
     wanted = {"norm": "layer", "layer_norm_eps": _EPS, "window_size": None}
-    for name, value in wanted.items():
-        if getattr(config, name) != value:
-            raise ValueError(f"expected a {form.name}, with {name}={value!r}, got {getattr(config, name)!r}")
-    if config.num_kv_heads not in (None, config.num_heads):
-        raise ValueError(f"expected a {form.name}, with as many heads of keys as of queries, got {config.num_kv_heads}")
+    check_options(config, wanted, form.name, one_vocabulary=kind != "marian")
     if config.activation not in _THEIR_ACTIVATIONS:
         raise ValueError(
             f"expected a {form.name}, with an activation out of {(*_THEIR_ACTIVATIONS,)}, got {config.activation!r}"
         )
-    if kind != "marian" and config.source_vocab_size not in (None, config.vocab_size):
-        raise ValueError(f"expected a {form.name}, with one vocabulary, got one of its own for the source")
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     tied = config.tie_embeddings
     source = state.pop("embedding.weight") if tied else state.pop("source_embedding.weight")
     target = source if tied else state.pop("target_embedding.weight")
     output = source if tied else state.pop("output.weight")
     if not config.embed_pad and (source[ids.pad].any() or target[ids.pad].any()):
-        # Its row for PAD is read as it is. As a row of the output it has to stay.
+        # BART embeds PAD by its row. The row is zeroed here, and kept for the output.
         tied, output = False, output
-        index = torch.tensor([ids.pad], device=source.device)
-        source, target = (matrix.index_fill(0, index, 0.0) for matrix in (source, target))
+        source, target = without_row(source, ids.pad), without_row(target, ids.pad)
     bias = state.pop("output_bias", target.new_zeros(len(target)))
     weights = {_SOURCE: source, _TARGET: target, _OUTPUT: output, _BIAS: bias[None]}
-    if tied or kind != "marian":  # the others keep it, and don't read it, where nothing is tied
+    if tied or kind != "marian":  # the others have it, unused, even if nothing is tied
         weights[_SHARED] = target
     for name, place in _POSITIONS.items():
         if config.positions == "learned":
@@ -223,7 +219,7 @@ def bart_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str,
 
 
 def _form(config: TransformerConfig) -> tuple[str, Form]:
-    """Whose options a model has."""
+    """The family with a model's options."""
     found = config.positions, config.embedding_norm, config.norm_first
     for kind, form in FORMS.items():
         if form[1:] == found:
@@ -233,9 +229,9 @@ def _form(config: TransformerConfig) -> tuple[str, Form]:
 
 
 def _names(config: TransformerConfig) -> dict[str, tuple[str, ...]]:
-    """Our names of the norms' and the layers' tensors, each with theirs, one behind another along the first dimension.
+    """The names of norms' and layers' tensors here, each with those in BART that are concatenated to it (dimension 0).
 
-    Without the positions, which are not the same rows.
+    Without the positions, which have other rows.
     """
     names: dict[str, tuple[str, ...]] = {}
     sides = (("encoder", "source", config.num_encoder_layers), ("decoder", "target", config.num_decoder_layers))
@@ -264,7 +260,7 @@ def _names(config: TransformerConfig) -> dict[str, tuple[str, ...]]:
 
 
 def _embeddings(settings: Mapping[str, Any], left: dict[str, Tensor], form: Form) -> tuple[Tensor, Tensor, Tensor]:
-    """(source, target, output), the same object where they are tied; they are taken away."""
+    """The source, target and output matrices, one object if they are tied; removes them from `left`."""
     found = {name: left.pop(name, None) for name in (_SHARED, _SOURCE, _TARGET, _OUTPUT)}
     # A file holds one of the matrices that are tied.
     is_tied, is_shared = (
@@ -283,14 +279,8 @@ def _embeddings(settings: Mapping[str, Any], left: dict[str, Tensor], form: Form
         if matrix is None or matrix.dim() != 2:
             raise ValueError(f"expected the tensors of a {form.name}, got no matrix called {name}")
         matrices.append(matrix)
-    target, source, output = matrices
-    if _equal(source, target) and _equal(target, output):
-        return target, target, target
+    target, source, output = first_equal(*matrices)
     return source, target, output
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a is b or (a.shape == b.shape and torch.equal(a, b))
 
 
 def _check_positions(name: str, table: Tensor, config: TransformerConfig, form: Form) -> None:

@@ -237,17 +237,17 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
 
 
 def check_floating(state: Mapping[str, Tensor]) -> None:
-    """Raises ValueError for weights that are no floating-point numbers."""
+    """Raises ValueError for weights that aren't floating-point numbers."""
     for name, tensor in state.items():
         if tensor.dtype not in FLOATING:
             raise ValueError(f"expected floating-point weights, got {name} of {tensor.dtype}")
 
 
 def joined(left: dict[str, Tensor], names: tuple[str, ...], family: str) -> Tensor:
-    """Tensors one behind another; they are taken away.
+    """Removes tensors from `left` and concatenates them.
 
     Raises:
-        ValueError: one that isn't there.
+        ValueError: a tensor is missing.
     """
     missing = [name for name in names if name not in left]
     if missing:
@@ -256,11 +256,38 @@ def joined(left: dict[str, Tensor], names: tuple[str, ...], family: str) -> Tens
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def number_of(settings: Mapping[str, Any], name: str) -> int:
-    """An integer among settings.
+def first_equal(first: Tensor, second: Tensor, third: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Three matrices; three times the first if all are equal, which a converted model then ties."""
+    if all(one is first or (one.shape == first.shape and torch.equal(one, first)) for one in (second, third)):
+        return first, first, first
+    return first, second, third
+
+
+def without_row(matrix: Tensor, row: int) -> Tensor:
+    """A copy of a matrix in which a row is zero."""
+    return matrix.index_fill(0, torch.tensor([row], device=matrix.device), 0.0)
+
+
+def check_options(config: TransformerConfig, expected: Mapping[str, Any], family: str, *, one_vocabulary: bool) -> None:
+    """Checks that a model of a family can compute what a `Transformer` does.
 
     Raises:
-        ValueError: it is something else, or isn't there.
+        ValueError: an option other than expected, grouped heads, or two vocabularies in a family that has one.
+    """
+    for name, value in expected.items():
+        if getattr(config, name) != value:
+            raise ValueError(f"expected a {family}, with {name}={value!r}, got {getattr(config, name)!r}")
+    if config.num_kv_heads not in (None, config.num_heads):
+        raise ValueError(f"expected a {family}, with as many heads of keys as of queries, got {config.num_kv_heads}")
+    if one_vocabulary and config.source_vocab_size not in (None, config.vocab_size):
+        raise ValueError(f"expected a {family}, with one vocabulary, got one of its own for the source")
+
+
+def number_of(settings: Mapping[str, Any], name: str) -> int:
+    """An integer setting.
+
+    Raises:
+        ValueError: it is missing or not an integer.
     """
     value = settings.get(name)
     if not isinstance(value, int) or isinstance(value, bool):
@@ -269,10 +296,10 @@ def number_of(settings: Mapping[str, Any], name: str) -> int:
 
 
 def depth_of(settings: Mapping[str, Any], name: str, state: Mapping[str, Tensor]) -> int:
-    """How many layers settings ask for.
+    """A setting that is a number of layers.
 
     Raises:
-        ValueError: it is no integer, or there are more layers than tensors.
+        ValueError: it is not an integer, or there are more layers than tensors.
     """
     value = number_of(settings, name)
     check_depth(name, value, len(state), "the settings")
@@ -280,10 +307,10 @@ def depth_of(settings: Mapping[str, Any], name: str, state: Mapping[str, Tensor]
 
 
 def flag_of(settings: Mapping[str, Any], name: str, default: bool) -> bool:
-    """A true or false among settings; what isn't there, or is null, has its default.
+    """A boolean setting; `default` if it is missing or null.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it has another value.
     """
     value = settings.get(name)
     if value is not None and not isinstance(value, bool):

@@ -21,7 +21,9 @@ from torch import Tensor
 
 from fastformer.checkpoints.hf.common import (
     check_floating,
+    check_options,
     depth_of,
+    first_equal,
     flag_of,
     joined,
     load_foreign,
@@ -29,6 +31,7 @@ from fastformer.checkpoints.hf.common import (
     read_file,
     some,
     special_tokens,
+    without_row,
 )
 from fastformer.data.model_tokenizers import BackendTokenizer, SentencePieceTokenizer, read_sentencepiece
 from fastformer.data.tokenizer import TOKENIZER, read_backend
@@ -40,7 +43,7 @@ logger = logging.getLogger("fastformer")
 
 NAMES = {"t5": "T5", "mt5": "mT5"}  # by the model_type of transformers
 _SPECIAL_TOKENS = {"unk": "<unk>", "eos": "</s>", "pad": "<pad>"}
-_MAX_LEN = 512  # of a config that doesn't say what it was trained with
+_MAX_LEN = 512  # for a config without n_positions
 
 _ACTIVATIONS = {
     "relu": "relu",
@@ -63,9 +66,9 @@ _GATED = ("geglu_tanh", "swiglu")
 
 _SHARED, _OUTPUT = "shared.weight", "lm_head.weight"
 _EMBEDDINGS = {"encoder": "encoder.embed_tokens.weight", "decoder": "decoder.embed_tokens.weight"}
-# Of cross-attention, which old files hold and nobody reads.
+# A bias of cross-attention that old files hold, and no T5 uses.
 _UNREAD = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
-# What a T5 is among the options of `TransformerConfig`.
+# The options of `TransformerConfig` that make a T5.
 _OPTIONS: dict[str, Any] = {
     "positions": "relative",
     "norm": "rms",
@@ -159,19 +162,13 @@ def transformer_from_t5(
 
 
 def t5_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(the settings, the state_dict) of the T5 that computes what a `Transformer` does.
+    """The settings and the state_dict of the T5 that computes what a `Transformer` does.
 
     Raises:
-        ValueError: options that it doesn't have.
+        ValueError: options that T5 doesn't have.
     """
     config, ids = model.config, model.config.special_ids
-    for name, value in _OPTIONS.items():
-        if getattr(config, name) != value:
-            raise ValueError(f"expected a T5, with {name}={value!r}, got {getattr(config, name)!r}")
-    if config.num_kv_heads not in (None, config.num_heads):
-        raise ValueError(f"expected a T5, with as many heads of keys as of queries, got {config.num_kv_heads}")
-    if config.source_vocab_size not in (None, config.vocab_size):
-        raise ValueError("expected a T5, with one vocabulary, got one of its own for the source")
+    check_options(config, _OPTIONS, "T5", one_vocabulary=True)
     dropouts = {config.dropout, config.attention_dropout, config.activation_dropout}
     if len(dropouts) > 1:
         raise ValueError(f"expected a T5, with one probability of dropout, got {sorted(dropouts)}")
@@ -182,8 +179,8 @@ def t5_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str, T
     if not tied and not torch.equal(shared, state["target_embedding.weight"]):
         raise ValueError("expected a T5, with one embedding for source and target, got two that differ")
     if not config.embed_pad and shared[ids.pad].any():
-        # Its row for PAD is read as it is. As a row of the output it has to stay.
-        shared = shared.index_fill(0, torch.tensor([ids.pad], device=shared.device), 0.0)
+        # T5 embeds PAD by its row. The row is zeroed here, and kept for the output.
+        shared = without_row(shared, ids.pad)
     weights = {_SHARED: shared, _EMBEDDINGS["encoder"]: shared, _EMBEDDINGS["decoder"]: shared, _OUTPUT: output}
     head_dim = config.d_model // config.num_heads
     heads = _heads_in_use(config, state)
@@ -213,7 +210,7 @@ def t5_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str, T
         "dropout_rate": config.dropout,
         "layer_norm_epsilon": config.layer_norm_eps,
         "feed_forward_proj": _THEIR_ACTIVATIONS[config.activation],
-        "tie_word_embeddings": config.scale_output,  # which is what it says there
+        "tie_word_embeddings": config.scale_output,  # which is its meaning in T5
         "n_positions": config.max_len,
         "pad_token_id": ids.pad,
         "eos_token_id": ids.first_eos if len(ids.eos) == 1 else [*ids.eos],
@@ -223,14 +220,14 @@ def t5_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str, T
 
 
 def _scales_output(settings: Mapping[str, Any]) -> bool:
-    """Whether the hidden states are scaled: what says so has two names, and to old versions meant tied as well."""
+    """Whether the hidden states are scaled. The setting has two names; in old versions it also meant tied matrices."""
     if settings["model_type"] == "mt5":
         return False
     return flag_of(settings, "scale_decoder_outputs", flag_of(settings, "tie_word_embeddings", True))
 
 
 def _heads_in_use(config: TransformerConfig, state: Mapping[str, Tensor]) -> int:
-    """How many heads there are up to the last that isn't all zeros."""
+    """The number of heads up to the last one that isn't all zeros."""
     heads = config.num_heads
     used = torch.zeros(heads, dtype=torch.bool, device="cpu")
     for name, tensor in state.items():
@@ -242,21 +239,17 @@ def _heads_in_use(config: TransformerConfig, state: Mapping[str, Tensor]) -> int
 
 
 def _embeddings(left: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """(source, target, output), the same object where they are tied; they are taken away."""
+    """The source, target and output matrices, one object if they are tied; removes them from `left`."""
     shared, output = left.pop(_SHARED, None), left.pop(_OUTPUT, None)
     found = [left.pop(place, None) for place in _EMBEDDINGS.values()]
     either = next((one for one in (shared, *found, output) if one is not None), None)
     if either is None or either.dim() != 2:
         raise ValueError(f"expected the tensors of a {name}, got no matrix called {_SHARED}")
-    matrices = [either if one is None else one for one in (*found, output)]
-    first = matrices[0]
-    if all(one is first or (one.shape == first.shape and torch.equal(one, first)) for one in matrices):
-        return first, first, first
-    return matrices[0], matrices[1], matrices[2]
+    return first_equal(*(either if one is None else one for one in (*found, output)))
 
 
 def _names(config: TransformerConfig) -> dict[str, tuple[str, ...]]:
-    """Our names of the norms', the layers' and the positions' tensors, each with theirs, one behind another."""
+    """The names of tensors here, each with the names in T5 of those that are concatenated to it (dimension 0)."""
     names: dict[str, tuple[str, ...]] = {}
     for side, depth in (("encoder", config.num_encoder_layers), ("decoder", config.num_decoder_layers)):
         first = f"{side}.block.0.layer.0.SelfAttention"
