@@ -32,7 +32,15 @@ from fastformer.integrations.known import (
 from fastformer.integrations.packing import Grant, granted, granting
 from fastformer.integrations.positionwise import is_positionwise, is_positionwise_part
 from fastformer.integrations.replace import forget_restored_forward
-from fastformer.nn.guards import Guards, has_plain_call, is_traced, is_watched, is_written_as_known, is_written_in
+from fastformer.nn.guards import (
+    Guards,
+    Plans,
+    has_plain_call,
+    is_traced,
+    is_watched,
+    is_written_as_known,
+    is_written_in,
+)
 
 
 class Rule:
@@ -42,29 +50,17 @@ class Rule:
         self.reason = reason  # why the stacks never leave padding out; None: their owner grants it call by call
 
 
-class Role:
-    """A module's part in a rule: its owner, or one of the stacks under it, or both.
+class Role(NamedTuple):
+    """A module's part in a rule: its owner, or one of the stacks under it, or both."""
 
-    Attributes:
-        plan: what was found out about an owner. A copied model finds it out anew.
-    """
-
-    __slots__ = ("owns", "plan", "rule")
-
-    def __init__(self, rule: Rule, owns: bool) -> None:
-        self.rule = rule
-        self.owns = owns
-        self.plan: _Plan | None = None
-
-    def __reduce__(self) -> tuple[type[Role], tuple[Rule, bool]]:
-        return Role, (self.rule, self.owns)
+    rule: Rule
+    owns: bool
 
 
 class _Plan(NamedTuple):
     """Nothing in it refers to the owner, which holds it, so that a model is freed with its last reference."""
 
     reason: str | None
-    guards: Guards
     stacks: frozenset[int]  # the ids of stacks with known layers; the guards keep all but the owner alive
     checkpointed: list[nn.Module]  # modules inside of the owner that compute their layers again in backward
     is_checkpointed: bool  # the same of the owner
@@ -100,7 +96,7 @@ class PackingStack(nn.Module):
             if grant is None or grant.rule is not role.rule or id(self) not in grant.stacks:
                 return False
             return grant.causal or not self.is_causal_stack()
-        plan = _plan_of(self, role)
+        plan = _PLANS.of(self)
         return id(self) in plan.stacks and _why_not(self, plan) is None
 
 
@@ -135,7 +131,7 @@ class Owner(nn.Module):
             yield
             return
         grant = None
-        if role.rule.reason is None and _why_not(self, plan := _plan_of(self, role)) is None:
+        if role.rule.reason is None and _why_not(self, plan := _PLANS.of(self)) is None:
             is_read = reads()
             if not (is_read and self.READS_ENCODERS):
                 grant = Grant(role.rule, not is_read, plan.stacks)
@@ -145,13 +141,6 @@ class Owner(nn.Module):
     def reads_padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call with these arguments reads the stacks' output at padding."""
         return False
-
-
-def _plan_of(owner: nn.Module, role: Role) -> _Plan:
-    plan = role.plan
-    if plan is None or not plan.guards.hold(owner):
-        plan = role.plan = _planned(owner)
-    return plan
 
 
 def _why_not(owner: nn.Module, plan: _Plan) -> str | None:
@@ -185,7 +174,7 @@ def _is_called_plainly(owner: nn.Module) -> bool:
     return "forward" not in own or function is not None
 
 
-def _planned(owner: nn.Module) -> _Plan:
+def _planned(owner: nn.Module) -> tuple[_Plan, Guards]:
     inside = [module for module in owner.modules() if module is not owner]
     if RETURNS_TUPLES:
         for module in inside:
@@ -198,7 +187,12 @@ def _planned(owner: nn.Module) -> _Plan:
     watched = [(space, name) for space, functions in sources for name in functions]
     is_checkpointed = bool(getattr(owner, "gradient_checkpointing", False))
     reason = _first_reason(owner, reading) or replaced_function(sources)
-    return _Plan(reason, Guards(owner, reading, watched), known, checkpointed, is_checkpointed)
+    return _Plan(reason, known, checkpointed, is_checkpointed), Guards(owner, reading, watched)
+
+
+# What was found out about owners. A copied model finds it out anew.
+_PLAN = "_fastformer_padding_plan"
+_PLANS: Plans[_Plan] = Plans(_PLAN, _planned)
 
 
 def _first_reason(owner: nn.Module, reading: dict[nn.Module, bool]) -> str | None:
@@ -300,6 +294,7 @@ def forget(model: nn.Module) -> None:
     """Undoes `decide`."""
     for module in model.modules():
         vars(module).pop(ROLE, None)
+        vars(module).pop(_PLAN, None)
 
 
 def described(model: nn.Module) -> dict[str, str]:
@@ -318,7 +313,7 @@ def _described(stack: PackingStack, rule: Rule, owner: nn.Module | None) -> str:
     if reason is None and owner is None:
         reason = "the model that decides is not among these modules"
     elif reason is None and owner is not None:
-        plan = _plan_of(owner, vars(owner)[ROLE])
+        plan = _PLANS.of(owner)
         reason = _why_not(owner, plan)
         attention = getattr(getattr(stack, "config", None), "_attn_implementation", None)
         if reason is None and attention != "sdpa":
