@@ -66,13 +66,13 @@ def _extension_module() -> _Extension:
 
 
 class SearchRules(NamedTuple):
-    """What an engine that runs a search has to know of it.
+    """What an engine needs to know of a search that it runs.
 
     Attributes:
         num_beams: 0: greedy.
-        eos: the ids that end a row, upward.
+        eos: the ids that end a row, in ascending order.
         min_tokens: none of them before so many.
-        suppressed: ids that are never said, upward.
+        suppressed: ids that are never chosen, in ascending order.
     """
 
     num_beams: int
@@ -82,7 +82,7 @@ class SearchRules(NamedTuple):
 
 
 class NativeSearch(Search):
-    """A search that lives in C++: what `RowSearch` (one row, the best token), `BeamSearch` (without groups) and
+    """A search in C++ that finds what `RowSearch` (one row, the best token), `BeamSearch` (without groups) and
     `TransformersBeamSearch` find.
 
     Args:
@@ -105,8 +105,8 @@ class NativeSearch(Search):
 
         Args:
             limit, eos: see there.
-            min_tokens: no end before so many; an engine that runs the search sees to it, others by processors.
-            suppressed: ids that are never said, likewise.
+            min_tokens: no end before so many; done by an engine that runs the search, else by processors.
+            suppressed: ids that are never chosen, likewise.
         """
         handle = _extension_module().greedy_search(limit, sorted(eos), min_tokens, suppressed)
         return cls(handle, SearchRules(0, tuple(sorted(eos)), min_tokens, tuple(sorted(suppressed))))

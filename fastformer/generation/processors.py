@@ -1,11 +1,11 @@
-"""What happens to the logits between the model and the choice.
+"""Processors edit the logits before a token is chosen.
 
 A processor is called as Hugging Face's are: `processor(input_ids, scores) -> scores`, with the ids that the decoder has
-behind it, (rows, length), its start token or prompt included, and the logits of what may follow, (rows, vocab_size)
-fp32. For beams by transformers' rules, the scores are log-probabilities, as they are there. What comes back may be of
-another floating-point or integer dtype, or a NumPy array: it is cast. The rows are those of one request: its beams, or
-its samples. Hugging Face's processors work here, and so does any function. Those of this module look at each row alone,
-and are given the rows of several requests that ask for the same at once.
+read, (rows, length), its start token or prompt included, and the logits of the next token, (rows, vocab_size) fp32. For
+beams by transformers' rules, the scores are log-probabilities, as they are there. The result may be of another
+floating-point or integer dtype, or a NumPy array: it is cast. The rows are those of one request: its beams, or its
+samples. Hugging Face's processors work here, and so does any function. Those of this module look at each row alone, and
+get the rows of several requests with the same settings at once.
 
 What a repetition is depends on the rules. By tensor2tensor's only new tokens count. By transformers' rules, whatever
 stands before the next token counts: the prompt, the start token of a decoder and the ids behind it.
@@ -71,7 +71,7 @@ def make_processors(
     if found:
         found.append(EndWhereNothingFollows(tuple(eos)))
     if config.forced_bos_token_id is not None:
-        # By transformers' rules it stands behind one id or nowhere.
+        # By transformers' rules it follows exactly one id.
         found.append(ForcedToken(config.forced_bos_token_id, 1 if by_transformers_rules else prompt_length))
     if config.forced_eos_token_id is not None:
         found.append(ForcedToken(config.forced_eos_token_id, prompt_length + limit - 1))
@@ -184,7 +184,7 @@ class MinNewTokens(RowWise):
 
 @dataclass(frozen=True)
 class EndWhereNothingFollows(RowWise):
-    """Lets a row end that has nothing else left to say."""
+    """Allows EOS where every token is forbidden."""
 
     eos: tuple[int, ...]
 
@@ -212,6 +212,6 @@ class ForcedToken(RowWise):
         return forced
 
 
-# What the searches in C++ are told, and an engine that runs them sees to, as long as there is something left to say:
-# it forbids tokens, and makes log-probabilities of what is left.
+# An engine that runs searches in C++ does what these do, as long as a token is allowed: it forbids tokens, and makes
+# log-probabilities of the rest.
 SEARCH_RULES = (LogProbs, SuppressTokens, MinNewTokens, EndWhereNothingFollows)

@@ -1,4 +1,4 @@
-"""The requests of a batch: what it is told of them before a step, and what they make of the step."""
+"""The requests of a batch: what a step needs to know of them, and what they make of its candidates."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ _PREFILL_TOKENS = 8192  # at most in one prefill, whose activations are held at 
 # user can interrupt; and after so many steps, which is longer than any text.
 _RUN_SECONDS = 0.01
 _RUN_STEPS = 1_000_000
-# While a listener waits for tokens, each of the first ones is told by itself. Later ones are told in groups that are
-# decoded within milliseconds, which a reader doesn't notice.
+# A listener gets each of the first tokens by itself. Later ones come in groups that are decoded within milliseconds,
+# which a reader doesn't notice.
 _FIRST_TOLD = 64
 _TOLD_STEPS = 8
 
@@ -31,7 +31,7 @@ class Scheduler:
     A request's result doesn't depend on the other requests. It is admitted when there is memory for the tokens that it
     is likely to get. When memory runs out all the same, the youngest request gives its memory back and restarts later.
 
-    Memory is counted in tokens, as an engine counts it. Three numbers of tokens decide who is admitted:
+    Memory is counted in tokens, as an engine counts it. Three numbers of tokens decide which requests are admitted:
 
     - the batch's *capacity*: what it was opened with, for all requests that were waiting then;
     - what is *reserved*: the sum of what the running requests are likely to take, which is what they get at first;
@@ -114,7 +114,7 @@ class Scheduler:
         return self._batch
 
     def _max_steps(self) -> int:
-        """How many steps may be taken before listeners are told."""
+        """How many steps may be taken before listeners get their tokens."""
         listening = [request.num_told for request in self.running if request.on_token is not None]
         if not listening:
             return _RUN_STEPS
@@ -249,7 +249,7 @@ class Scheduler:
         while self.running and self._open_batch.step_tokens() > self._open_batch.free_tokens():
             youngest = self.running[-1]
             if len(self.running) == 1 and self._largest_tokens(youngest) <= self._capacity_tokens:
-                # Rows that fall away and come again may need more than the engine has said.
+                # A group that loses rows and has as many again may need more than `tokens_needed`.
                 self._min_capacity = 2 * self._capacity_tokens
             self._free([len(self.running) - 1])
             youngest.restart()

@@ -1,4 +1,4 @@
-"""What becomes of candidates: greedy decoding and sampling, and beam search. One object a request, on the host."""
+"""Greedy decoding, sampling and beam search: what follows from a step's candidates. One object for each request."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from fastformer.generation.config import EarlyStopping
 from fastformer.generation.engines.base import Sample
 
-NEVER = -math.inf  # the score of what isn't there
+NEVER = -math.inf  # the score of a missing hypothesis
 
-# Says of rows of new tokens which of them end with their last one, beside those that end with EOS.
+# Returns for each row of new tokens whether it ends with the last one; EOS ends rows anyway.
 Stop = Callable[[Sequence[Sequence[int]]], Sequence[bool]]
 
 
@@ -57,7 +57,7 @@ class Search(ABC):
 
     Attributes:
         limit: the most new tokens.
-        num_candidates: how many it wants to see for each row.
+        num_candidates: how many candidates it needs for each row.
         num_rows: of the next step.
         peak_rows: the most rows that it ever has.
     """
@@ -81,7 +81,7 @@ class Search(ABC):
 
     @abstractmethod
     def advance(self, ids: Sequence[Sequence[int]], values: Sequence[Sequence[float]], first: int) -> list[int]:
-        """Takes in what may follow.
+        """Takes in a step's candidates.
 
         Args:
             ids, values: a step's candidates for all rows of the batch, each row's best first.
@@ -96,11 +96,11 @@ class Search(ABC):
 
     @abstractmethod
     def results(self) -> list[Hypothesis]:
-        """What was found; before the end, what there is."""
+        """The hypotheses that were found; before the end, those that there are."""
 
 
 def bad_numbers() -> ValueError:
-    """The error of a search whose candidates aren't numbers that can be ordered."""
+    """The error of a search whose candidates can't be ordered."""
     return ValueError(
         "the model gives NaN or infinite logits: its weights are damaged, or too large for this precision (try fp32)"
     )
@@ -112,14 +112,14 @@ def _check_numbers(values: Sequence[float]) -> None:
 
 
 class RowSearch(Search):
-    """Greedy decoding or sampling: rows that know nothing of each other.
+    """Greedy decoding or sampling: independent rows.
 
     Args:
         limit: the most new tokens.
         eos: the ids that end a row.
         num_rows: 1, or the number of samples.
         sampling: None: the best token.
-        make_end: makes for each row a function that is told its tokens and says whether the row ends with one.
+        make_end: makes for each row a function that takes each new token and returns whether the row ends with it.
         stop: None: EOS alone ends a row.
     """
 
@@ -193,7 +193,7 @@ class RowSearch(Search):
 
 
 class _Beams:
-    """Beams that compete with each other: what goes on, and what is finished."""
+    """Beams that compete with each other: those that go on, and those that are finished."""
 
     def __init__(self, width: int, num_return: int) -> None:
         self.width, self.num_return = width, num_return

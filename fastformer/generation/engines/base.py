@@ -19,7 +19,7 @@ class Prompt(NamedTuple):
 
     Attributes:
         source: the ids that an encoder reads; None for a decoder-only model.
-        tokens: the ids that the decoder has behind it, at least one: the start token and a forced prefix, or the prompt
+        tokens: the ids that the decoder begins with, at least one: the start token and a forced prefix, or the prompt
             of a language model. The last of them is the input of the first step.
     """
 

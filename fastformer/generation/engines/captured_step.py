@@ -1,4 +1,4 @@
-"""What a graph is captured for, the tensors that it reads and writes, and when it no longer does what a model does."""
+"""The step that a CUDA graph is captured of, and the tensors that it reads and writes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastformer.nn import KVCache
 
 
 class Shape(NamedTuple):
-    """What a graph is captured for; nothing else may differ between its replays.
+    """What a graph is captured for; its replays may differ in nothing else.
 
     Attributes:
         num_groups: with as many batch slots as the rules have beams.
@@ -51,7 +51,7 @@ class CapturedStep:
         num_steps: between two looks, at most.
 
     Attributes:
-        cache, search: what a step asks and tells; search is None where the shape has no rules.
+        cache, search: what a step reads and writes; search is None where the shape has no rules.
         tokens: (slots,) int32, the input of a step.
         hidden: (slots, d_model), the output of a step without a search; None before the first one.
         graph: None before it is captured; graph_bytes: what that took of the device's memory.

@@ -141,8 +141,8 @@ class CppEngine(Engine):
 class CppBatch(SearchingBatch):
     """A session of the extension.
 
-    It begins with the first prefill, and anew with each prefill of an empty batch whose model's weights have changed
-    meanwhile: what is decoded together sees the weights of its beginning.
+    It begins with the first prefill, and again with each prefill of an empty batch if the model's weights have changed
+    meanwhile. Requests that are decoded together see the same weights.
     """
 
     def __init__(self, engine: CppEngine, vocab_size: int, num_tokens: int, shortlist: list[int]) -> None:

@@ -3,7 +3,7 @@
 What the searches of `generation/search.py` find is decided there, on the host, from the same candidates some steps
 later: which hypotheses are finished, their scores, and when there is an end. The device has to know what it decodes
 next, and for that the best beams that go on, in the same order to the last tie, are all. Rows whose search has ended
-meanwhile decode along until the host looks.
+meanwhile are decoded until the host looks.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Record(NamedTuple):
 
     Attributes:
         ids, values: (steps, slots, candidates) each step's candidates; fp32.
-        parents: (steps, slots) the slot that each goes on from behind each step.
+        parents: (steps, slots) the slot that each goes on from after each step.
         tokens: (steps, slots) the next token of each slot.
-        scores: (steps, slots) fp64, of what each slot has said.
+        scores: (steps, slots) fp64, the score of each slot.
     """
 
     ids: Ints
@@ -97,8 +97,8 @@ class DeviceSearch:
 
         Args:
             tokens: of the slots that rows stand in.
-            scores: likewise, of what they have said; `NEVER` for those that are no hypothesis.
-            said: how many tokens the rows of each group have said.
+            scores: likewise; `NEVER` for those that are no hypothesis.
+            said: how many new tokens the rows of each group have.
             least: its min_tokens.
         """
         host, ends = self._staged.numpy(), self._ends
@@ -120,7 +120,7 @@ class DeviceSearch:
         return best_candidates(logits.float().masked_fill(forbidden, NEVER), self._count, log_probs)
 
     def advance(self, values: Tensor, ids: Tensor, step: Tensor) -> Tensor | None:
-        """Chooses what goes on, and notes everything.
+        """Chooses the hypotheses that go on, and records everything.
 
         Args:
             values, ids: (slots, candidates), each slot's best first, of equals the lowest id first.
