@@ -32,7 +32,6 @@ from tests.kernels.attention_cases import (  # noqa: E402
     pack,
     run_triton,
     visible,
-    why_unsupported,
 )
 
 DTYPES = [torch.float32, torch.float16]
@@ -164,26 +163,6 @@ def test_logits_near_minus_120(seqlen_q: int, seqlen_k: int, dtype: torch.dtype,
         check(case, dtype, device, inputs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name)
-@pytest.mark.parametrize("rows", [1, 40], ids=["keys", "full"])
-def test_a_mask_of_the_lowest_number(rows: int, dtype: torch.dtype, device: str) -> None:
-    """A row whose every key got float32's lowest number weighs them all alike, as eager's softmax does."""
-    case = Case(batch=1)
-    inputs = make_inputs(case, dtype, device)
-    inputs["q"] = torch.zeros(
-        1, 40, 2, 64, dtype=dtype, device=device
-    )  # so that rounding can't tell the keys apart, in whichever precision
-    mask = torch.full((1, 1, rows, case.seqlen_k), torch.finfo(torch.float32).min, device=device)
-    mask[:, :, 1:, ::2] = 0.0
-    inputs["mask"] = mask
-    results = run_triton(replace(case, mask="additive"), inputs)
-    weights = torch.softmax(mask, -1).expand(1, 2, 40, case.seqlen_k)
-    expected = torch.einsum("bhqk,bkhd->bqhd", weights, inputs["v"].float())
-    torch.testing.assert_close(results["out"].float(), expected, rtol=2e-3, atol=1e-3)
-    # Beside such a number lse has no room for the logarithm of how many there are: gradients are finite, no more.
-    assert all(torch.isfinite(results[key]).all() for key in ("dq", "dk", "dv", "dmask"))
-
-
 def test_one_key(device: str) -> None:
     """P is 1: out is v, dv sums dout; dS is 0 but for the rounding of dP - delta, a few ulps of their terms."""
     for seqlen_q in (1, 70):
@@ -195,20 +174,6 @@ def test_one_key(device: str) -> None:
         assert float(results["dq"].abs().max()) <= 4 * float(terms * inputs["k"].abs().max())
         assert float(results["dk"].abs().max()) <= 4 * float(terms * inputs["q"].abs().sum())
         torch.testing.assert_close(results["dv"], inputs["dout"].sum(1, keepdim=True), rtol=1e-5, atol=1e-6)
-
-
-def test_strided_inputs(repeatable: None, device: str) -> None:
-    """SDPA's layout (heads before rows), a packed projection's views, and a last dim with a stride."""
-    case = case_of("causal", "gqa")
-    inputs = make_inputs(case, torch.float32, device)
-    straight = run_triton(case, inputs)
-    heads_first = {key: None if value is None else value.transpose(1, 2).contiguous().transpose(1, 2)
-                   for key, value in inputs.items()}  # fmt: skip
-    spread = {key: None if value is None else value.repeat_interleave(2, -1)[..., ::2] for key, value in inputs.items()}
-    for other in (heads_first, spread):
-        assert not other["q"].is_contiguous()
-        results = run_triton(case, other)
-        assert all(torch.equal(straight[key], results[key]) for key in straight)
 
 
 def test_packed_rows_beyond_the_last_sequence(device: str) -> None:
@@ -225,16 +190,6 @@ def test_packed_rows_beyond_the_last_sequence(device: str) -> None:
     ] * 3
     alone, _ = kernels.attention_fwd(q[None, :20], k[None, :33], v[None, :33], None, None, 0.25, None, 0, 0.0, None)
     assert torch.equal(alone[0], out[:20])
-
-
-def test_nothing_at_all(device: str) -> None:
-    some, none = torch.randn(2, 3, 2, 16, device=device), torch.randn(2, 0, 2, 16, device=device)
-    rest = (None, None, 1.0, None, None, 0.0, None)
-    for q, k in ((some, none), (some[:0], some[:0]), (some[:, :0], some)):
-        out, lse = kernels.attention_fwd(q, k, k, *rest)
-        dq, dk, dv, _ = kernels.attention_bwd(torch.ones_like(q), q, k, k, out, lse, *rest, False)
-        assert not out.any() and (lse == float("-inf")).all() and lse.shape == (q.shape[0], 2, q.shape[1])
-        assert dq.shape == q.shape and dk.shape == k.shape and not (dq.any() or dk.any() or dv.any())
 
 
 def test_poison_beyond_each_length(repeatable: None, device: str) -> None:
@@ -417,30 +372,6 @@ def test_shared_heads_sum_in_fp32(device: str) -> None:
     torch.testing.assert_close(dv, torch.full_like(dv, 1 / 3), rtol=1e-3, atol=0)
 
 
-def test_strided_integers(repeatable: None, device: str) -> None:
-    """Lengths and a seed that are columns of a wider tensor: the kernels read them by a pointer alone."""
-
-    def column(x: Tensor) -> Tensor:
-        return torch.stack([x, torch.full_like(x, 3)], 1)[:, 0]
-
-    q, k, v, dout = (make_inputs(Case(), torch.float32, device)[key] for key in ("q", "k", "v", "dout"))
-    lengths, seed = torch.tensor([37, 5], dtype=torch.int32, device=device), torch.tensor(SEED, device=device)
-    cu_q, cu_k = cumulative([40, 40], device), cumulative([37, 50], device)
-    flat_q, flat_k, flat_v, flat_dout = (x.flatten(0, 1) for x in (q, k, v, dout))
-    results = []
-    for given in (lambda x: x, column):
-        assert given is not column or not given(seed).is_contiguous()
-        rest = (None, given(lengths), 0.125, None, 0, 0.3, given(seed))
-        out, lse = kernels.attention_fwd(q, k, v, *rest)
-        dense = (out, *kernels.attention_bwd(dout, q, k, v, out, lse, *rest, False))
-        packed_rest = (given(cu_q), given(cu_k), 40, 50, 0.125, None, 0, 0.3, given(seed))
-        out, lse = kernels.varlen_attention_fwd(flat_q, flat_k, flat_v, *packed_rest)
-        packed = kernels.varlen_attention_bwd(flat_dout, flat_q, flat_k, flat_v, out, lse, *packed_rest)
-        results.append((*dense, out, *packed))
-    for straight, strided in zip(*results, strict=True):
-        assert torch.equal(straight, strided)
-
-
 @pytest.mark.skipif(HAS_GPU, reason="a file stands for the memory")
 @pytest.mark.parametrize("row", [16, 2**24])
 def test_strides_beyond_32_bits(row: int, tmp_path: Path, device: str) -> None:
@@ -493,21 +424,3 @@ def test_blocks_cover_every_plane_once(device: str) -> None:
         for last_first in (False, True):
             _order_kernel[(num_blocks * num_planes,)](seen, num_blocks, num_planes, together, last_first)
         assert (seen == 2).all()
-
-
-def test_why_unsupported() -> None:
-    q = torch.zeros(1, 4, 2, 16)
-    rest = (None, None, 1.0, None, None, 0.0, None)
-
-    def reason(q: Tensor, v: Tensor | None = None, rest: tuple = rest) -> str | None:
-        return why_unsupported("attention_fwd", q, q, q if v is None else v, *rest)
-
-    assert "float64" in reason(q.double())
-    assert "differ in dtype" in reason(q, q.half())
-    assert "greater than 256" in reason(torch.zeros(1, 4, 2, 264))
-    assert "v's head_dim" in reason(q, q[..., :8])
-    assert "not positive" in reason(q, rest=(None, None, 0.0, *rest[3:]))
-    assert "attn_mask is torch.float64" in reason(q, rest=(torch.zeros(1, 1, 4, 4).double(), *rest[1:]))
-    cu = torch.tensor([0, 4])
-    backward = why_unsupported("varlen_attention_bwd", *[q[0]] * 5, q, cu, cu, 4, 4, -1.0, None, None, 0.0, None)
-    assert "softmax_scale -1.0" in backward
