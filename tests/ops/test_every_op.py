@@ -207,6 +207,9 @@ def test_what_triton_refuses(call: Call) -> None:
     if call.op == "add_layer_norm":
         changes = [changes[0] | {"weight": None, "bias": None}, {"x": draw(1, 16385), "residual": None}]
         changes[1] |= {"weight": None, "bias": None}
+    elif call.stem == "attention":
+        wide = {name: draw(*call.tensors(N)[name].shape[:-1], 264) for name in "qkv"}
+        changes += [wide, {"softmax_scale": -1.0}]
     elif call.op == "decode_attention":
         changes += [
             {name: draw(N, 5 if "cache" in name else 1, 4, 264) for name in call.tensors(N) if name[0] in "qkv"}
