@@ -86,3 +86,16 @@ def test_imports_go_one_way(path: Path) -> None:
 def test_hugging_face_kernels_is_not_shadowed() -> None:
     assert not (ROOT / "kernels" / "__init__.py").exists()
     assert (ROOT / "fastformer" / "kernels").is_symlink()
+
+
+def test_functions_fit_on_two_screens() -> None:
+    # A kernel is one function, and kernels may be longer. Ruff counts branches.
+    sources = [path for path in MODULES if not path.is_relative_to(ROOT / "kernels")]
+    functions = [
+        (path, node)
+        for path in [*sources, *sorted((ROOT / "benchmarks").rglob("*.py"))]
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    long = [f"{path}:{node.lineno} {node.name}" for path, node in functions if node.end_lineno - node.lineno >= 100]
+    assert not long, f"more than 100 lines: {', '.join(long)}"
