@@ -29,7 +29,7 @@ from fastformer.ops.attention import attention, resolve_window
 from fastformer.ops.attention_weights import attention_weights
 from fastformer.ops.varlen_attention import varlen_attention
 
-Window = tuple[int | None, int | None]
+WindowSize = tuple[int | None, int | None]
 
 
 class _DenseCall(NamedTuple):
@@ -95,7 +95,7 @@ class MultiheadAttention(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         num_kv_heads: int | None = None,
-        window_size: Window = (None, None),
+        window_size: WindowSize = (None, None),
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -111,7 +111,7 @@ class MultiheadAttention(nn.Module):
         self._qkv_same_embed_dim = self.kdim == embed_dim and self.vdim == embed_dim
         self.dropout, self.batch_first = check_dropout(dropout), batch_first
         self.add_zero_attn = add_zero_attn
-        self.window_size: Window = resolve_window(False, window_size)
+        self.window_size: WindowSize = resolve_window(False, window_size)
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -525,7 +525,7 @@ class MultiheadAttention(nn.Module):
         dropout_p = self.dropout if self.training else 0.0
         return {"dropout_p": dropout_p, "dropout_seed": dropout_seed(dropout_p, q.device)}
 
-    def _window(self, is_causal: bool, diagonal: int) -> Window:
+    def _window(self, is_causal: bool, diagonal: int) -> WindowSize:
         left, right = self.window_size
         if is_causal:
             # torch.nn's triangle starts at the top left corner, the op's window at the bottom right one: seqlen_q -

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.cache.layer_view import LayerCache
-from fastformer.nn.attention import AttentionPlan, MultiheadAttention, Window, plan_inside
+from fastformer.nn.attention import AttentionPlan, MultiheadAttention, WindowSize, plan_inside
 from fastformer.nn.dropout import active_dropout, dropout_seed
 from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.errors import InputError
@@ -197,7 +197,7 @@ class _Layer(nn.Module):
         activation_dropout: float | None = None,
         num_kv_heads: int | None = None,
         norm: str = "layer",
-        window_size: Window = (None, None),
+        window_size: WindowSize = (None, None),
     ) -> None:
         super().__init__()
         if norm not in ("layer", "rms"):
