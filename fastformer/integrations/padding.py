@@ -174,7 +174,7 @@ def _is_called_plainly(owner: nn.Module) -> bool:
     return "forward" not in own or function is not None
 
 
-def _planned(owner: nn.Module) -> tuple[_Plan, Guards]:
+def _planned(owner: nn.Module) -> _Plan:
     inside = [module for module in owner.modules() if module is not owner]
     if RETURNS_TUPLES:
         for module in inside:
@@ -184,15 +184,20 @@ def _planned(owner: nn.Module) -> tuple[_Plan, Guards]:
     checkpointed = [module for module in inside if getattr(module, "gradient_checkpointing", False)]
     stacks = [module for module in (owner, *reading) if isinstance(module, PackingStack)]
     known = frozenset(id(stack) for stack in stacks if stack.has_known_layers())
-    watched = [(space, name) for space, functions in sources for name in functions]
     is_checkpointed = bool(getattr(owner, "gradient_checkpointing", False))
     reason = _first_reason(owner, reading) or replaced_function(sources)
-    return _Plan(reason, known, checkpointed, is_checkpointed), Guards(owner, reading, watched)
+    return _Plan(reason, known, checkpointed, is_checkpointed)
+
+
+def _guards_of(owner: nn.Module) -> Guards:
+    reading = _reading(owner)
+    sources = sources_of({type(module) for module in (owner, *reading)})
+    return Guards(owner, reading, [(space, name) for space, functions in sources for name in functions])
 
 
 # What was found out about owners. A copied model finds it out anew.
 _PLAN = "_fastformer_padding_plan"
-_PLANS: Plans[_Plan] = Plans(_PLAN, _planned)
+_PLANS: Plans[_Plan] = Plans(_PLAN, _planned, _guards_of)
 
 
 def _first_reason(owner: nn.Module, reading: dict[nn.Module, bool]) -> str | None:
