@@ -26,7 +26,7 @@ ALLOWED = {
     "settings": set(),
     "special_ids": {"settings"},
     "models": {"cache", "files", "nn", "ops", "settings", "special_ids"},
-    "data": {"files", "models", "nn", "ops", "special_ids"},
+    "data": {"files", "models", "nn", "ops", "settings", "special_ids"},
     "devices": set(),
     "number_words": set(),
     "plots": set(),

@@ -137,7 +137,6 @@ class PipeLines:
         self._unpacked: BinaryIO | None = None
 
     def get(self, wait: bool) -> bytes | None:
-        """See `Source.get`."""
         while not self._lines and self._is_open and self._unpacked is None:
             if not select.select([self._descriptor], [], [], None if wait else 0)[0]:
                 return None

@@ -262,7 +262,6 @@ class _Prompts:
         self._ready: Iterator[_Prompt] = iter(())
 
     def get(self, wait: bool) -> _Prompt | None:
-        """See `Source.get`."""
         for prompt in self._ready:
             return prompt
         item = self._texts.get(wait)

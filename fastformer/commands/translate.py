@@ -332,7 +332,6 @@ class _Remembered:
         self._texts: deque[str] = deque()
 
     def get(self, wait: bool) -> Item | None:
-        """See `Source.get`."""
         item = self._source.get(wait)
         if item is not None:
             self._texts.append(item.text)

@@ -49,7 +49,6 @@ class Readable(Protocol):
 
     def read(self, size: int = ..., /) -> bytes:
         """At most so many bytes."""
-        ...
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:

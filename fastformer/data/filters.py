@@ -6,26 +6,32 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fastformer.settings import Amount, Count
+
 Pair = tuple[str, str]
 
 
-@dataclass(frozen=True)
-class PairFilter:
-    """What a training pair has to be. Lengths are in characters, without white space at the ends.
+@dataclass
+class Filters:
+    """Filters of training pairs; the log counts what they leave out by reason. Lengths are in characters.
 
     Attributes:
-        max_length_ratio: the longer side has at most so many times the characters of the shorter one; 0 = any.
-        min_chars: the fewest characters of a side; 0 = any.
-        max_chars: the most characters of a side; 0 = any.
-        drop_duplicates: a pair that came before, in any of the corpora, is left out.
-        drop_identical: a pair whose sides are the same is left out.
+        max_length_ratio: the longer side of a pair has at most so many times the length of the shorter one; 0 = any.
+        min_chars: the least length of a side, without white space at its ends; 0 = any.
+        max_chars: the greatest length of a side, likewise; 0 = any.
+        drop_duplicates: leave out a pair that came before, in any corpus.
+        drop_identical: leave out a pair whose sides are the same.
     """
 
-    max_length_ratio: float = 0.0
-    min_chars: int = 0
-    max_chars: int = 0
+    max_length_ratio: Amount = 0.0
+    min_chars: Count = 0
+    max_chars: Count = 0
     drop_duplicates: bool = False
     drop_identical: bool = False
+
+
+class PairFilter(Filters):
+    """Applies `Filters` to pairs; false where they leave out nothing."""
 
     def __bool__(self) -> bool:
         return self != PairFilter()

@@ -37,12 +37,10 @@ class Tokenizer(Protocol):
     @property
     def special_ids(self) -> SpecialIds:
         """What means something by itself; a model that is trained with the tokenizer takes them over."""
-        ...
 
     @property
     def vocab_size(self) -> int:
         """The number of ids."""
-        ...
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without EOS. A special token that is spelled in the text is text.
@@ -50,27 +48,21 @@ class Tokenizer(Protocol):
         Raises:
             ValueError: a lone surrogate, which is no character.
         """
-        ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of many texts, on all cores where the library can."""
-        ...
 
     def pieces(self, text: str) -> list[str]:
         """Cuts a long text where the ids of the pieces, one after another, are those of the text."""
-        ...
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids: PAD is skipped, EOS ends it."""
-        ...
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
         """Each id as a short readable string, for pictures and messages."""
-        ...
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes tokenizer.json, which needs no other file."""
-        ...
 
 
 class ByteTokenizer:

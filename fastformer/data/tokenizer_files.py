@@ -64,27 +64,21 @@ class ForeignModel(Protocol):
 
     def size(self) -> int:
         """One more than the largest id."""
-        ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of texts, with nothing added."""
-        ...
 
     def decode(self, ids: list[int]) -> str:
         """The text of ids."""
-        ...
 
     def token(self, id: int) -> str | None:
         """The token of an id."""
-        ...
 
     def unknown(self, text: str, unk: int) -> list[str]:
         """The parts of a text that became `unk`."""
-        ...
 
     def to_json(self) -> dict[str, Any]:
         """All there is to save."""
-        ...
 
 
 class ForeignTokenizer:

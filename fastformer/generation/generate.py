@@ -50,11 +50,9 @@ class Streamer(Protocol):
 
     def put(self, value: Tensor) -> object:
         """Takes ids: first (1, length) what decoding begins with, then (1,) each new token."""
-        ...
 
     def end(self) -> object:
         """There are no more."""
-        ...
 
 
 def _shows_options(function: Callable[P, R]) -> Callable[P, R]:

@@ -19,30 +19,24 @@ class Sizes(Protocol):
     @property
     def vocab_size(self) -> int:
         """The number of ids."""
-        ...
 
     @property
     def d_model(self) -> int:
         """The size of a token's vector."""
-        ...
 
     @property
     def max_len(self) -> int:
         """The longest sequence."""
-        ...
 
 
 class EncoderDecoder(Protocol):
-    """A `models.Transformer`, or what decodes like one."""
+    """A `models.Transformer`, which documents these methods, or a model that decodes like one."""
 
     @property
     def config(self) -> Sizes:
         """Its sizes."""
-        ...
 
-    def encode(self, source: Tensor, layout: SequenceLayout | None = None) -> Tensor:
-        """See `models.Transformer.encode`."""
-        ...
+    def encode(self, source: Tensor, layout: SequenceLayout | None = None) -> Tensor: ...
 
     def decode(
         self,
@@ -52,104 +46,77 @@ class EncoderDecoder(Protocol):
         layout: SequenceLayout | None = None,
         memory_layout: SequenceLayout | None = None,
         cache: KVCache | None = None,
-    ) -> Tensor:
-        """See `models.Transformer.decode`."""
-        ...
+    ) -> Tensor: ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """See `models.Transformer.logits`."""
-        ...
+    def logits(self, hidden: Tensor) -> Tensor: ...
 
-    def top_tokens(self, hidden: Tensor, k: int, *, log_probs: bool = True) -> TopK:
-        """See `models.Transformer.top_tokens`."""
-        ...
+    def top_tokens(self, hidden: Tensor, k: int, *, log_probs: bool = True) -> TopK: ...
 
     def empty_cache(
         self, max_rows: int, max_seqlen: int, max_source_seqlen: int | None = None, num_blocks: int | None = None
-    ) -> KVCache:
-        """See `models.Transformer.empty_cache`."""
-        ...
+    ) -> KVCache: ...
 
-    def store_memory(self, cache: KVCache, memory: Tensor, memory_layout: SequenceLayout | None = None) -> None:
-        """See `models.Transformer.store_memory`."""
-        ...
+    def store_memory(self, cache: KVCache, memory: Tensor, memory_layout: SequenceLayout | None = None) -> None: ...
 
 
 class DecoderOnly(Protocol):
-    """A `models.GPT`, or what decodes like one."""
+    """A `models.GPT`, which documents these methods, or a model that decodes like one."""
 
     @property
     def config(self) -> Sizes:
         """Its sizes."""
-        ...
 
-    def decode(self, tokens: Tensor, *, layout: SequenceLayout | None = None, cache: KVCache | None = None) -> Tensor:
-        """See `models.GPT.decode`."""
-        ...
+    def decode(
+        self, tokens: Tensor, *, layout: SequenceLayout | None = None, cache: KVCache | None = None
+    ) -> Tensor: ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """See `models.GPT.logits`."""
-        ...
+    def logits(self, hidden: Tensor) -> Tensor: ...
 
-    def top_tokens(self, hidden: Tensor, k: int, *, log_probs: bool = True) -> TopK:
-        """See `models.GPT.top_tokens`."""
-        ...
+    def top_tokens(self, hidden: Tensor, k: int, *, log_probs: bool = True) -> TopK: ...
 
-    def empty_cache(self, max_rows: int, max_seqlen: int, num_blocks: int | None = None) -> KVCache:
-        """See `models.GPT.empty_cache`."""
-        ...
+    def empty_cache(self, max_rows: int, max_seqlen: int, num_blocks: int | None = None) -> KVCache: ...
 
 
 RecurrentState: TypeAlias = tuple[Tensor, Tensor]  # hidden and cell, (num_layers, rows, dim) each
 
 
 class Recurrent(Protocol):
-    """A `baseline.LSTMSeq2Seq`, or what decodes like one."""
+    """A `baseline.LSTMSeq2Seq`, which documents these methods, or a model that decodes like one."""
 
     @property
     def config(self) -> Sizes:
         """Its sizes."""
-        ...
 
     @property
     def output(self) -> Callable[[Tensor], Tensor]:
         """(rows, d_model) -> (rows, vocab_size)."""
-        ...
 
-    def encode(self, source: Tensor, layout: SequenceLayout | None = None) -> tuple[Tensor, RecurrentState]:
-        """See `baseline.LSTMSeq2Seq.encode`."""
-        ...
+    def encode(self, source: Tensor, layout: SequenceLayout | None = None) -> tuple[Tensor, RecurrentState]: ...
 
     def decode(
         self, target: Tensor, memory: Tensor, mask: Tensor, state: RecurrentState
-    ) -> tuple[Tensor, Tensor, RecurrentState]:
-        """See `baseline.LSTMSeq2Seq.decode`."""
-        ...
+    ) -> tuple[Tensor, Tensor, RecurrentState]: ...
 
 
 class Ensembled(Protocol):
-    """An `Ensemble` of models."""
+    """An `Ensemble` of models, which documents `combine`."""
 
     @property
     def config(self) -> Sizes:
         """Its sizes."""
-        ...
 
     @property
     def members(self) -> Iterable[object]:
         """The models."""
-        ...
 
-    def combine(self, logits: Sequence[Tensor]) -> Tensor:
-        """See `Ensemble.combine`."""
-        ...
+    def combine(self, logits: Sequence[Tensor]) -> Tensor: ...
 
 
 Model: TypeAlias = EncoderDecoder | DecoderOnly | Recurrent | Ensembled
 
 
 def as_model(model: object) -> Model:
-    """The model, of which is known that it decodes in one of the three ways.
+    """The model, once it is known to decode in one of the three ways.
 
     Raises:
         ValueError: it lacks the methods of each, or its parameters hold no values.

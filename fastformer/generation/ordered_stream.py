@@ -27,7 +27,6 @@ class Source(Protocol[T_co]):
         Raises:
             EOFError: there are no more.
         """
-        ...
 
 
 class IterableSource(Generic[T]):
@@ -37,7 +36,6 @@ class IterableSource(Generic[T]):
         self._rest = iter(items)
 
     def get(self, wait: bool) -> T | None:
-        """See `Source.get`."""
         for item in self._rest:
             return item
         raise EOFError

@@ -76,7 +76,6 @@ class _Parts:
         self._count = 0
 
     def get(self, wait: bool) -> Part | None:
-        """See `Source.get`."""
         if not self._ready:
             item = self._source.get(wait)
             if item is None:

@@ -86,7 +86,6 @@ class LogProbs(RowWise):
     """Turns logits into log-probabilities."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """See the module."""
         return scores.log_softmax(-1)
 
 
@@ -101,7 +100,6 @@ class RepetitionPenalty(RowWise):
     ignored: int
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """See the module."""
         history = input_ids[:, self.ignored :]
         seen = scores.gather(1, history)
         return scores.scatter(1, history, torch.where(seen > 0, seen / self.penalty, seen * self.penalty))
@@ -115,7 +113,6 @@ class NoRepeatNgrams(RowWise):
     ignored: int
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """See the module."""
         history = input_ids[:, self.ignored :]
         if history.shape[1] < self.size:
             return scores
@@ -132,7 +129,6 @@ class BadWords(RowWise):
     sequences: Sequence[Sequence[int]]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """See the module."""
         scores = scores.clone()
         for sequence in self.sequences:
             before = len(sequence) - 1
@@ -151,7 +147,6 @@ class SuppressTokens(RowWise):
     ids: Sequence[int]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """See the module."""
         return scores.index_fill(1, torch.tensor(self.ids, device=scores.device), -torch.inf)
 
 
@@ -162,7 +157,6 @@ class Shortlist(RowWise):
     ids: tuple[int, ...]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """See the module."""
         index = torch.tensor(self.ids, device=scores.device)
         return torch.full_like(scores, -torch.inf).index_copy(1, index, scores[:, index])
 
@@ -176,7 +170,6 @@ class MinNewTokens(RowWise):
     eos: tuple[int, ...]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """See the module."""
         if input_ids.shape[1] - self.prompt_length >= self.count:
             return scores
         return scores.index_fill(1, torch.tensor(self.eos, device=scores.device), -torch.inf)
@@ -189,7 +182,6 @@ class EndWhereNothingFollows(RowWise):
     eos: tuple[int, ...]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """See the module."""
         mute = (scores == -torch.inf).all(-1)
         scores = scores.clone()
         scores[mute, self.eos[0]] = 0.0
@@ -204,7 +196,6 @@ class ForcedToken(RowWise):
     position: int
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """See the module."""
         if input_ids.shape[1] != self.position:
             return scores
         forced = torch.full_like(scores, -torch.inf)

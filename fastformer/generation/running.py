@@ -27,15 +27,12 @@ class Running:
         self.requests: list[Request] = []
 
     def next_tokens(self) -> list[int]:
-        """See `Work`."""
         return [token for request in self.requests for token in request.next_tokens()]
 
     def wants_log_probs(self) -> bool:
-        """See `Work`."""
         return any(request.log_probs for request in self.requests)
 
     def selection(self) -> Selection:
-        """See `Work`."""
         logit_rows: list[int] = []
         samples: list[Sample | None] = []  # for each of them
         keeps: list[bool] = []  # likewise
@@ -63,7 +60,7 @@ class Running:
         )
 
     def advance(self, candidates: Candidates) -> tuple[list[int], list[list[int]] | None]:
-        """See `Work`. A request leaves when it has ended or its window is full."""
+        """A request leaves the batch when it has ended or its window is full."""
         leaving: list[int] = []
         parents: list[list[int]] = []
         first, is_changed = 0, False
@@ -79,7 +76,6 @@ class Running:
         return leaving, parents if is_changed else None
 
     def native_searches(self) -> list[NativeSearch] | None:
-        """See `Work`."""
         searches: list[NativeSearch] = []
         for request in self.requests:
             if not request.search_suffices or not isinstance(request.search, NativeSearch):
@@ -88,7 +84,6 @@ class Running:
         return searches
 
     def native_tokens(self, searches: Sequence[NativeSearch]) -> list[int]:
-        """See `Work`."""
         requests = self.requests
         begun = len(requests)
         while begun and requests[begun - 1].is_new:  # the new ones were admitted last
@@ -97,7 +92,6 @@ class Running:
         return tokens + [token for request in requests[begun:] for token in request.next_tokens()]
 
     def take_steps(self, searches: Sequence[NativeSearch], steps: Sequence[int]) -> list[int]:
-        """See `Work`."""
         done = set(places_of_done(searches))
         leaving: list[int] = []
         for place, request in enumerate(self.requests):

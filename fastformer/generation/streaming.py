@@ -29,11 +29,9 @@ class Detokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without EOS."""
-        ...
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids."""
-        ...
 
 
 class TextPieces:

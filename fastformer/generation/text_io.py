@@ -18,7 +18,6 @@ class TextCodec(Detokenizer, Protocol):
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
         """Each id as a readable string."""
-        ...
 
 
 class Item(NamedTuple):

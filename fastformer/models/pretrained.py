@@ -57,7 +57,6 @@ class Saved(Protocol):
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes tokenizer.json."""
-        ...
 
 
 def config_from_dict(config_class: type[Any], values: dict[str, Any]) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, get_type_hints
 
-from fastformer.data.filters import PairFilter
+from fastformer.data.filters import Filters, PairFilter
 from fastformer.data.user_tokens import UserTokens
 from fastformer.models.pretrained import config_from_dict
 from fastformer.settings import check_settings, suggestion, why_not
@@ -24,7 +24,6 @@ from fastformer.training.sections import (
     TASKS,
     VALIDATED_BY,
     Data,
-    Filters,
     Machine,
     Model,
     Optimisation,

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from fastformer.baseline.lstm import LSTMConfig
 from fastformer.data.bpe import MAX_TOKEN_LENGTH, Normalization
+from fastformer.data.filters import Filters
 from fastformer.models import GPT, GPTConfig, Transformer, TransformerConfig
 from fastformer.settings import Amount, BleuTokenize, Count, Positive, Probability, Range, Seed
 from fastformer.special_ids import SpecialIds
@@ -103,25 +104,6 @@ class Data:
     skip_bad_lines: bool = False
     seqlen: Positive = 128
     max_len: Positive = 256
-
-
-@dataclass
-class Filters:
-    """Filters of training pairs; the log counts what they leave out by reason. Lengths are in characters.
-
-    Attributes:
-        max_length_ratio: the longer side of a pair has at most so many times the length of the shorter one; 0 = any.
-        min_chars: the least length of a side; 0 = any.
-        max_chars: the greatest length of a side; 0 = any.
-        drop_duplicates: leave out a pair that came before, in any corpus.
-        drop_identical: leave out a pair whose sides are the same.
-    """
-
-    max_length_ratio: Amount = 0.0
-    min_chars: Count = 0
-    max_chars: Count = 0
-    drop_duplicates: bool = False
-    drop_identical: bool = False
 
 
 @dataclass

@@ -1,4 +1,7 @@
-"""What a checkpoint holds of a trainer. It is the same with and without graphs, so that a run may go on either way."""
+"""What a checkpoint holds of a trainer, by which a resumed run also notices other training data.
+
+It is the same with and without CUDA graphs, so that a run may resume either way.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fastformer.data import Examples
 from fastformer.models.weights import check_entries, check_finite, check_plain, entries_of
 from fastformer.special_ids import SpecialIds
-from fastformer.training.fingerprint import check_same
 
 if TYPE_CHECKING:
     from fastformer.training.trainer import Trainer
@@ -86,6 +89,44 @@ def restore(trainer: Trainer, state: dict[str, Any], origin: object) -> None:
         raise ValueError(f"{origin} is of another model than the settings describe, or incomplete: {error}") from error
     except ValueError as error:
         raise error if str(origin) in str(error) else ValueError(f"{origin}: {error}") from error
+
+
+def fingerprint(examples: Examples) -> dict[str, int | str]:
+    """What examples a run trains on, in few bytes: their number, the tokens of both sides, a SHA-256 of all ids."""
+    source_tokens, target_tokens = examples.lengths.sum(0).tolist()
+    return {
+        "examples": len(examples),
+        "source_tokens": source_tokens,
+        "target_tokens": target_tokens,
+        "sha256": examples.fingerprint(),
+    }
+
+
+def _describe(found: dict[str, int | str]) -> str:
+    """ "20,000 examples of 180,000 and 120,000 tokens"."""
+    return f"{found['examples']:,} examples of {found['source_tokens']:,} and {found['target_tokens']:,} tokens"
+
+
+def check_same(expected: dict[str, int | str], found: dict[str, int | str], run: object, flags: str = "") -> None:
+    """Compares the data of a run that resumes with those that it began with.
+
+    Args:
+        expected, found: fingerprints.
+        run: the checkpoint, for messages.
+        flags: that name the data, for messages.
+
+    Raises:
+        ValueError: other data.
+    """
+    if expected == found:
+        return
+    before, now = _describe(expected), _describe(found)
+    if before == now:
+        now = "as many of other content or in another order"
+    raise ValueError(
+        f"expected {f'{flags} to hold ' if flags else ''}the training data that {run} is about, {before}, got {now}: "
+        "give the same files, or train anew in another folder"
+    )
 
 
 def _load_weights(model: nn.Module, weights: Any, origin: object) -> None:

@@ -28,13 +28,12 @@ from fastformer.training.best import Best, choose_measure
 from fastformer.training.config import TrainConfig
 from fastformer.training.evaluate import Scores, lengths_of, model_loss, negative_log_likelihood, translate_and_score
 from fastformer.training.examples import Data
-from fastformer.training.fingerprint import fingerprint
 from fastformer.training.graph_updates import GraphUpdates, check_device, pad_batch, size_of, why_uncapturable
 from fastformer.training.interrupts import Interrupted, Interrupts
 from fastformer.training.progress import Meter, Progress
 from fastformer.training.run_log import RunLog
 from fastformer.training.schedule import rate_of
-from fastformer.training.state import restore, state_of
+from fastformer.training.state import fingerprint, restore, state_of
 
 logger = logging.getLogger("fastformer")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fastformer.data import Example, Examples
-from fastformer.training.fingerprint import check_same, fingerprint
+from fastformer.training.state import check_same, fingerprint
 
 EXAMPLES = [Example([5, 6, 1], [7, 1]), Example([8, 1], [9, 9, 1]), Example([], [3, 4])]
 
