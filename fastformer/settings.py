@@ -148,14 +148,16 @@ def _checked(field: _Field, value: Any) -> Any:
     name, hint = field.name, field.hint
     if field.convert is not None:
         return field.convert(name, value)
-    if int in _kinds(hint) and not isinstance(value, int | float | str):
+    becomes_float = _float_alone(hint)
+    if (becomes_float or int in _kinds(hint)) and not isinstance(value, int | float | str):
         value = as_integer(value)
     problem = why_not(value, hint)
-    if problem is None and isinstance(value, int) and abs(value) > INT64_MAX and not _has_most(hint):
+    is_long = isinstance(value, int) and abs(value) > INT64_MAX and not becomes_float
+    if problem is None and is_long and not _has_most(hint):
         problem = "to be an integer of 64 bits"
     if problem:
         raise ValueError(f"expected {name} {problem}, got {shown(value)}{suggestion(value, choices(hint))}")
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) and _float_alone(hint) else value
+    return float(value) if becomes_float and isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def shown(value: object) -> str:
