@@ -27,7 +27,7 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// What a layer has, as nn/plans.py lists it.
+// What a layer has, as nn/stack.py lists it.
 struct Layer {
   static constexpr size_t kTensors = 12;
   OptionalTensor norm1_weight, norm1_bias, in_weight, in_bias, out_weight, out_bias, norm2_weight, norm2_bias;

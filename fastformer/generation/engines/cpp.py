@@ -77,7 +77,7 @@ class CppEngine(Engine):
     weight, and a scale and a zero point for each row of its inputs. The residual stream, norms and softmax are always
     fp32. Keys and values, and the tables of embeddings and positions, are fp32 or, in the smaller two precisions, bf16.
     A row's bits depend neither on its neighbours nor on the number of threads. Weights that change are packed again
-    when the next batch begins; see `packed.fingerprint` for how that is noticed, and `packed.repack` for where it may
+    when the next batch begins; see `prepack.fingerprint` for how that is noticed, and `prepack.repack` for where it may
     not be.
 
     Args:
@@ -97,7 +97,7 @@ class CppEngine(Engine):
         self.prepacked(may_be_old=True)  # a batch asks again
 
     def prepacked(self, *, may_be_old: bool = False) -> object:
-        """The `PackedModel` of the model's weights as they are now; see `packed`."""
+        """The `PackedModel` of the model's weights as they are now; see `prepack`."""
         model, precision = self._model, self.precision
         return packed(model, precision, lambda: pack(model, precision), may_be_old=may_be_old)
 
