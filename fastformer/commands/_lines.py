@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, BinaryIO
 from fastformer.data import files
 from fastformer.data.tables import column_of
 from fastformer.data.text import BadLine, check_plain, read_rows
-from fastformer.generation.input_errors import TextError
+from fastformer.generation.text_io import TextError
 
 if TYPE_CHECKING:
-    from fastformer.generation.input_errors import ErrorPolicy
     from fastformer.generation.ordered_stream import Source
-    from fastformer.generation.text_io import Item
+    from fastformer.generation.text_io import ErrorPolicy, Item
 
 
 def file_lines(path: str) -> Iterator[bytes | BadLine]:

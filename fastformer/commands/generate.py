@@ -73,7 +73,7 @@ def generate(
     """
     from fastformer.checkpoints import load_model
     from fastformer.devices import choose_device
-    from fastformer.generation.precisions import DTYPES, asked_precision
+    from fastformer.generation.model_protocols import DTYPES, asked_precision
 
     if prompt is not None and file is not None:
         raise ValueError(f"expected a prompt or --file, got both: {prompt!r:.60} and {file}")
@@ -199,9 +199,9 @@ def _continue_lines(model: GPT, config: GenerationConfig, say: _Sayings, file: s
 
     from fastformer.commands._lines import Texts, arriving, file_lines
     from fastformer.generation.generate import new_scheduler
-    from fastformer.generation.input_errors import ErrorPolicy, TextError, failure
     from fastformer.generation.ordered_stream import IterableSource, ordered_stream
     from fastformer.generation.request_builder import RequestBuilder
+    from fastformer.generation.text_io import ErrorPolicy, TextError, failure
 
     builder = RequestBuilder(model, config, log_probs=False, tokenizer=say.tokenizer)
     errors = ErrorPolicy(on_error, left=("its line empty", "their lines are empty"))

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from fastformer.generation.config import Precision
-    from fastformer.generation.input_errors import ErrorPolicy
-    from fastformer.generation.text_io import TokenScored
+    from fastformer.generation.text_io import ErrorPolicy, TokenScored
 
 _LEFT = ("its score at -inf", "their scores are -inf")  # where a line was skipped
 LISTED = ("reference",)
@@ -83,7 +82,7 @@ def score(
         raise ValueError("expected RUN together with --file")
 
     from fastformer.devices import choose_device
-    from fastformer.generation.input_errors import ErrorPolicy
+    from fastformer.generation.text_io import ErrorPolicy
 
     place = choose_device(device)
     if _is_language_model(run):
@@ -123,8 +122,8 @@ def _score_translations(
     from fastformer.commands import listed_paths
     from fastformer.commands._lines import all_lines
     from fastformer.generation import Translator
-    from fastformer.generation.input_errors import ErrorPolicy
     from fastformer.generation.scoring import score_texts
+    from fastformer.generation.text_io import ErrorPolicy
 
     errors = ErrorPolicy(on_error, skip_long, _LEFT)
     sources, targets = all_lines(file), all_lines(target)
@@ -155,7 +154,7 @@ def _score_text(
     from fastformer.commands._lines import all_lines
     from fastformer.data.text import read_text
     from fastformer.generation import Ensemble
-    from fastformer.generation.precisions import DTYPES
+    from fastformer.generation.model_protocols import DTYPES
     from fastformer.generation.scoring import score_rows, window_parts
     from fastformer.generation.text_io import TokenScored
 

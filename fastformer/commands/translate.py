@@ -20,9 +20,8 @@ from fastformer.settings import BleuTokenize
 if TYPE_CHECKING:
     from fastformer.generation import Translator
     from fastformer.generation.alignment import Aligner, Alignment
-    from fastformer.generation.input_errors import ErrorPolicy, TextError
     from fastformer.generation.ordered_stream import Source
-    from fastformer.generation.text_io import Answer, Item
+    from fastformer.generation.text_io import Answer, ErrorPolicy, Item, TextError
 
 logger = logging.getLogger("fastformer")
 
@@ -96,7 +95,7 @@ def translate(
             translation
         options: the flags of decoding
     """
-    from fastformer.generation.input_errors import ErrorPolicy
+    from fastformer.generation.text_io import ErrorPolicy
 
     asked = GenerationConfig.from_options(given_options(config, options))
     n_best = asked.num_return_sequences if n_best is None else n_best

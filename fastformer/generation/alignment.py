@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from fastformer.generation.evaluation import evaluating
-from fastformer.generation.input_errors import ErrorPolicy, TextError
 from fastformer.generation.inputs import batches_by_length, pad
-from fastformer.generation.model_protocols import Model, device_of
+from fastformer.generation.model_protocols import Model, device_of, evaluating
 from fastformer.generation.scoring import encoded_pair
+from fastformer.generation.text_io import ErrorPolicy, TextError
 from fastformer.special_ids import SpecialIds
 
 if TYPE_CHECKING:

@@ -15,14 +15,13 @@ from typing import Any
 
 from fastformer.generation.config import GenerationConfig
 from fastformer.generation.engines import choose_engine
-from fastformer.generation.evaluation import Evaluation, evaluating
-from fastformer.generation.input_errors import failure
+from fastformer.generation.model_protocols import Evaluation, evaluating
 from fastformer.generation.paragraphs import check_split, parts_of
 from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler
 from fastformer.generation.streaming import TextPieces
-from fastformer.generation.text_io import Answer, Item, as_form
+from fastformer.generation.text_io import Answer, Item, as_form, failure
 from fastformer.generation.translator import Translator, check_one_stream
 
 _SHOWN = 40  # characters of a text that an error names

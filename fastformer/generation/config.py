@@ -20,7 +20,7 @@ EarlyStopping: TypeAlias = bool | Literal["never"]
 Window: TypeAlias = Literal["stop", "slide"]
 Precision: TypeAlias = Literal["fp32", "bf16", "fp16", "int8"]
 Processor: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # see `processors`
-StoppingCriterion: TypeAlias = Callable[..., Any]  # see `stopping.make_stop`
+StoppingCriterion: TypeAlias = Callable[..., Any]  # see `processors.make_stop`
 AboveZero: TypeAlias = Annotated[float, Range(above=0)]
 
 
@@ -132,7 +132,7 @@ class GenerationConfig:
         renormalize_logits: make log-probabilities of what the processors give. False, transformers' default, takes it
             as the scores of beams, in which tokens that were forbidden keep their share; by its rules alone.
         stopping_criteria: functions of (input_ids, scores) that say which rows end, as Hugging Face's do. See
-            `stopping.make_stop`.
+            `processors.make_stop`.
         stop_strings: texts that end a row. A row ends with the token that completes one of them in the text of its new
             tokens; its ids hold it, and what gives text leaves it out. A beam that ends so counts as one that ends in
             EOS. `generate` needs a tokenizer for them.

@@ -8,11 +8,9 @@ from typing import overload
 
 from fastformer.generation.alignment import Aligner, Alignment, Unit, align_texts
 from fastformer.generation.config import Precision
-from fastformer.generation.input_errors import ErrorPolicy
-from fastformer.generation.model_protocols import Model
-from fastformer.generation.precisions import why_not_by_modules
+from fastformer.generation.model_protocols import Model, why_not_by_modules
 from fastformer.generation.scoring import MAX_TOKENS, score_texts
-from fastformer.generation.text_io import TextCodec, TokenScored, as_pairs
+from fastformer.generation.text_io import ErrorPolicy, TextCodec, TokenScored, as_pairs
 
 
 class Judge(ABC):

@@ -1,16 +1,34 @@
-"""What decoding asks of a model: one of three kinds, or several of them, by its methods and not by its class."""
+"""What decoding asks of a model: its methods, its precision, and that it stays in evaluation meanwhile.
+
+A model is one of three kinds, or an ensemble of several models. Its methods say which, and not its class.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeAlias, TypeGuard, cast
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol, TypeAlias, TypeGuard, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
+from fastformer.generation.config import Precision
 from fastformer.nn import KVCache, SequenceLayout
 from fastformer.ops.linear_topk import TopK
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS = get_args(Precision)
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_CASTS = {"fp32": "model.float()", "bf16": "model.bfloat16()", "fp16": "model.half()"}
+
+_lock = threading.Lock()
+# The modules that were in training, by their ids, and how many threads decode with each of them.
+_held: dict[int, int] = {}
 
 
 class Sizes(Protocol):
@@ -193,3 +211,122 @@ def device_of(model: Model) -> torch.device:
     """Where a model's first parameter is; the CPU where there is none."""
     parameter = next(model.parameters(), None) if isinstance(model, nn.Module) else None
     return torch.device("cpu") if parameter is None else parameter.device
+
+
+def check_precision(precision: object) -> None:
+    """Raises a ValueError for what is neither the name of a precision nor None, the model's own."""
+    if precision is not None and (not isinstance(precision, str) or precision not in PRECISIONS):
+        raise ValueError(f"expected precision fp32, bf16, fp16 or int8, got {precision!r}")
+
+
+def dtype_precision(model: object) -> str:
+    """What the modules of a model compute in: autocast's dtype where it is on, else the dtype of the parameters.
+
+    Returns:
+        One of `DTYPES`; for another dtype its name in PyTorch; "mixed" where there are several.
+    """
+    floating: set[tuple[str, torch.dtype]] = set()
+    modules = [model] if isinstance(model, nn.Module) else []
+    for module in modules:  # model.parameters() takes several times as long
+        modules += [child for child in module._modules.values() if child is not None]
+        floating |= {(p.device.type, p.dtype) for p in module._parameters.values() if p is not None}
+    floating = {pair for pair in floating if pair[1].is_floating_point}
+    found = {
+        torch.get_autocast_dtype(device)
+        if dtype != torch.float64 and device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
+        else dtype
+        for device, dtype in floating
+    }
+    if len(found) > 1:
+        return "mixed"
+    dtype = found.pop() if found else torch.get_default_dtype()
+    return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def own_precision(model: object) -> str:
+    """The precision that a model asks for: "int8" if it is quantised, else `dtype_precision`."""
+    return "int8" if getattr(model, "precision", None) == "int8" else dtype_precision(model)
+
+
+def asked_precision(model: object, precision: Precision | None) -> Precision | None:
+    """The precision to ask an engine for, where one was given for loading a model.
+
+    None where the dtype of the loaded weights says enough. A quantised model asks for int8 by itself, whatever its
+    dtype, so that there the caller's precision has to be named.
+    """
+    return precision if "int8" in (precision, own_precision(model)) else None
+
+
+def why_not_by_modules(model: object, precision: str | None) -> str | None:
+    """Why an engine that calls the model's own modules can't decode in a precision; None where it can."""
+    own = dtype_precision(model)
+    if precision is None or precision == own:
+        return None
+    if precision == "int8":
+        return f"it calls the model's modules, which compute in {own}; only the engine 'cpp' computes in int8"
+    is_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    advice = "leave autocast" if is_autocast else f"decode with {_CASTS[precision]}"
+    return f"it calls the model's modules, which compute in {own}: for {precision} {advice}"
+
+
+class Evaluation:
+    """The modules of a model in evaluation, for as long as a thread decodes with it.
+
+    Args:
+        model: what decodes.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._modules = modules_of(model) if isinstance(model, nn.Module) else []
+        self._own: dict[int, nn.Module] = {}  # those that count this one in `_held`
+
+    def hold(self) -> None:
+        """Sets modules in training to evaluation: at the start, and where another thread has trained meanwhile."""
+        if not _held and not any(module.training for module in self._modules):
+            return
+        with _lock:
+            for module in self._modules:
+                place = id(module)
+                if place in self._own:
+                    module.training = False
+                elif module.training or place in _held:
+                    module.training = False
+                    self._own[place] = module
+                    _held[place] = _held.get(place, 0) + 1
+
+    def end(self) -> None:
+        """Sets the modules back to training that were in it, unless another thread still decodes with them."""
+        with _lock:
+            for place, module in self._own.items():
+                if _held[place] > 1:
+                    _held[place] -= 1
+                else:  # in this order: a look without the lock sees one of the two
+                    module.training = True
+                    del _held[place]
+            self._own = {}
+
+
+@contextlib.contextmanager
+def evaluating(model: Model) -> Iterator[Evaluation]:
+    """Sets a model to evaluation; afterwards each of its modules is in the mode that it was in.
+
+    Any threads may enter it at once, for one model or for several that share modules: the last one to leave restores
+    the modes. A thread may set the model to training meanwhile. Code that decodes in several steps therefore calls
+    `Evaluation.hold` before each of them; within a step nothing prevents the change.
+    """
+    evaluation = Evaluation(model)
+    try:
+        evaluation.hold()
+        yield evaluation
+    finally:
+        evaluation.end()
+
+
+def _renew() -> None:
+    # A child process has none of the threads that might hold the lock, or models.
+    global _lock
+    _lock = threading.Lock()
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_renew)

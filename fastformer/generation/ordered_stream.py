@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, Protocol, TypeVar
 
-from fastformer.generation.evaluation import evaluating
-from fastformer.generation.model_protocols import Model
+from fastformer.generation.model_protocols import Model, evaluating
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler
 

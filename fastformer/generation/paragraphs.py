@@ -8,12 +8,11 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from fastformer.generation.input_errors import ErrorPolicy, TextError, check_request
 from fastformer.generation.ordered_stream import Source, ordered_stream
 from fastformer.generation.request_builder import CheckedInput, RequestBuilder
 from fastformer.generation.requests import Request
 from fastformer.generation.sentences import split_sentences
-from fastformer.generation.text_io import Answer, Form, Item
+from fastformer.generation.text_io import Answer, ErrorPolicy, Form, Item, TextError, check_request
 
 if TYPE_CHECKING:
     from fastformer.generation.translator import Translator

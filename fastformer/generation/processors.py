@@ -1,4 +1,4 @@
-"""Processors edit the logits before a token is chosen.
+"""Processors edit the logits before a token is chosen; stopping criteria end rows (`make_stop`).
 
 A processor is called as Hugging Face's are: `processor(input_ids, scores) -> scores`, with the ids that the decoder has
 read, (rows, length), its start token or prompt included, and the logits of the next token, (rows, vocab_size) fp32. For
@@ -18,11 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastformer.generation.config import GenerationConfig, Processor
+from fastformer.generation.config import GenerationConfig, Processor, StoppingCriterion
+from fastformer.generation.search import Stop
 
 
 class RowWise:
@@ -206,3 +208,56 @@ class ForcedToken(RowWise):
 # An engine that runs searches in C++ does what these do, as long as a token is allowed: it forbids tokens, and makes
 # log-probabilities of the rest.
 SEARCH_RULES = (LogProbs, SuppressTokens, MinNewTokens, EndWhereNothingFollows)
+
+
+def make_stop(
+    criteria: StoppingCriterion | Sequence[StoppingCriterion], prompt: Sequence[int], device: torch.device
+) -> Stop | None:
+    """A function that asks the caller's criteria about rows of new tokens; None where there are no criteria.
+
+    A criterion is called as Hugging Face's are: `criterion(input_ids, scores)` with the ids of some rows of one
+    request, (rows, length), the start token or the prompt and the latest token included. The scores are None. It says
+    of each row whether it ends here, as (rows,) booleans, or of all rows at once as one boolean. A row ends where any
+    criterion says so. A beam that ends there counts as one that ends in EOS.
+
+    Args:
+        criteria: see above.
+        prompt: the ids that stand before the first new one.
+        device: of the tensors that they are given.
+    """
+    functions = [criteria] if callable(criteria) else criteria
+    if not functions:
+        return None
+    before = list(prompt)
+
+    def stop(rows: Sequence[Sequence[int]]) -> list[bool]:
+        input_ids = torch.tensor([[*before, *row] for row in rows], dtype=torch.long, device=device)
+        ends = [False] * len(rows)
+        for criterion in functions:
+            found = _checked(criterion(input_ids, None), len(rows), criterion)
+            ends = [one or other for one, other in zip(ends, found, strict=True)]
+        return ends
+
+    return stop
+
+
+def any_of(*stops: Stop | None) -> Stop | None:
+    """Ends a row where any of these functions does; None where all of them are None."""
+    given = [stop for stop in stops if stop is not None]
+    if len(given) < 2:
+        return given[0] if given else None
+    return lambda rows: [any(ends) for ends in zip(*(stop(rows) for stop in given), strict=True)]
+
+
+def _checked(found: Any, count: int, criterion: object) -> list[bool]:
+    if isinstance(found, bool):
+        return [found] * count
+    values = found.tolist() if isinstance(found, Tensor) or hasattr(found, "tolist") else found
+    if isinstance(values, bool):
+        return [values] * count
+    if isinstance(values, list) and len(values) == count and all(isinstance(value, bool) for value in values):
+        return values
+    name = getattr(criterion, "__name__", type(criterion).__name__)
+    raise ValueError(
+        f"expected a stopping criterion to give a boolean, or {count} of them, got {found!r:.60} from {name}"
+    )

@@ -13,10 +13,9 @@ from fastformer.generation.config import GenerationConfig
 from fastformer.generation.engines import Engine, Prompt, choose_engine
 from fastformer.generation.model_protocols import Model, is_decoder_only
 from fastformer.generation.native_search import NativeSearch
-from fastformer.generation.processors import SEARCH_RULES, make_processors
+from fastformer.generation.processors import SEARCH_RULES, any_of, make_processors, make_stop
 from fastformer.generation.requests import Request, window_end
 from fastformer.generation.search import BeamSearch, RowSearch, Sampling, Search, Stop, TransformersBeamSearch
-from fastformer.generation.stopping import any_of, make_stop
 from fastformer.generation.streaming import Detokenizer, StopTexts, TextPieces
 from fastformer.ops import _extension
 from fastformer.special_ids import SpecialIds

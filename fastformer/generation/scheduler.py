@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from fastformer.generation.engines.base import Batch, Engine, Limits
-from fastformer.generation.requests import Request
-from fastformer.generation.running import Running
+from fastformer.generation.requests import Request, Running
 
 _PREFILL_TOKENS = 8192  # at most in one prefill, whose activations are held at once
 

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from fastformer.generation.config import GenerationConfig
 from fastformer.generation.engines.kv_cache import packed
-from fastformer.generation.evaluation import evaluating
-from fastformer.generation.input_errors import ErrorPolicy, TextError
 from fastformer.generation.inputs import TokenIds, as_rows, batches_by_length
 from fastformer.generation.inputs import pad as padded
 from fastformer.generation.model_protocols import (
@@ -23,12 +21,13 @@ from fastformer.generation.model_protocols import (
     Recurrent,
     as_model,
     device_of,
+    evaluating,
     is_decoder_only,
     is_encoder_decoder,
     is_ensemble,
     is_recurrent,
 )
-from fastformer.generation.text_io import TokenScored
+from fastformer.generation.text_io import ErrorPolicy, TextError, TokenScored
 from fastformer.models.common import chosen_log_probs
 from fastformer.nn import SequenceLayout
 from fastformer.special_ids import SpecialIds

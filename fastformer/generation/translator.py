@@ -17,19 +17,34 @@ from fastformer.generation.alignment import check_attention, cross_attention
 from fastformer.generation.config import GenerationConfig, Precision
 from fastformer.generation.engines import Engine
 from fastformer.generation.ensemble import Ensemble, Mean
-from fastformer.generation.evaluation import evaluating
 from fastformer.generation.generate import new_scheduler
-from fastformer.generation.input_errors import ErrorPolicy, TextError, check_request
 from fastformer.generation.judge import Judge
-from fastformer.generation.model_protocols import Model, as_model, is_decoder_only
+from fastformer.generation.model_protocols import (
+    DTYPES,
+    Model,
+    as_model,
+    asked_precision,
+    check_precision,
+    evaluating,
+    is_decoder_only,
+)
 from fastformer.generation.ordered_stream import IterableSource, Source, ordered_stream
 from fastformer.generation.paragraphs import check_split, joined, translated_parts
-from fastformer.generation.precisions import DTYPES, asked_precision, check_precision
 from fastformer.generation.request_builder import CheckedInput, RequestBuilder, most_new_tokens
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler, run
 from fastformer.generation.streaming import TextPieces
-from fastformer.generation.text_io import Answer, Form, Item, TextCodec, as_form, as_items
+from fastformer.generation.text_io import (
+    Answer,
+    ErrorPolicy,
+    Form,
+    Item,
+    TextCodec,
+    TextError,
+    as_form,
+    as_items,
+    check_request,
+)
 from fastformer.generation.text_io import Scored as Scored
 from fastformer.generation.text_io import TokenScored as TokenScored
 from fastformer.special_ids import SpecialIds

@@ -1,4 +1,4 @@
-"""What the models have in common: what may be chosen, checks of sizes, a cache's dtype."""
+"""What the models have in common: what a config may choose, the checks of sizes and ids, and a cache's dtype."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fastformer.nn.layout import SequenceLayout
+
 IGNORE_INDEX = -100
 _ROWS = 256  # whose logits `chosen_log_probs` holds at a time
 
@@ -16,7 +18,7 @@ Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu_tanh"
 
 
 def check_heads(d_model: int, num_heads: int, num_kv_heads: int | None) -> None:
-    """Whether the heads share the model's size evenly.
+    """Checks that the heads share the model's size evenly.
 
     Raises:
         ValueError: they do not.
@@ -51,3 +53,74 @@ def chosen_log_probs(logits_of: Callable[[Tensor], Tensor], hidden: Tensor, toke
         logits = logits if logits.dtype == torch.float64 else logits.float()
         found.append(logits.gather(-1, ids[:, None]).squeeze(-1) - logits.logsumexp(-1))
     return torch.cat(found).view(tokens.shape)
+
+
+def check_ids(
+    ids: Tensor, vocab_size: int, max_len: int, layout: SequenceLayout | None, name: str, before: int = 0
+) -> None:
+    """Checks ids against the vocabulary and the positions that a model has.
+
+    The values are read on a CPU only: on a GPU that would be a host sync, and the loader has checked them there.
+
+    Args:
+        ids: (batch, seqlen), or (total,) with a packed layout.
+        vocab_size: ids are below it.
+        max_len: the longest sequence.
+        layout: of the ids.
+        name: what the ids are, for the message.
+        before: tokens that a cache already holds.
+
+    Raises:
+        ValueError: another shape or dtype, ids out of the vocabulary, a sequence that is too long.
+    """
+    if not isinstance(ids, Tensor):
+        raise ValueError(f"expected {name} ids as a tensor, got {type(ids).__name__}")
+    if layout is not None and not isinstance(layout, SequenceLayout):
+        raise ValueError(f"expected a SequenceLayout of the {name}, got {type(layout).__name__}")
+    packed = layout is not None and layout.is_packed
+    if ids.dim() != (1 if packed else 2):
+        shape = "(total,) with a packed layout" if packed else "(batch, seqlen), or a packed layout"
+        raise ValueError(f"expected {name} ids of shape {shape}, got {tuple(ids.shape)}")
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"expected {name} ids of int64 or int32, got {ids.dtype}")
+    if layout is not None and layout.positions is not None and layout.positions.shape != ids.shape:
+        total = layout.positions.shape[0]
+        raise ValueError(f"expected {total} packed {name} ids, as the layout has, got {ids.shape[0]}")
+    if layout is not None and not packed and (layout.batch_size, layout.max_seqlen) != tuple(ids.shape):
+        expected = (layout.batch_size, layout.max_seqlen)
+        raise ValueError(f"expected {name} ids of shape {expected}, as the layout has, got {tuple(ids.shape)}")
+    longest = layout.max_seqlen if packed and layout is not None else ids.shape[1]
+    if longest + before > max_len:
+        raise ValueError(
+            f"expected {name} sequences of at most max_len = {max_len} tokens, got {longest + before}: "
+            "cut them, or configure the model with a larger max_len"
+        )
+    if ids.numel() and ids.device.type == "cpu" and not torch.compiler.is_compiling():
+        low, high = ids.aminmax()
+        if low < 0 or high >= vocab_size:
+            raise ValueError(
+                f"expected {name} ids from 0 to {vocab_size - 1}, got {int(low)} to {int(high)}: "
+                "was another tokenizer used?"
+            )
+
+
+def trailing_padding(ids: Tensor, pad_id: int, name: str) -> SequenceLayout:
+    """The layout of (batch, seqlen) ids where trailing PADs are padding, and nothing else may be.
+
+    As in `check_ids`, the values are read on a CPU only.
+
+    Raises:
+        ValueError: a PAD before a real token.
+    """
+    if not isinstance(ids, Tensor) or ids.dim() != 2:
+        got = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(f"expected {name} ids of shape (batch, seqlen), got {got}")
+    if ids.device.type == "cpu" and not torch.compiler.is_compiling():
+        real = ids != pad_id
+        rows = (real[:, 1:] & ~real[:, :-1]).any(1)
+        if bool(rows.any()):
+            raise ValueError(
+                f"expected {name} ids padded on the right, got id {pad_id} (PAD) before a token in row "
+                f"{int(rows.nonzero()[0])}: move the padding behind the tokens, or give a layout"
+            )
+    return SequenceLayout.from_ids(ids, pad_id)

@@ -10,8 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.cache.kv_cache import KVCache
-from fastformer.models.common import IGNORE_INDEX, Activation, Norm, cache_dtype, check_heads, chosen_log_probs
-from fastformer.models.inputs import check_ids
+from fastformer.models.common import (
+    IGNORE_INDEX,
+    Activation,
+    Norm,
+    cache_dtype,
+    check_heads,
+    check_ids,
+    chosen_log_probs,
+)
 from fastformer.models.pretrained import PretrainedModel, placement
 from fastformer.nn.attention import MultiheadAttention
 from fastformer.nn.embedding import Embedding, PositionalEncoding, RotaryEmbedding

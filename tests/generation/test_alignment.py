@@ -20,9 +20,8 @@ from fastformer.generation.alignment import (
     said_words,
     written_words,
 )
-from fastformer.generation.input_errors import ErrorPolicy
 from fastformer.generation.ordered_stream import IterableSource
-from fastformer.generation.text_io import Item
+from fastformer.generation.text_io import ErrorPolicy, Item
 from fastformer.models import Transformer
 
 TEXTS = ["the old man", "an old hat", "a cat sat on the mat", "mats and hats"]

@@ -23,7 +23,7 @@ from fastformer.generation.engines.kv_cache import KVCacheEngine
 from fastformer.generation.engines.recompute import RecomputeEngine
 from fastformer.generation.engines.recurrent import RecurrentEngine
 from fastformer.generation.engines.sampling import sample
-from fastformer.generation.precisions import dtype_precision, own_precision
+from fastformer.generation.model_protocols import dtype_precision, own_precision
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler, run
 from fastformer.generation.search import BeamSearch, RowSearch, Sampling

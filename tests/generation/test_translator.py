@@ -16,8 +16,7 @@ from fastformer.data import ByteTokenizer
 from fastformer.generation import Translator, draw_attention, generate
 from fastformer.generation.engines import choose_engine
 from fastformer.generation.engines.cpp import CppEngine
-from fastformer.generation.input_errors import ErrorPolicy, TextError
-from fastformer.generation.text_io import Item
+from fastformer.generation.text_io import ErrorPolicy, Item, TextError
 from fastformer.generation.translator import Scored, TokenScored
 from fastformer.models import Transformer
 from fastformer.special_ids import SpecialIds

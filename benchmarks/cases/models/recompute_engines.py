@@ -20,7 +20,6 @@ from fastformer.generation.config import Precision
 from fastformer.generation.engines import Batch, Prompt
 from fastformer.generation.engines.kv_cache import new_cache, packed, packed_layout
 from fastformer.generation.engines.recompute import RecomputeBatch, RecomputeEngine
-from fastformer.generation.evaluation import evaluating
 from fastformer.generation.generate import Streamer, new_scheduler
 from fastformer.generation.inputs import TokenIds, input_rows, pad
 from fastformer.generation.model_protocols import (
@@ -28,9 +27,10 @@ from fastformer.generation.model_protocols import (
     EncoderDecoder,
     Model,
     as_model,
+    evaluating,
     is_encoder_decoder,
+    why_not_by_modules,
 )
-from fastformer.generation.precisions import why_not_by_modules
 from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.scheduler import run
 from fastformer.nn import KVCache, SequenceLayout

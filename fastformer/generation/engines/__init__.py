@@ -14,8 +14,7 @@ from fastformer.generation.engines.graph import GraphEngine
 from fastformer.generation.engines.kv_cache import KVCacheEngine
 from fastformer.generation.engines.recompute import RecomputeEngine
 from fastformer.generation.engines.recurrent import RecurrentEngine
-from fastformer.generation.model_protocols import Model, as_model, is_ensemble
-from fastformer.generation.precisions import check_precision
+from fastformer.generation.model_protocols import Model, as_model, check_precision, is_ensemble
 
 # By default the first engine that can decode the model does. "graph" has to be asked for: on a GPU it is not yet
 # measured.

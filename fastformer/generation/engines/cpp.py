@@ -15,9 +15,8 @@ from fastformer.generation.engines.base import Candidates, Engine, Limits, Promp
 from fastformer.generation.engines.cpp_support import why_not_supported
 from fastformer.generation.engines.prepack import packed
 from fastformer.generation.engines.sampling import choose
-from fastformer.generation.model_protocols import Model
+from fastformer.generation.model_protocols import Model, own_precision
 from fastformer.generation.native_search import NativeSearch
-from fastformer.generation.precisions import own_precision
 from fastformer.models import GPT, Transformer
 from fastformer.nn import Embedding, MultiheadAttention, RelativePositionBias
 from fastformer.nn.feed_forward import fused_name

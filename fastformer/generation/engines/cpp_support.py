@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from fastformer.generation.precisions import check_precision, own_precision
+from fastformer.generation.model_protocols import check_precision, own_precision
 from fastformer.models import GPT, Transformer
 from fastformer.nn.attention import MultiheadAttention
 from fastformer.nn.embedding import Embedding, PositionalEncoding, RelativePositionBias, RotaryEmbedding

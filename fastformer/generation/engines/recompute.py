@@ -21,8 +21,8 @@ from fastformer.generation.model_protocols import (
     device_of,
     is_decoder_only,
     is_encoder_decoder,
+    why_not_by_modules,
 )
-from fastformer.generation.precisions import why_not_by_modules
 from fastformer.nn import SequenceLayout
 
 

@@ -12,8 +12,14 @@ from torch import Tensor
 from fastformer.generation.engines.base import Batch, Candidates, Engine, Prompt, Selection
 from fastformer.generation.engines.sampling import choose
 from fastformer.generation.inputs import pad
-from fastformer.generation.model_protocols import Model, Recurrent, RecurrentState, device_of, is_recurrent
-from fastformer.generation.precisions import why_not_by_modules
+from fastformer.generation.model_protocols import (
+    Model,
+    Recurrent,
+    RecurrentState,
+    device_of,
+    is_recurrent,
+    why_not_by_modules,
+)
 from fastformer.nn import SequenceLayout
 
 

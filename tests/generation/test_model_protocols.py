@@ -12,7 +12,7 @@ from torch import nn
 from fastformer.baseline import LSTMSeq2Seq
 from fastformer.data import ByteTokenizer
 from fastformer.generation import Translator, generate
-from fastformer.generation.evaluation import evaluating
+from fastformer.generation.model_protocols import evaluating
 from fastformer.models import GPT, Transformer
 
 SIZES = {"vocab_size": 259, "d_model": 32, "d_ff": 64, "num_heads": 4, "dropout": 0.5}
