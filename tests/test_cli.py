@@ -47,18 +47,6 @@ def test_a_command_collects_little_garbage_and_leaves_the_threshold_as_it_was(mo
     assert len(seen) == 2 and min(threshold[0] for threshold in seen) > 10 * before[0]
 
 
-def test_train_saved_the_resolved_settings(run) -> None:
-    from fastformer.training.settings import load_config
-
-    config = load_config(run)
-    assert config.steps == 3 and config.max_tokens == 256 and config.settings["d_model"] == 32
-
-
-def test_resume(run, capsys) -> None:
-    assert main(["train", run, "--resume", "--steps", "5"]) == 0
-    assert "update      5/5" in capsys.readouterr().out
-
-
 def test_translate_text_file_and_stdin(run, tmp_path, capsys, monkeypatch) -> None:
     assert main(["translate", run, "word 7", "--max_new_tokens", "5"]) == 0
     one = capsys.readouterr().out
@@ -116,56 +104,6 @@ def test_attention_picture(run, tmp_path) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
     assert main(["translate", run, "word 7", "--attention", str(tmp_path / "a.png"), "--max_new_tokens", "4"]) == 0
     assert (tmp_path / "a.png").stat().st_size > 1000
-
-
-def test_average(run, capsys) -> None:
-    assert main(["average", run, "--last", "2"]) == 0
-    assert "averaged step-0000000" in capsys.readouterr().out
-
-
-def test_gpt(tmp_path, capsys) -> None:
-    (tmp_path / "text").write_text("to be or not to be\n" * 30)
-    flags = ["--model", "gpt", "--train_text", str(tmp_path / "text"), "--tokenizer", "bytes", "--steps", "2"]
-    flags += ["--model.d_model", "32", "--model.num_layers", "1", "--seqlen", "32", "--max_tokens", "256"]
-    assert main(["train", str(tmp_path / "run"), *flags]) == 0
-    capsys.readouterr()
-    assert main(["generate", str(tmp_path / "run"), "to be", "--max_new_tokens", "5", "--seed", "1"]) == 0
-    assert capsys.readouterr().out.startswith("to be")
-
-
-def test_doctor(capsys) -> None:
-    assert main(["doctor"]) == 0
-    assert "backends on cpu" in capsys.readouterr().out
-
-
-def test_errors_are_messages(run, tmp_path, capsys) -> None:
-    bad = tmp_path / "bad.yaml"
-    bad.write_text("stepz: 3\n")
-    broken = tmp_path / "broken.txt"
-    broken.write_bytes(b"fine\nno\xff\n")
-    for arguments, message in (
-        (["train", str(tmp_path / "a"), "--config", str(bad)], "unknown setting 'stepz'; did you mean 'steps'?"),
-        (["train", str(tmp_path / "a"), "--config", str(tmp_path / "no.yaml")], "there is no file"),
-        (["train", run], "holds a run already"),
-        (["train", str(tmp_path / "a")], "expected data to train on"),
-        (["translate", str(tmp_path / "nothing"), "x"], "expected a run folder or a tokenizer.json, but"),
-        (["translate", run, " "], "expected something to translate"),
-        (["translate", run, "x" * 3000], "expected at most 140 tokens, got 3001"),
-        (["translate", run, "--file", str(broken)], "broken.txt, line 2: expected UTF-8"),
-        (["generate", run, "x"], "expected a folder of GPT, got one of 'Transformer'"),
-        (["train", run, "--resume", "--seed", "3"], "a run that goes on keeps its seed"),
-        (["average", run, "--last", "0"], "expected --last of at least 1"),
-    ):
-        assert main(arguments) == 1, arguments
-        assert message in capsys.readouterr().err, arguments
-    for arguments, message in (
-        (["train", "r", "--stepz", "3"], "unrecognized arguments: --stepz; did you mean '--steps'?"),
-        (["train", "r", "--steps", "many"], "many"),
-        (["trian", "r"], "did you mean 'train'?"),
-        (["train"], "required"),
-    ):
-        assert main(arguments) == 2, arguments
-        assert message in capsys.readouterr().err, arguments
 
 
 def raising(error: BaseException):

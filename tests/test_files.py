@@ -25,7 +25,7 @@ def test_a_planted_link_is_never_followed(tmp_path, monkeypatch) -> None:
     (tmp_path / "victim").write_bytes(b"precious")
     monkeypatch.setattr(secrets, "token_hex", lambda count: "00" * count)  # an attacker who guesses it
     (tmp_path / f".file.{'00' * 8}.tmp").symlink_to(tmp_path / "victim")
-    with pytest.raises(OSError, match="could not write .*file"):
+    with pytest.raises(OSError, match="file"):
         write_atomically(tmp_path / "file", b"new")
     assert (tmp_path / "victim").read_bytes() == b"precious" and not (tmp_path / "file").exists()
     monkeypatch.undo()
@@ -45,7 +45,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monke
         raise error
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(type(error), match="could not write .*No space left" if isinstance(error, OSError) else None):
+    with pytest.raises(type(error), match="No space left" if isinstance(error, OSError) else None):
         write_atomically(tmp_path / "file", b"new")
     assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_bytes() == b"old"
 

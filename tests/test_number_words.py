@@ -106,10 +106,10 @@ def test_all_lengths_and_round_forms_are_common() -> None:
 
 @pytest.mark.parametrize("call", [lambda: english(-1), lambda: german(10**9)])
 def test_out_of_range(call) -> None:
-    with pytest.raises(ValueError, match="expected a number from 0 to 999,999,999"):
+    with pytest.raises(ValueError, match="999,999,999"):
         call()
 
 
 def test_too_many_numbers() -> None:
-    with pytest.raises(ValueError, match="far fewer than 10 numbers"):
+    with pytest.raises(ValueError, match=r"\b10\b"):
         number_pairs(9, seed=0, max_digits=1)

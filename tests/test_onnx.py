@@ -146,10 +146,16 @@ MODELS: dict[str, tuple[str, dict[str, Any], bool]] = {
 }
 
 
-@exporters
-@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f == "bert" else pytest.mark.slow) for f in MODELS])
+@pytest.mark.parametrize(
+    ("family", "dynamo"),
+    [
+        pytest.param(family, dynamo, marks=() if (family, dynamo) == ("bert", False) else pytest.mark.slow)
+        for family in MODELS
+        for dynamo in (True, False)
+    ],
+)
 def test_accelerated_models(family, dynamo, tmp_path):
-    """At real tokens; a graph computes padding. The slow ones: every family."""
+    """At real tokens; a graph computes padding. The slow ones: every family, by both exporters."""
     if family == "t5" and dynamo:
         pytest.skip("PyTorch's exporter refuses transformers' T5 as it is, too")
     name, sizes, has_decoder = MODELS[family]

@@ -89,14 +89,14 @@ def test_ids_lie_within_the_vocabulary() -> None:
         "start": SpecialIds(start=10),
     }.items():
         ids.check(11)
-        with pytest.raises(ValueError, match=f"below the vocabulary's size 10, got {name} 10"):
+        with pytest.raises(ValueError, match=rf"\b10\b.*\b{name} 10\b"):
             ids.check(10)
         for make in (TransformerConfig, GPTConfig):
             make(11, special_ids=ids)
-            with pytest.raises(ValueError, match=f"below the vocabulary's size 10, got {name} 10"):
+            with pytest.raises(ValueError, match=rf"\b10\b.*\b{name} 10\b"):
                 make(10, special_ids=ids)
     SpecialIds().check(2)  # no model reads unk
-    with pytest.raises(ValueError, match="size 8, got eos 9"):
+    with pytest.raises(ValueError, match=r"\b8\b.*\beos 9\b"):
         TransformerConfig(20, source_vocab_size=8, tie_embeddings=False, special_ids=OTHER)
 
 
@@ -104,9 +104,9 @@ def test_plain_values() -> None:
     written = json.loads(json.dumps(dataclasses.asdict(OTHER)))
     assert SpecialIds.from_dict(written) == OTHER
     assert SpecialIds.from_dict({"pad": 5}) == SpecialIds(pad=5)
-    with pytest.raises(ValueError, match="special_ids has no 'padd'; did you mean 'pad'"):
+    with pytest.raises(ValueError, match=r"\bspecial_ids\b.*'padd'.*'pad'"):
         SpecialIds.from_dict({"padd": 5})
-    with pytest.raises(ValueError, match=r"special_ids to be SpecialIds, got \[3, 7\]"):
+    with pytest.raises(ValueError, match=r"\bspecial_ids\b.*\[3, 7\]"):
         Transformer.from_preset("tiny", vocab_size=20, special_ids=[3, 7])
     assert Transformer.from_preset("tiny", **SIZES, special_ids={"pad": 3}).config.special_ids == SpecialIds(pad=3)
 
@@ -177,7 +177,7 @@ def test_padding_is_the_models_pad() -> None:
     assert (model(source, target) - model(padded, target)).abs().max() < 1e-5
     zeros = torch.nn.functional.pad(source, (0, 3))
     assert (model(source, target) - model(zeros, target)).abs().max() > 1e-3
-    with pytest.raises(ValueError, match=r"got id 3 \(PAD\) before a token in row 1"):
+    with pytest.raises(ValueError, match=r"\bid 3\b.*\brow 1\b"):
         model.encode(torch.tensor([[10, 0, 11], [3, 10, 11]]))
 
 

@@ -27,7 +27,7 @@ _UNK = SPECIAL_TOKENS[2]
 TOKENIZER = "tokenizer.json"
 BYTES = "bytes"  # the type in tokenizer.json
 NUM_BYTES = 256
-_PIECE = 50_000  # characters of a long text that are encoded at a time
+PIECE = 50_000  # characters of a long text that are encoded at a time
 _GAPS = 2**16  # ids without a token that a file may have
 
 
@@ -107,7 +107,7 @@ class ByteTokenizer:
         """Cuts a long text, anywhere but in a user token."""
         if self._user:
             return line_pieces(text)
-        return [text[start : start + _PIECE] for start in range(0, len(text), _PIECE)]
+        return [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids: PAD and UNK are skipped, EOS ends it; broken UTF-8 becomes U+FFFD."""
@@ -157,8 +157,8 @@ def saved_bytes(file: Path, values: Mapping[str, Any]) -> ByteTokenizer:
 def line_pieces(text: str) -> list[str]:
     """Cuts a long text behind line ends, but not before another one: a BPE may have a token for two."""
     found, start = [], 0
-    while len(text) - start > _PIECE:
-        end = text.find("\n", start + _PIECE)
+    while len(text) - start > PIECE:
+        end = text.find("\n", start + PIECE)
         while end >= 0 and text[end + 1 : end + 2] == "\n":
             end += 1
         if end < 0 or end + 1 == len(text):

@@ -29,7 +29,7 @@ logger = logging.getLogger("fastformer")
 
 Pairs = list[tuple[str, str]]
 _TRAIN_NUMBERS, _VAL_NUMBERS = 20_000, 1000
-_ENCODED_AT_ONCE = 4096  # texts: enough for all cores, and often enough for a progress bar
+ENCODED_AT_ONCE = 4096  # texts: enough for all cores, and often enough for a progress bar
 
 
 @dataclass
@@ -113,8 +113,8 @@ def encode_all(tokenizer: Tokenizer, texts: Sequence[str], what: str) -> Iterato
     """
     began, tokens = time.perf_counter(), 0
     unknown: Counter[str] = Counter()
-    for start in _progress(range(0, len(texts), _ENCODED_AT_ONCE), f"tokenizing {what} text"):
-        batch = texts[start : start + _ENCODED_AT_ONCE]
+    for start in _progress(range(0, len(texts), ENCODED_AT_ONCE), f"tokenizing {what} text"):
+        batch = texts[start : start + ENCODED_AT_ONCE]
         for text, ids in zip(batch, tokenizer.encode_batch(batch), strict=True):
             if isinstance(tokenizer, ForeignTokenizer):
                 unknown.update("".join(tokenizer.unknown(text, ids)))

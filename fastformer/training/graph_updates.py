@@ -143,8 +143,8 @@ class _Inputs:
         for tensor in like:
             self._places.append(slice(end, end + tensor.numel() * tensor.itemsize))
             end += math.ceil(tensor.numel() * tensor.itemsize / _ALIGNED) * _ALIGNED
-        self._bytes = torch.zeros(end, dtype=torch.uint8, device=device)
-        self.tensors = self._views(self._bytes, like)
+        self.buffer = torch.zeros(end, dtype=torch.uint8, device=device)
+        self.tensors = self._views(self.buffer, like)
 
     def _views(self, memory: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
         return [
@@ -155,10 +155,10 @@ class _Inputs:
     def fill(self, values: Sequence[Tensor]) -> None:
         """Copies values of the same shapes and dtypes in. On a GPU nobody waits for the copy."""
         # PyTorch gives pinned memory out again only once the copies from it are done.
-        host = torch.empty(self._bytes.shape, dtype=torch.uint8, device="cpu", pin_memory=self._device.type == "cuda")
+        host = torch.empty(self.buffer.shape, dtype=torch.uint8, device="cpu", pin_memory=self._device.type == "cuda")
         for view, value in zip(self._views(host, values), values, strict=True):
             view.copy_(value)
-        self._bytes.copy_(host, non_blocking=True)
+        self.buffer.copy_(host, non_blocking=True)
 
 
 class _Slot:
@@ -191,7 +191,7 @@ class GraphUpdates:
         self.graphs, self._update, self._check = graphs, update, check
         self._model, self._optimizer = model, optimizer
         self._guards: ModelGuards | None = None  # of the model at the first capture
-        self._slots: dict[tuple[Size, int], _Slot] = {}
+        self.slots: dict[tuple[Size, int], _Slot] = {}
 
     def __call__(self, batches: Sequence[Batch], numbers: Sequence[float]) -> None:
         """One update.
@@ -204,20 +204,20 @@ class GraphUpdates:
             CaptureError: the update does what no graph can hold.
         """
         values = [*_tensors(batches), torch.tensor(numbers, dtype=torch.float32, device="cpu")]
-        key = (_size(batches[0]), len(batches))
-        slot = self._slots.get(key)
+        key = (padded_size(batches[0]), len(batches))
+        slot = self.slots.get(key)
         if slot is None:
-            slot = self._slots[key] = self._new_slot(batches, values)
+            slot = self.slots[key] = self._new_slot(batches, values)
             slot.inputs.fill(values)
             self.graphs.warm_up(slot.function)
             return
         slot.inputs.fill(values)
         if self._guards is not None and not self._is_current(self._guards):
             self._guards = None
-            for each in self._slots.values():
+            for each in self.slots.values():
                 each.graph = None
         if slot.graph is None:
-            if sum(other.graph is not None for other in self._slots.values()) >= MAX_GRAPHS:
+            if sum(other.graph is not None for other in self.slots.values()) >= MAX_GRAPHS:
                 self.graphs.warm_up(slot.function)
                 return
             self._check()
@@ -239,7 +239,7 @@ class GraphUpdates:
         return _Slot(inputs, lambda: self._update(fixed, numbers))
 
 
-def _size(batch: Batch) -> Size:
+def padded_size(batch: Batch) -> Size:
     """The size of a padded batch."""
     source = 0 if batch.source is None else batch.source.numel()
     return Size(source, batch.target_in.numel(), batch.target_layout.batch_size, batch.target_layout.max_seqlen)

@@ -154,13 +154,13 @@ class Trainer:
         if self._end():
             return scores
         self.model.train()
-        for batches in self._updates():
-            loss, norm = self._update(batches)
+        for batches in self.updates():
+            loss, norm = self.update(batches)
             self.step += 1
             self.trained_seconds = time.perf_counter() - began
             self.meter.count(batches)
             if self.graphs is None:  # a graph has done it
-                self._note(loss, norm)
+                self.note(loss, norm)
             last = self._end() is not None
             showing, saving = last or due(self.step, config.log_every), due(self.step, config.save_every)
             validating = due(self.step, config.val_every) and not last
@@ -204,7 +204,7 @@ class Trainer:
             progress.say(f"the model in {self.run} is update {best.step}: {best.show(self.best.measure)}")
         return scores
 
-    def _updates(self) -> Iterator[list[Batch]]:
+    def updates(self) -> Iterator[list[Batch]]:
         """The batches of each update, from where the run stands on."""
         group: list[Batch] = []
         while self.step < self.config.steps:
@@ -226,18 +226,18 @@ class Trainer:
                 group.append(collate(examples, packed=self.packed, special_ids=self.special_ids))
                 self.batch += 1
                 if len(group) == self.config.accumulate:
-                    yield self._placed(group)
+                    yield self.place(group)
                     group = []
             self.epoch, self.batch = self.epoch + 1, 0
 
-    def _placed(self, batches: list[Batch]) -> list[Batch]:
+    def place(self, batches: list[Batch]) -> list[Batch]:
         """The batches of an update where it takes them: on the device, or, for a graph, in a size that it has."""
         if self.graphs is None:
             return [batch.to(self.device) for batch in batches]
         size = size_of(batches, self.config.max_tokens, self.model.config.max_len)  # type: ignore[union-attr, arg-type]
         return [pad_batch(batch, size, self.special_ids.pad) for batch in batches]
 
-    def _update(self, batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
         """One optimizer step over some batches. Returns the mean loss of a target token, and the gradient's norm."""
         config = self.config
         # Every token of the update weighs the same, in whichever batch it stands.
@@ -273,7 +273,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return total, norm.detach()
 
-    def _note(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
+    def note(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
         """Adds an update to what is known on the device of all of them."""
         # An overflow of fp16 is the scaler's business: it skips the update and lowers the scale.
         self.finite &= torch.isfinite(loss) & (torch.isfinite(norm) | self.scaler.is_enabled())
@@ -302,7 +302,7 @@ class Trainer:
         self._move_average(share)
         self.loss.copy_(loss)
         self.norm.copy_(norm)
-        self._note(loss, norm)
+        self.note(loss, norm)
 
     def _share(self) -> float:
         """How far this update moves the running average towards the weights; 1.0 makes it equal to them."""

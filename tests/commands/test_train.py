@@ -159,13 +159,13 @@ def test_what_is_no_file_under_a_name_of_the_run_is_refused_at_once(command, tmp
 @pytest.mark.skipif(os.name != "posix", reason="these signals are POSIX")
 def test_a_preempted_job_that_is_started_again_by_the_same_line(command, monkeypatch, capsys, caplog) -> None:
     line = [*command, "--steps", "6", "--resume", "auto"]
-    update = Trainer._update
+    update = Trainer.update
 
     def preempted(trainer, batches):
         os.kill(os.getpid(), signal.SIGUSR1)
         return update(trainer, batches)
 
-    monkeypatch.setattr(Trainer, "_update", preempted)
+    monkeypatch.setattr(Trainer, "update", preempted)
     for expected in (1, 2):
         assert main(line) == 128 + signal.SIGUSR1
         assert step(command[1]) == expected

@@ -162,9 +162,9 @@ def test_windows_lose_and_repeat_nothing() -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(ValueError, match="expected a batching out of"):
+    with pytest.raises(ValueError, match=r"\bbatching\b"):
         plan("sorted")
-    with pytest.raises(ValueError, match="longest example, 39 tokens, got 20"):
+    with pytest.raises(ValueError, match=r"\b39 tokens\b.*\b20\b"):
         plan("packed", max_tokens=20)
     assert collate([Example([], [3, 1])], packed=True).num_source_tokens == 0
 
@@ -184,5 +184,5 @@ def test_weights_say_how_often_an_epoch_has_an_example(batching) -> None:
     assert sum(counts)[600:].gt(0).float().mean() > 0.8  # other ones in each epoch
     once = plan_epoch(lengths, epoch=0, weights=torch.ones(900), **options)
     assert sorted(i for batch in once for i in batch) == list(range(900))
-    with pytest.raises(ValueError, match=r"expected weights \(900,\), got \(3,\)"):
+    with pytest.raises(ValueError, match=r"\bweights \(900,\).*\(3,\)"):
         plan_epoch(lengths, epoch=0, weights=torch.ones(3), **options)

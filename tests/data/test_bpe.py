@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -47,8 +48,16 @@ def normalized(text: str, normalization: str = "nfkc", spaces: str = "keep") -> 
 WHITE = (*range(9, 14), 32, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F, 0x205F, 0x3000)
 
 
-@pytest.mark.parametrize("spaces", ["keep", "collapse"])
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+QUICK = {("nfkc", "keep"), ("nfc_lower", "collapse"), ("none", "keep"), ("lower", "collapse")}
+
+
+@pytest.mark.parametrize(
+    ("normalization", "spaces"),  # slow: every normalization with either treatment of spaces
+    [
+        pytest.param(*form, marks=() if form in QUICK else pytest.mark.slow)
+        for form in itertools.product(NORMALIZATIONS, ("keep", "collapse"))
+    ],
+)
 def test_every_text_comes_back_in_its_normal_form(normalization, spaces, tmp_path) -> None:
     # The alphabet of the second one holds line ends, "<" and what special tokens are spelled with.
     chooser, options = random.Random(0), {"normalization": normalization, "spaces": spaces}
@@ -180,10 +189,10 @@ def test_training_does_not_depend_on_chance() -> None:
 def test_errors() -> None:
     import tokenizers
 
-    with pytest.raises(ValueError, match="vocab_size of more than the 3 special tokens, got 3"):
+    with pytest.raises(ValueError, match=r"\bvocab_size\b.*\b3$"):
         train_bpe(TEXTS, 3)
     for options in ({"normalization": "nfd"}, {"spaces": "strip"}, {"max_token_length": 1}, {"max_token_length": 2.5}):
-        with pytest.raises(ValueError, match=f"expected {next(iter(options))} "):
+        with pytest.raises(ValueError, match=rf"\b{next(iter(options))}\b"):
             train_bpe(TEXTS, 200, **options)
-    with pytest.raises(ValueError, match="expected a tokenizer that train_bpe made"):
+    with pytest.raises(ValueError, match=r"\btrain_bpe\b"):
         BPETokenizer(tokenizers.Tokenizer(tokenizers.models.BPE()))

@@ -46,7 +46,7 @@ def test_compressed_by_content(tmp_path, kind) -> None:
     changed = [] if kind == "Zstandard" else [pack(TEXT)[:60] + b"?" * 9 + pack(TEXT)[69:]]  # it has no checksum
     for damaged in (pack(TEXT)[:-20], pack(TEXT)[:200], *changed):
         file.write_bytes(damaged)
-        with pytest.raises(ValueError, match=f"a.txt is compressed by {kind}, and damaged or cut short"):
+        with pytest.raises(ValueError, match=rf"\ba\.txt\b.*{kind}"):
             read_pairs(file, other)
 
 
@@ -55,7 +55,7 @@ def test_zstandard_without_its_library(tmp_path, monkeypatch) -> None:
     file.write_bytes(b"\x28\xb5\x2f\xfd" + b"x" * 20)
     for name in ("compression.zstd", "zstandard"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match=r"a\.zst is compressed by Zstandard.*fastformer\[zstd\]"):
+    with pytest.raises(ImportError, match=r"\ba\.zst\b.*fastformer\[zstd\]"):
         read_lines(file)
 
 
@@ -107,5 +107,5 @@ def test_standard_input(monkeypatch) -> None:
     assert read_bytes("-") == TEXT
     assert not sys.stdin.closed
     monkeypatch.setattr(sys, "stdin", None)
-    with pytest.raises(ValueError, match="standard input, which is closed"):
+    with pytest.raises(ValueError, match=r"\bstandard input\b"):
         read_bytes("-")

@@ -28,18 +28,18 @@ def test_each_side_has_its_own(tmp_path) -> None:
         assert each.pieces("a\nb") == ["a\nb"] and each.words_begin_with_space
     assert not PairTokenizer(source, ByteTokenizer()).words_begin_with_space
     for call, size in ((pair.decode, target.vocab_size), (pair.source_tokens, source.vocab_size)):
-        with pytest.raises(ValueError, match=f"expected ids below {size}"):
+        with pytest.raises(ValueError, match=rf"\bids\b.*\b{size}\b"):
             call([size])
 
 
 def test_what_makes_no_pair(tmp_path) -> None:
     pair = PairTokenizer(ByteTokenizer(), ByteTokenizer())
     for sides in ((pair, ByteTokenizer()), (ByteTokenizer(), pair)):
-        with pytest.raises(ValueError, match="got one of two vocabularies"):
+        with pytest.raises(ValueError, match=r"\bvocabular"):
             PairTokenizer(*sides)
     other = ByteTokenizer()
     other.special_ids = SpecialIds(pad=7)
-    with pytest.raises(ValueError, match="expected one set of special ids"):
+    with pytest.raises(ValueError, match=r"\bspecial ids\b"):
         PairTokenizer(ByteTokenizer(), other)
     pair.save(tmp_path)
     file = tmp_path / "tokenizer.json"

@@ -51,14 +51,14 @@ def test_rows_without_text_are_named_or_left_out(tmp_path, caplog) -> None:
     rows += ["{oops", '{"en": "\\ud800", "de": "x"}', '{"en": " ", "de": "x"}', "[1]"]
     rows += ['{"en": "last", "de": "letzte"}']
     file.write_text("\n".join(rows))
-    with pytest.raises(ValueError, match=r"line 2: expected a column de.*7 of 9 lines are bad"):
+    with pytest.raises(ValueError, match=r"\bline 2\b.*\bcolumn de\b.*\b7 of 9\b"):
         read_pairs(f"{file}:en", f"{file}:de")
     with caplog.at_level(logging.WARNING):
         assert read_pairs(f"{file}:en", f"{file}:de", skip_bad=True) == [("one", "eins"), ("last", "letzte")]
     assert "left out 7 of 9 lines" in caplog.text and "1 no JSON (line 5)" in caplog.text
-    with pytest.raises(ValueError, match=r"expected a column fr in p.jsonl, which has: en, de"):
+    with pytest.raises(ValueError, match=r"\bcolumn fr\b.*p\.jsonl.*\ben, de\b"):
         read_lines(f"{file}:fr")
-    with pytest.raises(ValueError, match=r"there is no file .*q\.jsonl$"):
+    with pytest.raises(ValueError, match=r"q\.jsonl"):
         read_lines(tmp_path / "q.jsonl:fr")
 
 
@@ -71,19 +71,19 @@ def test_csv_and_tsv(tmp_path) -> None:
         assert read_lines(f"{file}:en") == ["a, b; c", 'say "no"', "two\nlines"]
         assert read_lines(f"{file}:2") == ["de", "x", "x", "x"]
     file.write_bytes(b'en,de\n"open,x\n')
-    with pytest.raises(ValueError, match="expected CSV"):
+    with pytest.raises(ValueError, match=r"\bCSV\b"):
         read_lines(f"{file}:en")
     tatoeba = tmp_path / "deu.tsv"
     tatoeba.write_bytes(b'Go.\tGeh."\tCC-BY 2.0\nHi.\t"Hallo!\tCC\n')
     assert read_pairs(f"{tatoeba}:1", f"{tatoeba}:2") == [("Go.", 'Geh."'), ("Hi.", '"Hallo!')]
-    with pytest.raises(ValueError, match=r"got a line of 3 fields.*FILE\.tsv:1"):
+    with pytest.raises(ValueError, match=r"\b3 fields\b.*\.tsv:1"):
         read_tsv(tatoeba)
-    with pytest.raises(ValueError, match="expected a column 4"):
+    with pytest.raises(ValueError, match=r"\bcolumn 4\b"):
         read_lines(f"{tatoeba}:4")
     tatoeba.write_bytes(b"a\tb\nc\n\xff\td\n")
     with pytest.raises(ValueError, match=r"deu.tsv:2, line 2: .*column 2"):
         read_lines(f"{tatoeba}:2")
-    with pytest.raises(ValueError, match=r"deu.tsv:1, line 3: expected UTF-8"):
+    with pytest.raises(ValueError, match=r"deu.tsv:1, line 3\b.*\bUTF-8\b"):
         read_lines(f"{tatoeba}:1")
 
 
@@ -113,9 +113,9 @@ def test_parquet(tmp_path) -> None:
         "y",
         "x",
     ]
-    with pytest.raises(ValueError, match="line 3: expected text in column en, got null"):
+    with pytest.raises(ValueError, match=r"\bline 3\b.*\bcolumn en\b"):
         read_lines(f"{file}:en")
-    with pytest.raises(ValueError, match="which has: id, en, de, translation"):
+    with pytest.raises(ValueError, match=r"\bid, en, de, translation\b"):
         read_lines(f"{file}:fr")
     with pytest.raises(ValueError, match=r"a column of|one of its columns"):
         read_lines(file)

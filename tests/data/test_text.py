@@ -45,20 +45,20 @@ def test_missing_file(tmp_path) -> None:
 def test_pairs(tmp_path) -> None:
     source, target = write(tmp_path / "s", b"one\ntwo\n"), write(tmp_path / "t", b"eins\nzwei\n")
     assert read_pairs(source, target) == [("one", "eins"), ("two", "zwei")]
-    with pytest.raises(ValueError, match="as many lines in .*, got 1 and 2"):
+    with pytest.raises(ValueError, match=r"\b1 and 2\b"):
         read_pairs(source, write(tmp_path / "u", b"eins\n"))
 
 
 def test_tsv(tmp_path) -> None:
     assert read_tsv(write(tmp_path / "a", b"one\teins\r\ntwo\tzwei\n")) == [("one", "eins"), ("two", "zwei")]
     for broken in (b"one\teins\ntwo\n", b"one\teins\ntwo\t \n", b"one\teins\na\tb\tc\n"):
-        with pytest.raises(ValueError, match="line 2: expected source<TAB>target"):
+        with pytest.raises(ValueError, match=r"\bline 2\b.*<TAB>"):
             read_tsv(write(tmp_path / "a", broken))
 
 
 def test_text(tmp_path) -> None:
     assert read_text(write(tmp_path / "a", b"one\r\n\r\ntwo")) == "one\n\ntwo"
-    with pytest.raises(ValueError, match="line 3: expected UTF-8, got byte 0xfe"):
+    with pytest.raises(ValueError, match=r"\bline 3\b.*\b0xfe\b"):
         read_text(write(tmp_path / "a", b"one\ntwo\n\xfe"))
 
 
@@ -89,7 +89,7 @@ def test_all_bad_lines_are_named_at_once(tmp_path) -> None:
     with pytest.raises(ValueError, match=message + ".*--skip_bad_lines"):
         read_pairs(file, write(tmp_path / "b", b"ok\n" * 10))
     # Empty lines allowed, the others still are what they were; numbers begin where the caller says.
-    with pytest.raises(ValueError, match=r"a, line 13: expected UTF-8.*; 2 of 10 lines are bad: also 16 \(too long\)$"):
+    with pytest.raises(ValueError, match=r"\ba, line 13\b.*\b2 of 10\b.*\b16\b"):
         split_lines(BAD, "a", allow_empty=True, first=11)
 
 
@@ -103,15 +103,15 @@ def test_bad_lines_are_left_out_on_both_sides_and_counted(tmp_path, caplog) -> N
         f"left out 7 of 10 lines of {source} and {target}: "
         "5 empty (lines 2, 4, 5, 7, 8), 1 not UTF-8 (line 3), 1 too long (line 6)"
     )
-    with pytest.raises(ValueError, match="as many lines in .*, got 9 and 10"):  # no guess which line is missing
+    with pytest.raises(ValueError, match=r"\b9 and 10\b"):  # no guess which line is missing
         read_pairs(source, write(tmp_path / "u", good.removeprefix(b"1\n")), skip_bad=True)
-    with pytest.raises(ValueError, match=r"every line of .* is bad: 1 not UTF-8 \(line 1\), 1 empty \(line 2\)"):
+    with pytest.raises(ValueError, match=r"\bline 1\b.*\bline 2\b"):
         read_pairs(write(tmp_path / "v", b"\xff\nx\n"), write(tmp_path / "w", b"x\n\n"), skip_bad=True)
 
 
 def test_bad_lines_of_a_tsv(tmp_path, caplog) -> None:
     file = write(tmp_path / "a", b"one\teins\ntwo\na\tb\tc\n\xfe\tx\nx\t \n\ttwo\nsix\tsechs\n")
-    with pytest.raises(ValueError, match=r"line 2: expected source<TAB>target, got a line of 1 field; 5 of 7 .*--skip"):
+    with pytest.raises(ValueError, match=r"\bline 2\b.*\b1 field\b.*\b5 of 7\b.*--skip"):
         read_tsv(file)
     with caplog.at_level(logging.WARNING):
         assert read_tsv(file, skip_bad=True) == [("one", "eins"), ("six", "sechs")]
@@ -123,7 +123,7 @@ def test_bad_lines_of_a_tsv(tmp_path, caplog) -> None:
 def test_bad_lines_of_a_text(tmp_path, caplog) -> None:
     long = "x" * (MAX_LINE + 1)
     file = write(tmp_path / "a", f"one\r\n\n{long}\n".encode() + b"\xfe\nend")
-    with pytest.raises(ValueError, match="line 4: expected UTF-8.*--skip_bad_lines"):
+    with pytest.raises(ValueError, match=r"\bline 4\b.*--skip_bad_lines"):
         read_text(file)
     with caplog.at_level(logging.WARNING):
         assert read_text(file, skip_bad=True) == f"one\n\n{long}\nend"
@@ -136,7 +136,7 @@ def test_a_folder_holds_a_document_a_file(tmp_path) -> None:
     assert read_documents(tmp_path) == ["one\n\nx", "two\n"]
     assert read_documents(tmp_path / "c.md") == ["no"]
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"a folder of \*.txt files, but there are none in"):
+    with pytest.raises(ValueError, match=r"\*\.txt"):
         read_documents(tmp_path / "empty")
 
 
@@ -149,7 +149,7 @@ def test_odd_files_of_a_folder_are_left_out_and_counted(tmp_path, caplog) -> Non
         write(tmp_path / name, data)
     (tmp_path / "sub.txt").mkdir()
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"latin\.txt, line 1: expected UTF-8"):
+    with pytest.raises(ValueError, match=r"\blatin\.txt, line 1\b"):
         read_documents(tmp_path)
     with caplog.at_level(logging.INFO):
         assert read_documents(tmp_path, skip_bad=True) == ["one", "two\n", "three"]
@@ -167,5 +167,5 @@ def test_odd_files_of_a_folder_are_left_out_and_counted(tmp_path, caplog) -> Non
     for file in tmp_path.iterdir():
         if file.name not in ("empty.txt", "sub.txt"):
             file.unlink()
-    with pytest.raises(ValueError, match=r"there are none in .* with text in them: 1 empty, 1 in a subfolder"):
+    with pytest.raises(ValueError, match=r"\b1 empty\b.*\b1 in\b"):
         read_documents(tmp_path)

@@ -222,35 +222,35 @@ def test_sentencepiece(tmp_path, sentencepiece_model) -> None:
 
 
 def test_what_is_missing_is_named(tmp_path, sentencepiece_model) -> None:
-    with pytest.raises(ValueError, match="but there is no"):
+    with pytest.raises(ValueError, match="nothing"):
         load_tokenizer(tmp_path / "nothing")
-    with pytest.raises(ValueError, match="tokenizer.json, which isn't there: was the run saved completely"):
+    with pytest.raises(ValueError, match=r"\btokenizer\.json\b"):
         load_tokenizer(tmp_path)
     (tmp_path / "vocab.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"tokenizer.json, which isn't there: .*AutoTokenizer.*save_pretrained"):
+    with pytest.raises(ValueError, match=r"\btokenizer\.json\b.*AutoTokenizer.*save_pretrained"):
         load_tokenizer(tmp_path)
     for name in ("a.model", "b.model"):
         (tmp_path / name).write_bytes(b"no model")
-    with pytest.raises(ValueError, match="expected one SentencePiece model in .*, got 2"):
+    with pytest.raises(ValueError, match=r"\bSentencePiece\b.*\b2$"):
         load_tokenizer(tmp_path)
-    with pytest.raises(ValueError, match="expected a SentencePiece model in .*a.model, got something else"):
+    with pytest.raises(ValueError, match=r"\bSentencePiece\b.*a\.model"):
         load_tokenizer(tmp_path / "a.model")
     file = tmp_path / "tokenizer.json"
-    for text, message in (
-        ('{"model_type": "bert"}', "expected .* to hold a 'model', .*got 'model_type': is it another file"),
-        ("[1]", "is damaged or no tokenizer"),
-        ("[" * 100_000, "is damaged or no tokenizer"),
-        ('{"version": "1.0", "model": {"type": "Foo"}}', "tokenizers .* can't read .*newer version"),
-        ('{"type": "foreign", "library": "tokenizers", "model": {}}', "is damaged or no tokenizer"),
-        ('{"type": "foreign", "library": "sentencepiece", "special_ids": {}, "model": "!"}', "is damaged"),
+    for text, named in (
+        ('{"model_type": "bert"}', "'model'.*'model_type'"),
+        ("[1]", r"tokenizer\.json"),
+        ("[" * 100_000, r"tokenizer\.json"),
+        ('{"version": "1.0", "model": {"type": "Foo"}}', r"tokenizer\.json"),
+        ('{"type": "foreign", "library": "tokenizers", "model": {}}', r"tokenizer\.json"),
+        ('{"type": "foreign", "library": "sentencepiece", "special_ids": {}, "model": "!"}', r"tokenizer\.json"),
     ):
         file.write_text(text)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=named):
             load_tokenizer(tmp_path)
     whole = train_bpe(TEXTS, 60)._backend.to_str(pretty=True)
     for cut in (0, 500, len(whole) - 5):
         file.write_text(whole[:cut])
-        with pytest.raises(ValueError, match="is damaged or no tokenizer"):
+        with pytest.raises(ValueError, match=r"tokenizer\.json"):
             load_tokenizer(tmp_path)
 
 
@@ -258,7 +258,7 @@ def test_ids_that_cannot_be(tmp_path) -> None:
     model = HuggingFaceModel(byte_level([]))
     size = model.size()
     for ids in (ForeignIds(1, 1, None), ForeignIds(None, size, None), ForeignIds(-1, None, None)):
-        with pytest.raises(ValueError, match=f"expected different special ids below {size}"):
+        with pytest.raises(ValueError, match=rf"\bspecial ids\b.*\b{size}\b"):
             ForeignTokenizer(model, ids)
     chooser = random.Random(0)
     for _ in range(20):
@@ -290,12 +290,12 @@ def test_a_regular_expression_that_gives_up_is_a_value_error(kind, tmp_path) -> 
     bart = BackendTokenizer(exploding(kind), 400, SpecialIds(pad=398, eos=399, unk=None), None, name="the bart")
     found = ((as_it_was, "one/tokenizer.json"), (load_tokenizer(tmp_path), "json"), (bart, "the bart"))
     for tokenizer, name in found[:1] if kind == "normalizer" else found:  # half a second each
-        with pytest.raises(ValueError, match=f"{name} can't (en|de)code") as caught:
+        with pytest.raises(ValueError, match=name) as caught:
             tokenizer.decode(tokenizer.encode(text))
         assert not isinstance(caught.value.__cause__, Exception)  # it would have passed any `except Exception`
         assert tokenizer.decode(tokenizer.encode("good")) == "good"
     if kind == "pre_tokenizer":
-        with pytest.raises(ValueError, match=r"one/tokenizer.json can't encode the text 'aaaa"):
+        with pytest.raises(ValueError, match=r"one/tokenizer\.json.*'aaaa"):
             as_it_was.encode_batch(["good", text])
 
 
@@ -308,7 +308,7 @@ def test_an_id_far_beyond_the_tokens_is_refused(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(tokenizers.Tokenizer, "from_str", lambda text: pytest.fail("it was read"))
     for values in ({**whole, "model": far}, {**whole, "added_tokens": added}, {**saved_by_us, "model": {"model": far}}):
         (tmp_path / "tokenizer.json").write_text(json.dumps(values))
-        with pytest.raises(ValueError, match=r"tokenizer.json to have ids of about .* the id 2147483"):
+        with pytest.raises(ValueError, match=r"tokenizer\.json\b.*\b2147483"):
             load_tokenizer(tmp_path)
 
 
@@ -317,7 +317,7 @@ def test_a_file_of_gigabytes_is_not_read(name, tmp_path) -> None:
     (tmp_path / "tokenizer.json").write_text(byte_level(["</s>"]).to_str())
     with (tmp_path / name).open("ab") as file:
         file.truncate(30 << 30)
-    with pytest.raises(ValueError, match=f"{name} to be a small file"):
+    with pytest.raises(ValueError, match=name):
         load_tokenizer(tmp_path / name if name == "spiece.model" else tmp_path)
 
 
@@ -349,6 +349,6 @@ def test_what_is_no_id_is_refused(tmp_path, sentencepiece_model) -> None:
         calls = [tokenizer.decode, tokenizer.tokens, *([tokenizer.source_tokens] if tokenizer is found[3] else [])]
         for wrong in ([tokenizer.vocab_size], [-1], [2**40], [5.0], ["5"], "5", 5):
             for call in calls:
-                with pytest.raises(ValueError, match="expected ids"):
+                with pytest.raises(ValueError, match=r"\bids\b"):
                     call(wrong)
         assert isinstance(tokenizer.decode([tokenizer.vocab_size - 1]), str)

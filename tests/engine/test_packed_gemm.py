@@ -268,7 +268,13 @@ PATHS = {
 }
 
 
-@pytest.mark.parametrize("path", PATHS)
+# Slow: paths that another one stands for: of the same code for wider vectors, and of libraries' products.
+SLOW_PATHS = ("avx512 alone", "avx512, brgemm", "avx2, avx_vnni")
+
+
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, marks=pytest.mark.slow) if path in SLOW_PATHS else path for path in PATHS]
+)
 def test_other_paths(path: str, tmp_path: Path) -> None:
     """What CPUs with fewer instructions, or with AMX, do: the same integers, and floats by the rule."""
     isa, settings = PATHS[path]
@@ -323,7 +329,9 @@ def test_other_paths(path: str, tmp_path: Path) -> None:
             assert np.isnan(ours[7:8]).all() and np.isfinite(np.delete(ours, 7, 0) if len(x) > 7 else ours).all()
 
 
+@pytest.mark.slow
 def test_a_feature_that_does_not_exist() -> None:
+    """The extension says which of the names in FASTFORMER_CPU_FEATURES it doesn't know."""
     spec = importlib.util.find_spec(f"fastformer._C_{_extension.load()}")
     if spec is None or spec.origin is None:
         pytest.skip("the C++ extension is not built")
@@ -335,5 +343,4 @@ def test_a_feature_that_does_not_exist() -> None:
         text=True,
         check=False,
     )
-    assert "ValueError: FASTFORMER_CPU_FEATURES: expected avx512_vnni, " in ended.stderr
-    assert ended.stderr.rstrip().endswith("got 'vnni'")
+    assert "ValueError: FASTFORMER_CPU_FEATURES" in ended.stderr and ended.stderr.rstrip().endswith("'vnni'")

@@ -51,7 +51,8 @@ def alone(wide: Any, groups: Sequence[Group]) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("seed", range(4))
+# Slow: more draws of the same.
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))])
 @pytest.mark.parametrize(
     ("kind", "options"), [(Transformer, {}), (GPT, {"num_kv_heads": 1}), (GPT, {"window_size": 7})]
 )
@@ -132,7 +133,7 @@ def test_a_step_without_room_leaves_the_rows_as_they_were(kind) -> None:
 
     session, quiet = session_of(prompts), session_of(prompts[:1])
     for _ in range(2):  # the first row would find its place; the second one's block is full
-        with pytest.raises(ValueError, match="no room"):
+        with pytest.raises(ValueError, match=r"\broom\b"):
             session.step([4, 4], 1, True, [], None, 1)
     session.release([1])
     for token in (6, 11):

@@ -95,7 +95,7 @@ def test_each_word_is_aligned_with_what_its_tokens_look_at(looking) -> None:
 
 def test_texts_without_words_and_bad_ones(looking, caplog) -> None:
     assert looking.align("", "") == [] and looking.align("a", "") == [] and looking.align([], []) == []
-    with pytest.raises(ValueError, match="text 1: .* empty text; .* leaves its alignment empty"):
+    with pytest.raises(ValueError, match="text 1: .*empty"):
         looking.align("", "b")
     with caplog.at_level(logging.WARNING, "fastformer"):
         found = looking.align(["a", "", "b" * 50, "c"], ["a", "x", "y", "c d"], on_error="skip")
@@ -109,7 +109,7 @@ def test_texts_without_words_and_bad_ones(looking, caplog) -> None:
     ):
         with pytest.raises(ValueError, match=expected):
             looking.align("a", "b", **options)
-    with pytest.raises(ValueError, match="attention_maps, which Ensemble doesn't have"):
+    with pytest.raises(ValueError, match=r"\battention_maps\b.*\bEnsemble\b"):
         Translator(Ensemble([looking.model]), looking.tokenizer).align("a", "b")
 
 

@@ -65,11 +65,11 @@ def test_the_sentences_of_all_texts_are_one_batch(translator, monkeypatch) -> No
 
 def test_a_long_text_is_no_longer_too_long(translator, caplog) -> None:
     text = "A short one. " * 9
-    with pytest.raises(ValueError, match="text 1: expected at most 24 tokens, got 118: split it into sentences"):
+    with pytest.raises(ValueError, match=r"text 1: .*\b24\b.*\b118\b"):
         translator.translate(text)
     assert translator.translate(text, split=True, max_new_tokens=3).count(" ") >= 9
     long = "Good. And a sentence that is much too long for it. Good."
-    with pytest.raises(ValueError, match="text 2, sentence 2: expected at most 24 tokens, got 45: cut it"):
+    with pytest.raises(ValueError, match=r"text 2, sentence 2: .*\b24\b.*\b45\b"):
         translator.translate(["a", long], split=True)
     with pytest.raises(ValueError, match="text 2, sentence 2"):
         list(translator.stream(["a", long], split=True))
@@ -93,7 +93,7 @@ def test_an_error_on_the_way_names_its_sentence(translator) -> None:
         async with AsyncTranslator(translator) as front:
             with pytest.raises(RuntimeError, match="KeyError"):
                 await front.translate("Aa. Bb.", split=True, logits_processor=broken)
-            with pytest.raises(ValueError, match="text 1, sentence 2: expected at most 24"):
+            with pytest.raises(ValueError, match=r"text 1, sentence 2: .*\b24\b"):
                 await front.translate("Aa. " + "B" * 40, split=True)
 
     asyncio.run(main())
@@ -110,5 +110,5 @@ def test_what_does_not_go_with_it(translator) -> None:
         for call in (translator.translate, translator.stream):
             with pytest.raises(ValueError, match=words):
                 call(["a"], **{"split": True, **options})
-    with pytest.raises(ValueError, match=r"texts\[1\]: expected a str, got int"):
+    with pytest.raises(ValueError, match=r"texts\[1\].*\bint\b"):
         translator.translate(["a", 3], split=True)

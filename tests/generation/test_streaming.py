@@ -138,7 +138,7 @@ def test_a_tokenizer_that_takes_back_what_it_said_is_an_error() -> None:
         def decode(self, ids) -> str:
             return "".join(string.ascii_lowercase[i] for i in reversed(list(ids)))
 
-    with pytest.raises(ValueError, match="expected a tokenizer whose text only grows, got 'ba' behind 'a'"):
+    with pytest.raises(ValueError, match="'ba'.*'a'"):
         pieces_of(Backwards(), [0, 1])
 
 

@@ -29,7 +29,7 @@ def test_a_regular_expression_that_gives_up_is_an_error_of_its_text(tmp_path) ->
     backend.decoder = decoders.WordPiece()
     backend.save(str(tmp_path / "tokenizer.json"))
     translator, bad = translator_of(load_tokenizer(tmp_path)), f"{'a' * 40}!"
-    with pytest.raises(ValueError, match=r"text 2: .*tokenizer.json can't encode"):
+    with pytest.raises(ValueError, match=r"text 2: .*tokenizer\.json"):
         translator.translate(["b", bad], max_new_tokens=2)
     due = translator.translate("b", max_new_tokens=2)
     assert translator.translate(["b", bad], max_new_tokens=2, on_error="skip") == [due, ""]

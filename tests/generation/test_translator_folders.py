@@ -79,18 +79,18 @@ def test_a_precision_is_asked_of_the_engine_and_never_another_one_in_its_place(m
     assert made.pop() == ("kv_cache", "fp32")
     model.encoder.layers[0].register_forward_hook(lambda module, args, out: None)
     try:
-        with pytest.raises(ValueError, match="engine 'cpp' can't decode a Transformer in int8: .*; engine"):
+        with pytest.raises(ValueError, match="'cpp'.*int8"):
             translator.translate("a", **FEW)
     finally:
         model.encoder.layers[0]._forward_hooks.clear()
-    with pytest.raises(ValueError, match="expected precision fp32, bf16, fp16 or int8, got 'int4'"):
+    with pytest.raises(ValueError, match=r"\bprecision\b.*'int4'"):
         Translator(model, ByteTokenizer(), precision="int4")
 
 
 def test_from_pretrained_says_what_is_wrong(tmp_path) -> None:
     GPT.from_preset("tiny", vocab_size=259).save_pretrained(tmp_path, ByteTokenizer())
-    with pytest.raises(ValueError, match=r"expected a folder of Transformer or LSTMSeq2Seq, got one of 'GPT'"):
+    with pytest.raises(ValueError, match="'GPT'"):
         Translator.from_pretrained(tmp_path)
     for bad in ("int4", "INT8", 8, torch.float32):
-        with pytest.raises(ValueError, match="expected precision fp32, bf16, fp16 or int8, got"):
+        with pytest.raises(ValueError, match=r"\bprecision\b"):
             Translator.from_pretrained(tmp_path, precision=bad)

@@ -52,14 +52,14 @@ def test_without_sacrebleu(monkeypatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert choose_measure(TrainConfig(train_tsv="x")) == "nll"
     assert choose_measure(TrainConfig(task="numbers")) == "exact_match"
-    with pytest.raises(ValueError, match="best_by bleu needs sacrebleu: pip install"):
+    with pytest.raises(ValueError, match=r"\bbest_by\b.*\bsacrebleu\b"):
         choose_measure(TrainConfig(train_tsv="x", best_by="bleu"))
 
 
 def test_a_measure_that_was_asked_for_and_cannot_be() -> None:
-    with pytest.raises(ValueError, match="best_by chrf needs val_examples above 0; give --best_by nll or auto"):
+    with pytest.raises(ValueError, match=r"\bbest_by\b.*\bval_examples\b"):
         choose_measure(TrainConfig(train_tsv="x", best_by="chrf", val_examples=0))
-    with pytest.raises(ValueError, match="best_by exact_match needs translations, and model gpt makes none"):
+    with pytest.raises(ValueError, match=r"\bbest_by\b.*\bgpt\b"):
         choose_measure(TrainConfig(model="gpt", train_text="x", best_by="exact_match"))
 
 

@@ -19,38 +19,38 @@ from tests.training.tiny import PAIRS, changed, contents, losses, write_pairs
 
 
 def test_errors(config, tmp_path) -> None:
-    for changes, message in (
-        ({"train_tsv": None}, "expected data to train on, got none"),
-        ({"max_len": 2}, "every training example is longer than max_len 2"),
-        ({"device": "gpu7"}, "expected a device that this PyTorch can use, got 'gpu7'"),
-        ({"best_by": "bleu"}, "best_by bleu needs val_examples above 0"),
-        ({"settings": {"dmodel": 3}}, "did you mean 'd_model'"),
+    for changes, named in (
+        ({"train_tsv": None}, "train_tsv"),
+        ({"max_len": 2}, r"\bmax_len\b"),
+        ({"device": "gpu7"}, r"\bdevice\b.*gpu7"),
+        ({"best_by": "bleu"}, r"\bbest_by\b"),
+        ({"settings": {"dmodel": 3}}, r"\bd_model\b"),
         (
             {"model": "lstm", "batching": "random", "settings": {}, "checkpointing": True},
-            "expected checkpointing off for model lstm",
+            r"\bcheckpointing\b.*\blstm\b",
         ),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=named):
             start(changed(config, **changes), tmp_path / "run")
         assert not (tmp_path / "run").exists()  # a mistake leaves nothing that is in the way
-    with pytest.raises(ValueError, match="has no checkpoints"):
+    with pytest.raises(ValueError, match="run"):
         start(config, tmp_path / "run", resume=True)
-    with pytest.raises(ValueError, match="expected a run folder, got an empty name"):
+    with pytest.raises(ValueError, match=r"\brun folder\b"):
         start(config, "")
-    with pytest.raises(ValueError, match="zero character"):
+    with pytest.raises(ValueError, match=r"\bzero\b"):
         start(config, f"{tmp_path}/\0")
-    with pytest.raises(ValueError, match="expected resume to be true, false or 'auto', got 'maybe'"):
+    with pytest.raises(ValueError, match=r"\bresume\b.*'maybe'"):
         start(config, tmp_path / "run", resume="maybe")
 
 
 def test_a_folder_with_a_run_is_not_begun_anew(config, tmp_path) -> None:
     run = tmp_path / "run"
     start(changed(config, steps=1), run).train()
-    with pytest.raises(ValueError, match="holds a run already: give --resume"):
+    with pytest.raises(ValueError, match="--resume"):
         start(config, run)
     shutil.rmtree(run / "checkpoints")
     for resume in (False, "auto"):  # a model that somebody keeps is not overwritten either
-        with pytest.raises(ValueError, match="holds a run already: give --resume"):
+        with pytest.raises(ValueError, match="--resume"):
             start(config, run, resume=resume)
 
 
@@ -58,10 +58,10 @@ def test_other_data(config, tmp_path) -> None:
     run, tsv = tmp_path / "run", tmp_path / "train.tsv"
     start(changed(config, steps=1), run).train()
     write_pairs(tsv, [*PAIRS, ("one more", "line")])
-    with pytest.raises(ValueError, match=r"40 examples of .*, got 41 examples of .*give the same files"):
+    with pytest.raises(ValueError, match=r"\b40 examples\b.*\b41 examples\b"):
         start(config, run, resume=True)
     write_pairs(tsv, PAIRS[::-1])
-    with pytest.raises(ValueError, match="got as many of other content or in another order"):
+    with pytest.raises(ValueError, match=r"\bcontent\b"):
         start(config, run, resume=True)
     write_pairs(tsv)
     start(config, run, resume=True)
@@ -72,7 +72,7 @@ def test_all_checkpoints_damaged(config, tmp_path) -> None:
     start(changed(config, steps=1), run).train()
     checkpoints(run)[0].write_bytes(b"")
     for resume in (True, "auto"):
-        with pytest.raises(ValueError, match="every checkpoint in .* is damaged"):
+        with pytest.raises(ValueError, match="checkpoints"):
             start(config, run, resume=resume)
 
 
@@ -125,14 +125,14 @@ def test_epochs_are_passes_over_the_data(config, tmp_path, caplog, epochs, accum
 def test_a_whole_number_of_epochs_sees_every_example_as_often(config, tmp_path) -> None:
     trainer = start(changed(config, epochs=2.0), tmp_path / "run")
     seen = 0
-    update = trainer._update
+    update = trainer.update
 
     def count(batches):
         nonlocal seen
         seen += sum(batch.num_tokens for batch in batches)
         return update(batches)
 
-    trainer._update = count
+    trainer.update = count
     trainer.train()
     assert seen == 2 * int(trainer.lengths.sum())
 
@@ -180,18 +180,18 @@ def test_init_from_takes_dropout_anew_and_refuses_other_sizes(config, tmp_path, 
         changed(plain(config, init_from=str(source)), settings={"dropout": 0.25, "d_model": 16}), tmp_path / "a"
     )
     assert trainer.model.config.dropout == 0.25 and trainer.config.settings["d_ff"] == 32
-    for changes, message in (
-        ({"settings": {"d_model": 64}}, "has d_model 16, got 64: leave d_model out"),
-        ({"settings": {"d_modle": 64}}, "has no setting 'd_modle'; did you mean 'd_model'"),
-        ({"preset": "base"}, "has d_model 16, got 512"),
-        ({"preset": "huge"}, "expected a preset of transformer out of"),
-        ({"model": "lstm", "batching": "random", "settings": {}}, "has model 'transformer', got 'lstm'"),
-        ({"tokenizer": "bytes"}, "has tokenizer 'bpe', got 'bytes'"),
-        ({"vocab_size": 41}, "has vocab_size [0-9]+, got 41"),
+    for changes, named in (
+        ({"settings": {"d_model": 64}}, r"\bd_model\b.*\b16\b.*\b64\b"),
+        ({"settings": {"d_modle": 64}}, r"'d_modle'.*'d_model'"),
+        ({"preset": "base"}, r"\bd_model\b.*\b16\b.*\b512\b"),
+        ({"preset": "huge"}, r"\bpreset\b.*huge"),
+        ({"model": "lstm", "batching": "random", "settings": {}}, r"\bmodel\b.*'transformer'.*'lstm'"),
+        ({"tokenizer": "bytes"}, r"\btokenizer\b.*'bpe'.*'bytes'"),
+        ({"vocab_size": 41}, r"\bvocab_size\b.*\b41\b"),
         ({"init_from": str(tmp_path / "nowhere")}, "nowhere"),
     ):
         before = contents(source)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=named):
             start(changed(plain(config, init_from=str(source)), **changes), tmp_path / "b")
         assert contents(source) == before and not (tmp_path / "b").exists()
 

@@ -10,33 +10,19 @@ from fastformer.training.sections import TASKS
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "named"),  # tests/test_malformed.py has more of them, as flags and as YAML
     [
-        ({"modle": "gpt"}, "unknown setting 'modle'; did you mean 'model'"),
-        ({"schedule": "linar"}, "expected schedule to be 'noam', .*, got 'linar'; did you mean 'linear'"),
-        ({"steps": 0}, "expected steps of at least 1, got 0"),
-        ({"steps": 1.5}, "expected steps to be an integer, got 1.5"),
-        ({"lr": "fast"}, "expected lr to be a number, got 'fast'"),
-        ({"lr": float("nan")}, "expected lr to be a number, got nan"),
-        ({"clip": -1.0}, "expected clip of at least 0"),
-        ({"checkpointing": "yes"}, "expected checkpointing to be true or false"),
-        ({"train_tsv": 3}, "expected train_tsv to be text or null, got 3"),
-        ({"settings": {"d_model": 3}}, "unknown setting 'settings'"),
-        ({"d_model": 64}, "it belongs to the model"),
-        ({"model": {"d_modle": 64}}, "unknown setting 'd_modle' of the model; did you mean 'd_model'"),
-        ({"model": {"name": "gpt", "num_encoder_layers": 3}}, "GPTConfig has no setting 'num_encoder_layers'"),
-        ({"preset": "bsae"}, "expected a preset of transformer out of .* did you mean 'base'"),
-        ({"model": "lstm"}, "expected batching bucketed or random for the LSTM"),
-        ({"average_last": 5, "save_every": 0}, "expected save_every above 0"),
-        ({"label_smoothing": 1.0}, r"label_smoothing in \[0, 1\)"),
-        ({"best_by": "blue"}, "expected best_by to be .*did you mean 'bleu'"),
-        ({"epochs": -1}, "expected epochs of at least 0, got -1"),
-        ({"epochs": 2, "steps": 5}, "expected steps or epochs, got both: 5 and 2"),
-        ({"task": "letters"}, "expected task to be 'numbers' or null, got 'letters'"),
+        ({"modle": "gpt"}, r"'modle'.*'model'"),
+        ({"schedule": "linar"}, r"\bschedule\b.*'linear'"),
+        ({"lr": float("nan")}, r"\blr\b.*\bnan\b"),
+        ({"clip": -1.0}, r"\bclip\b"),
+        ({"train_tsv": 3}, r"\btrain_tsv\b.*\b3\b"),
+        ({"label_smoothing": 1.0}, r"\blabel_smoothing\b"),
+        ({"epochs": -1}, r"\bepochs\b.*-1\b"),
     ],
 )
-def test_config_errors(changes, message) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_config_errors(changes, named) -> None:
+    with pytest.raises(ValueError, match=named):
         TrainConfig.from_dict(changes)
 
 
@@ -103,7 +89,7 @@ def test_lists_are_texts_with_commas() -> None:
     assert (
         TrainConfig.from_dict({"train_tsv": "a", "data_weights": 2}).weights() == [2] and TrainConfig().weights() == []
     )
-    with pytest.raises(ValueError, match="expected user_tokens to be values without commas"):
+    with pytest.raises(ValueError, match=r"\buser_tokens\b"):
         TrainConfig.from_dict({"user_tokens": ["a,b", "c"]})
-    with pytest.raises(ValueError, match="expected init_from to be text or null, got"):
+    with pytest.raises(ValueError, match=r"\binit_from\b"):
         TrainConfig.from_dict({"init_from": ["a", "b"]})

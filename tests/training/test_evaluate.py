@@ -143,7 +143,7 @@ def test_nothing_is_downloaded(tokenize, monkeypatch, tmp_path) -> None:
 
     monkeypatch.setattr(sacrebleu.utils, "SACREBLEU_DIR", str(tmp_path))
     monkeypatch.setattr(tokenizers, "download_file", download)
-    with pytest.raises(ValueError, match=f"bleu_tokenize {tokenize} needs the model {tmp_path}.*, which isn't there"):
+    with pytest.raises(ValueError, match=rf"\bbleu_tokenize\b.*{tokenize}.*{tmp_path}"):
         corpus_scores(["a"], ["a"], bleu_tokenize=tokenize)
 
 

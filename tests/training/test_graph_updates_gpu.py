@@ -54,7 +54,7 @@ def plain(config: TrainConfig, run: Path) -> Trainer:
         size = size_of(batches, config.max_tokens, trainer.model.config.max_len)
         return [pad_batch(batch, size, trainer.special_ids.pad).to("cuda") for batch in batches]
 
-    trainer._placed = placed
+    trainer.place = placed
     return trainer
 
 
@@ -89,7 +89,7 @@ def test_graphs_train_as_calls_do(config, tmp_path, changes) -> None:
     eager.train()
     captured = start(config, tmp_path / "graphs")
     captured.train()
-    assert sum(slot.graph is not None for slot in captured.graphs._slots.values()) >= 2
+    assert sum(slot.graph is not None for slot in captured.graphs.slots.values()) >= 2
     moved = float((weights(eager) - before).abs().mean())
     assert moved > 1e-3
     assert_same_run(captured, eager, moved)
@@ -106,14 +106,14 @@ def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(config, tmp_path) ->
     before = weights(whole)
     whole.train()
     trainer = start(config, tmp_path / "parts")
-    update = trainer._update
+    update = trainer.update
 
     def crash(batches):
         if trainer.step == 25:
             raise Crash
         return update(batches)
 
-    trainer._update = crash
+    trainer.update = crash
     with pytest.raises(Crash):
         trainer.train()
     resumed = start(config, tmp_path / "parts", resume=True)
@@ -125,18 +125,18 @@ def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(config, tmp_path) ->
 def test_a_replayed_update_is_one_launch_and_never_waits(config, tmp_path) -> None:
     trainer = start(changed(config, ema=0.9), tmp_path / "run")
     trainer.model.train()
-    updates = trainer._updates()
+    updates = trainer.updates()
     group = next(updates)
     for _ in range(3):
-        trainer._update(group)
+        trainer.update(group)
         trainer.step += 1
     with no_waiting():
         for _ in range(3):
-            trainer._update(group)
+            trainer.update(group)
             trainer.step += 1
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
-        trainer._update(group)
+        trainer.update(group)
         torch.cuda.synchronize()
     calls = {event.key: event.count for event in profile.key_averages()}
     assert calls.get("cudaGraphLaunch") == 1
@@ -148,15 +148,15 @@ def test_a_replayed_update_is_one_launch_and_never_waits(config, tmp_path) -> No
 def test_an_ordinary_update_never_waits(config, tmp_path, changes) -> None:
     trainer = start(changed(config, cuda_graphs=False, **changes), tmp_path / "run")
     trainer.model.train()
-    updates = trainer._updates()
+    updates = trainer.updates()
     for _ in range(3):  # compiles
-        trainer._update(next(updates))
+        trainer.update(next(updates))
         trainer.step += 1
     with no_waiting():
         for _ in range(3):
             batches = next(updates)  # its copies too
-            loss, norm = trainer._update(batches)
-            trainer._note(loss, norm)
+            loss, norm = trainer.update(batches)
+            trainer.note(loss, norm)
             trainer.meter.count(batches)
             trainer.step += 1
     assert bool(trainer.finite)

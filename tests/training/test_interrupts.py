@@ -28,7 +28,7 @@ def send(signum: int) -> None:
 
 def at_step(trainer, step: int, *signals: int) -> None:
     """Signals come in the middle of the update after `step`."""
-    update = trainer._update
+    update = trainer.update
 
     def update_and_signal(batches):
         if trainer.step == step:
@@ -36,7 +36,7 @@ def at_step(trainer, step: int, *signals: int) -> None:
                 send(signum)
         return update(batches)
 
-    trainer._update = update_and_signal
+    trainer.update = update_and_signal
 
 
 @pytest.mark.parametrize(

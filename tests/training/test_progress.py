@@ -123,7 +123,7 @@ def test_the_line_behind_a_validation_or_a_save_has_the_speed_of_training(config
     clock = Clock(monkeypatch)
     config = changed(config, steps=9, log_every=4, **{f"{'val' if what == 'validate' else 'save'}_every": 3})
     trainer = start(config, tmp_path / "run")
-    update, slow = trainer._update, getattr(trainer, what)
+    update, slow = trainer.update, getattr(trainer, what)
 
     def timed(batches):
         clock.now += 1.0
@@ -133,7 +133,7 @@ def test_the_line_behind_a_validation_or_a_save_has_the_speed_of_training(config
         clock.now += 600.0
         return slow(*arguments)
 
-    trainer._update = timed
+    trainer.update = timed
     setattr(trainer, what, waited)
     trainer.train()
     for line in lines(tmp_path / "run", "train"):

@@ -103,7 +103,7 @@ def test_the_run_says_its_ids_and_goes_on(config, tmp_path, monkeypatch) -> None
     going_on.train()
     assert torch.equal(going_on.model.output_weight, whole.model.output_weight)
     for ids in (SpecialIds(), dataclasses.replace(OTHER, start=6)):
-        with pytest.raises(ValueError, match=r"special ids of .*step-\d+.pt, SpecialIds\(pad=3.*got one with"):
+        with pytest.raises(ValueError, match=r"step-\d+.pt.*SpecialIds\(pad=3"):
             begin(changed(config, steps=6), tmp_path / "parts", RenamedBytes(ids), monkeypatch, resume=True)
 
 
@@ -117,7 +117,7 @@ def test_an_earlier_checkpoint_had_the_defaults(config, tmp_path) -> None:
     trainer = start(changed(config, steps=4), tmp_path / "run", resume=True)
     trainer.load_state_dict(state)
     trainer.special_ids = OTHER
-    with pytest.raises(ValueError, match="special ids of the checkpoint"):
+    with pytest.raises(ValueError, match=r"\bspecial ids\b.*\bcheckpoint\b"):
         trainer.load_state_dict(state)
 
 
@@ -125,7 +125,7 @@ def test_fine_tuning_keeps_the_ids_and_refuses_another_tokenizer(config, tmp_pat
     config, tokenizer = changed(config, steps=2, val_examples=0), RenamedBytes(OTHER)
     begin(config, tmp_path / "first", tokenizer, monkeypatch).train()
     tuning = changed(config, init_from=str(tmp_path / "first"))
-    with pytest.raises(ValueError, match=r"special ids of the model in .*first, SpecialIds\(pad=3.*got one with"):
+    with pytest.raises(ValueError, match=r"\bfirst\b.*SpecialIds\(pad=3"):
         start(tuning, tmp_path / "second")
     monkeypatch.setattr("fastformer.checkpoints.run.load_tokenizer", lambda folder: tokenizer)
     trainer = start(tuning, tmp_path / "second")
@@ -136,12 +136,12 @@ def test_fine_tuning_keeps_the_ids_and_refuses_another_tokenizer(config, tmp_pat
 def test_a_trainer_refuses_a_tokenizer_of_other_ids(config, tmp_path) -> None:
     trainer = start(config, tmp_path / "run")
     trainer.data.tokenizer = RenamedBytes(OTHER)
-    with pytest.raises(ValueError, match="expected a tokenizer with the special ids of the model"):
+    with pytest.raises(ValueError, match=r"\btokenizer\b.*\bspecial ids\b"):
         Trainer(config, tmp_path / "other", trainer.model, trainer.data, trainer.device)
 
 
 @pytest.mark.parametrize("name", sorted(OF_TOKENIZER - {"vocab_size"}))
 def test_the_tokenizer_decides_on_special_ids(config, name) -> None:
     for given in ({}, {"init_from": "somewhere"}):
-        with pytest.raises(ValueError, match=f"no {name} among the model's settings: the tokenizer decides"):
+        with pytest.raises(ValueError, match=rf"\b{name}\b.*\btokenizer\b"):
             changed(config, settings={name: 3}, **given)

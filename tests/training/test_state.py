@@ -21,7 +21,7 @@ EXAMPLES = [Example([5, 6, 1], [7, 1]), Example([8, 1], [9, 9, 1]), Example([], 
     ],
 )
 def test_a_change_is_noticed(other) -> None:
-    with pytest.raises(ValueError, match="expected the training data that run is about, 3 examples of 5 and 6 tokens"):
+    with pytest.raises(ValueError, match=r"\brun\b.*\b3 examples\b.*\b5\b.*\b6\b"):
         check_same(fingerprint(Examples(EXAMPLES)), fingerprint(Examples(other)), "run")
 
 
@@ -32,5 +32,5 @@ def test_the_same_examples_are_the_same() -> None:
 
 
 def test_other_content_of_the_same_size_is_called_so() -> None:
-    with pytest.raises(ValueError, match="as many of other content or in another order: give the same files"):
+    with pytest.raises(ValueError, match=r"\bcontent\b"):
         check_same(fingerprint(Examples(EXAMPLES)), fingerprint(Examples(EXAMPLES[::-1])), "run")

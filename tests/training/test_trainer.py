@@ -28,7 +28,7 @@ def descend(trainer: Trainer, *batches, packed: bool = False) -> tuple[torch.Ten
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)  # type: ignore[assignment]
     before = weights(trainer)
     examples = [[trainer.data.train[i] for i in batch] for batch in batches]
-    loss, norm = trainer._update([collate(batch, packed=packed) for batch in examples])
+    loss, norm = trainer.update([collate(batch, packed=packed) for batch in examples])
     return (before - weights(trainer)) / trainer.optimizer.param_groups[0]["lr"], float(loss), float(norm)
 
 
@@ -111,14 +111,14 @@ def test_batches_of_an_update_and_of_an_epoch(config, tmp_path) -> None:
     trainer = start(changed(config, accumulate=3), tmp_path / "run")
     tokens: list[int] = []
     total = int(trainer.lengths.sum())
-    update = trainer._update
+    update = trainer.update
 
     def count(batches):
         assert len(batches) == 3
         tokens.extend(batch.num_tokens for batch in batches)
         return update(batches)
 
-    trainer._update = count
+    trainer.update = count
     trainer.train()
     per_epoch, passed = [], 0
     for n in tokens:
@@ -157,46 +157,34 @@ def test_batchings_train(config, tmp_path, batching) -> None:
 # Running averages.
 
 
-def test_ema_forgets_the_random_weights_and_is_what_is_saved(config, tmp_path) -> None:
-    config = changed(config, ema=0.999, steps=4, schedule="constant")
+@pytest.mark.parametrize("ema", [0.999, 0.05])
+def test_ema_forgets_the_random_weights_and_is_what_is_saved(config, tmp_path, ema) -> None:
+    config = changed(config, ema=ema, steps=4, schedule="constant")
     trainer = start(config, tmp_path / "run")
     expected = trainer.model.output_weight.detach().clone()
-    move = trainer._move_average
+    table = trainer.model.embedding.position.table.add_(1.0)  # a buffer is not averaged
+    update = trainer.update
 
-    def follow(share):
-        move(share)
+    def follow(batches):
+        found = update(batches)
         weight = trainer.model.output_weight.detach()
         if trainer.step == 0:
             assert torch.equal(trainer.ema.module.output_weight, weight)
             expected.copy_(weight)
-        else:  # decays of 2/11, 3/12, ... instead of 0.999
-            decay = (1 + trainer.step) / (10 + trainer.step)
+        else:  # decays of 2/11, 3/12, ... where they are below the given one
+            decay = min(ema, (1 + trainer.step) / (10 + trainer.step))
             expected.mul_(decay).add_(weight * (1 - decay))
+        return found
 
-    trainer._move_average = follow
+    trainer.update = follow
     scores = trainer.train()
     assert torch.allclose(trainer.ema.module.output_weight, expected, atol=1e-7, rtol=1e-5)
     assert not torch.equal(expected, trainer.model.output_weight)
+    assert torch.equal(trainer.ema.module.embedding.position.table, table)
     saved = load_file(tmp_path / "run" / "model.safetensors")
     for name, weight in trainer.ema.module.state_dict().items():
         assert torch.equal(saved[name], weight), name
     assert scores.nll == trainer.validate(trainer.ema.module).nll != trainer.validate(trainer.model).nll
-
-
-def test_a_small_ema_decay_is_taken_as_it_is(config, tmp_path) -> None:
-    trainer = start(changed(config, ema=0.05, steps=3), tmp_path / "run")
-    assert trainer._share() == 1.0
-    for trainer.step in (1, 90):
-        assert trainer._share() == pytest.approx(0.95)
-    trainer.config.ema = 0.999
-    assert trainer._share() == pytest.approx(0.09)
-    average = next(trainer.ema.module.parameters()).detach()
-    before, weight = average.clone(), next(trainer.model.parameters()).detach()
-    weight.add_(1.0)
-    table = trainer.model.embedding.position.table.add_(1.0)  # a buffer is not averaged
-    trainer._move_average(0.09)
-    assert torch.equal(trainer.ema.module.embedding.position.table, table)
-    torch.testing.assert_close(average, before * 0.91 + weight * 0.09)
 
 
 # Validation and what is kept.
@@ -245,13 +233,13 @@ def test_a_validation_says_of_how_many_lines_it_is(config, tmp_path, capsys) -> 
 
 def test_a_line_of_the_log_is_the_mean_since_the_last_one(config, tmp_path, monkeypatch) -> None:
     trainer = start(changed(config, steps=7, log_every=3), tmp_path / "run")
-    update, found = trainer._update, []
+    update, found = trainer.update, []
 
     def noted(batches):
         found.append(update(batches))
         return found[-1]
 
-    monkeypatch.setattr(trainer, "_update", noted)
+    monkeypatch.setattr(trainer, "update", noted)
     trainer.train()
     each = [float(loss) for loss, _ in found]
     assert [step for step, _ in trainer.losses] == [3, 6, 7]
@@ -263,28 +251,28 @@ def test_a_line_of_the_log_is_the_mean_since_the_last_one(config, tmp_path, monk
 def test_every_update_is_made_in_training_mode(config, tmp_path, monkeypatch) -> None:
     trainer = start(changed(config, steps=4, val_every=2, val_examples=2), tmp_path / "run")
     trainer.model.eval()  # as one that was loaded from a folder is
-    update, modes = trainer._update, []
+    update, modes = trainer.update, []
 
     def noted(batches):
         modes.append({module.training for module in trainer.model.modules()})
         return update(batches)
 
-    monkeypatch.setattr(trainer, "_update", noted)
+    monkeypatch.setattr(trainer, "update", noted)
     trainer.train()
     assert modes == 4 * [{True}]
 
 
 def test_the_time_limit(config, tmp_path) -> None:
     trainer = start(changed(config, max_minutes=1.0), tmp_path / "run")
-    trainer.trained_seconds = 59.0
-    assert trainer._end() is None
     trainer.trained_seconds = 60.5
     trainer.train()
     assert trainer.step == 0 and trainer.finished
     del trainer
     # The minutes before a run was resumed count as well, and go on from there.
     again = start(changed(config, max_minutes=1.0, steps=2), tmp_path / "run", resume=True)
-    assert again.trained_seconds == 60.5 and again._end() is not None
+    assert again.trained_seconds == 60.5
+    again.train()
+    assert again.step == 0
     again.config = changed(again.config, max_minutes=2.0)
     again.train()
     assert again.step == 2 and 60.5 < again.trained_seconds < 120

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from fastformer.commands.quantize import quantize
 from fastformer.data import PairTokenizer, load_tokenizer
 from fastformer.generation import Translator
 from fastformer.training import TrainConfig, start
-from fastformer.training import progress as progress_module
 from fastformer.training.settings import run_config
 from tests.training.tiny import SIZES
 
@@ -36,7 +36,7 @@ def config(tmp_path_factory) -> TrainConfig:
 def run(config) -> Path:
     run = Path(config.train_tsv).parent / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(progress_module, "_tensorboard", lambda run, done: None)
+        patch.setitem(sys.modules, "torch.utils.tensorboard", None)
         start(config, run).train()
     return run
 
@@ -80,7 +80,7 @@ def test_it_goes_on_and_is_fine_tuned(run, config, tmp_path) -> None:
     assert isinstance(again.data.tokenizer, PairTokenizer) and again.step == 4
     again.train()
     del again
-    with pytest.raises(ValueError, match="a run that goes on keeps its shared_vocab"):
+    with pytest.raises(ValueError, match=r"\bshared_vocab\b"):
         start(run_config(copy, {"steps": 6, "shared_vocab": True}, True), copy, resume=True)
     before: Any = load_model(run)[1]
     plain = TrainConfig(train_tsv=config.train_tsv, val_tsv=config.val_tsv, max_tokens=256, steps=1, device="cpu")
@@ -110,31 +110,31 @@ def test_two_tokenizers_by_their_paths(run, config, tmp_path) -> None:
     moved = f"{shutil.copytree(tmp_path / 'source', tmp_path / 's')},{shutil.move(tmp_path / 'target', tmp_path / 't')}"
     assert start(run_config(tmp_path / "run", {"tokenizer": moved}, True), tmp_path / "run", resume=True).step == 4
     other = f"{tmp_path / 't'},{tmp_path / 's'}"
-    with pytest.raises(ValueError, match="a run that goes on keeps its tokenizer"):
+    with pytest.raises(ValueError, match=r"\btokenizer\b"):
         start(run_config(tmp_path / "run", {"tokenizer": other}, True), tmp_path / "run", resume=True)
 
 
 def test_what_cannot_be(run, config, tmp_path) -> None:
     plain = {"train_tsv": config.train_tsv, "val_tsv": config.val_tsv, "device": "cpu"}
-    for changes, message in (
-        ({"settings": {"tie_embeddings": True}}, "expected model.tie_embeddings false for two vocabularies"),
-        ({"settings": {"source_vocab_size": 40}}, "expected no source_vocab_size among the model's settings"),
-        ({"model": "lstm", "batching": "bucketed"}, "expected model transformer for two vocabularies .*, got lstm"),
+    for changes, named in (
+        ({"settings": {"tie_embeddings": True}}, r"\btie_embeddings\b"),
+        ({"settings": {"source_vocab_size": 40}}, r"\bsource_vocab_size\b"),
+        ({"model": "lstm", "batching": "bucketed"}, r"\bmodel\b.*\blstm\b"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=named):
             TrainConfig(**plain, shared_vocab=False, **changes)
-    with pytest.raises(ValueError, match="has a vocabulary for each side: expected shared_vocab false"):
+    with pytest.raises(ValueError, match=r"\bshared_vocab\b"):
         start(TrainConfig(**plain, tokenizer=str(run)), tmp_path / "run")
-    with pytest.raises(ValueError, match="expected the paths of two tokenizers"):
+    with pytest.raises(ValueError, match=r"\btokenizers\b"):
         start(TrainConfig(**plain, tokenizer=f"{run},{run},{run}", shared_vocab=False), tmp_path / "run")
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
     pair = load_tokenizer(run)
     assert isinstance(pair, PairTokenizer)
     PairTokenizer(pair.target, pair.target).save(copy)
-    with pytest.raises(ValueError, match="expected a tokenizer of .* source ids beside the model in .*copy"):
+    with pytest.raises(ValueError, match=r"\btokenizer\b.*copy"):
         load_model(copy)
     shared = dataclasses.replace(config, shared_vocab=True, steps=1, val_examples=0)
     start(shared, tmp_path / "shared").train()
-    with pytest.raises(ValueError, match="init_from .* has shared_vocab True, got False"):
+    with pytest.raises(ValueError, match=r"\binit_from\b.*\bshared_vocab\b"):
         start(TrainConfig(**plain, init_from=str(tmp_path / "shared"), shared_vocab=False), tmp_path / "tuned")

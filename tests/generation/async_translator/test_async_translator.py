@@ -188,7 +188,7 @@ def test_closing_waits_or_cancels(translator, cancel) -> None:
         await until(lambda: front.num_blocked == 4 and engine.entered == 1)
         closing = asyncio.create_task(front.close(cancel=cancel))
         await asyncio.sleep(0)  # it begins
-        with pytest.raises(RuntimeError, match="expected an AsyncTranslator that is open"):
+        with pytest.raises(RuntimeError, match=r"\bopen\b"):
             await front.translate("late")
         assert not closing.done()
         engine.gate.release(MANY)
@@ -197,11 +197,11 @@ def test_closing_waits_or_cancels(translator, cancel) -> None:
         if not cancel:
             assert found == [translator.translate(t, **big) for t in "abcdef"]
         else:
-            assert all(isinstance(error, RuntimeError) and "was closed" in str(error) for error in found)
+            assert all(isinstance(error, RuntimeError) and "closed" in str(error) for error in found)
             assert [str(error)[:9] for error in found] == [f"text '{t}':" for t in "abcdef"]
         assert engine.is_empty
         await front.close()  # again: nothing happens
-        with pytest.raises(RuntimeError, match="use it inside of `async with`"):
+        with pytest.raises(RuntimeError, match="async with"):
             await front.translate("late")
 
     play(main())
@@ -212,7 +212,7 @@ def test_a_second_loop_and_two_at_once(translator) -> None:
 
     async def main() -> list[str]:
         async with front:
-            with pytest.raises(RuntimeError, match="got one that is open already"):
+            with pytest.raises(RuntimeError, match=r"\bopen\b"):
                 await front.__aenter__()
             return list(await asyncio.gather(*(front.translate(t, **FEW) for t in "abcd")))
 
