@@ -48,7 +48,7 @@ def run_demo(folder: Path, *, seed: int = 0) -> float:
     with Interrupts() as interrupts:
         clear(folder)
         trainer = start(config, folder, interrupts=interrupts)
-        return _train_and_show(trainer, folder, seed)
+        return train_and_show(trainer, folder, seed)
 
 
 def clear(folder: Path) -> None:
@@ -89,7 +89,7 @@ def clear(folder: Path) -> None:
             saved.rmdir()
 
 
-def _train_and_show(trainer: Trainer, folder: Path, seed: int) -> float:
+def train_and_show(trainer: Trainer, folder: Path, seed: int) -> float:
     began = time.perf_counter()
     trainer.train()
     if trainer.interrupted and trainer.interrupts.signum is not None:

@@ -26,7 +26,7 @@ def small(seed: int) -> TrainConfig:
 def _quick(monkeypatch) -> None:
     """One update of a tiny model, and nothing shown: a demo that starts where it should not is found at once."""
     monkeypatch.setattr(demo, "demo_config", small)
-    monkeypatch.setattr(demo, "_train_and_show", lambda trainer, folder, seed: trainer.train() and 0.0)
+    monkeypatch.setattr(demo, "train_and_show", lambda trainer, folder, seed: trainer.train() and 0.0)
 
 
 @pytest.fixture

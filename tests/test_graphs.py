@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from fastformer import graphs as graphs_module
 from fastformer.graphs import CaptureError, Graphs
 from tests.no_sync import HostSync, NoSync
 
@@ -35,6 +36,10 @@ def test_on_a_cpu_a_graph_is_a_call() -> None:
     assert total == 11
 
 
+class StubGraph:
+    """A graph that holds nothing."""
+
+
 class StubCuda:
     """What `Graphs` asks of torch.cuda, with an end of a capture that raises where a stream was waited for in it.
 
@@ -44,6 +49,7 @@ class StubCuda:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ended: list[object] = []  # of captures that ended as they should, the graphs
         self.open: set[object] = set()  # pools
+        self.made: list[weakref.ref[StubGraph]] = []
         self.waited = False
         self.stream: object = "current"
         pools = itertools.count(1)
@@ -53,7 +59,7 @@ class StubCuda:
             "current_stream": lambda device: self.stream,
             "set_stream": lambda stream: setattr(self, "stream", stream),
             "graph_pool_handle": lambda: (0, next(pools)),
-            "CUDAGraph": type("CUDAGraph", (), {}),
+            "CUDAGraph": self.new_graph,
             "device": lambda device: contextlib.nullcontext(),
             "graph": self.capture,
         }
@@ -63,7 +69,16 @@ class StubCuda:
             torch._C, "_cuda_endAllocateToPool", lambda device, pool: self.open.remove(pool), raising=False
         )
         monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
-        monkeypatch.setattr(graphs_module, "_broken", [])
+
+    def new_graph(self) -> object:
+        graph = StubGraph()
+        self.made.append(weakref.ref(graph))
+        return graph
+
+    def alive(self) -> list[bool]:
+        """Whether each of the graphs that were made is held by something."""
+        gc.collect()
+        return [graph() is not None for graph in self.made]
 
     @contextlib.contextmanager
     def capture(self, graph: object, pool: object, stream: object, capture_error_mode: str) -> Iterator[None]:
@@ -86,14 +101,15 @@ class StubCuda:
 def test_a_capture_that_broke_leaves_the_way_open_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     stub = StubCuda(monkeypatch)
     graphs = Graphs("cuda")
-    first = graphs.capture(lambda: None)
+    graphs.capture(lambda: None)
     with pytest.raises(CaptureError, match="not permitted"):
         graphs.capture(stub.wait)
     # The allocator goes on asking the broken graph; the generator waits for the end of some capture.
-    assert len(graphs_module._broken) == 1 and graphs_module._broken[0] is not first
     assert len(stub.ended) == 2 and stub.stream == "current" and not stub.open
     assert graphs.capture(lambda: None) is stub.ended[-1]
     assert len(stub.ended) == 3 and stub.stream == "current"
+    stub.ended.clear()
+    assert sum(stub.alive()) == 1
 
 
 def test_a_function_that_raises_of_itself_breaks_no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +121,8 @@ def test_a_function_that_raises_of_itself_breaks_no_capture(monkeypatch: pytest.
 
     with pytest.raises(CaptureError, match="ValueError: no"):
         graphs.capture(refuse)
-    assert graphs_module._broken == [] and stub.stream == "current"
+    stub.ended.clear()
+    assert not any(stub.alive()) and stub.stream == "current"
 
 
 X = torch.tensor([[1.0, -2.0], [3.0, 4.0]])

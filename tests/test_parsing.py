@@ -109,35 +109,31 @@ def test_words_become_values(module, words, values) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "named"),
     [
-        ("", "required: run"),
-        ("r t u", "unrecognized arguments: u"),
-        ("r --coutn 3", "unrecognized arguments: --coutn; did you mean '--count'?; see `fastformer sample --help`"),
-        ("r -count 3", "did you mean '--count'"),
-        ("r --count:3", "did you mean '--count'"),
-        ("r --count", "expected one argument behind --count"),
-        ("r --count --greedy t", "expected one argument behind --count, got the flag --greedy"),
-        ("r --count --x t", "expected one argument behind --count"),
-        ("r --prefix --greedy t", "--prefix=--greedy"),
-        ("r --prefix -- t", "--prefix=--"),
-        ("r --greedy True", "expected --greedy=True, or 'True' behind --"),
-        ("r --resume auto", "expected --resume=auto, or 'auto' behind --"),
-        ("r --count 0x4", "expected --count to be an integer, got '0x4'"),
-        ("r --count 1:30", "expected --count to be an integer, got '1:30'"),
-        ("r --count 1e999", "expected --count to be an integer, got '1e999'"),
-        ("r --count true", "expected --count to be an integer, got 'true'"),
-        ("r --share 0x4", "expected --share to be a number, got '0x4'"),
-        ("r --greedy=maybe", "expected --greedy to be true or false, got 'maybe'"),
-        ("r --cou 3", "did you mean '--count'"),  # no abbreviations: they would change with each new flag
-        ("r --count 1.5", "expected --count to be an integer, got '1.5'"),
-        ("r --resume=never", "expected --resume to be true or false or 'auto', got 'never'"),
+        ("", ["run"]),
+        ("r t u", ["u"]),
+        ("r --coutn 3", ["--coutn", "'--count'"]),
+        ("r -count 3", ["'--count'"]),
+        ("r --count:3", ["'--count'"]),
+        ("r --cou 3", ["'--count'"]),  # no abbreviations: they would change with each new flag
+        ("r --count", ["--count"]),
+        ("r --count --greedy t", ["--count", "--greedy"]),
+        ("r --count --x t", ["--count"]),
+        ("r --prefix --greedy t", ["--prefix=--greedy"]),
+        ("r --prefix -- t", ["--prefix=--"]),
+        ("r --greedy True", ["--greedy=True", "'True'"]),
+        ("r --resume auto", ["--resume=auto", "'auto'"]),
+        *((f"r --count {value}", ["--count", f"'{value}'"]) for value in ("0x4", "1:30", "1e999", "true", "1.5")),
+        ("r --share 0x4", ["--share", "'0x4'"]),
+        ("r --greedy=maybe", ["--greedy", "'maybe'"]),
+        ("r --resume=never", ["--resume", "'auto'", "'never'"]),
     ],
 )
-def test_wrong_words_are_refused(module, words, message) -> None:
+def test_wrong_words_are_refused(module, words, named) -> None:
     with pytest.raises(argparse.ArgumentError) as refused:
         parse(module, "sample", words.split())
-    assert message in str(refused.value) and "\n" not in str(refused.value)
+    assert all(name in str(refused.value) for name in named) and "\n" not in str(refused.value)
 
 
 def settings(*words: str) -> dict[str, Any]:
@@ -203,22 +199,8 @@ def test_the_help_of_a_model_shows_its_settings_and_presets(capsys) -> None:
         main(["train", "--model.help", "gpt"])
     text = " ".join(capsys.readouterr().out.split())
     assert not end.value.code
-    assert "--model.rotary_base" in text and "the slowest rotation is near 1 / base" in text and "default: 128" in text
-    assert "norm rms, activation swiglu" in text
+    assert "--model.rotary_base" in text and "default: 128" in text and "rms" in text
     assert "num_encoder_layers" not in text and "--model.vocab_size" not in text
-
-
-@pytest.mark.parametrize("name", ["train", "translate", "generate", "average", "quantize", "demo"])
-def test_every_flag_is_explained(name, capsys) -> None:
-    with pytest.raises(SystemExit):
-        main([name, "--help"])
-    text = capsys.readouterr().out
-    function = getattr(importlib.import_module(f"fastformer.commands.{name}"), name)
-    assert function.__doc__.partition("\n")[0] in text
-    blank = [line for line in " ".join(text.split()).split(" --") if line.split(" ")[-1].endswith("(type:")]
-    assert not blank
-    for section in ("The model:", "The data:", "Batches and optimisation:", "Validating and saving:", "The machine:"):
-        assert (section[:-1] in text) == (name == "train")
 
 
 def test_a_text_may_begin_with_dashes(module) -> None:
@@ -228,20 +210,26 @@ def test_a_text_may_begin_with_dashes(module) -> None:
 
 
 @pytest.mark.parametrize("name", ["train", "translate", "generate", "average", "quantize", "demo"])
-def test_the_help_speaks_plainly(name, capsys) -> None:
+def test_the_help_explains_every_flag_in_plain_words(name, capsys) -> None:
     with pytest.raises(SystemExit):
         main([name, "--help"])
     text = " ".join(capsys.readouterr().out.split())
+    function = getattr(importlib.import_module(f"fastformer.commands.{name}"), name)
+    assert function.__doc__.partition("\n")[0] in text and f"usage: fastformer {name} " in text
     for word in ("Annotated", "Union[", "Optional[", "Literal[", "Range(", "NoneType", "type:", "TASKS", "None)"):
         assert word not in text, word
-    assert f"usage: fastformer {name} " in text
     if name == "train":
-        assert "--resume [auto] go on" in text
-        assert "--max_tokens MAX_TOKENS of a batch, on the longer side. (an integer; default: 4096)" in text
-        assert (
-            "on the attention weights; by default 0.1 (gpt 0.0) (a number in [0, 1))" in text
-            and "(true or false; default: false)" in text
-        )
-    if name == "translate":
-        assert "usage: fastformer translate RUN [TEXT] [--FLAG VALUE ...]" in text
-        assert "--skip_long skip lines" in text and "--file FILE a UTF-8 file, one sentence a line; " in text
+        assert "--resume [auto] " in text and "(an integer; default: 4096)" in text and "(a number in [0, 1))" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        (["--skip-bad-lines", "--steps", "3"], {"skip_bad_lines": True, "steps": 3}),
+        (["--steps", "3", "--skip_bad_lines"], {"skip_bad_lines": True, "steps": 3}),
+        (["--skip_bad_lines", "false"], {"skip_bad_lines": False}),
+        (["--skip_bad_lines=true"], {"skip_bad_lines": True}),
+    ],
+)
+def test_a_setting_that_is_a_switch_may_stand_alone(words, given) -> None:
+    assert settings(*words) == given

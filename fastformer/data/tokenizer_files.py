@@ -98,15 +98,15 @@ class ForeignTokenizer:
         given = [i for i in special if i is not None]
         if len(set(given)) < len(given) or any(not 0 <= i < size for i in given):
             raise ValueError(f"expected different special ids below {size}, got {special}")
-        self._theirs = [*special, *(i for i in range(size) if i not in special)]
-        self._ours = {theirs: ours for ours, theirs in enumerate(self._theirs) if theirs is not None}
+        self.backend_ids = [*special, *(i for i in range(size) if i not in special)]
+        self._ours = {theirs: ours for ours, theirs in enumerate(self.backend_ids) if theirs is not None}
         self._spelled: set[str] = set()  # characters known to have tokens
         self._lost: set[str] = set()  # and to have none
 
     @property
     def vocab_size(self) -> int:
         """The number of ids, special ones included."""
-        return len(self._theirs)
+        return len(self.backend_ids)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without EOS or anything else that the file would put around it."""
@@ -124,13 +124,13 @@ class ForeignTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids: special tokens are skipped, EOS ends it."""
         kept = until_eos(ids, self.special_ids, self.vocab_size)
-        theirs = [self._theirs[i] for i in kept if i != self.special_ids.unk]
+        theirs = [self.backend_ids[i] for i in kept if i != self.special_ids.unk]
         return self._model.decode([i for i in theirs if i is not None])
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
         """Each id as its piece of text."""
         return [
-            SPECIAL_TOKENS[i] if i < len(SPECIAL_TOKENS) else visible(self._model.token(self._theirs[i] or 0))
+            SPECIAL_TOKENS[i] if i < len(SPECIAL_TOKENS) else visible(self._model.token(self.backend_ids[i] or 0))
             for i in checked_ids(ids, self.vocab_size)
         ]
 

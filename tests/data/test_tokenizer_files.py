@@ -112,9 +112,9 @@ def test_names_of_special_tokens(tmp_path, config, pad, eos, unk) -> None:
     backend = byte_level(["<unk>", "<fill>", "<end>", "</s>"])
     tokenizer = load_tokenizer(saved(tmp_path, backend, **config))
     theirs = [None if name is None else backend.token_to_id(name) for name in (pad, eos, unk)]
-    assert isinstance(tokenizer, ForeignTokenizer) and tokenizer._theirs[:3] == theirs
+    assert isinstance(tokenizer, ForeignTokenizer) and tokenizer.backend_ids[:3] == theirs
     rest = [i for i in range(backend.get_vocab_size()) if i not in theirs]
-    assert tokenizer._theirs[3:] == rest
+    assert tokenizer.backend_ids[3:] == rest
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_names_of_special_tokens(tmp_path, config, pad, eos, unk) -> None:
 )
 def test_the_model_names_its_unknown_token(tmp_path, model) -> None:
     tokenizer = load_tokenizer(saved(tmp_path, tokenizers.Tokenizer(model)))
-    assert isinstance(tokenizer, ForeignTokenizer) and tokenizer._theirs == [None, None, 1, 0, 2]
+    assert isinstance(tokenizer, ForeignTokenizer) and tokenizer.backend_ids == [None, None, 1, 0, 2]
     assert [tokenizer.encode(text) for text in ("a", "b", "x")] == [[3], [4], [2]]
 
 
@@ -136,7 +136,7 @@ def test_the_map_of_special_tokens_is_read_too(tmp_path) -> None:
     (tmp_path / "special_tokens_map.json").write_text('{"pad_token": "<fill>", "eos_token": "</s>"}')
     ids = [backend.token_to_id(name) for name in ("<fill>", "<end>", "<unk>")]
     tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
-    assert isinstance(tokenizer, ForeignTokenizer) and tokenizer._theirs[:3] == ids
+    assert isinstance(tokenizer, ForeignTokenizer) and tokenizer.backend_ids[:3] == ids
 
 
 def test_a_run_needs_no_other_file(tmp_path) -> None:
@@ -149,7 +149,7 @@ def test_a_run_needs_no_other_file(tmp_path) -> None:
             file.unlink()
         loaded = load_tokenizer(run)
         assert isinstance(tokenizer, ForeignTokenizer) and isinstance(loaded, ForeignTokenizer)
-        assert loaded.vocab_size == tokenizer.vocab_size and loaded._theirs == tokenizer._theirs
+        assert loaded.vocab_size == tokenizer.vocab_size and loaded.backend_ids == tokenizer.backend_ids
         text = "two dogs walk a man 漢"
         assert loaded.encode(text) == tokenizer.encode(text)
         assert loaded.decode(loaded.encode(text)) == tokenizer.decode(tokenizer.encode(text))
@@ -231,7 +231,7 @@ def test_what_is_missing_is_named(tmp_path, sentencepiece_model) -> None:
         load_tokenizer(tmp_path)
     for name in ("a.model", "b.model"):
         (tmp_path / name).write_bytes(b"no model")
-    with pytest.raises(ValueError, match=r"\bSentencePiece\b.*\b2$"):
+    with pytest.raises(ValueError, match=r"\bSentencePiece\b.*\bgot 2\b"):
         load_tokenizer(tmp_path)
     with pytest.raises(ValueError, match=r"\bSentencePiece\b.*a\.model"):
         load_tokenizer(tmp_path / "a.model")
@@ -264,7 +264,7 @@ def test_ids_that_cannot_be(tmp_path) -> None:
     for _ in range(20):
         pad, eos, unk = chooser.sample(range(size), 3)
         tokenizer = ForeignTokenizer(model, ForeignIds(pad, eos, unk))
-        assert len(tokenizer._theirs) == size and set(tokenizer._theirs) == set(range(size))
+        assert len(tokenizer.backend_ids) == size and set(tokenizer.backend_ids) == set(range(size))
 
 
 def exploding(kind: str) -> tokenizers.Tokenizer:

@@ -181,7 +181,7 @@ def test_watching_takes_few_of_the_mappings_that_a_process_may_have(tmp_path, mo
     ranges = [*every_other.ranges[:4], (place, place + 8 * PAGE)]
     assert not PageWatch(ranges).begin() and mappings() == before
     # Nor is more taken than a part of what there is.
-    monkeypatch.setattr(page_watch, "_most_spans", lambda: 0)
+    monkeypatch.setattr(page_watch, "most_spans", lambda: 0)
     assert not rest.begin() and rest.is_written()
 
 
@@ -272,7 +272,7 @@ def test_a_call_looks_once(monkeypatch) -> None:
 @pytest.fixture
 def blind(monkeypatch) -> None:
     """As on a system that doesn't say what was written."""
-    monkeypatch.setattr(page_watch, "_system", lambda process: None)
+    monkeypatch.setattr(page_watch, "system_of", lambda process: None)
 
 
 @pytest.mark.usefixtures("blind")

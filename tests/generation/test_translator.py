@@ -20,7 +20,7 @@ from fastformer.generation.text_io import ErrorPolicy, Item, TextError
 from fastformer.generation.translator import Scored, TokenScored
 from fastformer.models import Transformer
 from fastformer.special_ids import SpecialIds
-from tests.generation.small import CPP, DEFAULT, watch_steps
+from tests.generation.small import DEFAULT, needs_cpp, watch_steps
 
 TEXTS = ["a", "a longer text", "mid size", "b" * 40, "x"]
 FEW = {"max_new_tokens": 8}
@@ -505,20 +505,17 @@ def test_one_text_that_cannot_be_streamed(translator, caplog) -> None:
 
 
 BEAMS, SAMPLES = {"num_beams": 4}, {"do_sample": True, "num_return_sequences": 4}
+QUICK = (("cpp", BEAMS), ("kv_cache", SAMPLES))
+
+
+def search_by(engine: str, options: dict[str, object]) -> object:
+    """Slow: every other way of searching; the memory is reckoned in one place for all of them."""
+    marks = [needs_cpp] if engine == "cpp" else []
+    return pytest.param(engine, options, marks=marks if (engine, options) in QUICK else [*marks, pytest.mark.slow])
 
 
 @pytest.mark.parametrize(
-    ("engine", "options"),
-    [
-        (CPP, BEAMS),
-        ("kv_cache", SAMPLES),
-        # Slow: every other way of searching; the memory is reckoned in one place for all of them.
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((CPP, {}), (CPP, SAMPLES), ("kv_cache", {}), ("kv_cache", BEAMS))
-        ),
-    ],
-    ids=str,
+    ("engine", "options"), [search_by(engine, way) for engine in ("cpp", "kv_cache") for way in ({}, BEAMS, SAMPLES)]
 )
 def test_caches_keep_to_their_memory(model, options, engine, monkeypatch) -> None:
     taken: list[int] = []

@@ -115,7 +115,7 @@ class _System:
 
 
 @cache
-def _system(process: Process) -> _System | None:
+def system_of(process: Process) -> _System | None:
     # What a child inherits speaks of its parent's memory: each process has its own.
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return None
@@ -127,7 +127,7 @@ def _system(process: Process) -> _System | None:
 
 
 @cache
-def _most_spans() -> int:
+def most_spans() -> int:
     mappings = _USUAL_MAPPINGS
     with contextlib.suppress(OSError, ValueError), open("/proc/sys/vm/max_map_count", encoding="ascii") as file:
         mappings = int(file.read())
@@ -163,7 +163,7 @@ class PageWatch:
     def begin(self) -> bool:
         """Forgets what was written until now; False where the system can't tell what will be."""
         process = _this_process()
-        system = _system(process)
+        system = system_of(process)
         if system is None:
             return False
         with _lock:
@@ -180,7 +180,7 @@ class PageWatch:
         self._process, self._spans = None, ()
         try:
             self.is_private, spans = _spans(self.ranges)
-            if len(spans) + sum(len(other._spans) for other in _all) > _most_spans():
+            if len(spans) + sum(len(other._spans) for other in _all) > most_spans():
                 return False
             for count, one in enumerate(spans):
                 self._spans = spans[: count + 1]
@@ -218,7 +218,7 @@ class PageWatch:
     def _look(self) -> bool:
         if not self._is_written:
             process = _this_process()
-            system = _system(process)
+            system = system_of(process)
             try:
                 self._is_written = system is None or self._process != process or self._asks(system)
             except OSError:  # some of it was given back and is other memory by now
@@ -241,7 +241,7 @@ class PageWatch:
     def end(self) -> None:
         """Watches no more."""
         process = _this_process()
-        system = _system(process) if self._process == process else None
+        system = system_of(process) if self._process == process else None
         if system is not None:
             self._unregister(system)
         self._process, self._spans, self._is_written = None, (), True
