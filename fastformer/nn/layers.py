@@ -259,6 +259,12 @@ class _Layer(nn.Module):
             return plan.compute(x)
         return call_feed_forward(x, self.linear1, self.linear2, self.activation, self.dropout)
 
+    def _plan_after(self, plan: LayerPlan, attention: AttentionPlan | None) -> LayerPlan:
+        """The plan of what comes after an attention: what was called in there may have changed it."""
+        if torch.compiler.is_compiling() or (attention is not None and attention.out_proj is not None):
+            return plan
+        return layer_plan(self)
+
     def may_join(self) -> bool:
         """Whether dropouts, additions and norms are fused: none of them is replaced, patched or hooked."""
         return bool(layer_plan(self).norms)
@@ -363,11 +369,13 @@ class TransformerEncoderLayer(_Layer):
         if not self.norm_first:
             assert isinstance(src, Tensor)
             attended = self._self_attention(src, *masks, is_causal, plan.self_attention, **options)
+            plan = self._plan_after(plan, plan.self_attention)
             x = _post_norm(attended, src, dropout1, norm1)
             return _post_norm(self._feed_forward(x, plan.feed_forward), x, dropout2, norm2)
         stream = src if isinstance(src, ResidualStream) else ResidualStream(None, src)
         y, residual = stream.normalise(norm1)
         attended = self._self_attention(y, *masks, is_causal, plan.self_attention, **options)
+        plan = self._plan_after(plan, plan.self_attention)
         y, residual = norm2.join(attended, residual, active_dropout(dropout1))
         stream = ResidualStream(self._feed_forward(y, plan.feed_forward), residual, active_dropout(dropout2))
         return stream if isinstance(src, ResidualStream) else stream.value()
@@ -503,15 +511,19 @@ class TransformerDecoderLayer(_Layer):
         if not self.norm_first:
             assert isinstance(tgt, Tensor)
             attended = self._self_attention(tgt, *masks, is_causal, plan.self_attention, **own)
+            plan = self._plan_after(plan, plan.self_attention)
             x = _post_norm(attended, tgt, dropout1, norm1)
             attended = self._cross_attention(x, memory, *memory_masks, memory_is_causal, plan.cross_attention, **other)
+            plan = self._plan_after(plan, plan.cross_attention)
             x = _post_norm(attended, x, dropout2, norm2)
             return _post_norm(self._feed_forward(x, plan.feed_forward), x, dropout3, norm3)
         stream = tgt if isinstance(tgt, ResidualStream) else ResidualStream(None, tgt)
         y, residual = stream.normalise(norm1)
         attended = self._self_attention(y, *masks, is_causal, plan.self_attention, **own)
+        plan = self._plan_after(plan, plan.self_attention)
         y, residual = norm2.join(attended, residual, active_dropout(dropout1))
         attended = self._cross_attention(y, memory, *memory_masks, memory_is_causal, plan.cross_attention, **other)
+        plan = self._plan_after(plan, plan.cross_attention)
         y, residual = norm3.join(attended, residual, active_dropout(dropout2))
         stream = ResidualStream(self._feed_forward(y, plan.feed_forward), residual, active_dropout(dropout3))
         return stream if isinstance(tgt, ResidualStream) else stream.value()

@@ -246,10 +246,14 @@ class Stack(nn.Module):
         state: State = ResidualStream(None, x) if plan.streams else x
         for i, layer in enumerate(self.layers):
             own = plan.layers[i] if i < len(plan.layers) else None
+            if isinstance(state, ResidualStream) and not plan.streams:
+                state = state.value()
             if saving:
                 state = checkpoint(call, layer, own, i, state, use_reentrant=False)
             else:
                 state = call(layer, own, i, state)
+            if plan.why_padded is not None and not torch.compiler.is_compiling():
+                plan = stack_plan(self)  # a module or a hook that was called may have changed what comes next
         if not isinstance(state, ResidualStream):
             return state if self.norm is None else self.norm(state)
         if self.norm is None:

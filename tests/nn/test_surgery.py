@@ -314,6 +314,35 @@ def test_surgery_has_torch_nns_effect(name, kind, norm_first, accelerated):
     assert_alike(ours, theirs, kind, **{f"{side}_key_padding_mask": PADDING})
 
 
+# What comes later in a pass: (stack) -> the change.
+LATER: dict[str, Callable[[Any], Any]] = {
+    "the same layer": lambda stack: adapt(stack.layers[0]),
+    "a part of the next layer": lambda stack: hook("self_attn")(stack.layers[1]),
+    "the next layer": lambda stack: stack.layers[1].register_forward_hook(doubled),
+    "the norm": lambda stack: stack.norm.register_forward_hook(doubled),
+}
+
+
+@both_orders
+@kinds
+@pytest.mark.parametrize("name", LATER)
+def test_what_a_hook_changes_counts_from_there_on(name, kind, norm_first):
+    ours, theirs = pair(kind, norm_first)
+    x = torch.randn(N, L, E, dtype=torch.float64), torch.randn(N, S, E, dtype=torch.float64)
+    before = run(ours, kind, *x)
+    outputs = []
+    for stack in (ours, theirs):
+
+        def once(module: nn.Module, args: Any, out: Any, stack: Any = stack) -> None:
+            module._forward_hooks.clear()
+            LATER[name](stack)
+
+        stack.layers[0].self_attn.register_forward_hook(once)
+        outputs.append(run(stack, kind, *x))
+    assert_same(outputs[0], outputs[1], name)
+    assert not torch.allclose(outputs[0], before)
+
+
 @both_orders
 @kinds
 def test_hooks_see_what_torch_nns_see(kind, norm_first):
