@@ -77,13 +77,14 @@ def generate(
 
     if prompt is not None and file is not None:
         raise ValueError(f"expected a prompt or --file, got both: {prompt!r:.60} and {file}")
-    place = choose_device("cpu" if (device, precision) == ("auto", "int8") else device)
-    values = given_options(config, options if not stop else {**options, "stop_strings": stop})
+    given = {"precision": precision, "stop_strings": stop or None}
+    values = given_options(config, {**options, **{name: value for name, value in given.items() if value is not None}})
     samples = not greedy and GenerationConfig(num_beams=values.get("num_beams", 1)).num_beams == 1
     _check_sampling(greedy, values)
     asked = GenerationConfig.from_options({"do_sample": samples, **values, **({"do_sample": False} if greedy else {})})
-    model, tokenizer = load_model(run, ("GPT",), device=place, dtype=DTYPES.get(precision or ""))
-    asked = replace(asked, precision=asked_precision(model, precision))
+    place = choose_device("cpu" if (device, asked.precision) == ("auto", "int8") else device)
+    model, tokenizer = load_model(run, ("GPT",), device=place, dtype=DTYPES.get(asked.precision or ""))
+    asked = replace(asked, precision=asked_precision(model, asked.precision))
     say = _Sayings(tokenizer, asked.stop_strings, model.config.max_len)
     if prompt is None or prompt == "-":
         _continue_lines(model, asked, say, "-" if file is None else file, on_error)

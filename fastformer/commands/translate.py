@@ -7,6 +7,7 @@ import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -98,6 +99,8 @@ def translate(
     from fastformer.generation.text_io import ErrorPolicy
 
     asked = GenerationConfig.from_options(given_options(config, options))
+    # It says, as the flag does, what the weights are loaded as; the translator then says what it computes in.
+    precision, asked = precision or asked.precision, replace(asked, precision=None)
     n_best = asked.num_return_sequences if n_best is None else n_best
     _check_inputs(text, file, reference, attention, n_best, asked)
     _check_prefixes(file, attention, prefix, prefix_file)

@@ -95,3 +95,14 @@ def test_a_file_may_say_whether_to_sample(folders, searched, tmp_path) -> None:
         file.write_text(text)
         assert main([*run, *flags]) == 0
         assert searched.pop().do_sample == samples
+
+
+@pytest.mark.parametrize("command", ["translate", "generate"])
+def test_a_file_may_name_the_precision_as_the_flag_does(command, folders, searched, tmp_path) -> None:
+    file = tmp_path / "decoding.yaml"
+    file.write_text("precision: int8")
+    run = [command, folders[command], "one"]
+    for flags in (["--config", str(file)], ["--precision", "int8"], ["--config", str(file), "--precision", "bf16"]):
+        assert main([*run, *flags]) == 0
+    # Weights that are loaded as bf16 say it themselves.
+    assert [config.precision for config in searched] == ["int8", "int8", None]
