@@ -205,7 +205,11 @@ class GenerationConfig:
             ValueError: a name that is no option (the nearest one is suggested), or what the class raises.
         """
         if config is not None and not isinstance(config, GenerationConfig):
-            raise ValueError(f"expected config to be a GenerationConfig, got {type(config).__name__}")
+            found = f"{type(config).__module__}.{type(config).__qualname__}"  # transformers' has the same name
+            raise ValueError(
+                f"expected config to be a fastformer.generation.GenerationConfig, got {found}: give a mapping, or a "
+                "config of transformers, as generation_config"
+            )
         if not isinstance(options, Mapping):
             raise ValueError(f"expected options as a mapping of names to values, got {type(options).__name__}")
         if not options:

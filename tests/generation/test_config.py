@@ -265,9 +265,12 @@ def test_one_config_goes_through_every_door(model, translator) -> None:
             return await front.translate("ab", config=config), "".join(pieces)
 
     assert asyncio.run(ask()) == (texts[0], translator.translate("ab", max_new_tokens=6))
+    namesake = type("GenerationConfig", (), {"__module__": "transformers"})
     for call in (partial(generate, model, [[5]]), partial(translator.translate, "a")):
-        with pytest.raises(ValueError, match=r"\bconfig\b"):
+        with pytest.raises(ValueError, match=r"\bconfig\b.*\bgeneration_config\b"):
             call(config={"num_beams": 2})
+        with pytest.raises(ValueError, match=r"fastformer\..*transformers\.GenerationConfig"):
+            call(config=namesake())
         with pytest.raises(ValueError, match=r"\bgeneration_config\b"):
             call(config=config, generation_config={"num_beams": 2})
 
