@@ -164,7 +164,7 @@ def test_a_wrong_argument_is_refused_by_name(op: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", [(ops.sinusoidal_positions, 4, 8, "paper"), (ops.sinusoidal_positions, 4, 0),
-                                   (ops.rotary_tables, 4, 7), (ops.rotary_tables, -1, 8)], ids=str)  # fmt: skip
+                                   (ops.rotary_tables, 4, 7), (ops.rotary_tables, -1, 8)], ids=range(4))  # fmt: skip
 def test_tables_that_can_not_be(wrong: tuple[Any, ...]) -> None:
     with pytest.raises(ValueError):
         wrong[0](*wrong[1:])
