@@ -106,16 +106,16 @@ def test_greedy_begins_with_start_and_stops_at_any_eos(kind) -> None:
 
 def test_lstm_ids_that_cannot_be() -> None:
     for special, said in (
-        ({"pad": 12}, "ids below vocab_size 12, got pad 12"),
-        ({"pad": -1}, "got pad -1"),
-        ({"eos": ()}, r"got pad 0, eos \(\)"),
+        ({"pad": 12}, r"\bvocab_size 12\b.*\bpad 12"),
+        ({"pad": -1}, "pad -1"),
+        ({"eos": ()}, r"\beos \(\)"),
         ({"eos": (1, 12)}, r"eos \(1, 12\)"),
         ({"eos": None}, r"eos \(None,\)"),
         ({"start": True}, "start True"),
-        ({"unk": -2}, "unk to be an id or None, got -2"),
-        ({"eos": (1, 0)}, r"different ids, got pad 0, eos \(1, 0\), unk 2"),
-        ({"eos": (1, 1)}, "different ids"),
-        ({"unk": 1}, "different ids.*unk 1"),
+        ({"unk": -2}, r"\bunk\b.*-2"),
+        ({"eos": (1, 0)}, r"\bpad 0\b.*\beos \(1, 0\)"),
+        ({"eos": (1, 1)}, r"\beos \(1, 1\)"),
+        ({"unk": 1}, r"\bunk 1\b"),
     ):
         with pytest.raises(ValueError, match=said):
             LSTMSeq2Seq(vocab_size=12, d_model=8, **special)
@@ -156,7 +156,7 @@ def test_lstm_ignores_padding_and_learns(score) -> None:
     with torch.no_grad():
         assert (model(source, target_in)[0] - model(shorter, target_in)[0]).abs().max() < 1e-5
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    for _ in range(120):
+    for _ in range(80):
         loss = model.loss(source, target_in, source, reduction="mean")
         loss.backward()
         optimizer.step()

@@ -23,17 +23,17 @@ def test_line_ends_and_byte_order_mark(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "message"),
+    ("data", "named"),
     [
-        (b"", "a is empty: expected at least one line"),
-        (b" \n\n", "a is empty"),
-        (b"one\n\nthree\n", "a, line 2: expected text, got an empty line"),
-        (b"one\ntw\xff\n", "a, line 2: expected UTF-8, got byte 0xff at position 2"),
-        (b"x" * 100_000, f"a, line 1: expected at most {MAX_LINE:,} characters, got 100,000"),
+        (b"", r"\ba is empty"),
+        (b" \n\n", r"\ba is empty"),
+        (b"one\n\nthree\n", "a, line 2"),
+        (b"one\ntw\xff\n", "a, line 2: .*0xff"),
+        (b"x" * 100_000, f"a, line 1: .*{MAX_LINE:,}.*100,000"),
     ],
 )
-def test_broken_lines(tmp_path, data, message) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_broken_lines(tmp_path, data, named) -> None:
+    with pytest.raises(ValueError, match=named):
         read_lines(write(tmp_path / "a", data))
 
 
@@ -80,11 +80,8 @@ BAD = b"ok\n\nb\xff\nok\n \n" + b"x" * (MAX_LINE + 1) + b"\n\n\nok\n" + b"y" * M
 
 def test_all_bad_lines_are_named_at_once(tmp_path) -> None:
     file = write(tmp_path / "a", BAD)
-    message = (
-        r"a, line 2: expected text, got an empty line.*; 6 of 10 lines are bad: also 3 \(not UTF-8\), 5 \(empty\), "
-    )
-    message += r"6 \(too long\), 7 \(empty\), \.\.\."
-    with pytest.raises(ValueError, match=message + "$"):
+    message = r"a, line 2: .*\b6 of 10\b.*\b3 \(.*\b5 \(.*\b6 \(.*\b7 \("
+    with pytest.raises(ValueError, match=message):
         read_lines(file)
     with pytest.raises(ValueError, match=message + ".*--skip_bad_lines"):
         read_pairs(file, write(tmp_path / "b", b"ok\n" * 10))
@@ -99,10 +96,9 @@ def test_bad_lines_are_left_out_on_both_sides_and_counted(tmp_path, caplog) -> N
     target = write(tmp_path / "t", good.replace(b"4\n", b"\n").replace(b"5\n", b"\n"))
     with caplog.at_level(logging.WARNING):
         assert read_pairs(source, target, skip_bad=True) == [("ok", "1"), ("ok", "9"), ("y" * MAX_LINE, "10")]
-    assert len(caplog.messages) == 1 and caplog.messages[0].endswith(
-        f"left out 7 of 10 lines of {source} and {target}: "
-        "5 empty (lines 2, 4, 5, 7, 8), 1 not UTF-8 (line 3), 1 too long (line 6)"
-    )
+    (said,) = caplog.messages
+    for part in ("7 of 10", str(source), str(target), "(lines 2, 4, 5, 7, 8)", "(line 3)", "(line 6)"):
+        assert part in said, said
     with pytest.raises(ValueError, match=r"\b9 and 10\b"):  # no guess which line is missing
         read_pairs(source, write(tmp_path / "u", good.removeprefix(b"1\n")), skip_bad=True)
     with pytest.raises(ValueError, match=r"\bline 1\b.*\bline 2\b"):
@@ -115,9 +111,8 @@ def test_bad_lines_of_a_tsv(tmp_path, caplog) -> None:
         read_tsv(file)
     with caplog.at_level(logging.WARNING):
         assert read_tsv(file, skip_bad=True) == [("one", "eins"), ("six", "sechs")]
-    assert caplog.messages[0].endswith(
-        "1 of 1 field (line 2), 1 of 3 fields (line 3), 1 not UTF-8 (line 4), 2 with an empty side (lines 5, 6)"
-    )
+    for part in ("1 field (line 2)", "3 fields (line 3)", "(line 4)", "(lines 5, 6)"):
+        assert part in caplog.messages[0]
 
 
 def test_bad_lines_of_a_text(tmp_path, caplog) -> None:

@@ -101,11 +101,11 @@ def test_texts_without_words_and_bad_ones(looking, caplog) -> None:
         found = looking.align(["a", "", "b" * 50, "c"], ["a", "x", "y", "c d"], on_error="skip")
     assert found == [[(0, 0)], [], [], [(0, 0), (0, 1)]] and "skipped 2 of 4 texts" in caplog.text
     for options, expected in (
-        ({"unit": "lines"}, "'words' or 'tokens', got 'lines'"),
-        ({"layer": 0}, "layer to be an integer of at least 1"),
-        ({"head": 1.0}, "head to be an integer of at least 1"),
-        ({"layer": 4}, "a layer from 1 to 3"),
-        ({"head": 3}, "a head from 1 to 2"),
+        ({"unit": "lines"}, "'lines'"),
+        ({"layer": 0}, "layer"),
+        ({"head": 1.0}, "head"),
+        ({"layer": 4}, "layer.* 3"),
+        ({"head": 3}, "head.* 2"),
     ):
         with pytest.raises(ValueError, match=expected):
             looking.align("a", "b", **options)

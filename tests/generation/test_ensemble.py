@@ -193,7 +193,7 @@ def test_folders_translate_together(tmp_path) -> None:
     )
     for arguments, expected in (
         (([tmp_path / "a", tmp_path / "gpt"],), "GPT"),
-        (([],), "at least one run folder"),
+        (([],), "folder"),
         (([tmp_path / "a", tmp_path / "nowhere"],), "nowhere"),
     ):
         with pytest.raises(ValueError, match=expected):

@@ -79,7 +79,7 @@ def test_a_long_text_is_no_longer_too_long(translator, caplog) -> None:
         texts = ["Good.", long, "b"]
         assert translator.translate(texts, split=True, max_new_tokens=5, **options) == expected
         assert list(translator.stream(texts, split=True, max_new_tokens=5, **options)) == expected
-    assert "skipped 1 of 3 texts" in caplog.text
+    assert "1 of 3" in caplog.text
 
 
 def test_an_error_on_the_way_names_its_sentence(translator) -> None:
@@ -101,11 +101,11 @@ def test_an_error_on_the_way_names_its_sentence(translator) -> None:
 
 def test_what_does_not_go_with_it(translator) -> None:
     for options, words in (
-        ({"num_beams": 2, "num_return_sequences": 2}, "neither several translations nor scores along with split"),
-        ({"return_scores": True}, "neither several translations nor scores along with split"),
-        ({"return_token_scores": True}, "neither several translations nor scores along with split"),
-        ({"target_prefix": ["a"]}, "no target_prefix along with split"),
-        ({"split": "en"}, "expected split to be True or False, got 'en'"),
+        ({"num_beams": 2, "num_return_sequences": 2}, r"\bsplit\b"),
+        ({"return_scores": True}, r"\bsplit\b"),
+        ({"return_token_scores": True}, r"\bsplit\b"),
+        ({"target_prefix": ["a"]}, r"\btarget_prefix\b.*\bsplit\b"),
+        ({"split": "en"}, r"\bsplit\b.*'en'"),
     ):
         for call in (translator.translate, translator.stream):
             with pytest.raises(ValueError, match=words):

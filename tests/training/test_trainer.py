@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from fastformer.checkpoints import load_model
 from fastformer.data import collate, load_tokenizer
 from fastformer.generation import Translator, generate
-from fastformer.generation.inputs import pad
 from fastformer.training import Trainer, start
 from fastformer.training import trainer as module
 from fastformer.training.config import TrainConfig
@@ -320,7 +319,8 @@ def test_lstm_trains_and_translates(config, tmp_path, score) -> None:
     model, tokenizer = load_model(tmp_path / "lstm")
     translator = Translator(model, tokenizer)
     texts = ["aa 3", "a 1", "aaaa 7"]
-    greedy = model.greedy(pad([translator.encode(text) for text in texts]), 12)
+    ids = [torch.tensor(translator.encode(text)) for text in texts]
+    greedy = model.greedy(torch.nn.utils.rnn.pad_sequence(ids, batch_first=True), 12)
     assert translator.translate(texts, max_new_tokens=12) == [tokenizer.decode(row) for row in greedy.tolist()]
     source, target, attention = translator.attention("aa 3")
     assert attention.shape == (1, 1, len(target), len(source)) and (attention.sum(-1) - 1).abs().max() < 1e-5
