@@ -76,8 +76,8 @@ def test_a_change_takes_away_what_it_contradicts(values, changes, expected) -> N
 
 
 def test_contradicting_changes_are_refused_still() -> None:
-    for changes in ({"steps": 1, "epochs": 2}, A | B, A | C):
-        with pytest.raises(ValueError, match=", got "):
+    for changes, named in (({"steps": 1, "epochs": 2}, "epochs"), (A | B, "train_tsv"), (A | C, "task")):
+        with pytest.raises(ValueError, match=rf"\b{named}\b"):
             TrainConfig.from_dict(merged({"steps": 5}, changes))
 
 
