@@ -59,6 +59,8 @@ class Evaluation(NamedTuple):
             is_causal: whether attention is causal, in place of the mask.
             layout: of a packed x.
         """
+        if torch.compiler.is_compiling():
+            return None
         function = _extension.function("encoder_stack")
         forced = _library.forced_backend()
         if function is None or forced not in (None, "cpp") or not _eager.nothing_sees_ops():

@@ -97,7 +97,6 @@ def nothing_sees_ops() -> bool:
         and not torch._C._is_any_autocast_enabled()
         and forward_ad._current_level < 0
         and not torch._C._autograd._profiler_enabled()
-        and not torch.compiler.is_compiling()
     )
 
 

@@ -129,6 +129,13 @@ def test_one_call_in_evaluation_gives_what_the_ops_give(options, mask):
     assert {(name, "cpp"), ("add_layer_norm_fwd", "cpp"), ("feed_forward_fwd", "cpp")} <= ran
 
 
+def test_a_stack_in_evaluation_compiles_to_one_graph():
+    stack, x = encoder()
+    with torch.no_grad():
+        expected = stack(x)
+        torch.testing.assert_close(torch.compile(stack, backend="eager", fullgraph=True)(x), expected)
+
+
 def test_a_forward_of_the_librarys_own_class_that_was_replaced_is_called(monkeypatch):
     stack, x = encoder()
     for kind in (fnn.TransformerEncoderLayer, fnn.MultiheadAttention):
