@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor, nn
 
 from fastformer.nn import SequenceLayout
-from tests.integrations import test_t5
+from tests.integrations.families import exactly
 
 IS_OLD = int(transformers.__version__.split(".")[0]) < 5
 SIZES: dict[str, Any] = {
@@ -154,7 +154,7 @@ class Case(NamedTuple):
 
     def exactly(self) -> contextlib.AbstractContextManager[Any]:
         """transformers rounds a T5's norms to fp32, before version 5 the softmax, too: in the block it doesn't."""
-        return test_t5.exactly() if self.is_t5 else contextlib.nullcontext()
+        return exactly("t5") if self.is_t5 else contextlib.nullcontext()
 
 
 _RELATIVES: dict[str, dict[str, Any]] = {

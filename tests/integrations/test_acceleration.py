@@ -184,7 +184,7 @@ def test_restore_leaves_no_method_that_calls_ours(name):
     before = getattr(module, method)
     setattr(module, method, lambda *args, **options: before(*args, **options))
     assert_same(model(IDS), x, "output")
-    with pytest.raises(ValueError, match=rf"got another {method} in {place}, which may call ours"):
+    with pytest.raises(ValueError, match=rf"\b{method}\b.*\b{place}\b"):
         fastformer.restore(model)
     assert classes == [type(module) for module in model.modules()], "nothing is restored"
     setattr(module, method, before)  # as those do who take theirs away again

@@ -33,7 +33,7 @@ from transformers.pytorch_utils import Conv1D
 
 import fastformer
 from fastformer.ops import record_backends
-from tests.integrations import test_t5 as t5
+from tests.integrations import families as small
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
@@ -351,7 +351,7 @@ class Counted(nn.Module):
 def test_weights_that_are_made_are_made_as_often(family, comes):
     counts = []
     for accelerated in (False, True):
-        model = t5.make() if family == "t5" else make(family)
+        model = small.make("t5") if family == "t5" else make(family)
         if accelerated and comes == "later":
             fastformer.accelerate(model)
         made: dict[str, Counted] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import subprocess
@@ -19,10 +18,8 @@ from transformers.loss import loss_utils
 import fastformer
 from fastformer.integrations.known import RETURNS_TUPLES
 from fastformer.ops import use_backend
-from tests.integrations import test_bart as seq2seq
-from tests.integrations import test_causal as causal
-from tests.integrations import test_t5 as t5
-from tests.integrations.test_causal import IDS, LEFT, RIGHT
+from tests.integrations import families as small
+from tests.integrations.families import IDS, LEFT, RIGHT, exactly, gradients, ran
 from tests.integrations.test_replaced import source
 from tests.nn.comparing import assert_same
 
@@ -38,35 +35,22 @@ decoders = pytest.mark.parametrize("family", DECODERS)
 
 
 def make(family: str) -> Any:
-    if family == "t5":
-        return t5.make(use_cache=False).train()
-    model = (causal if family in DECODERS else seq2seq).make(family)
+    model = small.make(family, **({"use_cache": False} if family == "t5" else {}))
     if family in ("bart", "marian"):
         model.final_logits_bias.normal_()
     return model.train()
 
 
-def exactly(family: str) -> Any:
-    if family == "t5":
-        return t5.exactly()
-    return causal.exactly(family) if family == "llama" else contextlib.nullcontext()
-
-
 def labels_of(family: str, mask: Tensor | None) -> Tensor:
     """The ids where the mask has tokens; for an encoder and a decoder other targets, with some ignored."""
     if family in DECODERS:
-        return causal.labels_of(mask)
-    return seq2seq.TARGETS.masked_fill(torch.arange(6) > torch.tensor([[5], [2], [3], [0]]), -100)
+        return small.labels_of(mask)
+    return small.TARGETS.masked_fill(torch.arange(6) > torch.tensor([[5], [2], [3], [0]]), -100)
 
 
 def run(model: Any, family: str, mask: Tensor | None = None, **options: Any) -> Any:
     options = {"labels": labels_of(family, mask)} | options
     return model(IDS, attention_mask=None if mask is None else mask.long(), **options)
-
-
-def gradients(model: Any, loss: Tensor) -> list[Tensor]:
-    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [g for g in torch.autograd.grad(loss, learning, allow_unused=True) if g is not None]
 
 
 def assert_same_as_plain(family: str, mask: Tensor | None = None, **options: Any) -> None:
@@ -77,7 +61,7 @@ def assert_same_as_plain(family: str, mask: Tensor | None = None, **options: Any
     with exactly(family):
         expected = run(plain, family, mask, **options)
         gradients_expected = gradients(plain, expected.loss)
-    assert "linear_cross_entropy_fwd_bwd" in causal.ran(lambda: run(model, family, mask, **options))
+    assert "linear_cross_entropy_fwd_bwd" in ran(lambda: run(model, family, mask, **options))
     found = run(model, family, mask, **options)
     assert found.logits is None and type(found) is type(expected)
     assert {name for name in expected if name != "logits"} == set(found)
@@ -103,7 +87,7 @@ def test_what_is_behind_the_last_label_is_left_out(family):
     model = make(family)
     fastformer.accelerate(model, fused_loss=True)
     labels = labels_of(family, RIGHT if family in DECODERS else None)
-    packs = lambda **options: "varlen_attention_fwd" in causal.ran(lambda: run(model, family, **options))  # noqa: E731
+    packs = lambda **options: "varlen_attention_fwd" in ran(lambda: run(model, family, **options))  # noqa: E731
     assert packs(labels=labels, use_cache=False)
     # All before a label that counts is read. (A decoder alone predicts nothing at its last position.)
     ends = labels.clone()
@@ -173,7 +157,7 @@ def test_logits_where_no_loss_is_trained(family):
 
 
 def decoder_inputs(family: str) -> dict[str, Tensor]:
-    return {} if family in DECODERS else {"decoder_input_ids": seq2seq.TARGETS}
+    return {} if family in DECODERS else {"decoder_input_ids": small.TARGETS}
 
 
 @families
@@ -408,7 +392,7 @@ def test_asked_for_too_late(family):
 @pytest.mark.parametrize("is_scaled", [True, False])
 def test_t5_keeps_no_cache_that_nobody_asked_for(is_scaled):
     """Its config asks for one in each call. What a head reads is scaled where it is tied to the embedding."""
-    model, plain = (t5.make(use_cache=True, tie_word_embeddings=is_scaled).train() for _ in range(2))
+    model, plain = (small.make("t5", use_cache=True, tie_word_embeddings=is_scaled).train() for _ in range(2))
     assert model.config.scale_decoder_outputs == is_scaled
     fastformer.accelerate(model, fused_loss=True)
     with exactly("t5"):

@@ -11,20 +11,17 @@ import torch
 import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import BertForMaskedLM
 
 import fastformer
 from fastformer.integrations.known import RETURNS_TUPLES
 from fastformer.ops import record_backends
+from tests.integrations import families as small
 from tests.integrations import test_acceleration as torch_nn
-from tests.integrations import test_bart as bart
-from tests.integrations import test_bert as bert
-from tests.integrations import test_causal as causal
+from tests.integrations.families import FUSED, IDS, PACKED, RIGHT, TARGETS, exactly
 from tests.nn.comparing import randomised
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:Using non-full backward hooks")
 
-PACKED, FUSED = "varlen_attention_fwd", "feed_forward_fwd"
 # Some of each family: a stack, a layer, what is fused with its neighbours, what runs by itself, what stands outside.
 PLACES = {
     "torch.nn": ("encoder", "encoder.layers.0", "encoder.layers.1.self_attn", "encoder.layers.0.linear1",
@@ -100,23 +97,15 @@ GLOBAL: dict[str, Callable[[list], RemovableHandle]] = {
 
 def make(family: str) -> Any:
     torch.manual_seed(3)
-    if family == "torch.nn":
-        return randomised(torch_nn.Classifier())
-    if family == "marian":
-        return bart.make(family).train()
-    return (bert.make(BertForMaskedLM) if family == "bert" else causal.make(family)).train()
-
-
-def exactly(family: str) -> contextlib.AbstractContextManager[None]:
-    return causal.exactly(family) if family == "llama" else contextlib.nullcontext()
+    return (randomised(torch_nn.Classifier()) if family == "torch.nn" else small.make(family)).train()
 
 
 def run(family: str, model: Any) -> Tensor:
     if family == "torch.nn":
         return model(torch_nn.IDS)
     if family == "marian":
-        return model(input_ids=causal.IDS, attention_mask=causal.RIGHT.long(), decoder_input_ids=bart.TARGETS).logits
-    return model(causal.IDS, attention_mask=causal.RIGHT.long()).logits * causal.RIGHT[..., None]
+        return model(input_ids=IDS, attention_mask=RIGHT.long(), decoder_input_ids=TARGETS).logits
+    return model(IDS, attention_mask=RIGHT.long()).logits * RIGHT[..., None]
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
@@ -153,7 +142,7 @@ class Step:
         for mine, others in zip(self.seen, other.seen, strict=True):
             for ours, theirs in zip(mine, others, strict=True):
                 if not with_padding and theirs.dim() == 3:
-                    real = ~torch_nn.PADDING if theirs.shape[0] == 3 else causal.RIGHT
+                    real = ~torch_nn.PADDING if theirs.shape[0] == 3 else RIGHT
                     if theirs.shape[:2] == real.shape:
                         ours, theirs = ours * real[..., None], theirs * real[..., None]
                 torch.testing.assert_close(ours, theirs, **close)
@@ -252,8 +241,8 @@ def test_each_module_is_named_with_all_of_its_hooks_by_every_call():
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "marian"])
 def test_what_transformers_records_by_is_no_hook_of_yours(family):
     model = make(family)
-    options = {"decoder_input_ids": bart.TARGETS} if family == "marian" else {}
-    model(input_ids=causal.IDS, output_hidden_states=True, **options)
+    options = {"decoder_input_ids": TARGETS} if family == "marian" else {}
+    model(input_ids=IDS, output_hidden_states=True, **options)
     assert any(module._forward_hooks for module in model.modules())
     report = fastformer.report(fastformer.accelerate(model))
     assert not report.hooked and "hooked" not in str(report)

@@ -11,19 +11,16 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
-from transformers import BertForMaskedLM
 
 import fastformer
 from fastformer.ops import record_backends
 from tests.checks import error, small_draws
-from tests.integrations import test_bert as bert
-from tests.integrations import test_causal as causal
+from tests.integrations.families import FUSED, IDS, LEFT, PACKED, RIGHT, exactly, run
+from tests.integrations.families import make as make_small
 from tests.nn.comparing import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
-IDS, RIGHT, LEFT = causal.IDS, causal.RIGHT, causal.LEFT
-PACKED, FUSED = "varlen_attention_fwd", "feed_forward_fwd"
 FAMILIES = ("bert", "gpt2", "llama")
 families = pytest.mark.parametrize("family", FAMILIES)
 ATTENTIONS = {"bert": ["query", "value"], "gpt2": ["c_attn"], "llama": ["q_proj", "v_proj"]}
@@ -31,11 +28,7 @@ HEADS = {"bert": "decoder", "gpt2": "lm_head", "llama": "lm_head"}
 
 
 def make(family: str) -> Any:
-    return (bert.make(BertForMaskedLM) if family == "bert" else causal.make(family)).train()
-
-
-def exactly(family: str) -> contextlib.AbstractContextManager[None]:
-    return causal.exactly(family) if family == "llama" else contextlib.nullcontext()
+    return make_small(family).train()
 
 
 def adapt(model: Any, **options: Any) -> Any:
@@ -230,9 +223,9 @@ def test_the_fused_loss(family, on_the_head):
     targets = [*ATTENTIONS[family], HEADS[family]] if on_the_head else ATTENTIONS[family]
     model, plain = (prepared(family, "", target_modules=targets) for _ in range(2))
     fastformer.accelerate(model, fused_loss=True)
-    found = causal.run(model, RIGHT)
+    found = run(model, RIGHT)
     with exactly(family):
-        expected = causal.run(plain, RIGHT)
+        expected = run(plain, RIGHT)
     assert (found.logits is None) == (not on_the_head)
     learning = [[p for p in each.parameters() if p.requires_grad] for each in (model, plain)]
     pairs = zip(

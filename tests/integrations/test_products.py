@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections import Counter
 from typing import Any
@@ -10,31 +11,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import BertForMaskedLM, ViTConfig, ViTForImageClassification
+from transformers import ViTConfig, ViTForImageClassification
 from transformers.pytorch_utils import Conv1D
 
 import fastformer
 from fastformer.integrations import products
 from fastformer.nn import linear as linear_module
 from tests.conftest import missing_backend
-from tests.integrations import test_bart as seq2seq
-from tests.integrations import test_bert as bert
-from tests.integrations import test_causal as causal
-from tests.integrations import test_t5 as t5
+from tests.integrations import families as small
 from tests.products import notice_products
 
 linear_op = importlib.import_module("fastformer.ops.linear")
 
 DRAWS = 8
 IDS = torch.randint(5, 60, (4, 9), generator=torch.Generator().manual_seed(0))
-MAKE: dict[str, Any] = {
-    "bart": lambda: seq2seq.make("bart"),
-    "marian": lambda: seq2seq.make("marian"),
-    "bert": lambda: bert.make(BertForMaskedLM),
-    "gpt2": lambda: causal.make("gpt2"),
-    "llama": lambda: causal.make("llama"),
-    "t5": lambda: t5.make(),
-}
+MAKE: dict[str, Any] = {family: functools.partial(small.make, family) for family in small.FAMILIES}
 # (Linear, Conv1D): of the layers, and the head.
 MAPS = {
     "bart": (2 * 6 + 2 * 10 + 1, 0),
@@ -79,7 +70,7 @@ def steps(model: Any) -> dict[str, Tensor]:
 
 @families
 def test_losses_and_gradients_by_the_rule(family: str, counted: list[tuple[int, ...]]) -> None:
-    with causal.exactly(family), t5.exactly():
+    with small.exactly(family):
         exact = steps(make(family, torch.float64))
     model = make(family)
     plain = steps(model)

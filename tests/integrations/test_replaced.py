@@ -14,29 +14,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import BertForMaskedLM, activations, pytorch_utils
+from transformers import activations, pytorch_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import fastformer
 from fastformer import functional as sdpa
 from fastformer.integrations.known import RETURNS_TUPLES
-from fastformer.ops import record_backends
-from tests.integrations import test_bart as seq2seq
-from tests.integrations import test_bert as bert
-from tests.integrations import test_causal as causal
-from tests.integrations import test_t5 as t5
+from tests.integrations import families as small
+from tests.integrations.families import IDS, RIGHT, TARGETS, exactly
 
-RIGHT, IDS, TARGETS = causal.RIGHT, causal.IDS, seq2seq.TARGETS
-MAKE: dict[str, Callable[[], Any]] = {
-    "bart": lambda: seq2seq.make("bart"),
-    "marian": lambda: seq2seq.make("marian"),
-    "bert": lambda: bert.make(BertForMaskedLM),
-    "gpt2": lambda: causal.make("gpt2"),
-    "llama": lambda: causal.make("llama"),
-    "t5": t5.make,
-    "swish": lambda: bert.make(BertForMaskedLM, hidden_act="swish"),
-}
+MAKE: dict[str, Callable[[], Any]] = {family: functools.partial(small.make, family) for family in small.FAMILIES}
+MAKE["swish"] = lambda: small.make("bert", hidden_act="swish")
 # Of each family what is swapped, what is fused with its neighbours, and what is packed through.
 CLASSES = {
     "bart": ("Attention", "EncoderLayer", "DecoderLayer", "Encoder", "Decoder", "ForConditionalGeneration"),
@@ -96,10 +85,7 @@ def test_a_replaced_forward_is_called_as_without_us(family, name, comes, monkeyp
     kind = find(family, name)
     with monkeypatch.context() as patched:
         seen = replace(patched, kind)
-        with contextlib.ExitStack() as exactly:
-            if not name.endswith("Norm"):
-                exactly.enter_context(causal.exactly(family))
-                exactly.enter_context(t5.exactly())
+        with contextlib.nullcontext() if name.endswith("Norm") else exactly(family):
             expected = run(MAKE[family]())
         theirs, model = list(seen), MAKE[family]()
         assert theirs
@@ -134,14 +120,12 @@ def test_a_replaced_head_gives_its_own_loss(family, name, monkeypatch):
 
 
 def ran(model: Any) -> set[str]:
-    with record_backends() as backends:
-        run(model)
-    return {name for name, _ in backends}
+    return small.ran(lambda: run(model))
 
 
 def attended_alike(model: Any, family: str, mask: Tensor | None, calls: list[Any]) -> bool:
     """Accelerates a model, which gives the same by the same calls as before; whether there were any."""
-    with causal.exactly(family), t5.exactly():
+    with exactly(family):
         expected, before = run(model, mask), [*calls]
     calls.clear()
     fastformer.accelerate(model)

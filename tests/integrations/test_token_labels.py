@@ -10,12 +10,10 @@ import torch
 import transformers
 
 import fastformer
-from tests.integrations import test_bert as bert
-from tests.integrations import test_causal as causal
-from tests.integrations.test_causal import IDS, LEFT, RIGHT, ran
+from tests.integrations import families
+from tests.integrations.families import IDS, LEFT, PACKED, RIGHT, ran
 from tests.nn.comparing import assert_same
 
-PACKED = "varlen_attention_fwd"
 heads = pytest.mark.parametrize(
     "name",
     [
@@ -28,9 +26,9 @@ heads = pytest.mark.parametrize(
 def make(name: str) -> Any:
     kind = getattr(transformers, name)
     if name.startswith("Bert"):
-        return bert.make(kind).eval()
+        return families.make("bert", kind).eval()
     torch.manual_seed(6)
-    return kind(causal.make(name.removesuffix("ForTokenClassification").lower()).config).double().eval()
+    return kind(families.make(name.removesuffix("ForTokenClassification").lower()).config).double().eval()
 
 
 def options_of(name: str, labels: Any) -> dict[str, Any]:
@@ -40,7 +38,7 @@ def options_of(name: str, labels: Any) -> dict[str, Any]:
 
 
 def exactly(name: str) -> Any:
-    return causal.exactly("llama") if "Llama" in name else contextlib.nullcontext()
+    return families.exactly("llama") if "Llama" in name else contextlib.nullcontext()
 
 
 @heads

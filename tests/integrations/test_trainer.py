@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments
 
 import fastformer
 from fastformer.ops import record_backends
-from tests.integrations.test_causal import exactly
+from tests.integrations.families import exactly
 from tests.integrations.test_composition import PACKED, Step, accelerated, batch, make
 from tests.nn.comparing import assert_same
 
