@@ -19,7 +19,7 @@ pytest.importorskip("fcntl", reason="locks of this kind are POSIX")
 
 
 def test_a_second_one_is_told_who_trains(tmp_path) -> None:
-    with RunLock(tmp_path), pytest.raises(ValueError, match=f"is being trained by process {os.getpid()} on .*another"):
+    with RunLock(tmp_path), pytest.raises(ValueError, match=rf"\b{os.getpid()}\b"):
         RunLock(tmp_path).acquire()
     with RunLock(tmp_path) as again:
         again.acquire()  # held already
@@ -37,7 +37,7 @@ def test_a_killed_process_holds_nothing(tmp_path) -> None:
         os.write(writing, b"x")
         signal.pause()
     os.read(reading, 1)
-    with pytest.raises(ValueError, match=f"trained by process {child} "):
+    with pytest.raises(ValueError, match=rf"\b{child}\b"):
         RunLock(tmp_path / "sub").acquire()
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -66,14 +66,14 @@ def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch, caplo
 def test_a_planted_link_is_not_followed(tmp_path) -> None:
     (tmp_path / "victim").write_text("precious")
     (tmp_path / LOCK).symlink_to(tmp_path / "victim")
-    with pytest.raises(ValueError, match=f"{LOCK} to be a file, got a link"):
+    with pytest.raises(ValueError, match=rf"{LOCK}.*\blink\b"):
         RunLock(tmp_path).acquire()
     assert (tmp_path / "victim").read_text() == "precious"
 
 
 def test_a_file_of_that_name_that_is_no_lock_stays(tmp_path) -> None:
     (tmp_path / LOCK).write_text("my notes\nprocess 3 on a host\n")
-    with pytest.raises(ValueError, match=f"{LOCK} to be the lock of a run, got another file"):
+    with pytest.raises(ValueError, match=LOCK):
         RunLock(tmp_path).acquire()
     assert (tmp_path / LOCK).read_text() == "my notes\nprocess 3 on a host\n"
     (tmp_path / LOCK).write_text("")  # as a process leaves it that is killed before it writes its name
@@ -87,12 +87,12 @@ def test_two_trainers_in_a_folder(config, tmp_path) -> None:
     first = start(config, run)
     before = contents(run)
     for resume in (False, "auto"):
-        with pytest.raises(ValueError, match=f"is being trained by process {os.getpid()}"):
+        with pytest.raises(ValueError, match=rf"\b{os.getpid()}\b"):
             start(config, run, resume=resume)
     assert contents(run) == before
     first.train()
     second = start(config, run, resume=True)
-    with pytest.raises(ValueError, match="is being trained by"):
+    with pytest.raises(ValueError, match=r"\btrained\b"):
         start(config, run, resume=True)
     del second  # a trainer that is gone holds nothing
     start(config, run, resume=True)

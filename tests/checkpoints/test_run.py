@@ -60,17 +60,17 @@ def test_files_that_are_cut_short(tmp_path, architecture) -> None:
 
 def test_another_architecture(tmp_path) -> None:
     save_model(MODELS["Transformer"](), tmp_path, ByteTokenizer())
-    with pytest.raises(ValueError, match=r"expected a folder of GPT, got one of 'Transformer'.*fastformer translate"):
+    with pytest.raises(ValueError, match=r"\bGPT\b.*\bTransformer\b"):
         load_model(tmp_path, ("GPT",))
     (tmp_path / "config.json").write_text('{"architecture": "Mamba"}')
-    with pytest.raises(ValueError, match="expected a folder of Transformer or GPT or LSTMSeq2Seq, got one of 'Mamba'"):
+    with pytest.raises(ValueError, match=r"\bMamba\b"):
         load_model(tmp_path)
 
 
 @pytest.mark.parametrize("vocab_size", [258, 260])
 def test_a_tokenizer_of_another_run(tmp_path, vocab_size) -> None:
     save_model(GPT.from_preset("tiny", vocab_size=vocab_size, d_model=16, num_heads=2), tmp_path, ByteTokenizer())
-    with pytest.raises(ValueError, match=f"expected a tokenizer of {vocab_size} ids beside the model.*got one of 259"):
+    with pytest.raises(ValueError, match=rf"\b{vocab_size}\b.*\b259\b"):
         load_model(tmp_path)
 
 
@@ -86,7 +86,7 @@ def test_a_model_and_a_tokenizer_of_other_special_ids(tmp_path, monkeypatch, arc
     make = kind if architecture == "LSTMSeq2Seq" else lambda **settings: kind.from_preset("tiny", **settings)
     model = make(vocab_size=259, d_model=16, **special(architecture, ids))
     save_model(model, tmp_path, ByteTokenizer())
-    with pytest.raises(ValueError, match=r"a tokenizer with the special ids of the model in .*got one with SpecialIds"):
+    with pytest.raises(ValueError, match=r"\bSpecialIds\b"):
         load_model(tmp_path)
     monkeypatch.setattr(ByteTokenizer, "special_ids", ids)
     loaded, _ = load_model(tmp_path)
@@ -112,12 +112,10 @@ def test_settings_that_an_lstm_does_not_have(tmp_path) -> None:
         ('"num_layers": 1', '"num_layers": "1"'),
     ):
         (tmp_path / "config.json").write_text(config.replace(old, new))
-        with pytest.raises(
-            ValueError, match="did you mean 'd_model'|expected a? ?score|expected num_layers to be an integer"
-        ):
+        with pytest.raises(ValueError, match=r"\b(d_model|score|num_layers)\b"):
             load_model(tmp_path)
     (tmp_path / "config.json").write_text(config.replace('"d_model": 16', '"d_model": 18'))
-    with pytest.raises(ValueError, match="model.safetensors to fit its config.json, got misshapen"):
+    with pytest.raises(ValueError, match=r"\bmodel\.safetensors\b.*\bmisshapen\b"):
         load_model(tmp_path)
 
 

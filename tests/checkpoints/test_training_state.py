@@ -47,11 +47,11 @@ def test_a_cut_or_flipped_byte_anywhere_is_noticed(tmp_path, caplog) -> None:
     data = newest.read_bytes()
     for cut in (0, 1, 4, 30, len(data) // 2, len(data) - _COMMENT_LENGTH, len(data) - 1):
         newest.write_bytes(data[:cut])
-        with pytest.raises(ValueError, match="step-00000004.pt is damaged or cut short"):
+        with pytest.raises(ValueError, match=r"\bstep-00000004\.pt\b"):
             load_checkpoint(newest)
     for place in [*range(0, len(data), 41), len(data) - 1, len(data) - _COMMENT_LENGTH - 1]:
         newest.write_bytes(data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :])
-        with pytest.raises(ValueError, match="is damaged or cut short"):
+        with pytest.raises(ValueError, match=r"\bdamaged\b"):
             load_checkpoint(newest)
     with caplog.at_level(logging.WARNING):
         assert latest_checkpoint(tmp_path)[0] == before
@@ -110,7 +110,7 @@ def test_a_compressed_checkpoint_is_not_inflated(tmp_path) -> None:
             archive.writestr(name, data)
         archive.comment = b" " * _COMMENT_LENGTH
     path.write_bytes(sealed(buffer.getvalue()[:-_COMMENT_LENGTH]))
-    with pytest.raises(ValueError, match="step-00000003.pt as torch.save writes it, got a compressed archive"):
+    with pytest.raises(ValueError, match=r"\bstep-00000003\.pt\b"):
         load_checkpoint(path)
     assert latest_checkpoint(tmp_path) is None
 
@@ -118,7 +118,7 @@ def test_a_compressed_checkpoint_is_not_inflated(tmp_path) -> None:
 def test_a_file_of_gigabytes_without_a_checksum_is_not_read(tmp_path) -> None:
     path = save_checkpoint(tmp_path, 3, state(3), keep_last=1)
     os.truncate(path, 30 << 30)
-    with pytest.raises(ValueError, match="step-00000003.pt is damaged or cut short"):
+    with pytest.raises(ValueError, match=r"\bstep-00000003\.pt\b"):
         load_checkpoint(path)
 
 
@@ -130,7 +130,7 @@ def test_the_same_state_is_the_same_bytes(tmp_path) -> None:
 def test_a_checkpoint_under_the_name_of_another_update(tmp_path) -> None:
     path = save_checkpoint(tmp_path, 3, state(3), keep_last=1)
     path.rename(path.with_name("step-00000900.pt"))
-    with pytest.raises(ValueError, match="step-00000900.pt to be of that update, got 3"):
+    with pytest.raises(ValueError, match=r"\bstep-00000900\.pt\b.*\b3\b"):
         load_checkpoint(path.with_name("step-00000900.pt"))
 
 
@@ -164,7 +164,7 @@ def test_a_link_in_place_of_the_folder_is_refused(tmp_path) -> None:
         (run / "checkpoints").unlink(missing_ok=True)
         put(run / "checkpoints")
         for call in (lambda: save_checkpoint(run, 9, state(9), keep_last=1), lambda: checkpoints(run)):
-            with pytest.raises(ValueError, match="checkpoints to be a folder"):
+            with pytest.raises(ValueError, match=r"\bcheckpoints\b"):
                 call()
     assert [path.name for path in path.parent.iterdir()] == [path.name]
 
@@ -210,7 +210,7 @@ def test_a_full_disk_keeps_what_was_there(tmp_path, monkeypatch) -> None:
 
     monkeypatch.setattr(os, "fsync", full)
     for step in (2, 3):
-        with pytest.raises(OSError, match="could not write .*No space left.*what was saved before is whole"):
+        with pytest.raises(OSError, match="No space left"):
             save_checkpoint(tmp_path, step, state(step), keep_last=1)
     assert [file.name for file in path.parent.iterdir()] == [path.name] and path.read_bytes() == before
 
@@ -222,10 +222,10 @@ def test_the_average_is_the_mean_in_each_dtype(tmp_path) -> None:
     assert torch.equal(found["a"], torch.arange(6.0).reshape(2, 3) * 3)
     assert found["b"].dtype == torch.bfloat16 and found["b"].item() == 3.0
     assert average_weights(paths[:1])["a"].tolist() == state(1)["model"]["a"].tolist()
-    with pytest.raises(ValueError, match="expected at least one checkpoint to average"):
+    with pytest.raises(ValueError, match=r"\bcheckpoint\b"):
         average_weights([])
     other = save_checkpoint(tmp_path, 4, state(4) | {"model": {"a": torch.zeros(3)}}, keep_last=9)
-    with pytest.raises(ValueError, match="expected .*step-00000004.pt to fit step-00000001.pt.*missing tensors: b"):
+    with pytest.raises(ValueError, match=r"\bstep-00000004\.pt\b.*\bstep-00000001\.pt\b.*\bb\b"):
         average_weights([*paths, other])
 
 

@@ -51,7 +51,7 @@ def test_compressed_standard_input(pack) -> None:
     assert rest_of(lines) == [b"one", b"", b"two", b"x" * 100_000]
     os.close(reading)
     lines, reading = piped(pack(b"one\n" + os.urandom(100_000))[:-50])
-    with pytest.raises(ValueError, match="damaged or cut short"):
+    with pytest.raises(ValueError, match=r"\bdamaged\b"):
         rest_of(lines)
     os.close(reading)
 

@@ -253,6 +253,6 @@ def test_a_batch_of_other_rows_than_the_cache_has_is_refused(positions):
     model = model_of(positions=positions).eval()
     cache = model.new_cache(3, 5)
     for rows in (1, 2, 4):
-        with pytest.raises(ValueError, match=f"expected the 3 rows of the cache, got a batch of {rows}"):
+        with pytest.raises(ValueError, match=rf"\b3\b.*\b{rows}\b"):
             model.decode(torch.ones(rows, 1).long(), cache=cache)
     assert cache.lengths == [0, 0, 0] and cache.blocks_needed(1) == 3

@@ -299,10 +299,14 @@ def test_embeddings_are_dropped_behind_their_norm():
     assert all(x.all() for x in seen)
 
 
-@pytest.mark.parametrize("options", [{}, {"norm_first": False}], ids=["pre-norm", "post-norm"])
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_compiles_in_one_graph(options, packed):
-    model = model_of(**options, dropout=0.1)
+@pytest.mark.parametrize(
+    ("norm_first", "packed"),
+    # What is packed doesn't depend on where the norms stand: each once.
+    [(True, True), (False, False), *(pytest.param(same, not same, marks=pytest.mark.slow) for same in (True, False))],
+    ids=str,
+)
+def test_compiles_in_one_graph(norm_first, packed):
+    model = model_of(norm_first=norm_first, dropout=0.1)
     source, shifted, target = batch()
     layouts = {}
     if packed:
@@ -455,6 +459,6 @@ def test_a_batch_of_other_rows_than_the_cache_has_is_refused():
     model = model_of().eval()
     cache = model.new_cache(3, 5, torch.zeros(3, 2, model.config.d_model, dtype=model.output_weight.dtype))
     for rows in (1, 2, 4):
-        with pytest.raises(ValueError, match=f"expected the 3 rows of the cache, got a batch of {rows}"):
+        with pytest.raises(ValueError, match=rf"\b3\b.*\b{rows}\b"):
             model.decode(torch.ones(rows, 1).long(), None, cache=cache)
     assert cache.lengths == [0, 0, 0] and cache.blocks_needed(1) == 3
