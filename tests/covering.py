@@ -1,4 +1,4 @@
-"""Products of options that are too long for every run: each pair of values is in it, the rest is slow."""
+"""Products of options that are too long for every run: a part of the cases is in it, the rest is slow."""
 
 from __future__ import annotations
 
@@ -34,3 +34,22 @@ def covering(*axes: Sequence[Any]) -> list[Any]:
         given = itertools.chain.from_iterable(value if isinstance(value, tuple) else (value,) for value in values)
         found.append(pytest.param(*given, marks=() if case in kept else pytest.mark.slow))
     return found
+
+
+def by_turns(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
+    """For pytest's parametrize: the product of two axes, of which each value stands in one case that isn't slow.
+
+    The shorter axis goes around. For axes of which the code that is tested treats neither by the other.
+
+    Args:
+        first, second: the values of each; a tuple of the second gives several arguments.
+    """
+    length = min(len(first), len(second))
+    return [
+        pytest.param(
+            one, *(other if isinstance(other, tuple) else (other,)),
+            marks=() if i % length == j % length and (i < length or j < length) else pytest.mark.slow,
+        )
+        for i, one in enumerate(first)
+        for j, other in enumerate(second)
+    ]  # fmt: skip

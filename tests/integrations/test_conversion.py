@@ -19,6 +19,7 @@ from fastformer.models import SpecialIds, Transformer, TransformerConfig
 from fastformer.nn import MultiheadAttention, RelativePositionBias, SequenceLayout
 from fastformer.ops import record_backends
 from tests.checks import assert_accurate
+from tests.covering import covering
 from tests.integrations.conversions import CASES, IS_OLD, Case, opinionated, t5
 
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -230,12 +231,15 @@ def until_end(row: list[int], eos: int) -> list[int]:
 @pytest.mark.parametrize(
     "name, search, options, engine",
     [
-        pytest.param(name, search, {"max_new_tokens": limit} | options, engine, id=f"{name}-{search}-{engine}")
+        case
         for names, (limit, searches) in SEARCHES.items()
-        for name in names
-        for search, options in searches.items()
-        for engine in ENGINES.get(name.split()[0], ("cpp", "kv_cache", "recompute", "graph"))
+        for case in covering(
+            names,
+            [(search, {"max_new_tokens": limit} | options) for search, options in searches.items()],
+            ENGINES.get(names[0].split()[0], ("cpp", "kv_cache", "recompute", "graph")),
+        )
     ],
+    ids=lambda value: value if isinstance(value, str) else "options",
 )
 def test_generates_the_same_tokens(name, search, options, engine) -> None:
     case = CASES[name]

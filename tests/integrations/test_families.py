@@ -7,6 +7,7 @@ import inspect
 import io
 import pickle
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -150,7 +151,7 @@ def test_heads_that_read_padding_see_it(family, name):
     model = make(family, getattr(transformers, name)).eval()
     ids = IDS.clone()
     ids[:, -1] = 2  # the end token, which a classifier reads
-    given = {"input_ids": ids, "attention_mask": RIGHT.long()}
+    given: dict[str, Any] = {"input_ids": ids, "attention_mask": RIGHT.long()}
     if family in SEQ2SEQ and "Causal" not in name:
         given |= {"attention_mask": torch.ones(4, 9).long(), "decoder_attention_mask": RIGHT.long()}
     given |= {} if family == "bert" else {"use_cache": False}
@@ -161,6 +162,12 @@ def test_heads_that_read_padding_see_it(family, name):
         assert_same(model(**given)[0], expected, name, 1e-9)
 
 
+ASKED: dict[str, dict[str, Any]] = {
+    "hidden states": {"output_hidden_states": True},
+    "weights": {"output_attentions": True},
+    "a tuple": {"return_dict": False},
+    "the last logits": {"logits_to_keep": 2, "labels": None},
+}
 MORE = ["hidden states", "weights", "checkpointing", "a tuple", "the last logits", "a forward of its own"]
 
 
@@ -172,12 +179,7 @@ def test_what_asks_for_more_is_answered(what, family):
         pytest.skip("of decoders alone")
     model = make(family, **({"attn_implementation": "eager"} if what == "weights" else {}))
     model.train(what == "checkpointing")
-    options: dict[str, Any] = {
-        "hidden states": {"output_hidden_states": True},
-        "weights": {"output_attentions": True},
-        "a tuple": {"return_dict": False},
-        "the last logits": {"logits_to_keep": 2, "labels": None},
-    }.get(what, {})
+    options = ASKED.get(what, {})
     if what == "checkpointing":
         # What transformers before 5 does unless told is nothing for autograd.grad.
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -199,8 +201,8 @@ def test_what_asks_for_more_is_answered(what, family):
                 results.append([out[0], out[1] if family in SEQ2SEQ else out[1] * RIGHT[..., None]])
                 continue
             loss = out.logits.square().sum() if out.loss is None else out.loss
-            names = [f"{of}{what}" for of in ("", "encoder_", "decoder_") for what in ("hidden_states", "attentions")]
-            more = [each for name in (*names, "cross_attentions") for each in getattr(out, name, None) or ()]
+            kinds = [f"{of}{kind}" for of in ("", "encoder_", "decoder_") for kind in ("hidden_states", "attentions")]
+            more = [each for name in (*kinds, "cross_attentions") for each in getattr(out, name, None) or ()]
             assert what not in MORE[:2] or len(more) >= 2
             results.append([out.logits, *more, *gradients(model, loss)])
     assert_all_same(results[1], results[0], what)
@@ -271,7 +273,7 @@ def test_copies_and_pickles_and_keeps_its_signature(family):
     torch.save(model, file)
     file.seek(0)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)):
-        assert PACKED in ran(lambda other=other: run(other, RIGHT))
+        assert PACKED in ran(partial(run, other, RIGHT))
         assert torch.equal(run(other, RIGHT).logits, expected)
     assert type(model).__name__ == HEADS[family]
 
@@ -315,7 +317,7 @@ def test_adapters_act(family, names, first):
             fastformer.accelerate(model)
         with exactly(family, accelerated=accelerated):
             out = run(model, RIGHT)
-            assert not accelerated or PACKED not in ran(lambda model=model: run(model, RIGHT))
+            assert not accelerated or PACKED not in ran(partial(run, model, RIGHT))
         adapted = [p for name, p in model.named_parameters() if ".down.weight" in name or ".up.weight" in name]
         results.append([out.loss, *torch.autograd.grad(out.loss, adapted)])
         assert len(adapted) >= 4
