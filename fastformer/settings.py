@@ -202,6 +202,16 @@ def why_not(value: object, hint: Any) -> str | None:
     return None if hint is Any or isinstance(value, kind) else f"to be {describe(hint)}"
 
 
+def check_value(name: str, value: object, hint: Any) -> None:
+    """Checks one value, such as an argument, as `check_settings` does the fields of a dataclass.
+
+    Raises:
+        ValueError: it doesn't fit the type or the bounds; it is named.
+    """
+    if problem := why_not(value, hint):
+        raise ValueError(f"expected {name} {problem}, got {shown(value)}")
+
+
 def _is_finite(value: object) -> bool:
     try:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

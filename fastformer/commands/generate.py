@@ -82,7 +82,7 @@ def generate(
     samples = not greedy and GenerationConfig(num_beams=values.get("num_beams", 1)).num_beams == 1
     _check_sampling(greedy, values)
     asked = GenerationConfig.from_options({"do_sample": samples, **values, **({"do_sample": False} if greedy else {})})
-    place = choose_device("cpu" if (device, asked.precision) == ("auto", "int8") else device)
+    place = choose_device(device, asked.precision)
     model, tokenizer = load_model(run, ("GPT",), device=place, dtype=DTYPES.get(asked.precision or ""))
     asked = replace(asked, precision=asked_precision(model, asked.precision))
     say = _Sayings(tokenizer, asked.stop_strings, model.config.max_len)

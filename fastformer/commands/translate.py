@@ -146,7 +146,7 @@ def _translator(
         raise ValueError(f"expected --ensemble_weights with several runs, RUN1,RUN2, got one: {run}")
     return Translator.from_pretrained(
         runs if len(runs) > 1 else run,
-        device=choose_device("cpu" if (device, precision) == ("auto", "int8") else device),
+        device=choose_device(device, precision),
         precision=precision,
         ensemble_weights=None if weights is None else listed_numbers("--ensemble_weights", weights),
         **others,
@@ -352,7 +352,8 @@ def _print_answers(
 
     lines = []
     for place, answer in enumerate(answers):
-        columns = [[_one_line(text)] for text in answer.texts()]
+        # A model of bytes may produce a line end, and a reader counts lines.
+        columns = [[text.replace("\r", " ").replace("\n", " ")] for text in answer.texts()]
         if n_best > 1:
             scores = [score for _, score in answer.scored()]
             columns = [[f"{score:.6f}", *row] for score, row in zip(scores, columns, strict=True)]
@@ -363,11 +364,6 @@ def _print_answers(
         number = [str(first + place)] * (n_best > 1)
         lines += ["\t".join([*number, *row]) for row in (columns or [nothing])[:n_best]]
     print(shown("\n".join(lines), sys.stdout), flush=True)
-
-
-def _one_line(text: str) -> str:
-    # A model of bytes may produce a line end, and a reader counts lines.
-    return text.replace("\r", " ").replace("\n", " ")
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fastformer.data.examples import Example
 from fastformer.nn import SequenceLayout
+from fastformer.settings import Positive, check_value
 from fastformer.special_ids import SpecialIds
 
 Part = TypeVar("Part", Tensor, SequenceLayout)
@@ -125,8 +126,7 @@ def longest_sides(lengths: Tensor, max_tokens: int) -> Tensor:
     if not isinstance(lengths, Tensor) or lengths.dim() != 2 or lengths.shape[1] != 2 or lengths.is_floating_point():
         got = f"{lengths.dtype} {tuple(lengths.shape)}" if isinstance(lengths, Tensor) else repr(lengths)
         raise ValueError(f"expected integer lengths (examples, 2), got {got}")
-    if not isinstance(max_tokens, int) or max_tokens < 1:
-        raise ValueError(f"expected max_tokens to be an integer of at least 1, got {max_tokens!r}")
+    check_value("max_tokens", max_tokens, Positive)
     if lengths.numel() and int(lengths.min()) < 0:
         raise ValueError(f"expected lengths of at least 0, got {int(lengths.min())}")
     longest = lengths.max(dim=1).values

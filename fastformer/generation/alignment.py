@@ -13,6 +13,7 @@ from fastformer.generation.inputs import batches_by_length, pad
 from fastformer.generation.model_protocols import Model, device_of, evaluating
 from fastformer.generation.scoring import encoded_pair
 from fastformer.generation.text_io import ErrorPolicy, TextError
+from fastformer.settings import Positive, check_value
 from fastformer.special_ids import SpecialIds
 
 if TYPE_CHECKING:
@@ -105,8 +106,7 @@ class Aligner:
         if unit not in get_args(Unit):
             raise ValueError(f"expected unit to be 'words' or 'tokens', got {unit!r}")
         for name, value in (("layer", layer), ("head", head)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(f"expected {name} to be an integer of at least 1, got {value!r}")
+            check_value(name, value, Positive | None)
         self.translator, self._unit, self._layer, self._head = translator, unit, layer, head
         self._eos = SpecialIds.of(translator.model.config).eos
 

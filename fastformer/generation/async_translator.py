@@ -23,6 +23,7 @@ from fastformer.generation.scheduler import Scheduler
 from fastformer.generation.streaming import TextPieces
 from fastformer.generation.text_io import Answer, Item, as_form, failure
 from fastformer.generation.translator import Translator, check_one_stream
+from fastformer.settings import Positive, check_value
 
 _SHOWN = 40  # characters of a text that an error names
 
@@ -53,8 +54,7 @@ class AsyncTranslator:
     def __init__(self, translator: Translator, *, max_waiting: int = 1024, engine: str | None = None) -> None:
         if not isinstance(translator, Translator):
             raise ValueError(f"expected a Translator, got {type(translator).__name__}")
-        if not isinstance(max_waiting, int) or isinstance(max_waiting, bool) or max_waiting < 1:
-            raise ValueError(f"expected max_waiting to be an integer of at least 1, got {max_waiting!r}")
+        check_value("max_waiting", max_waiting, Positive)
         self.translator, self.max_waiting = translator, max_waiting
         with evaluating(translator.model):
             self._engine = choose_engine(translator.model, engine, translator.precision)

@@ -12,7 +12,7 @@ from fastformer.generation.ordered_stream import Source, ordered_stream
 from fastformer.generation.request_builder import CheckedInput, RequestBuilder
 from fastformer.generation.requests import Request
 from fastformer.generation.sentences import split_sentences
-from fastformer.generation.text_io import Answer, ErrorPolicy, Form, Item, TextError, check_request
+from fastformer.generation.text_io import Answer, ErrorPolicy, Form, Item, TextError, check_request, expect_text
 
 if TYPE_CHECKING:
     from fastformer.generation.translator import Translator
@@ -93,8 +93,7 @@ def parts_of(
         TextError: a sentence that can't be translated, where `errors` doesn't skip it.
         ValueError: something that is no text.
     """
-    if not isinstance(text, str):
-        raise ValueError(f"texts[{number - 1}]: expected a str, got {type(text).__name__} {text!r:.40}")
+    expect_text("texts", number, text)
     sentences = split_sentences(text)
     parts: list[Part] = []
     for place, (sentence, space) in enumerate(sentences, 1):

@@ -11,6 +11,7 @@ import torch
 
 from fastformer.generation.config import GenerationConfig
 from fastformer.generation.engines import Engine, Prompt, choose_engine
+from fastformer.generation.inputs import check_vocabulary
 from fastformer.generation.model_protocols import Model, is_decoder_only
 from fastformer.generation.native_search import NativeSearch
 from fastformer.generation.processors import SEARCH_RULES, any_of, make_processors, make_stop
@@ -143,7 +144,7 @@ class RequestBuilder:
         config = self.model.config
         if self.is_prompted:
             limit = most_new_tokens(self.model, len(row), self.config, width)
-            _check_ids(row, config.vocab_size, "token")
+            check_vocabulary(row, config.vocab_size, "token")
             return CheckedInput(row, (), limit, self.config.least_tokens(len(row) if width is None else width))
         if len(row) > config.max_len:
             raise ValueError(
@@ -151,8 +152,8 @@ class RequestBuilder:
                 "configure the model with a larger max_len"
             )
         limit = most_new_tokens(self.model, len(row), self.config, prefix=len(prefix))
-        _check_ids(row, getattr(config, "source_vocab_size", None) or config.vocab_size, "source")
-        _check_ids(prefix, config.vocab_size, "target")
+        check_vocabulary(row, getattr(config, "source_vocab_size", None) or config.vocab_size, "source")
+        check_vocabulary(prefix, config.vocab_size, "target")
         return CheckedInput(row, prefix, limit, self.config.least_tokens(1 + len(prefix)))
 
     def build_all(self, rows: Sequence[list[int]], prefixes: Sequence[Sequence[int]]) -> list[Request]:
@@ -359,10 +360,3 @@ def most_new_tokens(
             f"got {value + more}{advice}"
         )
     return wanted or max(default, least)
-
-
-def _check_ids(ids: Sequence[int], vocab_size: int, name: str) -> None:
-    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-        raise ValueError(
-            f"expected {name} ids from 0 to {vocab_size - 1}, got {min(ids)} to {max(ids)}: was another tokenizer used?"
-        )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fastformer.generation.config import GenerationConfig
 from fastformer.generation.engines.kv_cache import packed
-from fastformer.generation.inputs import TokenIds, as_rows, batches_by_length
+from fastformer.generation.inputs import TokenIds, as_rows, batches_by_length, check_vocabulary
 from fastformer.generation.inputs import pad as padded
 from fastformer.generation.model_protocols import (
     DecoderOnly,
@@ -27,9 +27,11 @@ from fastformer.generation.model_protocols import (
     is_ensemble,
     is_recurrent,
 )
-from fastformer.generation.text_io import ErrorPolicy, TextError, TokenScored
+from fastformer.generation.request_builder import special_ids
+from fastformer.generation.text_io import ErrorPolicy, TextError, TokenScored, expect_text
 from fastformer.models.common import chosen_log_probs
 from fastformer.nn import SequenceLayout
+from fastformer.settings import Positive, check_value
 from fastformer.special_ids import SpecialIds
 
 if TYPE_CHECKING:
@@ -98,12 +100,10 @@ def score(
     """
     decoder = as_model(model)
     config = decoder.config
-    ids = GenerationConfig(pad_token_id=pad_token_id, decoder_start_token_id=decoder_start_token_id)
-    ids.check_model(config.vocab_size)
-    own = SpecialIds.of(config)
-    pad = own.pad if pad_token_id is None else pad_token_id
-    pad_id = None if pad in own.eos else pad  # it may be the end of a sequence
-    start = own.start if decoder_start_token_id is None else decoder_start_token_id
+    asked = GenerationConfig(pad_token_id=pad_token_id, decoder_start_token_id=decoder_start_token_id)
+    asked.check_model(config.vocab_size)
+    ids = special_ids(decoder, asked)
+    pad_id = ids.pad if ids.marks_padding else None
     rows = as_rows(input_ids, pad_id, None, "input_ids")
     if is_decoder_only(decoder):
         if target_ids is not None:
@@ -116,7 +116,9 @@ def score(
     targets = as_rows(target_ids, pad_id, None, "target_ids")
     if len(targets) != len(rows):
         raise ValueError(f"expected target_ids of {len(rows)} rows, as input_ids have, got {len(targets)}")
-    return score_rows(decoder, [[target_part(*pair, start)] for pair in zip(rows, targets, strict=True)], max_tokens)
+    return score_rows(
+        decoder, [[target_part(*pair, ids.start)] for pair in zip(rows, targets, strict=True)], max_tokens
+    )
 
 
 def target_part(source: Sequence[int], target: Sequence[int], start: int) -> Part:
@@ -154,8 +156,7 @@ def score_rows(model: Model, rows: Sequence[Sequence[Part]], max_tokens: int = M
     Raises:
         ValueError: see `score`.
     """
-    if not isinstance(max_tokens, int) or max_tokens < 1:
-        raise ValueError(f"expected max_tokens to be an integer of at least 1, got {max_tokens!r}")
+    check_value("max_tokens", max_tokens, Positive)
     parts = [part for row in rows for part in row]
     check_parts(model, parts)
     found: list[list[float]] = [[] for _ in parts]
@@ -171,7 +172,7 @@ def score_rows(model: Model, rows: Sequence[Sequence[Part]], max_tokens: int = M
 
 
 def check_parts(model: Model, parts: Sequence[Part]) -> None:
-    """Holds ids and lengths against a model, which may look no more: on a GPU it doesn't.
+    """Checks ids and lengths against a model, which itself doesn't look at the ids on a GPU.
 
     Raises:
         ValueError: ids out of the vocabulary, an empty source, one side longer than the model's max_len.
@@ -189,11 +190,7 @@ def check_parts(model: Model, parts: Sequence[Part]) -> None:
                     f"expected {name} sequences of at most max_len = {config.max_len} tokens, got "
                     f"{len(ids) - (name == 'target')}"
                 )
-            if ids and not 0 <= min(ids) <= max(ids) < size:
-                raise ValueError(
-                    f"expected {name} ids from 0 to {size - 1}, got {min(ids)} to {max(ids)}: was another tokenizer "
-                    "used?"
-                )
+            check_vocabulary(ids, size, name)
 
 
 def _log_probs(model: Model, parts: Sequence[Part]) -> Tensor:
@@ -297,10 +294,7 @@ def encoded_pair(
         if isinstance(side, TextError):
             raise side
     assert not isinstance(text, TextError)
-    if not isinstance(translation, str):
-        raise ValueError(
-            f"translations[{number - 1}]: expected a str, got {type(translation).__name__} {translation!r:.40}"
-        )
+    translation = expect_text("translations", number, translation)
     if isinstance(text, str) and not text.strip() and not translation.strip():
         return None
     source = translator.encode(text, number)

@@ -51,6 +51,14 @@ def as_items(texts: str | Iterable[str], target_prefix: str | Iterable[str | Non
     return _paired(iter(texts), iter(target_prefix))
 
 
+def expect_text(argument: str, number: int | str, value: object) -> str:
+    """A value that has to be a text; the ValueError for any other names its place in an argument, as number - 1."""
+    if not isinstance(value, str):
+        place = number - 1 if isinstance(number, int) else number
+        raise ValueError(f"{argument}[{place}]: expected a str, got {type(value).__name__} {value!r:.40}")
+    return value
+
+
 def as_pairs(texts: str | Iterable[str], translations: str | Iterable[str]) -> Iterable[tuple[str, str]]:
     """Texts, each with its translation.
 

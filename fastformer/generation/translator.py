@@ -44,9 +44,11 @@ from fastformer.generation.text_io import (
     as_form,
     as_items,
     check_request,
+    expect_text,
 )
 from fastformer.generation.text_io import Scored as Scored
 from fastformer.generation.text_io import TokenScored as TokenScored
+from fastformer.settings import Positive, check_value
 from fastformer.special_ids import SpecialIds
 
 READ_AHEAD = 4096  # texts of a stream that are held at a time: several batches, for one may have to wait for its turn
@@ -85,8 +87,7 @@ class Translator(Judge):
     ) -> None:
         check_precision(precision)
         for name, value in (("max_batch_size", max_batch_size), ("max_batch_bytes", max_batch_bytes)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"expected {name} to be an integer of at least 1, got {value!r}")
+            check_value(name, value, Positive | None)
         if not all(callable(getattr(tokenizer, name, None)) for name in ("encode", "decode", "tokens")):
             raise ValueError(f"expected a tokenizer with encode, decode and tokens, got {type(tokenizer).__name__}")
         self.model, self.tokenizer = as_model(model), tokenizer
@@ -333,8 +334,7 @@ class Translator(Judge):
         """
         config, errors = self.settings(options, config), ErrorPolicy(on_error, skip_long)
         form = as_form(config, return_scores, return_token_scores)
-        if not isinstance(read_ahead, int) or isinstance(read_ahead, bool) or read_ahead < 1:
-            raise ValueError(f"expected read_ahead of at least 1, got {read_ahead!r}")
+        check_value("read_ahead", read_ahead, Positive)
         check_split(split, form, target_prefix)
         items = as_items(texts, target_prefix)
         if isinstance(texts, str) and split:
@@ -464,7 +464,7 @@ class Translator(Judge):
         Raises:
             TextError: an empty text, one longer than the model's max_len, or one that the tokenizer can't encode.
         """
-        if not _text(text, number).strip():
+        if not expect_text("texts", number, text).strip():
             raise TextError(f"text {number}: expected something to translate, got an empty text")
         try:
             ids = [*self.tokenizer.encode(text), SpecialIds.of(self.model.config).first_eos]
@@ -529,7 +529,7 @@ class Translator(Judge):
             ValueError: a text that can't be translated, or a model without `attention_maps`.
         """
         check_attention(self.model)
-        source = self.encode(_text(text, 1))
+        source = self.encode(text)
         with evaluating(self.model), torch.inference_mode():
             builder = self._builder(self.settings({}), False)
             request = builder.build(builder.check(source))
@@ -538,13 +538,6 @@ class Translator(Judge):
         (weights,) = cross_attention(self.model, [(source, target)])
         source_tokens = getattr(self.tokenizer, "source_tokens", self.tokenizer.tokens)(source)
         return source_tokens, self.tokenizer.tokens(target), weights
-
-
-def _text(text: object, number: int | str) -> str:
-    if not isinstance(text, str):
-        place = number - 1 if isinstance(number, int) else number
-        raise ValueError(f"texts[{place}]: expected a str, got {type(text).__name__} {text!r:.40}")
-    return text
 
 
 def check_one_stream(form: Form, config: GenerationConfig) -> None:

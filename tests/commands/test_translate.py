@@ -260,7 +260,7 @@ def test_memory_of_a_batch(run, expected, tmp_path, capsys) -> None:
     assert main(["translate", run, "--file", str(tmp_path / "in.txt"), *flags, *FEW]) == 0
     assert lines_of(capsys.readouterr().out) == [shown(expected("one")), shown(expected("two"))]
     assert main(["translate", run, "x", "--max_batch_bytes", "0"]) == 1
-    assert "max_batch_bytes to be an integer of at least 1" in capsys.readouterr().err
+    assert "max_batch_bytes" in capsys.readouterr().err
 
 
 def test_a_bar_where_a_person_watches(run, tmp_path, capsys, monkeypatch) -> None:
