@@ -23,15 +23,12 @@ class SearchHandle(Protocol):
 
     def advance(self, ids: Sequence[Sequence[int]], values: Sequence[Sequence[float]], first: int) -> list[int]:
         """See `Search.advance`; a value that is NaN or infinite sets is_broken."""
-        ...
 
     def tokens(self, row: int) -> list[int]:
         """The new tokens of a row that goes on."""
-        ...
 
     def results(self) -> list[tuple[list[int], list[float], float]]:
         """What was found: tokens, their log-probabilities, and the score."""
-        ...
 
 
 class _Extension(Protocol):
@@ -151,22 +148,18 @@ class NativeSearch(Search):
         return bad_numbers() if self.handle.is_broken else None
 
     def last_tokens(self) -> list[int]:
-        """See `Search.last_tokens`."""
         return last_tokens([self])
 
     def tokens(self, row: int) -> list[int]:
-        """See `Search.tokens`."""
         return self.handle.tokens(row)
 
     def advance(self, ids: Sequence[Sequence[int]], values: Sequence[Sequence[float]], first: int) -> list[int]:
-        """See `Search.advance`."""
         parents = self.handle.advance(ids, values, first)
         if (error := self.error) is not None:
             raise error
         return parents
 
     def results(self) -> list[Hypothesis]:
-        """See `Search.results`."""
         found = [Hypothesis(*one) for one in self.handle.results()]
         if not self.rules.num_beams:
             for row in found:

@@ -151,7 +151,6 @@ class RowSearch(Search):
         return self._rows[self._alive[row]].tokens
 
     def samples(self) -> list[Sample | None] | None:
-        """See `Search.samples`."""
         sampling, numbered = self.sampling, self._random
         if sampling is None or numbered is None:
             return None
@@ -164,7 +163,6 @@ class RowSearch(Search):
         ]
 
     def advance(self, ids: Sequence[Sequence[int]], values: Sequence[Sequence[float]], first: int) -> list[int]:
-        """See `Search.advance`."""
         parents, alive = [], []
         for parent, place in enumerate(self._alive):
             value, row = values[first + parent], self._rows[place]
@@ -261,7 +259,6 @@ class BeamSearch(Search):
         return self._alive[row].tokens
 
     def advance(self, ids: Sequence[Sequence[int]], values: Sequence[Sequence[float]], first: int) -> list[int]:
-        """See `Search.advance`."""
         self._length += 1
         parents: list[int] = []
         chosen: dict[int, int] = {}

@@ -92,11 +92,9 @@ class Work(Protocol):
 
     def next_tokens(self) -> list[int]:
         """The next token of each row."""
-        ...
 
     def selection(self) -> Selection:
         """What the requests need to know of the next step."""
-        ...
 
     def advance(self, candidates: Candidates) -> tuple[list[int], list[list[int]] | None]:
         """Takes in a step.
@@ -105,19 +103,15 @@ class Work(Protocol):
             The places of the requests that leave the batch; and for each that stays the parents of its rows, or None
             where all rows go on from themselves.
         """
-        ...
 
     def wants_log_probs(self) -> bool:
         """Whether a request needs log-probabilities; see `Selection`."""
-        ...
 
     def native_searches(self) -> list[NativeSearch] | None:
         """The searches of all requests where C++ code can advance each of them; else None."""
-        ...
 
     def native_tokens(self, searches: Sequence[NativeSearch]) -> list[int]:
         """`next_tokens`, from the native searches of all requests."""
-        ...
 
     def take_steps(self, searches: Sequence[NativeSearch], steps: Sequence[int]) -> list[int]:
         """Takes in a run that has advanced the native searches of all requests by so many steps each.
@@ -125,7 +119,6 @@ class Work(Protocol):
         Returns:
             The places of the requests that leave the batch.
         """
-        ...
 
 
 class Batch(ABC):

@@ -132,7 +132,6 @@ class CppEngine(Engine):
         return True
 
     def open(self, max_rows: int, num_tokens: int) -> CppBatch:
-        """See `Engine.open`."""
         most = (2**31 - 1) // (self._cached_heads * BLOCK_SIZE) * BLOCK_SIZE  # places are counted in 32 bits
         return CppBatch(self, self._config.vocab_size, min(num_tokens, most), self._shortlist)
 

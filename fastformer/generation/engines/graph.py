@@ -163,7 +163,6 @@ class GraphEngine(KVCacheEngine):
         return True
 
     def open(self, max_rows: int, num_tokens: int) -> GraphBatch:
-        """See `Engine.open`."""
         if self._keeper is None and self.device.type in _KEPT_ON and isinstance(self.model, nn.Module):
             kept = _kept.pop(self.model, None)
             if kept is not None and kept.cache.k.device == self._empty.k.device:

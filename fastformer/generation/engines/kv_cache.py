@@ -60,7 +60,6 @@ class KVCacheEngine(Engine):
         return (source + cache.blocks_of(len(prompt.tokens)) + own) * cache.block_size
 
     def open(self, max_rows: int, num_tokens: int) -> KVCacheBatch:
-        """See `Engine.open`."""
         return KVCacheBatch(self.model, self.device, new_cache(self.model, max_rows, num_tokens))
 
 

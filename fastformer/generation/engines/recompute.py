@@ -49,7 +49,6 @@ class RecomputeEngine(Engine):
         return "it keeps a state, and can't go on without it"
 
     def open(self, max_rows: int, num_tokens: int) -> Batch:
-        """See `Engine.open`."""
         return RecomputeBatch(self.model, self.device)
 
 

@@ -53,7 +53,6 @@ class RecurrentEngine(Engine):
         return num_rows * len(prompt.source or ())
 
     def open(self, max_rows: int, num_tokens: int) -> Batch:
-        """See `Engine.open`."""
         return RecurrentBatch(self.model, self.device, num_tokens)
 
 
