@@ -404,19 +404,20 @@ def guards_of(owner: nn.Module) -> Guards:
     partly: list[nn.Module] = []
     strangers: list[nn.Module] = []
 
-    def visit(module: nn.Module) -> None:
-        for child in module._modules.values():
-            if child is None:
+    # Without an inner function that calls itself: it would keep the modules until the garbage collector runs.
+    pending, seen = [owner], {owner}
+    while pending:
+        for child in pending.pop()._modules.values():
+            if child is None or child in seen:
                 continue
+            seen.add(child)
             kind = type(child)
             is_known = kind.__module__.startswith(("torch.", "fastformer."))
             if not (is_known or any(each.__module__.startswith("fastformer.nn.") for each in kind.__mro__)):
                 strangers.append(child)
                 continue
             (wholly if is_unhooked(child) and has_plain_tensors(child) else partly).append(child)
-            visit(child)
-
-    visit(owner)
+            pending.append(child)
     return Guards(owner, partly, _WATCHED, wholly=wholly, strangers=strangers)
 
 

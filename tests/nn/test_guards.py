@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -98,6 +100,21 @@ def encoder(**options: Any) -> tuple[nn.Module, Tensor]:
     layer = fnn.TransformerEncoderLayer(12, 3, 16, batch_first=True, dtype=torch.float64, **options)
     stack = randomised(fnn.TransformerEncoder(layer, 3, fnn.AddLayerNorm(12, dtype=torch.float64))).eval()
     return stack, torch.randn(2, 5, 12, dtype=torch.float64)
+
+
+def test_layers_are_freed_with_their_stack():
+    stack, x = encoder()
+    gc.collect()
+    gc.disable()
+    try:
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad):
+                stack(x)
+        layer = weakref.ref(stack.layers[0])
+        del stack
+        assert layer() is None, "it waits for the garbage collector"
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("mask", [None, "causal", "band", "padding"])
