@@ -64,7 +64,7 @@ def among_nans(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dim", [1, 17, 512, 1000, 5000])
+@pytest.mark.parametrize("dim", [1, 17, 512, 1000, pytest.param(5000, marks=pytest.mark.slow)])
 def test_dims(dim: int, dtype: torch.dtype, device: str) -> None:
     """Several rows a program and one, columns that fill no tile."""
     seed = draw_seed(device)
@@ -85,7 +85,9 @@ def test_wide_rows_go_by_columns(
     assert_op_accurate(partial(add_layer_norm, rms_norm=rms_norm), partial(plain, rms_norm=rms_norm), inputs)
 
 
+@pytest.mark.slow
 def test_rows_wider_than_the_sums(device: str) -> None:
+    """The real bound, which test_wide_rows_go_by_columns lowers."""
     seed = draw_seed(device)
     dim = kernels.WIDEST_SUMMED + 9
     inputs = make_inputs((2, dim), device)

@@ -21,6 +21,7 @@ from fastformer.kernels._attention_common import which_block  # noqa: E402
 from fastformer.kernels._attention_configs import Config  # noqa: E402
 from tests.checks import keep_mask, keep_scale  # noqa: E402
 from tests.conftest import HAS_GPU  # noqa: E402
+from tests.covering import by_turns  # noqa: E402
 from tests.kernels.attention_cases import (  # noqa: E402
     OPTIONS,
     SEED,
@@ -35,10 +36,28 @@ from tests.kernels.attention_cases import (  # noqa: E402
 )
 
 DTYPES = [torch.float32, torch.float16]
+
+
+def few_that_hold_all(pairs: list[Case], triples: list[Case]) -> list[Case]:
+    """Triples, and pairs that fit into none, in which each of the pairs stands."""
+
+    def pairs_in(case: Case) -> set[frozenset[str]]:
+        return set(map(frozenset, combinations(case.options, 2)))
+
+    missing, found = set().union(*map(pairs_in, pairs)), []
+    while missing:
+        found.append(max([*triples, *pairs], key=lambda case: len(pairs_in(case) & missing)))
+        missing -= pairs_in(found[-1])
+    return found
+
+
 # Variants of another option: alone always, in pairs only among the slow tests.
 VARIANTS = {"left", "before", "bool_keys", "bias", "additive_keys", "mqa"}
 PAIRS = [case for names in combinations(OPTIONS, 2) if (case := case_of(*names)) is not None]
 TRIPLES = [case for names in combinations(OPTIONS, 3) if (case := case_of(*names)) is not None]
+TOGETHER = few_that_hold_all(
+    *([case for case in cases if not VARIANTS & {*case.options}] for cases in (PAIRS, TRIPLES))
+)
 
 
 def name(value: object) -> str:
@@ -78,19 +97,17 @@ def forward_problem(q: Tensor, k: Tensor, window: tuple[int | None, int | None],
     return kernels.describe_dense(q, k, seqlens_k, q.shape[-1] ** -0.5, *window, 0.0, None)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=name)
-@pytest.mark.parametrize("case", [case_of(), *(case_of(option) for option in OPTIONS)], ids=name)
-def test_option(case: Case, dtype: torch.dtype, device: str) -> None:
-    check(case, dtype, device)
-
-
 @pytest.mark.parametrize(
     "case, dtype",
-    # Each pair in one dtype, by turns; the slow tests try both.
-    [(case, DTYPES[i % 2]) for i, case in enumerate(case for case in PAIRS if not VARIANTS & set(case.options))],
+    # Each option alone, and each pair in a triple where one holds it, in one dtype, by turns.
+    [
+        (case, DTYPES[i % 2])
+        for cases in ([case_of(), *(case_of(option) for option in OPTIONS)], TOGETHER)
+        for i, case in enumerate(cases)
+    ],
     ids=name,
 )
-def test_pair(case: Case, dtype: torch.dtype, device: str) -> None:
+def test_options(case: Case, dtype: torch.dtype, device: str) -> None:
     check(case, dtype, device)
 
 
@@ -102,8 +119,9 @@ def test_one_block_rounds_as_eager_does(device: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
-@pytest.mark.parametrize("case", [*PAIRS, *TRIPLES], ids=name)
+@pytest.mark.parametrize("case", [*(case_of(option) for option in OPTIONS), *PAIRS, *TRIPLES], ids=name)
 def test_cross_product(case: Case, dtype: torch.dtype, device: str) -> None:
+    """Each option, pair and triple in each dtype by itself."""
     check(case, dtype, device)
 
 
@@ -115,10 +133,14 @@ def test_deterministic(options: tuple[str, ...], deterministic: None, device: st
     check(case_of(*options), torch.float32, device)
 
 
-@pytest.mark.parametrize("forward, backward", [((32, 16), (16, 32)), ((16, 32), (32, 16)), ((64, 16), (64, 16))])
-@pytest.mark.parametrize("options", [("window",), ("causal", "bias"), ("before", "dropout")], ids=str)
+TILES = [((32, 16), (16, 32)), ((16, 32), (32, 16)), ((64, 16), (64, 16))]
+
+
+@pytest.mark.parametrize(
+    "options, forward, backward", by_turns([["window"], ["causal", "bias"], ["before", "dropout"]], TILES)
+)
 def test_tiles(
-    options: tuple[str, ...],
+    options: list[str],
     forward: tuple[int, int],
     backward: tuple[int, int],
     monkeypatch: pytest.MonkeyPatch,
@@ -135,10 +157,12 @@ def test_head_dims(head_dim: int, device: str) -> None:
     check(Case(batch=1, head_dim=head_dim, window=(None, 0)), torch.float32, device)
 
 
-@pytest.mark.parametrize("seqlen_q, seqlen_k", [(1, 70), (70, 2), (64, 32), (33, 65)])
-def test_lengths(seqlen_q: int, seqlen_k: int, device: str) -> None:
-    for window in ((None, None), (None, 0), (3, 2)):
-        check(Case(batch=3, seqlen_q=seqlen_q, seqlen_k=seqlen_k, window=window), torch.float32, device)
+@pytest.mark.parametrize(
+    "window, seqlen_q, seqlen_k",
+    by_turns([(None, None), (None, 0), (3, 2)], [(1, 70), (70, 2), (64, 32), (33, 65)]),
+)
+def test_lengths(window: tuple[int | None, int | None], seqlen_q: int, seqlen_k: int, device: str) -> None:
+    check(Case(batch=3, seqlen_q=seqlen_q, seqlen_k=seqlen_k, window=window), torch.float32, device)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from fastformer.kernels import attention as kernels  # noqa: E402
+from tests.covering import by_turns  # noqa: E402
 from tests.kernels.attention_cases import Case, case_of, check, cumulative  # noqa: E402
 
 
@@ -30,16 +31,17 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Elements that fill no block of the rounding kernel, and columns that fill no block of a row.
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
-    "case",
-    [
-        Case(batch=2, head_dim=40, seqlen_q=70, seqlen_k=70, window=(None, 0)),
-        Case(batch=1, head_dim=8, seqlen_q=3, seqlen_k=70),
-        case_of("packed", "causal"),
-        case_of("gqa", "seqlens_k", "dropout"),
-    ],
-    ids=["odd", "small", "packed", "shared"],
+    "dtype, case",
+    by_turns(
+        [torch.float32, torch.float16],
+        [
+            Case(batch=2, head_dim=40, seqlen_q=70, seqlen_k=70, window=(None, 0)),
+            case_of("packed", "causal"),
+            case_of("gqa", "seqlens_k", "dropout"),
+            Case(batch=1, head_dim=8, seqlen_q=3, seqlen_k=70),
+        ],
+    ),
 )
 def test_in_memory_that_held_anything(case: Case, dtype: torch.dtype, device: str) -> None:
     check(case, dtype, device)

@@ -16,7 +16,7 @@ from fastformer.kernels import _decode_attention_configs as configs  # noqa: E40
 from fastformer.kernels import decode_attention as kernels  # noqa: E402
 from fastformer.ops import decode_attention, rotary, use_backend  # noqa: E402
 from tests.checks import assert_accurate  # noqa: E402
-from tests.covering import covering  # noqa: E402
+from tests.covering import by_turns, covering  # noqa: E402
 from tests.kernels.test_add_layer_norm import assert_untouched, guarded  # noqa: E402, F401
 from tests.ops.test_decode_attention import Step, assert_entered, make_inputs, plain_step, run, through_table  # noqa: E402
 
@@ -98,9 +98,9 @@ def test_rotary_in_any_number_of_shares(
     check(replace(step, rotary_dim=rotary_dim, interleaved=interleaved), torch.float32, device, table)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize(
-    "head_dim, group, interleaved", [(64, 1, True), (64, 8, False), (128, 4, True), (128, 2, False)]
+    "dtype, head_dim, group, interleaved",
+    by_turns([torch.float32, torch.float16], [(64, 1, True), (64, 8, False), (128, 4, True), (128, 2, False)]),
 )
 def test_rotary_of_large_heads(
     head_dim: int, group: int, interleaved: bool, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
@@ -153,8 +153,7 @@ BEAM_STEPS = [
 ]
 
 
-@pytest.mark.parametrize("rows, splits", [(2, 3), (4, 1), (8, 1), (8, 3)])
-@pytest.mark.parametrize("step", BEAM_STEPS, ids=str)
+@pytest.mark.parametrize("step, rows, splits", by_turns(BEAM_STEPS, [(2, 3), (4, 1), (8, 1), (8, 3)]), ids=str)
 def test_rows_that_read_one_source(
     step: Step, rows: int, splits: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

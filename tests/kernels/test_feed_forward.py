@@ -182,6 +182,36 @@ def test_inference_gives_what_learning_gives(activation: str, path: str, device:
     assert saved.shape == (40, 144 if activation in GATED else 72) and nothing.shape == (0,)
 
 
+@pytest.mark.parametrize("activation", ["relu", "swiglu"])
+def test_gradients_that_lie_otherwise(activation: str, path: str, device: str) -> None:
+    """Of columns, of every other column, and one number for all, as `sum` gives it."""
+    leaves = {name: value.requires_grad_() for name, value in make_inputs((40, 16), 72, activation, device).items()}
+    for dout in (torch.randn(16, 40, device=device).T, torch.randn(40, 32, device=device)[:, ::2],
+                 torch.ones((), device=device).expand(40, 16)):  # fmt: skip
+        found, expected = (
+            torch.autograd.grad(feed_forward(**leaves, activation=activation), [*leaves.values()], each)
+            for each in (dout, dout.contiguous())
+        )
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias1", [True, False])
+@pytest.mark.parametrize("bias2", [True, False])
+def test_a_bias_that_is_not_there_costs_no_sum(bias1: bool, bias2: bool, path: str, device: str) -> None:
+    """Its gradient is empty, as the op's schema tells a compiler."""
+    x, weight1, b1, weight2, b2 = make_inputs((40, 16), 72, "relu", device).values()
+    biases = (b1 if bias1 else None, b2 if bias2 else None)
+    _, saved = kernels.feed_forward_fwd(x, weight1, biases[0], weight2, biases[1], "relu", 0.0, None, True)
+    dout = torch.randn(40, 16, device=device)
+    rest = (biases[0], weight2, saved, "relu", 0.0, None, bias2)
+    _, _, dbias1, _, dbias2 = kernels.feed_forward_bwd(dout, x, weight1, *rest)
+    assert dbias1.shape == ((72,) if bias1 else (0,))
+    assert dbias2.shape == ((16,) if bias2 else (0,))
+    if bias2:
+        torch.testing.assert_close(dbias2, dout.sum(0))
+
+
 @pytest.mark.skipif(HAS_GPU, reason="cuBLAS's workspace is larger than these tensors")
 @pytest.mark.parametrize("activation, forward, backward", [("relu", 1, 2), ("gelu", 2, 3), ("swiglu", 3, 6)])
 def test_peak_memory(activation: str, forward: int, backward: int, path: str, device: str) -> None:

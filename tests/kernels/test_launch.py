@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from fastformer.kernels import (  # noqa: E402
     linear_cross_entropy,
     rotary,
 )
+from fastformer.kernels._launch import Launch, launch  # noqa: E402
 
 Ran = tuple[Compiled, tuple[Any, ...]]
 
@@ -53,16 +55,16 @@ def device_driver(monkeypatch: pytest.MonkeyPatch) -> TwoDevices:
     active = TwoDevices()
     monkeypatch.setattr(triton.runtime.driver, "_active", active)
     monkeypatch.setattr(JITFunction, "_do_compile", stub_compile)
-    monkeypatch.setattr(_launch, "_compiled", {})
+    monkeypatch.setattr(_launch, "_compiled", {})  # stubs stay in here
     return active
 
 
 @pytest.fixture
-def ran(device_driver: TwoDevices, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Ran]]:
+def ran(device_driver: TwoDevices, monkeypatch: pytest.MonkeyPatch) -> list[Ran]:
     """What was launched: the stub of the binary, and all that it was given."""
     launches: list[Ran] = []
     monkeypatch.setattr(Compiled, "run", lambda self, *args: launches.append((self, args)))
-    yield launches
+    return launches
 
 
 @pytest.fixture
@@ -121,70 +123,52 @@ def test_each_call_runs_the_binary_that_triton_picks(kernel: Any, ran: list[Ran]
     order = [*range(len(calls)), *range(len(calls))[::-1], *range(len(calls))]
     for index in order:
         args, options = calls[index]
-        _launch.launch(kernel, (3, 5), *args, **options)
-        compiled, (x, y, z, stream, function, metadata, launch_metadata, enter, leave, *given) = ran[-1]
+        launch(kernel, (3, 5), *args, **options)
+        compiled, (x, y, z, stream, function, metadata, *_) = ran[-1]
         assert compiled is picked[index], (args, options)
-        constants = [options["FLAG"], options.get("BLOCK", 16)]
-        assert plain(given) == plain([*args, *constants])
+        assert plain(ran[-1][1][9:]) == plain([*args, options["FLAG"], options.get("BLOCK", 16)])
         assert (x, y, z, stream, function, metadata) == (3, 5, 1, 100, compiled.function, compiled.packed_metadata)
-        if index != order[0] and leave is None:
-            assert launch_metadata is None and enter is None
     assert len(ran) == len(order)
     # From the second time on none went through Triton, which hands over its chains of hooks.
     assert all(args[7] is None for _, args in ran[len(calls) :])
 
 
-def test_devices_have_binaries_of_their_own(kernel: Any, ran: list[Ran], device_driver: TwoDevices) -> None:
+@pytest.mark.parametrize("again", [False, True], ids=["launch", "Launch"])
+def test_each_device_has_a_binary_of_its_own(
+    again: bool, kernel: Any, ran: list[Ran], device_driver: TwoDevices
+) -> None:
+    """A launch that is kept hands over each call's own arguments."""
     (args, options), *_ = variants()
-    for current in (0, 1, 0, 1):
+    run = Launch(kernel, (3, 5), **options) if again else partial(launch, kernel, (3, 5), **options)
+    binaries: dict[int, Compiled] = {}
+    for current in (0, 0, 1, 0, 1, 1):
         device_driver.current = current
-        _launch.launch(kernel, (1,), *args, **options)
-    first, second, third, fourth = (compiled for compiled, _ in ran)
-    assert first is third and second is fourth and first is not second
-    assert [args[3] for _, args in ran] == [100, 101, 100, 101]
+        given = (torch.zeros(64), *args[1:])
+        run(*given)
+        compiled, (*grid, stream) = ran[-1][0], ran[-1][1][:4]
+        assert binaries.setdefault(current, compiled) is compiled and (*grid, stream) == (3, 5, 1, 100 + current)
+        assert plain(ran[-1][1][9:]) == plain([*given, True, 16])
+    assert binaries[0] is not binaries[1]
 
 
-def test_what_is_launched_again(kernel: Any, ran: list[Ran], device_driver: TwoDevices) -> None:
-    """A plan's launch asks for the binary once a device, and hands over each call's own arguments."""
+@pytest.mark.parametrize("again", [False, True], ids=["launch", "Launch"])
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_hooks_see_every_launch(name: str, again: bool, kernel: Any, ran: list[Ran]) -> None:
     (args, options), *_ = variants()
-    again = _launch.Launch(kernel, (3, 5), **options)
-    for _ in range(3):
-        again(*args)
-    other = torch.zeros(64)
-    again(other, *args[1:])
-    assert plain(ran[-1][1][9:]) == plain([other, *args[1:], True, 16])
-    assert all(compiled is ran[0][0] and given[:3] == (3, 5, 1) for compiled, given in ran)
-    device_driver.current = 1
-    for _ in range(2):
-        again(*args)
-    assert ran[-1][0] is ran[-2][0] is not ran[0][0] and ran[-1][1][3] == 101
-    device_driver.current = 0
-    again(*args)
-    assert ran[-1][0] is ran[0][0] and ran[-1][1][3] == 100
-    knobs.runtime.launch_enter_hook.add(print)
+    run = Launch(kernel, (1,), **options) if again else partial(launch, kernel, (1,), **options)
+    run(*args)
+    run(*args)
+    chain = getattr(knobs.runtime, name)
+    chain.add(print)
     try:
-        again(*args)
+        run(*args)
     finally:
-        knobs.runtime.launch_enter_hook.remove(print)
-    assert ran[-1][1][7] is knobs.runtime.launch_enter_hook
-
-
-def test_hooks_see_every_launch(kernel: Any, ran: list[Ran]) -> None:
-    (args, options), *_ = variants()
-    for _ in range(2):
-        _launch.launch(kernel, (1,), *args, **options)
-    for name in ("launch_enter_hook", "launch_exit_hook"):
-        chain = getattr(knobs.runtime, name)
-        chain.add(print)
-        try:
-            _launch.launch(kernel, (1,), *args, **options)
-        finally:
-            chain.remove(print)
-        _, given = ran[-1]
-        assert given[6] is not None and given[7] is knobs.runtime.launch_enter_hook, name
+        chain.remove(print)
+    given = ran[-1][1]
+    assert given[6] is not None and given[7:9] == (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
     seen = []
     kernel.add_pre_run_hook(lambda *args, **options: seen.append(args))
-    _launch.launch(kernel, (1,), *args, **options)
+    run(*args)
     assert len(seen) == 1
 
 
@@ -202,47 +186,30 @@ def test_settings_make_other_binaries(
     if name == "add_stages_inspection_hook" and triton.__version__.startswith("3.6."):
         pytest.skip("Triton 3.6 asks for it while it compiles alone")
     (args, options), *_ = variants()
-    _launch.launch(kernel, (1,), *args, **options)
+    launch(kernel, (1,), *args, **options)
     monkeypatch.setattr(owner, name, value)
-    _launch.launch(kernel, (1,), *args, **options)
+    launch(kernel, (1,), *args, **options)
     assert ran[1][0] is kernel.run(*args, grid=(1,), warmup=True, **options) is not ran[0][0]
     monkeypatch.undo()
 
 
-def test_what_a_key_does_not_hold_is_not_kept(ran: list[Ran]) -> None:
+def test_calls_of_another_form_get_their_own_binary(ran: list[Ran]) -> None:
     """Constexprs by position, other arguments by name, and globals, which Triton holds against their old values."""
     x = torch.zeros(8)
-    for flag in (True, False, True):
-        kernel = JITFunction(_kernel)
-        for block in (16, 32):
-            _launch.launch(kernel, (1,), x, x, 2, 3, 0.5, (), flag, block)
-            assert ran[-1][1][-2:] == (flag, block)
-            assert ran[-1][0] is kernel.run(x, x, 2, 3, 0.5, (), flag, block, grid=(1,), warmup=True)
+    kernel = JITFunction(_kernel)
+    for flag, block in ((True, 16), (True, 32), (False, 32), (True, 16)):
+        launch(kernel, (1,), x, x, 2, 3, 0.5, (), flag, block)
+        assert ran[-1][1][-2:] == (flag, block)
+        assert ran[-1][0] is kernel.run(x, x, 2, 3, 0.5, (), flag, block, grid=(1,), warmup=True)
     for size in (17, 18):
-        _launch.launch(kernel, (1,), x, x, 2, size=size, scale=0.5, strides=(), FLAG=True)
+        launch(kernel, (1,), x, x, 2, size=size, scale=0.5, strides=(), FLAG=True)
         assert ran[-1][1][12] == size
-    assert not _launch._compiled
     values = {"LIMIT": 1}
     kernel.used_global_vals = {("LIMIT", id(values)): (1, values)}
-    _launch.launch(kernel, (1,), x, x, 2, 3, 0.5, (), FLAG=True)
+    launch(kernel, (1,), x, x, 2, 3, 0.5, (), FLAG=True)
     values["LIMIT"] = 2
     with pytest.raises(RuntimeError):
-        _launch.launch(kernel, (1,), x, x, 2, 3, 0.5, (), FLAG=True)
-
-
-def test_an_unknown_version_takes_the_ordinary_way(
-    kernel: Any, ran: list[Ran], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_launch, "_specialize", None)
-    (args, options), *_ = variants()
-    for _ in range(2):
-        _launch.launch(kernel, (1,), *args, **options)
-        assert ran[-1][1][7] is knobs.runtime.launch_enter_hook
-    assert not _launch._compiled
-
-
-def test_the_versions_we_test_with_are_known() -> None:
-    assert _launch._specialize is not None
+        launch(kernel, (1,), x, x, 2, 3, 0.5, (), FLAG=True)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -258,7 +225,6 @@ def _scale_kernel(x_ptr, y_ptr, count, scale, strides, TWICE: tl.constexpr, BLOC
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="launches on a device")
 def test_a_device_runs_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also on a side stream, in a graph, and unaligned, where 16-byte loads would fault."""
-    monkeypatch.setattr(_launch, "_compiled", {})
     ordinary = JITFunction.run
     runs: list[int] = []
 
@@ -271,9 +237,7 @@ def test_a_device_runs_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     def check(offset: int, stride: int, count: int, scale: float, twice: bool) -> None:
         x, y = torch.randn(4096, device="cuda"), torch.zeros(4096, device="cuda")
         into = y[offset:]
-        _launch.launch(
-            _scale_kernel, (1,), x[offset:], into, count, scale, (stride, 1), TWICE=twice, BLOCK=256, num_warps=4
-        )
+        launch(_scale_kernel, (1,), x[offset:], into, count, scale, (stride, 1), TWICE=twice, BLOCK=256, num_warps=4)
         assert torch.equal(into[:count], x[offset:][: count * stride : stride] * (2 * scale if twice else scale))
         assert not into[count:].any() and not y[:offset].any()
 
@@ -291,7 +255,7 @@ def test_a_device_runs_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
     x, y, graph = torch.randn(256, device="cuda"), torch.zeros(256, device="cuda"), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        _launch.launch(_scale_kernel, (1,), x, y, 200, 0.5, (1, 1), TWICE=False, BLOCK=256, num_warps=4)
+        launch(_scale_kernel, (1,), x, y, 200, 0.5, (1, 1), TWICE=False, BLOCK=256, num_warps=4)
     assert len(runs) == before
     x.fill_(3.0)
     graph.replay()
