@@ -24,7 +24,7 @@ from fastformer.integrations.replace import (
     restore_class,
     why_left,
 )
-from fastformer.nn.guards import replacement
+from fastformer.nn.guards import forget_plans, replacement
 
 Model = TypeVar("Model", bound=nn.Module)
 Padding = Literal["auto", "skip", "compute"]
@@ -190,6 +190,8 @@ def restore(model: nn.Module) -> list[str]:
                 f"{name or 'the model'}, which may call ours: remove it first"
             )
     restored = [name for name, module in found if restore_class(module)]
+    for module in model.modules():
+        forget_plans(module)
     if "transformers" in sys.modules:
         from fastformer.integrations.attention_interface import unpatch_attention
         from fastformer.integrations.padding import forget

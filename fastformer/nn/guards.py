@@ -388,6 +388,12 @@ class Plans(Generic[T]):
         return found[0]
 
 
+def forget_plans(module: nn.Module) -> None:
+    """Removes all plans that a module keeps."""
+    for name in [name for name, value in vars(module).items() if isinstance(value, Kept)]:
+        del module.__dict__[name]
+
+
 # Functions by which layers attend where they are torch.nn's classes, and those that a layer's activation may be.
 _WATCHED = tuple(
     (vars(F), name) for name in ("scaled_dot_product_attention", "multi_head_attention_forward", "relu", "gelu", "silu")

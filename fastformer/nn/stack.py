@@ -181,6 +181,8 @@ def _evaluation(layers: list[tuple[Any, LayerPlan]], norm: NormPlan | None) -> E
         drops = [*map(active_dropout, (*plan.dropouts, feed_forward.dropout))]
         if layer.has_cross_attention or any(drops) or (attention.training and attention.dropout):
             return None
+        if not (_has_own_methods(layer) and _has_own_methods(attention)):
+            return None
         own = attention._parameters
         if not attention._qkv_same_embed_dim or own.get("in_proj_weight") is None or "in_proj_bias" not in own:
             return None
@@ -209,6 +211,13 @@ def _evaluation(layers: list[tuple[Any, LayerPlan]], norm: NormPlan | None) -> E
         eps.append(norm.eps)
     settings = (eps, num_heads, num_kv_heads, activation, norm_first, rms_norm, None if norm is None else norm.rms_norm)
     return Evaluation(tuple(parameters), layers[0][0].self_attn, settings, {})
+
+
+def _has_own_methods(module: nn.Module) -> bool:
+    """Whether no method of a module is overridden, by a class of another library or on the module itself."""
+    kind = type(module)
+    are_known = all(each.__module__.startswith(("fastformer.", "torch.")) for each in kind.__mro__[:-1])
+    return are_known and not any(callable(getattr(kind, name, None)) for name in vars(module))
 
 
 _PLANS: Plans[StackPlan] = Plans("_fastformer_stack", find_stack_plan)

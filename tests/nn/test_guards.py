@@ -102,6 +102,25 @@ def encoder(**options: Any) -> tuple[nn.Module, Tensor]:
     return stack, torch.randn(2, 5, 12, dtype=torch.float64)
 
 
+class Sharper(fnn.MultiheadAttention):
+    """Overrides a part of the attention, which forward calls."""
+
+    def _project(self, *args: Any) -> Any:
+        q, k, v = super()._project(*args)
+        return 4 * q, k, v
+
+
+def test_overridden_parts_of_an_attention_count_in_evaluation():
+    stack, x = encoder()
+    with torch.no_grad():
+        before = stack(x)
+    stack.layers[1].self_attn.__class__ = Sharper
+    expected = stack(x)
+    assert not torch.allclose(expected, before)
+    with torch.no_grad():
+        torch.testing.assert_close(stack(x), expected)
+
+
 def test_layers_are_freed_with_their_stack():
     stack, x = encoder()
     gc.collect()
