@@ -90,7 +90,8 @@ class TransformerEncoder(Stack):
             return opened.close(
                 self._encode(plan, opened.values, None, None, is_causal, opened.layout, is_trusted=True)
             )
-        is_causal = is_causal_mask(mask, self._seqlen(src, layout)) if is_causal is None else is_causal
+        if is_causal is None:
+            is_causal = mask is not None and is_causal_mask(mask, self._seqlen(src, layout))
         if src_key_padding_mask is not None and is_bare:
             padding = self._padding(plan, src, mask, src_key_padding_mask, is_causal)
             if padding is not None and padding.is_none:

@@ -13,10 +13,9 @@ from fastformer.ops import _eager
 from fastformer.ops._library import LIBRARY, OPS, PREFERRED, Op, forced_backend, use_backend
 
 
-def unviewed(value: Any) -> Any:
+def unviewed(value: Tensor) -> Tensor:
     """A new tensor as no view of what it was made of: autograd lets no view that a function gives be changed."""
-    is_view = isinstance(value, Tensor) and value._is_view()
-    return torch.ops.aten._unsafe_view.default(value, value.shape) if is_view else value
+    return torch.ops.aten._unsafe_view.default(value, value.shape) if value._is_view() else value
 
 
 def register_autograd(
@@ -47,7 +46,7 @@ def register_autograd(
         setup_context(ctx, inputs, output)
 
     def run(ctx: Any, *grads: Tensor | None) -> Any:
-        if all(grad is None for grad in grads):
+        if grads[0] is None and all(grad is None for grad in grads):
             return (None,) * len(ctx.needs_input_grad)
         if differentiable_backward is not None and (torch.is_grad_enabled() or _eager.is_transformed()):
             return differentiable_backward(ctx, *grads)
@@ -58,7 +57,7 @@ def register_autograd(
 
     def forward(ctx: Any, *args: Any) -> Any:
         output = op.run(PREFERRED[args[0].device.type], args)
-        output = tuple(map(unviewed, output)) if isinstance(output, tuple) else unviewed(output)
+        output = tuple([unviewed(each) for each in output]) if isinstance(output, tuple) else unviewed(output)
         setup(ctx, args, output)
         return output
 

@@ -72,7 +72,11 @@ def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: str, at_l
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
     """Whether autograd will record what is computed from them."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for tensor in tensors:  # in each call: a generator takes three times as long
+            if getattr(tensor, "requires_grad", False):
+                return True
+    return False
 
 
 class SharedReason(str):

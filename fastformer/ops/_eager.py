@@ -169,18 +169,19 @@ class ArgumentChecks(NamedTuple):
     Attributes:
         device_of: as it is here.
         geometry: as `_plans` has it.
+        is_fast: whether both are C++.
     """
 
     device_of: Callable[[tuple[Any, ...], Places], tuple[str | None, bool]]
     geometry: Callable[[tuple[Any, ...]], Hashable | None]
+    is_fast: bool
 
 
 @functools.cache
 def argument_checks() -> ArgumentChecks:
     """Both in C++ where the extension is there, in a fifth of the time."""
-    return ArgumentChecks(
-        _extension.host_function("device_of") or device_of, _extension.host_function("geometry") or _plans.geometry
-    )
+    in_cpp = _extension.host_function("device_of"), _extension.host_function("geometry")
+    return ArgumentChecks(in_cpp[0] or device_of, in_cpp[1] or _plans.geometry, None not in in_cpp)
 
 
 def autograd_is_excluded() -> bool:

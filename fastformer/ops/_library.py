@@ -130,6 +130,9 @@ class Op:
         apply: (*arguments) -> results that autograd knows, for calls past the dispatcher; None where there is no
             gradient, or it is an error.
         plans: what is left of the Triton launcher for a geometry; see `_plans`.
+        taken: the geometries of calls that C++ was found to take.
+        checked: the geometries of calls that the documented function has checked; see `repeat`.
+        places: where the tensors stand in a call.
     """
 
     name: str
@@ -146,6 +149,30 @@ class Op:
     has_autograd: bool = False
     apply: Callable[..., Any] | None = None
     plans: dict[Hashable, _plans.Plan] = field(default_factory=_plans.new_plans)
+    taken: set[Hashable] = field(default_factory=set)
+    checked: set[Hashable] = field(default_factory=set)
+    places: _eager.Places
+
+    def repeat(self, args: tuple[Any, ...]) -> Any:
+        """The results of a plain eager call whose geometry `settle` knows: the same checks would pass again.
+
+        None for any other call, and under autocast. Checks that read the values of a tensor aren't spared.
+        """
+        checks = _eager.argument_checks()
+        if not checks.is_fast or not _eager.nothing_watches() or torch._C._is_any_autocast_enabled():
+            return None
+        device, requires_grad = checks.device_of(args, self.places)
+        if device is None or checks.geometry(args) not in self.checked:
+            return None
+        if not requires_grad or not torch.is_grad_enabled():
+            return self.run(PREFERRED[device], args)
+        return None if self.apply is None or _eager.autograd_is_excluded() else self.apply(*args)
+
+    def settle(self, args: tuple[Any, ...]) -> None:
+        """Remembers that the documented function has checked a call with these arguments."""
+        checks = _eager.argument_checks()
+        if checks.is_fast and _eager.nothing_watches() and checks.device_of(args, self.places)[0] is not None:
+            _remember(self.checked, checks.geometry(args))
 
     def bind(self, *args: Any) -> dict[str, Any]:
         """The arguments of a call by the schema's names."""
@@ -159,10 +186,20 @@ class Op:
             with torch.autocast(device.type, enabled=False):
                 return self.run(preferred, args)
         plan = key = None
-        if (_forced_backend.get() or preferred) == "triton":
+        wanted = _forced_backend.get() or preferred
+        if wanted == "triton":
             key = _eager.argument_checks().geometry(args)
             plan = self.plans.get(key)
-        backend = "triton" if plan is not None else _choose(self, preferred, args)
+        if plan is not None:
+            backend = wanted
+        elif wanted == "cpp" and cpp_kernel(self.name) is not None:
+            # What C++ can take follows from the geometry, and is asked once.
+            key = _eager.argument_checks().geometry(args)
+            backend = wanted if key in self.taken else _choose(self, preferred, args)
+            if backend == wanted:
+                _remember(self.taken, key)
+        else:
+            backend = _choose(self, preferred, args)
         for recorder in _recorders:
             recorder.add((self.name, backend))
         if backend == "triton":
@@ -186,6 +223,13 @@ class Op:
         plan: _plans.Plan = getattr(kernel, self.name) if make is None else make(*args)
         _plans.remember(self.plans, key, plan)
         return plan
+
+
+def _remember(known: set[Hashable], key: Hashable | None) -> None:
+    if key is not None:
+        if len(known) >= _plans.LARGEST:
+            known.clear()
+        known.add(key)
 
 
 # Every op, by its schema's name.
@@ -302,6 +346,7 @@ def define_op(
         torch_unsupported=torch_unsupported,
         torch_is_faster=torch_is_faster,
         formula=formula,
+        places=_eager.Places(default._schema),
     )
     LIBRARY.impl(name, lambda *args: op.run("reference", args), "CompositeExplicitAutograd")
     LIBRARY.impl(name, lambda *args: op.run(PREFERRED["cuda"], args), "CUDA")
@@ -315,8 +360,7 @@ def define_op(
 
 def _eager_entry(op: Op, default: Callable[..., Any]) -> Callable[..., Any]:
     """Calls the op: past the dispatcher where only autograd would notice, else through it or by the formula."""
-    run, formula = op.run, op.formula
-    places = _eager.Places(cast(Any, default)._schema)
+    run, formula, places = op.run, op.formula, op.places
 
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling():

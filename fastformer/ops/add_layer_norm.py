@@ -23,7 +23,7 @@ from fastformer.ops._common import (
     no_cpp_code,
 )
 from fastformer.ops._dropout import drop, resolve_dropout
-from fastformer.ops._library import define_op
+from fastformer.ops._library import OPS, define_op
 
 
 def add_layer_norm_reference(
@@ -243,6 +243,7 @@ register_autograd(
     "add_layer_norm_fwd", _backward, setup_context=_setup_context, differentiable_backward=_differentiable_backward
 )
 forbid_double_backward("add_layer_norm_bwd")
+_OP = OPS["add_layer_norm_fwd"]
 
 
 def add_layer_norm(
@@ -277,6 +278,25 @@ def add_layer_norm(
     Raises:
         ValueError: shapes that do not agree, an integer x, dropout_p outside [0, 1].
     """
+    args = (x, residual, weight, bias, eps, dropout_p, dropout_seed, rms_norm)
+    found = None if torch.compiler.is_compiling() else _OP.repeat(args)
+    if found is None:
+        args = _checked(*args)
+        found = _fwd(*args)
+    return found[0], x if residual is None and dropout_p == 0.0 else found[1]
+
+
+def _checked(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    rms_norm: bool,
+) -> tuple[Any, ...]:
+    """The arguments of the op."""
     check_features(x)
     if residual is not None and (
         not isinstance(residual, Tensor) or residual.shape != x.shape or not residual.is_floating_point()
@@ -286,5 +306,7 @@ def add_layer_norm(
     check_vector("bias", bias, x.shape[-1])
     check_number("eps", eps, 0)
     dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, x.device)
-    y, residual_out, _, _ = _fwd(x, residual, weight, bias, eps, dropout_p, dropout_seed, rms_norm)
-    return y, x if residual is None and dropout_p == 0.0 else residual_out
+    args = (x, residual, weight, bias, eps, dropout_p, dropout_seed, rms_norm)
+    if not torch.compiler.is_compiling():
+        _OP.settle(args)
+    return args

@@ -6,7 +6,7 @@ anything of size seqlen_q * seqlen_k; the kernels recompute the weights from lse
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
@@ -141,6 +141,7 @@ register_autograd(
     "attention_fwd", _backward, setup_context=_setup_context, differentiable_backward=_differentiable_backward
 )
 forbid_double_backward("attention_bwd")
+_OP = OPS["attention_fwd"]
 
 
 def why_no_kernel(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, softmax_scale: float) -> str | None:
@@ -191,6 +192,8 @@ def resolve_window(is_causal: bool, window_size: tuple[int | None, int | None]) 
     Raises:
         ValueError: window_size is not a pair of integers or None.
     """
+    if window_size == (None, None) and isinstance(is_causal, bool):
+        return None, 0 if is_causal else None
     if (
         not isinstance(window_size, tuple | list)
         or len(window_size) != 2
@@ -336,6 +339,12 @@ def attention(
     Raises:
         ValueError: shapes or dtypes that do not agree, a mask that does not broadcast, dropout_p outside [0, 1].
     """
+    is_bare = attn_mask is None and seqlens_k is None and not torch.compiler.is_compiling()
+    if is_bare and softmax_scale is None and type(q) is Tensor and q.dim() == 4 and q.shape[3] > 0:
+        left, right = resolve_window(is_causal, window_size)
+        found = _OP.repeat((q, k, v, None, None, q.shape[3] ** -0.5, left, right, dropout_p, dropout_seed))
+        if found is not None:
+            return found if return_lse else cast(Tensor, found[0])
     q, k, v = autocast("attention", q, k, v)
     check_heads(q, k, v, 4, "(batch, seqlen, num_heads, head_dim)")
     if q.shape[0] != k.shape[0]:
@@ -344,5 +353,8 @@ def attention(
     left, right = resolve_window(is_causal, window_size)
     dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, q.device)
     scale = resolve_scale(softmax_scale, q.shape[-1])
-    out, lse = _fwd(q, k, v, expand_mask(attn_mask, q, k), seqlens_k, scale, left, right, dropout_p, dropout_seed)
+    args = (q, k, v, expand_mask(attn_mask, q, k), seqlens_k, scale, left, right, dropout_p, dropout_seed)
+    if is_bare:
+        _OP.settle(args)
+    out, lse = _fwd(*args)
     return (out, lse) if return_lse else out

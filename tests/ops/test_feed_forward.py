@@ -205,14 +205,20 @@ def test_backward_is_asked_for_where_something_learns(
     learns: str | None, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = sys.modules["fastformer.ops.feed_forward"]
-    asked, op = [], module._fwd
+    asked, op, repeat = [], module._fwd, module._OP.repeat
 
     def watched(*args: Any) -> tuple[Tensor, Tensor]:
         asked.append(args[-1])
         out: tuple[Tensor, Tensor] = op(*args)
         return out
 
+    def repeated(args: tuple[Any, ...]) -> Any:
+        if (found := repeat(args)) is not None:
+            asked.append(args[-1])
+        return found
+
     monkeypatch.setattr(module, "_fwd", watched)
+    monkeypatch.setattr(module._OP, "repeat", repeated)
     inputs = make_inputs((4, 16), 24, "gelu", device)
     if learns is not None:
         inputs[learns].requires_grad_()
