@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, starmap
+from itertools import chain, repeat, starmap
 from operator import is_
 from types import BuiltinFunctionType, MappingProxyType, ModuleType
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -317,6 +317,7 @@ class Guards:
         places += functions
         tensors = [each["_parameters"] for each in whole]
         sized = [*spaces, *partly, *tensors]
+        spaces = [space for space in spaces if space]  # an empty one of the same size has no values
         self._record = (
             *(kinds, every, tuple(names), tuple(map(own.get, names))),
             *(tuple(sized), (len(own), *map(len, sized))),
@@ -327,26 +328,50 @@ class Guards:
 
     def hold(self, owner: nn.Module) -> bool:
         """Whether everything is as it was, of the owner and inside of it."""
-        return _hold()(owner, self._record)
+        in_cpp = _extension.host_function("guards_hold")
+        return self._hold(owner) if in_cpp is None else bool(in_cpp(owner, self._record))
+
+    def _hold(self, owner: nn.Module) -> bool:
+        """`hold` without the C++ extension: built-in functions over flat columns, and no line of Python a place."""
+        kinds, modules, names, own_values, sized, sizes, *_, tensors, types = self._record
+        own, columns = vars(owner), self._columns
+        return (
+            all(map(is_, kinds, map(type, (owner, *modules))))
+            and sizes == (len(own), *map(len, sized))
+            and all(map(is_, own_values, map(own.get, names)))
+            and all(map(is_, columns.values, chain.from_iterable(map(dict.values, columns.spaces))))
+            and all(map(is_, columns.expected, columns.found()))
+            and all(map(is_, types, map(type, chain.from_iterable(map(dict.values, tensors)))))
+        )
+
+    @functools.cached_property
+    def _columns(self) -> _Columns:
+        *_, spaces, values, places, expected, _, _ = self._record
+        return _Columns(spaces, values, [*zip(places, expected, strict=True)])
 
 
-def _guards_hold(owner: nn.Module, record: tuple[tuple[Any, ...], ...]) -> bool:
-    """`Guards.hold`, which the C++ extension says in a tenth of the time."""
-    kinds, modules, names, own_values, sized, sizes, spaces, values, places, expected, tensors, types = record
-    own = vars(owner)
-    return (
-        all(map(is_, kinds, map(type, (owner, *modules))))
-        and sizes == (len(own), *map(len, sized))
-        and all(map(is_, own_values, map(own.get, names)))
-        and all(map(is_, values, chain.from_iterable(map(dict.values, spaces))))
-        and all(map(is_, expected, starmap(_look_up, places)))
-        and all(map(is_, types, map(type, chain.from_iterable(map(dict.values, tensors)))))
-    )
+class _Columns:
+    """The places of guards by the built-in function that looks them up, each holder and each name in a column."""
 
+    def __init__(
+        self,
+        spaces: tuple[dict[str, Any], ...],
+        values: tuple[object, ...],
+        places: list[tuple[tuple[object, str], object]],
+    ) -> None:
+        self.spaces, self.values = spaces, values
+        dicts = [each for each in places if isinstance(each[0][0], dict)]
+        proxies = [each for each in places if isinstance(each[0][0], MappingProxyType)]
+        others = [each for each in places if not isinstance(each[0][0], dict | MappingProxyType)]
+        self.expected = [expected for _, expected in (*dicts, *proxies, *others)]
+        self._parts = [
+            (look_up, [holder for (holder, _), _ in part], [name for (_, name), _ in part], repeat(None))
+            for look_up, part in ((dict.get, dicts), (MappingProxyType.get, proxies), (getattr, others))
+        ]
 
-@functools.cache
-def _hold() -> Callable[[nn.Module, tuple[tuple[Any, ...], ...]], bool]:
-    return _extension.host_function("guards_hold") or _guards_hold
+    def found(self) -> Iterator[object]:
+        """What the places hold now."""
+        return chain.from_iterable(starmap(map, self._parts))
 
 
 def _look_up(holder: object, name: str) -> object:

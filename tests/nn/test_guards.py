@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import fastformer.nn as fnn
-from fastformer.nn import guards as guards_module
 from fastformer.nn.guards import Guards, Plans
-from fastformer.ops import record_backends, use_backend
+from fastformer.ops import _extension, record_backends, use_backend
+from tests.checks import assert_accurate
 from tests.nn.comparing import randomised
 
 
@@ -64,7 +64,7 @@ WATCHED = ("class", "part", "whole")
 @pytest.mark.parametrize("name", CHANGES)
 def test_guards_hold_until_something_changes(name, watched, language, monkeypatch):
     if language == "Python":
-        monkeypatch.setattr(guards_module, "_hold", lambda: guards_module._guards_hold)
+        monkeypatch.setattr(_extension, "host_function", lambda name: None)
     model = Model(nn.Linear(2, 2), nn.ReLU())
     inside = {"class": {"strangers": model.children()}, "part": {"modules": model.children()}}
     options: Any = inside.get(watched, {"wholly": model.children()})
@@ -136,13 +136,14 @@ def test_layers_are_freed_with_their_stack():
         gc.enable()
 
 
+KINDS: list[dict[str, Any]] = [
+    {}, {"norm_first": True}, {"norm": "rms", "activation": "swiglu", "bias": False}, {"num_kv_heads": 1},
+    {"norm_first": True, "window_size": (2, 1), "activation": "gelu"},
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("mask", [None, "causal", "band", "padding"])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"norm_first": True}, {"norm": "rms", "activation": "swiglu", "bias": False}, {"num_kv_heads": 1},
-     {"norm_first": True, "window_size": (2, 1), "activation": "gelu"}],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("options", KINDS, ids=str)
 def test_one_call_in_evaluation_gives_what_the_ops_give(options, mask):
     stack, x = encoder(**options)
     given: dict[str, Any] = {}
@@ -170,6 +171,34 @@ def test_a_stack_in_evaluation_compiles_to_one_graph():
     with torch.no_grad():
         expected = stack(x)
         torch.testing.assert_close(torch.compile(stack, backend="eager", fullgraph=True)(x), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_one_call_in_evaluation_is_accurate(options, dtype, monkeypatch):
+    exact, x = encoder(**options)
+    stack, x = copy.deepcopy(exact).to(dtype), x.to(dtype)
+    exact.load_state_dict(stack.state_dict())  # the rounded weights
+    given = [{}, {"is_causal": True}, {"src_key_padding_mask": torch.arange(5) >= torch.tensor([[5], [3]])}]
+    results: list[Tensor | None] = []
+    function = _extension.function
+
+    def noted(name: str) -> Any:
+        found: Any = function(name)
+
+        def call(*args: Any) -> Any:
+            results.append(found(*args))
+            return results[-1]
+
+        return call if name == "encoder_stack" else found
+
+    for masks in given:
+        with torch.no_grad(), monkeypatch.context() as patched:
+            patched.setattr(_extension, "function", noted)
+            ours = stack(x, **masks)
+        assert results.pop() is not None and not results, "one call for all layers"
+        with torch.no_grad(), use_backend("reference"):
+            assert_accurate(ours, stack(x, **masks), exact(x.double(), **masks))
 
 
 def test_a_forward_of_the_librarys_own_class_that_was_replaced_is_called(monkeypatch):
