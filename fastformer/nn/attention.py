@@ -239,10 +239,8 @@ class MultiheadAttention(nn.Module):
         """`forward` without the distribution, for a layer that knows the attention's plan; no nested tensors.
 
         With a shape, those of a batch's first two dimensions, the query is the batch's rows, (rows, embed_dim), and its
-        own key and value, without anything else but masks: products of rows need no views around them.
+        own key and value, without anything but masks: products of rows need no views around them.
         """
-        if shape is not None and attn_mask is None and key_padding_mask is None:
-            return self._attend_rows(plan, query, is_causal, shape)
         is_packed = layout is not None and layout.is_packed
         if (cache is not None or is_packed) and (attn_mask is not None or key_padding_mask is not None):
             raise InputError("expected need_weights=False and no mask along with a cache or a packed layout")
@@ -256,20 +254,6 @@ class MultiheadAttention(nn.Module):
                                 rotary, position_bias, shape)  # fmt: skip
         attended = attention(call.q, call.k, call.v, **self._dropout(call.q), **call.options)
         return self._output(plan, attended, query, shape)
-
-    def _attend_rows(self, plan: AttentionPlan, x: Tensor, is_causal: bool, shape: tuple[int, int]) -> Tensor:
-        """`attend` with a shape and no mask, which may take less time than the kernels where batches are small."""
-        q, k, v = self._project(x, x, x, shape)
-        if not self.batch_first:
-            q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
-        dropout_p = self.dropout if self.training else 0.0
-        attended = attention(
-            q, k, v, window_size=self._window(is_causal, 0), dropout_p=dropout_p,
-            dropout_seed=dropout_seed(dropout_p, q.device),
-        )  # fmt: skip
-        if not self.batch_first:
-            attended = attended.transpose(0, 1)
-        return self._project_out(plan, attended.reshape(x.shape))
 
     def _dense_call(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, attn_mask: Tensor | None,
@@ -290,6 +274,8 @@ class MultiheadAttention(nn.Module):
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
         elif not self.batch_first:
             q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+        if shape is not None and attn_mask is None and key_padding_mask is None:  # a small batch feels what follows
+            return _DenseCall(q, k, v, {"window_size": self._window(is_causal, 0)})
         if q.shape[0] != k.shape[0] or k.shape[:2] != v.shape[:2]:
             raise InputError(
                 f"expected query, key and value of one batch, key and value of one length; got {tuple(query.shape)}, "
