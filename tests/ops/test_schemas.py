@@ -46,11 +46,13 @@ LEFT_OUT = {
     "linear_cross_entropy_fwd_bwd": {"output_mask"},
     "decode_attention": {"cos", "sin", "interleaved"},
 }
+# Made of several ops; a stack's plan calls it by itself.
+WITHOUT_OP = {"encoder_stack"}
 CPP = _schemas("fastformer_cpp")
 PYTHON = _schemas("fastformer")
 
 
-@pytest.mark.parametrize("name", sorted(CPP))
+@pytest.mark.parametrize("name", sorted(CPP.keys() - WITHOUT_OP))
 def test_equals_the_op(name: str) -> None:
     assert name in PYTHON, f"torch.ops.fastformer has no {name}"
     arguments, results = _described(PYTHON[name])
