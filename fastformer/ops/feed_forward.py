@@ -249,7 +249,7 @@ def feed_forward(
     Raises:
         ValueError: shapes or dtypes that do not agree, an unknown activation, dropout_p outside [0, 1].
     """
-    if x.__class__ is Tensor and x.dim() == 2 and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and type(x) is Tensor and x.dim() == 2:
         needs_saved = needs_gradient(x, weight1, bias1, weight2, bias2)
         found = _OP.repeat((x, weight1, bias1, weight2, bias2, activation, dropout_p, dropout_seed, needs_saved))
         if found is not None:
@@ -279,7 +279,7 @@ def feed_forward(
     # will be a backward pass. A trace has to be the same when it is taken again to check it, with gradients or without.
     needs_saved = torch._C._get_tracing_state() is not None or needs_gradient(x, weight1, bias1, weight2, bias2)
     args = (rows, weight1, bias1, weight2, bias2, activation, dropout_p, dropout_seed, needs_saved)
-    if x.dim() == 2 and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and x.dim() == 2:
         _OP.settle(args)
     out = _fwd(*args)[0]
     return out if x.dim() == 2 else out.reshape(*x.shape[:-1], weight2.shape[0])
