@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import pickle
 import weakref
 from collections.abc import Callable
@@ -83,8 +84,8 @@ def test_guards_hold_until_something_changes(name, watched, language, monkeypatc
 
 
 def test_plans_are_made_once_and_by_each_copy():
-    made: list[Any] = []
-    plans: Plans[int] = Plans("_test_plan", lambda module: made.append(type(module)) or len(made))
+    count = itertools.count(1)
+    plans: Plans[int] = Plans("_test_plan", lambda module: next(count))
     model = nn.Sequential(nn.Linear(2, 2))
     assert [plans.of(model), plans.of(model)] == [1, 1]
     model.eval()
