@@ -1,5 +1,6 @@
-// What fastformer/ops/_eager.py and kernels/_plans.py ask of the arguments of every call, and nn/guards.py of the modules
-// of a stack. All have it in Python, too, where the answers about six tensors take as long as the launch of a kernel.
+// What fastformer/ops/_eager.py and kernels/_plans.py ask of the arguments of every call, and nn/guards.py of the
+// modules of a stack. All have it in Python, too, where the answers about six tensors take as long as the launch of a
+// kernel.
 
 #include <ATen/Context.h>
 #include <c10/core/DispatchKeySet.h>
@@ -115,7 +116,8 @@ py::tuple device_of(const py::tuple& args, const py::dict& places) {
   return py::make_tuple(py::handle(names[seen == cuda]), requires_grad);
 }
 
-// Whether a place (a dictionary, the `vars` of a class, or an object, and a name) holds an object; None where it holds nothing.
+// Whether a place (a dictionary, the `vars` of a class, or an object, and a name) holds an object; None where it holds
+// nothing.
 bool place_holds(PyObject* place, PyObject* expected) {
   PyObject *const holder = PyTuple_GET_ITEM(place, 0), *const name = PyTuple_GET_ITEM(place, 1);
   if (PyDict_Check(holder)) {
@@ -138,7 +140,8 @@ bool guards_hold(const py::handle owner, const py::tuple& record) {
     parts[i] = PyTuple_GET_ITEM(record.ptr(), i);
     if (!PyTuple_Check(parts[i])) throw py::type_error("guards_hold: expected tuples");
   }
-  const auto [kinds, modules, names, own_values, sized, sizes, spaces, values, places, expected, tensors, types] = parts;
+  const auto [kinds, modules, names, own_values, sized, sizes, spaces, values, places, expected, tensors, types] =
+      parts;
   const Py_ssize_t num_modules = PyTuple_GET_SIZE(modules);
   if (PyTuple_GET_ITEM(kinds, 0) != reinterpret_cast<PyObject*>(Py_TYPE(owner.ptr()))) return false;
   for (Py_ssize_t i = 0; i < num_modules; ++i)

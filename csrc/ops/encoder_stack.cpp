@@ -143,8 +143,8 @@ std::optional<Tensor> encoder_stack(const Tensor& x, const c10::List<std::option
   if (x.dim() != (cu_seqlens ? 2 : 3) || !is_plain(x) || x.numel() == 0 || x.size(-1) % num_heads != 0)
     return std::nullopt;
   const std::vector<OptionalTensor> given = tensors.vec();
-  const Stack stack{num_heads,  num_kv_heads, activation, norm_first, rms_norm,    multiplies[0], multiplies[1],
-                    attn_mask,  seqlens_k,    cu_seqlens, max_seqlen, window_left, window_right};
+  const Stack stack{num_heads, num_kv_heads, activation, norm_first, rms_norm,    multiplies[0], multiplies[1],
+                    attn_mask, seqlens_k,    cu_seqlens, max_seqlen, window_left, window_right};
   std::vector<Layer> layers;
   for (size_t i = 0; i < num_layers; ++i) layers.emplace_back(given.data() + i * Layer::kTensors, eps.data() + 2 * i);
   for (const Layer& layer : layers)
@@ -177,8 +177,8 @@ std::optional<Tensor> encoder_stack(const Tensor& x, const c10::List<std::option
     else
       std::tie(y, residual) =
           stack.normalise(residual, std::nullopt, layer.norm1_weight, layer.norm1_bias, layer.eps1, rms_norm);
-    std::tie(y, residual) = stack.normalise(stack.attend(y, layer), residual, layer.norm2_weight, layer.norm2_bias,
-                                            layer.eps2, rms_norm);
+    std::tie(y, residual) =
+        stack.normalise(stack.attend(y, layer), residual, layer.norm2_weight, layer.norm2_bias, layer.eps2, rms_norm);
     delta = stack.feed_forward(y, layer);
   }
   if (!delta) return has_final_norm ? end(residual, std::nullopt) : residual;

@@ -33,8 +33,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_layer_norm_fwd(
 
 std::tuple<at::Tensor, at::Tensor> feed_forward_fwd(const at::Tensor& x, const at::Tensor& weight1,
                                                     const std::optional<at::Tensor>& bias1, const at::Tensor& weight2,
-                                                    const std::optional<at::Tensor>& bias2,
-                                                    std::string_view activation, double dropout_p,
-                                                    const std::optional<at::Tensor>& dropout_seed, bool needs_saved);
+                                                    const std::optional<at::Tensor>& bias2, std::string_view activation,
+                                                    double dropout_p, const std::optional<at::Tensor>& dropout_seed,
+                                                    bool needs_saved);
 
 }  // namespace fastformer
