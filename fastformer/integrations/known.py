@@ -59,7 +59,9 @@ def register(source: ModuleType) -> None:
         return
     known = _FUNCTIONS.setdefault(source.__name__, {})
     for name, value in vars(source).items():
-        is_asked = isinstance(value, FunctionType) and value.__module__.split(".")[0] not in sys.stdlib_module_names
+        is_asked = (
+            isinstance(value, FunctionType) and (value.__module__ or "").split(".")[0] not in sys.stdlib_module_names
+        )
         if known.get(name) is None and (is_asked or name in known or name in _LOSSES):
             is_own = is_written_in(value, transformers, torch) or value is getattr(nn, name, None)
             known[name] = value if is_own else None
