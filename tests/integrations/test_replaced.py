@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
 from transformers import activations, pytorch_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -219,11 +218,3 @@ assert calls == [True, True], calls
 
 def test_what_was_replaced_before_we_came():
     subprocess.run([sys.executable, "-c", EARLY], check=True)
-
-
-def test_a_function_that_says_no_module_is_one_among_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unnamed() -> None: ...
-
-    unnamed.__module__ = None  # type: ignore[assignment]  # as in those that are made from code at run time
-    monkeypatch.setattr(sys.modules[transformers.BertModel.__module__], "unnamed", unnamed, raising=False)
-    fastformer.accelerate(nn.Linear(2, 2))
