@@ -11,8 +11,8 @@ from transformers import activations
 
 from fastformer.integrations.known import is_known
 from fastformer.nn.dropout import active_dropout, dropout_seed
-from fastformer.nn.guards import is_plain, is_plain_dropout, is_written_as_known, norm_settings
-from fastformer.nn.layers import join
+from fastformer.nn.guards import is_plain, is_plain_dropout, is_watched, is_written_as_known
+from fastformer.nn.layers import find_norm_plan
 from fastformer.nn.linear import LINEARS, project
 from fastformer.ops import add_layer_norm
 from fastformer.ops import feed_forward as feed_forward_op
@@ -30,11 +30,12 @@ def add_and_norm(x: Tensor, residual: Tensor, dropout_p: float, norm: nn.Module)
 
 def join_residual(x: Tensor, residual: Tensor, dropout_p: float, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """(norm(dropout(x) + residual), the sum), in one op if the norm is plain."""
-    if norm_settings(norm) is None:
+    plan = None if is_watched() else find_norm_plan(norm)
+    if plan is None:
         total = F.dropout(x, dropout_p) + residual
         return norm(total), total
     dtype = torch.promote_types(x.dtype, residual.dtype)
-    return join(x.to(dtype), residual, dropout_p, norm)
+    return plan.join(x.to(dtype), residual, dropout_p)
 
 
 def fused_activation(activation: object) -> str | None:

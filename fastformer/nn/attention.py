@@ -45,7 +45,7 @@ class AttentionPlan(NamedTuple):
     """How an attention computes, as far as its modules and its class decide it.
 
     Attributes:
-        replaced: the function that is called instead, which somebody put in the place of torch.nn's.
+        replaced: the function that is called instead, because it was put in the place of torch.nn's.
         out_proj: the parameters of the output projection; None where that is called.
     """
 

@@ -34,7 +34,7 @@ _KINDS: tuple[type[nn.Module], ...] = (
     *(nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer),
 )
 # What they were written to do: people replace the forward of a class, too, its call, and the functions behind it.
-# None, here and below: somebody had done so before they were known.
+# None, here and below: it was replaced before this module was imported.
 FORWARDS: dict[type[nn.Module], object] = {}
 # The seams of torch.nn's layers, which their forwards call.
 BLOCKS: dict[type[nn.Module], dict[str, object]] = {
@@ -63,7 +63,7 @@ def is_written_in(function: object, *packages: ModuleType) -> bool:
 
 
 def if_written_in(functions: Iterable[object], *packages: ModuleType) -> tuple[object, ...]:
-    """The functions as they are found, and None for each that somebody had replaced before."""
+    """The functions as they are found, and None for each that was replaced before."""
     return tuple(each if is_written_in(each, *packages) else None for each in functions)
 
 
@@ -72,7 +72,7 @@ _FUNCTIONS = if_written_in(_functions(), nn)
 
 
 def is_watched() -> bool:
-    """Whether somebody sees or changes what modules and functions do everywhere."""
+    """Whether a global hook, a mode or a replaced function sees or changes what all modules do."""
     if torch_module._has_any_global_hook():
         return True
     if torch.compiler.is_compiling():
@@ -111,15 +111,15 @@ def has_plain_call(module: nn.Module) -> bool:
 
 
 def is_written_as_known(kind: type[nn.Module]) -> bool:
-    """Whether nobody replaced the forward of a class that is known, or of the known one that it is derived from.
+    """Whether the forward of a known class, or of the known one that it is derived from, was not replaced.
 
-    Nor the blocks of a layer of torch.nn, nor the functions by which its attention attends.
+    The same holds for the blocks of a layer of torch.nn, and for the functions by which its attention attends.
     """
     return replacement(kind) is None
 
 
 class Replacement(NamedTuple):
-    """What somebody put in the place of what a class was written to do; see `is_written_as_known`."""
+    """What was put in the place of what a class was written to do; see `is_written_as_known`."""
 
     original: Any  # the class
     replaced: str
@@ -209,22 +209,8 @@ def given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-class NormSettings(NamedTuple):
-    """A plain norm, in the terms of `ops.add_layer_norm`."""
-
-    weight: Tensor | None
-    bias: Tensor | None
-    eps: float
-    rms_norm: bool
-
-
-def norm_settings(norm: object) -> NormSettings | None:
-    """What a plain norm of the last dimension computes; None for anything else."""
-    return read_norm(norm) if is_untouched_norm(norm) and not is_watched() else None
-
-
 def is_untouched_norm(norm: object) -> bool:
-    """Whether `read_norm` says all about a norm, for who has asked `is_watched`."""
+    """Whether a norm is a plain one of the last dimension, for code that has asked `is_watched`."""
     return (
         is_untouched(norm, AddLayerNorm, nn.LayerNorm, nn.RMSNorm)
         and isinstance(norm, nn.LayerNorm | nn.RMSNorm)
@@ -232,13 +218,6 @@ def is_untouched_norm(norm: object) -> bool:
         and norm.eps is not None
         and not (isinstance(norm, AddLayerNorm) and norm.dropout and norm.training)
     )
-
-
-def read_norm(norm: object) -> NormSettings:
-    """What a norm of the last dimension computes, of one that is known to be plain."""
-    assert isinstance(norm, nn.LayerNorm | nn.RMSNorm) and norm.eps is not None
-    is_rms = norm.rms_norm if isinstance(norm, AddLayerNorm) else isinstance(norm, nn.RMSNorm)
-    return NormSettings(norm.weight, getattr(norm, "bias", None), norm.eps, is_rms)
 
 
 def is_traced() -> bool:

@@ -30,7 +30,6 @@ from fastformer.nn.guards import (
     is_untouched,
     is_untouched_norm,
     is_watched,
-    read_norm,
     replacement,
 )
 from fastformer.nn.layout import SequenceLayout
@@ -66,13 +65,13 @@ def find_norm_plan(norm: object) -> NormPlan | None:
     """The plan of a norm of the last dimension; None for anything else."""
     if not is_untouched_norm(norm):
         return None
-    assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
-    settings = read_norm(norm)
+    assert isinstance(norm, nn.LayerNorm | nn.RMSNorm) and norm.eps is not None
     # The replicas of DataParallel, among others, have their parameters elsewhere.
     expected = ("weight",) if type(norm) is nn.RMSNorm else ("weight", "bias")
     if any(name not in norm._parameters for name in expected):
         return None
-    return NormPlan(norm, norm._parameters, settings.eps, settings.rms_norm)
+    rms_norm = norm.rms_norm if isinstance(norm, AddLayerNorm) else isinstance(norm, nn.RMSNorm)
+    return NormPlan(norm, norm._parameters, norm.eps, rms_norm)
 
 
 class ResidualStream(NamedTuple):
@@ -96,13 +95,6 @@ class ResidualStream(NamedTuple):
         return norm.join(self.delta, self.residual, self.dropout_p)
 
 
-def join(x: Tensor, residual: Tensor, dropout_p: float, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """(norm(dropout(x) + residual), the sum), of a norm that `norm_settings` knows."""
-    weight, bias, eps, rms_norm = read_norm(norm)
-    seed = dropout_seed(dropout_p, x.device)
-    return add_layer_norm(x, residual, weight, bias, eps=eps, rms_norm=rms_norm, dropout_p=dropout_p, dropout_seed=seed)
-
-
 def _post_norm(x: Tensor, residual: Tensor, dropout: nn.Module, norm: NormPlan) -> Tensor:
     """norm(dropout(x) + residual), in the sum's dtype: under autocast a post-norm layer's stream stays fp32."""
     if x.dtype != residual.dtype:
@@ -114,7 +106,7 @@ class LayerPlan(NamedTuple):
     """How a layer computes, as far as its modules and its class decide it.
 
     Attributes:
-        replaced: the function that is called instead, which somebody put in the place of torch.nn's.
+        replaced: the function that is called instead, because it was put in the place of torch.nn's.
         norms, dropouts: of the sub-layers in turn, which are fused with the additions; () where each module, and each
             block that a subclass may override, is called.
         adds_masks: whether blocks or attention of another class get masks that are added, as torch.nn's layer gives.
@@ -597,5 +589,5 @@ class TransformerDecoderLayer(_Layer):
     _blocks = {"_sa_block": _sa_block, "_mha_block": _mha_block, "_ff_block": _ff_block}
 
 
-# As they are written here: somebody may put others in their place.
+# As they are written here: other code may put others in their place.
 _FORWARDS = (TransformerEncoderLayer.forward, TransformerDecoderLayer.forward)

@@ -101,7 +101,7 @@ class StackPlan(NamedTuple):
     """How a stack computes, as far as its modules decide it.
 
     Attributes:
-        replaced: the function that is called instead, which somebody put in the place of torch.nn's.
+        replaced: the function that is called instead, because it was put in the place of torch.nn's.
         layers: the plans of the layers that the stack computes without a call; None in the place of the others.
         norm: the plan of the final norm; None where there is none, or it is called.
         streams: whether the last addition of each layer joins the first norm of the next one.

@@ -8,6 +8,7 @@ import importlib
 import subprocess
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import fastformer
 from fastformer import functional as sdpa
-from fastformer.integrations.known import RETURNS_TUPLES
+from fastformer.integrations.known import RETURNS_TUPLES, register
 from tests.integrations import families as small
 from tests.integrations.families import IDS, RIGHT, TARGETS, exactly
 
@@ -218,3 +219,10 @@ assert calls == [True, True], calls
 
 def test_what_was_replaced_before_we_came():
     subprocess.run([sys.executable, "-c", EARLY], check=True)
+
+
+def test_a_function_that_names_no_module_is_registered_like_others() -> None:
+    source = ModuleType("transformers.models.made_up.modeling_made_up")
+    source.unnamed = lambda: None  # type: ignore[attr-defined]
+    source.unnamed.__module__ = None  # as of functions that are made from code at run time
+    register(source)
