@@ -162,10 +162,10 @@ class Op:
         if not checks.is_fast or not _eager.nothing_watches() or torch._C._is_any_autocast_enabled():
             return None
         device, requires_grad = checks.device_of(args, self.places)
-        if device is None or checks.geometry(args) not in self.checked:
+        if device is None or (key := checks.geometry(args)) not in self.checked:
             return None
         if not requires_grad or not torch.is_grad_enabled():
-            return self.run(PREFERRED[device], args)
+            return self.run(PREFERRED[device], args, key)
         return None if self.apply is None or _eager.autograd_is_excluded() else self.apply(*args)
 
     def settle(self, args: tuple[Any, ...]) -> None:
@@ -178,30 +178,32 @@ class Op:
         """The arguments of a call by the schema's names."""
         return dict(zip(self.arguments, args))  # noqa: B905 (every call comes here: their numbers were compared)
 
-    def run(self, preferred: str, args: tuple[Any, ...]) -> Any:
-        """The results of a call, below autograd, on the preferred backend or the one that is chosen in its place."""
+    def run(self, preferred: str, args: tuple[Any, ...], key: Hashable | None = None) -> Any:
+        """The results of a call, below autograd, on the preferred backend or the one that is chosen in its place.
+
+        Args:
+            preferred: the backend that the device suggests.
+            args: by the schema's order.
+            key: their geometry, if the caller knows it.
+        """
         device = args[0].device
         if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(device.type):
             # The public function has cast already. Inside any backend, autocast would take fp32 products down again.
             with torch.autocast(device.type, enabled=False):
                 return self.run(preferred, args)
-        plan = key = None
         wanted = _forced_backend.get() or preferred
-        if wanted == "triton":
+        has_cpp = wanted == "cpp" and cpp_kernel(self.name) is not None
+        if key is None and (has_cpp or wanted == "triton"):
             key = _eager.argument_checks().geometry(args)
-            plan = self.plans.get(key)
-        if plan is not None:
+        plan = self.plans.get(key) if wanted == "triton" else None
+        # What C++ can take follows from the geometry, and is asked once.
+        if plan is not None or (has_cpp and key in self.taken):
             backend = wanted
-        elif wanted == "cpp" and cpp_kernel(self.name) is not None:
-            # What C++ can take follows from the geometry, and is asked once.
-            key = _eager.argument_checks().geometry(args)
-            backend = wanted if key in self.taken else _choose(self, preferred, args)
-            if backend == wanted:
-                _remember(self.taken, key)
         else:
             backend = _choose(self, preferred, args)
-        for recorder in _recorders:
-            recorder.add((self.name, backend))
+            if has_cpp and backend == wanted:
+                _remember(self.taken, key)
+        note_backend(self.name, backend)
         if backend == "triton":
             if plan is None:
                 plan = self._plan(key, args)
