@@ -72,7 +72,7 @@ struct Stack {
   int64_t num_heads, num_kv_heads;
   std::string_view activation;
   bool norm_first, rms_norm, multiplies_in, multiplies_out;
-  OptionalTensor attn_mask, seqlens_k, cu_seqlens;
+  OptionalTensor attn_mask, cu_seqlens;
   int64_t max_seqlen;
   std::optional<int64_t> window_left, window_right;
 
@@ -108,7 +108,7 @@ struct Stack {
     const Tensor attended =
         cu_seqlens ? std::get<0>(varlen_attention_fwd(q, k, v, *cu_seqlens, *cu_seqlens, max_seqlen, max_seqlen, scale,
                                                       window_left, window_right, 0.0, std::nullopt))
-                   : std::get<0>(attention_fwd(q, k, v, attn_mask, seqlens_k, scale, window_left, window_right, 0.0,
+                   : std::get<0>(attention_fwd(q, k, v, attn_mask, std::nullopt, scale, window_left, window_right, 0.0,
                                                std::nullopt));
     return multiply(attended.view(x.sizes()), layer.out_weight, layer.out_bias, multiplies_out);
   }
@@ -130,9 +130,9 @@ std::optional<Tensor> encoder_stack(const Tensor& x, const c10::List<std::option
                                     at::ArrayRef<double> eps, int64_t num_heads, int64_t num_kv_heads,
                                     std::string_view activation, bool norm_first, bool rms_norm,
                                     std::optional<bool> final_rms_norm, std::array<bool, 2> multiplies,
-                                    const OptionalTensor& attn_mask, const OptionalTensor& seqlens_k,
-                                    const OptionalTensor& cu_seqlens, int64_t max_seqlen,
-                                    std::optional<int64_t> window_left, std::optional<int64_t> window_right) {
+                                    const OptionalTensor& attn_mask, const OptionalTensor& cu_seqlens,
+                                    int64_t max_seqlen, std::optional<int64_t> window_left,
+                                    std::optional<int64_t> window_right) {
   const bool has_final_norm = final_rms_norm.has_value();
   const size_t num_layers = (tensors.size() - 2 * has_final_norm) / Layer::kTensors;
   TORCH_CHECK(tensors.size() == num_layers * Layer::kTensors + 2 * has_final_norm &&
@@ -143,8 +143,8 @@ std::optional<Tensor> encoder_stack(const Tensor& x, const c10::List<std::option
   if (x.dim() != (cu_seqlens ? 2 : 3) || !is_plain(x) || x.numel() == 0 || x.size(-1) % num_heads != 0)
     return std::nullopt;
   const std::vector<OptionalTensor> given = tensors.vec();
-  const Stack stack{num_heads, num_kv_heads, activation, norm_first, rms_norm,    multiplies[0], multiplies[1],
-                    attn_mask, seqlens_k,    cu_seqlens, max_seqlen, window_left, window_right};
+  const Stack stack{num_heads,     num_kv_heads, activation, norm_first, rms_norm,    multiplies[0],
+                    multiplies[1], attn_mask,    cu_seqlens, max_seqlen, window_left, window_right};
   std::vector<Layer> layers;
   for (size_t i = 0; i < num_layers; ++i) layers.emplace_back(given.data() + i * Layer::kTensors, eps.data() + 2 * i);
   for (const Layer& layer : layers)
@@ -190,7 +190,7 @@ std::optional<Tensor> encoder_stack(const Tensor& x, const c10::List<std::option
 TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
   m.def(
       "encoder_stack(Tensor x, Tensor?[] tensors, float[] eps, int num_heads, int num_kv_heads, str activation, bool "
-      "norm_first, bool rms_norm, bool? final_rms_norm, bool[2] multiplies, Tensor? attn_mask, Tensor? seqlens_k, "
+      "norm_first, bool rms_norm, bool? final_rms_norm, bool[2] multiplies, Tensor? attn_mask, "
       "Tensor? cu_seqlens, int max_seqlen, int? window_left, int? window_right) -> Tensor?");
 }
 

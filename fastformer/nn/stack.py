@@ -86,9 +86,7 @@ class Evaluation(NamedTuple):
                 self.routes.clear()
             routes = self.routes[key] = [runs_as_op(x, *tensors[2:4]), runs_as_op(x, *tensors[4:6])]
         cu_seqlens, max_seqlen = (None, 0) if layout is None else (layout.cu_seqlens, layout.max_seqlen)
-        out: Tensor | None = function(
-            x, tensors, *self.settings, routes, mask, None, cu_seqlens, max_seqlen, left, right
-        )
+        out: Tensor | None = function(x, tensors, *self.settings, routes, mask, cu_seqlens, max_seqlen, left, right)
         if out is not None:
             for is_ours in routes:
                 _library.note_backend("linear", "cpp" if is_ours else "torch")
