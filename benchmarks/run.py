@@ -9,7 +9,7 @@
     python -m benchmarks.run --op small_work small_work_training --publish   record, then write README's tables
 
 Cases are checked, and then timed in passes over all of them (24 at most at once), so that what a case gave in one
-minute is held against others; their rows are written when the last pass is over, or when somebody stops the run
+minute is held against others; their rows are written when the last pass is over, or when you stop the run
 (Ctrl-C, SIGTERM). `--rounds` are such passes, and `--seconds` is what a case may be timed for in all of them, further
 passes over what disagrees included.
 
@@ -122,7 +122,7 @@ class Run:
 def main(arguments: list[str] | None = None) -> int:
     """Runs what was asked for.
 
-    Returns 1 when a provider disagreed, 130 when somebody stopped it; exits with 2 where nothing fits the command.
+    Returns 1 when a provider disagreed, 130 when you stopped it; exits with 2 where nothing fits the command.
     """
     known = benchmarks()
     parser = _parser(sorted(known))

@@ -86,7 +86,7 @@ def _rows_kernel(
 ):
     """delta = rowsum(out * dout), lse with +inf for empty rows, dq = 0: for BLOCK_M rows of one plane of lse.
 
-    dq_ptr: None where nobody adds to dq.
+    dq_ptr: None where no program adds to dq.
     """
     plane = tl.program_id(0) // num_blocks
     first_row = (tl.program_id(0) % num_blocks) * BLOCK_M

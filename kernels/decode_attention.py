@@ -10,7 +10,7 @@ The walk is divided among `num_splits` programs, evenly whatever the lengths are
 grid depends on shapes alone, so a CUDA graph replays it with other lengths. A program without a share leaves at once.
 What the programs of a tile found is merged by a second kernel, where there are several.
 
-The program that begins a walk also writes the new keys and values into the cache. Nobody reads them there: their
+The program that begins a walk also writes the new keys and values into the cache. No program reads them there: their
 blocks come from k and v, so that no program waits for another.
 
 Where rotary tables are given, queries are turned as they are read, by their positions in the cache. The walk ends at

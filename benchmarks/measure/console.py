@@ -41,13 +41,13 @@ def table(row: Row) -> str:
 
 
 def is_quiet(row: Row) -> bool | None:
-    """Whether the ratio of ours to a row can be relied on, or its `speedup` where it has none; None: nobody knows."""
+    """Whether the ratio of ours to a row can be relied on, or its `speedup` where it has none; None: not known."""
     quiet = row.get("quiet") if row["provider"] in OURS else row.get("ours_quiet", row.get("quiet"))
     return quiet if quiet is None else bool(quiet)
 
 
 def doubt(row: Row) -> str | None:
-    """Why a row's `speedup` isn't to be relied on; None where it is, or where nobody knows."""
+    """Why a row's `speedup` isn't to be relied on; None where it is, or where it isn't known."""
     if row.get("quiet") is not False:
         return None
     if (row.get("uncertainty") or 0.0) > STEADY:

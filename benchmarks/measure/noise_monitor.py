@@ -81,7 +81,7 @@ class NoiseMonitor:
             self._began = self._samples[-1].when
 
     def end(self) -> bool | None:
-        """A turn ends: whether it was disturbed; None where nobody knows."""
+        """A turn ends: whether it was disturbed; None where it isn't known."""
         if self._proc is None:
             return None
         self._look()
@@ -92,7 +92,7 @@ class NoiseMonitor:
         while self._samples[0].when < then.when:
             self._samples.popleft()
         passed = now.when - then.when
-        # What ticks may add to a core by rounding is nobody's.
+        # What ticks may add to a core by rounding belongs to no process.
         rounding = self._cores / os.sysconf("SC_CLK_TCK")
         others = (now.busy - then.busy) - (now.own - then.own) - rounding
         taken = max(0.0, others - (self._cores - self._threads) * passed) + max(
@@ -101,7 +101,7 @@ class NoiseMonitor:
         return taken > ALLOWED * self._threads * passed
 
     def wait(self, seconds: float) -> None:
-        """Sleeps until nobody disturbs, for so long at most."""
+        """Sleeps until no process disturbs, for so long at most."""
         end = self._clock() + seconds
         while self._proc is not None and (left := end - self._clock()) > 0:
             self.begin()

@@ -37,7 +37,7 @@ class Field(NamedTuple):
 
 
 _TEXT, _NUMBER, _COUNT, _FLAG, _TABLE = (str,), (float, int), (int,), (bool,), (dict,)
-_UNKNOWN = (NoneType,)  # null: nobody knows, or it means nothing here
+_UNKNOWN = (NoneType,)  # null: not known, or it means nothing here
 
 FIELDS: dict[str, Field] = {
     # What was measured.
@@ -52,7 +52,7 @@ FIELDS: dict[str, Field] = {
     "data": Field(_TEXT, "what it was trained or measured on"),
     "batching": Field(_TEXT, "how batches were made up"),
     "neighbours": Field(_COUNT, "busy processes beside it"),
-    # Its time: medians and percentiles of turns that nobody disturbed, where there are enough of them.
+    # Its time: medians and percentiles of undisturbed turns, where there are enough of them.
     "ms_p50": Field(_NUMBER, "milliseconds of a call, the median"),
     "ms_p20": Field(_NUMBER, "the 20th percentile"),
     "ms_p80": Field(_NUMBER, "the 80th percentile"),
@@ -62,7 +62,7 @@ FIELDS: dict[str, Field] = {
     "ours_uncertainty": Field(_NUMBER + _UNKNOWN, "of `ours`, as `uncertainty` is of `speedup`"),
     "ours_quiet": Field(_FLAG + _UNKNOWN, "of `ours`, as `quiet` is of `speedup`"),
     "rounds": Field(_COUNT, "turns that were taken"),
-    "disturbed": Field(_NUMBER + _UNKNOWN, "the share of them that something disturbed; null: nobody watched"),
+    "disturbed": Field(_NUMBER + _UNKNOWN, "the share of them that something disturbed; null: not watched"),
     "slow": Field(_NUMBER, "the share of them that were beside a slow clock"),
     "passes": Field(_COUNT, "with time between them, that the rounds behind `speedup` are of"),
     "uncertainty": Field(
@@ -70,7 +70,7 @@ FIELDS: dict[str, Field] = {
         "half the 95 % interval of `speedup`, as a share of it, by how far its passes lie apart; null: it has one pass",
     ),
     "quiet": Field(
-        _FLAG + _UNKNOWN, "whether `speedup` is of undisturbed turns alone, and its passes agree; null: nobody watched"
+        _FLAG + _UNKNOWN, "whether `speedup` is of undisturbed turns alone, and its passes agree; null: not watched"
     ),
     "ms_step": Field(_NUMBER, "milliseconds of a step of decoding"),
     "ms_by_threads": Field(_TABLE, "threads -> ms_p50"),
@@ -178,7 +178,7 @@ def environment(device: str) -> dict[str, Any]:
     changes = _git("status", "--porcelain", "--untracked-files=no")
     return {
         "commit": _git("rev-parse", "--short", "HEAD") or "unknown",
-        "dirty": None if changes is None else bool(changes),  # None: nobody knows
+        "dirty": None if changes is None else bool(changes),  # None: not known
         "device": torch.cuda.get_device_name() if device == "cuda" else cpu_name(),
         "capability": torch.backends.cpu.get_cpu_capability()
         if device == "cpu"

@@ -65,7 +65,7 @@ class Turn(NamedTuple):
 
     Attributes:
         seconds: of a call.
-        disturbed: whether others took what it needed of the cores (None: nobody knows).
+        disturbed: whether others took what it needed of the cores (None: not known).
         slow: whether it was beside a slow clock.
     """
 
@@ -79,7 +79,7 @@ class Ratio(NamedTuple):
 
     Attributes:
         value: the median over the rounds of all passes.
-        quiet: whether it is from undisturbed turns of passes that agree, some at full clock (None: nobody knows).
+        quiet: whether it is from undisturbed turns of passes that agree, some at full clock (None: not known).
         passes: that had a round which counts.
         uncertainty: half of its 95 % interval, as a share of it, by how far the passes' ratios lie apart; None of one.
     """
@@ -136,7 +136,7 @@ class Rounds(Mapping[str, Timing]):
         return len(pairs) >= ENOUGH and len(passes) >= min(ENOUGH, len(set(self.passes)))
 
     def disturbed(self, name: str) -> float | None:
-        """The share of a function's turns that something disturbed; None where nobody knows."""
+        """The share of a function's turns that something disturbed; None where it isn't known."""
         turns = self.turns[name]
         return None if turns[0].disturbed is None else sum(bool(turn.disturbed) for turn in turns) / len(turns)
 
@@ -240,7 +240,7 @@ class Interleaved:
                 watcher.begin()
                 taken = self._turn(functions[name], 1 if self._device == "cuda" else repeats[name])
                 turns[name] = Turn(taken, watcher.end(), watcher.is_slow)
-            for name, turn in turns.items():  # whole rounds alone, if somebody stops it
+            for name, turn in turns.items():  # whole rounds alone, if you stop it
                 self.rounds.turns.setdefault(name, []).append(turn)
             self.rounds.passes.append(number)
             done += 1
@@ -265,7 +265,7 @@ def time_interleaved(
             when three times as many turns were taken.
         device: "cpu" or "cuda".
         seconds: about how long all of it may take, of which an eighth may be spent waiting for quiet.
-        watcher: None: one for as many threads as PyTorch has on a CPU; on a GPU nobody watches.
+        watcher: None: one for as many threads as PyTorch has on a CPU; a GPU isn't watched.
         anew: makes the functions on new copies of their inputs. It is called in each round on a CPU, if they are short.
     """
     timer = Interleaved(device)

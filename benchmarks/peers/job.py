@@ -36,7 +36,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Step:
-    """One forward pass, or one training step, of a model that somebody else wrote on its case's batch.
+    """One forward pass, or one training step, of another library's model on its case's batch.
 
     Attributes:
         results: a file to write what comes out to, with dropout off, as `models.Results`; None: it is timed alone.

@@ -1,4 +1,4 @@
-"""Models that somebody else wrote, with random weights and a batch each: what `fastformer.accelerate` is for."""
+"""Other libraries' models, with random weights and a batch each: what `fastformer.accelerate` is for."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Work:
     """A model, and what is done with it.
 
     Attributes:
-        model: as somebody wrote it.
+        model: as its library makes it.
         call: model -> its output at all positions, or the loss where it learns.
         keep: (batch, seqlen), True at real tokens.
-        inputs: the batch for those who run another form of the model, the mask last; empty where nobody does.
+        inputs: the batch for peers that run another form of the model, the mask last; empty where none does.
         learns: whether a turn is a training step.
     """
 

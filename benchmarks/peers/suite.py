@@ -69,7 +69,7 @@ def plans(suite: str, *, quick: bool) -> list[Plan]:
             Plan({"name": "gpt2"}, threads=one_or_all),
         ]
     if suite == "model":
-        # Batches that nobody would give to one thread alone.
+        # Batches that no user would give to one thread alone.
         if quick:
             small = (
                 "accelerated",

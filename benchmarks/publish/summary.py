@@ -49,7 +49,7 @@ class Comparison(NamedTuple):
 
     @property
     def is_unsteady(self) -> bool:
-        """Whether something disturbed it, or its passes disagree; False where nobody watched."""
+        """Whether something disturbed it, or its passes disagree; False where it wasn't watched."""
         return (row := self._of_rounds) is not None and is_quiet(row) is False
 
     @property

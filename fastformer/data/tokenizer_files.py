@@ -247,7 +247,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         raise ValueError(f"expected a run folder or a {TOKENIZER}, but there is no {file}")
     if file.is_dir():
         file = _in_folder(file)
-    if not file.is_file():  # nobody may ever write into a pipe
+    if not file.is_file():  # a pipe may never get a byte
         raise ValueError(f"expected a {TOKENIZER} or a SentencePiece model, got {file}, which is no file")
     return _sentencepiece(file) if file.suffix == ".model" else _tokenizer_json(file, _read_json(file))
 

@@ -147,7 +147,7 @@ def replacement(kind: type[nn.Module]) -> Replacement | None:
 def is_its_own(kind: type[nn.Module], *packages: ModuleType, method: str = "forward") -> bool:
     """Whether a class's method is what stands in its source, in one of these packages, by where it says it comes from.
 
-    For classes that may have been patched before anybody asks.
+    For classes that may have been patched before the first question.
     """
     owner = next(each for each in kind.__mro__ if method in vars(each))
     function: Any = vars(owner)[method]

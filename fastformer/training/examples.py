@@ -272,7 +272,7 @@ def _drawn(total: int, count: int, seed: int) -> set[int]:
 def number_texts(seed: int) -> tuple[Pairs, Pairs]:
     """The built-in task: 20,000 training pairs and 1,000 validation pairs of other numbers.
 
-    Those below a hundred are all trained on: nobody can guess what "zero" means.
+    Those below a hundred are all trained on: no reader can guess what "zero" means.
     """
     small = range(100)
     val = number_pairs(_VAL_NUMBERS, seed=seed + 1_000_000, exclude=set(small))

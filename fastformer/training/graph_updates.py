@@ -153,7 +153,7 @@ class _Inputs:
         ]
 
     def fill(self, values: Sequence[Tensor]) -> None:
-        """Copies values of the same shapes and dtypes in. On a GPU nobody waits for the copy."""
+        """Copies values of the same shapes and dtypes in. On a GPU the host doesn't wait for the copy."""
         # PyTorch gives pinned memory out again only once the copies from it are done.
         host = torch.empty(self.buffer.shape, dtype=torch.uint8, device="cpu", pin_memory=self._device.type == "cuda")
         for view, value in zip(self._views(host, values), values, strict=True):

@@ -68,7 +68,7 @@ def lines(ends, values=None, **shape):
 
 
 def test_there_is_a_line_for_each_module():
-    """A module with an experiment that nobody lists would never be run."""
+    """A module with an experiment that isn't listed would never be run."""
     own = {p.stem for p in FOLDER.glob("*.py") if re.search("^EXPERIMENT = ", p.read_text(encoding="utf-8"), re.M)}
     assert own == set(EXPERIMENTS)
     for name in EXPERIMENTS:

@@ -142,7 +142,7 @@ def test_each_way_of_being_wrong_is_told_before_anything_is_timed(
     assert list(outcome.wrong) == ["rival"] and says in outcome.wrong["rival"]
     assert timed == [{"fastformer", "power"}]
     assert run(dataclasses.replace(TOY, providers={"fastformer": provider, "power": square})).rows == []
-    assert len(timed) == 1  # what ours is wrong about is timed for nobody
+    assert len(timed) == 1  # where this library is wrong, no provider is timed
 
 
 @pytest.mark.parametrize(

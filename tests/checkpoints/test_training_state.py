@@ -173,7 +173,7 @@ def test_which_checkpoints_stay(tmp_path) -> None:
     for step in (2, 4, 6, 8):
         save_checkpoint(tmp_path, step, state(step), keep_last=3)
     assert stems(tmp_path) == [4, 6, 8]
-    (tmp_path / "checkpoints" / "step-best.pt").touch()  # somebody's own
+    (tmp_path / "checkpoints" / "step-best.pt").touch()  # the user's own
     save_checkpoint(tmp_path, 10, state(10), keep_last=1)
     assert stems(tmp_path) == [10] and (tmp_path / "checkpoints" / "step-best.pt").exists()
 

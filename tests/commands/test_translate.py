@@ -1,4 +1,4 @@
-"""`fastformer translate`: a line out for each line in, at once where somebody waits, and contradictions are said."""
+"""`fastformer translate`: a line out for each line in, at once where the reader waits, and contradictions are said."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_ctrl_c_ends_in_one_word_behind_the_answers(run, expected, capsys, monke
 
     def interrupted(readers, writers, others, timeout):
         waits.append(timeout)
-        if waits.count(None) == 2:  # the first line is answered: somebody thinks about the next
+        if waits.count(None) == 2:  # the first line is answered: the user thinks about the next
             raise KeyboardInterrupt
         return wait_for(readers, writers, others, timeout)
 

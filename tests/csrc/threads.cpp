@@ -184,7 +184,7 @@ int main() {
     const auto model = make_model(precision, has_encoder);
     cases.push_back({model, decode(model, 3, 1), decode(model, 4, 1), decode_many(model, 1)});
     if (cases.back().first == cases.back().second || cases.back().first.empty() || cases.back().many.empty()) ++wrong;
-    // While nobody else takes the helpers, who let one caller alone deal rows to them at a time.
+    // While no other caller takes the helpers, which let one caller deal rows to them at a time.
     wrong += decode(model, 3, 2) != cases.back().first, wrong += decode_many(model, 2) != cases.back().many;
   }
   std::vector<std::thread> callers;

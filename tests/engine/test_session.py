@@ -115,7 +115,7 @@ def test_each_row_says_what_it_says_alone_in_little_memory(kind, options, seed) 
             session.reorder(parents)
         if groups and dice.random() < 0.06:
             release(dice.sample(range(len(groups)), dice.randint(1, len(groups))))
-    assert full and swept  # memory was little: what nobody names any more had to be found
+    assert full and swept  # memory was little: what no row names any more had to be found
     release(list(range(len(groups))))
     assert session.free_tokens() == blocks * BLOCK and session.step_tokens() == 0
 

@@ -174,7 +174,7 @@ def test_helpers_come_when_they_are_asked_for_no_more_than_that_and_sleep_in_bet
         assert MODULE._stages_threads(16, 1, 1) == 1
         helping: set[str] = set()
         for threads, most in ((1, 1), (2, 2), (4, 4), (2, 4)):
-            assert until(partial(is_shared, threads)), "nobody helps"
+            assert until(partial(is_shared, threads)), "no thread helps"
             helping = set(os.listdir("/proc/self/task")) - before
             assert len(helping) == most - 1
         for _ in range(20):  # those who have just helped are awake
@@ -187,7 +187,7 @@ def test_helpers_come_when_they_are_asked_for_no_more_than_that_and_sleep_in_bet
         slept = {task: cpu_time(task) for task in helping}
         time.sleep(0.1)
         assert {task: cpu_time(task) for task in helping} == slept
-        assert until(partial(is_shared, 2)), "nobody wakes"
+        assert until(partial(is_shared, 2)), "no thread wakes"
 
     in_child(check)
 

@@ -1,4 +1,4 @@
-"""Tiny models of each class, with weights that depend on their names and not on anybody's initialisation."""
+"""Tiny models of each class, with weights that depend on their names and not on any initialisation."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from fastformer.models import GPT
 
 EOS, VOCAB = 1, 40
 HAS_CPP = why_no_cpp_engine() is None
-DEFAULT = "cpp" if HAS_CPP else "kv_cache"  # what decodes a Transformer or a GPT on a CPU when nobody asks
+DEFAULT = "cpp" if HAS_CPP else "kv_cache"  # what decodes a Transformer or a GPT on a CPU where no engine is asked for
 
 # For parametrize: an engine by name; the default one where it says None.
 needs_cpp = pytest.mark.skipif(not HAS_CPP, reason="there is no decoding engine in C++ here")

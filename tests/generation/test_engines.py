@@ -286,7 +286,7 @@ def test_memory_is_counted_and_what_was_said_to_be_enough_is_enough(pair, seed, 
         free = batch.free_tokens()
         batch.step([5] * sum(sizes), Selection(1))
         if pair[0] in ("cpp", "kv_cache"):
-            assert free - batch.free_tokens() <= taken  # it also finds blocks that nobody names
+            assert free - batch.free_tokens() <= taken  # it also finds blocks that no row names
         wanted = [dice.randint(size, most) for size, most in zip(sizes, widest, strict=True)]
         parents = [[dice.randrange(size) for _ in range(new)] for size, new in zip(sizes, wanted, strict=True)]
         batch.fork(parents)

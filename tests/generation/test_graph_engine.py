@@ -455,7 +455,7 @@ def test_a_shape_is_a_little_larger_than_what_it_is_for() -> None:
 
 @pytest.mark.parametrize("steps_per_look, num_beams", [(1, 5), (3, 5), (1, 1)])
 def test_few_words_leave_lanes_without_a_hypothesis(steps_per_look, num_beams, model, watched, monkeypatch) -> None:
-    # Two words and the end: after a step there are two beams for five captured, and then somebody joins.
+    # Two words and the end: after a step there are two beams for five captured, and then a request joins.
     words = [tuple(sorted({*range(VOCAB)} - {1, 7, 20})), tuple(sorted({*range(VOCAB)} - {1, 9}))]
     for suppressed in words:
         options: dict[str, Any] = {"num_beams": num_beams, "num_return_sequences": num_beams}
@@ -468,7 +468,7 @@ def test_few_words_leave_lanes_without_a_hypothesis(steps_per_look, num_beams, m
             makers = [RequestBuilder(model, settings, engine=one) for one in (engine, plain)]
             pairs.append([builder.build(builder.check(row)) for builder in makers])
         scheduler = Scheduler(engine, max_rows=64, max_bytes=2**24, is_endless=True)
-        monkeypatch.setattr(scheduler_module, "_RUN_SECONDS", 0.0)  # one look, and somebody comes
+        monkeypatch.setattr(scheduler_module, "_RUN_SECONDS", 0.0)  # one look, and a request comes
         for found, expected in pairs:
             run(Scheduler(plain, max_rows=8, max_bytes=2**24), [expected])
             scheduler.submit([found])

@@ -190,7 +190,7 @@ def test_a_request_alone_takes_one_call() -> None:
 @pytest.mark.parametrize(
     "max_rows, limits, runs, ends",
     [
-        (2, (3, 7, 5, 4), [3, 4, 4], [[0], [1], [2, 3]]),  # the last two have nobody to wait for
+        (2, (3, 7, 5, 4), [3, 4, 4], [[0], [1], [2, 3]]),  # the last two wait for no request
         (4, (3, 4, 5, 6), [6], [[0, 1, 2, 3]]),  # nor have these
         (8, (1, 2, 3, 4, 5, 6, 7, 8, 9, 9), [2, 9], [[0, 1], [2, 3, 4, 5, 6, 7, 8, 9]]),  # two are a quarter
     ],

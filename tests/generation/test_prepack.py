@@ -80,7 +80,7 @@ def put(path: str, value: Callable[[Any], Any]) -> Callable[[Any], None]:
 
 
 class Wide(nn.Linear):
-    """A linear layer of somebody else's, an adapter say."""
+    """Another library's linear layer, such as an adapter."""
 
     def forward(self, input):  # noqa: A002
         return super().forward(input) * 1.5

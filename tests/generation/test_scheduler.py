@@ -128,7 +128,7 @@ def test_each_request_finds_what_it_finds_alone_whoever_else_is_there(seed, few_
         assert not wide or len(scheduler.running) == 1
         if not coming and scheduler.is_idle:
             break
-    assert not coming and scheduler.is_idle, "somebody starves"
+    assert not coming and scheduler.is_idle, "a request starves"
     assert sorted(map(requests.index, ended)) == list(range(count))  # each of them once
     assert began == sorted(began, key=requests.index)  # each in its turn
     for rows, tokens in engine.starts:
@@ -157,7 +157,7 @@ def test_who_gives_memory_back_finds_the_same_later_and_is_told_nothing_twice(ma
     # Memory for all tokens of one, and the first of others.
     scheduler = Scheduler(engine, max_rows=64, max_bytes=2 + 12 * rows)
     run(scheduler, requests)
-    assert len(engine.admitted) > 5, "nobody had to give its memory back"
+    assert len(engine.admitted) > 5, "no request had to give its memory back"
     assert len(engine.starts) == 1 and engine.most_used <= engine.num_tokens == 2 + 12 * rows
     assert list(dict.fromkeys(engine.admitted)) == list(range(5))
     for i, request in enumerate(requests):

@@ -163,7 +163,7 @@ def test_adapters_and_restore():
     for layer in model.encoder.layer:
         layer.intermediate.dense.__class__ = Doubled
     changed = run()
-    # Those that somebody gave another class are that.
+    # Those that were given another class are that.
     restored = fastformer.restore(model)
     assert len(restored) == 10 + 2 * 5 + 1 and "encoder.layer.0.intermediate.dense" not in restored
     assert_same(changed, run(), "adapter", 1e-9)

@@ -277,7 +277,7 @@ def test_subclasses(kind):
 
 
 class Reader(BertPreTrainedModel):  # type: ignore[misc]
-    """What somebody keeps beside transformers."""
+    """What a user keeps beside transformers."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""The linear maps of transformers' models: swapped, by our kernels where there are any, or what somebody put there."""
+"""The linear maps of transformers' models: swapped, by our kernels where there are any, or what the user put there."""
 
 from __future__ import annotations
 

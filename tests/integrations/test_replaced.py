@@ -1,4 +1,4 @@
-"""Forwards that somebody replaced on classes of transformers: they are called as without us, on padded batches."""
+"""Forwards that a user replaced on classes of transformers: accelerated models call them, on padded batches."""
 
 from __future__ import annotations
 

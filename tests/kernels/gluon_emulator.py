@@ -8,7 +8,7 @@ time happens here in an order that a schedule chooses, one step at a time:
 - a product (`warpgroup_mma`) reads its shared operands as late as it may: when a wait says that it is done;
 - barriers have phases, counts and bytes as in PTX.
 
-Errors: a deadlock (nobody can run), a buffer read before its copy has landed, or written while it is read or before it
+Errors: a deadlock (none can run), a buffer read before its copy has landed, or written while it is read or before it
 was read at all, a result used before its wait, more arrivals than a barrier counts, memory read or written out of
 bounds or written twice, int32 overflow, products or copies that are left in flight.
 """

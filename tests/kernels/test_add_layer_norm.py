@@ -33,7 +33,7 @@ def _triton():
 
 @pytest.fixture
 def guarded(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Whatever `new_empty` gives lies between guards; `assert_untouched(guarded)` says that nobody wrote there."""
+    """Whatever `new_empty` gives lies between guards; `assert_untouched(guarded)` says that no kernel wrote there."""
     buffers: list[Tensor] = []
     usual = torch.Tensor.new_empty
 

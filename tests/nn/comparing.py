@@ -67,7 +67,7 @@ def compare(
 
 
 def taken(cache: KVCache) -> int:
-    """The blocks that somebody has; block 0 is nobody's."""
+    """The blocks that rows have; block 0 belongs to none."""
     return cache.num_blocks - 1 - cache.free_blocks
 
 

@@ -158,7 +158,7 @@ def test_packed_prompts_join_rows_that_are_decoding(options):
     assert len(new.begin(0).layer(0).self_attention.seqlens) == N
     stack.store_memory(new, torch.cat(memories[1:]), SequenceLayout.packed(torch.tensor(sources), S))
     packed = torch.cat([row[:length] for row, length in zip(rows[1:], lengths, strict=True)])
-    # Two tokens behind the last sequence, which belong to nobody.
+    # Two tokens behind the last sequence, which belong to no sequence.
     layout = SequenceLayout.packed(torch.tensor(lengths), 5, total=10)
     prompts = stack(torch.cat([packed, torch.ones(2, E, **DOUBLE)]), None, layout=layout, cache=new)
     assert cache.lengths == [2, *lengths]

@@ -147,7 +147,7 @@ def test_modules_on_meta(name: str, training: bool) -> None:
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("name", ["linear1.weight", "linear2.bias", "norm1.weight", "norm2.bias"])
 def test_one_parameter_on_meta_is_an_error(name: str, norm_first: bool) -> None:
-    """Not memory that nobody wrote."""
+    """Not memory that was never written."""
     module = fast.TransformerEncoderLayer(8, 2, 12, norm_first=norm_first)
     owner, _, last = name.rpartition(".")
     part = module.get_submodule(owner)

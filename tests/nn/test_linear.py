@@ -156,7 +156,7 @@ def test_autocast_to_bf16_is_that_of_the_usual_function(dtype: torch.dtype, prod
         assert ours.dtype == plain.dtype
         torch.testing.assert_close(ours, plain, rtol=2e-2, atol=2e-2 * float(plain.abs().max()))
     products.clear()
-    # Where somebody else has a say, or autocast wants another dtype, nothing is cast by us, nor for a few rows.
+    # Where a hook or a mode has a say, or autocast wants another dtype, nothing is cast by us, nor for a few rows.
     x, weight, bias = inputs(3, 50, 24)
     with torch.autocast("cpu", torch.bfloat16):
         assert linear(x[0, :15], weight, bias).dtype == torch.bfloat16

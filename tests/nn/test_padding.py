@@ -177,7 +177,7 @@ def test_a_batch_of_padding_alone_or_of_nothing():
 
 
 def test_what_is_not_packed():
-    """Where a mask says more, or somebody would see packed tokens, the batch stays as it is, with the same results."""
+    """Where a mask says more, or the user's code would see packed tokens, the batch stays padded."""
     torch.manual_seed(3)
     ours, theirs = encoders(True, True)
     x, options = tensor(L, True), {"src_key_padding_mask": RIGHT}

@@ -217,7 +217,7 @@ def test_unknown_backend() -> None:
 
 
 def test_autocast_stays_out_of_an_op(cpp_toy: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever runs it. A backward pass under autocast meets fp32 tensors that nobody has cast."""
+    """Whatever runs it. A backward pass under autocast meets fp32 tensors that were not cast."""
     x = torch.randn(2, 2)
     monkeypatch.setattr(_library, "cpp_kernel", lambda name: lambda x: x @ x)
     for backend in ("reference", "cpp"):

@@ -340,7 +340,7 @@ def test_gradients_are_not_copied(factor: float, keep: bool, backend: str, devic
 
 @pytest.mark.parametrize("through", ["the function", "the dispatcher"])
 def test_backward_makes_nothing_as_large_as_the_weight(through: str, backend: str, device: str) -> None:
-    """The gradients are there already, and nobody wants zeros for theirs."""
+    """The gradients are there already, and zeros must not be made for them."""
     inputs = make_inputs((4, 8), 4000, device)
     x, weight, target, bias = (each.requires_grad_(each.is_floating_point()) for each in inputs.values())
     if through == "the function":

@@ -1,6 +1,6 @@
 """NaN and infinities go through every op as they go through plain PyTorch: none is swallowed, none spreads further.
 
-A NaN that a kernel turns into a number is an error that nobody sees: the loss stays finite while a weight is broken.
+A NaN that a kernel turns into a number is an error that stays hidden: the loss stays finite while a weight is broken.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ def test_forward_and_backward(case: Packed, dtype: torch.dtype, backend: str, de
 
 @pytest.fixture
 def nan_in_new_memory():
-    """What nobody has written holds NaN, so that it can't pass for zeros by chance."""
+    """What was never written holds NaN, so that it can't pass for zeros by chance."""
     # A property that PyTorch gives the module as it is imported.
     assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)

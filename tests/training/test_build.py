@@ -49,7 +49,7 @@ def test_a_folder_with_a_run_is_not_begun_anew(config, tmp_path) -> None:
     with pytest.raises(ValueError, match="--resume"):
         start(config, run)
     shutil.rmtree(run / "checkpoints")
-    for resume in (False, "auto"):  # a model that somebody keeps is not overwritten either
+    for resume in (False, "auto"):  # a model that the user keeps is not overwritten either
         with pytest.raises(ValueError, match="--resume"):
             start(config, run, resume=resume)
 

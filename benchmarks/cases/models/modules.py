@@ -2,7 +2,7 @@
 
 The rivals are torch.nn, torch.nn under torch.compile, and `fastformer.baseline`. All get the weights of torch.nn's; the
 biases of attention, which the baseline hasn't got, are 0, as torch.nn begins with. Where half is padding, lengths are
-spread evenly. What a module says at padding is nobody's business: all write zeros there before they return, and the
+spread evenly. What a module says at padding doesn't count: all write zeros there before they return, and the
 gradient that comes back is zero there.
 """
 
@@ -80,7 +80,7 @@ def _module(kind: str, name: str, key: tuple[tuple[str, Any], ...], training: bo
     for layer in original.modules():
         if isinstance(layer, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
             # Far from relu's kink, one half on and one off: a unit that rounding turns over would be a gradient of
-            # another function, in anybody's.
+            # another function, in any of them.
             layer.linear1.bias.data.fill_(4.0)[::2].neg_()
     torch.set_rng_state(generator)
     if kind == "fastformer":

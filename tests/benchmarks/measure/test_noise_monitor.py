@@ -60,7 +60,7 @@ def machine(tmp_path: Path) -> Machine:
         (1, {"own": 1.0, "others": 1.0}, False),  # on the core that we leave free
         (1, {"own": 0.5, "others": 1.5}, True),
         (1, {"own": 0.8, "others": 1.0, "stolen": 0.2}, True),
-        (2, {"own": 1.0}, False),  # we waited for something, and nobody had it
+        (2, {"own": 1.0}, False),  # we waited for something, and no process had it
     ],
 )
 def test_what_others_take_of_the_cores_that_we_need(

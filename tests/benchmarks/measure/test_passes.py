@@ -37,7 +37,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """That of the timing, on a machine that nobody disturbs."""
+    """That of the timing, on an undisturbed machine."""
     clock = Clock()
     for module in (execute, timing):
         monkeypatch.setattr(module, "time", types.SimpleNamespace(perf_counter=clock.perf_counter, sleep=clock.sleep))

@@ -27,7 +27,7 @@ while True:
 
 @pytest.fixture
 def neighbour() -> Iterator[None]:
-    """Somebody else's process: its parent ends, so that it is none of ours."""
+    """Another user's process: its parent ends, so that it is no child of this one."""
     command = f'"{sys.executable}" -c "$BUSY" >/dev/null 2>&1 & echo $!'
     started = subprocess.run(
         ["sh", "-c", command], env={**os.environ, "BUSY": BUSY}, stdout=subprocess.PIPE, text=True, check=True

@@ -164,7 +164,7 @@ def test_quiet_rounds_have_to_be_of_several_passes() -> None:
 
 
 def test_who_never_had_a_full_clock_is_not_quiet() -> None:
-    """The slow rounds count, since nearly all are beside somebody on a machine that is let to many."""
+    """The slow rounds count, since nearly all have a neighbour on a machine that is let to many."""
     rounds = in_passes(*[(2.0,)] * 6, slow=True)
     assert rounds.ratio("a", "b") == Ratio(2.0, False, 6, 0.0) and rounds.slow("a") == 1.0
     for number in range(3):

@@ -1,4 +1,4 @@
-"""Models that somebody else wrote: the work of a case, and the comparison of what comes out."""
+"""Other libraries' models: the work of a case, and the comparison of what comes out."""
 
 from __future__ import annotations
 
