@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastformer.cache.kv_cache import KVCache
-from fastformer.models.common import (
-    IGNORE_INDEX,
-    Activation,
-    Norm,
-    cache_dtype,
-    check_heads,
-    check_ids,
-    chosen_log_probs,
-)
+from fastformer.models.common import IGNORE_INDEX, cache_dtype, check_ids, chosen_log_probs
+from fastformer.models.gpt_config import GPTConfig as GPTConfig
 from fastformer.models.pretrained import PretrainedModel, placement
 from fastformer.nn.attention import MultiheadAttention
 from fastformer.nn.embedding import Embedding, PositionalEncoding, RotaryEmbedding
-from fastformer.nn.feed_forward import is_gated
 from fastformer.nn.layers import TransformerEncoderLayer
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.linear import linear
@@ -30,71 +21,6 @@ from fastformer.nn.norm import AddLayerNorm
 from fastformer.nn.transformer import TransformerEncoder
 from fastformer.ops.linear_cross_entropy import linear_cross_entropy
 from fastformer.ops.linear_topk import TopK, best_of_logits, linear_topk
-from fastformer.settings import Amount, Count, Positive, Probability, Range, check_settings
-from fastformer.special_ids import SpecialIds
-
-
-@dataclass
-class GPTConfig:
-    """The settings of `GPT`.
-
-    Attributes:
-        vocab_size: number of tokens.
-        d_model: size of a token's vector.
-        num_heads: attention heads.
-        num_kv_heads: heads of keys and values; None: as many as num_heads.
-        num_layers: the depth.
-        d_ff: inner size of the feed-forward network; None: 4 * d_model; for a gated activation, with three
-            matrices instead of two, two thirds of that, rounded up to a multiple of 64.
-        norm: "layer" or "rms".
-        layer_norm_eps: added to the variance.
-        activation: "relu", "gelu", "gelu_tanh", "silu", or gated "swiglu" or "geglu_tanh".
-        dropout: on the embeddings and on each sub-layer's output; acts as the nearest multiple of 1/256.
-        attention_dropout: on the attention weights.
-        activation_dropout: after the activation.
-        positions: "learned", "sinusoidal" or "rotary".
-        rotary_base: the slowest rotation is near 1 / base.
-        tie_embeddings: one matrix for the tokens and the projection before the softmax.
-        bias: whether projections and norms have a bias.
-        window_size: a token sees this many tokens before itself; None: all.
-        max_len: the longest sequence.
-        special_ids: of the tokens: what pads a batch of prompts, and what ends a text.
-    """
-
-    vocab_size: Annotated[int, Range(2)]
-    d_model: Positive = 384
-    num_heads: Positive = 6
-    num_kv_heads: Positive | None = None
-    num_layers: Positive = 6
-    d_ff: Positive | None = None
-    norm: Norm = "layer"
-    layer_norm_eps: Amount = 1e-5
-    activation: Activation = "gelu"
-    dropout: Probability = 0.0
-    attention_dropout: Probability = 0.0
-    activation_dropout: Probability = 0.0
-    positions: Literal["learned", "sinusoidal", "rotary"] = "learned"
-    rotary_base: Annotated[float, Range(1)] = 10000.0
-    tie_embeddings: bool = True
-    bias: bool = True
-    window_size: Count | None = None
-    max_len: Positive = 1024
-    special_ids: SpecialIds = SpecialIds()
-
-    def __post_init__(self) -> None:
-        check_settings(self)
-        check_heads(self.d_model, self.num_heads, self.num_kv_heads)
-        self.special_ids.check(self.vocab_size)
-        if self.positions == "sinusoidal" and self.d_model % 2:
-            raise ValueError(f"expected an even d_model (sines and cosines in pairs), got {self.d_model}")
-        if self.positions == "rotary" and self.d_model // self.num_heads % 2:
-            raise ValueError(
-                f"expected heads of an even size (rotary turns pairs), got d_model {self.d_model} and num_heads "
-                f"{self.num_heads}"
-            )
-        if self.d_ff is None:
-            wide = 4 * self.d_model
-            self.d_ff = math.ceil(wide * 2 / 3 / 64) * 64 if is_gated(self.activation) else wide
 
 
 class GPT(PretrainedModel):
@@ -135,6 +61,7 @@ class GPT(PretrainedModel):
         super().__init__()
         if not isinstance(config, GPTConfig):
             raise ValueError(f"expected a GPTConfig, got {type(config).__name__} (see from_preset)")
+        _refuse_unbuilt(config)
         self.config = config
         factory = placement(device, dtype)
         position: PositionalEncoding | None = None
@@ -294,3 +221,29 @@ class GPT(PretrainedModel):
             device=weight.device,
             dtype=cache_dtype(weight),
         )
+
+
+# Options that no module computes, with what says that they are not asked for.
+_UNBUILT: dict[str, tuple[object, ...]] = {
+    "head_dim": (None,),
+    "qkv_bias": (None,),
+    "out_bias": (None,),
+    "qk_norm": (None,),
+    "norm_placement": ("pre",),
+    "parallel_residual": (False,),
+    "rotary_fraction": (1.0,),
+    "rotary_scaling": (None,),
+    "local_rotary_base": (None,),
+    "window_layers": (None,),
+    "attention_scale": (None,),
+    "attention_softcap": (None,),
+    "logit_softcap": (None,),
+    "embedding_scale": (None, 1.0),
+}
+
+
+def _refuse_unbuilt(config: GPTConfig) -> None:
+    """Raises ValueError for an option that a GPT can't have."""
+    for name, fits in _UNBUILT.items():
+        if (value := getattr(config, name)) not in fits:
+            raise ValueError(f"expected {name} {fits[0]!r}: a GPT has no other so far, got {value!r}")

@@ -1,0 +1,168 @@
+"""The settings of `GPT`, with their checks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from fastformer.models.common import Activation, Norm, check_heads
+from fastformer.models.rotary_scaling import RotaryScaling
+from fastformer.nn.feed_forward import is_gated
+from fastformer.settings import Amount, Convert, Count, Positive, Probability, Range, check_settings, shown
+from fastformer.special_ids import SpecialIds
+
+NormPlacement = Literal["pre", "post", "both"]
+QKNorm = Literal["head", "all"]
+_Cap = Annotated[float, Range(above=0)]
+_Base = Annotated[float, Range(1)]
+
+
+def _as_scaling(name: str, value: Any) -> RotaryScaling | None:
+    return value if value is None or isinstance(value, RotaryScaling) else RotaryScaling(value)
+
+
+def _as_flags(name: str, value: Any) -> tuple[bool, ...] | None:
+    if value is None:
+        return None
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    if not is_list or not all(isinstance(each, bool) for each in value):
+        raise ValueError(f"expected {name} to be a list of true and false, one for each layer, got {shown(value)}")
+    return tuple(value)
+
+
+@dataclass
+class GPTConfig:
+    """The settings of `GPT`.
+
+    Attributes:
+        vocab_size: number of tokens.
+        d_model: size of a token's vector.
+        num_heads: attention heads.
+        num_kv_heads: heads of keys and values; None: as many as num_heads.
+        num_layers: the depth.
+        d_ff: inner size of the feed-forward network; None: 4 * d_model; for a gated activation, with three
+            matrices instead of two, two thirds of that, rounded up to a multiple of 64.
+        norm: "layer" or "rms".
+        layer_norm_eps: added to the variance.
+        activation: "relu", "gelu", "gelu_tanh", "silu", or gated "swiglu" or "geglu_tanh".
+        dropout: on the embeddings and on each sub-layer's output; acts as the nearest multiple of 1/256.
+        attention_dropout: on the attention weights.
+        activation_dropout: after the activation.
+        positions: "learned", "sinusoidal" or "rotary".
+        rotary_base: the slowest rotation is near 1 / base.
+        tie_embeddings: one matrix for the tokens and the projection before the softmax.
+        bias: whether projections and norms have a bias.
+        window_size: a token sees this many tokens before itself; None: all.
+        max_len: the longest sequence.
+        special_ids: of the tokens: what pads a batch of prompts, and what ends a text.
+        head_dim: size of a head; None: d_model / num_heads.
+        qkv_bias: whether the projections to queries, keys and values have a bias; None: as bias says.
+        out_bias: whether the projection back from the heads has one; None: as bias says.
+        qk_norm: an RMSNorm of queries and keys before they are rotated: "head", over each head, with one weight for all
+            heads (Qwen3, Gemma 3), or "all", over all heads together (OLMo 2); None: none.
+        norm_placement: "pre": in front of each sub-layer; "post": on what a sub-layer gives, before it is added
+            (OLMo 2); "both" (Gemma 2).
+        parallel_residual: attention and feed-forward network both read the layer's input (GPT-NeoX).
+        rotary_fraction: the part of a head that is rotated: its first int(head_dim * rotary_fraction) features.
+        rotary_scaling: how rotary positions are stretched to longer sequences: a mapping of kind "linear", "dynamic",
+            "llama3", "yarn" or "longrope" with its parameters, see `RotaryScaling`; None: not at all.
+        local_rotary_base: the rotary_base of the layers that have a window, which rotary_scaling does not stretch
+            (Gemma 3); None: they rotate as the others do.
+        window_layers: which layers have the window; None: all.
+        attention_scale: what scores are multiplied by; None: 1 / sqrt(head_dim).
+        attention_softcap: a cap for the scaled scores s: cap * tanh(s / cap) (Gemma 2); None: none.
+        logit_softcap: likewise for the logits; None: none.
+        embedding_scale: what the tokens' embeddings are multiplied by, rounded to their dtype; None: 1.
+    """
+
+    vocab_size: Annotated[int, Range(2)]
+    d_model: Positive = 384
+    num_heads: Positive = 6
+    num_kv_heads: Positive | None = None
+    num_layers: Positive = 6
+    d_ff: Positive | None = None
+    norm: Norm = "layer"
+    layer_norm_eps: Amount = 1e-5
+    activation: Activation = "gelu"
+    dropout: Probability = 0.0
+    attention_dropout: Probability = 0.0
+    activation_dropout: Probability = 0.0
+    positions: Literal["learned", "sinusoidal", "rotary"] = "learned"
+    rotary_base: _Base = 10000.0
+    tie_embeddings: bool = True
+    bias: bool = True
+    window_size: Count | None = None
+    max_len: Positive = 1024
+    special_ids: SpecialIds = SpecialIds()
+    head_dim: Positive | None = None
+    qkv_bias: bool | None = None
+    out_bias: bool | None = None
+    qk_norm: QKNorm | None = None
+    norm_placement: NormPlacement = "pre"
+    parallel_residual: bool = False
+    rotary_fraction: Annotated[float, Range(above=0, most=1)] = 1.0
+    rotary_scaling: Annotated[dict[str, Any] | None, Convert(_as_scaling)] = None
+    local_rotary_base: _Base | None = None
+    window_layers: Annotated[tuple[bool, ...] | None, Convert(_as_flags)] = None
+    attention_scale: _Cap | None = None
+    attention_softcap: _Cap | None = None
+    logit_softcap: _Cap | None = None
+    embedding_scale: _Cap | None = None
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        check_heads(self.d_model if self.head_dim is None else self.num_heads, self.num_heads, self.num_kv_heads)
+        self.special_ids.check(self.vocab_size)
+        if self.positions == "sinusoidal" and self.d_model % 2:
+            raise ValueError(f"expected an even d_model (sines and cosines in pairs), got {self.d_model}")
+        self._check_rotary()
+        if self.window_layers is not None and self.window_size is None:
+            raise ValueError("expected a window_size for the window_layers, got None")
+        if self.window_layers is not None and len(self.window_layers) != self.num_layers:
+            raise ValueError(
+                f"expected window_layers to say of each of the {self.num_layers} layers whether it has the window, got "
+                f"{len(self.window_layers)}"
+            )
+        if self.parallel_residual and self.norm_placement != "pre":
+            raise ValueError(f"expected norm_placement 'pre' for parallel_residual, got {self.norm_placement!r}")
+        if self.d_ff is None:
+            wide = 4 * self.d_model
+            self.d_ff = math.ceil(wide * 2 / 3 / 64) * 64 if is_gated(self.activation) else wide
+
+    def _check_rotary(self) -> None:
+        if self.positions != "rotary":
+            for name, plain in (("rotary_fraction", 1.0), ("rotary_scaling", None), ("local_rotary_base", None)):
+                if getattr(self, name) != plain:
+                    raise ValueError(
+                        f"expected positions 'rotary' for {name}, got {self.positions!r} and {getattr(self, name)}"
+                    )
+            return
+        if self.rotary_dim % 2 or not self.rotary_dim:
+            raise ValueError(
+                f"expected heads with an even number of rotated features (rotary turns pairs), got {self.rotary_dim} "
+                f"of {self.size_of_head} (d_model {self.d_model}, num_heads {self.num_heads})"
+            )
+        if self.rotary_scaling is not None:
+            assert isinstance(self.rotary_scaling, RotaryScaling)
+            self.rotary_scaling.check(self.rotary_dim, self.max_len)
+        if self.local_rotary_base is not None and not any(self.windows):
+            raise ValueError("expected a window_size, and layers that have it, for local_rotary_base")
+
+    @property
+    def size_of_head(self) -> int:
+        """head_dim, or what it is where it isn't given."""
+        return self.d_model // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many features of a head are rotated."""
+        return int(self.size_of_head * self.rotary_fraction)
+
+    @property
+    def windows(self) -> tuple[bool, ...]:
+        """Of each layer, whether it has a window."""
+        if self.window_size is None:
+            return (False,) * self.num_layers
+        return (True,) * self.num_layers if self.window_layers is None else self.window_layers
