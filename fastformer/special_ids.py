@@ -18,15 +18,17 @@ class SpecialIds:
 
     Args:
         pad: fills what a batch has behind shorter sequences. An encoder-decoder model embeds it as the zero vector, so
-            it ends nothing; a call of `generate` may name one id for both.
+            it ends nothing. A language model without an id of its own for padding has one of its eos here: then nothing
+            in a prompt is padding unless an attention_mask says so.
         eos: ends a sequence: one id, or several, each of which ends what is generated. The first of them is the one
-            that is put behind sources, targets and documents.
+            that is put behind sources, targets and documents. None, an empty sequence, is for a language model whose
+            texts end at a limit alone; nothing in its prompts is padding either.
         unk: what a tokenizer gives for text that it has no token for; None: it has none.
         start: what an encoder-decoder model's decoder begins with. The same as pad, it is the zero vector
             (tensor2tensor); a token of its own has a learned embedding.
 
     Raises:
-        ValueError: something that is no id, no eos, one twice, or one id for two of pad, eos and unk.
+        ValueError: something that is no id, an eos twice, or one id for unk and another.
     """
 
     pad: int = 0
@@ -45,8 +47,6 @@ class SpecialIds:
         if isinstance(eos, str | bytes) or not isinstance(eos, int | Sequence):
             raise ValueError(f"expected eos to be an id or a sequence of ids, got {eos!r}")
         ends = (eos,) if isinstance(eos, int) else tuple(eos)
-        if not ends:
-            raise ValueError("expected eos to be at least one id, got none")
         for end in ends:
             _check_id("eos", end)
         if len(set(ends)) < len(ends):
@@ -54,8 +54,6 @@ class SpecialIds:
         if unk is not None:
             _check_id("unk", unk)
         _check_id("start", start)
-        if pad in ends:
-            raise ValueError(f"expected pad and eos to be different ids, got {pad} for both")
         if unk is not None and unk in (pad, *ends):
             other = "pad" if unk == pad else "eos"
             raise ValueError(
@@ -66,17 +64,31 @@ class SpecialIds:
 
     @property
     def first_eos(self) -> int:
-        """The end that is put behind sources, targets and documents."""
+        """The end that is put behind sources, targets and documents.
+
+        Raises:
+            ValueError: the model has none.
+        """
+        if not self.eos:
+            raise ValueError("expected a model with an id of eos, got one whose texts have no end")
         return self.eos[0]
 
-    def check(self, vocab_size: int) -> None:
+    def check(self, vocab_size: int, *, reads_sources: bool = False) -> None:
         """Holds the ids against a vocabulary.
 
         The default unk may lie behind a vocabulary of two, for no model reads it.
 
+        Args:
+            vocab_size: of the vocabulary.
+            reads_sources: whether the model is an encoder-decoder, whose pad is no text.
+
         Raises:
-            ValueError: an id that the vocabulary doesn't have.
+            ValueError: an id that the vocabulary doesn't have; no eos, or pad as one, in an encoder-decoder model.
         """
+        if reads_sources and not self.eos:
+            raise ValueError("expected eos to be at least one id, got none")
+        if reads_sources and self.pad in self.eos:
+            raise ValueError(f"expected pad and eos to be different ids, got {self.pad} for both")
         for name, ids in (("pad", (self.pad,)), ("eos", self.eos), ("unk", (self.unk,)), ("start", (self.start,))):
             size = max(vocab_size, SpecialIds.unk + 1) if name == "unk" else vocab_size  # type: ignore[operator]
             for i in ids:

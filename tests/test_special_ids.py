@@ -61,7 +61,7 @@ def test_the_defaults_and_one_end_as_a_number() -> None:
         ("pad", (-1, True, None)),
         ("start", (0.0, None)),
         ("unk", ("2", 0)),  # 0 is pad
-        ("eos", (None, "1", True, [1, -1], [1, "3"], (), (3, 1, 3), (3, 0), (1, 2))),
+        ("eos", (None, "1", True, [1, -1], [1, "3"], (3, 1, 3), (1, 2))),
     ],
 )
 def test_ids_that_cannot_be(name, wrong) -> None:
@@ -87,6 +87,24 @@ def test_ids_lie_within_the_vocabulary() -> None:
     SpecialIds().check(2)  # no model reads unk
     with pytest.raises(ValueError, match=r"\b8\b.*\beos 9\b"):
         TransformerConfig(20, source_vocab_size=8, tie_embeddings=False, special_ids=OTHER)
+
+
+def test_a_language_model_alone_may_pad_with_an_end_or_never_end() -> None:
+    for ids in (SpecialIds(pad=3, eos=(7, 3)), SpecialIds(eos=())):
+        config = GPTConfig(VOCAB, d_model=16, num_heads=2, num_layers=1, max_len=16, special_ids=ids)
+        model = GPT(config).eval()
+        prompts = torch.tensor([[5, ids.pad, 6], [ids.pad, ids.pad, 4]])  # nothing of this is padding
+        found = model.generate(prompts, max_new_tokens=3, engine="kv_cache", eos_token_id=None)
+        for row, prompt in zip(found.tolist(), prompts.tolist(), strict=True):
+            alone = model.generate([prompt], max_new_tokens=3, engine="recompute")[0].tolist()
+            assert row[: len(alone)] == alone and set(row[len(alone) :]) <= {ids.pad}
+        mask = torch.tensor([[1, 1, 1], [0, 0, 1]])
+        masked = model.generate(prompts, attention_mask=mask, max_new_tokens=3)
+        assert masked[1, 3:].tolist() == model.generate([[4]], max_new_tokens=3)[0, 1:].tolist()
+        with pytest.raises(ValueError, match=r"\beos\b"):
+            TransformerConfig(VOCAB, special_ids=ids)
+    with pytest.raises(ValueError, match=r"\beos\b"):
+        _ = SpecialIds(eos=()).first_eos
 
 
 def test_plain_values() -> None:

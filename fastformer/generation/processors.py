@@ -68,9 +68,9 @@ def make_processors(
         found.append(BadWords(tuple(words)))
     if config.suppress_tokens:
         found.append(SuppressTokens(config.suppress_tokens))
-    if min_tokens:
+    if min_tokens and eos:
         found.append(MinNewTokens(min_tokens, prompt_length, tuple(eos)))
-    if found:
+    if found and eos:
         found.append(EndWhereNothingFollows(tuple(eos)))
     if config.forced_bos_token_id is not None:
         # By transformers' rules it follows exactly one id.

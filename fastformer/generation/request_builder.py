@@ -55,8 +55,8 @@ class DecodingIds(NamedTuple):
 
     @property
     def marks_padding(self) -> bool:
-        """Whether pad in an input says that it is padding: not where it may be the end of a sequence."""
-        return self.pad not in self.eos
+        """Whether pad in an input says that it is padding: not where it may be the end of a sequence, or nothing is."""
+        return bool(self.eos) and self.pad not in self.eos
 
 
 class RequestBuilder:
@@ -296,7 +296,7 @@ def special_ids(model: Model, config: GenerationConfig) -> DecodingIds:
     eos = config.eos_token_id
     ends = own.eos if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
     start = own.start if config.decoder_start_token_id is None else config.decoder_start_token_id
-    if config.pad_token_id is None and pad_id in ends:
+    if config.pad_token_id is None and pad_id in ends and pad_id not in own.eos:
         raise ValueError(
             f"expected two ids for eos_token_id and pad_token_id, got {pad_id} for both, which is the model's pad: "
             f"with pad_token_id={pad_id} too, nothing in an input is padding unless an attention_mask says so"

@@ -1,4 +1,4 @@
-"""Conversion of whole models: transformers' to `models.Transformer`, and back."""
+"""Conversion of whole models: transformers' to `models.Transformer` or `models.GPT`, and back."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fastformer.checkpoints.hf import FAMILIES, UNSUPPORTED, from_transformer
+from fastformer.checkpoints.hf import FAMILIES, UNSUPPORTED, from_model
+from fastformer.checkpoints.hf.common import with_search_ids
 from fastformer.integrations.replace import original_class
-from fastformer.models.transformer import Transformer
+from fastformer.models import GPT, Transformer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def from_huggingface(model: nn.Module) -> Transformer:
-    """A `models.Transformer` that computes what a model of transformers does, with copies of its weights.
+def from_huggingface(model: nn.Module) -> Transformer | GPT:
+    """A model of ours that computes what a model of transformers does, with copies of its weights.
 
-    It keeps the model's dtype, device and mode. Sources may be padded on the right, as their tokenizers pad them.
+    An encoder-decoder becomes a `models.Transformer`, a decoder-only model a `models.GPT`. Dtype, device and mode are
+    the model's. Sources and prompts may be padded as their tokenizers pad them.
 
     Differences to expect. Dropping whole layers in training (encoder_layerdrop) is left out. Of a BART's learned
     positions the first two rows, which are never used, are left out: position 0 here is row 2 of its table. A T5
@@ -40,17 +42,21 @@ def from_huggingface(model: nn.Module) -> Transformer:
     `models.Transformer` and `torch.nn.Transformer` need no conversion: if the model is pre-norm with
     `attention_bias=True`, the entries of their state_dicts that begin with "encoder." and "decoder." are the same.
 
+    Of a decoder, the ids that end and pad a text are those of its generation_config. Where that has no pad_token_id,
+    the first eos pads, and nothing in a prompt is padding unless an attention_mask says so.
+
     Args:
         model: a BartForConditionalGeneration, MarianMTModel, MBartForConditionalGeneration,
-            PegasusForConditionalGeneration, T5ForConditionalGeneration or MT5ForConditionalGeneration.
+            PegasusForConditionalGeneration, T5ForConditionalGeneration or MT5ForConditionalGeneration; or a decoder,
+            GPT2LMHeadModel or LlamaForCausalLM.
 
     Raises:
-        ValueError: another class, or settings that `models.Transformer` doesn't have.
+        ValueError: another class, or settings that our models don't have.
     """
     kind = getattr(getattr(model, "config", None), "model_type", None)
     family = FAMILIES.get(kind or "")
     if family is None or original_class(model).__name__ != family.model_class:
-        why = f": {UNSUPPORTED[kind]}, which models.Transformer doesn't have" if kind in UNSUPPORTED else ""
+        why = f": {UNSUPPORTED[kind]}, which our models don't have" if kind in UNSUPPORTED else ""
         known = ", ".join(family.model_class for family in FAMILIES.values())
         raise ValueError(f"expected one of transformers' {known}, got {type(model).__name__}{why}")
     found: Any = model
@@ -58,25 +64,30 @@ def from_huggingface(model: nn.Module) -> Transformer:
     if len(eps) > 1:
         raise ValueError(f"expected norms of one eps, got {sorted(eps)}")
     weight = found.get_input_embeddings().weight
-    converted = family.to_transformer(
-        found.config.to_dict(),
+    settings = found.config.to_dict()
+    if family.kind == "decoder" and getattr(found, "generation_config", None) is not None:
+        settings = with_search_ids(settings, found.generation_config.to_dict())
+    converted = family.to_model(
+        settings,
         model.state_dict(),
         layer_norm_eps=eps.pop() if eps else None,
         device=weight.device,
         dtype=weight.dtype,
     )
-    first = converted.embedding if converted.config.tie_embeddings else converted.source_embedding
-    if first.position is not None:  # transformers rounds sines to fp32, then to the weights' dtype
-        first.position.table.copy_(found.model.encoder.embed_positions.weight.detach())
+    if isinstance(converted, Transformer):
+        first = converted.embedding if converted.config.tie_embeddings else converted.source_embedding
+        if first.position is not None:  # transformers rounds sines to fp32, then to the weights' dtype
+            first.position.table.copy_(found.model.encoder.embed_positions.weight.detach())
     return converted.train(model.training)
 
 
-def to_huggingface(model: Transformer) -> PreTrainedModel:
-    """A model of transformers that computes what a `models.Transformer` does, with copies of its weights.
+def to_huggingface(model: Transformer | GPT) -> PreTrainedModel:
+    """A model of transformers that computes what a model of ours does, with copies of its weights.
 
     Args:
-        model: with full attention, and LayerNorm of eps 1e-5. With positions "halves" it becomes a MarianMTModel, or
-            if it is pre-norm a PegasusForConditionalGeneration. With positions "learned" and `embedding_norm` it
+        model: a `GPT` becomes the first decoder in the list of `from_huggingface` that has its options. A `Transformer`
+            has to have full attention, and LayerNorm of eps 1e-5. With positions "halves" it becomes a MarianMTModel,
+            or if it is pre-norm a PegasusForConditionalGeneration. With positions "learned" and `embedding_norm` it
             becomes a BartForConditionalGeneration, or if it is pre-norm an MBartForConditionalGeneration. With
             positions "relative" it becomes a T5ForConditionalGeneration, for which it has to be pre-norm, with norm
             "rms", no biases and no scale_embedding.
@@ -85,9 +96,9 @@ def to_huggingface(model: Transformer) -> PreTrainedModel:
         ImportError: transformers is not installed.
         ValueError: options that none of these has.
     """
-    if type(model) is not Transformer:
-        raise ValueError(f"expected a models.Transformer, got {type(model).__name__}")
-    settings, weights = from_transformer(model)
+    if type(model) not in (Transformer, GPT):
+        raise ValueError(f"expected a models.Transformer or a models.GPT, got {type(model).__name__}")
+    settings, weights = from_model(model)
     try:
         import transformers
     except ImportError as error:
@@ -95,7 +106,11 @@ def to_huggingface(model: Transformer) -> PreTrainedModel:
     family = FAMILIES[settings.pop("model_type")]
     config_class, model_class = getattr(transformers, family.config_class), getattr(transformers, family.model_class)
     theirs: Any = model_class(config_class(**settings))
-    if model.config.positions == "relative" and not torch.equal(weights["shared.weight"], weights["lm_head.weight"]):
+    if (
+        type(model) is Transformer
+        and model.config.positions == "relative"
+        and not torch.equal(weights["shared.weight"], weights["lm_head.weight"])
+    ):
         # Version 5 of transformers makes no T5 without a tied head, but loads and saves such.
         theirs.lm_head.weight = nn.Parameter(theirs.lm_head.weight.detach().clone())
     theirs.to(device=model.output_weight.device, dtype=model.output_weight.dtype)

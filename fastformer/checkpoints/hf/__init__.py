@@ -1,4 +1,4 @@
-"""Models that transformers saved: one file a family, and one line a model_type in the table."""
+"""Models that transformers saved: one file for alike families, and one line a model_type in the table."""
 
 from __future__ import annotations
 
@@ -6,13 +6,22 @@ from typing import Any
 
 from torch import Tensor
 
-from fastformer.checkpoints.hf import bart, marian, t5
+from fastformer.checkpoints.hf import bart, gpt2, llama, marian, t5
 from fastformer.checkpoints.hf.bart import bart_from_transformer, transformer_from_bart
 from fastformer.checkpoints.hf.common import Family as Family
 from fastformer.checkpoints.hf.common import load_folder as load_folder
 from fastformer.checkpoints.hf.common import model_type as model_type
+from fastformer.checkpoints.hf.decoder import Form
 from fastformer.checkpoints.hf.t5 import t5_from_transformer, transformer_from_t5
-from fastformer.models import Transformer
+from fastformer.models import GPT, Transformer
+
+# What a `GPT` may become, the first that has its options.
+FORMS: dict[str, Form] = {"gpt2": gpt2.FORM, **llama.FORMS}
+
+
+def _decoder(kind: str, config_class: str, model_class: str) -> Family:
+    return Family(FORMS[kind].name, config_class, model_class, FORMS[kind].to_model, kind="decoder")
+
 
 FAMILIES = {
     "bart": Family("BART", "BartConfig", "BartForConditionalGeneration", transformer_from_bart, bart.read_tokenizer),
@@ -21,18 +30,28 @@ FAMILIES = {
     "pegasus": Family("Pegasus", "PegasusConfig", "PegasusForConditionalGeneration", transformer_from_bart),
     "t5": Family("T5", "T5Config", "T5ForConditionalGeneration", transformer_from_t5, t5.read_tokenizer),
     "mt5": Family("mT5", "MT5Config", "MT5ForConditionalGeneration", transformer_from_t5, t5.read_tokenizer),
+    "gpt2": _decoder("gpt2", "GPT2Config", "GPT2LMHeadModel"),
+    "llama": _decoder("llama", "LlamaConfig", "LlamaForCausalLM"),
 }
-# What `models.Transformer` lacks for families that you may try.
+# What our models lack for families that you may try.
 UNSUPPORTED = {
     "umt5": "UMT5 has a table of relative positions in each layer",
     "m2m_100": "M2M100 counts positions from behind the id of PAD",
 }
 
 
-def from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The settings and the state_dict of the family that computes what a `Transformer` does.
+def from_model(model: Transformer | GPT) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The settings and the state_dict of the family that computes what a model does.
 
     Raises:
         ValueError: options that no family has.
     """
-    return t5_from_transformer(model) if model.config.positions == "relative" else bart_from_transformer(model)
+    if isinstance(model, Transformer):
+        return t5_from_transformer(model) if model.config.positions == "relative" else bart_from_transformer(model)
+    reasons = []
+    for form in FORMS.values():
+        try:
+            return form.from_model(model)
+        except ValueError as error:
+            reasons.append(str(error))
+    raise ValueError("; or ".join(reasons))

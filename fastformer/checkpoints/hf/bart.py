@@ -97,7 +97,7 @@ def transformer_from_bart(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Transformer:
-    """See `ToTransformer`; the model_type of the settings is one of `FORMS`."""
+    """See `ToModel`; the model_type of the settings is one of `FORMS`."""
     form, left = FORMS[settings["model_type"]], _with_prefix(state)
     check_floating(left)
     start, pad, eos = (_id(settings, f"{name}_token_id", form) for name in ("decoder_start", "pad", "eos"))

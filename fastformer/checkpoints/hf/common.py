@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from fastformer.checkpoints.torch_archive import read_archive
 from fastformer.data import Tokenizer
 from fastformer.files import read_json, read_small
-from fastformer.models import Transformer, TransformerConfig
+from fastformer.models import GPT, GPTConfig, Transformer, TransformerConfig
 from fastformer.models.pretrained import CONFIG, check_depth, check_tables, make_to_load
 from fastformer.models.weights import (
     FLOATING,
@@ -32,7 +32,6 @@ from fastformer.models.weights import (
     check_finite,
     check_plain,
     check_shard,
-    entries_of,
     index_of,
     read_index,
 )
@@ -45,8 +44,8 @@ _OLD_WEIGHTS = "pytorch_model.bin"
 _SEARCH_OPTIONS = {"forced_bos_token_id": None, "no_repeat_ngram_size": 0, "min_length": 0, "repetition_penalty": 1.0}
 
 
-class ToTransformer(Protocol):
-    """Converts settings and weights to a `Transformer`."""
+class ToModel(Protocol):
+    """Converts settings and weights to a `Transformer`, or those of a decoder to a `GPT`."""
 
     def __call__(
         self,
@@ -58,8 +57,8 @@ class ToTransformer(Protocol):
         layer_norm_eps: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-    ) -> Transformer:
-        """A `Transformer` in evaluation mode.
+    ) -> Transformer | GPT:
+        """A model in evaluation mode.
 
         Args:
             settings: the model's config.json.
@@ -71,14 +70,14 @@ class ToTransformer(Protocol):
             dtype: of the parameters; None: the dtype of the embeddings.
 
         Raises:
-            ValueError: a setting that `Transformer` doesn't have; missing, unexpected or misshapen tensors.
+            ValueError: a setting that the model doesn't have; missing, unexpected or misshapen tensors.
         """
         ...
 
 
 # Reads the tokenizer's files: (folder, settings) -> the id of the unknown token, and what makes the tokenizer once the
 # model's config is known.
-ReadTokenizer = Callable[[Path, Mapping[str, Any]], tuple[int | None, Callable[[TransformerConfig], Tokenizer]]]
+ReadTokenizer = Callable[[Path, Mapping[str, Any]], tuple[int | None, Callable[[Any], Tokenizer]]]
 
 
 class Family(NamedTuple):
@@ -87,15 +86,17 @@ class Family(NamedTuple):
     Attributes:
         name: in messages.
         config_class, model_class: transformers' names.
-        to_transformer: see `ToTransformer`.
+        to_model: see `ToModel`.
         read_tokenizer: None: folders of this family can't be loaded, only models in memory be converted.
+        kind: "seq2seq" for a `Transformer`, "decoder" for a `GPT`.
     """
 
     name: str
     config_class: str
     model_class: str
-    to_transformer: ToTransformer
+    to_model: ToModel
     read_tokenizer: ReadTokenizer | None = None
+    kind: Literal["seq2seq", "decoder"] = "seq2seq"
 
 
 def model_type(folder: Path) -> str | None:
@@ -110,7 +111,7 @@ def model_type(folder: Path) -> str | None:
 
 def load_folder(
     folder: Path, family: Family, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-) -> tuple[Transformer, Tokenizer]:
+) -> tuple[Transformer | GPT, Tokenizer]:
     """The model and the tokenizer of a folder that transformers saved.
 
     An id that the model's settings never let it generate gets a logit bias that no score outweighs. Other options that
@@ -136,7 +137,9 @@ def load_folder(
             dtype = torch.float32
         search = _search_settings(folder, settings)
         never = _forbidden(folder, search)
-        model = family.to_transformer(settings, state, unk=unk, never=never, device=device, dtype=dtype)
+        if family.kind == "decoder":
+            settings = with_search_ids(settings, search)
+        model = family.to_model(settings, state, unk=unk, never=never, device=device, dtype=dtype)
         tokenizer = make_tokenizer(model.config)
     except (ValueError, IndexError) as error:
         raise ValueError(f"{folder}: {error}") from error
@@ -144,6 +147,17 @@ def load_folder(
     if asked:
         logger.warning("%s has search options that are not applied: pass %s to generate", folder, ", ".join(asked))
     return model, tokenizer
+
+
+def with_search_ids(settings: Mapping[str, Any], search: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a model, with the special ids of its search, which differ where it was trained to chat.
+
+    Args:
+        settings: of the model.
+        search: of its generation_config.json.
+    """
+    ids = {name: search.get(name) for name in ("pad_token_id", "eos_token_id")}
+    return {**settings, **{name: value for name, value in ids.items() if value is not None}}
 
 
 def special_tokens(
@@ -318,27 +332,65 @@ def flag_of(settings: Mapping[str, Any], name: str, default: bool) -> bool:
     return default if value is None else value
 
 
+Parts = Tensor | tuple[Tensor, ...]  # what is concatenated (dimension 0)
+
+
 def load_foreign(
-    config: TransformerConfig,
-    weights: Mapping[str, Tensor],
+    config: TransformerConfig | GPTConfig,
+    weights: Mapping[str, Parts],
     *,
     device: torch.device | str | None,
     dtype: torch.dtype,
-) -> Transformer:
-    """A `Transformer` with weights, in evaluation mode.
+    convert: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
+) -> Any:
+    """A model with weights, in evaluation mode.
+
+    Beside the model and the weights that it is made of, memory holds one converted tensor at a time.
+
+    Args:
+        config: of the model.
+        weights: by name.
+        device: where the parameters go; None: the CPU.
+        dtype: of the parameters.
+        convert: name, one tensor -> what becomes of it.
 
     Raises:
         ValueError: missing, unexpected or misshapen tensors, or positions that take far more memory than the weights.
     """
+    kind: type[Any] = GPT if isinstance(config, GPTConfig) else Transformer
 
-    def check(model: Transformer) -> None:
+    def check(model: Any) -> None:
         expected = {name: Entry(tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
-        check_entries("the weights", "the settings", entries_of(weights), expected)
+        found = {name: _entry(name, parts, convert) for name, parts in weights.items()}
+        check_entries("the weights", "the settings", found, expected)
         check_tables(model, "the settings")
 
-    model = make_to_load(lambda device: Transformer(config, device=device, dtype=dtype), device, check)
-    model.load_state_dict(weights)
+    model = make_to_load(lambda device: kind(config, device=device, dtype=dtype), device, check)
+    with torch.no_grad():
+        for name, target in model.state_dict().items():
+            begin = 0
+            for part in _parts(weights[name]):
+                part = convert(name, part)
+                target[begin : begin + len(part)].copy_(part)
+                begin += len(part)
     return model.eval()
+
+
+def _parts(found: Parts) -> tuple[Tensor, ...]:
+    return (found,) if isinstance(found, Tensor) else found
+
+
+def _entry(name: str, found: Parts, convert: Callable[[str, Tensor], Tensor]) -> Entry:
+    """The shape and the dtype that tensors have once they are converted and concatenated."""
+    parts = _parts(found)
+    try:
+        shapes = [tuple(convert(name, torch.empty_like(part, device="meta")).shape) for part in parts]
+    except (RuntimeError, IndexError):  # of another number of dimensions: as it came
+        shapes = [tuple(part.shape) for part in parts]
+    first, rest = shapes[0], shapes[1:]
+    if rest and all(shape[1:] == first[1:] and shape for shape in shapes):
+        first = (sum(shape[0] for shape in shapes), *first[1:])
+    return Entry(first, parts[0].dtype)
 
 
 def some(names: Iterable[str]) -> str:

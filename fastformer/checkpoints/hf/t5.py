@@ -92,7 +92,7 @@ def transformer_from_t5(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Transformer:
-    """See `ToTransformer`; the model_type of the settings is one of `NAMES`. The settings have layer_norm_epsilon."""
+    """See `ToModel`; the model_type of the settings is one of `NAMES`. The settings have layer_norm_epsilon."""
     if forbidden := [*never]:  # the config has no output bias to hold them
         logger.warning("the model forbids the ids %s, which is not applied: pass bad_words_ids to generate", forbidden)
     name, left = NAMES[settings["model_type"]], dict(state)

@@ -1,0 +1,258 @@
+"""What the decoder-only families share: a family is a `Form`, which a `GPT` is made of, and which a `GPT` becomes.
+
+A form has three tables: its settings as options of `GPTConfig` and back, and the names of its tensors. Options of
+`GPTConfig` that a form's settings don't mention have their defaults.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastformer.checkpoints.hf.common import Parts, check_floating, depth_of, load_foreign, some
+from fastformer.models import GPT, GPTConfig
+from fastformer.models.pretrained import config_from_dict
+from fastformer.special_ids import SpecialIds
+
+logger = logging.getLogger("fastformer")
+
+EMBEDDING, OUTPUT = "embedding.weight", "output.weight"
+_HEAD = "lm_head.weight"
+
+
+def as_it_is(name: str, tensor: Tensor, config: GPTConfig) -> Tensor:
+    """The tensor."""
+    return tensor
+
+
+class Form(NamedTuple):
+    """A decoder-only family.
+
+    Attributes:
+        name: in messages.
+        prefix: of all names but the head's. Files of a model without a head lack it.
+        options: settings -> options of `GPTConfig`, without vocab_size, tie_embeddings and special_ids. Raises a
+            ValueError for a setting that a `GPT` doesn't have.
+        settings: a config -> the settings, without those of the vocabulary. Raises a ValueError for an option that the
+            family doesn't have.
+        names: a config -> the names of tensors here, each with the names there, without the prefix, of those that are
+            concatenated to it (dimension 0). Without the output's.
+        is_tied: what tie_word_embeddings is in a file that doesn't say.
+        convert: name here, one of its tensors there -> the tensor here.
+        revert: the other way.
+        unread: how the names of tensors end that old files hold and no model reads.
+        head: the name of the output's matrix, of a model that isn't tied.
+    """
+
+    name: str
+    prefix: str
+    options: Callable[[Mapping[str, Any]], dict[str, Any]]
+    settings: Callable[[GPTConfig], dict[str, Any]]
+    names: Callable[[GPTConfig], dict[str, tuple[str, ...]]]
+    is_tied: bool
+    convert: Callable[[str, Tensor, GPTConfig], Tensor] = as_it_is
+    revert: Callable[[str, Tensor, GPTConfig], Tensor] = as_it_is
+    unread: tuple[str, ...] = ()
+    head: str = _HEAD
+
+    def to_model(
+        self,
+        settings: Mapping[str, Any],
+        state: Mapping[str, Tensor],
+        *,
+        unk: int | None = None,
+        never: Iterable[int] = (),
+        layer_norm_eps: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> GPT:
+        """See `ToModel`."""
+        if forbidden := [*never]:  # there is no bias on the logits to hold them
+            logger.warning(
+                "the model forbids the ids %s, which is not applied: pass bad_words_ids to generate", forbidden
+            )
+        check_floating(state)
+        left = self._with_prefix(state)
+        theirs = self.names(_ANY)[EMBEDDING][0]
+        embedding, output = left.get(self.prefix + theirs), left.pop(self.head, None)
+        if embedding is None or embedding.dim() != 2:
+            raise ValueError(f"expected the tensors of a {self.name}, got no matrix called {self.prefix}{theirs}")
+        asked = settings.get("tie_word_embeddings")
+        tied = self.is_tied if asked is None else asked
+        if output is None:
+            tied = True
+        elif tied:  # unless one of them was changed afterwards
+            tied = output is embedding or (output.shape == embedding.shape and torch.equal(output, embedding))
+        options = self.options(settings)
+        depth_of({"layers": options["num_layers"]}, "layers", left)
+        if layer_norm_eps is not None:
+            options["layer_norm_eps"] = layer_norm_eps
+        config: GPTConfig = config_from_dict(
+            GPTConfig,
+            {
+                **options,
+                "vocab_size": len(embedding),
+                "tie_embeddings": tied,
+                "special_ids": special_ids(settings, len(embedding), unk),
+            },
+        )
+        weights: dict[str, Parts] = {}
+        for ours, names in self.names(config).items():
+            missing = [self.prefix + name for name in names if self.prefix + name not in left]
+            if missing:
+                raise ValueError(f"expected the tensors of a {self.name}, got none called {some(missing)}")
+            weights[ours] = tuple(left.pop(self.prefix + name) for name in names)
+        if output is not None and not tied:
+            weights[OUTPUT] = (output,)
+        if left:
+            raise ValueError(f"expected the tensors of a {self.name}, got others as well: {some(left)}")
+        return load_foreign(
+            config,
+            weights,
+            device=device,
+            dtype=dtype or embedding.dtype,
+            convert=lambda name, tensor: self.convert(name, tensor, config),
+        )
+
+    def from_model(self, model: GPT) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The settings and the state_dict of the family that compute what a `GPT` does.
+
+        Raises:
+            ValueError: options that the family doesn't have.
+        """
+        config, ids = model.config, model.config.special_ids
+        settings = self.settings(config)
+        ends: Any = [*ids.eos] if len(ids.eos) != 1 else ids.eos[0]
+        settings |= {
+            "vocab_size": config.vocab_size,
+            "tie_word_embeddings": config.tie_embeddings,
+            "pad_token_id": None if ids.pad in ids.eos or not ids.eos else ids.pad,
+            "bos_token_id": None,
+            "eos_token_id": ends or None,
+        }
+        state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+        weights: dict[str, Tensor] = {}
+        for ours, names in self.names(config).items():
+            parts = self._split(ours, state[ours], config) if len(names) > 1 else (state[ours],)
+            for name, part in zip(names, parts, strict=True):
+                weights[self.prefix + name] = self.revert(ours, part, config)
+        weights[self.head] = state[EMBEDDING if config.tie_embeddings else OUTPUT]
+        return settings, weights
+
+    def _split(self, name: str, tensor: Tensor, config: GPTConfig) -> tuple[Tensor, ...]:
+        if ".linear1." in name:
+            return tensor.chunk(2)
+        head_dim = head_dim_of(config)
+        kv = (config.num_kv_heads or config.num_heads) * head_dim
+        return tensor.split([config.num_heads * head_dim, kv, kv])
+
+    def _with_prefix(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        kept = {name: tensor for name, tensor in state.items() if not name.endswith(self.unread or ("\0",))}
+        if any(name.startswith(self.prefix) for name in kept):
+            return kept
+        return {name if name == self.head else self.prefix + name: tensor for name, tensor in kept.items()}
+
+
+_ANY = GPTConfig(3, num_layers=1)
+
+
+def head_dim_of(config: GPTConfig) -> int:
+    """The size of a head."""
+    own: int | None = getattr(config, "head_dim", None)
+    return config.d_model // config.num_heads if own is None else own
+
+
+def special_ids(settings: Mapping[str, Any], vocab_size: int, unk: int | None) -> SpecialIds:
+    """The special ids of a decoder.
+
+    An id that the vocabulary doesn't have ends nothing. A model without an id for padding has the first end there, as
+    transformers pads.
+
+    Raises:
+        ValueError: an eos_token_id that is neither an id nor a list of ids.
+    """
+    said = settings.get("eos_token_id")
+    listed = [] if said is None else said if isinstance(said, list | tuple) else [said]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in listed):
+        raise ValueError(f"expected eos_token_id to be an id or a list of ids, got {said!r:.60}")
+    eos = tuple(i for i in dict.fromkeys(listed) if 0 <= i < vocab_size)
+    pad = settings.get("pad_token_id")
+    if not isinstance(pad, int) or not 0 <= pad < vocab_size:
+        pad = eos[0] if eos else 0
+    return SpecialIds(pad=pad, eos=eos, unk=None if unk in (pad, *eos) else unk)
+
+
+def differing(config: GPTConfig, expected: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a config that are other than a family has them, with what it has.
+
+    Args:
+        config: the model's.
+        expected: by option, the one value that a family has, or a tuple of those that it may have. Options that are not
+            named may be anything.
+    """
+    return {
+        name: value
+        for name, value in expected.items()
+        if getattr(config, name, None) not in (value if isinstance(value, tuple) else (value,))
+    }
+
+
+def check_form(config: GPTConfig, expected: Mapping[str, Any], free: Iterable[str], name: str) -> None:
+    """Checks that a family has the options of a config.
+
+    Args:
+        config: the model's.
+        expected: see `differing`.
+        free: options that the family's settings say. The others have their defaults in the family.
+        name: of the family.
+
+    Raises:
+        ValueError: an option that the family doesn't have.
+    """
+    known = {*expected, *free, "vocab_size", "tie_embeddings", "special_ids", "d_model", "num_heads", "num_layers"}
+    usual = {
+        field.name: field.default
+        for field in dataclasses.fields(GPTConfig)
+        if field.name not in known and field.default is not dataclasses.MISSING
+    }
+    for option, value in differing(config, {**usual, **expected}).items():
+        wanted = f"one of {value}" if isinstance(value, tuple) else f"{value!r}"
+        raise ValueError(f"expected a {name}, with {option}={wanted}, got {getattr(config, option)!r}")
+
+
+def layer_names(
+    config: GPTConfig, place: str, modules: Mapping[str, tuple[str, ...]], kinds: Mapping[str, tuple[str, ...]]
+) -> dict[str, tuple[str, ...]]:
+    """The names of layers' tensors.
+
+    Args:
+        config: the model's.
+        place: of the layers in the family, such as "layers".
+        modules: the names of modules here, each with those there.
+        kinds: of modules here that have more, or something else, than a weight: the kinds of their tensors.
+    """
+    names: dict[str, tuple[str, ...]] = {}
+    for layer in range(config.num_layers):
+        for ours, theirs in modules.items():
+            for kind in kinds.get(ours, ("weight",)):
+                key = f"in_proj_{kind}" if ours == "self_attn.in_proj" else None
+                name = f"self_attn.{key}" if key else f"{ours}.{kind}"
+                names[f"decoder.layers.{layer}.{name}"] = tuple(f"{place}.{layer}.{part}.{kind}" for part in theirs)
+    return names
+
+
+def same_dropout(settings: Mapping[str, Any], *names: str) -> float:
+    """A probability of dropout that has several names; 0.1, if the settings don't say.
+
+    Raises:
+        ValueError: they are not the same.
+    """
+    found = {name: settings.get(name, 0.1) for name in names}
+    if len({*found.values()}) > 1:
+        raise ValueError(f"expected one probability of dropout, got {found}")
+    return float(next(iter(found.values())))

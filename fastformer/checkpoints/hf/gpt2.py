@@ -1,0 +1,106 @@
+"""GPT-2 (Radford et al. 2019): a pre-norm `GPT` with learned positions, LayerNorm, and a bias everywhere.
+
+Its matrices are saved as (in, out).
+
+tokenizer.json               a byte-level BPE; or vocab.json and merges.txt, in older folders
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from fastformer.checkpoints.hf.common import flag_of, number_of
+from fastformer.checkpoints.hf.decoder import EMBEDDING, Form, check_form, layer_names, same_dropout
+from fastformer.models import GPTConfig
+
+_ACTIVATIONS = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "silu",
+    "swish": "silu",
+}
+_THEIR_ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu"}
+# Settings of which a `GPT` knows one value.
+_ONLY = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
+_MODULES = {
+    "self_attn.in_proj": ("attn.c_attn",),
+    "self_attn.out_proj": ("attn.c_proj",),
+    "norm1": ("ln_1",),
+    "norm2": ("ln_2",),
+    "linear1": ("mlp.c_fc",),
+    "linear2": ("mlp.c_proj",),
+}
+_BOTH = ("weight", "bias")
+
+
+def _options(settings: Mapping[str, Any]) -> dict[str, Any]:
+    for name, value in _ONLY.items():
+        if flag_of(settings, name, value) != value:
+            raise ValueError(f"expected {name} to be {value}, got {settings[name]!r}")
+    activation = settings.get("activation_function", "gelu_new")
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"expected an activation_function out of {(*_ACTIVATIONS,)}, got {activation!r}")
+    d_model = number_of(settings, "n_embd")
+    return {
+        "d_model": d_model,
+        "num_heads": number_of(settings, "n_head"),
+        "num_layers": number_of(settings, "n_layer"),
+        "d_ff": 4 * d_model if settings.get("n_inner") is None else number_of(settings, "n_inner"),
+        "layer_norm_eps": settings.get("layer_norm_epsilon", 1e-5),
+        "activation": _ACTIVATIONS[activation],
+        "dropout": same_dropout(settings, "resid_pdrop", "embd_pdrop"),
+        "attention_dropout": settings.get("attn_pdrop", 0.1),
+        "max_len": number_of(settings, "n_positions"),
+    }
+
+
+def _settings(config: GPTConfig) -> dict[str, Any]:
+    expected = {"positions": "learned", "norm": "layer", "bias": True, "activation": (*_THEIR_ACTIVATIONS,)}
+    expected |= {"num_kv_heads": (None, config.num_heads)}
+    check_form(config, expected, ("d_ff", "layer_norm_eps", "dropout", "attention_dropout", "max_len"), "GPT-2")
+    return {
+        "model_type": "gpt2",
+        "n_embd": config.d_model,
+        "n_head": config.num_heads,
+        "n_layer": config.num_layers,
+        "n_inner": config.d_ff,
+        "n_positions": config.max_len,
+        "layer_norm_epsilon": config.layer_norm_eps,
+        "activation_function": _THEIR_ACTIVATIONS[config.activation],
+        "resid_pdrop": config.dropout,
+        "embd_pdrop": config.dropout,
+        "attn_pdrop": config.attention_dropout,
+    }
+
+
+def _names(config: GPTConfig) -> dict[str, tuple[str, ...]]:
+    return {
+        EMBEDDING: ("wte.weight",),
+        "embedding.position.table": ("wpe.weight",),
+        "decoder.norm.weight": ("ln_f.weight",),
+        "decoder.norm.bias": ("ln_f.bias",),
+        **layer_names(config, "h", _MODULES, dict.fromkeys(_MODULES, _BOTH)),
+    }
+
+
+def _turned(name: str, tensor: Tensor, config: GPTConfig) -> Tensor:
+    """A layer's matrix, transposed."""
+    return tensor.t() if name.startswith("decoder.layers.") and tensor.dim() == 2 else tensor
+
+
+FORM = Form(
+    name="GPT-2",
+    prefix="transformer.",
+    options=_options,
+    settings=_settings,
+    names=_names,
+    is_tied=True,
+    convert=_turned,
+    revert=_turned,
+    unread=(".attn.bias", ".attn.masked_bias"),
+)
