@@ -147,7 +147,7 @@ class Form(NamedTuple):
     def _split(self, name: str, tensor: Tensor, config: GPTConfig) -> tuple[Tensor, ...]:
         if ".linear1." in name:
             return tensor.chunk(2)
-        head_dim = head_dim_of(config)
+        head_dim = config.size_of_head
         kv = (config.num_kv_heads or config.num_heads) * head_dim
         return tensor.split([config.num_heads * head_dim, kv, kv])
 
@@ -159,12 +159,6 @@ class Form(NamedTuple):
 
 
 _ANY = GPTConfig(3, num_layers=1)
-
-
-def head_dim_of(config: GPTConfig) -> int:
-    """The size of a head."""
-    own: int | None = getattr(config, "head_dim", None)
-    return config.d_model // config.num_heads if own is None else own
 
 
 def special_ids(settings: Mapping[str, Any], vocab_size: int, unk: int | None) -> SpecialIds:

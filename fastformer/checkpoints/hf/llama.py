@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from fastformer.checkpoints.hf.common import flag_of, number_of
-from fastformer.checkpoints.hf.decoder import EMBEDDING, Form, check_form, head_dim_of, layer_names
+from fastformer.checkpoints.hf.decoder import EMBEDDING, Form, check_form, layer_names
 from fastformer.checkpoints.hf.rope import longest, read_rope, write_rope
 from fastformer.models import GPTConfig
 
@@ -106,7 +106,7 @@ def _settings(config: GPTConfig, variant: Variant) -> dict[str, Any]:
         "num_key_value_heads": config.num_kv_heads or config.num_heads,
         "num_hidden_layers": config.num_layers,
         "intermediate_size": config.d_ff,
-        "head_dim": head_dim_of(config),
+        "head_dim": config.size_of_head,
         "rms_norm_eps": config.layer_norm_eps,
         "hidden_act": _THEIR_ACTIVATIONS[config.activation],
         "attention_dropout": config.attention_dropout,
@@ -119,7 +119,7 @@ def _settings(config: GPTConfig, variant: Variant) -> dict[str, Any]:
 
 def biases_of(config: GPTConfig) -> tuple[bool, bool]:
     """Whether the maps to queries, keys and values, and the map back from the heads have biases."""
-    qkv, out = (getattr(config, name, None) for name in ("qkv_bias", "out_bias"))
+    qkv, out = config.qkv_bias, config.out_bias
     return config.bias if qkv is None else qkv, config.bias if out is None else out
 
 

@@ -1,0 +1,118 @@
+"""Decoder-only families as models.GPT and back: logits, losses and gradients by the rule, tokens of every engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastformer.integrations import from_huggingface, to_huggingface
+from fastformer.models import GPT
+from fastformer.nn import SequenceLayout
+from tests.checks import assert_accurate
+from tests.integrations.decoders import CASES, Case, Wide, gradients_of, ids_of, loss_of
+
+cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+NEAR = 1e-4  # logits nearer than this are a tie
+
+
+def check(case: Case, ids: Tensor, labels: Tensor) -> None:
+    """Logits, loss and gradients, by the rule."""
+    plain, exact = case.make(), case.make(is_exact=True)
+    ours = from_huggingface(plain)
+    assert isinstance(ours, GPT)
+    ours.zero_grad()
+    plain_logits, plain_loss = loss_of(plain, ids, labels)
+    plain_loss.backward()
+    with Wide():
+        exact_logits, exact_loss = loss_of(exact, ids, labels)
+        exact_loss.backward()
+    assert_accurate(ours(ids), plain_logits, exact_logits)
+    layout = SequenceLayout.packed(torch.full((len(ids),), ids.shape[1]), ids.shape[1])
+    assert_accurate(ours(ids.flatten(), layout=layout).view_as(plain_logits), plain_logits, exact_logits, "packed")
+    loss = ours.loss(ids, labels)
+    loss.backward()
+    assert_accurate(loss, plain_loss, exact_loss, "loss")
+    found = gradients_of(ours)
+    for (name, one), (_, other) in zip(plain.named_parameters(), exact.named_parameters(), strict=True):
+        assert other.grad.abs().max() > 1e-6, name
+        assert_accurate(found[name], one.grad, other.grad, "dk")  # scores' errors are in all of them
+
+
+@cases
+def test_logits_loss_and_gradients_are_the_same(case) -> None:
+    check(case, *ids_of())
+
+
+@cases
+def test_a_model_goes_there_and_back(case, tmp_path) -> None:
+    theirs = case.make()
+    ours = from_huggingface(theirs)
+    back = to_huggingface(ours)
+    state, again = theirs.state_dict(), back.state_dict()
+    if type(back) is type(theirs):
+        assert state.keys() == again.keys()
+        assert all(torch.equal(weight, again[name]) for name, weight in state.items())
+    twin = from_huggingface(back)
+    assert twin.config == ours.config
+    assert all(map(torch.equal, twin.state_dict().values(), ours.state_dict().values()))
+    ids, _ = ids_of()
+    torch.testing.assert_close(back(ids).logits, theirs(ids).logits, rtol=1e-4, atol=1e-4)
+    ours.save_pretrained(tmp_path)
+    loaded = GPT.from_pretrained(tmp_path)
+    assert loaded.config == ours.config and torch.equal(loaded(ids), ours(ids))
+
+
+def continued(theirs: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """What transformers generates behind prompts that are padded on the left."""
+    pad, width = theirs.config.pad_token_id, max(map(len, prompts))
+    ids = torch.tensor([[pad] * (width - len(row)) + row for row in prompts])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts])
+    with torch.inference_mode():
+        found = theirs.generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False)[:, width:]
+    return [until_end(row, theirs.config.eos_token_id) for row in found.tolist()]
+
+
+def until_end(row: list[int], eos: int) -> list[int]:
+    return row[: row.index(eos) + 1] if eos in row else row
+
+
+def is_tie(theirs: Any, prompt: list[int], expected: list[int], found: list[int]) -> bool:
+    """Whether the first tokens that differ are as good as each other."""
+    place = next(i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b)
+    with torch.inference_mode():
+        logits = theirs(torch.tensor([prompt + expected[:place]])).logits[0, -1]
+    return bool((logits[expected[place]] - logits[found[place]]).abs() < NEAR)
+
+
+def check_tokens(case: Case, engine: str, count: int = 64, **options: Any) -> int:
+    """Greedy tokens behind prompts of unlike lengths; returns how many rows went apart at a tie."""
+    theirs = case.make(seed=4, **options)
+    ids, _ = ids_of()
+    prompts = [ids[0].tolist(), ids[1, :5].tolist(), ids[2, :1].tolist()]
+    expected = continued(theirs, prompts, count)
+    ours, width = from_huggingface(theirs), ids.shape[1]
+    pad = ours.config.special_ids.pad
+    ties, found = 0, []
+    for rows in (
+        prompts,
+        torch.tensor([[pad] * (width - len(row)) + row for row in prompts]),
+        torch.tensor([row + [pad] * (width - len(row)) for row in prompts]),
+    ):
+        out = ours.generate(rows, max_new_tokens=count, engine=engine)[:, width:].tolist()
+        found.append([until_end(row, theirs.config.eos_token_id) for row in out])
+    assert found[0] == found[1] == found[2]
+    for prompt, row, said in zip(prompts, expected, found[0], strict=True):
+        if row != said:
+            assert is_tie(theirs, prompt, row, said), (row, said)
+            ties += 1
+    assert ties < len(prompts) and len({*map(tuple, expected)}) > 1
+    return ties
+
+
+@pytest.mark.parametrize("engine", ["kv_cache", "cpp"])
+@cases
+def test_generates_the_same_tokens(case, engine) -> None:
+    check_tokens(case, engine)
