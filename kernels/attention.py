@@ -267,6 +267,7 @@ def why_unsupported(
     v: Tensor,
     softmax_scale: float,
     attn_mask: Tensor | None = None,
+    softcap: float = 0.0,
     **_: object,
 ) -> str | None:
     """Why the kernels can't take a call of (varlen_)attention_fwd or _bwd; None if they can."""
@@ -282,6 +283,8 @@ def why_unsupported(
         return "v's head_dim is not q's"
     if not softmax_scale > 0:
         return f"softmax_scale {softmax_scale} is not positive"
+    if softcap:
+        return "it caps no scores"
     if attn_mask is not None and attn_mask.dtype not in (torch.bool, *DTYPES):
         return f"attn_mask is {attn_mask.dtype}"
     if q.is_cuda and architecture(q) < 80:
@@ -302,6 +305,7 @@ def plan_attention_fwd(
     window_right: int | None,
     dropout_p: float,
     dropout_seed: Tensor | None,
+    softcap: float = 0.0,
 ) -> Plan:
     """`attention_fwd` for calls of this geometry."""
     problem = describe_dense(q, k, seqlens_k, softmax_scale, window_left, window_right, dropout_p, dropout_seed)
@@ -309,7 +313,7 @@ def plan_attention_fwd(
     drops = problem.dropout[0] is not None
 
     def run(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, seqlens_k: Tensor | None, *rest: Any) -> Any:
-        return forward(q, k, v, attn_mask, None, contiguous(seqlens_k), contiguous(rest[-1]) if drops else None)
+        return forward(q, k, v, attn_mask, None, contiguous(seqlens_k), contiguous(rest[4]) if drops else None)
 
     return run
 
@@ -334,6 +338,7 @@ def plan_attention_bwd(
     dropout_p: float,
     dropout_seed: Tensor | None,
     needs_mask_grad: bool,
+    softcap: float = 0.0,
 ) -> Plan:
     """`attention_bwd` for calls of this geometry."""
     problem = describe_dense(q, k, seqlens_k, softmax_scale, window_left, window_right, dropout_p, dropout_seed)
@@ -365,6 +370,7 @@ def plan_varlen_attention_fwd(
     window_right: int | None,
     dropout_p: float,
     dropout_seed: Tensor | None,
+    softcap: float = 0.0,
 ) -> Plan:
     """`varlen_attention_fwd` for calls of this geometry."""
     problem = describe(
@@ -376,7 +382,7 @@ def plan_varlen_attention_fwd(
     drops = problem.dropout[0] is not None
 
     def run(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *rest: Any) -> Any:
-        seed = contiguous(rest[-1]) if drops else None
+        seed = contiguous(rest[6]) if drops else None
         return forward(q, k, v, None, contiguous(cu_seqlens_q), contiguous(cu_seqlens_k), seed)
 
     return run
@@ -403,6 +409,7 @@ def plan_varlen_attention_bwd(
     window_right: int | None,
     dropout_p: float,
     dropout_seed: Tensor | None,
+    softcap: float = 0.0,
 ) -> Plan:
     """`varlen_attention_bwd` for calls of this geometry."""
     problem = describe(

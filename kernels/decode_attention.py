@@ -415,9 +415,19 @@ def _merge_kernel(
 
 
 def why_unsupported(
-    op_name: str, *, q: Tensor, k_cache: Tensor, v_cache: Tensor, cos: Tensor | None, sin: Tensor | None, **_: object
+    op_name: str,
+    *,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    softcap: float = 0.0,
+    **_: object,
 ) -> str | None:
     """Why the kernel can't take a call of decode_attention; None if it can."""
+    if softcap:
+        return "it caps no scores"
     if (reason := unsupported_dtype(*(x.dtype for x in (q, cos, sin) if x is not None))) is not None:
         return reason
     if q.shape[-1] > 256:
@@ -448,6 +458,7 @@ def decode_attention(
     cos: Tensor | None,
     sin: Tensor | None,
     interleaved: bool,
+    softcap: float = 0.0,
 ) -> Tensor:
     """`fastformer::decode_attention`: out; k and v are in the cache then."""
     out = q.new_empty(q.shape)

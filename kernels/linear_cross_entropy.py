@@ -362,8 +362,12 @@ class _Gradients:
         return self.dx, dweight, sums(self.dbias, self.needs_dbias, self.weight.shape[:1])
 
 
-def why_unsupported(op_name: str, *, x: Tensor, weight: Tensor, bias: Tensor | None, **_: object) -> str | None:
+def why_unsupported(
+    op_name: str, *, x: Tensor, weight: Tensor, bias: Tensor | None, softcap: float = 0.0, **_: object
+) -> str | None:
     """Why the kernels can't take a call of linear_cross_entropy_fwd, _bwd or _fwd_bwd; None if they can."""
+    if softcap:
+        return "it caps no logits"
     if (reason := unsupported_dtype(x.dtype)) is not None:
         return reason
     if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
@@ -380,6 +384,7 @@ def linear_cross_entropy_fwd(
     label_smoothing: float,
     smooth_others: bool,
     z_loss: float,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """`fastformer::linear_cross_entropy_fwd`: (losses, lse); both are 0 in rows that don't count."""
     chunks = _Chunks(x, weight, bias, target, ignore_index, label_smoothing, smooth_others, z_loss)
@@ -402,6 +407,7 @@ def linear_cross_entropy_bwd(
     smooth_others: bool,
     z_loss: float,
     output_mask: Sequence[bool],
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`fastformer::linear_cross_entropy_bwd`: (dx, dweight, dbias)."""
     chunks = _Chunks(x, weight, bias, target, ignore_index, label_smoothing, smooth_others, z_loss)
@@ -425,6 +431,7 @@ def linear_cross_entropy_fwd_bwd(
     z_loss: float,
     mean: bool,
     output_mask: Sequence[bool],
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`fastformer::linear_cross_entropy_fwd_bwd`: (loss, dx, dweight, dbias)."""
     chunks = _Chunks(x, weight, bias, target, ignore_index, label_smoothing, smooth_others, z_loss)

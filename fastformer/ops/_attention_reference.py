@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastformer.ops._common import accumulation_dtype
+from fastformer.ops._common import accumulation_dtype, soft_capped
 from fastformer.ops._dropout import keep_mask, keep_scale
 
 
@@ -27,6 +27,7 @@ class Scores:
         queries: (batch,) number of queries that are real, or None for all.
         attn_mask: boolean (True = attend) or floating (added), broadcastable to (batch, num_heads, seqlen_q, seqlen_k).
         dropout_p, dropout_seed: of the attention weights.
+        softcap: c of c * tanh(score / c), which scaled scores become before anything masks them; 0 = they stay.
     """
 
     softmax_scale: float
@@ -38,6 +39,7 @@ class Scores:
     attn_mask: Tensor | None = None
     dropout_p: float = 0.0
     dropout_seed: Tensor | None = None
+    softcap: float = 0.0
 
     def visible(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor | None:
         """bool, broadcastable to (batch, num_heads, seqlen_q, seqlen_k); None where everything is visible."""
@@ -62,11 +64,24 @@ class Scores:
 
     def __call__(self, q: Tensor, k: Tensor) -> Tensor:
         """(batch, num_heads, seqlen_q, seqlen_k) scaled and masked scores; -inf where nothing is to be seen."""
-        scores = grouped_matmul(q, k.permute(0, 2, 3, 1), k.shape[2]) * self.softmax_scale
+        scores = soft_capped(self._products(q, k), self.softcap)
         if self.attn_mask is not None and self.attn_mask.dtype != torch.bool:
             scores = (scores + self.attn_mask).to(scores.dtype)
         visible = self.visible(q.shape[1], k.shape[1], q.device)
         return scores if visible is None else scores.masked_fill(~visible, -torch.inf)
+
+    def _products(self, q: Tensor, k: Tensor) -> Tensor:
+        return grouped_matmul(q, k.permute(0, 2, 3, 1), k.shape[2]) * self.softmax_scale
+
+    def through_cap(self, q: Tensor, k: Tensor, dscores: Tensor) -> Tensor:
+        """The gradient of the scaled products, from that of the masked scores, (batch, num_heads, seqlen_q, seqlen_k).
+
+        What is hidden may hold anything: where the gradient is 0, it stays.
+        """
+        if not self.softcap:
+            return dscores
+        slope = 1.0 - (self._products(q, k) / self.softcap).tanh().square()
+        return dscores.where(dscores == 0, dscores * slope)
 
     def keep(self, weights: Tensor) -> Tensor | None:
         """The dropout multipliers of weights (batch, num_heads, seqlen_q, seqlen_k); None without dropout."""
@@ -160,7 +175,8 @@ def attend_backward(
         dweights = dweights * keep
     delta = (dout * out).sum(-1).transpose(1, 2).unsqueeze(-1)
     dscores = (dweights - delta) * weights
-    dq = grouped_matmul(dscores.transpose(1, 2), k.transpose(1, 2), heads).transpose(1, 2) * scores.softmax_scale
-    dk = group_sum(dscores, q, heads) * scores.softmax_scale
+    dproducts = scores.through_cap(q, k, dscores)
+    dq = grouped_matmul(dproducts.transpose(1, 2), k.transpose(1, 2), heads).transpose(1, 2) * scores.softmax_scale
+    dk = group_sum(dproducts, q, heads) * scores.softmax_scale
     dv = group_sum(weights if keep is None else weights * keep, dout, heads)
     return dq.to(dtype).contiguous(), dk.to(dtype).contiguous(), dv.to(dtype).contiguous(), dscores

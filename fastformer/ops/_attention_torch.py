@@ -26,6 +26,7 @@ def unsupported(
     dropout_p: float,
     attn_mask: Tensor | None = None,
     needs_mask_grad: bool = False,
+    softcap: float = 0.0,
     **_: object,
 ) -> str | None:
     """Why these kernels can't take a call, or None."""
@@ -33,6 +34,8 @@ def unsupported(
         return "this PyTorch has no fused attention for CPUs"
     if dropout_p > 0.0:
         return "it would drop other weights than the definition of dropout"
+    if softcap:
+        return "it caps no scores"
     if needs_mask_grad:
         return "it gives no gradient of the mask"
     if attn_mask is not None and attn_mask.dtype not in (torch.bool, q.dtype):

@@ -35,6 +35,21 @@ def check_number(name: str, value: object, least: float = -math.inf) -> None:
         raise ValueError(f"expected {name} to be a finite number{bound}, got {value!r}")
 
 
+def resolve_softcap(softcap: float) -> float:
+    """c of c * tanh(x / c) as a float, 0 for none.
+
+    Raises:
+        ValueError: it is no finite number of at least 0.
+    """
+    check_number("softcap", softcap, 0.0)
+    return float(softcap)
+
+
+def soft_capped(x: Tensor, softcap: float) -> Tensor:
+    """c * tanh(x / c), which keeps numbers inside (-c, c) and leaves small ones as they are; x itself for c = 0."""
+    return (x / softcap).tanh() * softcap if softcap else x
+
+
 def check_vector(name: str, vector: Tensor | None, size: int) -> None:
     """Raises ValueError unless the vector is None or floating point of shape (size,)."""
     if vector is None:

@@ -48,8 +48,9 @@ def _decode(q: Tensor, k_cache: Tensor, *args: Any) -> int:
     return 4 * batch * seqlen_q * num_heads * head_dim * (k_cache if slot_table is None else slot_table).shape[1]
 
 
-def _wanted(output_mask: Sequence[bool]) -> int:
-    """The products that make dx and dweight, out of the two."""
+def _wanted(options: Sequence[Any]) -> int:
+    """The products that make dx and dweight, out of the two, by the one list among the arguments: output_mask."""
+    (output_mask,) = (option for option in options if isinstance(option, list | tuple))
     return sum(output_mask[:2])
 
 
@@ -67,8 +68,8 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "linear": lambda x, weight, *_: _linear(x, weight),
     "linear_weight_grad": lambda dout, x: 2 * dout.shape[0] * dout.shape[1] * x.shape[1],
     "linear_cross_entropy_fwd": lambda x, weight, *_: _linear(x, weight),
-    "linear_cross_entropy_bwd": lambda dlosses, x, weight, *options: (1 + _wanted(options[-1])) * _linear(x, weight),
-    "linear_cross_entropy_fwd_bwd": lambda x, weight, *options: (1 + _wanted(options[-1])) * _linear(x, weight),
+    "linear_cross_entropy_bwd": lambda dlosses, x, weight, *options: (1 + _wanted(options)) * _linear(x, weight),
+    "linear_cross_entropy_fwd_bwd": lambda x, weight, *options: (1 + _wanted(options)) * _linear(x, weight),
     "linear_topk": lambda x, weight, *_: _linear(x, weight),
 }
 

@@ -126,6 +126,7 @@ class Op:
     Attributes:
         name: the schema's name, `torch.ops.fastformer.<name>`.
         arguments: the names of the schema's arguments, in order.
+        defaults: the values of the last of them, where the schema gives some.
         has_autograd: whether the dispatcher hands calls over to autograd.
         apply: (*arguments) -> results that autograd knows, for calls past the dispatcher; None where there is no
             gradient, or it is an error.
@@ -138,6 +139,7 @@ class Op:
     name: str
     stem: str
     arguments: tuple[str, ...]
+    defaults: tuple[Any, ...]
     reference: Callable[..., Any]
     cpp_unsupported: WhyUnsupported | None
     cpp_call: Callable[..., Any] | None
@@ -177,6 +179,11 @@ class Op:
     def bind(self, *args: Any) -> dict[str, Any]:
         """The arguments of a call by the schema's names."""
         return dict(zip(self.arguments, args))  # noqa: B905 (every call comes here: their numbers were compared)
+
+    def filled(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """All arguments of a call: the dispatcher hands over none that ends a call and equals its default."""
+        missing = len(self.arguments) - len(args)
+        return (*args, *self.defaults[-missing:]) if missing else args
 
     def run(self, preferred: str, args: tuple[Any, ...], key: Hashable | None = None) -> Any:
         """The results of a call, below autograd, on the preferred backend or the one that is chosen in its place.
@@ -340,6 +347,7 @@ def define_op(
         name=name,
         stem=stem,
         arguments=tuple(argument.name for argument in default._schema.arguments),
+        defaults=tuple(a.default_value for a in default._schema.arguments if a.has_default_value()),
         reference=reference,
         cpp_unsupported=cpp_unsupported,
         cpp_call=cpp_call,
@@ -350,14 +358,28 @@ def define_op(
         formula=formula,
         places=_eager.Places(default._schema),
     )
-    LIBRARY.impl(name, lambda *args: op.run("reference", args), "CompositeExplicitAutograd")
-    LIBRARY.impl(name, lambda *args: op.run(PREFERRED["cuda"], args), "CUDA")
-    LIBRARY.impl(name, lambda *args: op.run(PREFERRED["cpu"], args), "CPU")
+    LIBRARY.impl(name, lambda *args: op.run("reference", op.filled(args)), "CompositeExplicitAutograd")
+    LIBRARY.impl(name, lambda *args: op.run(PREFERRED["cuda"], op.filled(args)), "CUDA")
+    LIBRARY.impl(name, lambda *args: op.run(PREFERRED["cpu"], op.filled(args)), "CPU")
+    fake = _with_defaults(op, fake)
+    formula = op.formula = None if formula is None else _with_defaults(op, formula)
     if formula is not None:
         fake = _kept_by_inductor(default, fake)
         _register_decomposition(default, formula, fake)
     torch.library.register_fake(f"fastformer::{name}", _without_memory(name, fake), lib=LIBRARY)
     return cast(Callable[P, T], _eager_entry(op, default))
+
+
+def _with_defaults(op: Op, function: Callable[..., T]) -> Callable[..., T]:
+    """The function, for calls of the dispatcher: see `Op.filled`."""
+    if not op.defaults:
+        return function
+
+    @functools.wraps(function)
+    def filled(*args: Any) -> T:
+        return function(*op.filled(args))
+
+    return filled
 
 
 def _eager_entry(op: Op, default: Callable[..., Any]) -> Callable[..., Any]:

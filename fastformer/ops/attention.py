@@ -1,11 +1,13 @@
 """Scaled dot-product attention: softmax(q k^T * softmax_scale + mask) v.
 
-Vaswani et al. 2017, section 3.2.1; the dropout on the attention weights is tensor2tensor's. Only the reference keeps
+Vaswani et al. 2017, section 3.2.1; the dropout on the attention weights is tensor2tensor's, the soft cap on the scores
+Gemma 2's (Gemma Team 2024, section 2). Only the reference keeps
 anything of size seqlen_q * seqlen_k; the kernels recompute the weights from lse in the backward pass.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, cast, overload
 
 import torch
@@ -14,7 +16,14 @@ from torch import Tensor
 from fastformer.ops._attention_reference import Scores, attend, attend_backward
 from fastformer.ops._attention_torch import attend_torch, attend_torch_backward, unsupported
 from fastformer.ops._autograd import differentiate, forbid_double_backward, register_autograd
-from fastformer.ops._common import accumulation_dtype, check_number, described, is_readable, no_cpp_code
+from fastformer.ops._common import (
+    accumulation_dtype,
+    check_number,
+    described,
+    is_readable,
+    no_cpp_code,
+    resolve_softcap,
+)
 from fastformer.ops._dropout import resolve_dropout
 from fastformer.ops._library import OPS, autocast, define_op, forced_backend, why_not
 
@@ -29,6 +38,7 @@ def _scores(
     window_right: int | None,
     dropout_p: float,
     dropout_seed: Tensor | None,
+    softcap: float = 0.0,
 ) -> Scores:
     return Scores(
         softmax_scale=softmax_scale,
@@ -39,6 +49,7 @@ def _scores(
         attn_mask=attn_mask,
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
+        softcap=softcap,
     )
 
 
@@ -51,8 +62,9 @@ def attention_backward_reference(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, attn_mask: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dmask); dmask is (0,) unless it is wanted."""
-    *options_of_scores, needs_mask_grad = options
-    dq, dk, dv, dscores = attend_backward(dout, q, k, v, out, lse, _scores(q, k, attn_mask, *options_of_scores))
+    *options_of_scores, needs_mask_grad, softcap = options
+    scores = _scores(q, k, attn_mask, *(*options_of_scores, softcap))
+    dq, dk, dv, dscores = attend_backward(dout, q, k, v, out, lse, scores)
     if not needs_mask_grad or attn_mask is None:
         return dq, dk, dv, q.new_empty(0)
     return dq, dk, dv, dscores.sum_to_size(attn_mask.shape).to(attn_mask.dtype)
@@ -65,8 +77,9 @@ def _attention_torch(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Te
 def _attention_backward_torch(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *options_of_scores, _ = options
-    return *attend_torch_backward(dout, q, k, v, out, lse, _scores(q, k, *options_of_scores)), q.new_empty(0)
+    *options_of_scores, _needs_mask_grad, softcap = options
+    scores = _scores(q, k, *(*options_of_scores, softcap))
+    return *attend_torch_backward(dout, q, k, v, out, lse, scores), q.new_empty(0)
 
 
 def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[Tensor, Tensor]:
@@ -77,25 +90,34 @@ def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *options: object) -> tuple[Tensor
 def _bwd_fake(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, attn_mask: Tensor | None, *options: object
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    needs_mask_grad = options[-1]
+    needs_mask_grad = options[-2]
     dmask = attn_mask.new_empty(attn_mask.shape) if attn_mask is not None and needs_mask_grad else q.new_empty(0)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dmask
 
 
-def cpp_unsupported(op_name: str, *, q: Tensor, softmax_scale: float, **_: object) -> str | None:
+def cpp_unsupported(op_name: str, *, q: Tensor, softmax_scale: float, softcap: float = 0.0, **_: object) -> str | None:
     """What the C++ attention kernels can't take, for dense, packed and cached attention alike."""
     if (reason := no_cpp_code(q.dtype)) is not None:
         return reason
+    if softcap:
+        return "it caps no scores"
     return None if softmax_scale > 0 else f"it needs a positive softmax_scale, not {softmax_scale}"
+
+
+def uncapped_cpp(function: Callable[..., Any], *args: Any) -> Any:
+    """The C++ functions take no softcap."""
+    return function(*args[:-1])
 
 
 _fwd = define_op(
     "attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, Tensor? seqlens_k, float softmax_scale, "
-    "int? window_left, int? window_right, float dropout_p, Tensor? dropout_seed) -> (Tensor out, Tensor lse)",
+    "int? window_left, int? window_right, float dropout_p, Tensor? dropout_seed, float softcap=0.0) "
+    "-> (Tensor out, Tensor lse)",
     attention_reference,
     stem="attention",
     fake=_fwd_fake,
     cpp_unsupported=cpp_unsupported,
+    cpp_call=uncapped_cpp,
     torch_function=_attention_torch,
     torch_unsupported=unsupported,
     formula=attention_reference,
@@ -103,38 +125,41 @@ _fwd = define_op(
 _bwd = define_op(
     "attention_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? attn_mask, "
     "Tensor? seqlens_k, float softmax_scale, int? window_left, int? window_right, float dropout_p, "
-    "Tensor? dropout_seed, bool needs_mask_grad) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
+    "Tensor? dropout_seed, bool needs_mask_grad, float softcap=0.0) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
     attention_backward_reference,
     stem="attention",
     fake=_bwd_fake,
     cpp_unsupported=cpp_unsupported,
+    cpp_call=uncapped_cpp,
     torch_function=_attention_backward_torch,
     torch_unsupported=unsupported,
 )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, attn_mask, seqlens_k, *options, dropout_seed = inputs
+    q, k, v, attn_mask, seqlens_k, *ctx.options, dropout_seed, ctx.softcap = inputs
     out, lse = output
     ctx.save_for_backward(q, k, v, out, lse, attn_mask, seqlens_k, dropout_seed)
     ctx.mark_non_differentiable(lse)
-    ctx.options = options
 
 
 def _backward(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]:
     *tensors, attn_mask, seqlens_k, dropout_seed = ctx.saved_tensors
     needs_mask_grad = attn_mask is not None and attn_mask.is_floating_point() and ctx.needs_input_grad[3]
-    dq, dk, dv, dmask = _bwd(dout, *tensors, attn_mask, seqlens_k, *ctx.options, dropout_seed, needs_mask_grad)
-    return dq, dk, dv, dmask if needs_mask_grad else None, *(None,) * 6
+    dq, dk, dv, dmask = _bwd(
+        dout, *tensors, attn_mask, seqlens_k, *ctx.options, dropout_seed, needs_mask_grad, ctx.softcap
+    )
+    return dq, dk, dv, dmask if needs_mask_grad else None, *(None,) * 7
 
 
 def _differentiable_backward(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]:
     q, k, v, _, _, attn_mask, seqlens_k, dropout_seed = ctx.saved_tensors
 
     def formula(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> Tensor:
-        return attention_reference(q, k, v, attn_mask, seqlens_k, *ctx.options, dropout_seed)[0]
+        return attention_reference(q, k, v, attn_mask, seqlens_k, *ctx.options, dropout_seed, ctx.softcap)[0]
 
-    return *differentiate(formula, (q, k, v, attn_mask), ctx.needs_input_grad[:4], dout), *(None,) * 6
+    return *differentiate(formula, (q, k, v, attn_mask), ctx.needs_input_grad[:4], dout), *(None,) * 7
 
 
 register_autograd(
@@ -154,7 +179,7 @@ def why_no_kernel(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, sof
     backend = {"cpu": "cpp", "cuda": "triton"}.get(q.device.type)
     if backend is None:
         return f"there are no kernels for {q.device.type}"
-    options = (None, softmax_scale, None, None, 0.0, None)
+    options = (None, softmax_scale, None, None, 0.0, None, 0.0)
     return why_not(OPS["attention_fwd"], backend, (q, k, v, attn_mask, *options))
 
 
@@ -265,6 +290,7 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     return_lse: Literal[False] = False,
+    softcap: float = 0.0,
 ) -> Tensor: ...
 @overload
 def attention(
@@ -280,6 +306,7 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     return_lse: Literal[True],
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
@@ -295,6 +322,7 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     return_lse: bool,
+    softcap: float = 0.0,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,
@@ -309,6 +337,7 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     return_lse: bool = False,
+    softcap: float = 0.0,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of every query over the keys that it sees. A query that sees none gives zeros and zero gradients.
 
@@ -330,6 +359,7 @@ def attention(
             It is rounded to a multiple of 1/256 (to 0 or 1 only if it is 0 or 1). Modules pass 0 in evaluation.
         dropout_seed: int64 (2,); drawn from the default generator when None.
         return_lse: also return lse. It carries no gradient.
+        softcap: c of c * tanh(score / c), which the scaled scores become before the mask; 0 = they stay as they are.
 
     Returns:
         (batch, seqlen_q, num_heads, head_dim) in q's dtype (the autocast dtype under autocast). With return_lse also
@@ -337,12 +367,13 @@ def attention(
         masked scores, -inf for a query that sees nothing.
 
     Raises:
-        ValueError: shapes or dtypes that do not agree, a mask that does not broadcast, dropout_p outside [0, 1].
+        ValueError: shapes or dtypes that do not agree, a mask that does not broadcast, dropout_p outside [0, 1],
+            a softcap below 0.
     """
     is_bare = attn_mask is None and seqlens_k is None and not torch.compiler.is_compiling()
     if is_bare and softmax_scale is None and type(q) is Tensor and q.dim() == 4 and q.shape[3] > 0:
         left, right = resolve_window(is_causal, window_size)
-        found = _OP.repeat((q, k, v, None, None, q.shape[3] ** -0.5, left, right, dropout_p, dropout_seed))
+        found = _OP.repeat((q, k, v, None, None, q.shape[3] ** -0.5, left, right, dropout_p, dropout_seed, softcap))
         if found is not None:
             return found if return_lse else cast(Tensor, found[0])
     q, k, v = autocast("attention", q, k, v)
@@ -353,7 +384,8 @@ def attention(
     left, right = resolve_window(is_causal, window_size)
     dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, q.device)
     scale = resolve_scale(softmax_scale, q.shape[-1])
-    args = (q, k, v, expand_mask(attn_mask, q, k), seqlens_k, scale, left, right, dropout_p, dropout_seed)
+    cap = resolve_softcap(softcap)
+    args = (q, k, v, expand_mask(attn_mask, q, k), seqlens_k, scale, left, right, dropout_p, dropout_seed, cap)
     if is_bare:
         _OP.settle(args)
     out, lse = _fwd(*args)

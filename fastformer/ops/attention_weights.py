@@ -12,9 +12,15 @@ from torch import Tensor
 
 from fastformer.ops._attention_reference import Scores, exponentials, group_sum, grouped_matmul, probabilities
 from fastformer.ops._autograd import differentiate, forbid_double_backward, register_autograd
-from fastformer.ops._common import accumulation_dtype, described
+from fastformer.ops._common import accumulation_dtype, described, resolve_softcap
 from fastformer.ops._library import autocast, define_op
-from fastformer.ops.attention import check_heads, check_seqlens_k, expand_mask, resolve_scale, resolve_window
+from fastformer.ops.attention import (
+    check_heads,
+    check_seqlens_k,
+    expand_mask,
+    resolve_scale,
+    resolve_window,
+)
 
 
 def _scores(
@@ -25,8 +31,10 @@ def _scores(
     softmax_scale: float,
     window_left: int | None,
     window_right: int | None,
+    softcap: float = 0.0,
 ) -> Scores:
-    return Scores(softmax_scale, k.shape[1] - q.shape[1], window_left, window_right, seqlens_k, attn_mask=attn_mask)
+    diagonal = k.shape[1] - q.shape[1]
+    return Scores(softmax_scale, diagonal, window_left, window_right, seqlens_k, attn_mask=attn_mask, softcap=softcap)
 
 
 def attention_weights_reference(q: Tensor, k: Tensor, lse: Tensor, *options: Any) -> Tensor:
@@ -45,22 +53,29 @@ def attention_weights_formula(q: Tensor, k: Tensor, lse: Tensor, *options: Any) 
 
 
 def attention_weights_backward_reference(
-    dweights: Tensor, weights: Tensor, q: Tensor, k: Tensor, attn_mask: Tensor | None, softmax_scale: float
+    dweights: Tensor,
+    weights: Tensor,
+    q: Tensor,
+    k: Tensor,
+    attn_mask: Tensor | None,
+    softmax_scale: float,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dmask) of the whole softmax: lse is a function of q, k and the mask. dmask is empty without a mask."""
-    acc = accumulation_dtype(q.dtype)
+    acc, dtype = accumulation_dtype(q.dtype), q.dtype
     weights, dweights = weights.to(acc), dweights.to(acc)
     dscores = weights * (dweights - (weights * dweights).sum(-1, keepdim=True))
     dmask = q.new_empty(0) if attn_mask is None else dscores.sum_to_size(attn_mask.shape).to(attn_mask.dtype)
-    dscores = dscores * softmax_scale
-    dq = grouped_matmul(dscores.transpose(1, 2), k.to(acc).transpose(1, 2), k.shape[2]).transpose(1, 2)
-    return dq.to(q.dtype).contiguous(), group_sum(dscores, q.to(acc), k.shape[2]).to(k.dtype).contiguous(), dmask
+    q, k = q.to(acc), k.to(acc)
+    dscores = Scores(softmax_scale, softcap=softcap).through_cap(q, k, dscores) * softmax_scale
+    dq = grouped_matmul(dscores.transpose(1, 2), k.transpose(1, 2), k.shape[2]).transpose(1, 2)
+    return dq.to(dtype).contiguous(), group_sum(dscores, q, k.shape[2]).to(dtype).contiguous(), dmask
 
 
 _WHY = "it writes all the weights by nature, and a kernel has nothing to win"
 _fwd = define_op(
     "attention_weights_fwd(Tensor q, Tensor k, Tensor lse, Tensor? attn_mask, Tensor? seqlens_k, float softmax_scale, "
-    "int? window_left, int? window_right) -> Tensor",
+    "int? window_left, int? window_right, float softcap=0.0) -> Tensor",
     attention_weights_reference,
     stem="attention_weights",
     fake=lambda q, k, lse, *options: q.new_empty((q.shape[0], q.shape[2], q.shape[1], k.shape[1])),
@@ -69,10 +84,10 @@ _fwd = define_op(
 )
 _bwd = define_op(
     "attention_weights_bwd(Tensor dweights, Tensor weights, Tensor q, Tensor k, Tensor? attn_mask, "
-    "float softmax_scale) -> (Tensor dq, Tensor dk, Tensor dmask)",
+    "float softmax_scale, float softcap=0.0) -> (Tensor dq, Tensor dk, Tensor dmask)",
     attention_weights_backward_reference,
     stem="attention_weights",
-    fake=lambda dweights, weights, q, k, attn_mask, softmax_scale: (
+    fake=lambda dweights, weights, q, k, attn_mask, *_: (
         q.new_empty(q.shape),
         k.new_empty(k.shape),
         q.new_empty(0) if attn_mask is None else attn_mask.new_empty(attn_mask.shape),
@@ -89,8 +104,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, dweights: Tensor) -> tuple[Tensor | None, ...]:
     weights, q, k, _, attn_mask, _ = ctx.saved_tensors
     needs_mask_grad = ctx.needs_input_grad[3]
-    dq, dk, dmask = _bwd(dweights, weights, q, k, attn_mask if needs_mask_grad else None, ctx.options[0])
-    return dq, dk, None, dmask if needs_mask_grad else None, *(None,) * 4
+    scale_and_cap = ctx.options[0], ctx.options[-1]
+    dq, dk, dmask = _bwd(dweights, weights, q, k, attn_mask if needs_mask_grad else None, *scale_and_cap)
+    return dq, dk, None, dmask if needs_mask_grad else None, *(None,) * 5
 
 
 def _differentiable_backward(ctx: Any, dweights: Tensor) -> tuple[Tensor | None, ...]:
@@ -102,7 +118,7 @@ def _differentiable_backward(ctx: Any, dweights: Tensor) -> tuple[Tensor | None,
     needs_dq, needs_dk, _, needs_mask_grad = ctx.needs_input_grad[:4]
     needed = (needs_dq, needs_dk, needs_mask_grad)
     dq, dk, dmask = differentiate(formula, (q, k, attn_mask), needed, dweights)
-    return dq, dk, None, dmask, *(None,) * 4
+    return dq, dk, None, dmask, *(None,) * 5
 
 
 register_autograd(
@@ -121,6 +137,7 @@ def attention_weights(
     is_causal: bool = False,
     window_size: tuple[int | None, int | None] = (None, None),
     softmax_scale: float | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """The weights that `attention` gave to the values, before dropout. Rows that see nothing are 0.
 
@@ -128,7 +145,8 @@ def attention_weights(
         q: (batch, seqlen_q, num_heads, head_dim), floating point.
         k: (batch, seqlen_k, num_kv_heads, head_dim).
         lse: (batch, num_heads, seqlen_q), as `attention(..., return_lse=True)` gave it for the same options.
-        attn_mask, seqlens_k, is_causal, window_size, softmax_scale: as in `attention`. A boolean mask is True = attend.
+        attn_mask, seqlens_k, is_causal, window_size, softmax_scale, softcap: as in `attention`. A boolean mask is
+            True = attend.
 
     Returns:
         (batch, num_heads, seqlen_q, seqlen_k), q's dtype.
@@ -144,4 +162,5 @@ def attention_weights(
         raise ValueError(f"expected a floating-point lse of shape {expected}, got {described(lse)}")
     left, right = resolve_window(is_causal, window_size)
     scale = resolve_scale(softmax_scale, q.shape[-1])
-    return _fwd(q, k, lse, expand_mask(attn_mask, q, k), seqlens_k, scale, left, right)
+    mask = expand_mask(attn_mask, q, k)
+    return _fwd(q, k, lse, mask, seqlens_k, scale, left, right, resolve_softcap(softcap))

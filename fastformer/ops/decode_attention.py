@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastformer.ops._attention_reference import Scores, attend
 from fastformer.ops._autograd import refuse_derivatives
-from fastformer.ops._common import described
+from fastformer.ops._common import described, resolve_softcap
 from fastformer.ops._library import autocast, cpp_kernel, define_op
 from fastformer.ops.attention import check_heads, cpp_unsupported, resolve_bound, resolve_scale
 from fastformer.ops.rotary import check_tables, rotary_reference
@@ -37,6 +37,7 @@ def decode_attention_reference(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     interleaved: bool = False,
+    softcap: float = 0.0,
 ) -> Tensor:
     """The arguments are the schema's."""
     new = 0 if k is None else k.shape[1]
@@ -77,7 +78,8 @@ def decode_attention_reference(
         if cache_batch_idx is not None:
             keys, values = keys[cache_batch_idx], values[cache_batch_idx]
     right = 0 if is_causal else None
-    return attend(q, keys, values, Scores(softmax_scale, total - q.shape[1], window_left, right, keys=total))[0]
+    scores = Scores(softmax_scale, total - q.shape[1], window_left, right, keys=total, softcap=softcap)
+    return attend(q, keys, values, scores)[0]
 
 
 def _check_range(name: str, integers: Tensor, end: int) -> None:
@@ -105,7 +107,7 @@ def _rotate_to_positions(
 
 
 def _cpp_call(function: Callable[..., Tensor], *args: Any) -> Tensor:
-    *args_of_cpp, cos, sin, interleaved = args
+    *args_of_cpp, cos, sin, interleaved, _softcap = args
     if cos is not None:
         # The C++ function has no rotary of its own: it would save next to nothing there.
         rotate = cast(Callable[..., Tensor], cpp_kernel("rotary_fwd"))
@@ -115,18 +117,16 @@ def _cpp_call(function: Callable[..., Tensor], *args: Any) -> Tensor:
     return function(*args_of_cpp)
 
 
-def _cpp_unsupported(
-    op_name: str, *, q: Tensor, k_cache: Tensor, v_cache: Tensor, softmax_scale: float, **_: object
-) -> str | None:
+def _cpp_unsupported(op_name: str, *, q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Any) -> str | None:
     if k_cache.stride(-1) != 1 or v_cache.stride(-1) != 1:
         return "it reads caches that are contiguous in head_dim"
-    return cpp_unsupported(op_name, q=q, softmax_scale=softmax_scale)
+    return cpp_unsupported(op_name, q=q, **options)
 
 
 _op = define_op(
     "decode_attention(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens, Tensor? k, Tensor? v, "
     "Tensor? cache_batch_idx, Tensor? slot_table, float softmax_scale, bool is_causal, int? window_left, Tensor? cos, "
-    "Tensor? sin, bool interleaved) -> Tensor",
+    "Tensor? sin, bool interleaved, float softcap=0.0) -> Tensor",
     decode_attention_reference,
     stem="decode_attention",
     fake=lambda q, *rest: q.new_empty(q.shape),
@@ -151,6 +151,7 @@ def decode_attention(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     interleaved: bool = False,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Appends k and v to the cache, then attends from q to it; the caller advances cache_seqlens. It has no gradients.
 
@@ -177,6 +178,7 @@ def decode_attention(
         cos, sin: (num_positions, rotary_dim // 2), from `rotary_tables`: q and k are turned by their positions in the
             cache first, as `rotary` turns them, and turned keys are appended. With k alone; q then has no more tokens.
         interleaved: pairs (2i, 2i + 1) instead of (i, i + rotary_dim / 2).
+        softcap: as in `attention`.
 
     Returns:
         (batch, seqlen_q, num_heads, head_dim), q's dtype. Queries that see no key give zeros.
@@ -207,7 +209,7 @@ def decode_attention(
     left = resolve_bound(window_left)
     args = (
         q, k_cache, v_cache, cache_seqlens, k, v, cache_batch_idx, slot_table, scale, is_causal, left, cos, sin,
-        interleaved,
+        interleaved, resolve_softcap(softcap),
     )  # fmt: skip
     if not torch.is_grad_enabled():
         return _op(*args)

@@ -6,7 +6,8 @@ For a row with logits z = x weight^T + bias, a target y and V classes
 
 with b = e / V, a = 1 - e (Szegedy et al. 2016 and torch: smoothing e over all classes) or with b = e / (V - 1),
 a = 1 - e - b (tensor2tensor, `padded_cross_entropy`: over the others; its constant, the entropy of the smoothed
-target, is left out). The z-loss is PaLM's (Chowdhery et al. 2022, section 5).
+target, is left out). The z-loss is PaLM's (Chowdhery et al. 2022, section 5). With a soft cap c (Gemma Team 2024,
+section 2) z is c tanh(u / c) of u = x weight^T + bias, and du = (1 - (z / c)^2) dz.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from fastformer.ops._common import (
     is_plain,
     is_readable,
     needs_gradient,
+    resolve_softcap,
+    soft_capped,
 )
 from fastformer.ops._library import autocast, define_op
 
@@ -59,6 +62,15 @@ def _targets(target: Tensor, ignore_index: int, vocab_size: int) -> tuple[Tensor
 
 def _chunks(rows: int) -> Iterator[slice]:
     return (slice(start, start + CHUNK_ROWS) for start in range(0, rows, CHUNK_ROWS))
+
+
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, softcap: float) -> Tensor:
+    return soft_capped(F.linear(x, weight, bias).to(accumulation_dtype(x.dtype)), softcap)
+
+
+def _through_cap_(dlogits: Tensor, logits: Tensor, softcap: float) -> Tensor:
+    """Overwrites the gradient of capped logits with that of the products."""
+    return dlogits.mul_(1.0 - (logits / softcap).square()) if softcap else dlogits
 
 
 def _chunk_losses(
@@ -134,6 +146,7 @@ def linear_cross_entropy_reference(
     label_smoothing: float,
     smooth_others: bool,
     z_loss: float,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """(losses, lse), both fp32 (rows,) (fp64 for fp64); the loss of an ignored row is 0."""
     smoothing = _smoothing(label_smoothing, smooth_others, weight.shape[0])
@@ -141,7 +154,7 @@ def linear_cross_entropy_reference(
     losses = x.new_empty(len(x), dtype=accumulation_dtype(x.dtype))
     lse = torch.empty_like(losses)
     for chunk in _chunks(len(x)):
-        logits = F.linear(x[chunk], weight, bias).to(losses.dtype)
+        logits = _logits(x[chunk], weight, bias, softcap)
         lse[chunk] = logits.logsumexp(-1)
         log_probs, lse_or_none = logits.log_softmax(-1), lse[chunk] if z_loss else None
         losses[chunk] = _chunk_losses(log_probs, lse_or_none, target[chunk], valid[chunk], smoothing, z_loss)
@@ -157,11 +170,12 @@ def linear_cross_entropy_formula(
     label_smoothing: float,
     smooth_others: bool,
     z_loss: float,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """The reference, with all the logits at once."""
     smoothing = _smoothing(label_smoothing, smooth_others, weight.shape[0])
     target, valid = _targets(target, ignore_index, weight.shape[0])
-    logits = F.linear(x, weight, bias).to(accumulation_dtype(x.dtype))
+    logits = _logits(x, weight, bias, softcap)
     lse = logits.logsumexp(-1)
     return _chunk_losses(logits.log_softmax(-1), lse if z_loss else None, target, valid, smoothing, z_loss), lse
 
@@ -183,6 +197,7 @@ def linear_cross_entropy_backward_reference(
     smooth_others: bool,
     z_loss: float,
     output_mask: Sequence[bool],
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias); (0,) where output_mask is False, dbias without a bias too. Computes the logits again."""
     smoothing = _smoothing(label_smoothing, smooth_others, weight.shape[0])
@@ -191,11 +206,12 @@ def linear_cross_entropy_backward_reference(
     gradients = _Gradients(x, weight, bias, output_mask)
     for chunk in _chunks(len(x)):
         # exp(z - lse) would do, but a large lse holds few digits of its fraction.
-        log_probs = F.linear(x[chunk], weight, bias).to(lse.dtype).log_softmax(-1)
+        logits = _logits(x[chunk], weight, bias, softcap)
         lse_or_none = lse[chunk] if z_loss else None
-        gradients.add(
-            chunk, _chunk_dlogits_(log_probs, lse_or_none, target[chunk], row_scale[chunk], smoothing, z_loss)
+        dlogits = _chunk_dlogits_(
+            logits.log_softmax(-1), lse_or_none, target[chunk], row_scale[chunk], smoothing, z_loss
         )
+        gradients.add(chunk, _through_cap_(dlogits, logits, softcap))
     return gradients.result()
 
 
@@ -213,7 +229,7 @@ def _gradients_fake(
 def _bwd_fake(
     dlosses: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _gradients_fake(x, weight, bias, options[-1])
+    return _gradients_fake(x, weight, bias, options[-2])
 
 
 def linear_cross_entropy_with_gradients_reference(
@@ -227,6 +243,7 @@ def linear_cross_entropy_with_gradients_reference(
     z_loss: float,
     mean: bool,
     output_mask: Sequence[bool],
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss, dx, dweight, dbias): the sum or the mean over the rows that count, and its gradients, in one pass.
 
@@ -240,12 +257,13 @@ def linear_cross_entropy_with_gradients_reference(
     loss = row_scale.new_zeros(())
     gradients = _Gradients(x, weight, bias, output_mask)
     for chunk in _chunks(len(x)):
-        logits = F.linear(x[chunk], weight, bias).to(row_scale.dtype)
+        logits = _logits(x[chunk], weight, bias, softcap)
         lse = logits.logsumexp(-1) if z_loss else None
         log_probs = logits.log_softmax(-1)
         losses = _chunk_losses(log_probs, lse, target[chunk], valid[chunk], smoothing, z_loss)
         loss += (losses * row_scale[chunk]).sum()
-        gradients.add(chunk, _chunk_dlogits_(log_probs, lse, target[chunk], row_scale[chunk], smoothing, z_loss))
+        dlogits = _chunk_dlogits_(log_probs, lse, target[chunk], row_scale[chunk], smoothing, z_loss)
+        gradients.add(chunk, _through_cap_(dlogits, logits, softcap))
     return loss, *gradients.result()
 
 
@@ -253,8 +271,8 @@ def _formula_with_gradients(
     x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The loss, which PyTorch differentiates: the gradients that the op makes for its backward pass are empty."""
-    *options_of_losses, mean, _ = options
-    loss = linear_cross_entropy_formula(x, weight, bias, target, *options_of_losses)[0].sum()
+    *options_of_losses, mean, _output_mask, softcap = options
+    loss = linear_cross_entropy_formula(x, weight, bias, target, *(*options_of_losses, softcap))[0].sum()
     if mean:
         loss = loss / (target != options[0]).sum().clamp(min=1)
     return loss, x.new_empty(0), x.new_empty(0), x.new_empty(0)
@@ -263,49 +281,55 @@ def _formula_with_gradients(
 def _fwd_bwd_fake(
     x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return x.new_empty((), dtype=accumulation_dtype(x.dtype)), *_gradients_fake(x, weight, bias, options[-1])
+    return x.new_empty((), dtype=accumulation_dtype(x.dtype)), *_gradients_fake(x, weight, bias, options[-2])
+
+
+def _cpp_unsupported(op_name: str, *, x: Tensor, softcap: float = 0.0, **_: object) -> str | None:
+    return "it caps no logits" if softcap else cpp_unsupported_dtype(op_name, x=x)
 
 
 def _cpp_masked(function: Callable[..., tuple[Tensor, ...]], *args: Any) -> Any:
     """The C++ function makes all three gradients, tile by tile while the logits' gradient is in the cache."""
-    *results, dx, dweight, dbias = function(*args[:-1])
-    gradients = zip((dx, dweight, dbias), args[-1], strict=True)
+    *args_of_cpp, output_mask, _softcap = args
+    *results, dx, dweight, dbias = function(*args_of_cpp)
+    gradients = zip((dx, dweight, dbias), output_mask, strict=True)
     return *results, *(gradient if wanted else gradient.new_empty(0) for gradient, wanted in gradients)
 
 
 _OPTIONS = "int ignore_index, float label_smoothing, bool smooth_others, float z_loss"
 _fwd = define_op(
-    f"linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, {_OPTIONS}) "
-    "-> (Tensor losses, Tensor lse)",
+    f"linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, {_OPTIONS}, "
+    "float softcap=0.0) -> (Tensor losses, Tensor lse)",
     linear_cross_entropy_reference,
     stem="linear_cross_entropy",
     fake=_fwd_fake,
-    cpp_unsupported=cpp_unsupported_dtype,
+    cpp_unsupported=_cpp_unsupported,
+    cpp_call=lambda function, *args: function(*args[:-1]),
     formula=linear_cross_entropy_formula,
 )
 _bwd = define_op(
     "linear_cross_entropy_bwd(Tensor dlosses, Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor lse, "
-    f"{_OPTIONS}, bool[3] output_mask) -> (Tensor dx, Tensor dweight, Tensor dbias)",
+    f"{_OPTIONS}, bool[3] output_mask, float softcap=0.0) -> (Tensor dx, Tensor dweight, Tensor dbias)",
     linear_cross_entropy_backward_reference,
     stem="linear_cross_entropy",
     fake=_bwd_fake,
-    cpp_unsupported=cpp_unsupported_dtype,
+    cpp_unsupported=_cpp_unsupported,
     cpp_call=_cpp_masked,
 )
 _fwd_bwd = define_op(
     f"linear_cross_entropy_fwd_bwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, {_OPTIONS}, bool mean, "
-    "bool[3] output_mask) -> (Tensor loss, Tensor dx, Tensor dweight, Tensor dbias)",
+    "bool[3] output_mask, float softcap=0.0) -> (Tensor loss, Tensor dx, Tensor dweight, Tensor dbias)",
     linear_cross_entropy_with_gradients_reference,
     stem="linear_cross_entropy",
     fake=_fwd_bwd_fake,
-    cpp_unsupported=cpp_unsupported_dtype,
+    cpp_unsupported=_cpp_unsupported,
     cpp_call=_cpp_masked,
     formula=_formula_with_gradients,
 )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, bias, target, *ctx.options = inputs
+    x, weight, bias, target, *ctx.options, ctx.softcap = inputs
     ctx.save_for_backward(x, weight, bias, target, output[1])
     ctx.mark_non_differentiable(output[1])
 
@@ -313,12 +337,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _backward(ctx: Any, dlosses: Tensor, _: None) -> tuple[Tensor | None, ...]:
     x, weight, bias, target, lse = ctx.saved_tensors
     needed = list(ctx.needs_input_grad[:3])
-    gradients = _bwd(dlosses, x, weight, bias, target, lse, *(*ctx.options, needed))
-    return *(gradient if wanted else None for gradient, wanted in zip(gradients, needed, strict=True)), *(None,) * 5
+    gradients = _bwd(dlosses, x, weight, bias, target, lse, *(*ctx.options, needed, ctx.softcap))
+    return *(gradient if wanted else None for gradient, wanted in zip(gradients, needed, strict=True)), *(None,) * 6
 
 
 def _setup_context_with_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.output_mask = [wanted and x is not None for x, wanted in zip(inputs[:3], inputs[-1], strict=True)]
+    ctx.output_mask = [wanted and x is not None for x, wanted in zip(inputs[:3], inputs[-2], strict=True)]
     ctx.save_for_backward(*output[1:])
     ctx.mark_non_differentiable(*output[1:])
 
@@ -338,7 +362,7 @@ def _multiplied(ctx: Any, dloss: Tensor, multiply: Callable[[Tensor, Tensor], Te
         multiply(gradient, dloss) if wanted else None
         for gradient, wanted in zip(ctx.saved_tensors, ctx.output_mask, strict=True)
     )
-    return *gradients, *(None,) * 7
+    return *gradients, *(None,) * 8
 
 
 def _backward_with_gradients(ctx: Any, dloss: Tensor, *_: None) -> tuple[Tensor | None, ...]:
@@ -349,9 +373,9 @@ def _differentiable_backward(ctx: Any, dlosses: Tensor, _: None) -> tuple[Tensor
     x, weight, bias, target, _lse = ctx.saved_tensors
 
     def formula(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return linear_cross_entropy_formula(x, weight, bias, target, *ctx.options)[0]
+        return linear_cross_entropy_formula(x, weight, bias, target, *(*ctx.options, ctx.softcap))[0]
 
-    return *differentiate(formula, (x, weight, bias), ctx.needs_input_grad[:3], dlosses), *(None,) * 5
+    return *differentiate(formula, (x, weight, bias), ctx.needs_input_grad[:3], dlosses), *(None,) * 6
 
 
 class _Constant(torch.autograd.Function):
@@ -408,6 +432,7 @@ def linear_cross_entropy(
     smooth_others: bool = False,
     reduction: str = "mean",
     z_loss: float = 0.0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """cross_entropy(x @ weight.T + bias, target) that never holds the (rows, vocab_size) logits.
 
@@ -424,13 +449,15 @@ def linear_cross_entropy(
         smooth_others: spread e over the other vocab_size - 1 classes (tensor2tensor) instead of over all (torch).
         reduction: "mean" over the rows that count, "sum", or "none".
         z_loss: adds z_loss * lse^2 to each row's loss, which keeps the logits from drifting.
+        softcap: c of c * tanh(logit / c), which the logits become first, bias included; 0 = they stay as they are.
 
     Returns:
         fp32 (fp64 for fp64): a scalar, or target's shape for "none". Under autocast the matrix products run in the
         autocast dtype and the loss stays fp32.
 
     Raises:
-        ValueError: shapes or dtypes that do not agree, an unknown reduction, label_smoothing outside [0, 1].
+        ValueError: shapes or dtypes that do not agree, an unknown reduction, label_smoothing outside [0, 1],
+            a softcap below 0.
         IndexError: a target outside the vocabulary (on a CPU; a GPU asserts on the device).
     """
     if reduction not in ("mean", "sum", "none"):
@@ -440,6 +467,7 @@ def linear_cross_entropy(
     if not isinstance(ignore_index, int):
         raise ValueError(f"expected ignore_index to be an integer, got {ignore_index!r}")
     check_number("z_loss", z_loss)
+    cap = resolve_softcap(softcap)
     x, weight = autocast("linear_cross_entropy", x, weight)
     (bias,) = autocast("linear_cross_entropy", bias)
     check_linear(x, weight, bias, "vocab_size")
@@ -452,7 +480,7 @@ def linear_cross_entropy(
     options = (ignore_index, label_smoothing, smooth_others, z_loss)
     needed = [needs_gradient(t) for t in (x, weight, bias)]
     if reduction == "none" or not any(needed):
-        losses = _fwd(rows, weight, bias, flat_target, *options)[0]
+        losses = _fwd(rows, weight, bias, flat_target, *options, cap)[0]
         if reduction == "none":
             return losses.view(target.shape)
         loss = losses.sum()
@@ -460,7 +488,7 @@ def linear_cross_entropy(
         # fp16 gradients of a mean over thousands of rows would fall below its smallest number before a gradient scaler
         # could lift them, so for fp16 the count divides the sum's loss, and thereby scales the gradients in backward.
         mean = reduction == "mean" and x.dtype != torch.float16
-        loss = _fwd_bwd(rows, weight, bias, flat_target, *options, mean, needed)[0]
+        loss = _fwd_bwd(rows, weight, bias, flat_target, *options, mean, needed, cap)[0]
         if mean:
             return loss
     return loss if reduction == "sum" else loss / (flat_target != ignore_index).sum().clamp(min=1)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastformer.ops._autograd import refuse_derivatives
-from fastformer.ops._common import accumulation_dtype, check_linear, cpp_unsupported_dtype
+from fastformer.ops._common import accumulation_dtype, check_linear, cpp_unsupported_dtype, resolve_softcap, soft_capped
 from fastformer.ops._library import autocast, define_op
 
 # Rows whose logits the reference holds at a time, and classes whose weights it widens at a time: these stay in a cache.
@@ -119,29 +119,39 @@ def best_of_logits(logits: Tensor, k: int, *, log_probs: bool = True, may_read: 
     return TopK(values.masked_fill(broken, torch.nan), torch.where(broken, places, indices))
 
 
-def linear_topk_reference(x: Tensor, weight: Tensor, k: int, log_probs: bool) -> tuple[Tensor, Tensor]:
+def linear_topk_reference(
+    x: Tensor, weight: Tensor, k: int, log_probs: bool, softcap: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """(values, indices), both (rows, k)."""
-    chunks = [best_of_logits(_wide_logits(chunk, weight), k, log_probs=log_probs) for chunk in x.split(CHUNK_ROWS)]
+    chunks = [
+        best_of_logits(soft_capped(_wide_logits(chunk, weight), softcap), k, log_probs=log_probs)
+        for chunk in x.split(CHUNK_ROWS)
+    ]
     values, indices = zip(*chunks, strict=True)
     return torch.cat(values), torch.cat(indices)
 
 
-def _fake(x: Tensor, weight: Tensor, k: int, log_probs: bool) -> tuple[Tensor, Tensor]:
+def _fake(x: Tensor, weight: Tensor, k: int, *_: object) -> tuple[Tensor, Tensor]:
     values = x.new_empty((x.shape[0], k), dtype=accumulation_dtype(x.dtype))
     return values, values.new_empty(values.shape, dtype=torch.int64)
 
 
+def _cpp_unsupported(op_name: str, *, x: Tensor, softcap: float = 0.0, **_: object) -> str | None:
+    return "it caps no logits" if softcap else cpp_unsupported_dtype(op_name, x=x)
+
+
 _op = define_op(
-    "linear_topk(Tensor x, Tensor weight, int k, bool log_probs) -> (Tensor values, Tensor indices)",
+    "linear_topk(Tensor x, Tensor weight, int k, bool log_probs, float softcap=0.0) -> (Tensor values, Tensor indices)",
     linear_topk_reference,
     stem="linear_topk",
     fake=_fake,
-    cpp_unsupported=cpp_unsupported_dtype,
+    cpp_unsupported=_cpp_unsupported,
+    cpp_call=lambda function, *args: function(*args[:-1]),
     reference_only={"triton": "there is no Triton kernel for it yet"},
 )
 
 
-def linear_topk(x: Tensor, weight: Tensor, k: int, *, log_probs: bool = True) -> TopK:
+def linear_topk(x: Tensor, weight: Tensor, k: int, *, log_probs: bool = True, softcap: float = 0.0) -> TopK:
     """The k best of x @ weight.T for each row, with their log-probabilities. For inference: it has no gradients.
 
     A NaN or +inf among a row's logits makes all values of the row NaN (and its indices 0 ... k-1), whatever log_probs
@@ -158,6 +168,8 @@ def linear_topk(x: Tensor, weight: Tensor, k: int, *, log_probs: bool = True) ->
         weight: (vocab_size, dim) as in nn.Linear, x's dtype.
         k: how many, from 1 to vocab_size.
         log_probs: give the logarithm of the softmax instead of the logits themselves, which are cheaper.
+        softcap: c of c * tanh(logit / c), which the logits become first; 0 = they stay as they are. Capped logits are
+            finite, and large ones may be equal.
 
     Returns:
         values: (..., k), fp32 (fp64 for fp64), downward. Under autocast the products run in the autocast dtype and the
@@ -165,7 +177,8 @@ def linear_topk(x: Tensor, weight: Tensor, k: int, *, log_probs: bool = True) ->
         indices: (..., k) int64. Of equal values the lower index stands first, so that the best are the same whatever k.
 
     Raises:
-        ValueError: shapes or dtypes that do not agree, a k that is no integer from 1 to vocab_size.
+        ValueError: shapes or dtypes that do not agree, a k that is no integer from 1 to vocab_size, a softcap
+            below 0.
     """
     refuse_derivatives("linear_topk", x, weight)
     x, weight = autocast("linear_topk", x, weight)
@@ -173,12 +186,13 @@ def linear_topk(x: Tensor, weight: Tensor, k: int, *, log_probs: bool = True) ->
     _check_k(k, weight.shape[0])
     if not isinstance(log_probs, bool):
         raise ValueError(f"expected log_probs to be True or False, got {log_probs!r}")
+    cap = resolve_softcap(softcap)
     if torch.is_grad_enabled():
         # What asks for a gradient gets an error, and not zeros.
         x, weight = x.detach(), weight.detach()
     # A decoding step takes well under a millisecond: views that change nothing would show.
     if x.dim() == 2:
-        return TopK(*_op(x, weight, k, log_probs))
-    values, indices = _op(x.reshape(-1, x.shape[-1]), weight, k, log_probs)
+        return TopK(*_op(x, weight, k, log_probs, cap))
+    values, indices = _op(x.reshape(-1, x.shape[-1]), weight, k, log_probs, cap)
     shape = (*x.shape[:-1], k)
     return TopK(values.view(shape), indices.view(shape))

@@ -16,10 +16,16 @@ from torch import Tensor
 from fastformer.ops._attention_reference import Scores, attend, attend_backward
 from fastformer.ops._attention_torch import attend_torch, attend_torch_backward, unsupported
 from fastformer.ops._autograd import differentiate, forbid_double_backward, register_autograd
-from fastformer.ops._common import accumulation_dtype, described, is_readable
+from fastformer.ops._common import accumulation_dtype, described, is_readable, resolve_softcap
 from fastformer.ops._dropout import resolve_dropout
 from fastformer.ops._library import autocast, define_op
-from fastformer.ops.attention import check_heads, cpp_unsupported, resolve_scale, resolve_window
+from fastformer.ops.attention import (
+    check_heads,
+    cpp_unsupported,
+    resolve_scale,
+    resolve_window,
+    uncapped_cpp,
+)
 
 
 class _Packing:
@@ -59,6 +65,7 @@ def _prepare(
     window_right: int | None,
     dropout_p: float,
     dropout_seed: Tensor | None,
+    softcap: float = 0.0,
 ) -> tuple[_Packing, _Packing, Scores]:
     queries = _Packing(cu_seqlens_q, max_seqlen_q, q.shape[0])
     keys = _Packing(cu_seqlens_k, max_seqlen_k, k.shape[0])
@@ -71,6 +78,7 @@ def _prepare(
         queries=queries.seqlens,
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
+        softcap=softcap,
     )
     return queries, keys, scores
 
@@ -150,11 +158,12 @@ def _bwd_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: object) -
 _fwd = define_op(
     "varlen_attention_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
     "SymInt max_seqlen_k, float softmax_scale, int? window_left, int? window_right, float dropout_p, "
-    "Tensor? dropout_seed) -> (Tensor out, Tensor lse)",
+    "Tensor? dropout_seed, float softcap=0.0) -> (Tensor out, Tensor lse)",
     varlen_attention_reference,
     stem="attention",
     fake=_fwd_fake,
     cpp_unsupported=cpp_unsupported,
+    cpp_call=uncapped_cpp,
     torch_function=_varlen_attention_torch,
     torch_unsupported=unsupported,
     formula=varlen_attention_reference,
@@ -162,36 +171,37 @@ _fwd = define_op(
 _bwd = define_op(
     "varlen_attention_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens_q, "
     "Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, int? window_left, "
-    "int? window_right, float dropout_p, Tensor? dropout_seed) -> (Tensor dq, Tensor dk, Tensor dv)",
+    "int? window_right, float dropout_p, Tensor? dropout_seed, float softcap=0.0) "
+    "-> (Tensor dq, Tensor dk, Tensor dv)",
     varlen_attention_backward_reference,
     stem="attention",
     fake=_bwd_fake,
     cpp_unsupported=cpp_unsupported,
+    cpp_call=uncapped_cpp,
     torch_function=_varlen_attention_backward_torch,
     torch_unsupported=unsupported,
 )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_seqlens_q, cu_seqlens_k, *options, dropout_seed = inputs
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *ctx.options, dropout_seed, ctx.softcap = inputs
     out, lse = output
     ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, dropout_seed)
     ctx.mark_non_differentiable(lse)
-    ctx.options = options
 
 
 def _backward(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]:
     *tensors, dropout_seed = ctx.saved_tensors
-    return *_bwd(dout, *tensors, *ctx.options, dropout_seed), *(None,) * 9
+    return *_bwd(dout, *tensors, *ctx.options, dropout_seed, ctx.softcap), *(None,) * 10
 
 
 def _differentiable_backward(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]:
     q, k, v, _, _, *cu_seqlens, dropout_seed = ctx.saved_tensors
 
     def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return varlen_attention_reference(q, k, v, *cu_seqlens, *ctx.options, dropout_seed)[0]
+        return varlen_attention_reference(q, k, v, *cu_seqlens, *ctx.options, dropout_seed, ctx.softcap)[0]
 
-    return *differentiate(formula, (q, k, v), ctx.needs_input_grad[:3], dout), *(None,) * 9
+    return *differentiate(formula, (q, k, v), ctx.needs_input_grad[:3], dout), *(None,) * 10
 
 
 register_autograd(
@@ -216,6 +226,7 @@ def varlen_attention(
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     return_lse: Literal[False] = False,
+    softcap: float = 0.0,
 ) -> Tensor: ...
 @overload
 def varlen_attention(
@@ -233,6 +244,7 @@ def varlen_attention(
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     return_lse: Literal[True],
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def varlen_attention(
@@ -250,6 +262,7 @@ def varlen_attention(
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     return_lse: bool,
+    softcap: float = 0.0,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def varlen_attention(
     q: Tensor,
@@ -266,6 +279,7 @@ def varlen_attention(
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     return_lse: bool = False,
+    softcap: float = 0.0,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention inside each of the sequences that lie one after the other in q and in k, v.
 
@@ -280,7 +294,7 @@ def varlen_attention(
         cu_seqlens_k: (batch + 1,) int32.
         max_seqlen_q: the longest sequence of q, or more.
         max_seqlen_k: the longest sequence of k, or more.
-        is_causal, window_size, softmax_scale, dropout_p, dropout_seed, return_lse: as in `attention`.
+        is_causal, window_size, softmax_scale, dropout_p, dropout_seed, return_lse, softcap: as in `attention`.
 
     Returns:
         (total_q, num_heads, head_dim) in q's dtype; with return_lse also lse, (num_heads, total_q).
@@ -309,8 +323,9 @@ def varlen_attention(
     dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, q.device)
     scale = resolve_scale(softmax_scale, q.shape[-1])
     out, lse = _fwd(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, left, right, dropout_p, dropout_seed
-    )
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, left, right, dropout_p, dropout_seed,
+        resolve_softcap(softcap),
+    )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
