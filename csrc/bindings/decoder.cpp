@@ -114,7 +114,7 @@ void bind_decoder(py::module_& m) {
       .def("admit",
            [](GuardedSession& guarded, const std::vector<Ids>& sources, const std::vector<Ids>& tokens, int threads) {
              const py::gil_scoped_release released;
-             guarded.with([&](Session& session) { session.admit(sources, tokens, threads); });
+             return guarded.with([&](Session& session) { return session.admit(sources, tokens, threads); });
            })
       // Logits that would be copied would be lost.
       .def("step", step, py::arg("tokens"), py::arg("k"), py::arg("log_probs"), py::arg("logit_rows"),
@@ -136,7 +136,15 @@ void bind_decoder(py::module_& m) {
       .def("free_tokens",
            [](GuardedSession& guarded) { return guarded.with([](Session& s) { return s.free_tokens(); }); })
       .def("step_tokens",
-           [](GuardedSession& guarded) { return guarded.with([](Session& s) { return s.step_tokens(); }); });
+           [](GuardedSession& guarded) { return guarded.with([](Session& s) { return s.step_tokens(); }); })
+      .def("shared_tokens",
+           [](GuardedSession& guarded) { return guarded.with([](Session& s) { return s.shared_tokens(); }); })
+      .def("known", [](GuardedSession& guarded, const Ids& tokens) {
+        return guarded.with([&](Session& session) {
+          const TokenCache::Known known = session.known(tokens);
+          return py::make_tuple(known.cached, known.held);
+        });
+      });
 }
 
 }  // namespace fastformer

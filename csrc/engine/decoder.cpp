@@ -76,17 +76,25 @@ void Session::check(const std::vector<Ids>& sources, const std::vector<Ids>& tok
       throw std::invalid_argument("expected prompts of ids in the vocabulary, no longer than max_len");
 }
 
-void Session::admit(const std::vector<Ids>& sources, const std::vector<Ids>& tokens, int threads) {
+std::vector<int64_t> Session::admit(const std::vector<Ids>& sources, const std::vector<Ids>& tokens, int threads) {
   check_threads(threads);
   check(sources, tokens);
+  const bool has_encoder = model_->options.has_encoder();
   const size_t first = cache_.groups.size();
+  std::vector<TokenCache::Beginning> beginnings(tokens.size());
+  std::vector<int64_t> cached;
   try {
     for (size_t i = 0; i < tokens.size(); ++i) {
-      TokenCache::Group& group = cache_.add(model_->options.has_encoder() ? sources[i].size() : 0);
-      cache_.append(group, tokens[i].size());
+      TokenCache::Group& group = cache_.add(has_encoder ? sources[i].size() : 0);
+      // Behind an encoder, what a token becomes depends on the source as well.
+      if (has_encoder) cache_.append(group, tokens[i].size());
+      else beginnings[i] = cache_.begin_prompt(group, tokens[i]);
+      cached.push_back(beginnings[i].cached);
     }
-    if (model_->options.has_encoder()) read_sources(sources, first, threads);
-    read_prompts(tokens, first, threads);
+    if (has_encoder) read_sources(sources, first, threads);
+    read_prompts(tokens, beginnings, first, threads);
+    for (size_t i = first; i < cache_.groups.size(); ++i) cache_.set_read(cache_.groups[i]);
+    return cached;
   } catch (...) {
     for (; cache_.groups.size() > first;) cache_.release({static_cast<int64_t>(cache_.groups.size()) - 1});
     throw;
@@ -121,17 +129,26 @@ void Session::read_sources(const std::vector<Ids>& sources, size_t first, int th
   for (const Batch& batch : batches) forward(0).read_sources(batch, threads);
 }
 
-// The prompts of the groups from `first` on. A prompt may be cut: what is in front of a piece is in the cache by then.
-void Session::read_prompts(const std::vector<Ids>& tokens, size_t first, int threads) {
+// The prompts of the groups from `first` on, wave by wave. A prompt may be cut: what is in front of a piece is in the
+// cache by then.
+void Session::read_prompts(const std::vector<Ids>& tokens, const std::vector<TokenCache::Beginning>& beginnings,
+                           size_t first, int threads) {
+  std::vector<size_t> order(tokens.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(),
+                   [&](size_t a, size_t b) { return beginnings[a].wave < beginnings[b].wave; });
   Batch batch;
   const auto flush = [&] {
     if (batch.count() == 0) return;
     forward(0).read_prompts(batch, threads);
     batch = Batch();
   };
-  for (size_t i = 0; i < tokens.size(); ++i) {
+  int64_t wave = 0;
+  for (const size_t i : order) {
     const TokenCache::Group& group = cache_.groups[first + i];
-    for (int64_t at = 0, length = tokens[i].size(); at < length;) {
+    if (beginnings[i].wave != wave) flush();
+    wave = beginnings[i].wave;
+    for (int64_t at = beginnings[i].cached, length = tokens[i].size(); at < length;) {
       const int64_t count = std::min(length - at, kPrefillTokens - batch.count());
       batch.add(tokens[i].data() + at, count, at, &group, &group.rows[0], true);
       at += count;

@@ -27,8 +27,10 @@ class Session {
   Session(std::shared_ptr<const PackedModel> model, int64_t num_tokens);
 
   // threads: one or more, here and below.
-  // Appends a group of one row for each prompt: reads its source (for a model with an encoder) and its tokens.
-  void admit(const std::vector<Ids>& sources, const std::vector<Ids>& tokens, int threads);
+  // Appends a group of one row for each prompt: reads its source (for a model with an encoder) and its tokens. Without
+  // an encoder, what prompts have in common from their first token on is read once, in whole blocks; after them it is
+  // kept as long as there is memory. Returns how many tokens of each prompt were not read.
+  std::vector<int64_t> admit(const std::vector<Ids>& sources, const std::vector<Ids>& tokens, int threads);
   // Appends a token to each row.
   const Candidates& step(const Ids& tokens, const Selection& selection, int threads);
   // Steps each row, at least once, until its search is done or the run ends: at its limits, for lack of memory, or when
@@ -47,6 +49,9 @@ class Session {
 
   int64_t free_tokens() const { return cache_.free_tokens(); }
   int64_t step_tokens() { return cache_.step_tokens(); }
+  int64_t shared_tokens() const { return cache_.shared_tokens(); }
+  // What admit would not read of these tokens.
+  TokenCache::Known known(const Ids& tokens) const { return cache_.known(tokens); }
   int64_t num_rows() const;
   int64_t num_groups() const { return static_cast<int64_t>(cache_.groups.size()); }
   const PackedModel& model() const { return *model_; }
@@ -59,7 +64,8 @@ class Session {
   int threads_for(int64_t rows, int threads) const;
   int workers_for(int64_t rows, int threads) const;
   void read_sources(const std::vector<Ids>& sources, size_t first, int threads);
-  void read_prompts(const std::vector<Ids>& tokens, size_t first, int threads);
+  void read_prompts(const std::vector<Ids>& tokens, const std::vector<TokenCache::Beginning>& beginnings, size_t first,
+                    int threads);
   // Begins a step: gives each row a slot for another token.
   void begin_step(const Ids& tokens);
   void check_length(const TokenCache::Group& group) const;

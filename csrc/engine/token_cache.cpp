@@ -21,11 +21,15 @@ TokenCache::TokenCache(int64_t layers, int64_t kv_heads, int64_t head_dim, int64
 
 int32_t TokenCache::take(Group& group) {
   if (free_.empty() && group.was_reordered) sweep(group);
+  if (free_.empty() && prefixes_.num_idle()) free_.push_back(prefixes_.evict());
   if (free_.empty()) throw std::length_error("the cache has no room for another token");
-  const int32_t block = free_.back();
+  group.blocks.push_back(free_.back());
   free_.pop_back();
-  group.blocks.push_back(block);
-  return block;
+  return group.blocks.back();
+}
+
+void TokenCache::give_back(int32_t block) {
+  if (!prefixes_.release(block)) free_.push_back(block);
 }
 
 int64_t TokenCache::step_tokens() {
@@ -45,7 +49,7 @@ int64_t TokenCache::step_tokens(const std::vector<int64_t>& places) {
 }
 
 TokenCache::Group& TokenCache::add(int64_t source_tokens) {
-  if (blocks_of(source_tokens) > static_cast<int64_t>(free_.size()))
+  if (blocks_of(source_tokens) * kBlockTokens > free_tokens())
     throw std::length_error("the cache has no room for another source");
   Group& group = groups.emplace_back();
   group.rows.resize(1);
@@ -67,6 +71,47 @@ void TokenCache::append(Group& group, int64_t tokens) {
       }
       row.slots.push_back(slot(row.block, row.used++));
     }
+}
+
+TokenCache::Beginning TokenCache::begin_prompt(Group& group, const std::vector<int32_t>& tokens) {
+  const int64_t length = static_cast<int64_t>(tokens.size()), whole = length / kBlockTokens * kBlockTokens;
+  Beginning beginning;
+  int32_t before = PrefixTable::kNoBlock;
+  Row& row = group.rows[0];
+  row.slots.reserve(length);
+  for (int64_t& at = beginning.cached; at < whole; at += kBlockTokens) {
+    const PrefixTable::Entry* entry = prefixes_.find(before, tokens.data() + at);
+    if (!entry) break;
+    before = entry->block;
+    group.blocks.push_back(before);
+    prefixes_.hold(before);
+    for (int64_t i = 0; i < kBlockTokens; ++i) row.slots.push_back(slot(before, i));
+    beginning.wave = std::max(beginning.wave, entry->wave + 1);
+  }
+  append(group, length - beginning.cached);
+  for (int64_t at = beginning.cached; at < whole; at += kBlockTokens) {
+    const int32_t block = group.blocks[at / kBlockTokens];
+    prefixes_.insert(block, before, tokens.data() + at, beginning.wave);
+    before = block;
+  }
+  return beginning;
+}
+
+void TokenCache::set_read(const Group& group) {
+  for (const int32_t block : group.blocks) prefixes_.set_read(block);
+}
+
+TokenCache::Known TokenCache::known(const std::vector<int32_t>& tokens) const {
+  Known known;
+  int32_t before = PrefixTable::kNoBlock;
+  for (int64_t behind = kBlockTokens; behind <= static_cast<int64_t>(tokens.size()); behind += kBlockTokens) {
+    const PrefixTable::Entry* entry = prefixes_.find(before, tokens.data() + known.cached);
+    if (!entry) break;
+    before = entry->block;
+    known.cached = behind;
+    if (entry->holders) known.held = behind;
+  }
+  return known;
 }
 
 void TokenCache::reorder(Group& group, const std::vector<int32_t>& parents) {
@@ -91,7 +136,7 @@ void TokenCache::sweep(Group& group) {
   size_t kept = 0;
   for (const int32_t block : group.blocks) {
     if (seen_[block]) group.blocks[kept++] = block;
-    else free_.push_back(block);
+    else give_back(block);
   }
   group.blocks.resize(kept);
   for (const int32_t block : group.blocks) seen_[block] = 0;
@@ -107,7 +152,7 @@ void TokenCache::release(const std::vector<int64_t>& leaving) {
   }
   for (const int64_t at : leaving) {
     Group& group = groups[at];
-    free_.insert(free_.end(), group.blocks.rbegin(), group.blocks.rend());
+    for (auto block = group.blocks.rbegin(); block != group.blocks.rend(); ++block) give_back(*block);
     group.rows.clear();
   }
   std::erase_if(groups, [](const Group& group) { return group.rows.empty(); });

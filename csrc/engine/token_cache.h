@@ -2,7 +2,8 @@
 //
 // A block is room for kBlockTokens tokens of all layers: (layer, keys or values, kv head, token, head_dim). A row reads
 // its history through a table that says where each token is, so rows share what they have in common, and going on from
-// another row copies a table and no token. What a row writes goes to a block of its own.
+// another row copies a table and no token. What a row writes goes to a block of its own. Groups share the whole blocks
+// that their prompts begin with; see PrefixTable.
 
 #pragma once
 
@@ -10,10 +11,9 @@
 #include <vector>
 
 #include "common/buffer_pool.h"
+#include "engine/prefix_table.h"
 
 namespace fastformer {
-
-constexpr int64_t kBlockTokens = 16;
 
 inline int64_t blocks_of(int64_t tokens) { return (tokens + kBlockTokens - 1) / kBlockTokens; }
 
@@ -27,15 +27,29 @@ class TokenCache {
   struct Group {
     std::vector<Row> rows;
     std::vector<int32_t> source;  // slots
-    std::vector<int32_t> blocks;  // all that it holds
+    std::vector<int32_t> blocks;  // all that it holds: of its source, its prompt, its rows
     bool was_reordered = false;   // some of its blocks may be dead
+  };
+
+  // What of a prompt is there.
+  struct Known {
+    int64_t cached = 0;  // its first tokens, whose keys and values need not be computed
+    int64_t held = 0;    // those of them that groups hold, so that they take no memory
+  };
+  // How a prompt is read.
+  struct Beginning {
+    int64_t cached = 0;  // its first tokens, which are not read
+    int64_t wave = 0;    // after all prompts of lower waves, which read what it does not
   };
 
   TokenCache(int64_t layers, int64_t kv_heads, int64_t head_dim, int64_t element_size, int64_t num_blocks);
   TokenCache(const TokenCache&) = delete;
   TokenCache& operator=(const TokenCache&) = delete;
 
-  int64_t free_tokens() const { return static_cast<int64_t>(free_.size()) * kBlockTokens; }
+  // What is not held, with the beginnings of prompts that have left.
+  int64_t free_tokens() const { return (static_cast<int64_t>(free_.size()) + prefixes_.num_idle()) * kBlockTokens; }
+  // What the groups would take beside what they take if they shared nothing.
+  int64_t shared_tokens() const { return prefixes_.num_shared() * kBlockTokens; }
   // What appending a token to each row takes, of all groups or of some; blocks that no row of them names are given back
   // where it's too much.
   int64_t step_tokens();
@@ -45,6 +59,12 @@ class TokenCache {
   Group& add(int64_t source_tokens);
   // Gives each row of the group its slots for so many further tokens.
   void append(Group& group, int64_t tokens);
+  // Gives the row of a new group the slots of a prompt: the longest beginning that the cache has, and room for the
+  // rest, whose whole blocks later prompts share, those of the same admission too. set_read follows when the rest is
+  // read; if the group is released before, nothing of it stays.
+  Beginning begin_prompt(Group& group, const std::vector<int32_t>& tokens);
+  void set_read(const Group& group);
+  Known known(const std::vector<int32_t>& tokens) const;
   void reorder(Group& group, const std::vector<int32_t>& parents);
   void release(const std::vector<int64_t>& groups);
 
@@ -59,13 +79,15 @@ class TokenCache {
 
  private:
   int32_t take(Group& group);
+  void give_back(int32_t block);
   int32_t slot(int32_t block, int64_t offset) const { return static_cast<int32_t>(block * block_slots_ + offset); }
   void sweep(Group& group);
 
   int64_t kv_heads_, token_bytes_, block_slots_;  // token_bytes_: of one head; block_slots_: from a block to the next
   PooledMemory memory_;
-  std::vector<int32_t> free_;
-  std::vector<char> seen_;  // by block, for sweep
+  PrefixTable prefixes_;
+  std::vector<int32_t> free_;  // never allocates, after the constructor
+  std::vector<char> seen_;     // by block, for sweep
 };
 
 }  // namespace fastformer

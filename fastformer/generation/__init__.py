@@ -7,6 +7,7 @@ from fastformer.generation.engines.prepack import repack as repack
 from fastformer.generation.ensemble import Ensemble as Ensemble
 from fastformer.generation.generate import GenerateOutput as GenerateOutput
 from fastformer.generation.generate import generate as generate
+from fastformer.generation.generator import Generator as Generator
 from fastformer.generation.scoring import score as score
 from fastformer.generation.sentences import Sentence as Sentence
 from fastformer.generation.sentences import split_sentences as split_sentences

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +54,7 @@ class Streamer(Protocol):
         """There are no more."""
 
 
-def _shows_options(function: Callable[P, R]) -> Callable[P, R]:
+def shows_options(function: Callable[P, R]) -> Callable[P, R]:
     """Gives a function's signature the fields of `GenerationConfig` in place of **options, for help()."""
     own = inspect.signature(function)
     *named, rest = own.parameters.values()
@@ -67,7 +67,7 @@ def _shows_options(function: Callable[P, R]) -> Callable[P, R]:
     return function
 
 
-@_shows_options
+@shows_options
 def generate(
     model: Model | nn.Module,
     input_ids: TokenIds,
@@ -83,7 +83,9 @@ def generate(
 ) -> Tensor | GenerateOutput:
     """Decodes a batch: greedy by default, beam search with num_beams > 1, sampling with do_sample.
 
-    A row's tokens depend neither on its neighbours nor on how many of them are decoded at once.
+    A row's tokens depend neither on its neighbours nor on how many of them are decoded at once. What prompts of one
+    call have in common from their first token on is read once, by an engine that can ("cpp"); a `Generator` keeps it
+    between calls.
 
     Args:
         model: a `models.Transformer` or `baseline.LSTMSeq2Seq` (input_ids are sources), or a `models.GPT` (input_ids
@@ -115,32 +117,59 @@ def generate(
         ValueError: a model that doesn't decode, ids that make no batch, options that are out of range or contradict
             each other, an empty input, no room for a token, a model that gives NaN.
     """
-    config = _config(options, config, generation_config)
-    if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
-        raise ValueError(f"expected a streamer with put and end, got {type(streamer).__name__}")
-    decoder = as_model(model)
-    with evaluating(decoder) as mode, torch.inference_mode():
-        builder = RequestBuilder(decoder, config, log_probs=return_dict_in_generate, tokenizer=tokenizer)
-        rows = input_rows(input_ids, attention_mask, builder.ids.pad, marks_padding=builder.ids.marks_padding)
-        prefixes = _prefixes(decoder_input_ids, len(rows), decoder, builder)
-        requests = builder.build_all(rows, prefixes)
-        if streamer is not None:
-            if len(requests) > 1 or requests[0].search.peak_rows > 1:
-                raise ValueError("expected one input, without beams or several samples, along with a streamer")
-            requests[0].on_token = _listener(streamer, requests[0].before)
-        run(new_scheduler(builder.engine), requests, mode.hold)
-    if streamer is not None:
-        streamer.end()
-    # Out of inference mode, for tensors of inference mode can't enter a graph.
-    prompts = _left_padded(rows, builder.ids.pad) if builder.is_prompted else None
-    return _gathered(requests, prefixes, prompts, builder, return_dict=return_dict_in_generate)
+    config = config_of(options, config, generation_config)
+    call = Call(input_ids, attention_mask, decoder_input_ids, tokenizer, streamer, return_dict_in_generate)
+    return decode(as_model(model), config, call)
 
 
 _NAMES = (*inspect.signature(generate).parameters,)
 _OPTIONS = frozenset(OPTIONS)
 
 
-def _config(options: GenerationOptions, config: GenerationConfig | None, foreign: Any) -> GenerationConfig:
+class Call(NamedTuple):
+    """The arguments of `generate` that are no options."""
+
+    input_ids: TokenIds
+    attention_mask: Tensor | None = None
+    decoder_input_ids: TokenIds | None = None
+    tokenizer: Detokenizer | None = None
+    streamer: Streamer | None = None
+    return_dict: bool = False
+
+
+def decode(
+    decoder: Model, config: GenerationConfig, call: Call, scheduler: Scheduler | None = None
+) -> Tensor | GenerateOutput:
+    """What `generate` returns.
+
+    Args:
+        decoder: the model.
+        config: all options.
+        call: everything else.
+        scheduler: runs the requests, and its engine decodes them; None: one for this call alone.
+    """
+    streamer = call.streamer
+    if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
+        raise ValueError(f"expected a streamer with put and end, got {type(streamer).__name__}")
+    with evaluating(decoder) as mode, torch.inference_mode():
+        engine = None if scheduler is None else scheduler.engine
+        builder = RequestBuilder(decoder, config, log_probs=call.return_dict, engine=engine, tokenizer=call.tokenizer)
+        rows = input_rows(call.input_ids, call.attention_mask, builder.ids.pad, marks_padding=builder.ids.marks_padding)
+        prefixes = _prefixes(call.decoder_input_ids, len(rows), decoder, builder)
+        requests = builder.build_all(rows, prefixes)
+        if streamer is not None:
+            if len(requests) > 1 or requests[0].search.peak_rows > 1:
+                raise ValueError("expected one input, without beams or several samples, along with a streamer")
+            requests[0].on_token = _listener(streamer, requests[0].before)
+        run(scheduler or new_scheduler(builder.engine), requests, mode.hold)
+    if streamer is not None:
+        streamer.end()
+    # Out of inference mode, for tensors of inference mode can't enter a graph.
+    prompts = _left_padded(rows, builder.ids.pad) if builder.is_prompted else None
+    return _gathered(requests, prefixes, prompts, builder, return_dict=call.return_dict)
+
+
+def config_of(options: GenerationOptions, config: GenerationConfig | None, foreign: Any) -> GenerationConfig:
     """The options of a call as one config."""
     if options and not options.keys() <= _OPTIONS:
         check_names(options, _NAMES)  # which suggests arguments too

@@ -45,6 +45,7 @@ class Request:
         on_cancel: called when it is cancelled; set by the scheduler that runs it.
         before: the ids that stand before the new ones.
         num_told: how many tokens on_token has received.
+        cached_tokens: how many tokens of its prompt were not read when it began, because the batch had them.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Request:
         self.on_cancel: Callable[[], object] | None = None
         self.is_done = self.is_cancelled = False
         self._make_search = make_search
-        self.num_told = self._steps = self._kept_steps = 0
+        self.num_told = self._steps = self._kept_steps = self.cached_tokens = 0
         self._kept: list[Hypothesis] = []  # the results at the restart
         self.search = make_search()
         if on_token is not None and self.search.peak_rows != 1:

@@ -6,6 +6,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -24,6 +25,21 @@ _FIRST_TOLD = 64
 _TOLD_STEPS = 8
 
 
+class Stats(NamedTuple):
+    """What a scheduler has done and has to do.
+
+    Attributes:
+        running, waiting: requests in the batch, and in the queue.
+        read_tokens: the tokens of sources and prompts that were read, so far.
+        cached_tokens: those that were not, because a prompt that begins alike was read before.
+    """
+
+    running: int
+    waiting: int
+    read_tokens: int
+    cached_tokens: int
+
+
 class Scheduler:
     """Admits requests as rows and memory become free, steps them together, and removes those that are done.
 
@@ -37,6 +53,9 @@ class Scheduler:
     - what is *free*, which the batch knows.
 
     Rows are counted by a request's peak: the most rows that its search ever has.
+
+    Where the engine reuses prefixes, a batch keeps what it has read of prompts, in the memory that nothing else takes;
+    so it pays to have one scheduler for all requests that may begin alike, at once or one after another.
 
     Args:
         engine: opens the batches.
@@ -59,6 +78,7 @@ class Scheduler:
         self._running = Running()
         self._waiting_rows = self._running_rows = 0
         self._has_cancelled = self._has_deadlines = False  # requests that may have to leave the queue
+        self._read_tokens = self._cached_tokens = 0
 
     @property
     def running(self) -> list[Request]:
@@ -81,6 +101,10 @@ class Scheduler:
     def is_idle(self) -> bool:
         """True when there is nothing to do."""
         return not self.waiting and not self.running
+
+    def stats(self) -> Stats:
+        """Its counters as they are now; any thread may ask."""
+        return Stats(len(self.running), len(self.waiting), self._read_tokens, self._cached_tokens)
 
     @property
     def wants_more(self) -> bool:
@@ -126,6 +150,12 @@ class Scheduler:
         self.waiting.clear()
         self._waiting_rows = self._running_rows = self._reserved_tokens = 0
         self._capacity_rows = self._capacity_tokens = 0
+
+    def cancel_all(self) -> None:
+        """Ends all requests without results; the batch stays, with what it has read."""
+        for request in (*self.running, *self.waiting):
+            request.cancel()
+        self._drop()
 
     def _free(self, places: Sequence[int]) -> list[Request]:
         """Takes requests out of the batch."""
@@ -173,12 +203,15 @@ class Scheduler:
         elif self._running_rows >= self._refill_below():
             return
         idle_rows = self._usable_rows - self._running_rows
-        tokens = min(self._capacity_tokens - self._reserved_tokens, self._open_batch.free_tokens())
+        batch = self._open_batch
+        reserved = self._reserved_tokens - batch.shared_tokens()
+        tokens = min(self._capacity_tokens - reserved, batch.free_tokens())
         new: list[Request] = []
         prefill_tokens = 0
         for request in self.waiting:
-            rows, needed = request.search.peak_rows, self._likely_tokens(request)
-            prefill_tokens += request.prompt.num_tokens
+            known = batch.known_prefix(request.prompt)
+            rows, needed = request.search.peak_rows, self._likely_tokens(request) - known.held
+            prefill_tokens += request.prompt.num_tokens - known.cached
             # The first request of a batch is admitted whatever it needs: the batch was opened for it.
             if (self.running or new) and (needed > tokens or rows > idle_rows or prefill_tokens > _PREFILL_TOKENS):
                 break
@@ -190,12 +223,15 @@ class Scheduler:
     def _prefill(self, new: list[Request]) -> None:
         """Begins with requests from the head of the queue, which leave it when nothing can fail any more."""
         batch = self._open_batch
-        batch.prefill([request.prompt for request in new])
+        cached = batch.prefill([request.prompt for request in new]) or [0] * len(new)
         if any(request.num_rows > 1 for request in new):
             stay = [list(range(request.num_rows)) for request in self.running]
             batch.fork([*stay, *([0] * request.num_rows for request in new)])
         self.running.extend(new)
-        for request in new:
+        for request, count in zip(new, cached, strict=True):
+            request.cached_tokens = count
+            self._cached_tokens += count
+            self._read_tokens += request.prompt.num_tokens - count
             self.waiting.popleft()
             self._waiting_rows -= request.search.peak_rows
             self._running_rows += request.search.peak_rows
@@ -238,6 +274,8 @@ class Scheduler:
         # A batch doesn't shrink; but what one request needed beyond the budget is given back.
         rows = max(rows, min(self._capacity_rows, self.max_rows))
         tokens = max(tokens, min(self._capacity_tokens, self.max_tokens))
+        if rows <= self._capacity_rows and self.max_tokens < tokens <= self._capacity_tokens:
+            return  # another one beyond the budget, for which the batch is large enough
         if self._batch is None or (rows, tokens) != (self._capacity_rows, self._capacity_tokens):
             self._batch = None  # there may be no memory for two
             self._batch = self.engine.open(rows, tokens)
@@ -266,18 +304,23 @@ def run(scheduler: Scheduler, requests: list[Request], before_step: Callable[[],
     """Runs requests to their end.
 
     Args:
-        scheduler: runs them; one that is idle.
+        scheduler: runs them; one that is idle, and is so again afterwards.
         requests: see above.
         before_step: called before each step.
 
     Raises:
-        Exception: the first error of any of them; the others are forgotten then.
+        Exception: the first error of any of them; the others are cancelled then.
     """
     scheduler.submit(requests)
-    while not scheduler.is_idle:
-        if before_step is not None:
-            before_step()
-        for request in scheduler.step():
-            if request.error is not None:
-                scheduler.clear()
-                raise request.error
+    try:
+        while not scheduler.is_idle:
+            if before_step is not None:
+                before_step()
+            for request in scheduler.step():
+                if request.error is not None:
+                    scheduler.cancel_all()
+                    raise request.error
+    except BaseException:
+        if not scheduler.is_idle:  # in the middle of a step
+            scheduler.clear()
+        raise

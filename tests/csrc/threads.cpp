@@ -145,6 +145,25 @@ std::vector<float> decode(const std::shared_ptr<const PackedModel>& model, int32
   return said;
 }
 
+// Prompts that begin alike, together and later, in memory that does not hold all of them; what all of it said.
+std::vector<float> share(const std::shared_ptr<const PackedModel>& model, int32_t seed, int threads) {
+  Session session(model, model->options.has_encoder() ? 224 : 96);
+  std::vector<float> said;
+  for (int32_t turn = 0; turn < 6; ++turn) {
+    std::vector<Ids> sources, prompts;
+    for (int32_t i = 0; i < 3; ++i) {
+      prompts.push_back(Ids(16 + 16 * (turn % 2), seed));
+      prompts.back().resize(34 + i, turn + 10);
+      if (model->options.has_encoder()) sources.push_back({4, 5, i});
+    }
+    session.admit(sources, prompts, threads);
+    const Candidates& candidates = session.step({7, 8, 9}, {2, true}, threads);
+    said.insert(said.end(), candidates.values.begin(), candidates.values.end());
+    session.release({0, 1, 2});
+  }
+  return said;
+}
+
 // Searches of many rows in little memory, which those of some lanes run out of first.
 std::vector<float> decode_many(const std::shared_ptr<const PackedModel>& model, int threads) {
   constexpr int64_t kGroups = 60;
@@ -176,16 +195,17 @@ int main() {
   const uint64_t sum = add_up(1, 300);
   struct Case {
     std::shared_ptr<const PackedModel> model;
-    std::vector<float> first, second, many;  // what one thread finds
+    std::vector<float> first, second, many, shared;  // what one thread finds
   };
   std::vector<Case> cases;
   for (const auto& [precision, has_encoder] :
        {std::pair(Precision::fp32, false), std::pair(Precision::bf16, false), std::pair(Precision::int8, true)}) {
     const auto model = make_model(precision, has_encoder);
-    cases.push_back({model, decode(model, 3, 1), decode(model, 4, 1), decode_many(model, 1)});
+    cases.push_back({model, decode(model, 3, 1), decode(model, 4, 1), decode_many(model, 1), share(model, 3, 1)});
     if (cases.back().first == cases.back().second || cases.back().first.empty() || cases.back().many.empty()) ++wrong;
     // While no other caller takes the helpers, which let one caller deal rows to them at a time.
     wrong += decode(model, 3, 2) != cases.back().first, wrong += decode_many(model, 2) != cases.back().many;
+    wrong += share(model, 3, 2) != cases.back().shared;
   }
   std::vector<std::thread> callers;
   for (int caller = 0; caller < 5; ++caller)
@@ -194,7 +214,7 @@ int main() {
         const Case& one = cases[turn % cases.size()];
         if (caller < 2) wrong += add_up(2 + turn % 3, 300) != sum;
         else if (caller < 4) wrong += decode(one.model, caller + 1, 1 + turn) != (caller == 2 ? one.first : one.second);
-        else wrong += decode_many(one.model, 2 + turn % 2) != one.many;
+        else wrong += decode_many(one.model, 2 + turn % 2) != one.many, wrong += share(one.model, 3, 2) != one.shared;
       }
     });
   for (std::thread& caller : callers) caller.join();

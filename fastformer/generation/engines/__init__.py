@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastformer.generation.engines.base import Batch as Batch
 from fastformer.generation.engines.base import Candidates as Candidates
 from fastformer.generation.engines.base import Engine as Engine
+from fastformer.generation.engines.base import KnownPrefix as KnownPrefix
 from fastformer.generation.engines.base import Prompt as Prompt
 from fastformer.generation.engines.base import Sample as Sample
 from fastformer.generation.engines.base import Selection as Selection

@@ -32,6 +32,18 @@ class Prompt(NamedTuple):
         return len(self.source or ()) + len(self.tokens)
 
 
+class KnownPrefix(NamedTuple):
+    """What of a prompt a batch has already.
+
+    Attributes:
+        cached: how many of its first tokens, which it does not read again.
+        held: how many of those are in memory that groups hold, so that they take none.
+    """
+
+    cached: int = 0
+    held: int = 0
+
+
 class Sample(NamedTuple):
     """How a row's next token is sampled: at `uniform`, in [0, 1), of the warped distribution's cumulative sum."""
 
@@ -131,8 +143,17 @@ class Batch(ABC):
     """
 
     @abstractmethod
-    def prefill(self, prompts: Sequence[Prompt]) -> None:
-        """Appends a group of one row for each prompt: reads the sources, and the prompts up to their last token."""
+    def prefill(self, prompts: Sequence[Prompt]) -> Sequence[int] | None:
+        """Appends a group of one row for each prompt: reads the sources, and the prompts up to their last token.
+
+        Returns:
+            How many tokens of each prompt were not read, because the batch had them (`Engine.reuses_prefixes`); None:
+            all were read.
+        """
+
+    def known_prefix(self, prompt: Prompt) -> KnownPrefix:
+        """What `prefill` would find of a prompt."""
+        return KnownPrefix()
 
     @abstractmethod
     def step(self, tokens: Sequence[int], selection: Selection) -> Candidates:
@@ -157,7 +178,11 @@ class Batch(ABC):
         """Removes groups and frees their memory; later groups move up."""
 
     def free_tokens(self) -> int:
-        """How many tokens of memory are free."""
+        """How many tokens of memory are free. Those of prompts that have left, and may come again, count as free."""
+        return 0
+
+    def shared_tokens(self) -> int:
+        """How many tokens of memory groups save by sharing: without, they would take so many more."""
         return 0
 
     def step_tokens(self) -> int:
@@ -247,6 +272,13 @@ class Engine(ABC):
 
     def runs_searches(self) -> bool:
         """Whether its batches advance native searches themselves: they are `SearchingBatch`es."""
+        return False
+
+    def reuses_prefixes(self) -> bool:
+        """Whether its batches read once what prompts have in common from their first token on.
+
+        A batch keeps it when its prompts have left, as long as no other group takes the memory.
+        """
         return False
 
     def limit_to(self, shortlist: Sequence[int]) -> bool:

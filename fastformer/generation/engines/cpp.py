@@ -11,7 +11,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from fastformer.generation.engines.base import Candidates, Engine, Limits, Prompt, SearchingBatch, Selection
+from fastformer.generation.engines.base import (
+    Candidates,
+    Engine,
+    KnownPrefix,
+    Limits,
+    Prompt,
+    SearchingBatch,
+    Selection,
+)
 from fastformer.generation.engines.cpp_support import why_not_supported
 from fastformer.generation.engines.prepack import packed
 from fastformer.generation.engines.sampling import choose
@@ -22,7 +30,7 @@ from fastformer.nn import Embedding, MultiheadAttention, RelativePositionBias
 from fastformer.nn.feed_forward import fused_name
 from fastformer.ops import _extension
 
-BLOCK_SIZE = 16  # tokens; csrc/engine/token_cache.h's kBlockTokens
+BLOCK_SIZE = 16  # tokens; csrc/engine/prefix_table.h's kBlockTokens
 
 Array = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
 Rows = list[list[int]]
@@ -31,7 +39,7 @@ Rows = list[list[int]]
 class Session(Protocol):
     """csrc/bindings/decoder.cpp's Session."""
 
-    def admit(self, sources: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], threads: int) -> None: ...
+    def admit(self, sources: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], threads: int) -> list[int]: ...
     def step(
         self,
         tokens: Sequence[int],
@@ -56,6 +64,8 @@ class Session(Protocol):
     def set_shortlist(self, ids: Sequence[int]) -> None: ...
     def free_tokens(self) -> int: ...
     def step_tokens(self) -> int: ...
+    def shared_tokens(self) -> int: ...
+    def known(self, tokens: Sequence[int]) -> tuple[int, int]: ...
 
 
 class _Extension(Protocol):
@@ -75,7 +85,8 @@ class CppEngine(Engine):
     fp32 computes what the model does. bf16 rounds the weights and their inputs; int8 has a scale for each output of a
     weight, and a scale and a zero point for each row of its inputs. The residual stream, norms and softmax are always
     fp32. Keys and values, and the tables of embeddings and positions, are fp32 or, in the smaller two precisions, bf16.
-    A row's bits depend neither on its neighbours nor on the number of threads. Weights that change are packed again
+    A row's bits depend neither on its neighbours nor on the number of threads, nor on which tokens of its prompt were
+    read before: kept is what was read as a prompt, in blocks of 16 tokens. Weights that change are packed again
     when the next batch begins; see `prepack.fingerprint` for how that is noticed, and `prepack.repack` for where it may
     not be.
 
@@ -126,6 +137,10 @@ class CppEngine(Engine):
         """Greedy and beam searches."""
         return True
 
+    def reuses_prefixes(self) -> bool:
+        """Where no encoder's source changes what a token becomes."""
+        return isinstance(self._model, GPT)
+
     def limit_to(self, shortlist: Sequence[int]) -> bool:
         """It skips the rows of the output weight for all other ids."""
         self._shortlist = list(shortlist)
@@ -140,7 +155,7 @@ class CppBatch(SearchingBatch):
     """A session of the extension.
 
     It begins with the first prefill, and again with each prefill of an empty batch if the model's weights have changed
-    meanwhile. Requests that are decoded together see the same weights.
+    meanwhile, without what was read before. Requests that are decoded together see the same weights.
     """
 
     def __init__(self, engine: CppEngine, vocab_size: int, num_tokens: int, shortlist: list[int]) -> None:
@@ -159,11 +174,17 @@ class CppBatch(SearchingBatch):
                 self._session.set_shortlist(self._shortlist)
         return self._session
 
-    def prefill(self, prompts: Sequence[Prompt]) -> None:
+    def prefill(self, prompts: Sequence[Prompt]) -> Sequence[int]:
         session = self._begin() if self._num_groups == 0 else self.session
         sources = [list(prompt.source or ()) for prompt in prompts]
-        session.admit(sources, [list(prompt.tokens[:-1]) for prompt in prompts], torch.get_num_threads())
+        cached = session.admit(sources, [list(prompt.tokens[:-1]) for prompt in prompts], torch.get_num_threads())
         self._num_groups += len(prompts)
+        return cached
+
+    def known_prefix(self, prompt: Prompt) -> KnownPrefix:
+        if self._session is None or len(prompt.tokens) <= BLOCK_SIZE:
+            return KnownPrefix()
+        return KnownPrefix(*self._session.known(list(prompt.tokens[:-1])))
 
     @property
     def session(self) -> Session:
@@ -210,6 +231,9 @@ class CppBatch(SearchingBatch):
 
     def step_tokens(self) -> int:
         return 0 if self._session is None else self._session.step_tokens()
+
+    def shared_tokens(self) -> int:
+        return 0 if self._session is None else self._session.shared_tokens()
 
 
 def _blocks_of(tokens: int) -> int:

@@ -1,0 +1,193 @@
+"""`Generator`: decodes with one model again and again, and reads what its prompts have in common once."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from typing_extensions import Unpack
+
+from fastformer.generation.config import GenerationConfig, GenerationOptions, Precision
+from fastformer.generation.engines import choose_engine
+from fastformer.generation.generate import (
+    Call,
+    GenerateOutput,
+    Streamer,
+    config_of,
+    decode,
+    new_scheduler,
+    shows_options,
+)
+from fastformer.generation.inputs import TokenIds, input_rows
+from fastformer.generation.model_protocols import Model, as_model, check_precision, evaluating
+from fastformer.generation.request_builder import RequestBuilder
+from fastformer.generation.scheduler import Stats
+from fastformer.generation.streaming import Detokenizer
+from fastformer.settings import Positive, check_value
+
+
+class Generator:
+    """`generate` with memory: the keys and values of prompts stay, for later prompts that begin alike.
+
+        generator = Generator(model, precision="int8")
+        for turn in chat:  # each prompt begins with the one before
+            for token in generator.stream(ids_of(turn), max_new_tokens=256):
+                ...
+
+    What a prompt shares with an earlier one from its first token on is not read again, in whole blocks of 16 tokens: a
+    system prompt costs its first user alone, and each turn of a chat costs what is new since the last prompt, the last
+    answer included. A row's tokens are the same, bit for bit, whatever was kept. The C++ engine can do this for
+    decoder-only models (`Engine.reuses_prefixes`); other engines read each prompt whole.
+
+    The memory is bounded by max_bytes: of what no running request needs, the prompts that were used last stay. It is
+    taken from the system as it is first used, and kept until `clear` or the end of the object. Weights that have
+    changed since the last call are packed again, and everything that was read with the old ones is forgotten.
+
+    Threads may share it: their calls come one after another. Don't train the model meanwhile.
+
+    Args:
+        model: see `fastformer.generate`.
+        precision: what it computes in: "fp32", "bf16", "fp16" or "int8"; None: what the model says.
+        engine: one of `engines.ENGINES`; None: the fastest that can.
+        max_rows: rows that are decoded together; None: 512 on a CPU, 1,024 on a GPU.
+        max_bytes: of keys and values, about. A call that needs more gets it, for its time. None: 512 MiB on a CPU, a
+            quarter of the free memory on a GPU.
+
+    Raises:
+        ValueError: no such engine or precision, or none that can decode the model in it.
+    """
+
+    def __init__(
+        self,
+        model: Model | nn.Module,
+        *,
+        precision: Precision | None = None,
+        engine: str | None = None,
+        max_rows: int | None = None,
+        max_bytes: int | None = None,
+    ) -> None:
+        check_precision(precision)
+        for name, value in (("max_rows", max_rows), ("max_bytes", max_bytes)):
+            check_value(name, value, Positive | None)
+        self.model, self.precision = as_model(model), precision
+        with evaluating(self.model):
+            self._engine = choose_engine(self.model, engine, precision)
+        self._scheduler = new_scheduler(self._engine, max_rows, max_bytes, is_endless=True)
+        self._lock = threading.Lock()
+        self._thread: int | None = None  # that holds the lock
+
+    @shows_options
+    def generate(
+        self,
+        input_ids: TokenIds,
+        config: GenerationConfig | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: TokenIds | None = None,
+        generation_config: Mapping[str, Any] | Any = None,
+        tokenizer: Detokenizer | None = None,
+        streamer: Streamer | None = None,
+        return_dict_in_generate: bool = False,
+        **options: Unpack[GenerationOptions],
+    ) -> Tensor | GenerateOutput:
+        """Decodes a batch, as `fastformer.generate` does, which documents the arguments and what it returns.
+
+        Raises:
+            ValueError: see there; a precision or an engine other than this object's.
+            RuntimeError: a stream of this object is open in this thread.
+        """
+        config = self._config(options, config, generation_config)
+        call = Call(input_ids, attention_mask, decoder_input_ids, tokenizer, streamer, return_dict_in_generate)
+        with self._turn():
+            return decode(self.model, config, call, self._scheduler)
+
+    @shows_options
+    def stream(
+        self,
+        input_ids: TokenIds,
+        config: GenerationConfig | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        generation_config: Mapping[str, Any] | Any = None,
+        tokenizer: Detokenizer | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> Iterator[int]:
+        """Gives the new tokens of one input as they come.
+
+        Leaving the loop ends the request, as soon as the iterator is deleted or closed; its prompt stays in memory. An
+        error that comes from within, a KeyboardInterrupt too, drops the memory.
+
+        Args:
+            input_ids: one source or prompt; see `fastformer.generate`, also for the other arguments.
+            config, attention_mask, generation_config, tokenizer, options: see there; neither beams nor several samples.
+
+        Yields:
+            Each new token, EOS as well.
+
+        Raises:
+            ValueError, RuntimeError: see `generate`; the first at once.
+        """
+        config = self._config(options, config, generation_config)
+        with evaluating(self.model):
+            builder = RequestBuilder(self.model, config, log_probs=False, engine=self._engine, tokenizer=tokenizer)
+            rows = input_rows(input_ids, attention_mask, builder.ids.pad, marks_padding=builder.ids.marks_padding)
+            if len(rows) > 1 or config.num_beams > 1 or config.samples > 1:
+                raise ValueError("expected one input, without beams or several samples, to stream")
+            checked = builder.check(rows[0])
+
+        def tokens() -> Iterator[int]:
+            told: list[int] = []
+            scheduler = self._scheduler
+            with self._turn():
+                request = builder.build(checked, on_token=told.append)
+                scheduler.submit([request])
+                try:
+                    while not request.is_done:
+                        with evaluating(self.model):
+                            scheduler.step()
+                        yield from told
+                        told.clear()
+                    if request.error is not None:
+                        raise request.error
+                except GeneratorExit:
+                    scheduler.cancel_all()
+                    raise
+                finally:
+                    if not scheduler.is_idle:  # in the middle of a step
+                        scheduler.clear()
+
+        return tokens()
+
+    def stats(self) -> Stats:
+        """How many tokens of prompts were read so far, and how many were not, because they had been before."""
+        return self._scheduler.stats()
+
+    def clear(self) -> None:
+        """Forgets all prompts and gives the memory back."""
+        with self._turn():
+            self._scheduler.clear()
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Waits until no other thread's call runs."""
+        if self._thread == threading.get_ident():
+            raise RuntimeError("expected one call at a time: close the stream that is open, or make another Generator")
+        with self._lock:
+            self._thread = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._thread = None
+
+    def _config(self, options: GenerationOptions, config: GenerationConfig | None, foreign: Any) -> GenerationConfig:
+        found = config_of(options, config, foreign)
+        if found.precision not in (None, self.precision):
+            raise ValueError(f"expected no precision: Generator(..., precision=) chooses it, got {found.precision!r}")
+        if found.engine not in (None, self._engine.name) or not found.use_cache:
+            raise ValueError(
+                f"expected neither engine nor use_cache: Generator(..., engine=) chooses, here {self._engine.name!r}"
+            )
+        return found

@@ -1,0 +1,28 @@
+"""A chat's turns: as many as asked for, with a time for each way, and the answers agree."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.chat_turns import main
+from benchmarks.measure import record
+from tests.generation.small import needs_cpp
+
+
+@needs_cpp
+def test_each_turn_reads_what_is_new(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "turns.jsonl"
+    sizes = ["--turns", "3", "--system", "40", "--question", "8", "--answer", "5", "--layers", "1", "--dim", "64"]
+    assert main([*sizes, "--out", str(out), "--threads", str(torch.get_num_threads())]) == 0
+    said = capsys.readouterr().out.splitlines()
+    # Of prompts of 48, 61 and 74 tokens; whole blocks of what came before their last token are there.
+    assert [line.partition(", ")[2].partition(" of")[0] for line in said] == ["48", "29", "26"]
+    rows = list(map(json.loads, out.read_text().splitlines()))
+    assert [row["provider"] for row in rows] == ["Generator", "generate"]
+    for row in rows:
+        record.check(row)
+        assert len(row["curve"]["y"]) == 3 and min(row["curve"]["y"]) > 0

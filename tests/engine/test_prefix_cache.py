@@ -1,0 +1,211 @@
+"""Prompts that begin alike share memory and are read once, and each row says what it says alone, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fastformer.generation.engines.cpp import pack
+from fastformer.models import GPT, Transformer
+from fastformer.ops import _extension
+from tests.generation.small import needs_cpp
+from tests.generation.weights import drawn
+
+pytestmark = needs_cpp
+
+VOCAB, BLOCK = 19, 16
+
+
+def packed_gpt(precision: str = "fp32", **options: Any) -> Any:
+    sizes = {"vocab_size": VOCAB, "d_model": 12, "num_heads": 2, "d_ff": 8, "num_layers": 2, "max_len": 130}
+    return pack(drawn(GPT, **(sizes | options)), precision)
+
+
+def new_session(packed: Any, blocks: int = 100) -> Any:
+    return _extension.module().Session(packed, blocks * BLOCK)
+
+
+def step(session: Any, tokens: Sequence[int], threads: int = 1) -> np.ndarray:
+    """(rows, VOCAB): the log-probabilities of what may follow."""
+    ids, values = session.step(tokens, VOCAB, True, [], None, threads)
+    found = np.empty_like(values)
+    np.put_along_axis(found, ids.astype(np.int64), values, 1)
+    return found
+
+
+def alone(packed: Any, prompt: Sequence[int], blocks: int = 100) -> np.ndarray:
+    session = new_session(packed, blocks)
+    session.admit([[]], [prompt[:-1]], 1)
+    return step(session, prompt[-1:])
+
+
+def ids(dice: random.Random, count: int) -> list[int]:
+    return [dice.randrange(3, VOCAB) for _ in range(count)]
+
+
+@pytest.mark.parametrize(("precision", "threads"), [("fp32", 1), ("bf16", 2), ("int8", 3)])
+def test_a_long_beginning_is_read_once_for_those_who_come_together_and_later(precision, threads) -> None:
+    packed, dice = packed_gpt(precision, max_len=1100, positions="rotary"), random.Random(0)
+    common = ids(dice, 1000)
+    prompts = [common + ids(dice, 1 + i % 5 * 9) for i in range(16)]
+    session = new_session(packed, 200)
+    together, later = prompts[:12], prompts[12:]
+    cached = session.admit([[]] * 12, [prompt[:-1] for prompt in together], threads)
+    whole = len(common) // BLOCK * BLOCK
+    assert cached[0] == 0 and all(whole <= count < len(p) for count, p in zip(cached[1:], together[1:], strict=True))
+    assert session.shared_tokens() >= 11 * whole
+    found = step(session, [prompt[-1] for prompt in together], threads)
+    for row, prompt in zip(found, together, strict=True):
+        assert np.array_equal(row, alone(packed, prompt)[0])
+    session.release(range(12))  # nobody needs it now; it stays
+    assert session.shared_tokens() == 0 and session.free_tokens() == 200 * BLOCK
+    assert [session.known(prompt[:-1]) for prompt in later] == [(whole, 0)] * 4
+    assert session.admit([[]] * 4, [prompt[:-1] for prompt in later], threads) == [whole] * 4
+    found = step(session, [prompt[-1] for prompt in later], threads)
+    for row, prompt in zip(found, later, strict=True):
+        assert np.array_equal(row, alone(packed, prompt)[0])
+
+
+def test_what_one_prompt_of_an_admission_needs_of_another_is_there_before() -> None:
+    packed, dice = packed_gpt(), random.Random(1)
+    stem = ids(dice, 112)
+    # Each needs what the one before it reads, but for the first and the last.
+    prompts = [stem[:16] + ids(dice, 40), stem[:40], stem[:70] + ids(dice, 9), stem, ids(dice, 30)]
+    for order in (range(5), range(5)[::-1], [3, 0, 4, 2, 1]):
+        session, chosen = new_session(packed), [prompts[i] for i in order]
+        cached = session.admit([[]] * 5, [prompt[:-1] for prompt in chosen], 1)
+        assert sum(cached) >= 16 + 32 + 64
+        found = step(session, [prompt[-1] for prompt in chosen])
+        assert all(np.array_equal(row, alone(packed, p)[0]) for row, p in zip(found, chosen, strict=True)), order
+
+
+def test_tokens_alike_behind_another_beginning_are_other_tokens() -> None:
+    packed, dice = packed_gpt(), random.Random(2)
+    first, second, same = ids(dice, 16), ids(dice, 16), ids(dice, 32)
+    session = new_session(packed)
+    session.admit([[]], [first + same], 1)
+    for prompt in (second + same, same, first[1:] + same, [*first[:-1], 18 if first[-1] != 18 else 17, *same]):
+        assert session.known(prompt) == (0, 0)
+    assert session.known(first + same) == (48, 48)
+    assert session.known(first + same[:16] + second) == (32, 32)
+    assert session.known((first + same)[:47]) == (32, 32)  # in whole blocks
+
+
+def test_behind_an_encoder_nothing_is_shared() -> None:
+    sizes = {"vocab_size": VOCAB, "d_model": 12, "num_heads": 2, "d_ff": 8, "max_len": 60}
+    session = new_session(pack(drawn(Transformer, **sizes), "fp32"))
+    prompt = ids(random.Random(3), 40)
+    assert session.admit([[5, 6], [6, 5]], [prompt, prompt], 1) == [0, 0]
+    assert session.known(prompt) == (0, 0) and session.shared_tokens() == 0
+
+
+def test_an_admission_that_fails_leaves_nothing_that_could_be_taken_for_read() -> None:
+    packed, dice = packed_gpt(), random.Random(4)
+    old, stem = ids(dice, 33), ids(dice, 48)
+    session = new_session(packed, 10)
+    session.admit([[]], [old[:-1]], 1)
+    session.release([0])
+    prompts = [stem, stem + ids(dice, 5), old + ids(dice, 5), ids(dice, 120)]  # 3, 1, 1, and 8 blocks: two too many
+    with pytest.raises(ValueError, match="room"):
+        session.admit([[]] * 4, prompts, 1)
+    assert session.free_tokens() == 10 * BLOCK and session.shared_tokens() == 0
+    assert session.known(stem) == (0, 0)  # it was never read
+    again = [stem, old]
+    session.admit([[]] * 2, [prompt[:-1] for prompt in again], 1)
+    found = step(session, [prompt[-1] for prompt in again])
+    assert all(np.array_equal(row, alone(packed, p)[0]) for row, p in zip(found, again, strict=True))
+
+
+def test_what_was_used_last_stays_longest() -> None:
+    packed, dice = packed_gpt(), random.Random(5)
+    session = new_session(packed, 8)
+    first, second, third = (ids(dice, 48) for _ in range(3))
+    for prompt in (first, second, first):
+        session.admit([[]], [prompt], 1)
+        session.release([0])
+    assert [session.known(p)[0] for p in (first, second)] == [48, 48]
+    session.admit([[]], [third], 1)  # two blocks were free: the third is the end of the second prompt
+    assert [session.known(p)[0] for p in (first, second, third)] == [48, 32, 48]
+    session.admit([[]], [first], 1)
+    assert session.admit([[]], [ids(dice, 32)], 1) == [0]
+    assert [session.known(p) for p in (first, second, third)] == [(48, 48), (0, 0), (48, 48)]
+    with pytest.raises(ValueError, match="room"):
+        session.admit([[]], [ids(dice, 16)], 1)
+
+
+class Mirrored:
+    """A group, and the session in which it is alone."""
+
+    def __init__(self, packed: Any, prompt: list[int]) -> None:
+        self.session, self.prompt, self.rows, self.is_new = new_session(packed, 60), prompt, 1, True
+        self.session.admit([[]], [prompt[:-1]], 1)
+        self.length = len(prompt) - 1
+
+
+# Slow: more draws of the same.
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 40))])
+def test_each_row_says_what_it_says_alone_while_beginnings_come_and_go(seed) -> None:
+    dice = random.Random(seed)
+    options: dict[str, Any] = dice.choice([{}, {"positions": "rotary", "num_kv_heads": 1}, {"window_size": 21}])
+    packed = packed_gpt(("fp32", "bf16", "int8")[seed % 3], **options)
+    blocks = dice.choice([14, 20, 30])
+    session, threads = new_session(packed, blocks), dice.randint(1, 3)
+    groups: list[Mirrored] = []
+    known: list[list[int]] = [[]]
+    reused = full = forgotten = 0
+
+    def release(places: list[int]) -> None:
+        session.release(places)
+        for place in sorted(places, reverse=True):
+            del groups[place]
+
+    for _ in range(150):
+        if dice.random() < 0.4 and sum(group.rows for group in groups) < 8:
+            new = []
+            for _ in range(dice.randint(1, 3)):
+                # Of two tokens, and going on from what there was before: many begin alike, whole blocks and less.
+                begin = dice.choice(known)
+                prompt = begin[: dice.randint(0, len(begin))] if dice.random() < 0.3 else begin
+                more = dice.choice([0, 1, 15, 16, 17, 40])
+                prompt = [*prompt, *(dice.choice((4, 5)) for _ in range(more))][:100] or [4]
+                new.append(prompt)
+            known = [*known[-11:], *new]
+            before, seen = session.free_tokens(), [session.known(prompt[:-1])[0] for prompt in new]
+            try:
+                cached = session.admit([[]] * len(new), [prompt[:-1] for prompt in new], threads)
+            except ValueError:
+                full += 1
+                assert session.free_tokens() == before
+            else:
+                assert all(0 <= c < len(p) and c % BLOCK == 0 for c, p in zip(cached, new, strict=True))
+                assert cached[0] == seen[0] and all(c >= 0 for c in cached)
+                reused += sum(cached) > 0
+                forgotten += not sum(cached)
+                groups += [Mirrored(packed, prompt) for prompt in new]
+        if long := [i for i, group in enumerate(groups) if group.length > 110]:
+            release(long)
+        while session.step_tokens() > session.free_tokens():
+            release([dice.randrange(len(groups))])
+        if not groups:
+            continue
+        given = [[g.prompt[-1]] if g.is_new else [dice.choice((4, 5)) for _ in range(g.rows)] for g in groups]
+        found = step(session, [token for tokens in given for token in tokens], threads)
+        expected = np.concatenate([step(g.session, tokens) for g, tokens in zip(groups, given, strict=True)])
+        assert np.array_equal(found, expected)
+        for group in groups:
+            group.is_new, group.length = False, group.length + 1
+        if dice.random() < 0.6:
+            parents = [[dice.randrange(g.rows) for _ in range(dice.randint(1, 3))] for g in groups]
+            session.reorder(parents)
+            for group, own in zip(groups, parents, strict=True):
+                group.session.reorder([own])
+                group.rows = len(own)
+        if dice.random() < 0.15:
+            release(dice.sample(range(len(groups)), dice.randint(1, len(groups))))
+    assert reused and forgotten and full
+    release(list(range(len(groups))))
+    assert session.free_tokens() == blocks * BLOCK and session.shared_tokens() == session.step_tokens() == 0
