@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import collections.abc
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from typing_extensions import Unpack
@@ -27,6 +28,8 @@ from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.scheduler import Stats
 from fastformer.generation.streaming import Detokenizer
 from fastformer.settings import Positive, check_value
+
+Stream: TypeAlias = collections.abc.Generator[int, None, None]
 
 
 class Generator:
@@ -114,7 +117,7 @@ class Generator:
         generation_config: Mapping[str, Any] | Any = None,
         tokenizer: Detokenizer | None = None,
         **options: Unpack[GenerationOptions],
-    ) -> Iterator[int]:
+    ) -> Stream:
         """Gives the new tokens of one input as they come.
 
         Leaving the loop ends the request, as soon as the iterator is deleted or closed; its prompt stays in memory. An
@@ -138,7 +141,7 @@ class Generator:
                 raise ValueError("expected one input, without beams or several samples, to stream")
             checked = builder.check(rows[0])
 
-        def tokens() -> Iterator[int]:
+        def tokens() -> Stream:
             told: list[int] = []
             scheduler = self._scheduler
             with self._turn():

@@ -167,9 +167,10 @@ def test_models_that_read_a_source_decode_as_in_generate() -> None:
 
 
 def test_calls_that_make_no_sense_say_so(chatty) -> None:
+    options: dict[str, Any]
     for options in ({"precision": "fp8"}, {"engine": "fast"}, {"max_bytes": 0}, {"max_rows": -1}):
         with pytest.raises(ValueError, match=rf"\b{next(iter(options))}\b"):
-            Generator(chatty, **options)  # type: ignore[arg-type]
+            Generator(chatty, **options)
     generator = Generator(chatty, max_bytes=MEGABYTE)
     for options in ({"precision": "bf16"}, {"engine": "recompute"}, {"use_cache": False}):
         with pytest.raises(ValueError, match=r"\bGenerator\b"):
