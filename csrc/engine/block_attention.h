@@ -27,8 +27,8 @@ class PackedHead {
   }
 
   // Rows of queries, q_stride apart, to rows of results. Row i sees the keys [first(i), end(i)), which rise with i;
-  // one that sees nothing gives zeros. scale2: of the scores, times log2(e). bias(i, key, count, scores) adds to what
-  // the products of row i and `count` keys from `key` on gave, before the scale.
+  // one that sees nothing gives zeros. scale2: of the scores, times log2(e). bias(i, key, count, scores) changes what
+  // the products of row i and the `count` keys that it sees, from `key` on, gave, before the scale.
   template <typename First, typename End, typename Bias>
   void attend(const float* q, int64_t q_stride, int64_t rows, float scale2, First first, End end, Bias bias, float* out,
               int64_t out_stride) {
@@ -52,9 +52,9 @@ class PackedHead {
       float inverse[kRows];
       for (int64_t i = 0; i < m; ++i) {
         float* x = scores_.data() + i * width;
-        bias(begin + i, from, seen, x);
         const int64_t left = std::clamp<int64_t>(first(begin + i) - from, 0, seen);
         const int64_t right = std::clamp<int64_t>(end(begin + i) - from, left, seen);
+        bias(begin + i, from + left, right - left, x + left);
         std::fill(x, x + left, kNothing);
         std::fill(x + right, x + width, kNothing);
         V most(kNothing), total(0.f);

@@ -48,7 +48,7 @@ struct Session::Run {
 
 Session::Session(std::shared_ptr<const PackedModel> model, int64_t num_tokens)
     : model_(std::move(model)),
-      cache_(model_->options.num_decoder_layers, model_->options.num_kv_heads, model_->options.head_dim(),
+      cache_(model_->options.num_decoder_layers, model_->options.num_kv_heads, model_->options.head_dim,
              element_size(model_->options.precision), blocks_for(num_tokens)) {}
 
 Forward& Session::forward(size_t worker) {

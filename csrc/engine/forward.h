@@ -51,27 +51,39 @@ class Forward {
   // Adds the stages that take a batch through a stack; after them narrow_ holds the normalised states.
   void add_stack(const PackedStack& stack, const Batch& batch, bool is_encoder, int threads);
   void add_stores(const Batch& batch, int threads);
+  void add_head_norms(const PackedLayer& layer, int64_t rows, int threads);
 
   void add_product(const PackedRows& in, const PackedWeight& weight, float* out, int64_t rows, int threads);
   template <typename F>
   void add_rows(int64_t rows, int threads, F&& row);
   template <typename F>
   void add_heads(const Batch& batch, int threads, F&& attend_heads);
-  void normalise(int64_t row, const float* delta, const Norm* norm, bool keep);
+  // How the residual stream x takes in what a sub-layer gave, and what the next one reads: see join.
+  struct Join {
+    const Norm* of_sum = nullptr;  // x = of_sum(x + given), and the next one reads that; the others are null then
+    const Norm* of_given = nullptr;
+    const Norm* next = nullptr;   // in front of the next one; null: it reads x as it is
+    bool reads_x_before = false;  // before x takes in what was given: a parallel residual
+  };
+  void join(int64_t row, const float* given, const Join& how);
+  void normalise(const float* x, const Norm& norm, float* out) const;
 
   template <typename T>
   T* keys_of(int64_t layer, int64_t head) const;
   template <typename T>
   T* values_of(int64_t layer, int64_t head) const;
-  template <typename T, typename Bias>
+  template <typename T>
+  void store_cache(int64_t layer, int64_t head, int64_t slot, const float* k, const float* v);
+  void place_queries(int64_t layer, int64_t row, int64_t position, int64_t begin, int64_t end);
+  template <typename T, typename Change>
   void attend_token(int64_t layer, const float* q, int64_t begin, int64_t end, const int32_t* slots, int64_t count,
-                    float* context, Bias bias);
+                    float* context, float scale2, Change change);
   template <typename T>
-  void attend_self(int64_t layer, const Span& span, int64_t begin, int64_t end, const PackedStack& stack);
+  void attend_self(int64_t layer, const Span& span, int64_t begin, int64_t end);
   template <typename T>
-  void attend_prompt(int64_t layer, const Span& span, int64_t kv_head, const PackedStack& stack);
+  void attend_prompt(int64_t layer, const Span& span, int64_t kv_head);
   template <typename T>
-  void attend_own_span(const Span& span, int64_t kv_head, const PackedStack& stack);
+  void attend_own_span(int64_t layer, const Span& span, int64_t kv_head);
   template <typename T>
   void attend_source(int64_t layer, const Span& span, int64_t begin, int64_t end);
 
@@ -82,9 +94,22 @@ class Forward {
 
   std::vector<Stage> stages_;
   // Of the tokens of a batch: the residual stream, what a product gives, queries with keys and values, what attention
-  // gives, the inside of the feed-forward network. Rows that a product writes are as wide as its panels.
+  // gives, the inside of the feed-forward network. Rows that a product writes are `padded`.
   FloatBuffer x_, y_, qkv_, context_, hidden_;
-  PackedRows narrow_, wide_;
+  PackedRows narrow_, heads_, wide_;  // what products read: a sub-layer's input, all heads' results, the inside
 };
+
+// f.operator()<T>() for what the keys and values are kept as: fp32, and bf16 for what is smaller.
+template <typename F>
+void with_cache_type(Precision precision, F&& f) {
+  if (precision == Precision::fp32) f.template operator()<float>();
+  else f.template operator()<bfloat16>();
+}
+
+// Normalises `heads` neighbouring vectors of a norm's size by their root mean square.
+void normalise_heads(const Norm& norm, float eps, int64_t heads, float* x);
+
+// The width of rows that a product writes.
+inline int64_t padded(int64_t columns) { return (columns + kPanelColumns - 1) / kPanelColumns * kPanelColumns; }
 
 }  // namespace fastformer

@@ -5,6 +5,8 @@
 #include <limits>
 #include <stdexcept>
 
+#include "common/softcap.h"
+
 namespace fastformer {
 namespace {
 
@@ -72,6 +74,7 @@ void LmHead::scan_shard(int64_t shard, const PackedRows& states, int64_t rows, c
   reserve(tile, rows * kPanelColumns);
   const PackedWeight& w = weight();
   const int64_t k = selection.k, vocab = model_.vocab_size();
+  const float cap = model_.options.logit_softcap;
   Best* best = best_.data() + shard * rows;
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t at = (shard * rows + row) * k;
@@ -88,6 +91,7 @@ void LmHead::scan_shard(int64_t shard, const PackedRows& states, int64_t rows, c
     Sum* sums = sums_.data() + panel / part_panels_ * rows;
     if (panel % part_panels_ == 0) std::fill_n(sums, rows, Sum{kNever, 0});
     gemm(states, rows, w, panel, panel + 1, tile.data(), kPanelColumns);
+    if (cap > 0) cap_row(tile.data(), rows * kPanelColumns, 1 / cap, cap);
     for (; ban != bans_.end() && ban->id < first + kPanelColumns; ++ban)
       for (int64_t row = ban->begin; row < ban->end; ++row) tile[row * kPanelColumns + ban->id - first] = kNever;
     for (int64_t row = 0; row < rows; ++row) {

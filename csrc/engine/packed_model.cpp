@@ -67,36 +67,52 @@ class Names {
   std::string prefix_;
 };
 
-PackedLayer pack_layer(const ModelOptions& o, const Names& names, bool has_cross) {
-  const int64_t dim = o.d_model, kv = o.kv_dim(), rows = dim + 2 * kv;
+PackedLayer pack_layer(const ModelOptions& o, const Names& names, bool has_cross, int64_t window) {
+  const int64_t dim = o.d_model, q_dim = o.q_dim(), rows = o.qkv_dim();
   const auto linear = [&](const Names& where, const std::string& name, int64_t n, int64_t k) {
     return where.weight(name + ".weight", name + ".bias", 0, n, n, k, o.precision);
   };
   const auto norm = [&](const std::string& name) {
     return Norm{names.vector(name + ".weight", dim, 1), names.vector(name + ".bias", dim, 0)};
   };
+  const auto head_norm = [&](const Names& where, const std::string& name, int64_t heads) {
+    // One weight for all heads, or a number for each of their features.
+    const bool is_shared = where.get(name).shape == std::vector<int64_t>{o.head_dim};
+    const int64_t size = is_shared ? o.head_dim : heads * o.head_dim;
+    return Norm{where.vector(name, size, 1), std::vector<float>(size)};
+  };
   PackedLayer layer;
+  layer.window = window;
   const Names own = names.within("self_attn"), cross = names.within("multihead_attn");
   layer.qkv = own.weight("in_proj_weight", "in_proj_bias", 0, rows, rows, dim, o.precision);
-  layer.out = linear(own, "out_proj", dim, dim);
+  layer.out = linear(own, "out_proj", dim, q_dim);
+  if (own.find("q_norm.weight")) {
+    layer.q_norm.push_back(head_norm(own, "q_norm.weight", o.num_heads));
+    layer.k_norm.push_back(head_norm(own, "k_norm.weight", o.num_kv_heads));
+    const bool all = layer.norms_all_heads(o);
+    if (static_cast<int64_t>(layer.k_norm[0].weight.size()) != (all ? o.kv_dim() : o.head_dim))
+      throw std::invalid_argument("the tensors q_norm.weight and k_norm.weight have other shapes");
+  }
   if (has_cross) {
-    layer.cross_q = cross.weight("in_proj_weight", "in_proj_bias", 0, dim, rows, dim, o.precision);
-    layer.cross_kv = cross.weight("in_proj_weight", "in_proj_bias", dim, rows, rows, dim, o.precision);
-    layer.cross_out = linear(cross, "out_proj", dim, dim);
+    layer.cross_q = cross.weight("in_proj_weight", "in_proj_bias", 0, q_dim, rows, dim, o.precision);
+    layer.cross_kv = cross.weight("in_proj_weight", "in_proj_bias", q_dim, rows, rows, dim, o.precision);
+    layer.cross_out = linear(cross, "out_proj", dim, q_dim);
     layer.norm3 = norm("norm3");
   }
-  layer.norm1 = norm("norm1"), layer.norm2 = norm("norm2");
+  if (o.norm_placement != NormPlacement::post) layer.norm1 = norm("norm1"), layer.norm2 = norm("norm2");
+  if (o.has_norms_behind()) layer.post_norm1 = norm("post_norm1"), layer.post_norm2 = norm("post_norm2");
   const int64_t inner = names.table("linear1.weight", dim).shape[0];
   layer.ff1 = linear(names, "linear1", inner, dim);
   layer.ff2 = linear(names, "linear2", dim, is_gated(o.activation) ? inner / 2 : inner);
   return layer;
 }
 
-PackedStack pack_stack(const ModelOptions& o, const Names& names, int64_t num_layers, bool has_cross, int64_t window) {
-  PackedStack stack{{}, {}, window, {}};
-  for (int64_t i = 0; i < num_layers; ++i)
-    stack.layers.push_back(pack_layer(o, names.within("layers." + std::to_string(i)), has_cross));
-  if (names.find("norm.weight") || o.norm_first)
+// windows: of each layer.
+PackedStack pack_stack(const ModelOptions& o, const Names& names, bool has_cross, const std::vector<int64_t>& windows) {
+  PackedStack stack;
+  for (size_t i = 0; i < windows.size(); ++i)
+    stack.layers.push_back(pack_layer(o, names.within("layers." + std::to_string(i)), has_cross, windows[i]));
+  if (names.find("norm.weight") || o.norm_placement != NormPlacement::sum)
     stack.final_norm.push_back({names.vector("norm.weight", o.d_model, 1), names.vector("norm.bias", o.d_model, 0)});
   return stack;
 }
@@ -115,14 +131,28 @@ PositionBias position_bias(const ModelOptions& o, const Names& names, const std:
 // Before anything is divided by one of them, or multiplied by another.
 const ModelOptions& checked(const ModelOptions& o) {
   constexpr int64_t kMost = 1 << 20;
-  const bool has_sizes = o.d_model >= 1 && o.d_model <= kMost && o.num_heads >= 1 && o.num_heads <= o.d_model &&
-                         o.num_kv_heads >= 1 && o.num_decoder_layers >= 1 && o.num_decoder_layers <= kMost;
-  if (!has_sizes || o.d_model % o.num_heads || o.num_heads % o.num_kv_heads)
-    throw std::invalid_argument("expected one or more layers, and heads that divide d_model and one another");
+  const auto is_size = [](int64_t n) { return 1 <= n && n <= kMost; };
+  const bool has_sizes = is_size(o.d_model) && is_size(o.num_heads) && is_size(o.num_kv_heads) && is_size(o.head_dim) &&
+                         is_size(o.num_decoder_layers) && o.num_encoder_layers <= kMost && o.q_dim() <= kMost;
+  if (!has_sizes || o.num_heads % o.num_kv_heads)
+    throw std::invalid_argument("expected one or more layers, and heads of keys that divide the heads of queries");
+  if (static_cast<int64_t>(o.decoder_windows.size()) != o.num_decoder_layers)
+    throw std::invalid_argument("expected a window of each layer of the decoder");
+  if (o.parallel_residual && (o.norm_placement != NormPlacement::pre || o.has_encoder()))
+    throw std::invalid_argument("expected norms in front, and no encoder, of layers with a parallel residual");
   return o;
 }
 
 }  // namespace
+
+NormPlacement norm_placement_named(std::string_view name) {
+  if (name == "pre") return NormPlacement::pre;
+  if (name == "post") return NormPlacement::post;
+  if (name == "both") return NormPlacement::both;
+  if (name == "sum") return NormPlacement::sum;
+  throw std::invalid_argument("norm_placement: expected 'pre', 'post', 'both' or 'sum', got '" + std::string(name) +
+                              "'");
+}
 
 Table::Table(const ModelTensor& tensor, Precision precision) : rows_(tensor.shape[0]), dim_(tensor.shape[1]) {
   const auto copy = [&]<typename T>(std::shared_ptr<const std::vector<T>>& to) {
@@ -161,12 +191,31 @@ void PositionBias::add_to(int64_t head, int64_t query, int64_t key, int64_t coun
   add_one(far, count, row[reach_]);
 }
 
+RotaryTable::RotaryTable(const ModelTensor& cos, const ModelTensor& sin, bool interleaved)
+    : interleaved_(interleaved), dim_(2 * cos.shape[1]) {
+  const int64_t positions = cos.shape[0], half = dim_ / 2;
+  cos_.resize(positions * dim_), sin_.resize(positions * dim_);
+  std::vector<float> c(half), s(half);
+  for (int64_t position = 0; position < positions; ++position) {
+    for (int64_t i = 0; i < half; ++i) c[i] = at(cos, position * half + i), s[i] = at(sin, position * half + i);
+    lay_out_angles(c.data(), s.data(), half, interleaved, false, cos_.data() + position * dim_,
+                   sin_.data() + position * dim_);
+  }
+}
+
+void RotaryTable::turn(int64_t position, float* head) const {
+  const float *cos = cos_.data() + position * dim_, *sin = sin_.data() + position * dim_;
+  if (interleaved_) rotate_neighbours<float>(head, cos, sin, dim_ / 2, head);
+  else rotate_halves<float>(head, cos, sin, dim_ / 2, head);
+}
+
 PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : options(checked(o)) {
   const Names names(tensors, "");
   if (o.has_encoder()) {
-    encoder = pack_stack(o, names.within("encoder"), o.num_encoder_layers, false, o.encoder_window);
+    encoder =
+        pack_stack(o, names.within("encoder"), false, std::vector<int64_t>(o.num_encoder_layers, o.encoder_window));
   }
-  decoder = pack_stack(o, names.within("decoder"), o.num_decoder_layers, o.has_encoder(), o.decoder_window);
+  decoder = pack_stack(o, names.within("decoder"), o.has_encoder(), o.decoder_windows);
   encoder.position_bias = position_bias(o, names, "encoder_position_bias");
   decoder.position_bias = position_bias(o, names, "decoder_position_bias");
   std::map<const void*, Table> tables;  // what both sides have in common is kept once
@@ -193,20 +242,18 @@ PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : o
   if (target_.embedding.rows() < vocab) throw std::invalid_argument("expected an embedding of each token to say");
   output = names.weight("output", "output_bias", 0, vocab, vocab, o.d_model, o.precision);
   if (!max_len_) max_len_ = o.max_len;
-  if (const ModelTensor* cos = names.find("cos")) {
-    const ModelTensor& sin = names.table("sin", names.table("cos").shape[1]);
-    const int64_t dim = o.head_dim(), half = cos->shape[1];
-    if (2 * half != dim || sin.shape != cos->shape)
-      throw std::invalid_argument("expected rotary tables of half a head");
-    max_len_ = cos->shape[0];
-    cos_.resize(max_len_ * dim), sin_.resize(max_len_ * dim);
-    std::vector<float> c(half), s(half);
-    for (int64_t position = 0; position < max_len_; ++position) {
-      for (int64_t i = 0; i < half; ++i) c[i] = at(*cos, position * half + i), s[i] = at(sin, position * half + i);
-      lay_out_angles(c.data(), s.data(), half, o.rotary_interleaved, false, cos_.data() + position * dim,
-                     sin_.data() + position * dim);
-    }
-  }
+  const auto rotary = [&](const std::string& prefix) -> RotaryTable {
+    if (!names.find(prefix + "cos")) return {};
+    const ModelTensor& cos = names.table(prefix + "cos");
+    const ModelTensor& sin = names.table(prefix + "sin", cos.shape[1]);
+    if (cos.shape[1] < 1 || 2 * cos.shape[1] > o.head_dim || sin.shape != cos.shape)
+      throw std::invalid_argument("expected rotary tables of half a head, or of less where a part of it is turned");
+    return {cos, sin, o.rotary_interleaved};
+  };
+  rotary_ = rotary(""), local_rotary_ = rotary("local_");
+  if (rotary_) max_len_ = rotary_.rows();
+  if (local_rotary_ && local_rotary_.rows() != rotary_.rows())
+    throw std::invalid_argument("expected two rotary tables of as many positions");
 }
 
 void PackedModel::embed(bool is_source, int32_t token, int64_t position, float* to) const {

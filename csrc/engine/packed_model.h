@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "common/activation.h"
@@ -21,22 +22,43 @@ struct ModelTensor {
 };
 using ModelTensors = std::map<std::string, ModelTensor>;
 
-// What does not follow from the tensors. A window below zero: none.
+// Where the norms of a sub-layer f stand, x being the residual stream.
+enum class NormPlacement {
+  pre,   // x + f(norm(x))
+  post,  // x + norm(f(x))
+  both,  // x + post_norm(f(norm(x)))
+  sum,   // norm(x + f(x)), which torch.nn calls post-norm
+};
+// By these names; std::invalid_argument for another one.
+NormPlacement norm_placement_named(std::string_view name);
+
+// What does not follow from the tensors. A window below zero: none. A soft cap of 0: none.
 struct ModelOptions {
   Precision precision;
-  int64_t d_model, num_heads, num_kv_heads;
+  int64_t d_model, num_heads, num_kv_heads, head_dim;
   int64_t num_encoder_layers;  // below zero: a decoder-only model
   int64_t num_decoder_layers;
-  bool norm_first, rms_norm, rotary_interleaved;
+  NormPlacement norm_placement;
+  bool rms_norm, rotary_interleaved;
+  bool parallel_residual;  // x + attention(norm1(x)) + feed_forward(norm2(x)), with norms in front alone
   float eps, scale;
+  float attention_scale, attention_softcap, logit_softcap;
   int64_t padding_idx;  // whose embedding is zero; -1: none
-  int64_t encoder_window, decoder_window;
-  int64_t max_len;  // of a model without a table of positions
+  int64_t encoder_window;
+  std::vector<int64_t> decoder_windows;  // of each layer
+  int64_t max_len;                       // of a model without a table of positions
   Activation activation;
 
-  int64_t head_dim() const { return d_model / num_heads; }
-  int64_t kv_dim() const { return num_kv_heads * head_dim(); }
+  int64_t q_dim() const { return num_heads * head_dim; }
+  int64_t kv_dim() const { return num_kv_heads * head_dim; }
+  int64_t qkv_dim() const { return q_dim() + 2 * kv_dim(); }
   bool has_encoder() const { return num_encoder_layers >= 0; }
+  bool has_norms_in_front() const {
+    return norm_placement == NormPlacement::pre || norm_placement == NormPlacement::both;
+  }
+  bool has_norms_behind() const {
+    return norm_placement == NormPlacement::post || norm_placement == NormPlacement::both;
+  }
 };
 
 struct Norm {
@@ -46,7 +68,14 @@ struct Norm {
 // A layer of either stack; what an encoder's lacks is empty.
 struct PackedLayer {
   PackedWeight qkv, out, cross_q, cross_kv, cross_out, ff1, ff2;
-  Norm norm1, norm2, norm3;
+  Norm norm1, norm2, norm3;          // in front of its sub-layers, or of the sums behind them
+  Norm post_norm1, post_norm2;       // of what attention and the feed-forward network give
+  std::vector<Norm> q_norm, k_norm;  // one or none: of each head, or of all heads together
+  int64_t window;
+
+  bool norms_all_heads(const ModelOptions& o) const {
+    return !q_norm.empty() && static_cast<int64_t>(q_norm[0].weight.size()) != o.head_dim;
+  }
 };
 
 // What scores get by how far a key lies from its query: relative positions.
@@ -68,8 +97,7 @@ class PositionBias {
 struct PackedStack {
   std::vector<PackedLayer> layers;
   std::vector<Norm> final_norm;  // one or none
-  int64_t window;
-  PositionBias position_bias;  // of self-attention in all layers; empty: none
+  PositionBias position_bias;    // of self-attention in all layers; empty: none
 };
 
 // Rows of a table: a copy in fp32, or in bf16 for the smaller precisions.
@@ -88,9 +116,27 @@ class Table {
   std::shared_ptr<const std::vector<bfloat16>> narrow_;
 };
 
+// Cosines and sines by which the first `dim` features of a head are turned, of each position.
+class RotaryTable {
+ public:
+  RotaryTable() = default;
+  // cos, sin: (positions, dim / 2).
+  RotaryTable(const ModelTensor& cos, const ModelTensor& sin, bool interleaved);
+  explicit operator bool() const { return dim_ > 0; }
+  int64_t rows() const { return dim_ ? static_cast<int64_t>(cos_.size()) / dim_ : 0; }
+  // Turns one head of queries or keys.
+  void turn(int64_t position, float* head) const;
+
+ private:
+  bool interleaved_ = false;
+  int64_t dim_ = 0;
+  std::vector<float> cos_, sin_;  // as rotate_halves or rotate_neighbours read them; see lay_out_angles
+};
+
 // The tensors' names are those of the model's state_dict, but for "source_embedding", "target_embedding" and "output",
 // which stand for a tied matrix too, and "source_positions", "target_positions", "cos" and "sin", its tables,
-// and "encoder_position_bias" and "decoder_position_bias", see PositionBias.
+// "local_cos" and "local_sin", those of layers that have a window, if they differ, and "encoder_position_bias" and
+// "decoder_position_bias", see PositionBias.
 class PackedModel {
  public:
   PackedModel(const ModelOptions& options, const ModelTensors& tensors);
@@ -98,10 +144,11 @@ class PackedModel {
   // to = the embedding of a token at a position, normalised where the model has a norm for that.
   void embed(bool is_source, int32_t token, int64_t position, float* to) const;
 
-  // The turn of one position, as rotate_halves or rotate_neighbours read it; see lay_out_angles.
-  const float* cos(int64_t position) const { return cos_.data() + position * options.head_dim(); }
-  const float* sin(int64_t position) const { return sin_.data() + position * options.head_dim(); }
-  bool is_rotary() const { return !cos_.empty(); }
+  // What turns the queries and keys of a layer of the decoder; null: nothing.
+  const RotaryTable* rotary(const PackedLayer& layer) const {
+    const RotaryTable& found = layer.window >= 0 && local_rotary_ ? local_rotary_ : rotary_;
+    return found ? &found : nullptr;
+  }
 
   int64_t vocab_size() const { return output.n; }
   int64_t source_vocab_size() const { return source_.embedding.rows(); }
@@ -120,7 +167,7 @@ class PackedModel {
     std::vector<Norm> norm;  // one or none
   };
   Input source_, target_;
-  std::vector<float> cos_, sin_;
+  RotaryTable rotary_, local_rotary_;
   int64_t max_len_ = 0;
 };
 

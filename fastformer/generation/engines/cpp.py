@@ -26,6 +26,7 @@ from fastformer.generation.engines.sampling import choose
 from fastformer.generation.model_protocols import Model, own_precision
 from fastformer.generation.native_search import NativeSearch
 from fastformer.models import GPT, Transformer
+from fastformer.models.gpt import GPTConfig
 from fastformer.nn import Embedding, MultiheadAttention, RelativePositionBias
 from fastformer.nn.feed_forward import fused_name
 from fastformer.ops import _extension
@@ -253,32 +254,61 @@ def pack(model: nn.Module, precision: str) -> object:
 
 
 def pack_options(model: Transformer | GPT, precision: str) -> dict[str, object]:
-    """What the tensors don't say: csrc/engine/packed_model.h's ModelOptions. All layers of a stack are alike."""
-    layer, attention, embedding = model.decoder.layers[0], _attention(model), _target_embedding(model)
-    encoder_window, rotary = None, None
-    if isinstance(model, Transformer):
-        if len(model.encoder.layers):
-            encoder_window = model.encoder.layers[0].self_attn.window_size[0]
-        encoder_layers = len(model.encoder.layers)
-    else:
-        rotary, encoder_layers = model.rotary, -1
+    """What the tensors don't say: csrc/engine/packed_model.h's ModelOptions."""
+    layer, attention, embedding, config = (
+        model.decoder.layers[0],
+        _attention(model),
+        _target_embedding(model),
+        model.config,
+    )
+    own = (
+        _gpt_options(config) if isinstance(config, GPT.config_class) else _transformer_options(cast(Transformer, model))
+    )
     return {
         "precision": precision,
         "d_model": attention.embed_dim,
         "num_heads": attention.num_heads,
         "num_kv_heads": attention.num_kv_heads,
-        "num_encoder_layers": encoder_layers,
+        "head_dim": attention.head_dim,
         "num_decoder_layers": len(model.decoder.layers),
-        "norm_first": layer.norm_first,
-        "rms_norm": layer.norm1.rms_norm,
-        "rotary_interleaved": rotary is not None and rotary.interleaved,
-        "eps": layer.norm1.eps,
+        "rms_norm": config.norm == "rms",
+        "rotary_interleaved": False,
+        "eps": config.layer_norm_eps,
         "scale": embedding.scale,
+        "attention_scale": attention.head_dim**-0.5,
         "padding_idx": -1 if embedding.padding_idx is None else embedding.padding_idx,
-        "encoder_window": -1 if encoder_window is None else encoder_window,
-        "decoder_window": -1 if attention.window_size[0] is None else attention.window_size[0],
-        "max_len": model.config.max_len,
+        "max_len": config.max_len,
         "activation": fused_name(layer.activation),
+        **own,
+    }
+
+
+def _transformer_options(model: Transformer) -> dict[str, object]:
+    encoder, decoder = model.encoder.layers, model.decoder.layers
+    encoder_window = encoder[0].self_attn.window_size[0] if len(encoder) else None
+    window = _attention(model).window_size[0]
+    return {
+        "num_encoder_layers": len(encoder),
+        "norm_placement": "pre" if decoder[0].norm_first else "sum",
+        "parallel_residual": False,
+        "attention_softcap": 0.0,
+        "logit_softcap": 0.0,
+        "encoder_window": -1 if encoder_window is None else encoder_window,
+        "decoder_windows": [-1 if window is None else window] * len(decoder),
+    }
+
+
+def _gpt_options(config: GPTConfig) -> dict[str, object]:
+    scale = {} if config.attention_scale is None else {"attention_scale": config.attention_scale}
+    return {
+        "num_encoder_layers": -1,
+        "norm_placement": config.norm_placement,
+        "parallel_residual": config.parallel_residual,
+        "attention_softcap": config.attention_softcap or 0.0,
+        "logit_softcap": config.logit_softcap or 0.0,
+        "encoder_window": -1,
+        "decoder_windows": [config.window_size if has_window else -1 for has_window in config.windows],
+        **scale,
     }
 
 
@@ -320,6 +350,8 @@ def pack_tensors(model: Transformer | GPT) -> dict[str, Array]:
                 tensors[name] = tensors[name].float() * model.config.d_model**-0.5
     elif model.rotary is not None:
         tensors["cos"], tensors["sin"] = model.rotary.cos, model.rotary.sin
+        if (local := getattr(model, "local_rotary", None)) is not None:
+            tensors["local_cos"], tensors["local_sin"] = local.cos, local.sin
     elif position is not None:
         tensors["target_positions"] = position.table
     return {name: _array(tensor) for name, tensor in tensors.items()}

@@ -1,0 +1,214 @@
+// The attention of Forward: the tokens of a span, the query heads of the kv heads [begin, end).
+
+#include <algorithm>
+#include <cmath>
+
+#include "common/rows.h"
+#include "common/softcap.h"
+#include "engine/block_attention.h"
+#include "engine/forward.h"
+
+namespace fastformer {
+namespace {
+
+constexpr float kLog2e = 1.44269504f;
+
+template <typename T>
+void store_cache_row(const float* from, int64_t n, T* to) {
+  for_each_vec<float>(n, [=](int64_t c, int64_t m) { Vec<float>::load(from + c, m).store(to + c, m); });
+}
+
+// Queries as the cache has its keys.
+template <typename T>
+const T* as_cached(const float* q, int64_t n) {
+  if constexpr (std::is_same_v<T, float>) return q;
+  else {
+    static thread_local std::vector<T> row;
+    row.resize(n);
+    store_cache_row(q, n, row.data());
+    return row.data();
+  }
+}
+
+// What a thread needs for the queries of one head together.
+template <typename T>
+struct HeadScratch {
+  std::vector<T> keys, values;
+  PackedHead<T> packed;
+};
+template <typename T>
+HeadScratch<T>& head_scratch(int64_t elements) {
+  static thread_local HeadScratch<T> scratch;
+  if (static_cast<int64_t>(scratch.keys.size()) < elements)
+    scratch.keys.resize(elements), scratch.values.resize(elements);
+  return scratch;
+}
+
+// What becomes of the products of a query with its keys before the softmax.
+struct Scores {
+  const PositionBias* bias;
+  float factor, cap, scale2;  // scale2: of what comes out, in powers of two
+
+  Scores(const ModelOptions& o, const PositionBias& position_bias)
+      : bias(position_bias ? &position_bias : nullptr),
+        factor(o.attention_scale / o.attention_softcap),
+        cap(o.attention_softcap),
+        scale2(kLog2e * (cap > 0 ? 1 : o.attention_scale)) {}
+  // Those of a head's query with `count` keys from `key` on.
+  void operator()(int64_t head, int64_t query, int64_t key, int64_t count, float* scores) const {
+    if (bias) bias->add_to(head, query, key, count, scores);
+    if (cap > 0) cap_row(scores, count, factor, cap);
+  }
+};
+
+}  // namespace
+
+void normalise_heads(const Norm& norm, float eps, int64_t heads, float* x) {
+  const auto size = static_cast<int64_t>(norm.weight.size());
+  for (int64_t h = 0; h < heads; ++h, x += size)
+    normalise_row<false, false, float, float, float>(x, nullptr, nullptr, norm.weight.data(), norm.bias.data(), eps,
+                                                     true, size, nullptr, x);
+}
+
+template <typename T>
+T* Forward::keys_of(int64_t layer, int64_t head) const {
+  return reinterpret_cast<T*>(cache_.keys(layer, head));
+}
+
+template <typename T>
+T* Forward::values_of(int64_t layer, int64_t head) const {
+  return reinterpret_cast<T*>(cache_.keys(layer, head) + cache_.values_offset());
+}
+
+template <typename T>
+void Forward::store_cache(int64_t layer, int64_t head, int64_t slot, const float* k, const float* v) {
+  const int64_t dim = model_.options.head_dim;
+  store_cache_row(k, dim, keys_of<T>(layer, head) + slot * dim);
+  store_cache_row(v, dim, values_of<T>(layer, head) + slot * dim);
+}
+
+// One token's queries, the row q of them all, against those of its keys and values that `slots` says.
+template <typename T, typename Change>
+void Forward::attend_token(int64_t layer, const float* q, int64_t begin, int64_t end, const int32_t* slots,
+                           int64_t count, float* context, float scale2, Change change) {
+  const int64_t dim = model_.options.head_dim, group = model_.options.num_heads / model_.options.num_kv_heads;
+  const int64_t first = begin * group, heads = (end - begin) * group;
+  const int64_t next_head = cache_.head_stride() / static_cast<int64_t>(sizeof(T));
+  const T* queries = as_cached<T>(q + first * dim, heads * dim);
+  attend_heads<T, float>({queries, dim}, {keys_of<T>(layer, begin), next_head, dim},
+                         {values_of<T>(layer, begin), next_head, dim}, heads, group, BySlot{slots, 1}, count, dim,
+                         scale2, {context + first * dim, dim},
+                         [=](int64_t h, float* scores) { change(first + h, scores); });
+}
+
+// Normalises and turns the queries and keys of a token.
+void Forward::place_queries(int64_t layer, int64_t row, int64_t position, int64_t begin, int64_t end) {
+  const ModelOptions& o = model_.options;
+  const PackedLayer& weights = model_.decoder.layers[layer];
+  const int64_t dim = o.head_dim, group = o.num_heads / o.num_kv_heads, q_heads = (end - begin) * group;
+  float *q = qkv_.data() + row * padded(o.qkv_dim()) + begin * group * dim,
+        *k = qkv_.data() + row * padded(o.qkv_dim()) + o.q_dim() + begin * dim;
+  if (!weights.q_norm.empty() && !weights.norms_all_heads(o)) {
+    normalise_heads(weights.q_norm[0], o.eps, q_heads, q);
+    normalise_heads(weights.k_norm[0], o.eps, end - begin, k);
+  }
+  if (const RotaryTable* rotary = model_.rotary(weights)) {
+    for (int64_t h = 0; h < q_heads; ++h) rotary->turn(position, q + h * dim);
+    for (int64_t h = 0; h < end - begin; ++h) rotary->turn(position, k + h * dim);
+  }
+}
+
+template <typename T>
+void Forward::attend_self(int64_t layer, const Span& span, int64_t begin, int64_t end) {
+  const ModelOptions& o = model_.options;
+  const int64_t dim = o.head_dim, ld = padded(o.qkv_dim()), window = model_.decoder.layers[layer].window;
+  for (int64_t t = span.begin; t < span.end; ++t) {
+    const int64_t position = span.first_position + t - span.begin, slot = span.row->slots[position];
+    place_queries(layer, t, position, begin, end);
+    const float *k = qkv_.data() + t * ld + o.q_dim(), *v = k + o.kv_dim();
+    for (int64_t head = begin; head < end; ++head) store_cache<T>(layer, head, slot, k + head * dim, v + head * dim);
+  }
+  if (span.is_prompt) {
+    for (int64_t head = begin; head < end; ++head) attend_prompt<T>(layer, span, head);
+    return;
+  }
+  const int64_t position = span.first_position;
+  const int64_t first = window < 0 ? 0 : std::max<int64_t>(0, position - window);
+  const int64_t count = position + 1 - first;
+  const Scores change(o, model_.decoder.position_bias);
+  attend_token<T>(layer, qkv_.data() + span.begin * ld, begin, end, span.row->slots.data() + first, count,
+                  context_.data() + span.begin * o.q_dim(), change.scale2,
+                  [=](int64_t h, float* scores) { change(h, position, first, count, scores); });
+}
+
+// The queries of one kv head together, which the cache holds by now.
+template <typename T>
+void Forward::attend_prompt(int64_t layer, const Span& span, int64_t kv_head) {
+  const ModelOptions& o = model_.options;
+  const int64_t window = model_.decoder.layers[layer].window;
+  const Scores change(o, model_.decoder.position_bias);
+  const int64_t dim = o.head_dim, ld = padded(o.qkv_dim()), group = o.num_heads / o.num_kv_heads;
+  const T *keys = keys_of<T>(layer, kv_head), *values = values_of<T>(layer, kv_head);
+  const int32_t* slots = span.row->slots.data();
+  const int64_t rows = span.end - span.begin, end = span.first_position + rows;
+  // The products sum keys in slices of kDepth, which lie alike wherever the prompt was cut.
+  const int64_t begin = window < 0 ? 0 : std::max<int64_t>(0, span.first_position - window) / kDepth<T> * kDepth<T>;
+  HeadScratch<T>& scratch = head_scratch<T>((end - begin) * dim);
+  for (int64_t position = begin; position < end; ++position) {
+    std::copy_n(keys + slots[position] * dim, dim, scratch.keys.data() + (position - begin) * dim);
+    std::copy_n(values + slots[position] * dim, dim, scratch.values.data() + (position - begin) * dim);
+  }
+  scratch.packed.pack(scratch.keys.data(), scratch.values.data(), end - begin, dim);
+  const auto place = [=](int64_t i) { return span.first_position + i - begin; };
+  for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h)
+    scratch.packed.attend(
+        qkv_.data() + span.begin * ld + h * dim, ld, rows, change.scale2,
+        [=](int64_t i) { return window < 0 ? 0 : std::max<int64_t>(0, place(i) - window); },
+        [=](int64_t i) { return place(i) + 1; },
+        [=](int64_t i, int64_t key, int64_t count, float* x) { change(h, place(i), key, count, x); },
+        context_.data() + span.begin * o.q_dim() + h * dim, o.q_dim());
+}
+
+template <typename T>
+void Forward::attend_own_span(int64_t layer, const Span& span, int64_t kv_head) {
+  const ModelOptions& o = model_.options;
+  const int64_t window = model_.encoder.layers[layer].window;
+  const Scores change(o, model_.encoder.position_bias);
+  const int64_t dim = o.head_dim, ld = padded(o.qkv_dim()), group = o.num_heads / o.num_kv_heads;
+  const int64_t length = span.end - span.begin;
+  HeadScratch<T>& scratch = head_scratch<T>(length * dim);
+  for (int64_t t = 0; t < length; ++t) {
+    const float* k = qkv_.data() + (span.begin + t) * ld + o.q_dim() + kv_head * dim;
+    store_cache_row(k, dim, scratch.keys.data() + t * dim);
+    store_cache_row(k + o.kv_dim(), dim, scratch.values.data() + t * dim);
+  }
+  scratch.packed.pack(scratch.keys.data(), scratch.values.data(), length, dim);
+  for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h)
+    scratch.packed.attend(
+        qkv_.data() + span.begin * ld + h * dim, ld, length, change.scale2,
+        [=](int64_t i) { return window < 0 ? 0 : std::max<int64_t>(0, i - window); },
+        [=](int64_t i) { return window < 0 || window >= length ? length : std::min(length, i + window + 1); },
+        [=](int64_t i, int64_t key, int64_t count, float* x) { change(h, i, key, count, x); },
+        context_.data() + span.begin * o.q_dim() + h * dim, o.q_dim());
+}
+
+template <typename T>
+void Forward::attend_source(int64_t layer, const Span& span, int64_t begin, int64_t end) {
+  const ModelOptions& o = model_.options;
+  const std::vector<int32_t>& source = span.group->source;
+  for (int64_t t = span.begin; t < span.end; ++t)
+    attend_token<T>(layer, qkv_.data() + t * padded(o.q_dim()), begin, end, source.data(),
+                    static_cast<int64_t>(source.size()), context_.data() + t * o.q_dim(), kLog2e * o.attention_scale,
+                    NoBias());
+}
+
+template void Forward::store_cache<float>(int64_t, int64_t, int64_t, const float*, const float*);
+template void Forward::store_cache<bfloat16>(int64_t, int64_t, int64_t, const float*, const float*);
+template void Forward::attend_self<float>(int64_t, const Span&, int64_t, int64_t);
+template void Forward::attend_self<bfloat16>(int64_t, const Span&, int64_t, int64_t);
+template void Forward::attend_own_span<float>(int64_t, const Span&, int64_t);
+template void Forward::attend_own_span<bfloat16>(int64_t, const Span&, int64_t);
+template void Forward::attend_source<float>(int64_t, const Span&, int64_t, int64_t);
+template void Forward::attend_source<bfloat16>(int64_t, const Span&, int64_t, int64_t);
+
+}  // namespace fastformer
