@@ -47,8 +47,8 @@ def from_huggingface(model: nn.Module) -> Transformer | GPT:
 
     Args:
         model: a BartForConditionalGeneration, MarianMTModel, MBartForConditionalGeneration,
-            PegasusForConditionalGeneration, T5ForConditionalGeneration or MT5ForConditionalGeneration; or a decoder,
-            GPT2LMHeadModel or LlamaForCausalLM.
+            PegasusForConditionalGeneration, M2M100ForConditionalGeneration (an NLLB, too), T5ForConditionalGeneration
+            (a MADLAD, too) or MT5ForConditionalGeneration; or a decoder, GPT2LMHeadModel or LlamaForCausalLM.
 
     Raises:
         ValueError: another class, or settings that our models don't have.
@@ -77,8 +77,15 @@ def from_huggingface(model: nn.Module) -> Transformer | GPT:
     if isinstance(converted, Transformer):
         first = converted.embedding if converted.config.tie_embeddings else converted.source_embedding
         if first.position is not None:  # transformers rounds sines to fp32, then to the weights' dtype
-            first.position.table.copy_(found.model.encoder.embed_positions.weight.detach())
+            _copy_sines(found.model.encoder.embed_positions, first.position.table, converted.config.first_position)
     return converted.train(model.training)
+
+
+def _copy_sines(module: Any, table: torch.Tensor, first: int) -> None:
+    """Copies the positions that a model in memory has, as far as its table reaches; M2M100's grows as it is needed."""
+    own = getattr(module, "weights", None)
+    rows = (module.weight if own is None else own).detach()[first : first + len(table)]
+    table[: len(rows)].copy_(rows)
 
 
 def to_huggingface(model: Transformer | GPT) -> PreTrainedModel:
@@ -87,9 +94,10 @@ def to_huggingface(model: Transformer | GPT) -> PreTrainedModel:
     Args:
         model: a `GPT` becomes the first decoder in the list of `from_huggingface` that has its options. A `Transformer`
             has to have full attention, and LayerNorm of eps 1e-5. With positions "halves" it becomes a MarianMTModel,
-            or if it is pre-norm a PegasusForConditionalGeneration. With positions "learned" and `embedding_norm` it
-            becomes a BartForConditionalGeneration, or if it is pre-norm an MBartForConditionalGeneration. With
-            positions "relative" it becomes a T5ForConditionalGeneration, for which it has to be pre-norm, with norm
+            or if it is pre-norm a PegasusForConditionalGeneration. With positions "concatenated", which begin behind
+            PAD's id (`first_position`), and pre-norm it becomes an M2M100ForConditionalGeneration. With positions
+            "learned" and `embedding_norm` it becomes a BartForConditionalGeneration, or if it is pre-norm an
+            MBartForConditionalGeneration. With positions "relative" it becomes a T5ForConditionalGeneration, for which it has to be pre-norm, with norm
             "rms", no biases and no scale_embedding.
 
     Raises:

@@ -59,6 +59,7 @@ class TransformerConfig:
         positions: sines and cosines, "concatenated" (tensor2tensor), "interleaved" (the paper) or "halves" (Marian);
             "learned", a table for each stack (BART); or "relative", a bias on the scores of self-attention by how far a
             key lies from its query, which the layers of a stack share (T5).
+        first_position: where sines and cosines begin to count: the position of the first token (M2M100 has 2).
         num_buckets: of relative positions: the rows of each stack's table.
         max_distance: of relative positions: what lies further away is as far.
         scale_embedding: whether embeddings are multiplied by sqrt(d_model).
@@ -91,6 +92,7 @@ class TransformerConfig:
     attention_dropout: Probability = 0.1
     activation_dropout: Probability = 0.1
     positions: Literal["concatenated", "interleaved", "halves", "learned", "relative"] = "concatenated"
+    first_position: Count = 0
     num_buckets: Annotated[int, Range(4)] = 32
     max_distance: Positive = 128
     scale_embedding: bool = True
@@ -112,6 +114,8 @@ class TransformerConfig:
             check_buckets(self.num_buckets, self.max_distance)
         elif self.d_model % 2 and self.positions != "learned":
             raise ValueError(f"expected an even d_model (sines and cosines in pairs), got {self.d_model}")
+        if self.first_position and self.positions in ("learned", "relative"):
+            raise ValueError(f"expected no first_position with {self.positions} positions, got {self.first_position}")
         if self.tie_embeddings and self.source_vocab_size not in (None, self.vocab_size):
             raise ValueError("tie_embeddings needs one vocabulary for source and target: leave out source_vocab_size")
         for size in (self.vocab_size, self.source_vocab_size or self.vocab_size):
@@ -168,9 +172,8 @@ class Transformer(PretrainedModel):
         factory = placement(device, dtype)
 
         def positions() -> PositionalEncoding:
-            return PositionalEncoding(
-                config.d_model, config.max_len, kind=config.positions, batch_first=True, **factory
-            )
+            sizes, kind, first = (config.d_model, config.max_len), config.positions, config.first_position
+            return PositionalEncoding(*sizes, kind=kind, batch_first=True, first=first, **factory)
 
         def norm() -> AddLayerNorm:
             return AddLayerNorm(

@@ -27,6 +27,7 @@ class PositionalEncoding(nn.Module):
             "learned" (a parameter `table`).
         batch_first: True for (batch, seqlen, dim), False for (seqlen, batch, dim), as in torch.nn.
         device, dtype: of the table.
+        first: the position that sines and cosines give the first token (2 in fairseq's models).
 
     Raises:
         ValueError: an unknown kind; a sequence longer than max_len.
@@ -43,6 +44,8 @@ class PositionalEncoding(nn.Module):
         batch_first: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        first: int = 0,
     ) -> None:
         super().__init__()
         if kind not in (*SINUSOIDS, "learned"):
@@ -52,7 +55,7 @@ class PositionalEncoding(nn.Module):
             self.table = nn.Parameter(torch.empty(max_len, dim, device=device, dtype=dtype))
         else:
             dtype = dtype or torch.get_default_dtype()
-            table = sinusoidal_positions(max_len, dim, kind, device=device, dtype=dtype)
+            table = sinusoidal_positions(max_len, dim, kind, first=first, device=device, dtype=dtype)
             self.register_buffer("table", table, persistent=False)
         self.reset_parameters()
 

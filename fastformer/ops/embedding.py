@@ -248,6 +248,7 @@ def sinusoidal_positions(
     kind: str = "interleaved",
     *,
     max_timescale: float = 10000.0,
+    first: int = 0,
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
@@ -261,23 +262,26 @@ def sinusoidal_positions(
             "concatenated" as in tensor2tensor (`get_timing_signal_1d`): all sines, then all cosines, of
             p / T^(i / (dim // 2 - 1)), and a zero column where dim is odd.
         max_timescale: T.
+        first: p of the first row.
 
     Returns:
         (num_positions, dim), computed in fp64.
 
     Raises:
-        ValueError: another kind, a negative num_positions, dim < 1, a max_timescale that is none.
+        ValueError: another kind, a negative num_positions or first, dim < 1, a max_timescale that is none.
     """
     if kind not in ("interleaved", "halves", "concatenated"):
         raise ValueError(f'expected kind "interleaved", "halves" or "concatenated", got {kind!r}')
     whole = isinstance(num_positions, int) and isinstance(dim, int)
     if not whole or num_positions < 0 or dim < 1:
         raise ValueError(f"expected integers num_positions >= 0 and dim >= 1, got {num_positions!r} and {dim!r}")
+    if not isinstance(first, int) or first < 0:
+        raise ValueError(f"expected first to be an integer of at least 0, got {first!r}")
     if not isinstance(max_timescale, int | float) or not 0 < max_timescale < math.inf:
         raise ValueError(f"expected max_timescale above 0, got {max_timescale!r}")
     if device is not None and torch.device(device).type == "meta":  # the formula would import a compiler there, for 1 s
         return torch.empty(num_positions, dim, dtype=dtype, device=device)
-    position = torch.arange(num_positions, dtype=torch.float64, device=device)[:, None]
+    position = torch.arange(first, first + num_positions, dtype=torch.float64, device=device)[:, None]
     if kind != "concatenated":
         exponent = torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim
     else:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fastformer.nn import SequenceLayout
 from tests.integrations.families import exactly
 
+LEARNED = ("Bart", "MBart")  # families that learn their positions
 IS_OLD = int(transformers.__version__.split(".")[0]) < 5
 SIZES: dict[str, Any] = {
     "vocab_size": 60, "d_model": 24, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 3,
@@ -48,7 +49,7 @@ def bart(family: str = "Bart", dtype: torch.dtype = torch.float64, *, seed: int 
     torch.manual_seed(seed)  # however much the version at hand has drawn
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if family in ("Bart", "MBart") or "embed_positions" not in name:  # sines
+            if family in LEARNED or "embed_positions" not in name:  # sines
                 is_small = parameter.dim() == 1 or "shared" in name or "embed_tokens" in name
                 size = (0.2 if family == "Marian" else 0.3) if is_small else scale
                 parameter.copy_(torch.randn_like(parameter) * size + (1 if "norm" in name and "weight" in name else 0))
@@ -180,6 +181,10 @@ _MARIANS: dict[str, dict[str, Any]] = {
     "untied": {**_SEPARATE, "zero_pad": False},
     "tanh": {"activation_function": "gelu_new", "tie_word_embeddings": False},
 }
+_M2M100S: dict[str, dict[str, Any]] = {
+    "real": {"activation_function": "relu", "scale_embedding": True},
+    "unscaled, zero pad": {"zero_pad": True, "scale_embedding": False, "activation_function": "gelu"},
+}
 _T5S: dict[str, dict[str, Any]] = {
     "1.0": {},
     "1.1": FLAN,
@@ -194,6 +199,7 @@ CASES = {
     for families, variants in (
         (("Marian",), _MARIANS),
         (("Bart", "MBart", "Pegasus"), _RELATIVES),
+        (("M2M100",), _M2M100S),
         (("T5",), _T5S),
         (("MT5",), {"few heads": {**FLAN, "num_heads": 3}}),
     )

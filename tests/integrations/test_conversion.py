@@ -20,7 +20,7 @@ from fastformer.nn import MultiheadAttention, RelativePositionBias, SequenceLayo
 from fastformer.ops import record_backends
 from tests.checks import assert_accurate
 from tests.covering import covering
-from tests.integrations.conversions import CASES, IS_OLD, Case, opinionated, t5
+from tests.integrations.conversions import CASES, IS_OLD, LEARNED, Case, opinionated, t5
 
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
@@ -42,9 +42,10 @@ def check_config(config: TransformerConfig, case: Case) -> None:
         assert config.tie_embeddings != options.get("is_untied", False)
         assert config.scale_output == options.get("tie_word_embeddings", True)
     else:
-        assert config.positions == ("learned" if family in ("Bart", "MBart") else "halves")
-        assert config.embedding_norm == (family in ("Bart", "MBart"))
-        assert config.norm_first == (family in ("MBart", "Pegasus"))
+        sines = "concatenated" if family == "M2M100" else "halves"
+        assert config.positions == ("learned" if family in LEARNED else sines)
+        assert config.embedding_norm == (family in LEARNED)
+        assert config.norm_first == (family in ("MBart", "Pegasus", "M2M100"))
         assert config.output_bias == options.get("bias", False)
     assert config.embed_pad != options.get("zero_pad", family == "Marian") or config.special_ids.start == 2
 
@@ -81,7 +82,7 @@ def test_a_model_goes_there_and_back(case, tmp_path) -> None:
     untied = case.options.get("tie_word_embeddings") is False and not case.is_t5
     state = back.state_dict()
     for name, weight in theirs.state_dict().items():
-        if "embed_positions" in name and case.family in ("Bart", "MBart"):
+        if "embed_positions" in name and case.family in LEARNED:
             weight, state[name] = weight[2:], state[name][2:]  # the first two aren't read
         elif (name == "model.shared.weight" and untied) or name not in state:
             continue  # nor this
@@ -273,6 +274,7 @@ def test_generates_the_same_tokens(name, search, options, engine) -> None:
         "mbart": {"positions": "learned", "embedding_norm": True, "norm_first": True},
         "marian": {"positions": "halves", "norm_first": False},
         "pegasus": {"positions": "halves", "norm_first": True},
+        "m2m_100": {"positions": "concatenated", "norm_first": True, "first_position": 1},
         "t5": {
             "positions": "relative", "norm": "rms", "bias": False, "attention_bias": False, "scale_embedding": False,
             "norm_first": True, "layer_norm_eps": 1e-6,
@@ -407,6 +409,8 @@ def test_changed_models_are_refused(name, damage, named) -> None:
         ("halves", {"window_size": 3}, "window_size=None.* 3"),
         ("halves", {"num_kv_heads": 1}, "heads of keys.* 1"),
         ("halves", {"activation": "swiglu"}, "activation .*'swiglu'"),
+        ("concatenated", {"norm_first": True, "first_position": 2}, "M2M100.*first_position=1.* 2"),
+        ("concatenated", {"norm_first": True, "first_position": 1, "output_bias": True}, "M2M100.*output_bias"),
         ("learned", {"source_vocab_size": 50, "tie_embeddings": False}, "one vocabulary"),
         ("relative", {"norm": "layer"}, "norm='rms'.* 'layer'"),
         ("relative", {"bias": True}, "bias=False.* True"),

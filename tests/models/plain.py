@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 
-def position_table(length: int, dim: int, layout: str) -> Tensor:
+def position_table(length: int, dim: int, layout: str, first: int = 0) -> Tensor:
     """(length, dim) fp64."""
-    table = torch.zeros(length, dim, dtype=torch.float64)
-    for position in range(length):
+    table = torch.zeros(first + length, dim, dtype=torch.float64)
+    for position in range(first, first + length):
         for i in range(dim // 2):
             if layout in ("interleaved", "halves"):  # the paper, section 3.5
                 angle = position / 10000 ** (2 * i / dim)
@@ -20,7 +20,7 @@ def position_table(length: int, dim: int, layout: str) -> Tensor:
             else:  # tensor2tensor, get_timing_signal_1d
                 angle = position * math.exp(-i * math.log(10000.0) / (dim // 2 - 1))
                 table[position, i], table[position, dim // 2 + i] = math.sin(angle), math.cos(angle)
-    return table
+    return table[first:]
 
 
 def bucket(distance: int, config, causal: bool) -> int:
@@ -101,7 +101,9 @@ class Plain:
         if self.config.positions == "learned":
             vectors = vectors + self.w[f"{side}_position.table"][: len(ids)]
         elif self.config.positions != "relative":
-            vectors = vectors + position_table(len(ids), self.dim, self.config.positions)
+            vectors = vectors + position_table(
+                len(ids), self.dim, self.config.positions, self.config.first_position
+            )
         return self.norm(vectors, f"{side}_embedding_norm") if self.config.embedding_norm else vectors
 
     def __call__(self, source: Tensor, target: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ VARIANTS = {
     "pre-norm": {},
     "post-norm": {"norm_first": False},
     "interleaved positions": {"positions": "interleaved"},
+    "later positions": {"first_position": 3},
     "untied": {"tie_embeddings": False, "source_vocab_size": 19},
     "attention bias": {"attention_bias": True},
     "window": {"window_size": 2},
@@ -441,6 +442,9 @@ def test_bad_settings():
         Transformer.from_preset("huge", vocab_size=5)
     with pytest.raises(ValueError, match=r"\bd_modle\b"):
         Transformer.from_preset("tiny", vocab_size=5, d_modle=3)
+    for kind in ("learned", "relative"):
+        with pytest.raises(ValueError, match=r"\bfirst_position\b"):
+            TransformerConfig(5, positions=kind, first_position=1)
     with pytest.raises(ValueError, match=r"\bpositions\b"):
         TransformerConfig(5, positions="rotary")
     assert TransformerConfig(5, positions="learned", d_model=15, num_heads=3).d_model == 15

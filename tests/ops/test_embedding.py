@@ -217,6 +217,15 @@ def test_sinusoidal_positions_of_tensor2tensor(dim: int) -> None:
             assert table[position, -1] == 0.0
 
 
+@pytest.mark.parametrize("kind", ["interleaved", "halves", "concatenated"])
+def test_sinusoidal_positions_may_begin_later(kind: str) -> None:
+    table = sinusoidal_positions(50, 6, kind)
+    assert torch.equal(sinusoidal_positions(48, 6, kind, first=2), table[2:])
+    for first in (-1, 0.5):
+        with pytest.raises(ValueError, match=r"\bfirst\b"):
+            sinusoidal_positions(50, 6, kind, first=first)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("kind, column, angle", [("interleaved", 2, 1e5 / 1e4 ** (2 / 6)), ("concatenated", 1, 1e3)])
 def test_sinusoidal_positions_are_rounded_last(kind: str, column: int, angle: float, device: str) -> None:
     """An angle of thousands of radians is off by 1e-4 in fp32; it is fp64, and only the result is rounded."""

@@ -28,6 +28,7 @@ FAMILIES = {
     "marian": Family("Marian", "MarianConfig", "MarianMTModel", transformer_from_bart, marian.read_tokenizer),
     "mbart": Family("mBART", "MBartConfig", "MBartForConditionalGeneration", transformer_from_bart),
     "pegasus": Family("Pegasus", "PegasusConfig", "PegasusForConditionalGeneration", transformer_from_bart),
+    "m2m_100": Family("M2M100", "M2M100Config", "M2M100ForConditionalGeneration", transformer_from_bart),
     "t5": Family("T5", "T5Config", "T5ForConditionalGeneration", transformer_from_t5, t5.read_tokenizer),
     "mt5": Family("mT5", "MT5Config", "MT5ForConditionalGeneration", transformer_from_t5, t5.read_tokenizer),
     "gpt2": _decoder("gpt2", "GPT2Config", "GPT2LMHeadModel"),
@@ -36,7 +37,7 @@ FAMILIES = {
 # What our models lack for families that you may try.
 UNSUPPORTED = {
     "umt5": "UMT5 has a table of relative positions in each layer",
-    "m2m_100": "M2M100 counts positions from behind the id of PAD",
+    "nllb-moe": "NLLB-MoE sends each token to some of many experts",
 }
 
 

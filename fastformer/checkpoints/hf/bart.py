@@ -1,4 +1,4 @@
-"""BART (Lewis et al. 2020) and the families that differ from it in three options: Marian, mBART, Pegasus.
+"""BART (Lewis et al. 2020) and the families that differ from it in three options: Marian, mBART, Pegasus, M2M100.
 
 They are `Transformer`s with biases in the attention, and often with a bias on the logits. `FORMS` has the options.
 
@@ -41,17 +41,26 @@ _NEVER = -30_000.0  # a bias that no logit outweighs, and that fp16 can hold
 
 
 class Form(NamedTuple):
-    """A family: its name, and three options of `TransformerConfig`."""
+    """A family: its name, and three options of `TransformerConfig`.
+
+    Attributes:
+        behind_pad: whether its sines count positions from behind the id of PAD, and its logits have no bias (M2M100).
+    """
 
     name: str
     positions: str
     embedding_norm: bool
     norm_first: bool
+    behind_pad: bool = False
 
     @property
     def options(self) -> str:
         """The three options as keyword arguments."""
-        return ", ".join(f"{name}={value!r}" for name, value in zip(self._fields[1:], self[1:], strict=True))
+        return ", ".join(f"{name}={value!r}" for name, value in zip(self._fields[1:4], self[1:4], strict=True))
+
+    def first_position(self, pad: int) -> int:
+        """The option of that name, for a family with such a PAD."""
+        return pad + 1 if self.behind_pad else 0
 
 
 # By the model_type of transformers.
@@ -60,6 +69,8 @@ FORMS = {
     "marian": Form("Marian", "halves", False, False),  # Junczys-Dowmunt et al. 2018
     "mbart": Form("mBART", "learned", True, True),  # Liu et al. 2020
     "pegasus": Form("Pegasus", "halves", False, True),  # Zhang et al. 2020
+    # Fan et al. 2020; NLLB (NLLB Team et al. 2022) has its model_type
+    "m2m_100": Form("M2M100", "concatenated", False, True, behind_pad=True),
 }
 _OFFSET = 2  # unused rows of a learned table, in front of position 0
 
@@ -122,12 +133,13 @@ def transformer_from_bart(
         num_decoder_layers=depth_of(settings, "decoder_layers", state),
         norm_first=form.norm_first,
         layer_norm_eps=_EPS if layer_norm_eps is None else layer_norm_eps,
-        activation=_activation(settings.get("activation_function", "gelu")),
+        activation=_activation(settings.get("activation_function", "relu" if form.behind_pad else "gelu")),
         dropout=settings.get("dropout", 0.1),
         attention_dropout=settings.get("attention_dropout", 0.0),
         activation_dropout=settings.get("activation_dropout", 0.0),
         positions=form.positions,  # type: ignore[arg-type]
-        scale_embedding=flag_of(settings, "scale_embedding", False),
+        first_position=form.first_position(pad),
+        scale_embedding=flag_of(settings, "scale_embedding", form.behind_pad),
         embedding_norm=form.embedding_norm,
         embed_pad=any(bool(matrix[pad].any()) for matrix in (source_embedding, target_embedding) if pad < len(matrix)),
         tie_embeddings=tied,
@@ -140,6 +152,9 @@ def transformer_from_bart(
     for name, theirs in _POSITIONS.items():
         if config.positions == "learned":
             weights[name] = joined(left, (theirs,), form.name)[_OFFSET:]
+        elif form.behind_pad:  # the table is in memory alone; old files hold it, too
+            for name in (f"{theirs}s", theirs.replace(".weight", "._float_tensor")):
+                left.pop(name, None)
         elif (table := left.pop(theirs, None)) is not None:
             _check_positions(theirs, table, config, form)
     if tied:
@@ -170,6 +185,11 @@ def bart_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str,
         )
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     tied = config.tie_embeddings
+    if config.first_position != form.first_position(ids.pad):
+        expected = form.first_position(ids.pad)
+        raise ValueError(f"expected a {form.name}, with first_position={expected}, got {config.first_position}")
+    if form.behind_pad and config.output_bias:
+        raise ValueError(f"expected a {form.name}, with output_bias=False, got True")
     source = state.pop("embedding.weight") if tied else state.pop("source_embedding.weight")
     target = source if tied else state.pop("target_embedding.weight")
     output = source if tied else state.pop("output.weight")
@@ -178,7 +198,9 @@ def bart_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str,
         tied, output = False, output
         source, target = without_row(source, ids.pad), without_row(target, ids.pad)
     bias = state.pop("output_bias", target.new_zeros(len(target)))
-    weights = {_SOURCE: source, _TARGET: target, _OUTPUT: output, _BIAS: bias[None]}
+    weights = {_SOURCE: source, _TARGET: target, _OUTPUT: output}
+    if not form.behind_pad:
+        weights[_BIAS] = bias[None]
     if tied or kind != "marian":  # the others have it, unused, even if nothing is tied
         weights[_SHARED] = target
     for name, place in _POSITIONS.items():
@@ -222,7 +244,7 @@ def _form(config: TransformerConfig) -> tuple[str, Form]:
     """The family with a model's options."""
     found = config.positions, config.embedding_norm, config.norm_first
     for kind, form in FORMS.items():
-        if form[1:] == found:
+        if form[1:4] == found:
             return kind, form
     known = "; or ".join(f"{form.options} ({form.name})" for form in FORMS.values())
     raise ValueError(f"expected {known}; got {Form('', *found).options}")
