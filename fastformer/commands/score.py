@@ -29,6 +29,8 @@ def score(
     *,
     file: str | None = None,
     target: str | None = None,
+    source_lang: str | None = None,
+    target_lang: str | None = None,
     by_line: bool = False,
     context: int | None = None,
     token_scores: bool = False,
@@ -54,6 +56,8 @@ def score(
             transformers saves it; several, separated by commas, score together, by the mean of their probabilities
         file: a UTF-8 file: the sources of --target, one a line; or the text that a language model reads
         target: translations of --file by any system, a line each; of an empty line an empty one
+        source_lang: the language of --file, for a translator of many, such as NLLB: eng_Latn, or in short en
+        target_lang: the language of --target, likewise
         by_line: of a language model, take each line of --file as a text of its own, without its line end
         context: of a language model, how many tokens stand before a token at least, where a text is longer than the
             model's positions; by default half of these
@@ -86,6 +90,8 @@ def score(
 
     place = choose_device(device)
     if _is_language_model(run):
+        if source_lang is not None or target_lang is not None:
+            raise ValueError(f"expected no --source_lang and --target_lang for the language model in {run}")
         if target is not None:
             raise ValueError(f"expected no --target for the language model in {run}: it scores --file")
         errors = ErrorPolicy(on_error, skip_long, _LEFT)
@@ -95,7 +101,8 @@ def score(
         raise ValueError(f"expected --target, translations of the lines of --file, for the translator in {run}")
     if by_line or context is not None:
         raise ValueError("expected --by_line and --context for a language model alone")
-    _score_translations(run, file, target, token_scores, place, precision, on_error, skip_long, max_tokens)
+    languages = source_lang, target_lang
+    _score_translations(run, file, target, languages, token_scores, place, precision, on_error, skip_long, max_tokens)
 
 
 def _is_language_model(run: str) -> bool:
@@ -112,6 +119,7 @@ def _score_translations(
     run: str,
     file: str,
     target: str,
+    languages: tuple[str | None, str | None],
     token_scores: bool,
     device: torch.device,
     precision: Precision | None,
@@ -129,7 +137,13 @@ def _score_translations(
     sources, targets = all_lines(file), all_lines(target)
     _check_counts(sources, file, targets, target)
     runs = listed_paths(run)
-    translator = Translator.from_pretrained(runs if len(runs) > 1 else run, device=device, precision=precision)
+    translator = Translator.from_pretrained(
+        runs if len(runs) > 1 else run,
+        device=device,
+        precision=precision,
+        source_lang=languages[0],
+        target_lang=languages[1],
+    )
     total = _Total()
     for found in score_texts(translator, zip(sources, targets, strict=True), errors, max_tokens):
         _print(found, token_scores)

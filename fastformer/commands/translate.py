@@ -48,6 +48,8 @@ def translate(
     align_head: int | None = None,
     prefix: str | None = None,
     prefix_file: str | None = None,
+    source_lang: str | None = None,
+    target_lang: str | None = None,
     ensemble_weights: str | None = None,
     ensemble_mean: Literal["probabilities", "log_probabilities"] = "probabilities",
     device: str = "auto",
@@ -66,8 +68,8 @@ def translate(
     A line of output for each line of input, in order; empty lines stay empty.
 
     Args:
-        run: the run folder, or that of a BART, a Marian or a T5 as transformers saves it; several, separated by commas,
-            translate together: each step takes the mean of their predictions
+        run: the run folder, or that of a BART, a Marian, an NLLB or a T5, say, as transformers saves it; several,
+            separated by commas, translate together: each step takes the mean of their predictions
         text: what to translate; without it and without --file, the lines of standard input, answered as they come
         file: a UTF-8 file, one sentence a line; compressed or not; - is standard input, FILE.jsonl:COLUMN a column of
             JSON lines, as of .parquet, .csv and .tsv
@@ -80,6 +82,8 @@ def translate(
         align_head: of that layer, from 1; by default the mean of all
         prefix: what the translations begin with; they go on with the next word
         prefix_file: the same for the lines of --file, one a line; an empty line is none
+        source_lang: the language of the text, for a model of many, such as NLLB: eng_Latn, or in short en
+        target_lang: the language of the translation, likewise
         ensemble_weights: of several runs: a number for each, separated by commas; by default all count the same
         ensemble_mean: of several runs: of their probabilities, or of their logarithms
         device: auto (a GPU if there is one), cpu, cuda, cuda:1, ...
@@ -111,7 +115,8 @@ def translate(
         raise ValueError("expected --align with --align_layer and --align_head")
     translator = _translator(
         run, bool(align) or attention is not None, device, precision, ensemble_weights, ensemble_mean=ensemble_mean,
-        max_batch_size=max_batch_size, max_batch_bytes=max_batch_bytes,
+        max_batch_size=max_batch_size, max_batch_bytes=max_batch_bytes, source_lang=source_lang,
+        target_lang=target_lang,
     )  # fmt: skip
     asked = translator.settings({"num_return_sequences": n_best}, asked)
     aligner = None if align is False else _aligner(translator, align, align_layer, align_head)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fastformer.data.checks import check_text, check_texts, checked_ids, until_eos
 from fastformer.data.tokenizer import TOKENIZER, encode_batch, library_errors, read_backend, tokenizers_library, visible
 from fastformer.files import write_atomically
+from fastformer.languages import Languages
 from fastformer.special_ids import SpecialIds
 
 if TYPE_CHECKING:
@@ -33,12 +34,20 @@ class ModelTokenizer:
     Args:
         vocab_size: the number of the model's ids; there may be fewer tokens.
         special_ids: of the model.
+        languages: that the model is told; where a translation begins with one of their tokens, they are left out of
+            texts. None: it isn't told any.
+
+    Raises:
+        ValueError: a language beyond vocab_size.
     """
 
     type: ClassVar[str]  # in tokenizer.json
 
-    def __init__(self, vocab_size: int, special_ids: SpecialIds) -> None:
-        self._vocab_size, self._special_ids = vocab_size, special_ids
+    def __init__(self, vocab_size: int, special_ids: SpecialIds, languages: Languages | None = None) -> None:
+        self._vocab_size, self._special_ids, self.languages = vocab_size, special_ids, languages
+        tokens = () if languages is None else languages.ids.values()
+        _check_largest(max(tokens, default=0), vocab_size)
+        self._unsaid = frozenset(() if languages is None or languages.places == "asked" else tokens)
 
     @property
     def special_ids(self) -> SpecialIds:
@@ -71,12 +80,17 @@ class ModelTokenizer:
         """The text uncut: only the library knows where its ids don't depend on the neighbours."""
         return [text]
 
+    def _said(self, ids: Iterable[int]) -> list[int]:
+        """The ids that are text, up to EOS; special tokens may be among them."""
+        return [i for i in until_eos(ids, self._special_ids, self._vocab_size) if i not in self._unsaid]
+
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes tokenizer.json."""
         values = {
             "type": self.type,
             "vocab_size": self._vocab_size,
             "special_ids": asdict(self._special_ids),
+            **({} if self.languages is None else {"languages": self.languages.to_dict()}),
             **self._values(),
         }
         write_atomically(Path(folder, TOKENIZER), json.dumps(values, ensure_ascii=False).encode() + b"\n")
@@ -94,6 +108,7 @@ class BackendTokenizer(ModelTokenizer):
         vocab_size, special_ids: of the model.
         bos: the id that sources and outputs begin with; None: they begin with the text.
         name: what messages call the tokenizer.
+        languages: see `ModelTokenizer`.
 
     Raises:
         ValueError: tokens beyond vocab_size.
@@ -109,8 +124,9 @@ class BackendTokenizer(ModelTokenizer):
         special_ids: SpecialIds,
         bos: int | None,
         name: str = "the tokenizer",
+        languages: Languages | None = None,
     ) -> None:
-        super().__init__(vocab_size, special_ids)
+        super().__init__(vocab_size, special_ids, languages)
         _check_largest(max(backend.get_vocab().values(), default=0), vocab_size)
         backend.no_padding()
         backend.no_truncation()
@@ -128,7 +144,7 @@ class BackendTokenizer(ModelTokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids: special tokens are skipped, EOS ends it; broken UTF-8 becomes U+FFFD."""
-        kept = until_eos(ids, self._special_ids, self._vocab_size)
+        kept = self._said(ids)
         with library_errors(f"{self._name} can't decode these ids"):
             return str(self._backend.decode(kept, skip_special_tokens=True))
 
@@ -146,6 +162,7 @@ class SentencePieceTokenizer(ModelTokenizer):
         processor: the SentencePiece model.
         vocab_size: of the model, which may have ids without a piece: sentinels ("<extra_id_0>"), and unused ones.
         special_ids: of the model.
+        languages: see `ModelTokenizer`.
 
     Raises:
         ValueError: more pieces than ids.
@@ -154,9 +171,13 @@ class SentencePieceTokenizer(ModelTokenizer):
     type = "t5"
 
     def __init__(
-        self, processor: sentencepiece.SentencePieceProcessor, vocab_size: int, special_ids: SpecialIds
+        self,
+        processor: sentencepiece.SentencePieceProcessor,
+        vocab_size: int,
+        special_ids: SpecialIds,
+        languages: Languages | None = None,
     ) -> None:
-        super().__init__(vocab_size, special_ids)
+        super().__init__(vocab_size, special_ids, languages)
         self._processor, self._size = processor, int(processor.get_piece_size())
         if self._size > vocab_size:
             raise ValueError(f"expected ids below {vocab_size}, got {self._size} pieces: is it another model's?")
@@ -168,7 +189,7 @@ class SentencePieceTokenizer(ModelTokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids: special tokens and ids without a piece are skipped, EOS ends it."""
-        kept = until_eos(ids, self._special_ids, self._vocab_size)
+        kept = self._said(ids)
         return str(self._processor.decode([i for i in kept if i < self._size and i != self._special_ids.unk]))
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
@@ -177,6 +198,57 @@ class SentencePieceTokenizer(ModelTokenizer):
 
     def _values(self) -> dict[str, Any]:
         return {"model": _as_text(self._processor)}
+
+
+class PieceTokenizer(ModelTokenizer):
+    """A SentencePiece model, and a table that gives each piece its id, such as M2M100's.
+
+    Args:
+        processor: the SentencePiece model.
+        vocab: the ids of its pieces, special tokens among them.
+        vocab_size, special_ids: of the model. A piece without an id becomes unk.
+        languages: see `ModelTokenizer`.
+
+    Raises:
+        ValueError: ids of another vocabulary, or no unk.
+    """
+
+    type = "pieces"
+
+    def __init__(
+        self,
+        processor: sentencepiece.SentencePieceProcessor,
+        vocab: Mapping[str, int],
+        vocab_size: int,
+        special_ids: SpecialIds,
+        languages: Languages | None = None,
+    ) -> None:
+        super().__init__(vocab_size, special_ids, languages)
+        if special_ids.unk is None:
+            raise ValueError("expected an id for pieces that the vocabulary lacks, got none")
+        _check_largest(max(vocab.values(), default=0), vocab_size)
+        self._processor, self._vocab, self._unk = processor, dict(vocab), special_ids.unk
+        self._pieces = {i: piece for piece, i in vocab.items()}
+        self._names = self._pieces | ({} if languages is None else {i: name for name, i in languages.ids.items()})
+        special = (special_ids.pad, special_ids.unk, special_ids.start, *special_ids.eos)
+        unsaid = {i for piece, i in vocab.items() if piece in _SPECIAL}
+        self._unsaid = self._unsaid.union(special, unsaid)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without EOS."""
+        check_text(text)
+        return [self._vocab.get(piece, self._unk) for piece in self._processor.encode(text, out_type=str)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids: special tokens and ids without a piece are skipped, EOS ends it."""
+        pieces = [self._pieces[i] for i in self._said(ids) if i in self._pieces]
+        return str(self._processor.decode_pieces(pieces)).replace("▁", " ").strip()
+
+    def tokens(self, ids: Iterable[int]) -> list[str]:
+        return [visible(self._names.get(i)) for i in checked_ids(ids, self._vocab_size)]
+
+    def _values(self) -> dict[str, Any]:
+        return {"model": _as_text(self._processor), "vocab": self._vocab}
 
 
 class MarianTokenizer(ModelTokenizer):
@@ -190,6 +262,7 @@ class MarianTokenizer(ModelTokenizer):
         source_vocab, target_vocab: the ids of their pieces.
         vocab_size: of the target, as the model has it.
         special_ids: of the model. A piece without an id becomes unk.
+        languages: see `ModelTokenizer`.
 
     Raises:
         ValueError: ids of another vocabulary, or no unk.
@@ -205,8 +278,9 @@ class MarianTokenizer(ModelTokenizer):
         target_vocab: Mapping[str, int],
         vocab_size: int,
         special_ids: SpecialIds,
+        languages: Languages | None = None,
     ) -> None:
-        super().__init__(vocab_size, special_ids)
+        super().__init__(vocab_size, special_ids, languages)
         if special_ids.unk is None:
             raise ValueError("expected an id for pieces that the vocabulary lacks, got none")
         _check_largest(max(target_vocab.values(), default=0), vocab_size)
@@ -254,7 +328,9 @@ class MarianTokenizer(ModelTokenizer):
         }
 
 
-MODEL_TOKENIZERS = {kind.type: kind for kind in (BackendTokenizer, SentencePieceTokenizer, MarianTokenizer)}
+MODEL_TOKENIZERS = {
+    kind.type: kind for kind in (BackendTokenizer, SentencePieceTokenizer, PieceTokenizer, MarianTokenizer)
+}
 
 
 def saved_model_tokenizer(file: Path, values: Mapping[str, Any]) -> ModelTokenizer:
@@ -270,16 +346,20 @@ def saved_model_tokenizer(file: Path, values: Mapping[str, Any]) -> ModelTokeniz
     """
     try:
         sizes = int(values["vocab_size"]), SpecialIds.from_dict(values["special_ids"])
+        languages = None if values.get("languages") is None else Languages.from_dict(values["languages"])
         if values["type"] == BackendTokenizer.type:
             bos = None if values["bos"] is None else int(values["bos"])
-            return BackendTokenizer(read_backend(file, values["backend"]), *sizes, bos, str(file))
+            return BackendTokenizer(read_backend(file, values["backend"]), *sizes, bos, str(file), languages)
         if values["type"] == SentencePieceTokenizer.type:
-            return SentencePieceTokenizer(_from_text(file, values["model"]), *sizes)
+            return SentencePieceTokenizer(_from_text(file, values["model"]), *sizes, languages)
+        if values["type"] == PieceTokenizer.type:
+            vocab = check_vocab(file, values["vocab"])
+            return PieceTokenizer(_from_text(file, values["model"]), vocab, *sizes, languages)
         source_vocab = check_vocab(file, values["source_vocab"])
         target_vocab = values["target_vocab"]
         target_vocab = source_vocab if target_vocab is None else check_vocab(file, target_vocab)
         source, target = (_from_text(file, values[side]) for side in ("source", "target"))
-        return MarianTokenizer(source, target, source_vocab, target_vocab, *sizes)
+        return MarianTokenizer(source, target, source_vocab, target_vocab, *sizes, languages)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{file} is damaged or no tokenizer ({error}): copy it again or convert anew") from error
 
@@ -310,6 +390,11 @@ def byte_level_bpe(
     backend.decoder = library.decoders.ByteLevel()
     backend.add_special_tokens([name for name in _SPECIAL if name in vocab])
     return backend
+
+
+def added_tokens(backend: tokenizers.Tokenizer) -> dict[str, int]:
+    """The ids of the tokens that a tokenizer has beside its vocabulary, special ones among them."""
+    return {str(token.content): int(i) for i, token in backend.get_added_tokens_decoder().items()}
 
 
 def check_vocab(file: Path, values: object) -> dict[str, int]:

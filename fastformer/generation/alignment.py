@@ -87,7 +87,8 @@ class Aligner:
     """Aligns sources with their translations.
 
     Each word of a translation is aligned with the one source word that its tokens look at most while they are chosen:
-    what each of them gives to each token of the source word is added up. EOS counts on neither side.
+    what each of them gives to each token of the source word is added up. EOS counts on neither side, nor does
+    what tells the model a language.
 
     Args:
         translator: whose model and tokenizer.
@@ -109,6 +110,13 @@ class Aligner:
             check_value(name, value, Positive | None)
         self.translator, self._unit, self._layer, self._head = translator, unit, layer, head
         self._eos = SpecialIds.of(translator.model.config).eos
+        languages = getattr(translator.tokenizer, "languages", None)
+        if languages is not None and languages.places not in ("front", "asked"):
+            raise ValueError(
+                "expected a model that is told the language in front of a text, to align, got one behind it"
+            )
+        self._languages = frozenset() if languages is None else frozenset(languages.ids.values())
+        self._most_told = 0 if languages is None else 1 + len(languages.lead)
 
     def source(self, text: str, ids: Sequence[int]) -> Side:
         """A source that was encoded."""
@@ -122,14 +130,32 @@ class Aligner:
         """A translation that the model has made; its text may end before its tokens do, at a stop text."""
         ids = self._without_eos(ids)
         if self._unit == "tokens":
-            return _each(ids)
-        places, count = said_words(ids, self.translator.tokenizer.decode)
+            return self._each(ids)
+        told = self._told(ids)
+        places, count = said_words(ids[told:], self.translator.tokenizer.decode)
         count = min(count, len(text.split()))
-        return Side(ids, [range(min(mine.start, count), min(mine.stop, count)) for mine in places], count)
+        places = [range(0)] * told + [range(min(mine.start, count), min(mine.stop, count)) for mine in places]
+        return Side(ids, places, count)
 
     def _written(self, text: str, ids: Sequence[int], encode: Callable[[str], Sequence[int]]) -> Side:
         ids = self._without_eos(ids)
-        return _each(ids) if self._unit == "tokens" else Side(ids, written_words(text, ids, encode), len(text.split()))
+        if self._unit == "tokens":
+            return self._each(ids)
+        told = self._told(ids)
+        return Side(ids, [range(0)] * told + written_words(text, ids[told:], encode), len(text.split()))
+
+    def _each(self, ids: Sequence[int]) -> Side:
+        """A side of which each token is a place, but those that tell the model the language."""
+        told = self._told(ids)
+        count = len(ids) - told
+        return Side(ids, [range(0)] * told + [range(place, place + 1) for place in range(count)], count)
+
+    def _told(self, ids: Sequence[int]) -> int:
+        """How many ids, the first ones, tell the model the language."""
+        return next(
+            (place + 1 for place in range(self._most_told) if ids[place : place + 1] and ids[place] in self._languages),
+            0,
+        )
 
     def _without_eos(self, ids: Sequence[int]) -> Sequence[int]:
         return ids[:-1] if ids and ids[-1] in self._eos else ids
@@ -165,10 +191,6 @@ class Aligner:
 def default_layer(num_layers: int) -> int:
     """The layer, from 1, that aligns best as a rule: the last but one (Garg et al. 2019), or the only one."""
     return max(num_layers - 1, 1)
-
-
-def _each(ids: Sequence[int]) -> Side:
-    return Side(ids, [range(place, place + 1) for place in range(len(ids))], len(ids))
 
 
 def _members(side: Side) -> Tensor:

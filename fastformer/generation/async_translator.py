@@ -124,6 +124,8 @@ class AsyncTranslator:
         text: str,
         *,
         target_prefix: str | None = None,
+        source_lang: str | None = None,
+        target_lang: str | None = None,
         split: bool = False,
         return_scores: bool = False,
         return_token_scores: bool = False,
@@ -134,7 +136,8 @@ class AsyncTranslator:
 
         Args:
             text: what to translate.
-            target_prefix, split, return_scores, return_token_scores, config, options: see `Translator.translate`.
+            target_prefix, source_lang, target_lang, split, return_scores, return_token_scores, config, options: see
+                `Translator.translate`.
 
         Raises:
             ValueError: see `Translator.translate`.
@@ -143,10 +146,11 @@ class AsyncTranslator:
         config = self._config(options, config)
         form = as_form(config, return_scores, return_token_scores)
         check_split(split, form, target_prefix)
+        item = Item(text, target_prefix, source_lang, target_lang)
         if split:
-            return "".join([piece async for piece in self._sentences(text, config)])
+            return "".join([piece async for piece in self._sentences(item, config)])
         builder = self._builder(config, log_probs=form.log_probs)
-        checked = self.translator.encode_item(Item(text, target_prefix), 1, builder)
+        checked = self.translator.encode_item(item, 1, builder)
         return form.of(await self._answer(text, builder.build(checked, place=0)))
 
     async def _answer(self, text: str, request: Request) -> Answer:
@@ -160,15 +164,15 @@ class AsyncTranslator:
         finally:
             self._leave(job)
 
-    async def _sentences(self, text: str, config: GenerationConfig) -> AsyncIterator[str]:
+    async def _sentences(self, item: Item, config: GenerationConfig) -> AsyncIterator[str]:
         """The translations of a text's sentences, which decode together, with the white space behind each."""
         # All are encoded first, so that a bad one is named before the work.
         builder = self._builder(config, log_probs=False)
-        parts = parts_of(self.translator, text, 1, builder)
+        parts = parts_of(self.translator, item, 1, builder)
         tasks = [
             None
             if part.checked is None
-            else asyncio.ensure_future(self._answer(text, builder.build(part.checked, place=place)))
+            else asyncio.ensure_future(self._answer(item.text, builder.build(part.checked, place=place)))
             for place, part in enumerate(parts)
         ]
         try:
@@ -186,6 +190,8 @@ class AsyncTranslator:
         text: str,
         *,
         target_prefix: str | None = None,
+        source_lang: str | None = None,
+        target_lang: str | None = None,
         split: bool = False,
         config: GenerationConfig | None = None,
         **options: Any,
@@ -196,8 +202,8 @@ class AsyncTranslator:
 
         Args:
             text: what to translate.
-            target_prefix, split, config, options: see `Translator.translate`; neither beams nor several samples can be
-                streamed, but beams with split, whose pieces are sentences.
+            target_prefix, source_lang, target_lang, split, config, options: see `Translator.translate`; neither beams
+                nor several samples can be streamed, but beams with split, whose pieces are sentences.
 
         Raises:
             ValueError, RuntimeError: see `translate`; the first at once.
@@ -205,11 +211,12 @@ class AsyncTranslator:
         config = self._config(options, config)
         form = as_form(config, False, False)
         check_split(split, form, target_prefix)
+        item = Item(text, target_prefix, source_lang, target_lang)
         if split:
-            return self._sentences(text, config)
+            return self._sentences(item, config)
         check_one_stream(form, config)
         builder = self._builder(config, log_probs=False)
-        checked = self.translator.encode_item(Item(text, target_prefix), 1, builder)
+        checked = self.translator.encode_item(item, 1, builder)
 
         async def pieces() -> AsyncIterator[str]:
             job = _Job(text)

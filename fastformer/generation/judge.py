@@ -11,6 +11,7 @@ from fastformer.generation.config import Precision
 from fastformer.generation.model_protocols import Model, why_not_by_modules
 from fastformer.generation.scoring import MAX_TOKENS, score_texts
 from fastformer.generation.text_io import ErrorPolicy, TextCodec, TokenScored, as_pairs
+from fastformer.languages import LanguageIds
 
 
 class Judge(ABC):
@@ -27,6 +28,10 @@ class Judge(ABC):
     @abstractmethod
     def encode(self, text: str, number: int = 1) -> list[int]:
         """See `Translator.encode`."""
+
+    @abstractmethod
+    def language_ids(self) -> LanguageIds:
+        """See `Translator.language_ids`."""
 
     @abstractmethod
     def encode_target(self, text: str) -> list[int]:

@@ -80,12 +80,12 @@ class _Parts:
             if item is None:
                 return None
             self._count += 1
-            self._ready += parts_of(self._translator, item.text, self._count, self._builder, self._errors)
+            self._ready += parts_of(self._translator, item, self._count, self._builder, self._errors)
         return self._ready.popleft()
 
 
 def parts_of(
-    translator: Translator, text: str, number: int, builder: RequestBuilder, errors: ErrorPolicy | None = None
+    translator: Translator, item: Item, number: int, builder: RequestBuilder, errors: ErrorPolicy | None = None
 ) -> list[Part]:
     """The sentences of a text, at least one part; a text that is skipped has one with no space.
 
@@ -93,14 +93,13 @@ def parts_of(
         TextError: a sentence that can't be translated, where `errors` doesn't skip it.
         ValueError: something that is no text.
     """
-    expect_text("texts", number, text)
-    sentences = split_sentences(text)
+    sentences = split_sentences(expect_text("texts", number, item.text))
     parts: list[Part] = []
     for place, (sentence, space) in enumerate(sentences, 1):
         name, checked = f"{number}, sentence {place}", None
         if sentence:
             try:
-                checked = translator.encode_item(Item(sentence), name, builder)
+                checked = translator.encode_item(item._replace(text=sentence), name, builder)
                 checked = checked._replace(row=array("q", checked.row))
             except TextError as error:
                 if errors is None:

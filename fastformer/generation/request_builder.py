@@ -32,12 +32,15 @@ class CheckedInput(NamedTuple):
         prefix: what the output of a source begins with, without the start token.
         limit: how many new tokens it may get.
         least: no end before so many of them.
+        told: so many tokens of the prefix, the first ones, tell the model the language. By transformers' rules they are
+            new tokens, which it is forced to say.
     """
 
     row: Sequence[int]
     prefix: Sequence[int]
     limit: int
     least: int = 0
+    told: int = 0
 
 
 class DecodingIds(NamedTuple):
@@ -129,7 +132,9 @@ class RequestBuilder:
         self._built = 0
         self._ends = frozenset(self.ids.eos)
 
-    def check(self, row: Sequence[int], prefix: Sequence[int] = (), *, width: int | None = None) -> CheckedInput:
+    def check(
+        self, row: Sequence[int], prefix: Sequence[int] = (), *, width: int | None = None, told: int = 0
+    ) -> CheckedInput:
         """Checks an input against the model, which may not look itself: on a GPU it doesn't, and in a batch its error
         would end every request.
 
@@ -137,6 +142,7 @@ class RequestBuilder:
             row: the ids of a source, or of a prompt.
             prefix: what the output of a source begins with, without the start token.
             width: of the batch that a prompt stands in, which its new tokens stand behind; None: its own.
+            told: see `CheckedInput`.
 
         Raises:
             ValueError: ids out of the vocabulary, a source that is too long, no room for a token.
@@ -154,7 +160,16 @@ class RequestBuilder:
         limit = most_new_tokens(self.model, len(row), self.config, prefix=len(prefix))
         check_vocabulary(row, getattr(config, "source_vocab_size", None) or config.vocab_size, "source")
         check_vocabulary(prefix, config.vocab_size, "target")
-        return CheckedInput(row, prefix, limit, self.config.least_tokens(1 + len(prefix)))
+        least = self.config.least_tokens(1 + len(prefix))
+        if told and self.config.beam_rules == "transformers":
+            limit -= told if self.config.max_new_tokens is not None else 0
+            least = max(0, least - told) if self.config.min_new_tokens else least
+            if limit < 1:
+                raise ValueError(
+                    f"expected max_new_tokens above {told} by transformers' rules, where the language counts, got "
+                    f"{self.config.max_new_tokens}"
+                )
+        return CheckedInput(row, prefix, limit, least, told)
 
     def build_all(self, rows: Sequence[list[int]], prefixes: Sequence[Sequence[int]]) -> list[Request]:
         """The requests of a batch: one for each input, or one for each of its samples where they slide apart."""
@@ -214,12 +229,13 @@ class RequestBuilder:
     ) -> Callable[[], Search]:
         """What makes the search of a request, each time the same one."""
         config, limit = self.config, checked.limit
-        if is_native:
+        told = checked.told if config.beam_rules == "transformers" and config.num_beams > 1 else 0
+        if is_native and not told:
             return lambda: self._native_search(limit, checked.least)
         stop = make_stop(config.stopping_criteria, begin, self.engine.device)
         before = checked.row if self.is_prompted else checked.prefix
         if config.num_beams > 1:
-            return lambda: self._beam_search(limit, any_of(stop, self._text_stop(before)))
+            return lambda: self._beam_search(limit, any_of(stop, self._text_stop(before)), told)
         rows, sampling = config.samples, None
         if config.do_sample:
             seed = random.Random(f"{self._seed} {place}").getrandbits(64)
@@ -245,7 +261,7 @@ class RequestBuilder:
             suppressed=config.suppress_tokens,
         )
 
-    def _beam_search(self, limit: int, stop: Stop | None) -> Search:
+    def _beam_search(self, limit: int, stop: Stop | None, told: int) -> Search:
         config = self.config
         if config.beam_rules == "transformers":
             return TransformersBeamSearch(
@@ -257,6 +273,7 @@ class RequestBuilder:
                 early_stopping=config.early_stopping,
                 may_rise=self._may_rise,
                 stop=stop,
+                begun=told,
             )
         return BeamSearch(
             limit,

@@ -121,9 +121,9 @@ def score(
     )
 
 
-def target_part(source: Sequence[int], target: Sequence[int], start: int) -> Part:
-    """A target as a whole, behind the start token."""
-    return Part(source, [start, *target[:-1]] if target else [], target)
+def target_part(source: Sequence[int], target: Sequence[int], start: int, known: int = 0) -> Part:
+    """A target as a whole, behind the start token; so many tokens of it, the first ones, aren't scored."""
+    return Part(source, [start, *target[:-1]] if target else [], target, known)
 
 
 def window_parts(row: Sequence[int], max_len: int, context: int | None = None) -> list[Part]:
@@ -261,12 +261,13 @@ def score_texts(
     numbers, rest, total = count(1), iter(pairs), 0
     while chunk := list(islice(rest, _TEXTS)):
         total += len(chunk)
+        known = len(translator.language_ids().begin)
         rows: list[list[Part] | None] = []
         for text, translation in chunk:
             number = next(numbers)
             try:
                 found = encoded_pair(translator, text, translation, number)
-                rows.append([target_part(*found, start)] if found else [])
+                rows.append([target_part(*found, start, known)] if found else [])
             except TextError as error:
                 errors.handle(error)
                 rows.append(None)
@@ -277,7 +278,7 @@ def score_texts(
                 yield TokenScored(translation, -math.inf, [])
                 continue
             log_probs = next(scores)
-            tokens = tokenizer.tokens(row[0].outputs) if row else []
+            tokens = tokenizer.tokens(row[0].outputs[known:]) if row else []
             yield TokenScored(translation, math.fsum(log_probs), list(zip(tokens, log_probs, strict=True)))
     errors.report(total)
 
@@ -285,7 +286,9 @@ def score_texts(
 def encoded_pair(
     translator: Judge, text: str | TextError, translation: str | TextError, number: int
 ) -> tuple[Sequence[int], Sequence[int]] | None:
-    """The ids of a text and of its translation, EOS at both ends; None where both are empty.
+    """The ids of a text and of its translation, EOS at both ends, and what tells the model the languages.
+
+    None where both are empty.
 
     Raises:
         TextError: a text that can't be translated, or a translation that the model can't say.
@@ -299,7 +302,8 @@ def encoded_pair(
         return None
     source = translator.encode(text, number)
     try:
-        target = [*translator.encode_target(translation), SpecialIds.of(translator.model.config).first_eos]
+        begin = translator.language_ids().begin
+        target = [*begin, *translator.encode_target(translation), SpecialIds.of(translator.model.config).first_eos]
     except ValueError as error:
         raise TextError(f"text {number}: its translation: {error}") from error
     if len(target) > (max_len := translator.model.config.max_len):

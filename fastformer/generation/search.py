@@ -381,6 +381,7 @@ class TransformersBeamSearch(BeamSearch):
         early_stopping: see above.
         may_rise: a token may have a value above 0, so that the score of what goes on has no bound.
         stop: see `BeamSearch`.
+        begun: tokens in front of the new ones that count in lengths, as the language does that a model is told.
     """
 
     def __init__(
@@ -394,15 +395,16 @@ class TransformersBeamSearch(BeamSearch):
         early_stopping: EarlyStopping = False,
         may_rise: bool = False,
         stop: Stop | None = None,
+        begun: int = 0,
     ) -> None:
         super().__init__(
             limit, eos, num_beams, alpha=alpha, num_return=num_return, early_stopping=early_stopping is True, stop=stop
         )
-        self._ending, self._may_rise = num_beams, may_rise
+        self._ending, self._may_rise, self._begun = num_beams, may_rise, begun
         self._looks_ahead = early_stopping == "never" and alpha > 0
 
     def _penalty(self, length: int) -> float:
-        return float(float(length) ** self.alpha)
+        return float(float(self._begun + length) ** self.alpha)
 
     def _is_done(self, group: _Beams) -> bool:
         if self._length >= self.limit or len(group.finished) < group.width or not group.alive:

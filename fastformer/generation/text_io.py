@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from fastformer.generation.config import GenerationConfig
 from fastformer.generation.requests import Request
@@ -26,29 +26,52 @@ class TextCodec(Detokenizer, Protocol):
 
 
 class Item(NamedTuple):
-    """A text, and what its translation is to begin with."""
+    """A text, what its translation is to begin with, and the languages of both; None: what the translator says."""
 
     text: str
     prefix: str | None = None
+    source_lang: str | None = None
+    target_lang: str | None = None
 
 
-def as_items(texts: str | Iterable[str], target_prefix: str | Iterable[str | None] | None) -> Iterable[Item]:
-    """Texts with their prefixes.
+ForEach: TypeAlias = str | Iterable[str | None] | None  # one value for all texts, or one for each of them
+
+
+def as_items(
+    texts: str | Iterable[str], target_prefix: ForEach, source_lang: ForEach = None, target_lang: ForEach = None
+) -> Iterable[Item]:
+    """Texts with their prefixes and languages.
 
     Raises:
-        ValueError: something else than texts, or prefixes that don't go with them (of iterables, when they end).
+        ValueError: something else than texts, or others that don't go with them (of iterables, when they end).
     """
+    languages = {"source_lang": source_lang, "target_lang": target_lang}
     if isinstance(texts, str):
-        if target_prefix is not None and not isinstance(target_prefix, str):
-            raise ValueError(f"expected target_prefix as a str for one text, got {type(target_prefix).__name__}")
-        return [Item(texts, target_prefix)]
+        for name, value in {"target_prefix": target_prefix, **languages}.items():
+            if value is not None and not isinstance(value, str):
+                raise ValueError(f"expected {name} as a str for one text, got {type(value).__name__}")
+        return [Item(texts, target_prefix, source_lang, target_lang)]  # type: ignore[arg-type]
     if isinstance(texts, bytes | bytearray | Mapping) or not isinstance(texts, Iterable):
         raise ValueError(f"expected a text, or a list of texts, got {type(texts).__name__}")
-    if target_prefix is None:
-        return map(Item, texts)
-    if isinstance(target_prefix, str | bytes | bytearray | Mapping) or not isinstance(target_prefix, Iterable):
-        raise ValueError(f"expected target_prefix as a list, one for each text, got {type(target_prefix).__name__}")
-    return _paired(iter(texts), iter(target_prefix))
+    if isinstance(target_prefix, str):
+        raise ValueError("expected target_prefix as a list, one for each text, got str")
+    items: Iterator[Item] = map(Item, texts)
+    for field, (name, value) in zip(
+        Item._fields[1:], {"target_prefix": target_prefix, **languages}.items(), strict=True
+    ):
+        if value is None:
+            continue
+        if isinstance(value, bytes | bytearray | Mapping) or not isinstance(value, Iterable):
+            raise ValueError(f"expected {name} as a list, one for each text, got {type(value).__name__}")
+        items = _with_field(items, field, name, value)
+    return items
+
+
+def _with_field(items: Iterator[Item], field: str, name: str, values: str | Iterable[str | None]) -> Iterator[Item]:
+    if isinstance(values, str):
+        return (item._replace(**{field: values}) for item in items)
+    pairs = _together(items, iter(values), name, name)
+    return (item._replace(**{field: value}) for item, value in pairs)
 
 
 def expect_text(argument: str, number: int | str, value: object) -> str:
@@ -76,10 +99,6 @@ def as_pairs(texts: str | Iterable[str], translations: str | Iterable[str]) -> I
         if isinstance(values, bytes | bytearray | Mapping) or not isinstance(values, Iterable):
             raise ValueError(f"expected a text, or a list of texts, got {type(values).__name__}")
     return _together(iter(texts), iter(translations), "translations", "translation")
-
-
-def _paired(texts: Iterator[str], prefixes: Iterator[str | None]) -> Iterator[Item]:
-    return itertools.starmap(Item, _together(texts, prefixes, "target_prefix", "target_prefix"))
 
 
 def _together(texts: Iterator[Any], others: Iterator[Any], name: str, one: str) -> Iterator[tuple[Any, Any]]:

@@ -37,6 +37,7 @@ from fastformer.generation.streaming import TextPieces
 from fastformer.generation.text_io import (
     Answer,
     ErrorPolicy,
+    ForEach,
     Form,
     Item,
     TextCodec,
@@ -48,6 +49,7 @@ from fastformer.generation.text_io import (
 )
 from fastformer.generation.text_io import Scored as Scored
 from fastformer.generation.text_io import TokenScored as TokenScored
+from fastformer.languages import LanguageIds, Languages
 from fastformer.settings import Positive, check_value
 from fastformer.special_ids import SpecialIds
 
@@ -74,6 +76,13 @@ class Translator(Judge):
             One text is translated whatever it takes. None: 512 MiB on a CPU, a quarter of the free memory on a GPU.
         precision: what it computes in, where a call doesn't say: "fp32", "bf16", "fp16" or "int8"; None: what the model
             says. See `fastformer.generate`.
+        source_lang, target_lang: the languages of texts and translations where a call doesn't say, for a model of many
+            languages (NLLB, M2M100, mBART, MADLAD): the names that it has, such as "eng_Latn", or short ones, such as
+            "en". None: what the tokenizer's folder says, if it does.
+
+    Raises:
+        ValueError: a model that reads no source, an unknown language (the nearest names are suggested), a language for
+            a model that isn't told any.
     """
 
     def __init__(
@@ -84,6 +93,8 @@ class Translator(Judge):
         max_batch_size: int | None = None,
         max_batch_bytes: int | None = None,
         precision: Precision | None = None,
+        source_lang: str | None = None,
+        target_lang: str | None = None,
     ) -> None:
         check_precision(precision)
         for name, value in (("max_batch_size", max_batch_size), ("max_batch_bytes", max_batch_bytes)):
@@ -97,6 +108,8 @@ class Translator(Judge):
             )
         self.max_batch_size, self.max_batch_bytes = max_batch_size, max_batch_bytes
         self.precision = precision
+        self.source_lang, self.target_lang = source_lang, target_lang
+        self._check_languages(source_lang, target_lang)
 
     @classmethod
     def from_pretrained(
@@ -110,19 +123,21 @@ class Translator(Judge):
         ensemble_mean: Mean = "probabilities",
         max_batch_size: int | None = None,
         max_batch_bytes: int | None = None,
+        source_lang: str | None = None,
+        target_lang: str | None = None,
     ) -> Translator:
         """The translator of a run folder, whichever architecture it holds; or of several, which translate together.
 
         Args:
-            run: the folder, or that of a BART, a Marian or a T5 as transformers saves it. Or a list of folders, whose
-                tokenizers must be the same: see `Ensemble`.
+            run: the folder, or that of a BART, a Marian, an NLLB or a T5, say, as transformers saves it. Or a list of
+                folders, whose tokenizers must be the same: see `Ensemble`.
             tokenizer: None: the folder's own.
             device: where it runs; None: the CPU.
             precision: the dtype that the weights are loaded as, which the caches follow: "fp32", "bf16" or "fp16"; or
                 "int8": they are loaded as they were saved, and the C++ engine rounds them, on a CPU. None: as they were
                 saved, be it as int8 (`model.quantize()`). Logits and scores are fp32 always.
             ensemble_weights, ensemble_mean: of several folders; see `Ensemble`.
-            max_batch_size, max_batch_bytes: see the class.
+            max_batch_size, max_batch_bytes, source_lang, target_lang: see the class.
 
         Raises:
             ValueError: a folder that holds no translator, or is damaged; no such device or precision.
@@ -142,6 +157,8 @@ class Translator(Judge):
             max_batch_size=max_batch_size,
             max_batch_bytes=max_batch_bytes,
             precision=next(filter(None, (asked_precision(one, precision) for one in models)), None),
+            source_lang=source_lang,
+            target_lang=target_lang,
         )
 
     @overload  # a str is an iterable of str as well: the first that fits counts
@@ -150,6 +167,8 @@ class Translator(Judge):
         texts: str,
         *,
         target_prefix: str | None = ...,
+        source_lang: str | None = ...,
+        target_lang: str | None = ...,
         on_error: str = ...,
         skip_long: bool = ...,
         split: bool = ...,
@@ -163,6 +182,8 @@ class Translator(Judge):
         texts: Iterable[str],
         *,
         target_prefix: Iterable[str | None] | None = ...,
+        source_lang: ForEach = ...,
+        target_lang: ForEach = ...,
         on_error: str = ...,
         skip_long: bool = ...,
         split: bool = ...,
@@ -175,7 +196,9 @@ class Translator(Judge):
         self,
         texts: str | Iterable[str],
         *,
-        target_prefix: str | Iterable[str | None] | None = ...,
+        target_prefix: ForEach = ...,
+        source_lang: ForEach = ...,
+        target_lang: ForEach = ...,
         on_error: str = ...,
         skip_long: bool = ...,
         split: bool = ...,
@@ -189,7 +212,9 @@ class Translator(Judge):
         self,
         texts: str | Iterable[str],
         *,
-        target_prefix: str | Iterable[str | None] | None = None,
+        target_prefix: ForEach = None,
+        source_lang: ForEach = None,
+        target_lang: ForEach = None,
         on_error: str = "stop",
         skip_long: bool = False,
         split: bool = False,
@@ -205,6 +230,9 @@ class Translator(Judge):
             target_prefix: what the translation of a text begins with; for texts one for each, "" or None for none. Its
                 end is the end of a token: the translation goes on with the next word rather than within the last one.
                 Scores are those of what follows it.
+            source_lang, target_lang: the languages, for a model of many: one for all texts, or one for each, None for
+                the class's. The target's token counts as no token of the translation; with
+                beam_rules="transformers" it counts as its first, as there, for lengths and their penalty.
             on_error: "stop", or "skip": a text that can't be translated (empty, or longer than the model's max_len)
                 gets an empty translation and a warning that names it by its number.
             skip_long: skip what is only too long.
@@ -227,19 +255,20 @@ class Translator(Judge):
                 translated (named by its number, from 1).
         """
         config, errors = self.settings(options, config), ErrorPolicy(on_error, skip_long)
+        self._check_languages(source_lang, target_lang)
         form = as_form(config, return_scores, return_token_scores)
         check_split(split, form, target_prefix)
         builder, began = self._builder(config, form.log_probs), time.monotonic()
         is_one = isinstance(texts, str)
         if split:
             deadline = None if config.max_time is None else began + config.max_time
-            items = IterableSource(as_items(texts, None))
+            items = IterableSource(as_items(texts, None, source_lang, target_lang))
             parts = translated_parts(self, items, builder, errors, read_ahead=READ_AHEAD, deadline=deadline)
             said = [form.of(answer) for ready in joined(parts) for answer in ready]
             return said[0] if is_one else said
         # All are read first, so that a bad one is named before the work; held are their ids alone, in few bytes.
         inputs: list[CheckedInput | None] = []
-        for number, item in enumerate(as_items(texts, target_prefix), 1):
+        for number, item in enumerate(as_items(texts, target_prefix, source_lang, target_lang), 1):
             try:
                 found = self.encode_item(item, number, builder)
                 inputs.append(found._replace(row=array("q", found.row)))
@@ -273,7 +302,9 @@ class Translator(Judge):
         self,
         texts: str | Iterable[str],
         *,
-        target_prefix: str | Iterable[str | None] | None = ...,
+        target_prefix: ForEach = ...,
+        source_lang: ForEach = ...,
+        target_lang: ForEach = ...,
         read_ahead: int = ...,
         on_error: str = ...,
         skip_long: bool = ...,
@@ -287,7 +318,9 @@ class Translator(Judge):
         self,
         texts: str | Iterable[str],
         *,
-        target_prefix: str | Iterable[str | None] | None = ...,
+        target_prefix: ForEach = ...,
+        source_lang: ForEach = ...,
+        target_lang: ForEach = ...,
         read_ahead: int = ...,
         on_error: str = ...,
         skip_long: bool = ...,
@@ -302,7 +335,9 @@ class Translator(Judge):
         self,
         texts: str | Iterable[str],
         *,
-        target_prefix: str | Iterable[str | None] | None = None,
+        target_prefix: ForEach = None,
+        source_lang: ForEach = None,
+        target_lang: ForEach = None,
         read_ahead: int = READ_AHEAD,
         on_error: str = "stop",
         skip_long: bool = False,
@@ -321,7 +356,7 @@ class Translator(Judge):
             texts: texts, of which whole translations come; or one text, of which pieces come. The pieces, one after
                 another, are what `translate` gives. They can't come from beams or several samples. With split they are
                 sentences, which may come from beams.
-            target_prefix: see `translate`; for texts an iterable as well, which is read along with them.
+            target_prefix, source_lang, target_lang: see `translate`; of iterables, which are read along with the texts.
             read_ahead: how many texts are read, at most, before the first of them is answered. An iterable can't be
                 asked what has come: where its texts come slowly, 1 answers each before the next is read.
             on_error, skip_long, split, return_scores, return_token_scores: see `translate`.
@@ -333,10 +368,11 @@ class Translator(Judge):
                 translations before it have been given.
         """
         config, errors = self.settings(options, config), ErrorPolicy(on_error, skip_long)
+        self._check_languages(source_lang, target_lang)
         form = as_form(config, return_scores, return_token_scores)
         check_value("read_ahead", read_ahead, Positive)
         check_split(split, form, target_prefix)
-        items = as_items(texts, target_prefix)
+        items = as_items(texts, target_prefix, source_lang, target_lang)
         if isinstance(texts, str) and split:
             builder = self._builder(config, False)
             parts = translated_parts(self, IterableSource(items), builder, errors, read_ahead=read_ahead)
@@ -458,16 +494,57 @@ class Translator(Judge):
         most_new_tokens(self.model, 1, found)
         return found
 
-    def encode(self, text: str, number: int | str = 1) -> list[int]:
-        """The source ids of a text, EOS at the end.
+    def language_ids(self, source_lang: str | None = None, target_lang: str | None = None) -> LanguageIds:
+        """The ids that tell the model the languages of a text: none for a model of one pair of languages.
+
+        Args:
+            source_lang, target_lang: None: the class's.
+
+        Raises:
+            ValueError: see the class; a language that isn't said anywhere.
+        """
+        languages = self.languages
+        if languages is None:
+            self._check_languages(source_lang, target_lang)
+            return LanguageIds()
+        return languages.of(source_lang or self.source_lang, target_lang or self.target_lang)
+
+    @property
+    def languages(self) -> Languages | None:
+        """The languages of the model, which its tokenizer knows; None: it isn't told any."""
+        return getattr(self.tokenizer, "languages", None)
+
+    def _check_languages(self, source_lang: object, target_lang: object) -> None:
+        """Checks languages that are given for all texts."""
+        given = {"source_lang": source_lang, "target_lang": target_lang}
+        languages = self.languages
+        if languages is not None:
+            languages.check(*(name if isinstance(name, str) else None for name in given.values()))
+            return
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(
+                    f"expected no {name} for this {type(self.model).__name__}, whose tokenizer knows no languages, got "
+                    f"{value!r:.40}"
+                )
+
+    def encode(self, text: str, number: int | str = 1, languages: LanguageIds | None = None) -> list[int]:
+        """The source ids of a text, EOS at the end, with what tells the model its language.
+
+        Args:
+            text: what is translated.
+            number: what messages call it.
+            languages: from `language_ids`; None: those of the class.
 
         Raises:
             TextError: an empty text, one longer than the model's max_len, or one that the tokenizer can't encode.
         """
         if not expect_text("texts", number, text).strip():
             raise TextError(f"text {number}: expected something to translate, got an empty text")
+        told = self.language_ids() if languages is None else languages
+        eos = SpecialIds.of(self.model.config).first_eos
         try:
-            ids = [*self.tokenizer.encode(text), SpecialIds.of(self.model.config).first_eos]
+            ids = [*told.front, *self.tokenizer.encode(text), eos, *told.behind]
         except ValueError as error:  # a lone surrogate, or what a foreign tokenizer has no token for
             raise TextError(f"text {number}: {error}") from error
         max_len = self.model.config.max_len
@@ -511,11 +588,15 @@ class Translator(Judge):
         """The ids of a text and of its prefix, held against the model.
 
         Raises:
-            TextError: see `encode`, `encode_prefix`, `RequestBuilder.check`.
+            TextError: see `language_ids`, `encode`, `encode_prefix`, `RequestBuilder.check`.
         """
-        ids, prefix = self.encode(item.text, number), self.encode_prefix(item.prefix, number)
         try:
-            return builder.check(ids, prefix)
+            told = self.language_ids(item.source_lang, item.target_lang)
+        except ValueError as error:
+            raise TextError(f"text {number}: {error}") from error
+        ids, prefix = self.encode(item.text, number, told), self.encode_prefix(item.prefix, number)
+        try:
+            return builder.check(ids, [*told.begin, *prefix], told=len(told.begin))
         except ValueError as error:
             raise TextError(f"text {number}: {error}") from error
 
@@ -532,9 +613,10 @@ class Translator(Judge):
         source = self.encode(text)
         with evaluating(self.model), torch.inference_mode():
             builder = self._builder(self.settings({}), False)
-            request = builder.build(builder.check(source))
+            begin = self.language_ids().begin
+            request = builder.build(builder.check(source, begin, told=len(begin)))
             run(new_scheduler(builder.engine), [request])
-        target = request.results[0].tokens
+        target = [*begin, *request.results[0].tokens]
         (weights,) = cross_attention(self.model, [(source, target)])
         source_tokens = getattr(self.tokenizer, "source_tokens", self.tokenizer.tokens)(source)
         return source_tokens, self.tokenizer.tokens(target), weights

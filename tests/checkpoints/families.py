@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import transformers
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -17,6 +18,8 @@ from transformers import (
     MarianConfig,
     MarianMTModel,
     MarianTokenizer,
+    PegasusConfig,
+    PegasusForConditionalGeneration,
     T5Config,
     T5ForConditionalGeneration,
     T5Tokenizer,
@@ -25,6 +28,7 @@ from transformers import (
 sentencepiece = pytest.importorskip("sentencepiece", reason="the sentencepiece library is not installed")
 tokenizers = pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
 
+IS_OLD = int(transformers.__version__.split(".")[0]) < 5
 ENGLISH = ["two men walk the dog in the park", "a woman reads a book", "the dog sees two birds", "men read in the park"]
 GERMAN = ["zwei Männer führen den Hund im Park aus", "eine Frau liest ein Buch", "der Hund sieht zwei Vögel"]
 TEXTS = ["the dog reads a book", "two birds", "a woman in the park", "men walk the dog"]
@@ -48,7 +52,7 @@ class Saved(NamedTuple):
         rows = [self.tokenizer(text)["input_ids"] for text in self.texts]
         ids = torch.tensor([row + [pad] * (max(map(len, rows)) - len(row)) for row in rows])
         with torch.inference_mode():
-            found = self.model.generate(ids, attention_mask=(ids != pad).long(), max_new_tokens=16, **options)
+            found = self.model.generate(ids, attention_mask=(ids != pad).long(), **{"max_new_tokens": 16, **options})
         return self.tokenizer.batch_decode(found, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
@@ -112,6 +116,33 @@ def marian(folder: Path, *, separate: bool = False, bad_words: bool = True) -> S
     return saved(folder, model, tokenizer, texts, **({"bad_words_ids": [[pad]]} if bad_words else {}))
 
 
+def pegasus(folder: Path) -> Saved:
+    """With both kinds of tokenizer."""
+    folder.mkdir()
+    ids = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1, "pad_piece": "<pad>"}
+    written = sentencepiece_model(ENGLISH, vocab_size=48, **ids)
+    (folder / "spiece.model").write_bytes(written)
+    tokenizer = of_files("PegasusTokenizer", folder)
+    torch.manual_seed(6)
+    model = PegasusForConditionalGeneration(
+        PegasusConfig(
+            vocab_size=len(tokenizer), scale_embedding=True, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0,
+            activation_function="relu", **SIZES,
+        )
+    ).eval()  # fmt: skip
+    draw(model, 0.3, 0.8)
+    with torch.no_grad():
+        model.model.decoder.layer_norm.weight.mul_(3)
+        model.final_logits_bias[0, 2:106] = -100.0  # what pre-training alone uses
+    return saved(folder, model, tokenizer, TEXTS, bad_words_ids=[[0]])
+
+
+def of_files(name: str, folder: Path, **options: Any) -> Any:
+    """transformers' tokenizer of a SentencePiece model in a folder."""
+    fast = f"{name}Fast"  # before version 5, the one that saves a tokenizer.json
+    return getattr(transformers, fast if IS_OLD else name).from_pretrained(folder, **options)
+
+
 def t5(folder: Path) -> Saved:
     """With both kinds of tokenizer."""
     folder.mkdir()
@@ -150,7 +181,7 @@ def draw(model: Any, small: float, large: float) -> None:
     """Weights of which every one matters: `small` for vectors and embeddings, `large` for other matrices."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if model.config.model_type == "marian" and "embed_positions" in name:  # sines
+            if model.config.model_type in ("marian", "pegasus") and "embed_positions" in name:  # sines
                 continue
             is_small = parameter.dim() == 1 or "shared" in name or ("embed_tokens" in name)
             is_norm = "norm" in name and "weight" in name
@@ -179,6 +210,8 @@ FAMILIES = {
     "bart-merges": lambda folder: without(bart(folder.with_name("whole")), folder, "tokenizer.json"),
     "marian": marian,
     "marian-separate": lambda folder: marian(folder, separate=True),
+    "pegasus": pegasus,
+    "pegasus-spiece": lambda folder: without(pegasus(folder.with_name("whole")), folder, "tokenizer.json"),
     "t5": t5,
     "t5-spiece": lambda folder: without(t5(folder.with_name("whole")), folder, "tokenizer.json"),
 }

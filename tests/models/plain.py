@@ -101,9 +101,7 @@ class Plain:
         if self.config.positions == "learned":
             vectors = vectors + self.w[f"{side}_position.table"][: len(ids)]
         elif self.config.positions != "relative":
-            vectors = vectors + position_table(
-                len(ids), self.dim, self.config.positions, self.config.first_position
-            )
+            vectors = vectors + position_table(len(ids), self.dim, self.config.positions, self.config.first_position)
         return self.norm(vectors, f"{side}_embedding_norm") if self.config.embedding_norm else vectors
 
     def __call__(self, source: Tensor, target: Tensor) -> Tensor:

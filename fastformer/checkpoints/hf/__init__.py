@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fastformer.checkpoints.hf import bart, gpt2, llama, marian, t5
+from fastformer.checkpoints.hf import bart, gpt2, llama, m2m100, marian, mbart, pegasus, t5
 from fastformer.checkpoints.hf.bart import bart_from_transformer, transformer_from_bart
 from fastformer.checkpoints.hf.common import Family as Family
 from fastformer.checkpoints.hf.common import load_folder as load_folder
@@ -26,9 +26,15 @@ def _decoder(kind: str, config_class: str, model_class: str) -> Family:
 FAMILIES = {
     "bart": Family("BART", "BartConfig", "BartForConditionalGeneration", transformer_from_bart, bart.read_tokenizer),
     "marian": Family("Marian", "MarianConfig", "MarianMTModel", transformer_from_bart, marian.read_tokenizer),
-    "mbart": Family("mBART", "MBartConfig", "MBartForConditionalGeneration", transformer_from_bart),
-    "pegasus": Family("Pegasus", "PegasusConfig", "PegasusForConditionalGeneration", transformer_from_bart),
-    "m2m_100": Family("M2M100", "M2M100Config", "M2M100ForConditionalGeneration", transformer_from_bart),
+    "mbart": Family(
+        "mBART", "MBartConfig", "MBartForConditionalGeneration", transformer_from_bart, mbart.read_tokenizer
+    ),
+    "pegasus": Family(
+        "Pegasus", "PegasusConfig", "PegasusForConditionalGeneration", transformer_from_bart, pegasus.read_tokenizer
+    ),
+    "m2m_100": Family(
+        "M2M100", "M2M100Config", "M2M100ForConditionalGeneration", transformer_from_bart, m2m100.read_tokenizer
+    ),
     "t5": Family("T5", "T5Config", "T5ForConditionalGeneration", transformer_from_t5, t5.read_tokenizer),
     "mt5": Family("mT5", "MT5Config", "MT5ForConditionalGeneration", transformer_from_t5, t5.read_tokenizer),
     "gpt2": _decoder("gpt2", "GPT2Config", "GPT2LMHeadModel"),

@@ -21,6 +21,7 @@ from torch import Tensor
 from fastformer.checkpoints.torch_archive import read_archive
 from fastformer.data import Tokenizer
 from fastformer.files import read_json, read_small
+from fastformer.languages import Languages, Places
 from fastformer.models import GPT, GPTConfig, Transformer, TransformerConfig
 from fastformer.models.pretrained import CONFIG, check_depth, check_tables, make_to_load
 from fastformer.models.weights import (
@@ -39,9 +40,11 @@ from fastformer.models.weights import (
 logger = logging.getLogger("fastformer")
 
 GENERATION = "generation_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 _OLD_WEIGHTS = "pytorch_model.bin"
 # Options of a search that change its output, with the values that change nothing.
-_SEARCH_OPTIONS = {"forced_bos_token_id": None, "no_repeat_ngram_size": 0, "min_length": 0, "repetition_penalty": 1.0}
+_FORCED = "forced_bos_token_id"
+_SEARCH_OPTIONS = {_FORCED: None, "no_repeat_ngram_size": 0, "min_length": 0, "repetition_penalty": 1.0}
 
 
 class ToModel(Protocol):
@@ -135,7 +138,7 @@ def load_folder(
         is_half = any(tensor.dtype == torch.float16 for tensor in state.values())
         if dtype is None and is_half and torch.device(device or "cpu").type == "cpu":
             dtype = torch.float32
-        search = _search_settings(folder, settings)
+        search = search_settings(folder, settings)
         never = _forbidden(folder, search)
         if family.kind == "decoder":
             settings = with_search_ids(settings, search)
@@ -143,7 +146,11 @@ def load_folder(
         tokenizer = make_tokenizer(model.config)
     except (ValueError, IndexError) as error:
         raise ValueError(f"{folder}: {error}") from error
-    asked = [f"{name}={search[name]}" for name, none in _SEARCH_OPTIONS.items() if search.get(name) not in (None, none)]
+    asked = [
+        f"{name}={search[name]}"
+        for name, none in _SEARCH_OPTIONS.items()
+        if search.get(name) not in (None, none) and not (name == _FORCED and getattr(tokenizer, "languages", None))
+    ]
     if asked:
         logger.warning("%s has search options that are not applied: pass %s to generate", folder, ", ".join(asked))
     return model, tokenizer
@@ -176,11 +183,10 @@ def special_tokens(
         ValueError: the vocabulary lacks a token, or the model has another id for it.
     """
     named, found = dict(names), {}
-    if (folder / "tokenizer_config.json").is_file():
-        for key, value in read_json(folder / "tokenizer_config.json").items():
-            name = value.get("content") if isinstance(value, dict) else value  # with its options
-            if key.removesuffix("_token") in named and key.endswith("_token") and isinstance(name, str):
-                named[key.removesuffix("_token")] = name
+    for key, value in tokenizer_settings(folder).items():
+        name = value.get("content") if isinstance(value, dict) else value  # with its options
+        if key.removesuffix("_token") in named and key.endswith("_token") and isinstance(name, str):
+            named[key.removesuffix("_token")] = name
     for kind, name in named.items():
         found[kind], said = vocab.get(name), settings.get(f"{kind}_token_id")
         if found[kind] is None or (
@@ -205,7 +211,54 @@ def read_file(file: Path) -> bytes:
     return read_small(file)
 
 
-def _search_settings(folder: Path, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+def tokenizer_settings(folder: Path) -> Mapping[str, Any]:
+    """What tokenizer_config.json says; nothing where there is none."""
+    file = folder / TOKENIZER_CONFIG
+    return read_json(file) if file.is_file() else {}
+
+
+def check_tokenizer_class(folder: Path, known: Iterable[str]) -> str | None:
+    """The class that transformers' tokenizer of a folder has, without "Fast"; None: the folder doesn't say.
+
+    Raises:
+        ValueError: a class that isn't known, which may encode in another way.
+    """
+    name = tokenizer_settings(folder).get("tokenizer_class")
+    if name is None:
+        return None
+    found = str(name).removesuffix("Fast")
+    if found not in known:
+        raise ValueError(
+            f"expected {folder / TOKENIZER_CONFIG} to name a tokenizer_class out of {', '.join(known)}, got {name!r}"
+        )
+    return found
+
+
+def languages_of(folder: Path, settings: Mapping[str, Any], ids: Mapping[str, int], places: Places) -> Languages:
+    """The languages of a folder's tokenizer, with the defaults that its files name.
+
+    Args:
+        folder: of the tokenizer.
+        settings: of the model.
+        ids: of the languages, by their names.
+        places: of their tokens.
+
+    Raises:
+        ValueError: no languages, or a default that is none of them.
+    """
+    named, forced = tokenizer_settings(folder), search_settings(folder, settings).get(_FORCED)
+    target = named.get("tgt_lang")
+    if places == "start":
+        forced = settings.get("decoder_start_token_id")
+        target = None
+    if forced is not None:
+        target = next((name for name, i in ids.items() if i == forced), None)
+        if target is None:
+            raise ValueError(f"expected a {_FORCED} that is one of the tokenizer's languages, got {forced!r}")
+    return Languages(ids, places, source=named.get("src_lang"), target=target)
+
+
+def search_settings(folder: Path, settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """The options of a search, from a file of their own, or in older folders from the model's settings."""
     file = folder / GENERATION
     return read_json(file) if file.is_file() else settings

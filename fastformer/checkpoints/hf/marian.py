@@ -6,6 +6,7 @@ vocab.json                   the ids of pieces; target_vocab.json if the target 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from typing import Any
 from fastformer.checkpoints.hf.common import read_file, special_tokens
 from fastformer.data.model_tokenizers import MarianTokenizer, check_vocab, read_sentencepiece
 from fastformer.files import read_json
+from fastformer.languages import Languages
 from fastformer.models import TransformerConfig
 
+_LANGUAGE = re.compile(r">>[^<>\s]+<<")  # of a model that translates into several
 _SPECIAL_TOKENS = {"unk": "<unk>", "eos": "</s>", "pad": "<pad>"}
 
 
@@ -30,9 +33,12 @@ def read_tokenizer(
     )
     special = special_tokens(folder, settings, target_vocab, _SPECIAL_TOKENS, ["unk"])
 
+    ids = {piece[2:-2]: i for piece, i in vocab.items() if _LANGUAGE.fullmatch(piece)}
+    languages = Languages(ids, "asked") if ids else None
+
     def make(config: TransformerConfig) -> MarianTokenizer:
         if max(vocab.values()) >= (config.source_vocab_size or config.vocab_size):
             raise ValueError(f"its vocab.json has ids up to {max(vocab.values())}, which the model doesn't have")
-        return MarianTokenizer(source, target, vocab, target_vocab, config.vocab_size, config.special_ids)
+        return MarianTokenizer(source, target, vocab, target_vocab, config.vocab_size, config.special_ids, languages)
 
     return special["unk"], make

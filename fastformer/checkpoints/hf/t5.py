@@ -1,4 +1,4 @@
-"""T5 (Raffel et al. 2020), its version 1.1 and mT5.
+"""T5 (Raffel et al. 2020), its version 1.1, mT5 and MADLAD-400.
 
 They are pre-norm `Transformer`s with relative positions, RMSNorm and no biases. Two differences are absorbed by the
 weights. T5 doesn't divide its scores by sqrt(head_dim): the weights of queries are multiplied by it instead, which is
@@ -11,6 +11,7 @@ tokenizer.json               of the tokenizers library; or spiece.model, a Sente
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from fastformer.checkpoints.hf.common import (
 from fastformer.data.model_tokenizers import BackendTokenizer, SentencePieceTokenizer, read_sentencepiece
 from fastformer.data.tokenizer import TOKENIZER, read_backend
 from fastformer.files import read_json
+from fastformer.languages import Languages
 from fastformer.models import Transformer, TransformerConfig
 from fastformer.special_ids import SpecialIds
 
@@ -43,6 +45,7 @@ logger = logging.getLogger("fastformer")
 
 NAMES = {"t5": "T5", "mt5": "mT5"}  # by the model_type of transformers
 _SPECIAL_TOKENS = {"unk": "<unk>", "eos": "</s>", "pad": "<pad>"}
+_LANGUAGE = re.compile(r"<2([a-z]{2,3}(?:_[A-Za-z_]+)?)>")
 _MAX_LEN = 512  # for a config without n_positions
 
 _ACTIVATIONS = {
@@ -279,12 +282,30 @@ def read_tokenizer(
     file = folder / TOKENIZER
     if file.is_file():
         backend = read_backend(file, read_json(file))
-        special = special_tokens(folder, settings, backend.get_vocab(), _SPECIAL_TOKENS, ["unk"])
+        vocab = backend.get_vocab()
+        special = special_tokens(folder, settings, vocab, _SPECIAL_TOKENS, ["unk"])
+        languages = _languages(vocab, lambda text: list(backend.encode(text, add_special_tokens=False).ids))
         return special["unk"], lambda config: BackendTokenizer(
-            backend, config.vocab_size, config.special_ids, None, str(file)
+            backend, config.vocab_size, config.special_ids, None, str(file), languages
         )
     file = folder / "spiece.model"
     processor = read_sentencepiece(file, read_file(file))
     vocab = {processor.id_to_piece(i): i for i in range(processor.get_piece_size())}
     special = special_tokens(folder, settings, vocab, _SPECIAL_TOKENS, ["unk"])
-    return special["unk"], lambda config: SentencePieceTokenizer(processor, config.vocab_size, config.special_ids)
+    languages = _languages(vocab, lambda text: list(processor.encode(text)))
+    return special["unk"], lambda config: SentencePieceTokenizer(
+        processor, config.vocab_size, config.special_ids, languages
+    )
+
+
+def _languages(vocab: Mapping[str, int], encode: Callable[[str], list[int]]) -> Languages | None:
+    """The languages that a source is asked for by a token in front of it, as MADLAD's is by "<2de>" (Kudugunta 2023).
+
+    A T5 whose tokenizer reads no such tokens has none.
+    """
+    tokens = {match[1]: i for piece, i in vocab.items() if (match := _LANGUAGE.fullmatch(piece))}
+    if not tokens:
+        return None
+    name, first = next(iter(tokens.items()))
+    ids = encode(f"<2{name}>")
+    return Languages(tokens, "asked", lead=tuple(ids[:-1])) if ids and ids[-1] == first else None

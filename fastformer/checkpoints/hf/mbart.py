@@ -1,0 +1,74 @@
+"""mBART (Liu et al. 2020) and mBART-50 (Tang et al. 2020): their tokenizers. Their model is one of `bart.FORMS`.
+
+tokenizer.json               in which the languages are special tokens, such as "en_XX"
+sentencepiece.bpe.model      in its place: fairseq's ids are one larger than those of the pieces; the languages follow
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fastformer.checkpoints.hf.common import check_tokenizer_class, languages_of, read_file, special_tokens
+from fastformer.data.model_tokenizers import BackendTokenizer, PieceTokenizer, added_tokens, read_sentencepiece
+from fastformer.data.tokenizer import TOKENIZER, read_backend
+from fastformer.files import read_json
+from fastformer.languages import Languages
+from fastformer.models import TransformerConfig
+
+_SPECIAL_TOKENS = {"unk": "<unk>", "eos": "</s>", "pad": "<pad>"}
+_LANGUAGE = re.compile(r"[a-z]{2,3}_[A-Z]{2}")
+# In the order of their ids: mBART's 25, and those that mBART-50 adds.
+_CODES = (
+    "ar_AR cs_CZ de_DE en_XX es_XX et_EE fi_FI fr_XX gu_IN hi_IN it_IT ja_XX kk_KZ ko_KR lt_LT lv_LV my_MM ne_NP nl_XX "
+    "ro_RO ru_RU si_LK tr_TR vi_VN zh_CN"
+)
+_MORE_CODES = (
+    "af_ZA az_AZ bn_IN fa_IR he_IL hr_HR id_ID ka_GE km_KH mk_MK ml_IN mn_MN mr_IN pl_PL ps_AF pt_XX sv_SE sw_KE ta_IN "
+    "te_IN th_TH tl_XX uk_UA ur_PK xh_ZA gl_ES sl_SI"
+)
+
+
+def read_tokenizer(
+    folder: Path, settings: Mapping[str, Any]
+) -> tuple[int | None, Callable[[TransformerConfig], BackendTokenizer | PieceTokenizer]]:
+    """See `ReadTokenizer`. mBART's decoder begins with the target language, so that it translates into one alone."""
+    named = check_tokenizer_class(folder, ("MBartTokenizer", "MBart50Tokenizer"))
+    file = folder / TOKENIZER
+    backend = read_backend(file, read_json(file)) if file.is_file() else None
+    codes = _CODES.split() if named == "MBartTokenizer" else [*_CODES.split(), *_MORE_CODES.split()]
+    if backend is not None:
+        found = {name: i for name, i in added_tokens(backend).items() if _LANGUAGE.fullmatch(name)}
+        is_many = named == "MBart50Tokenizer" or (named is None and len(found) > len(_CODES.split()))
+    else:
+        if named is None:
+            raise ValueError(f"expected a {TOKENIZER} in {folder}, or a tokenizer_config.json with a tokenizer_class")
+        is_many = named == "MBart50Tokenizer"
+        path = folder / "sentencepiece.bpe.model"
+        processor = read_sentencepiece(path, read_file(path))
+        size = processor.get_piece_size()
+        vocab = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
+        vocab |= {processor.id_to_piece(i): i + 1 for i in range(3, size)}
+        found = {code: size + 1 + place for place, code in enumerate(codes)}
+        vocab["<mask>"] = size + 1 + len(codes)
+    languages = languages_of(folder, settings, found, "front" if is_many else "start")
+    _check_start(languages, settings)
+    if backend is not None:
+        special = special_tokens(folder, settings, backend.get_vocab(), _SPECIAL_TOKENS, ["unk"])
+        return special["unk"], lambda config: BackendTokenizer(
+            backend, config.vocab_size, config.special_ids, None, str(file), languages
+        )
+    special = special_tokens(folder, settings, vocab, _SPECIAL_TOKENS, ["unk"])
+    return special["unk"], lambda config: PieceTokenizer(
+        processor, vocab, config.vocab_size, config.special_ids, languages
+    )
+
+
+def _check_start(languages: Languages, settings: Mapping[str, Any]) -> None:
+    if languages.places == "start" and languages.target is None:
+        raise ValueError(
+            "expected an mBART with a decoder_start_token_id that is the language it translates into, got "
+            f"{settings.get('decoder_start_token_id')!r}"
+        )

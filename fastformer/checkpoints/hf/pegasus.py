@@ -1,0 +1,42 @@
+"""Pegasus (Zhang et al. 2020): the tokenizer. Its model is one of `bart.FORMS`.
+
+tokenizer.json               or
+spiece.model                 whose pieces follow masks and names that pre-training alone used
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fastformer.checkpoints.hf.common import read_file, special_tokens, tokenizer_settings
+from fastformer.data.model_tokenizers import BackendTokenizer, PieceTokenizer, read_sentencepiece
+from fastformer.data.tokenizer import TOKENIZER, read_backend
+from fastformer.files import read_json
+from fastformer.models import TransformerConfig
+
+_SPECIAL_TOKENS = {"unk": "<unk>", "eos": "</s>", "pad": "<pad>"}
+_OFFSET = 103  # ids between those of PAD and EOS and those of the other pieces, if the folder doesn't say
+
+
+def read_tokenizer(
+    folder: Path, settings: Mapping[str, Any]
+) -> tuple[int | None, Callable[[TransformerConfig], BackendTokenizer | PieceTokenizer]]:
+    """See `ReadTokenizer`."""
+    file = folder / TOKENIZER
+    if file.is_file():
+        backend = read_backend(file, read_json(file))
+        special = special_tokens(folder, settings, backend.get_vocab(), _SPECIAL_TOKENS, ["unk"])
+        return special["unk"], lambda config: BackendTokenizer(
+            backend, config.vocab_size, config.special_ids, None, str(file)
+        )
+    file = folder / "spiece.model"
+    processor = read_sentencepiece(file, read_file(file))
+    offset = tokenizer_settings(folder).get("offset", _OFFSET)
+    if not isinstance(offset, int) or isinstance(offset, bool) or offset < 0:
+        raise ValueError(f"expected offset to be a number of ids, got {offset!r}")
+    vocab = {"<pad>": 0, "</s>": 1}
+    vocab |= {processor.id_to_piece(i): i + offset for i in range(2, processor.get_piece_size())}
+    special = special_tokens(folder, settings, vocab, _SPECIAL_TOKENS, ["unk"])
+    return special["unk"], lambda config: PieceTokenizer(processor, vocab, config.vocab_size, config.special_ids)
