@@ -11,31 +11,68 @@ from fastformer.generation.config import Precision
 from fastformer.generation.model_protocols import Model, why_not_by_modules
 from fastformer.generation.scoring import MAX_TOKENS, score_texts
 from fastformer.generation.text_io import ErrorPolicy, TextCodec, TokenScored, as_pairs
-from fastformer.languages import LanguageIds
+from fastformer.languages import LanguageIds, Languages
 
 
 class Judge(ABC):
     """Scores and aligns texts and their translations; the half of `Translator` that makes none.
 
     Attributes:
-        model, tokenizer, precision: see `Translator`.
+        model, tokenizer, precision, source_lang, target_lang: see `Translator`.
     """
 
     model: Model
     tokenizer: TextCodec
     precision: Precision | None
+    source_lang: str | None
+    target_lang: str | None
 
     @abstractmethod
     def encode(self, text: str, number: int = 1) -> list[int]:
         """See `Translator.encode`."""
 
     @abstractmethod
-    def language_ids(self) -> LanguageIds:
-        """See `Translator.language_ids`."""
-
-    @abstractmethod
     def encode_target(self, text: str) -> list[int]:
         """See `Translator.encode_target`."""
+
+    def language_ids(self, source_lang: str | None = None, target_lang: str | None = None) -> LanguageIds:
+        """The ids that tell the model the languages of a text: none for a model of one pair of languages.
+
+        Args:
+            source_lang, target_lang: None: the class's.
+
+        Raises:
+            ValueError: see the class; a language that isn't said anywhere.
+        """
+        languages = self.languages
+        if languages is None:
+            self.check_languages(source_lang, target_lang)
+            return LanguageIds()
+        source = self.source_lang if source_lang is None else source_lang
+        return languages.of(source, self.target_lang if target_lang is None else target_lang)
+
+    @property
+    def languages(self) -> Languages | None:
+        """The languages of the model, which its tokenizer knows; None: it isn't told any."""
+        return getattr(self.tokenizer, "languages", None)
+
+    def check_languages(self, source_lang: object, target_lang: object) -> None:
+        """Checks languages that are given for all texts.
+
+        Raises:
+            ValueError: an unknown language, or one for a model that isn't told any.
+        """
+        given = {"source_lang": source_lang, "target_lang": target_lang}
+        languages = self.languages
+        if languages is not None:
+            languages.check(*(name if isinstance(name, str) else None for name in given.values()))
+            return
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(
+                    f"expected no {name} for this {type(self.model).__name__}, whose tokenizer knows no languages, got "
+                    f"{value!r:.40}"
+                )
 
     @overload  # a str is an iterable of str as well: the first that fits counts
     def score(  # type: ignore[overload-overlap]

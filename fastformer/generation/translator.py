@@ -49,7 +49,7 @@ from fastformer.generation.text_io import (
 )
 from fastformer.generation.text_io import Scored as Scored
 from fastformer.generation.text_io import TokenScored as TokenScored
-from fastformer.languages import LanguageIds, Languages
+from fastformer.languages import LanguageIds
 from fastformer.settings import Positive, check_value
 from fastformer.special_ids import SpecialIds
 
@@ -109,7 +109,7 @@ class Translator(Judge):
         self.max_batch_size, self.max_batch_bytes = max_batch_size, max_batch_bytes
         self.precision = precision
         self.source_lang, self.target_lang = source_lang, target_lang
-        self._check_languages(source_lang, target_lang)
+        self.check_languages(source_lang, target_lang)
 
     @classmethod
     def from_pretrained(
@@ -255,7 +255,7 @@ class Translator(Judge):
                 translated (named by its number, from 1).
         """
         config, errors = self.settings(options, config), ErrorPolicy(on_error, skip_long)
-        self._check_languages(source_lang, target_lang)
+        self.check_languages(source_lang, target_lang)
         form = as_form(config, return_scores, return_token_scores)
         check_split(split, form, target_prefix)
         builder, began = self._builder(config, form.log_probs), time.monotonic()
@@ -368,7 +368,7 @@ class Translator(Judge):
                 translations before it have been given.
         """
         config, errors = self.settings(options, config), ErrorPolicy(on_error, skip_long)
-        self._check_languages(source_lang, target_lang)
+        self.check_languages(source_lang, target_lang)
         form = as_form(config, return_scores, return_token_scores)
         check_value("read_ahead", read_ahead, Positive)
         check_split(split, form, target_prefix)
@@ -493,40 +493,6 @@ class Translator(Judge):
         found.check_model(self.model.config.vocab_size)
         most_new_tokens(self.model, 1, found)
         return found
-
-    def language_ids(self, source_lang: str | None = None, target_lang: str | None = None) -> LanguageIds:
-        """The ids that tell the model the languages of a text: none for a model of one pair of languages.
-
-        Args:
-            source_lang, target_lang: None: the class's.
-
-        Raises:
-            ValueError: see the class; a language that isn't said anywhere.
-        """
-        languages = self.languages
-        if languages is None:
-            self._check_languages(source_lang, target_lang)
-            return LanguageIds()
-        return languages.of(source_lang or self.source_lang, target_lang or self.target_lang)
-
-    @property
-    def languages(self) -> Languages | None:
-        """The languages of the model, which its tokenizer knows; None: it isn't told any."""
-        return getattr(self.tokenizer, "languages", None)
-
-    def _check_languages(self, source_lang: object, target_lang: object) -> None:
-        """Checks languages that are given for all texts."""
-        given = {"source_lang": source_lang, "target_lang": target_lang}
-        languages = self.languages
-        if languages is not None:
-            languages.check(*(name if isinstance(name, str) else None for name in given.values()))
-            return
-        for name, value in given.items():
-            if value is not None:
-                raise ValueError(
-                    f"expected no {name} for this {type(self.model).__name__}, whose tokenizer knows no languages, got "
-                    f"{value!r:.40}"
-                )
 
     def encode(self, text: str, number: int | str = 1, languages: LanguageIds | None = None) -> list[int]:
         """The source ids of a text, EOS at the end, with what tells the model its language.

@@ -97,8 +97,8 @@ def to_huggingface(model: Transformer | GPT) -> PreTrainedModel:
             or if it is pre-norm a PegasusForConditionalGeneration. With positions "concatenated", which begin behind
             PAD's id (`first_position`), and pre-norm it becomes an M2M100ForConditionalGeneration. With positions
             "learned" and `embedding_norm` it becomes a BartForConditionalGeneration, or if it is pre-norm an
-            MBartForConditionalGeneration. With positions "relative" it becomes a T5ForConditionalGeneration, for which it has to be pre-norm, with norm
-            "rms", no biases and no scale_embedding.
+            MBartForConditionalGeneration. With positions "relative" it becomes a T5ForConditionalGeneration, for which
+            it has to be pre-norm, with norm "rms", no biases and no scale_embedding.
 
     Raises:
         ImportError: transformers is not installed.

@@ -74,7 +74,8 @@ class Spoken(NamedTuple):
         if self.saved.model.config.decoder_start_token_id != self.target_id():
             options = {"forced_bos_token_id": self.target_id(), **options}
         # Version 5 takes M2M100's languages for text.
-        return [text.removeprefix(f"__{self.target}__").strip() for text in self.saved.said(**options)]
+        token, texts = f"__{self.target}__", self.saved.said(**options)
+        return [text.removeprefix(token).lstrip() if text.startswith(token) else text for text in texts]
 
     def read(self, text: str) -> list[int]:
         """transformers' ids of a source."""

@@ -104,8 +104,8 @@ def test_languages_of_each_text(made) -> None:
     assert speaking.translate(texts, target_lang=["de", None, "zho_Hans", "de"], max_new_tokens=8) == each
     prefixed = speaking.translate(texts[1], target_prefix="two", max_new_tokens=4)
     assert prefixed.startswith("two") and prefixed != speaking.translate(texts[1], max_new_tokens=4)
-    split = speaking.translate("two birds. the dog reads a book.", split=True, max_new_tokens=8)
-    assert split == " ".join(speaking.translate(["two birds.", "the dog reads a book."], max_new_tokens=8))
+    split = speaking.translate("two birds. Men read in the park.", split=True, max_new_tokens=8)
+    assert split == " ".join(speaking.translate(["two birds.", "Men read in the park."], max_new_tokens=8))
 
     async def at_once() -> list[str]:
         async with AsyncTranslator(speaking) as front:
