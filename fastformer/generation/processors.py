@@ -31,6 +31,12 @@ class RowWise:
     """A processor that looks at each row alone; two that are equal do the same."""
 
 
+class AtOneLength(RowWise):
+    """A `RowWise` that changes nothing but where so many ids stand before the next token: see `position`."""
+
+    position: int
+
+
 def make_processors(
     config: GenerationConfig,
     eos: Sequence[int],
@@ -191,7 +197,7 @@ class EndWhereNothingFollows(RowWise):
 
 
 @dataclass(frozen=True)
-class ForcedToken(RowWise):
+class ForcedToken(AtOneLength):
     """Allows one token alone where so many ids stand before it."""
 
     token: int
@@ -205,9 +211,33 @@ class ForcedToken(RowWise):
         return forced
 
 
+@dataclass(frozen=True)
+class SuppressTokensAt(AtOneLength):
+    """Forbids tokens where so many ids stand before them."""
+
+    ids: tuple[int, ...]
+    position: int
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if input_ids.shape[1] != self.position:
+            return scores
+        return scores.index_fill(1, torch.tensor(self.ids, device=scores.device), -torch.inf)
+
+
 # An engine that runs searches in C++ does what these do, as long as a token is allowed: it forbids tokens, and makes
 # log-probabilities of the rest.
 SEARCH_RULES = (LogProbs, SuppressTokens, MinNewTokens, EndWhereNothingFollows)
+
+
+def does_search(processors: Sequence[Processor], *, keeps_scores: bool) -> bool:
+    """Whether a search that an engine runs in C++ does what these do, but for the steps at which an `AtOneLength` acts.
+
+    Args:
+        processors: of a request.
+        keeps_scores: see `Request`. The engine makes log-probabilities of what is left of the tokens.
+    """
+    masks = any(isinstance(one, SuppressTokens | MinNewTokens) for one in processors)
+    return not (keeps_scores and masks) and all(isinstance(one, (*SEARCH_RULES, AtOneLength)) for one in processors)
 
 
 def make_stop(

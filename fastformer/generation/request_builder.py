@@ -14,7 +14,7 @@ from fastformer.generation.engines import Engine, Prompt, choose_engine
 from fastformer.generation.inputs import check_vocabulary
 from fastformer.generation.model_protocols import Model, is_decoder_only
 from fastformer.generation.native_search import NativeSearch
-from fastformer.generation.processors import SEARCH_RULES, any_of, make_processors, make_stop
+from fastformer.generation.processors import any_of, does_search, make_processors, make_stop
 from fastformer.generation.requests import Request, window_end
 from fastformer.generation.search import BeamSearch, RowSearch, Sampling, Search, Stop, TransformersBeamSearch
 from fastformer.generation.streaming import Detokenizer, StopTexts, TextPieces
@@ -209,12 +209,12 @@ class RequestBuilder:
         processors = make_processors(
             config, self.ids.eos, len(begin), limit, min_tokens=checked.least, has_shortlist=self._has_shortlist
         )
-        masks_alone = all(isinstance(one, SEARCH_RULES) for one in processors)
+        search_does = does_search(processors, keeps_scores=config.keeps_scores)
         return Request(
             prompt,
             self._search_maker(checked, begin, place, sample, is_native=self._is_native and window is None),
             processors=processors,
-            search_suffices=self._leaves_words and masks_alone and not config.keeps_scores,
+            search_suffices=self._leaves_words and search_does,
             keeps_scores=config.keeps_scores,
             log_probs=self.log_probs,
             max_time=config.max_time,

@@ -14,7 +14,7 @@ from torch import Tensor
 from fastformer.generation.config import Processor
 from fastformer.generation.engines.base import Candidates, Prompt, Sample, Selection
 from fastformer.generation.native_search import NativeSearch, last_tokens, places_of_done
-from fastformer.generation.processors import RowWise
+from fastformer.generation.processors import AtOneLength, RowWise
 from fastformer.generation.search import Hypothesis, Search
 
 _EXPECTED = 32  # new tokens that a request is given memory for when it begins, if its source isn't longer
@@ -27,7 +27,8 @@ class Request:
         prompt: what it begins with.
         make_search: makes its search; when the request restarts, the same one again.
         processors: edit its logits, in this order.
-        search_suffices: its search does what the processors would, where an engine runs it.
+        search_suffices: its search does what the processors would, where an engine runs it; but for each that is
+            `AtOneLength`, at whose step they are called.
         keeps_scores: the outputs of the processors are its scores, without a log-softmax.
         log_probs: whether scores are wanted; without, log-probabilities aren't computed, and scores mean nothing.
         max_time: seconds after which it ends with what there is; None: no such end.
@@ -65,6 +66,7 @@ class Request:
     ) -> None:
         self.prompt, self.processors, self.log_probs, self.on_token = prompt, processors, log_probs, on_token
         self.search_suffices = search_suffices or not processors
+        self._stops_at = [one.position for one in processors if isinstance(one, AtOneLength)]
         self.window, self.stop_strings = window, stop_strings
         self.before = prompt.tokens if before is None else before
         self._first_prompt, self._slid_at = prompt, 0
@@ -133,6 +135,11 @@ class Request:
     def length(self) -> int:
         """How many ids the decoder has behind it, in each row."""
         return len(self.before) + self._steps
+
+    def steps_alone(self) -> int | None:
+        """How many steps its search may take before its processors have to be called; None: all."""
+        length = self.length
+        return min((position - length for position in self._stops_at if position >= length), default=None)
 
     def history(self) -> list[list[int]]:
         """For each row the ids that the decoder has behind it, the prompt's included."""
@@ -279,11 +286,18 @@ class Running:
                 leaving.append(place)
         return leaving, parents if is_changed else None
 
+    def steps_alone(self) -> int | None:
+        """The fewest steps that one of the searches may take by itself; see `Request.steps_alone`."""
+        counts = [count for request in self.requests if (count := request.steps_alone()) is not None]
+        return min(counts, default=None)
+
     def native_searches(self) -> list[NativeSearch] | None:
         searches: list[NativeSearch] = []
         for request in self.requests:
-            if not request.search_suffices or not isinstance(request.search, NativeSearch):
+            is_native = request.search_suffices and isinstance(request.search, NativeSearch)
+            if not is_native or request.steps_alone() == 0:
                 return None
+            assert isinstance(request.search, NativeSearch)
             searches.append(request.search)
         return searches
 

@@ -137,11 +137,13 @@ class Scheduler:
         return self._batch
 
     def _max_steps(self) -> int:
-        """How many steps may be taken before listeners get their tokens."""
+        """How many steps may be taken before listeners get their tokens, or a processor has to be called."""
         listening = [request.num_told for request in self.running if request.on_token is not None]
-        if not listening:
-            return _RUN_STEPS
-        return 1 if min(listening) < _FIRST_TOLD else _TOLD_STEPS
+        steps = _RUN_STEPS
+        if listening:
+            steps = 1 if min(listening) < _FIRST_TOLD else _TOLD_STEPS
+        alone = self._running.steps_alone()
+        return steps if alone is None else min(steps, max(1, alone))
 
     def clear(self) -> None:
         """Forgets all requests, and drops the batch, which an error may have left halfway through a step."""

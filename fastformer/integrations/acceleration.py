@@ -24,6 +24,7 @@ from fastformer.integrations.replace import (
     restore_class,
     why_left,
 )
+from fastformer.generation.config import Precision
 from fastformer.nn.guards import forget_plans, replacement
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -44,6 +45,8 @@ class Report:
             before: nothing is fused across such a module, and no padding is left out around it.
         padding: for each stack of transformers that may leave padding out, what its output is at padded positions, and
             why.
+        generate: for each model of transformers that `from_huggingface` converts, how its `generate` decodes, and why.
+            Options of a call that send it transformers' own way are in the debug log.
     """
 
     swapped: dict[str, str] = field(default_factory=dict)
@@ -51,13 +54,19 @@ class Report:
     attention: list[str] = field(default_factory=list)
     hooked: dict[str, str] = field(default_factory=dict)
     padding: dict[str, str] = field(default_factory=dict)
+    generate: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         counts = Counter(self.swapped.values())
         lines = [f"swapped: {', '.join(f'{count} {name}' for name, count in counts.items()) or 'nothing'}"]
         if self.attention:
             lines.append(f"attention on fastformer: {', '.join(name or 'the model' for name in self.attention)}")
-        noted = {"left as they are": self.left, "hooked, and called as before": self.hooked, "padding": self.padding}
+        noted = {
+            "left as they are": self.left,
+            "hooked, and called as before": self.hooked,
+            "padding": self.padding,
+            "generate": self.generate,
+        }
         for what, reasons_by_name in noted.items():
             names_by_reason: dict[str, list[str]] = {}
             for name, reason in reasons_by_name.items():
@@ -68,7 +77,14 @@ class Report:
         return "\n".join(lines)
 
 
-def accelerate(model: Model, *, fused_loss: bool = False, padding: Padding = "auto") -> Model:
+def accelerate(
+    model: Model,
+    *,
+    fused_loss: bool = False,
+    padding: Padding = "auto",
+    generate: bool = True,
+    precision: Precision | None = None,
+) -> Model:
     """Makes the modules of a model that this library knows compute on its ops, in place.
 
     Each such module gets another class. Parameters, buffers, submodules, hooks and state_dict keys stay the same, and
@@ -112,11 +128,13 @@ def accelerate(model: Model, *, fused_loss: bool = False, padding: Padding = "au
         if by is not None and why_left(module, {by.original: by}) is None:
             replace_class(module, by)
     if "transformers" in sys.modules:
+        from fastformer.integrations import engine_generate
         from fastformer.integrations.attention_interface import patch_attention
         from fastformer.integrations.padding import decide
 
         patch_attention(model)
         decide(model, padding)
+        engine_generate.decide(model, precision, wanted=generate)
     return model
 
 
@@ -145,11 +163,13 @@ def report(model: nn.Module) -> Report:
         if reason is not None:
             found.left[name] = reason
     if "transformers" in sys.modules:
+        from fastformer.integrations import engine_generate
         from fastformer.integrations.attention_interface import patched_attention
         from fastformer.integrations.padding import described
 
         found.attention = patched_attention(model)
         found.padding = described(model)
+        found.generate = engine_generate.described(model)
     inside = {inner for module in model.modules() if is_accelerated(module) for inner in module.modules()}
     for name, module in model.named_modules():
         if module in inside and (replaced := replacement(type(module))) is not None:
@@ -189,6 +209,10 @@ def restore(model: nn.Module) -> list[str]:
                 f"expected modules with the methods of the classes that accelerate gave them, got another {own[0]} in "
                 f"{name or 'the model'}, which may call ours: remove it first"
             )
+    if "transformers" in sys.modules:
+        from fastformer.integrations import engine_generate
+
+        engine_generate.forget(model)
     restored = [name for name, module in found if restore_class(module)]
     for module in model.modules():
         forget_plans(module)
@@ -246,7 +270,12 @@ def _products(model: nn.Module) -> dict[nn.Module, Replacement]:
 
 def known_replacements() -> dict[type[nn.Module], Replacement]:
     """The replacements for classes of torch.nn and of loaded families, by the class that they replace."""
-    return by_original([*torch_nn.REPLACEMENTS, *chain.from_iterable(family.REPLACEMENTS for family in _families())])
+    known = [*torch_nn.REPLACEMENTS]
+    if "transformers" in sys.modules:
+        from fastformer.integrations import decoders
+
+        known += decoders.replacements()
+    return by_original([*known, *chain.from_iterable(family.REPLACEMENTS for family in _families())])
 
 
 def _families() -> list[Any]:

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.loss import loss_utils
 
+from fastformer.integrations.engine_generate import OnEngine
+from fastformer.integrations.engine_models import is_convertible
 from fastformer.integrations.fused_loss import are_losses_known
 from fastformer.integrations.known import record_outputs_of
 from fastformer.integrations.padding import Owner
@@ -150,7 +152,7 @@ def replacements(
 
 
 def derive(
-    module: str, original: type[nn.Module], *bases: type[nn.Module], name: str | None = None, **attributes: Any
+    module: str, original: type[nn.Module], *bases: type, name: str | None = None, **attributes: Any
 ) -> Any:
     """A class that stands for one of transformers' (see `stands_for`).
 
@@ -162,6 +164,8 @@ def derive(
         attributes: of the class.
     """
     doc = f"transformers' {original.__name__}, on our ops."
+    if is_convertible(original):
+        bases = (OnEngine, *bases)
     names = {"__module__": module, "__qualname__": name or original.__name__, "__doc__": doc, **attributes}
     return stands_for_original(type(original.__name__, (*bases, original), names))
 

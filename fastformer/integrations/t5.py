@@ -14,6 +14,7 @@ from transformers.models.t5 import modeling_t5 as t5
 
 from fastformer.integrations.attention_interface import attend_padded
 from fastformer.integrations.fused import RMSNorm, fused_feed_forward, plain_dropout
+from fastformer.integrations.engine_generate import OnEngine
 from fastformer.integrations.fused_loss import Seq2SeqLoss
 from fastformer.integrations.heads import (
     EncoderHead,
@@ -174,7 +175,7 @@ class T5Stack(Encoder, Decoder, t5.T5Stack):
 
 
 @stands_for_original
-class T5WithLoss(Seq2SeqModel, Seq2SeqLoss, t5.T5ForConditionalGeneration):
+class T5WithLoss(OnEngine, Seq2SeqModel, Seq2SeqLoss, t5.T5ForConditionalGeneration):
     """The model with a fused loss. In training it keeps a cache only if the caller asks for one."""
 
     config: Any

@@ -211,6 +211,12 @@ class CppBatch(SearchingBatch):
                 found.ids[row], found.values[row] = chosen.ids[place], chosen.values[place]
         return found
 
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        """Appends a token to each row, and returns the logits of what may follow, (rows, vocab_size) fp32."""
+        found = torch.empty(len(tokens), self._vocab_size, dtype=torch.float32, device="cpu")
+        self.session.step(tokens, 1, False, [*range(len(tokens))], found.numpy(), torch.get_num_threads())
+        return found
+
     def run_searches(
         self, searches: Sequence[NativeSearch], tokens: Sequence[int], log_probs: bool, limits: Limits
     ) -> list[int]:

@@ -93,6 +93,17 @@ def why_not_supported(model: object, precision: str | None) -> str | None:
     if type(model) not in (Transformer, GPT):
         return f"it knows models.Transformer and models.GPT alone, and a {type(model).__name__} may compute otherwise"
     assert isinstance(model, Transformer | GPT)
+    if (reason := why_not_now() or find_guards(model)[1]) is not None:
+        return reason
+    if precision is None and torch.is_autocast_enabled("cpu"):
+        precision = own_precision(model)
+    if precision is not None and precision not in PACKED_PRECISIONS:
+        return f"it computes in fp32, bf16 and int8, not in {precision}"
+    return None
+
+
+def why_not_now() -> str | None:
+    """Why the C++ engine may decode no model at all at this moment: what would see none of its work; None: it may."""
     if (backend := _library.forced_backend()) in ("reference", "triton"):
         return f"use_backend({backend!r}) asks for other code"
     if torch._C._len_torch_dispatch_stack():
@@ -101,12 +112,6 @@ def why_not_supported(model: object, precision: str | None) -> str | None:
         return "a TorchFunctionMode is on, which would see none of its operations"
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return "a global forward hook is registered, which it would not call"
-    if (reason := find_guards(model)[1]) is not None:
-        return reason
-    if precision is None and torch.is_autocast_enabled("cpu"):
-        precision = own_precision(model)
-    if precision is not None and precision not in PACKED_PRECISIONS:
-        return f"it computes in fp32, bf16 and int8, not in {precision}"
     return None
 
 

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from fastformer.generation.engines.cpp_support import find_guards
 from fastformer.generation.engines.page_watch import PageWatch
-from fastformer.models import GPT, Transformer
 from fastformer.nn.model_guards import ModelGuards
 
 T = TypeVar("T")
+# (model) -> the guards of a model that may be packed, or None and why it may not.
+FindGuards: TypeAlias = Callable[[Any], tuple[ModelGuards | None, str | None]]
 Bits: TypeAlias = npt.NDArray[np.integer[Any]]
 
 _SAMPLES = 32  # of each tensor, where the system doesn't say what was written
@@ -82,7 +83,7 @@ class _Watch:
 _watches: WeakKeyDictionary[nn.Module, _Watch] = WeakKeyDictionary()
 
 
-def fingerprint(model: Transformer | GPT) -> Fingerprint:
+def fingerprint(model: nn.Module, find: FindGuards = find_guards) -> Fingerprint:
     """What differs when a parameter or buffer of a model was changed or replaced, or its config was changed.
 
     PyTorch counts the changes of a tensor, but for those through `parameter.data` or an array that shares its memory.
@@ -90,10 +91,14 @@ def fingerprint(model: Transformer | GPT) -> Fingerprint:
     processes may write, a few elements of each matrix are compared, and all of each vector: there, a change of a few
     elements of a matrix can be missed; see `repack`.
 
+    Args:
+        model: whose weights are read.
+        find: its guards.
+
     Raises:
         ValueError: the model is no longer one that the C++ engine supports.
     """
-    guards, reason = find_guards(model)
+    guards, reason = find(model)
     if guards is None:
         raise ValueError(f"expected a model as it was when its engine was chosen: {reason}")
     watch = _watches.get(model)
@@ -102,7 +107,7 @@ def fingerprint(model: Transformer | GPT) -> Fingerprint:
             watch.end()
         watch = _watches[model] = _Watch(guards)
     versions, read = [tensor._version for tensor in guards.tensors], watch.look()
-    return Fingerprint(guards.layout, versions, watch.period, read, tuple(vars(model.config).values()))
+    return Fingerprint(guards.layout, versions, watch.period, read, tuple(vars(cast(Any, model.config)).values()))
 
 
 def _memory(tensor: Tensor) -> Bits:
@@ -138,22 +143,30 @@ _lock = threading.Lock()
 _packed: WeakKeyDictionary[nn.Module, dict[str, tuple[Fingerprint, object]]] = WeakKeyDictionary()
 
 
-def packed(model: Transformer | GPT, precision: str, pack: Callable[[], T], *, may_be_old: bool = False) -> T:
+def packed(
+    model: nn.Module,
+    precision: str,
+    pack: Callable[[], T],
+    *,
+    find: FindGuards = find_guards,
+    may_be_old: bool = False,
+) -> T:
     """What `pack` made of a model in a precision, made again when the model has changed since.
 
     There is one at a time for each model and precision, the same in all threads, and none when the model is gone.
 
     Args:
-        model: for which `why_not_supported` gives None.
+        model: for which `why_not_supported` gives None, or another one whose weights `pack` reads.
         precision: names what is packed.
         pack: packs it. What it returns must not refer to the model, or neither would ever be freed.
+        find: the guards of the model.
         may_be_old: accept what is there, whether or not the model has changed since: the caller asks again before use.
     """
     with _lock:
         kept = _packed.setdefault(model, {})
         if may_be_old and precision in kept:
             return cast(T, kept[precision][1])
-        now = fingerprint(model)
+        now = fingerprint(model, find)
         for name in [name for name, (before, _) in kept.items() if before != now]:
             del kept[name]  # there may be no memory for two
         if precision not in kept:

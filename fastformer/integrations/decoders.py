@@ -1,0 +1,37 @@
+"""Models of transformers whose `generate` runs on the engine, and that no file of a family here replaces.
+
+`checkpoints.hf` says which they are. Their classes are made when `accelerate` asks for them, or pickle, which finds them
+in this module by their names.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+from fastformer.checkpoints.hf import FAMILIES
+from fastformer.integrations.engine_models import loaded_classes
+from fastformer.integrations.heads import derive
+from fastformer.integrations.replace import Replacement
+
+
+def replacements() -> Iterator[Replacement]:
+    """A replacement for each class of the families that were imported."""
+    for original in loaded_classes():
+        yield Replacement(original, _derived(original))
+
+
+def _derived(original: Any) -> Any:
+    name = original.__name__
+    if name not in globals():
+        globals()[name] = derive(__name__, original)
+    return globals()[name]
+
+
+def __getattr__(name: str) -> Any:
+    for kind, family in FAMILIES.items():
+        if family.model_class == name:
+            source = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+            return _derived(getattr(source, name))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

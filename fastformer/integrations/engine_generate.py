@@ -1,0 +1,448 @@
+"""`generate` of accelerated models of transformers, on the C++ engine.
+
+transformers' own `generate` reads the options, checks them and prepares ids, masks, processors and stopping criteria, so
+that its rules, warnings and errors hold here too. Behind that come three of its methods that a class of this library
+overrides: what runs the encoder and what makes the cache (both wait), and the loop (`_sample`, `_beam_search`), where the
+engine takes over. A call that it can't serve goes on there as transformers would have done it.
+
+Whether it can is decided by a list of what is known, at three points: about the model when it is handed over, and again
+when it has changed (`engine_models`); about the names of a call's options before it begins; and about what transformers
+has made of them, in the loop.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import GenerationConfig, GenerationMixin
+
+from fastformer.generation.engines.base import Prompt
+from fastformer.generation.engines.cpp_support import PACKED_PRECISIONS, why_not_now
+from fastformer.generation.model_protocols import is_decoder_only
+from fastformer.integrations.engine_loops import Inputs, Stepper, search_whole, whole_search
+from fastformer.integrations.engine_models import (
+    EngineModel,
+    ForeignEngine,
+    UnfitError,
+    engine_model,
+    forget_engine_model,
+)
+from fastformer.integrations.known import attends_as_known, is_recording
+from fastformer.models import GPT
+from fastformer.nn.guards import is_traced, is_watched
+
+logger = logging.getLogger("fastformer")
+
+# The options of a GenerationConfig that transformers turns into ids, lengths, processors, criteria and loops, all of
+# which the engine serves whatever their values are.
+_SERVED = frozenset(
+    {
+        *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "early_stopping", "max_time", "stop_strings"),
+        *("do_sample", "num_beams", "num_return_sequences", "length_penalty", "renormalize_logits"),
+        *("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+        *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
+        *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "remove_invalid_values"),
+        *("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
+        *("output_scores", "output_logits", "return_dict_in_generate", "disable_compile", "transformers_version"),
+    }
+)
+# Options that the engine serves where they have one of these values, beside None and transformers' default.
+_SERVED_VALUES: dict[str, tuple[object, ...]] = {
+    "use_cache": (True,), "cache_implementation": ("dynamic",), "guidance_scale": (1, 1.0), "num_beam_groups": (1,),
+    "diversity_penalty": (0, 0.0), "output_attentions": (False,), "output_hidden_states": (False,),
+    "token_healing": (False,), "is_assistant": (False,), "low_memory": (False,), "use_mtp": (False,),
+}  # fmt: skip
+_PLAIN = GenerationConfig()
+# Arguments of generate beside the options, and those of them that must be None or False.
+_ARGUMENTS = frozenset(
+    {
+        *("inputs", "input_ids", "attention_mask", "decoder_input_ids", "generation_config", "logits_processor"),
+        *("stopping_criteria", "prefix_allowed_tokens_fn", "streamer", "tokenizer"),
+    }
+)
+_NAMES = tuple(inspect.signature(GenerationMixin.generate).parameters)[1:-1]  # without self and kwargs
+_UNSERVED = frozenset(_NAMES) - _ARGUMENTS
+
+# The attribute in which an accelerated model keeps its setting.
+_SETTING = "_fastformer_generate"
+_READS = frozenset({"attention_mask", "encoder_outputs", "position_ids", "use_cache", "logits_to_keep"})
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What `accelerate` was asked for a model's `generate`.
+
+    Attributes:
+        precision: of the engine; None: the model's.
+    """
+
+    precision: str | None = None
+
+
+@dataclass
+class Call:
+    """A call of generate that may run on the engine.
+
+    Attributes:
+        model: whose it is.
+        found: what is known of it.
+        encode: runs the encoder, if that waits.
+        make_cache: makes the cache, if that waits.
+        given: the names of its arguments.
+    """
+
+    model: nn.Module
+    found: EngineModel
+    given: frozenset[str]
+    encode: Callable[[], dict[str, Any]] | None = None
+    make_cache: Callable[[dict[str, Any]], object] | None = None
+
+
+_CALL: contextvars.ContextVar[Call | None] = contextvars.ContextVar("fastformer_generate", default=None)
+
+
+class Deferred(dict[str, Any]):
+    """Stands for an encoder's output that nothing has asked for yet.
+
+    Attributes:
+        inputs: (batch, seqlen) ids of the sources.
+    """
+
+    def __init__(self, inputs: Tensor) -> None:
+        super().__init__()
+        self.inputs = inputs
+
+
+def _signed(generate: Callable[..., Any]) -> Callable[..., Any]:
+    generate.__doc__ = GenerationMixin.generate.__doc__
+    generate.__signature__ = inspect.signature(GenerationMixin.generate)  # type: ignore[attr-defined]
+    return generate
+
+
+class OnEngine:
+    """A class of transformers whose `generate` runs on the engine where it can."""
+
+    @_signed
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """See transformers' GenerationMixin.generate."""
+        call = _begin(cast(nn.Module, self), args, kwargs)
+        token = _CALL.set(call)
+        try:
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            _CALL.reset(token)
+
+    def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        make = super()._prepare_cache_for_generation  # type: ignore[misc]
+        call = _call_of(self)
+        if call is None:
+            return make(*args, **kwargs)
+
+        def later(model_kwargs: dict[str, Any]) -> object:
+            if "model_kwargs" in kwargs:
+                return make(*args, **kwargs | {"model_kwargs": model_kwargs})
+            return make(args[0], model_kwargs, *args[2:], **kwargs)
+
+        call.make_cache = later
+        return None
+
+    def _sample(self, input_ids: Tensor, **kwargs: Any) -> Any:
+        return _run(self, "_sample", super()._sample, input_ids, kwargs)  # type: ignore[misc]
+
+    def _beam_search(self, input_ids: Tensor, **kwargs: Any) -> Any:
+        return _run(self, "_beam_search", super()._beam_search, input_ids, kwargs)  # type: ignore[misc]
+
+
+def _encoding(name: str) -> Any:
+    def method(self: Any, inputs_tensor: Tensor, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        encode = getattr(super(OnEngine, self), name)
+        call = _call_of(self)
+        if call is None:
+            return encode(inputs_tensor, model_kwargs, *args, **kwargs)
+        before = dict(model_kwargs)
+        call.encode = lambda: encode(inputs_tensor, dict(before), *args, **kwargs)["encoder_outputs"]
+        model_kwargs["encoder_outputs"] = Deferred(inputs_tensor)
+        return model_kwargs
+
+    return method
+
+
+# As versions of transformers call it.
+for _name in ("_prepare_encoder_decoder_kwargs_for_generation", "_prepare_text_encoder_decoder_kwargs_for_generation"):
+    if hasattr(GenerationMixin, _name):
+        setattr(OnEngine, _name, _encoding(_name))
+
+
+def _call_of(model: object) -> Call | None:
+    call = _CALL.get()
+    return call if call is not None and call.model is model else None
+
+
+def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    """A call that may run on the engine, or None: it goes transformers' own way, and a debug line says why."""
+    setting = vars(model).get(_SETTING)
+    if not isinstance(setting, Setting):
+        return None
+    found = _why_not_options(model, args, kwargs) or _why_not_here(model) or engine_model(model)
+    if isinstance(found, EngineModel) and any(module.training for module in found.modules):
+        found = "a module inside of it is in training"
+    if isinstance(found, str):
+        _note(model, found)
+        return None
+    return Call(model, found, frozenset(kwargs))
+
+
+def _note(model: nn.Module, reason: str) -> None:
+    logger.debug("generate of %s goes transformers' own way: %s", type(model).__name__, reason)
+
+
+def _why_not_here(model: nn.Module) -> str | None:
+    """Why no call of generate runs on the engine at this moment."""
+    if model.training:
+        return "the model is in training, whose dropout the engine doesn't draw: call model.eval()"
+    if is_traced():
+        return "it is being traced"
+    if (reason := why_not_now()) is not None:
+        return reason
+    if is_watched() or is_recording() or not attends_as_known():
+        return "a mode, a global hook, a recording or a replaced function would see none of the engine's work"
+    return None
+
+
+def _why_not_options(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Why a call with these arguments goes transformers' own way, from their names alone."""
+    given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
+    for name, value in given.items():
+        if name in _UNSERVED and value is not None and value is not False:
+            return f"the engine has no {name}"
+        if name not in _ARGUMENTS and name not in _UNSERVED and not _is_served(name, value):
+            return f"the engine doesn't know {name}={value!r:.60}"
+    for config in (given.get("generation_config"), getattr(model, "generation_config", None)):
+        if config is None:
+            continue
+        if type(config) is not GenerationConfig:
+            return f"its generation_config is a {type(config).__name__}"
+        for name, value in vars(config).items():
+            if name[0] != "_" and not _is_served(name, value):
+                return f"the engine doesn't know {name}={value!r:.60} of the generation_config"
+    if given.get("use_cache") and (given.get("return_dict_in_generate") or _asks_for_dict(given, model)):
+        return "the call asks for the cache (use_cache=True along with return_dict_in_generate)"
+    return None
+
+
+def _asks_for_dict(given: dict[str, Any], model: Any) -> bool:
+    configs = (given.get("generation_config"), getattr(model, "generation_config", None))
+    return any(config is not None and config.return_dict_in_generate for config in configs)
+
+
+def _is_served(name: str, value: Any) -> bool:
+    if name in _SERVED or (value is None and hasattr(_PLAIN, name)):
+        return True
+    if name in _SERVED_VALUES:
+        return any(value is one or (type(value) is type(one) and value == one) for one in _SERVED_VALUES[name])
+    return hasattr(_PLAIN, name) and type(value) in (bool, int, float, str) and value == getattr(_PLAIN, name)
+
+
+class _DeclinedError(Exception):
+    """The engine can't serve a call; the text says why."""
+
+
+def _run(model: Any, name: str, plain: Callable[..., Any], input_ids: Tensor, kwargs: dict[str, Any]) -> Any:
+    """A loop of transformers: on the engine, or where it can't, as it was."""
+    call = _call_of(model)
+    if call is None:
+        return plain(input_ids, **kwargs)
+    try:
+        decoding = _decoding(call, name, input_ids, kwargs)
+    except (_DeclinedError, UnfitError) as error:
+        _note(call.model, str(error))
+    else:
+        return decoding()
+    if call.make_cache is not None:
+        call.make_cache(kwargs)
+    if call.encode is not None:
+        outputs = call.encode()
+        copies = len(input_ids) // len(kwargs["encoder_outputs"].inputs)
+        for key, value in outputs.items():
+            if isinstance(value, Tensor) and copies > 1:
+                outputs[key] = value.repeat_interleave(copies, 0)
+        kwargs["encoder_outputs"] = outputs
+    return plain(input_ids, **kwargs)
+
+
+def _decoding(call: Call, name: str, input_ids: Tensor, kwargs: dict[str, Any]) -> Callable[[], Any]:
+    """What decodes a call on the engine.
+
+    Raises:
+        _DeclinedError: the engine can't.
+        UnfitError: it can't decode this model.
+    """
+    config, streamer = kwargs["generation_config"], kwargs.get("streamer")
+    processors, criteria = kwargs["logits_processor"], kwargs["stopping_criteria"]
+    unknown = {key for key, value in kwargs.items() if value is not None and value is not False} - _READS - {
+        *("generation_config", "logits_processor", "stopping_criteria", "streamer", "tokenizer")
+    }  # fmt: skip
+    if unknown:
+        raise _DeclinedError(f"the model is to read {', '.join(sorted(unknown))}")
+    engine = call.found.engine(call.model, _precision(call))
+    inputs = _inputs(call, engine, input_ids, kwargs)
+    vocab_size = engine.shape.config.vocab_size
+    rules = whole_search(processors, criteria, config, input_ids, vocab_size)
+    if rules is not None and (streamer is None or len(input_ids) == 1):
+
+        def whole() -> Any:
+            found = search_whole(engine, inputs, rules, config, streamer)
+            if found is None:
+                return step_by_step()
+            return _as_asked(found, config, engine)
+
+        return whole
+
+    def step_by_step() -> Any:
+        options: dict[str, Any] = {"logits_processor": processors, "stopping_criteria": criteria}
+        if name == "_sample":
+            options["streamer"] = streamer
+        with torch.no_grad():
+            return Stepper(engine, inputs).decode(getattr(GenerationMixin, name), config, **options)
+
+    return step_by_step
+
+
+def _as_asked(found: Tensor, config: Any, engine: ForeignEngine) -> Any:
+    if not config.return_dict_in_generate:
+        return found
+    kind = "GenerateDecoderOnlyOutput" if is_decoder_only(engine.shape) else "GenerateEncoderDecoderOutput"
+    return getattr(transformers.generation, kind)(sequences=found)
+
+
+def _precision(call: Call) -> str:
+    asked = vars(call.model)[_SETTING].precision
+    if asked is not None:
+        return str(asked)
+    if not torch.is_autocast_enabled("cpu"):
+        return call.found.precision
+    dtype = torch.get_autocast_dtype("cpu")
+    if dtype != torch.bfloat16:
+        raise _DeclinedError(f"the engine has no autocast to {dtype}")
+    return "bf16"
+
+
+def _inputs(call: Call, engine: ForeignEngine, input_ids: Tensor, kwargs: dict[str, Any]) -> Inputs:
+    config = kwargs["generation_config"]
+    copies = max(config.num_beams, config.num_return_sequences)
+    limits = [config.max_length, *(one.max_length for one in kwargs["stopping_criteria"] if hasattr(one, "max_length"))]
+    begun, mask = input_ids.shape[1], kwargs.get("attention_mask")
+    limit = max(limits) - begun
+    sizes: Any = engine.shape.config
+    mask = None if mask is None else mask[::copies]
+    rows = _ids(input_ids[::copies], sizes.vocab_size)
+    if isinstance(engine.shape, GPT):
+        prompts = [Prompt(None, row) for row in _unpadded(rows, mask, left=True, right=False)]
+    else:
+        deferred = kwargs.get("encoder_outputs")
+        if not isinstance(deferred, Deferred):
+            raise _DeclinedError("the encoder's output was handed in")
+        sources = _ids(deferred.inputs, sizes.source_vocab_size or sizes.vocab_size)
+        # Absolute positions count the padding in front of a source.
+        sources = _unpadded(sources, mask, left=sizes.positions == "relative", right=True)
+        if len(sources) != len(rows):
+            raise _DeclinedError(f"there are {len(sources)} sources for {len(rows)} beginnings")
+        prompts = [Prompt(source, row) for source, row in zip(sources, rows, strict=True)]
+        longest = max(map(len, sources))
+        if longest > sizes.max_len:
+            raise _DeclinedError(f"a source of {longest} tokens is longer than the model's {sizes.max_len} positions")
+    longest = max(len(prompt.tokens) for prompt in prompts)
+    if longest + limit - 1 > sizes.max_len:
+        raise _DeclinedError(f"{longest} + {limit} tokens may not fit into the model's {sizes.max_len} positions")
+    return Inputs(input_ids, prompts, copies, limit, call.model)
+
+
+def _ids(ids: Tensor, vocab_size: int) -> list[list[int]]:
+    is_batch = ids.dim() == 2 and ids.device.type == "cpu" and ids.dtype in (torch.int32, torch.int64) and ids.numel()
+    if not is_batch:
+        raise _DeclinedError(f"ids are {ids.dtype} of shape {tuple(ids.shape)} on {ids.device}")
+    rows: list[list[int]] = ids.tolist()
+    if min(map(min, rows)) < 0 or max(map(max, rows)) >= vocab_size:
+        raise _DeclinedError(f"ids are not all in the vocabulary of {vocab_size}")
+    return rows
+
+
+def _unpadded(rows: list[list[int]], mask: Any, *, left: bool, right: bool) -> list[list[int]]:
+    """The rows without the padding that a mask names, which may stand on these sides."""
+    if mask is None:
+        return rows
+    if not isinstance(mask, Tensor) or mask.shape != (len(rows), len(rows[0])):
+        raise _DeclinedError("the attention_mask is no mask of the ids")
+    found = []
+    for row, keep in zip(rows, mask.tolist(), strict=True):
+        kept = [token for token, one in zip(row, keep, strict=True) if one == 1]
+        first = keep.index(1) if 1 in keep else 0
+        last = first + len(kept)
+        # One block of ones and zeros around it.
+        if not kept or any(one != 1 for one in keep[first:last]) or any(one != 0 for one in keep[:first] + keep[last:]):
+            raise _DeclinedError("the attention_mask isn't one block of ones in each row")
+        if (first and not left) or (last < len(row) and not right):
+            side = "left" if first and not left else "right"
+            raise _DeclinedError(f"padding on the {side} shifts what this model computes")
+        found.append(kept)
+    return found
+
+
+def decide(model: nn.Module, precision: str | None, *, wanted: bool) -> None:
+    """Gives the models of transformers inside of a module their setting.
+
+    Args:
+        model: the argument of `accelerate`.
+        precision: see there; None leaves that of an earlier call.
+        wanted: whether `generate` is to run on the engine at all.
+
+    Raises:
+        ValueError: an unknown precision.
+    """
+    if precision is not None and precision not in PACKED_PRECISIONS:
+        known = ", ".join(map(repr, PACKED_PRECISIONS))
+        raise ValueError(f"expected precision to be one of {known}, got {precision!r}")
+    for module in model.modules():
+        if not isinstance(module, OnEngine):
+            continue
+        if not wanted:
+            vars(module).pop(_SETTING, None)
+        elif precision is not None or _SETTING not in vars(module):
+            vars(module)[_SETTING] = Setting(precision)
+
+
+def forget(model: nn.Module) -> None:
+    """Undoes `decide`, and drops the weights that were packed."""
+    for module in model.modules():
+        if vars(module).pop(_SETTING, None) is not None:
+            forget_engine_model(module)
+
+
+def described(model: nn.Module) -> dict[str, str]:
+    """For each model of transformers inside of a module, by its name: how its `generate` decodes, and why."""
+    found = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, OnEngine):
+            continue
+        setting = vars(module).get(_SETTING)
+        if not isinstance(setting, Setting):
+            found[name] = "transformers' own: you asked for it"
+            continue
+        plan = engine_model(module)
+        reason = plan if isinstance(plan, str) else plan.why_not(setting.precision or plan.precision)
+        if reason is not None:
+            found[name] = f"transformers' own: {reason}"
+        elif isinstance(plan, EngineModel):
+            precision = setting.precision or plan.precision
+            found[name] = f"on the C++ engine in {precision}, {plan.state(precision)}"
+    return found
+

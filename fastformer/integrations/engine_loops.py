@@ -1,0 +1,289 @@
+"""How the C++ engine decodes for transformers' `generate`, once that has prepared a call.
+
+There are two ways. Where nothing but the engine's own rules decides which tokens come (`WholeSearch`), a whole greedy or
+beam search runs in C++. Everything else (processors, stopping criteria, sampling, scores that are asked for) is
+transformers' own loop, whose model is a session of the engine (`Stepper`): what it gives is transformers' by
+construction, and only the logits come from here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin
+from transformers.generation import logits_process, stopping_criteria
+from transformers.modeling_outputs import ModelOutput
+
+from fastformer.generation.engines.base import Prompt
+from fastformer.generation.engines.cpp import CppBatch, CppEngine
+from fastformer.generation.generate import new_scheduler
+from fastformer.generation.native_search import NativeSearch
+from fastformer.generation.processors import (
+    AtOneLength,
+    EndWhereNothingFollows,
+    ForcedToken,
+    LogProbs,
+    MinNewTokens,
+    Processor,
+    SuppressTokens,
+    SuppressTokensAt,
+    does_search,
+)
+from fastformer.generation.requests import Request
+from fastformer.generation.scheduler import run
+
+
+@dataclass
+class Inputs:
+    """What a call decodes.
+
+    Attributes:
+        beginning: (rows, length) ids that the outputs begin with, `copies` rows for each input.
+        prompts: of each input.
+        copies: rows of an input.
+        limit: the most new tokens.
+        model: transformers' model.
+    """
+
+    beginning: Tensor
+    prompts: list[Prompt]
+    copies: int
+    limit: int
+    model: Any
+
+
+@dataclass
+class WholeSearch:
+    """The rules of a greedy or beam search that is the engine's own.
+
+    Attributes:
+        eos: the ids that end a row.
+        min_tokens: no end before so many new tokens.
+        suppressed: ids that never come.
+        at_lengths: what forces or forbids ids at one length.
+        renormalizes: log-probabilities are made of what is left of the tokens.
+    """
+
+    eos: tuple[int, ...]
+    min_tokens: int
+    suppressed: tuple[int, ...]
+    at_lengths: tuple[AtOneLength, ...]
+    renormalizes: bool
+
+    def processors(self, begun: int, *, has_beams: bool) -> tuple[Processor, ...]:
+        """What does the same in the steps that are taken one by one."""
+        found: list[Processor] = [LogProbs()] if has_beams else []
+        if self.suppressed:
+            found.append(SuppressTokens(self.suppressed))
+        if self.min_tokens:
+            found.append(MinNewTokens(self.min_tokens, begun, self.eos))
+        if self.suppressed or self.min_tokens:
+            found.append(EndWhereNothingFollows(self.eos))
+        return (*found, *self.at_lengths) if len(found) > has_beams or self.at_lengths else ()
+
+
+def whole_search(
+    processors: Sequence[Any], criteria: Sequence[Any], config: Any, beginning: Tensor, vocab_size: int
+) -> WholeSearch | None:
+    """The rules of a call whose search the engine runs as a whole; None where it has others.
+
+    Args:
+        processors, criteria: transformers' own, as it has prepared them.
+        config: the call's GenerationConfig.
+        beginning: see `Inputs`.
+        vocab_size: of the model.
+    """
+    ends = _ends(criteria, config)
+    if ends is None or config.do_sample or config.output_scores or config.output_logits:
+        return None
+    has_beams, begun, limit = config.num_beams > 1, beginning.shape[1], config.max_length
+    if has_beams and config.return_dict_in_generate:
+        return None  # it wants beam_indices
+    least, suppressed, at_lengths, renormalizes = 0, set[int](), list[AtOneLength](), False
+    for place, one in enumerate(processors):
+        match type(one):
+            case logits_process.MinLengthLogitsProcessor:
+                least = max(least, one.min_length - begun)
+            case logits_process.MinNewTokensLengthLogitsProcessor:
+                least = max(least, one.min_new_tokens - begun + one.prompt_length_to_skip)
+            case logits_process.SuppressTokensLogitsProcessor:
+                suppressed |= {*one.suppress_tokens.tolist()}
+            case logits_process.NoBadWordsLogitsProcessor if all(len(word) == 1 for word in one.bad_word_ids):
+                suppressed |= {word[0] for word in one.bad_word_ids} - {*ends}  # an end is no word
+            case logits_process.ForcedBOSTokenLogitsProcessor:
+                at_lengths.append(ForcedToken(one.bos_token_id, 1))
+            case logits_process.ForcedEOSTokenLogitsProcessor if one.eos_token_id.numel() == 1:
+                at_lengths.append(ForcedToken(int(one.eos_token_id), one.max_length - 1))
+            case logits_process.SuppressTokensAtBeginLogitsProcessor:
+                at_lengths.append(
+                    SuppressTokensAt(tuple(one.begin_suppress_tokens.tolist()), one.begin_index)
+                )
+            case logits_process.LogitNormalization if place == len(processors) - 1:
+                renormalizes = True
+            case _:
+                return None
+    # Of a row in which nothing is allowed transformers makes something of its own; and order counts where a token is
+    # forced that is forbidden, too.
+    forbidden = suppressed | {token for one in at_lengths if isinstance(one, SuppressTokensAt) for token in one.ids}
+    if len(forbidden | {*ends}) >= vocab_size or not all(0 <= token < vocab_size for token in forbidden):
+        return None
+    positions = [one.position for one in at_lengths]
+    if len({*positions}) < len(positions) or (least and limit - begun < least):
+        return None
+    found = WholeSearch(ends, max(0, least), tuple(sorted(suppressed)), tuple(at_lengths), renormalizes)
+    rules = found.processors(begun, has_beams=has_beams)
+    return found if does_search(rules, keeps_scores=has_beams and not renormalizes) else None
+
+
+def _ends(criteria: Sequence[Any], config: Any) -> tuple[int, ...] | None:
+    """The ids that end rows, where nothing but these and the length does."""
+    ends: list[int] = []
+    has_limit = False
+    for one in criteria:
+        if type(one) is stopping_criteria.EosTokenCriteria:
+            ends += one.eos_token_id.tolist()
+        elif type(one) is stopping_criteria.MaxLengthCriteria and one.max_length == config.max_length:
+            has_limit = True
+        else:
+            return None
+    return tuple(dict.fromkeys(ends)) if ends and has_limit and min(ends) >= 0 else None
+
+
+def search_whole(
+    engine: CppEngine, inputs: Inputs, rules: WholeSearch, config: Any, streamer: Any
+) -> Tensor | None:
+    """Runs the searches of a call. None where one found fewer hypotheses than the call wants."""
+    has_beams, begun = config.num_beams > 1, inputs.beginning.shape[1]
+    processors = rules.processors(begun, has_beams=has_beams)
+    ends = frozenset(rules.eos)
+    num_return = config.num_return_sequences
+
+    def search() -> NativeSearch:
+        common: dict[str, Any] = {"min_tokens": rules.min_tokens, "suppressed": rules.suppressed}
+        if not has_beams:
+            return NativeSearch.greedy(inputs.limit, ends, **common)
+        return NativeSearch.beams(
+            inputs.limit,
+            ends,
+            config.num_beams,
+            beam_rules="transformers",
+            alpha=config.length_penalty,
+            num_return=num_return,
+            early_stopping=config.early_stopping,
+            **common,
+        )
+
+    listener = None if streamer is None else lambda token: streamer.put(torch.tensor([token], device="cpu"))
+    requests = [
+        Request(
+            prompt,
+            search,
+            processors=processors,
+            search_suffices=True,
+            keeps_scores=has_beams and not rules.renormalizes,
+            log_probs=has_beams,
+            on_token=listener,
+            before=[0] * (begun - len(prompt.tokens)) + list(prompt.tokens),  # its length counts
+        )
+        for prompt in inputs.prompts
+    ]
+    run(new_scheduler(engine), requests)
+    if streamer is not None:
+        streamer.end()
+    found = [[one.tokens for one in request.results] for request in requests]
+    if any(len(rows) < num_return for rows in found) and has_beams:
+        return None
+    copies = num_return if has_beams else inputs.copies
+    rows = [tokens for each in found for tokens in (each if has_beams else each * copies)]
+    width = max(map(len, rows))
+    fill = _fill(config, has_beams=has_beams)
+    new = torch.tensor([tokens + [fill] * (width - len(tokens)) for tokens in rows], dtype=torch.long, device="cpu")
+    beginning = inputs.beginning[:: inputs.copies].repeat_interleave(copies, 0)
+    return torch.cat((beginning, new), 1)
+
+
+def _fill(config: Any, *, has_beams: bool) -> int:
+    """What stands behind the end of a row. Of beams a PAD of 0 is none to transformers, which takes EOS."""
+    pad, eos = config._pad_token_tensor, config._eos_token_tensor
+    return int((pad or eos[0]) if has_beams else pad)
+
+
+class Stepper(GenerationMixin):  # type: ignore[misc]
+    """What transformers' loops take for the model: its forward is a step of the engine.
+
+    Args:
+        engine: computes the logits.
+        inputs: what the call decodes.
+    """
+
+    def __init__(self, engine: CppEngine, inputs: Inputs) -> None:
+        self.config, self.device = inputs.model.config, torch.device("cpu")
+        self.generation_config = inputs.model.generation_config
+        self._inputs = inputs
+        rows, copies = len(inputs.beginning), inputs.copies
+        tokens = sum(engine.tokens_needed(prompt, copies, inputs.limit) for prompt in inputs.prompts)
+        batch = engine.open(rows, tokens)
+        assert isinstance(batch, CppBatch)
+        batch.prefill(inputs.prompts)
+        if copies > 1:
+            batch.fork([[0] * copies for _ in inputs.prompts])
+        self._batch = batch
+
+    def __call__(self, input_ids: Tensor, **ignored: Any) -> ModelOutput:
+        """The logits behind the last id of each row, which the engine reads.
+
+        Args:
+            input_ids: (rows, length).
+            ignored: what a model would be asked for.
+        """
+        return ModelOutput(logits=self._batch.logits(input_ids[:, -1].tolist())[:, None])
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, **ignored: Any) -> dict[str, Tensor]:
+        """See transformers; the ids alone."""
+        return {"input_ids": input_ids}
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Has row i go on from row beam_idx[i]; transformers takes this object for the cache, too."""
+        copies = self._inputs.copies
+        parents = [[row % copies for row in group] for group in beam_idx.view(-1, copies).tolist()]
+        if any(group != [*range(copies)] for group in parents):
+            self._batch.fork(parents)
+
+    def decode(self, loop: Any, config: Any, **kwargs: Any) -> Any:
+        """Runs a loop of transformers (`_sample`, `_beam_search`), and leaves the cache out of what it returns."""
+        cache = {"past_key_values": self} if config.num_beams > 1 else {}
+        found = loop(
+            self,
+            self._inputs.beginning,
+            generation_config=config,
+            use_cache=True,
+            encoder_outputs={},
+            **cache,
+            **kwargs,
+        )
+        if not config.return_dict_in_generate:
+            return found
+        return type(found)(**{name: value for name, value in found.items() if name != "past_key_values"})
+
+    # What transformers' loops do around a model's forward, and what there is nothing to do for here.
+    def _prefill(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> ModelOutput:
+        return self(input_ids)
+
+    def _get_initial_cache_position(self, length: int, device: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+        return model_kwargs
+
+    def _update_model_kwargs_for_generation(
+        self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        return model_kwargs
+
+    def _optimize_model_for_decode(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
+        return False

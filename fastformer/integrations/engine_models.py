@@ -1,0 +1,355 @@
+"""Which models of transformers `generate` decodes on the C++ engine, and their weights as the engine reads them.
+
+The engine computes what a model's modules would, and calls none of them. So a model must be what its config makes: a
+class in the table of `checkpoints.hf`, made of transformers' modules (or those that `accelerate` put in their place)
+with the settings that a new model of this config has, without hooks and patches. That is found out once and holds for
+as long as the model's guards do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from weakref import ref
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fastformer.checkpoints.hf import FAMILIES, UNSUPPORTED
+from fastformer.generation.engines.cpp import CppEngine, pack
+from fastformer.generation.engines.cpp_support import why_no_cpp_engine, why_not_supported
+from fastformer.generation.engines.prepack import packed, repack
+from fastformer.integrations.conversion import from_huggingface
+from fastformer.integrations.known import (
+    code_of,
+    is_unhooked_or_recorded,
+    own_function,
+    register,
+    replaced_function,
+    sources_of,
+)
+from fastformer.integrations.replace import is_accelerated, original_class
+from fastformer.models import GPT, Transformer
+from fastformer.nn.guards import Kept, is_written_as_known, is_written_in
+from fastformer.nn.model_guards import ModelGuards
+
+_PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+_SCALARS = (bool, int, float, str, tuple, types.NoneType)
+# Positions of tables that end nowhere: the engine counts tokens in 32 bits.
+_NO_END = 2**20
+# Numbers of a module that say nothing about what it computes in evaluation; and all that have "drop" in their names.
+_FREE = frozenset({"training", "gradient_checkpointing", "name_or_path", "loss_type", "inplace", "p", "layer_idx"})
+
+
+class UnfitError(Exception):
+    """The engine can't decode this model; the text says why."""
+
+
+class EngineModel:
+    """What was found out about one model, and its engines.
+
+    Args:
+        model: one that is what its config makes.
+        guards: hold for as long as it is that.
+
+    Attributes:
+        guards: see above.
+        precision: of the parameters.
+        modules: the model and all that is inside of it, without the model itself.
+    """
+
+    def __init__(self, model: nn.Module, guards: ModelGuards, precision: str) -> None:
+        self.guards, self.precision = guards, precision
+        self.modules = [module for module in model.modules() if module is not model]
+        self._shape: Transformer | GPT | None = None
+        self._unfit: dict[str, str] = {}
+        self._seconds: dict[str, float] = {}
+
+    def state(self, precision: str) -> str:
+        """Whether its weights are packed, in words."""
+        seconds = self._seconds.get(precision)
+        return "which packs its weights in the first call" if seconds is None else f"packed in {seconds:.1f} s"
+
+    def why_not(self, precision: str) -> str | None:
+        """Why its weights don't convert or pack, if that was tried and failed."""
+        return self._unfit.get(precision)
+
+    def engine(self, model: nn.Module, precision: str) -> ForeignEngine:
+        """The engine in a precision, with the model's weights as they are now.
+
+        Raises:
+            UnfitError: the weights or the config don't convert, or the engine lacks an option of the model.
+        """
+        if precision in self._unfit:
+            raise UnfitError(self._unfit[precision])
+        owner = ref(model)
+
+        def make() -> object:
+            found = owner()
+            assert found is not None
+            return self._pack(found, precision)
+
+        try:
+            weights = packed(model, precision, make, find=lambda each: (self.guards, None))
+        except UnfitError as error:
+            self._unfit[precision] = str(error)
+            raise
+        assert self._shape is not None
+        return ForeignEngine(self._shape, precision, weights)
+
+    def _pack(self, model: nn.Module, precision: str) -> object:
+        begin = time.perf_counter()
+        # Tensors of inference mode don't count their changes, by which the engine notices that it has to pack again.
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                converted = from_huggingface(model)
+            except ValueError as error:
+                raise UnfitError(str(error)) from error
+            converted.eval()
+            reason = why_not_supported(converted, precision)
+            if reason is not None:
+                raise UnfitError(reason)
+            if not isinstance(converted, GPT) and converted.config.positions == "relative":
+                converted.config.max_len = _NO_END  # their tables end nowhere
+            found = pack(converted, precision)
+            if self._shape is None:
+                self._shape = converted.to("meta")
+        self._seconds[precision] = time.perf_counter() - begin
+        return found
+
+
+class ForeignEngine(CppEngine):
+    """The C++ engine over packed weights of a model that it doesn't hold.
+
+    Args:
+        model: on the device "meta": what the weights were packed from, without them.
+        precision: of the weights.
+        weights: the `PackedModel`.
+    """
+
+    def __init__(self, model: Transformer | GPT, precision: str, weights: object) -> None:
+        self._weights = weights
+        super().__init__(model, precision)
+
+    def prepacked(self, *, may_be_old: bool = False) -> object:
+        """The weights; the caller makes another engine where they have changed."""
+        return self._weights
+
+    @property
+    def shape(self) -> Transformer | GPT:
+        """The model, without its weights."""
+        return self._model
+
+
+# The attribute in which a model keeps what was found out about it.
+_PLAN = "_fastformer_engine_plan"
+
+
+def engine_model(model: nn.Module) -> EngineModel | str:
+    """What was found out about a model as it is now, or why the engine can't decode it."""
+    own = vars(model)
+    kept = own.get(_PLAN)
+    if kept is None:
+        kept = own[_PLAN] = Kept()
+    plan: tuple[EngineModel | str, Any] | None = kept.get(True)
+    if plan is None or not plan[1].hold(model):
+        reason = _why_not(model)
+        guards = _guards_of(model)
+        precision = "" if reason is not None else _PRECISIONS[next(model.parameters()).dtype]
+        plan = kept[True] = (EngineModel(model, guards, precision) if reason is None else reason, guards)
+    return plan[0]
+
+
+def forget_engine_model(model: nn.Module) -> None:
+    """Drops what was found out about a model, and its packed weights."""
+    vars(model).pop(_PLAN, None)
+    repack(model)
+
+
+def is_convertible(kind: type) -> bool:
+    """Whether a class of transformers is one of those in the table of `checkpoints.hf`."""
+    family = FAMILIES.get(_model_type(kind) or "")
+    return family is not None and kind is getattr(transformers, family.model_class, None)
+
+
+def _model_type(kind: type) -> str | None:
+    return getattr(getattr(kind, "config_class", None), "model_type", None)
+
+
+def loaded_classes() -> Iterator[type[nn.Module]]:
+    """The classes of transformers that can be converted, of those families that were imported."""
+    for kind, family in FAMILIES.items():
+        source = sys.modules.get(f"transformers.models.{kind}.modeling_{kind}")
+        found = None if source is None else getattr(source, family.model_class, None)
+        if found is not None:
+            yield found
+
+
+def _guards_of(model: nn.Module) -> ModelGuards:
+    kinds = {type(module) for module in model.modules()}
+    places: list[tuple[object, str]] = [(space, name) for space, functions in sources_of(kinds) for name in functions]
+    places += [(vars(kind), name) for kind, name in _methods(type(model))]
+    for config in {id(each): each for each in _configs(model)}.values():
+        places += [(vars(config), name) for name in vars(config)]
+        nested = [value for value in vars(config).values() if isinstance(value, dict)]
+        places += [(value, name) for value in nested for name in value if isinstance(name, str)]
+    return ModelGuards(model, places)
+
+
+def _configs(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        if (config := vars(module).get("config")) is not None:
+            yield config
+
+
+def _methods(kind: type) -> Iterator[tuple[type, str]]:
+    """The functions of a model's class, and of those that it is derived from in transformers."""
+    for each in kind.__mro__:
+        if each.__module__.startswith(("transformers.", "fastformer.")):
+            yield from ((each, name) for name, value in vars(each).items() if isinstance(value, types.FunctionType))
+
+
+def _why_not(model: Any) -> str | None:
+    """Why the engine would compute something else than the modules of a model; None where it would not."""
+    if (missing := why_no_cpp_engine()) is not None:
+        return f"there is no C++ engine: {missing}"
+    kind = original_class(model)
+    config = getattr(model, "config", None)
+    model_type = getattr(config, "model_type", None)
+    if not is_convertible(kind) or model_type != _model_type(kind):
+        lacks = f": {UNSUPPORTED[model_type]}" if model_type in UNSUPPORTED else ""
+        return f"{kind.__name__} is no class that from_huggingface converts{lacks}"
+    register(sys.modules[kind.__module__])
+    for each, name in _methods(kind):
+        if not _is_theirs(vars(each)[name]):
+            return f"{each.__name__}.{name} was replaced"
+    if (replaced := replaced_function(sources_of({type(module) for module in model.modules()}))) is not None:
+        return replaced
+    if config._attn_implementation not in ("eager", "sdpa"):
+        return f"its attention is {config._attn_implementation!r}, and not 'eager' or 'sdpa'"
+    return _why_not_tensors(model) or _why_not_as_made(model, kind)
+
+
+def _is_theirs(function: Any) -> bool:
+    """Whether a method is written in transformers or torch, also where a decorator of contextlib stands in front."""
+    if getattr(function, "__code__", None) is not None and function.__code__.co_filename == contextlib.__file__:
+        function = getattr(function, "__wrapped__", function)
+    return is_written_in(code_of(function), transformers, torch)
+
+
+def _why_not_tensors(model: nn.Module) -> str | None:
+    dtypes = set()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if type(tensor) not in (nn.Parameter, Tensor) or tensor.layout != torch.strided:
+            return f"its {name} is a {type(tensor).__name__} of layout {tensor.layout}"
+        if tensor.device.type != "cpu":
+            return f"its {name} is on {tensor.device}: the engine runs on a CPU"
+        if tensor.is_inference():
+            return f"its {name} was made in inference mode, whose changes could not be noticed"
+        if isinstance(tensor, nn.Parameter):
+            dtypes.add(tensor.dtype)
+    if len(dtypes) != 1 or not dtypes <= _PRECISIONS.keys():
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        return f"its parameters are of {names or 'no dtype'}: the engine packs models in float32 or bfloat16"
+    return None
+
+
+def _why_not_as_made(model: nn.Module, kind: Any) -> str | None:
+    """What of a model is other than in a new one of its config."""
+    try:
+        with torch.inference_mode(False), torch.random.fork_rng(devices=()), _Weightless():
+            made = kind(copy.deepcopy(model.config))
+    except Exception as error:
+        return f"its config makes no model: {type(error).__name__}: {error}"
+    compared: set[tuple[int, int]] = set()
+    found, expected = dict(model.named_modules()), dict(made.named_modules())
+    if found.keys() != expected.keys():
+        return f"it has other modules than its config makes: {sorted(found.keys() ^ expected.keys())[:3]}"
+    for name, module in found.items():
+        other = expected[name]
+        reason = _why_not_module(module, other) or _why_not_shapes(module, other)
+        if reason is not None:
+            return f"{'its ' + name if name else 'it'} {reason}"
+        pair = (vars(module).get("config"), vars(other).get("config"))
+        if None not in pair and (key := (id(pair[0]), id(pair[1]))) not in compared:
+            compared.add(key)
+            if pair[0].to_dict() != pair[1].to_dict():
+                return f"{'its ' + name if name else 'it'} has a config of its own, other than the model's"
+    return None
+
+
+def _why_not_module(module: nn.Module, made: nn.Module) -> str | None:
+    kind = original_class(module)
+    if kind is not original_class(made):
+        return f"is a {kind.__module__}.{kind.__name__}, not a {original_class(made).__name__}"
+    if is_accelerated(module) and not isinstance(module, kind):
+        return f"has another class, {type(module).__name__}, than accelerate gave it"
+    if not is_accelerated(module) and type(module) is not kind:
+        return f"is a {type(module).__name__}, which may compute otherwise"
+    if not is_written_as_known(type(module)):
+        return f"has a class whose forward was replaced, {type(module).__name__}"
+    if not is_unhooked_or_recorded(module):
+        return "has a hook, or a forward of its own, which the engine would not call"
+    if (own := own_function(module)) is not None:
+        return f"has a function of yours, {own}"
+    ours, theirs = vars(module), vars(made)
+    for name, value in ours.items():
+        # A method of the class that stands on the instance, such as a patched prepare_inputs_for_generation.
+        if name not in theirs and callable(value) and not isinstance(value, nn.Module) and hasattr(kind, name):
+            return f"has a {name} of its own"
+    for name, value in theirs.items():
+        if name[0] == "_" or name in _FREE or "drop" in name or not isinstance(value, _SCALARS):
+            continue
+        if ours.get(name) != value or type(ours.get(name)) is not type(value):
+            return f"has {name} {ours.get(name)!r}, while its config says {value!r}"
+    return None
+
+
+def _why_not_shapes(module: nn.Module, made: nn.Module) -> str | None:
+    for kind, found, expected in (
+        ("parameters", module._parameters, made._parameters),
+        ("buffers", module._buffers, made._buffers),
+    ):
+        if found.keys() != expected.keys():
+            return f"has the {kind} {[*found]}, while its config says {[*expected]}"
+        for name, tensor in found.items():
+            other = expected[name]
+            if (tensor is None) != (other is None):
+                return f"has {'no' if tensor is None else 'a'} {name}, other than its config says"
+            if tensor is None or other is None:
+                continue
+            if tensor.shape != other.shape:
+                return f"has a {name} of shape {tuple(tensor.shape)}, while its config says {tuple(other.shape)}"
+            is_saved = kind == "parameters" or name not in module._non_persistent_buffers_set
+            if not is_saved and not other.is_meta and not (tensor.dtype == other.dtype and torch.equal(tensor, other)):
+                return (
+                    f"has a {name} with other numbers than its config says: load a model with dtype=, and don't cast it"
+                )
+    return None
+
+
+class _Weightless(TorchFunctionMode):
+    """Makes tensors that are to be filled with weights on "meta", and fills none. Others, such as tables, are made."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        """See `TorchFunctionMode`."""
+        options, name = dict(kwargs or {}), func.__name__
+        if func in (torch.empty, torch.randn, torch.rand):
+            options["device"] = "meta"
+        target = args[0] if args else options.get("tensor")
+        if name.endswith("_") and not name.endswith("__") and isinstance(target, Tensor) and target.is_meta:
+            return target
+        return func(*args, **options)
