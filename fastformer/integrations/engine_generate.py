@@ -442,7 +442,6 @@ def described(model: nn.Module) -> dict[str, str]:
         if reason is not None:
             found[name] = f"transformers' own: {reason}"
         elif isinstance(plan, EngineModel):
-            precision = setting.precision or plan.precision
-            found[name] = f"on the C++ engine in {precision}, {plan.state(precision)}"
+            found[name] = f"on the C++ engine in {setting.precision or plan.precision}"
     return found
 

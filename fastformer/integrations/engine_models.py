@@ -11,10 +11,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -52,6 +51,13 @@ class UnfitError(Exception):
     """The engine can't decode this model; the text says why."""
 
 
+class PackedWeights(NamedTuple):
+    """A `PackedModel` of the extension, and the converted model on "meta": what it was packed from, without weights."""
+
+    weights: object
+    shape: Transformer | GPT
+
+
 class EngineModel:
     """What was found out about one model, and its engines.
 
@@ -68,14 +74,7 @@ class EngineModel:
     def __init__(self, model: nn.Module, guards: ModelGuards, precision: str) -> None:
         self.guards, self.precision = guards, precision
         self.modules = [module for module in model.modules() if module is not model]
-        self._shape: Transformer | GPT | None = None
         self._unfit: dict[str, str] = {}
-        self._seconds: dict[str, float] = {}
-
-    def state(self, precision: str) -> str:
-        """Whether its weights are packed, in words."""
-        seconds = self._seconds.get(precision)
-        return "which packs its weights in the first call" if seconds is None else f"packed in {seconds:.1f} s"
 
     def why_not(self, precision: str) -> str | None:
         """Why its weights don't convert or pack, if that was tried and failed."""
@@ -91,21 +90,19 @@ class EngineModel:
             raise UnfitError(self._unfit[precision])
         owner = ref(model)
 
-        def make() -> object:
-            found = owner()
-            assert found is not None
-            return self._pack(found, precision)
+        def make() -> PackedWeights:
+            alive = owner()
+            assert alive is not None
+            return self._pack(alive, precision)
 
         try:
-            weights = packed(model, precision, make, find=lambda each: (self.guards, None))
+            found = packed(model, precision, make, find=lambda each: (self.guards, None))
         except UnfitError as error:
             self._unfit[precision] = str(error)
             raise
-        assert self._shape is not None
-        return ForeignEngine(self._shape, precision, weights)
+        return ForeignEngine(found, precision)
 
-    def _pack(self, model: nn.Module, precision: str) -> object:
-        begin = time.perf_counter()
+    def _pack(self, model: nn.Module, precision: str) -> PackedWeights:
         # Tensors of inference mode don't count their changes, by which the engine notices that it has to pack again.
         with torch.inference_mode(False), torch.no_grad():
             try:
@@ -118,34 +115,27 @@ class EngineModel:
                 raise UnfitError(reason)
             if not isinstance(converted, GPT) and converted.config.positions == "relative":
                 converted.config.max_len = _NO_END  # their tables end nowhere
-            found = pack(converted, precision)
-            if self._shape is None:
-                self._shape = converted.to("meta")
-        self._seconds[precision] = time.perf_counter() - begin
-        return found
+            return PackedWeights(pack(converted, precision), converted.to("meta"))
 
 
 class ForeignEngine(CppEngine):
     """The C++ engine over packed weights of a model that it doesn't hold.
 
     Args:
-        model: on the device "meta": what the weights were packed from, without them.
+        packed: the weights. The caller makes another engine where they have changed.
         precision: of the weights.
-        weights: the `PackedModel`.
+
+    Attributes:
+        shape: the model that they were packed from, without its weights.
     """
 
-    def __init__(self, model: Transformer | GPT, precision: str, weights: object) -> None:
-        self._weights = weights
-        super().__init__(model, precision)
+    def __init__(self, packed: PackedWeights, precision: str) -> None:
+        self._weights, self.shape = packed
+        super().__init__(self.shape, precision)
 
     def prepacked(self, *, may_be_old: bool = False) -> object:
-        """The weights; the caller makes another engine where they have changed."""
+        """See `CppEngine`."""
         return self._weights
-
-    @property
-    def shape(self) -> Transformer | GPT:
-        """The model, without its weights."""
-        return self._model
 
 
 # The attribute in which a model keeps what was found out about it.
