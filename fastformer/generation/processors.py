@@ -30,6 +30,10 @@ from fastformer.generation.search import Stop
 class RowWise:
     """A processor that looks at each row alone; two that are equal do the same."""
 
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """See the module."""
+        raise NotImplementedError
+
 
 class AtOneLength(RowWise):
     """A `RowWise` that changes nothing but where so many ids stand before the next token: see `position`."""

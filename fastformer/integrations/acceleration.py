@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar, get_args
 import torch.nn.modules.module as torch_module
 from torch import nn
 
+from fastformer.generation.config import Precision
 from fastformer.integrations import torch_nn
 from fastformer.integrations.replace import (
     Replacement,
@@ -24,7 +25,6 @@ from fastformer.integrations.replace import (
     restore_class,
     why_left,
 )
-from fastformer.generation.config import Precision
 from fastformer.nn.guards import forget_plans, replacement
 
 Model = TypeVar("Model", bound=nn.Module)

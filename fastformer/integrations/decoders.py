@@ -1,7 +1,7 @@
 """Models of transformers whose `generate` runs on the engine, and that no file of a family here replaces.
 
-`checkpoints.hf` says which they are. Their classes are made when `accelerate` asks for them, or pickle, which finds them
-in this module by their names.
+`checkpoints.hf` says which they are. Their classes are made when `accelerate` asks for them, or pickle, which finds
+them in this module by their names.
 """
 
 from __future__ import annotations

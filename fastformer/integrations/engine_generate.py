@@ -1,9 +1,9 @@
 """`generate` of accelerated models of transformers, on the C++ engine.
 
-transformers' own `generate` reads the options, checks them and prepares ids, masks, processors and stopping criteria, so
-that its rules, warnings and errors hold here too. Behind that come three of its methods that a class of this library
-overrides: what runs the encoder and what makes the cache (both wait), and the loop (`_sample`, `_beam_search`), where the
-engine takes over. A call that it can't serve goes on there as transformers would have done it.
+transformers' own `generate` reads the options, checks them and prepares ids, masks, processors and stopping criteria,
+so that its rules, warnings and errors hold here too. Behind that come methods that a class of this library overrides:
+what runs the encoder and what makes the cache (both wait), and the loop (`_sample`, `_beam_search`), where the engine
+takes over. A call that it can't serve goes on there as transformers would have done it.
 
 Whether it can is decided by a list of what is known, at three points: about the model when it is handed over, and again
 when it has changed (`engine_models`); about the names of a call's options before it begins; and about what transformers
@@ -437,11 +437,10 @@ def described(model: nn.Module) -> dict[str, str]:
         if not isinstance(setting, Setting):
             found[name] = "transformers' own: you asked for it"
             continue
-        plan = engine_model(module)
+        plan = engine_model(cast(nn.Module, module))
         reason = plan if isinstance(plan, str) else plan.why_not(setting.precision or plan.precision)
         if reason is not None:
             found[name] = f"transformers' own: {reason}"
         elif isinstance(plan, EngineModel):
             found[name] = f"on the C++ engine in {setting.precision or plan.precision}"
     return found
-

@@ -1,7 +1,7 @@
 """How the C++ engine decodes for transformers' `generate`, once that has prepared a call.
 
-There are two ways. Where nothing but the engine's own rules decides which tokens come (`WholeSearch`), a whole greedy or
-beam search runs in C++. Everything else (processors, stopping criteria, sampling, scores that are asked for) is
+There are two ways. Where nothing but the engine's own rules decides which tokens come (`WholeSearch`), a whole greedy
+or beam search runs in C++. Everything else (processors, stopping criteria, sampling, scores that are asked for) is
 transformers' own loop, whose model is a session of the engine (`Stepper`): what it gives is transformers' by
 construction, and only the logits come from here.
 """
@@ -19,6 +19,7 @@ from transformers import GenerationMixin
 from transformers.generation import logits_process, stopping_criteria
 from transformers.modeling_outputs import ModelOutput
 
+from fastformer.generation.config import Processor
 from fastformer.generation.engines.base import Prompt
 from fastformer.generation.engines.cpp import CppBatch, CppEngine
 from fastformer.generation.generate import new_scheduler
@@ -29,7 +30,6 @@ from fastformer.generation.processors import (
     ForcedToken,
     LogProbs,
     MinNewTokens,
-    Processor,
     SuppressTokens,
     SuppressTokensAt,
     does_search,
@@ -120,9 +120,7 @@ def whole_search(
             case logits_process.ForcedEOSTokenLogitsProcessor if one.eos_token_id.numel() == 1:
                 at_lengths.append(ForcedToken(int(one.eos_token_id), one.max_length - 1))
             case logits_process.SuppressTokensAtBeginLogitsProcessor:
-                at_lengths.append(
-                    SuppressTokensAt(tuple(one.begin_suppress_tokens.tolist()), one.begin_index)
-                )
+                at_lengths.append(SuppressTokensAt(tuple(one.begin_suppress_tokens.tolist()), one.begin_index))
             case logits_process.LogitNormalization if place == len(processors) - 1:
                 renormalizes = True
             case _:
@@ -154,9 +152,7 @@ def _ends(criteria: Sequence[Any], config: Any) -> tuple[int, ...] | None:
     return tuple(dict.fromkeys(ends)) if ends and has_limit and min(ends) >= 0 else None
 
 
-def search_whole(
-    engine: CppEngine, inputs: Inputs, rules: WholeSearch, config: Any, streamer: Any
-) -> Tensor | None:
+def search_whole(engine: CppEngine, inputs: Inputs, rules: WholeSearch, config: Any, streamer: Any) -> Tensor | None:
     """Runs the searches of a call. None where one found fewer hypotheses than the call wants."""
     has_beams, begun = config.num_beams > 1, inputs.beginning.shape[1]
     processors = rules.processors(begun, has_beams=has_beams)
@@ -213,7 +209,7 @@ def _fill(config: Any, *, has_beams: bool) -> int:
     return int((pad or eos[0]) if has_beams else pad)
 
 
-class Stepper(GenerationMixin):  # type: ignore[misc]
+class Stepper(GenerationMixin):
     """What transformers' loops take for the model: its forward is a step of the engine.
 
     Args:

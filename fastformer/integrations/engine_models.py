@@ -145,15 +145,16 @@ _PLAN = "_fastformer_engine_plan"
 def engine_model(model: nn.Module) -> EngineModel | str:
     """What was found out about a model as it is now, or why the engine can't decode it."""
     own = vars(model)
-    kept = own.get(_PLAN)
+    kept: Any = own.get(_PLAN)
     if kept is None:
         kept = own[_PLAN] = Kept()
-    plan: tuple[EngineModel | str, Any] | None = kept.get(True)
+    plan: tuple[EngineModel | str, ModelGuards] | None = kept.get(True)
     if plan is None or not plan[1].hold(model):
         reason = _why_not(model)
         guards = _guards_of(model)
         precision = "" if reason is not None else _PRECISIONS[next(model.parameters()).dtype]
-        plan = kept[True] = (EngineModel(model, guards, precision) if reason is None else reason, guards)
+        plan = (EngineModel(model, guards, precision) if reason is None else reason, guards)
+        kept[True] = plan
     return plan[0]
 
 
@@ -211,7 +212,7 @@ def _why_not(model: Any) -> str | None:
     if (missing := why_no_cpp_engine()) is not None:
         return f"there is no C++ engine: {missing}"
     kind = original_class(model)
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     model_type = getattr(config, "model_type", None)
     if not is_convertible(kind) or model_type != _model_type(kind):
         lacks = f": {UNSUPPORTED[model_type]}" if model_type in UNSUPPORTED else ""
@@ -267,7 +268,7 @@ def _why_not_as_made(model: nn.Module, kind: Any) -> str | None:
         reason = _why_not_module(module, other) or _why_not_shapes(module, other)
         if reason is not None:
             return f"{'its ' + name if name else 'it'} {reason}"
-        pair = (vars(module).get("config"), vars(other).get("config"))
+        pair: tuple[Any, Any] = (vars(module).get("config"), vars(other).get("config"))
         if None not in pair and (key := (id(pair[0]), id(pair[1]))) not in compared:
             compared.add(key)
             if pair[0].to_dict() != pair[1].to_dict():

@@ -151,9 +151,7 @@ def replacements(
     return tuple(Replacement(kind.__bases__[-1], kind) for kind in written)
 
 
-def derive(
-    module: str, original: type[nn.Module], *bases: type, name: str | None = None, **attributes: Any
-) -> Any:
+def derive(module: str, original: type[nn.Module], *bases: type, name: str | None = None, **attributes: Any) -> Any:
     """A class that stands for one of transformers' (see `stands_for`).
 
     Args:

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers.models.t5 import modeling_t5 as t5
 
 from fastformer.integrations.attention_interface import attend_padded
-from fastformer.integrations.fused import RMSNorm, fused_feed_forward, plain_dropout
 from fastformer.integrations.engine_generate import OnEngine
+from fastformer.integrations.fused import RMSNorm, fused_feed_forward, plain_dropout
 from fastformer.integrations.fused_loss import Seq2SeqLoss
 from fastformer.integrations.heads import (
     EncoderHead,

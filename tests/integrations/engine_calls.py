@@ -1,0 +1,123 @@
+"""Pairs of a model of transformers as it is and accelerated, and what their `generate` gives for one call."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastformer.integrations import accelerate
+from fastformer.integrations.engine_models import ForeignEngine
+from tests.integrations import conversions, decoders
+
+TIE = 1e-4  # logits, or scores of beams, as near as this may come in another order
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """Counts in the block how many batches the engine opens for accelerated models."""
+    opened, plain = [0], ForeignEngine.open
+
+    def counting(self: Any, *args: Any) -> Any:
+        opened[0] += 1
+        return plain(self, *args)
+
+    ForeignEngine.open = counting  # type: ignore[assignment,method-assign]
+    try:
+        yield opened
+    finally:
+        ForeignEngine.open = plain  # type: ignore[method-assign]
+
+
+@dataclass
+class Pair:
+    """A model as it is, and accelerated.
+
+    Attributes:
+        plain, ours: the two.
+        inputs: of generate.
+        near_ties: rows that differed where two tokens were nearly as good.
+        rows: that were compared.
+    """
+
+    plain: Any
+    ours: Any
+    inputs: dict[str, Tensor]
+    near_ties: int = 0
+    rows: int = field(default=0)
+
+    def both(self, *, is_served: bool = True, **options: Any) -> tuple[Any, Any]:
+        """What the two give; the engine has to serve ours, or must not."""
+        torch.manual_seed(0)
+        expected = self.plain.generate(**self.inputs | options)
+        torch.manual_seed(0)
+        with counted() as opened:
+            found = self.ours.generate(**self.inputs | options)
+        assert bool(opened[0]) == is_served, options
+        return found, expected
+
+    def check(self, *, is_served: bool = True, **options: Any) -> None:
+        """Checks that the two give the same tokens, but for near ties, and the same scores."""
+        options |= {"return_dict_in_generate": True}
+        is_beam = options.get("num_beams", 1) > 1
+        found, expected = self.both(is_served=is_served, output_scores=True, **options)
+        plain = self.ours.generate(**self.inputs | options | {"return_dict_in_generate": False})
+        assert type(found) is type(expected)
+        assert {*found} | {"past_key_values"} == {*expected} | {"past_key_values"}
+        for one in (found.sequences, plain):
+            assert one.dtype == expected.sequences.dtype and not one.is_inference()
+        if is_beam:
+            torch.testing.assert_close(found.sequences_scores, expected.sequences_scores, rtol=1e-3, atol=TIE)
+        for tokens in (found.sequences, plain):
+            self._compare(tokens, expected, options, is_beam=is_beam)
+        if torch.equal(found.sequences, expected.sequences) and not is_beam:
+            for one, other in zip(found.scores, expected.scores, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+    def _compare(self, tokens: Tensor, expected: Any, options: dict[str, Any], *, is_beam: bool) -> None:
+        self.rows += len(tokens)
+        if tokens.shape == expected.sequences.shape and torch.equal(tokens, expected.sequences):
+            return
+        begun = expected.sequences.shape[1] - len(expected.scores)
+        for row, (one, other) in enumerate(zip(tokens.tolist(), expected.sequences.tolist(), strict=True)):
+            if one == other:
+                continue
+            place = next(i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
+            if not is_beam:
+                scores = expected.scores[place - begun][row]
+                assert abs(scores[one[place]] - scores[other[place]]) < TIE, (options, one, other)
+            # Scores of beams were compared: another hypothesis of the same score is a near tie.
+            self.near_ties += 1
+
+
+def pair_of(name: str, *, left: bool = False, dtype: torch.dtype = torch.float32, **options: Any) -> Pair:
+    """The pair of a case of `conversions` or `decoders`, with a batch of unlike lengths.
+
+    Args:
+        name: of the case.
+        left: whether the batch is padded on the left.
+        dtype: of the parameters.
+        options: of the config.
+    """
+    if name in decoders.CASES:
+        model = decoders.CASES[name].make(**options)
+        pad, eos, length = 1, 2, 12
+    else:
+        model = conversions.CASES[name].make(torch.float32, **options)
+        (pad, eos), length = conversions.CASES[name].ids, 9
+    model = model.to(dtype)
+    with torch.no_grad():
+        if getattr(model, "final_logits_bias", None) is not None:
+            model.final_logits_bias[0, eos] += 1.0
+    lengths = torch.tensor([length, 5, 2, 7])
+    ids = torch.randint(4, 58, (4, length), generator=torch.Generator().manual_seed(5))
+    mask = torch.arange(length) < lengths[:, None]
+    mask = mask.flip(1) if left else mask
+    ids = ids.masked_fill(~mask, pad)
+    plain = copy.deepcopy(model)
+    return Pair(plain, accelerate(model), {"input_ids": ids, "attention_mask": mask.long()})
