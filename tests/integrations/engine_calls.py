@@ -27,11 +27,11 @@ def counted() -> Iterator[list[int]]:
         opened[0] += 1
         return plain(self, *args)
 
-    ForeignEngine.open = counting  # type: ignore[assignment,method-assign]
+    ForeignEngine.open = counting  # type: ignore[assignment]
     try:
         yield opened
     finally:
-        ForeignEngine.open = plain  # type: ignore[method-assign]
+        ForeignEngine.open = plain
 
 
 @dataclass
