@@ -38,6 +38,7 @@ class Transformer(fnn.Transformer, nn.Transformer):
 def _attention_attributes(attention: nn.MultiheadAttention) -> dict[str, Any]:
     return {
         "num_kv_heads": attention.num_heads,
+        "q_dim": attention.embed_dim,
         "kv_dim": attention.embed_dim,
         "window_size": (None, None),
     }

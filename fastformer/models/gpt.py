@@ -12,9 +12,10 @@ from fastformer.cache.kv_cache import KVCache
 from fastformer.models.common import IGNORE_INDEX, cache_dtype, check_ids, chosen_log_probs
 from fastformer.models.gpt_config import GPTConfig as GPTConfig
 from fastformer.models.pretrained import PretrainedModel, placement
+from fastformer.models.rotary_scaling import RotarySpeeds
 from fastformer.nn.attention import MultiheadAttention
-from fastformer.nn.embedding import Embedding, PositionalEncoding, RotaryEmbedding
-from fastformer.nn.layers import TransformerEncoderLayer
+from fastformer.nn.decoder_only import DecoderOnlyLayer
+from fastformer.nn.embedding import Embedding, PositionalEncoding, RotaryEmbedding, RotaryPositions
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.linear import linear
 from fastformer.nn.norm import AddLayerNorm
@@ -66,36 +67,32 @@ class GPT(PretrainedModel):
         factory = placement(device, dtype)
         position: PositionalEncoding | None = None
         self.rotary: RotaryEmbedding | None = None
+        self.local_rotary: RotaryEmbedding | None = None
         if config.positions == "rotary":
-            head_dim = config.d_model // config.num_heads
-            self.rotary = RotaryEmbedding(head_dim, config.max_len, config.rotary_base, **factory)
+            size, max_len, base = config.rotary_dim, config.max_len, config.rotary_base
+            found = RotarySpeeds(None) if config.scaling is None else config.scaling.speeds(size, base)
+            self.rotary = RotaryEmbedding(size, max_len, base, speeds=found.speeds, scale=found.scale, **factory)
+            if config.local_rotary_base is not None:
+                self.local_rotary = RotaryEmbedding(size, max_len, config.local_rotary_base, **factory)
         else:
             kind = "learned" if config.positions == "learned" else "interleaved"
             position = PositionalEncoding(config.d_model, config.max_len, kind=kind, batch_first=True, **factory)
         self.embedding = Embedding(
-            config.vocab_size, config.d_model, dropout=config.dropout, position=position, **factory
-        )
-        layer = TransformerEncoderLayer(
+            config.vocab_size,
             config.d_model,
-            config.num_heads,
-            config.d_ff or 4 * config.d_model,
-            config.dropout,
-            config.activation,
-            config.layer_norm_eps,
-            batch_first=True,
-            norm_first=True,
-            bias=config.bias,
-            attention_dropout=config.attention_dropout,
-            activation_dropout=config.activation_dropout,
-            num_kv_heads=config.num_kv_heads,
-            norm=config.norm,
-            window_size=(config.window_size, None if config.window_size is None else 0),
+            scale=1.0 if config.embedding_scale is None else config.embedding_scale,
+            round_scale=True,
+            dropout=config.dropout,
+            position=position,
             **factory,
         )
+        layer = _layer(config, factory)
         norm = AddLayerNorm(
             config.d_model, config.layer_norm_eps, bias=config.bias, rms_norm=config.norm == "rms", **factory
         )
         self.decoder = TransformerEncoder(layer, config.num_layers, norm)
+        for each, has_window in zip(self.decoder.layers, config.windows, strict=True):
+            each.self_attn.window_size = (config.window_size, 0) if has_window else (None, None)
         self.output = None
         if not config.tie_embeddings:
             self.output = nn.Linear(config.d_model, config.vocab_size, bias=False, **factory)
@@ -146,9 +143,18 @@ class GPT(PretrainedModel):
             cache.check_rows(tokens.shape[0])
             if self.rotary is None:  # which knows by itself where tokens stand in a cache
                 positions = cache.positions(tokens.shape[1])
-        rotary = None if self.rotary is None else self.rotary(positions)
         x = self.embedding(tokens, positions)
-        return self.decoder(x, is_causal=True, layout=layout, cache=cache, rotary=rotary)
+        return self.decoder(x, is_causal=True, layout=layout, cache=cache, rotary=self._rotary(positions))
+
+    def _rotary(self, positions: Tensor | None) -> RotaryPositions | list[RotaryPositions] | None:
+        """What rotates queries and keys of all layers, or of each."""
+        if self.rotary is None:
+            return None
+        everywhere = self.rotary(positions)
+        if self.local_rotary is None:
+            return everywhere
+        local = self.local_rotary(positions)
+        return [local if has_window else everywhere for has_window in self.config.windows]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (..., d_model) -> (..., vocab_size)."""
@@ -223,23 +229,37 @@ class GPT(PretrainedModel):
         )
 
 
+def _layer(config: GPTConfig, factory: dict[str, Any]) -> DecoderOnlyLayer:
+    """The layer that a model has num_layers copies of; windows are its copies' own."""
+    return DecoderOnlyLayer(
+        config.d_model,
+        config.num_heads,
+        config.d_ff or 4 * config.d_model,
+        dropout=config.dropout,
+        activation=config.activation,
+        layer_norm_eps=config.layer_norm_eps,
+        batch_first=True,
+        bias=config.bias,
+        attention_bias=config.qkv_bias,
+        attention_dropout=config.attention_dropout,
+        activation_dropout=config.activation_dropout,
+        num_kv_heads=config.num_kv_heads,
+        norm=config.norm,
+        norm_placement=config.norm_placement,
+        parallel_residual=config.parallel_residual,
+        self_attention={
+            "head_dim": config.head_dim,
+            "out_bias": config.bias if config.out_bias is None else config.out_bias,
+            "qk_norm": config.qk_norm,
+            "qk_norm_eps": config.layer_norm_eps,
+            "softmax_scale": config.attention_scale,
+        },
+        **factory,
+    )
+
+
 # Options that no module computes, with what says that they are not asked for.
-_UNBUILT: dict[str, tuple[object, ...]] = {
-    "head_dim": (None,),
-    "qkv_bias": (None,),
-    "out_bias": (None,),
-    "qk_norm": (None,),
-    "norm_placement": ("pre",),
-    "parallel_residual": (False,),
-    "rotary_fraction": (1.0,),
-    "rotary_scaling": (None,),
-    "local_rotary_base": (None,),
-    "window_layers": (None,),
-    "attention_scale": (None,),
-    "attention_softcap": (None,),
-    "logit_softcap": (None,),
-    "embedding_scale": (None, 1.0),
-}
+_UNBUILT: dict[str, tuple[object, ...]] = {"attention_softcap": (None,), "logit_softcap": (None,)}
 
 
 def _refuse_unbuilt(config: GPTConfig) -> None:

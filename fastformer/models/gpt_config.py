@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from fastformer.models.common import Activation, Norm, check_heads
 from fastformer.models.rotary_scaling import RotaryScaling
@@ -144,9 +144,8 @@ class GPTConfig:
                 f"expected heads with an even number of rotated features (rotary turns pairs), got {self.rotary_dim} "
                 f"of {self.size_of_head} (d_model {self.d_model}, num_heads {self.num_heads})"
             )
-        if self.rotary_scaling is not None:
-            assert isinstance(self.rotary_scaling, RotaryScaling)
-            self.rotary_scaling.check(self.rotary_dim, self.max_len)
+        if (scaling := self.scaling) is not None:
+            scaling.check(self.rotary_dim, self.max_len)
         if self.local_rotary_base is not None and not any(self.windows):
             raise ValueError("expected a window_size, and layers that have it, for local_rotary_base")
 
@@ -159,6 +158,11 @@ class GPTConfig:
     def rotary_dim(self) -> int:
         """How many features of a head are rotated."""
         return int(self.size_of_head * self.rotary_fraction)
+
+    @property
+    def scaling(self) -> RotaryScaling | None:
+        """rotary_scaling, which is a `RotaryScaling` once it is checked."""
+        return cast(RotaryScaling | None, self.rotary_scaling)
 
     @property
     def windows(self) -> tuple[bool, ...]:

@@ -35,11 +35,11 @@ class RotarySpeeds(NamedTuple):
     """What tables of cosines and sines are made from.
 
     Attributes:
-        speeds: (rotary_dim // 2,) fp64, radians per position.
+        speeds: (rotary_dim // 2,) fp64, radians per position; None: those of the base.
         scale: cosines and sines are multiplied by this, so that scores grow by its square.
     """
 
-    speeds: Tensor
+    speeds: Tensor | None
     scale: float = 1.0
 
 

@@ -24,7 +24,9 @@ from fastformer.nn.masks import (
     merge_masks,
     right_padding_lengths,
 )
+from fastformer.nn.norm_plan import NormPlan, find_norm_plan
 from fastformer.nn.padding import Jagged, open_nested
+from fastformer.nn.projections import Projections
 from fastformer.ops.attention import attention, resolve_window
 from fastformer.ops.attention_weights import attention_weights
 from fastformer.ops.varlen_attention import varlen_attention
@@ -47,13 +49,18 @@ class AttentionPlan(NamedTuple):
     Attributes:
         replaced: the function that is called instead, because it was put in the place of torch.nn's.
         out_proj: the parameters of the output projection; None where that is called.
+        q_norm, k_norm: the plans of the norms of queries and keys; None where they are called, or there are none.
+        calls_modules: whether any module is called.
     """
 
     replaced: Replacement | None
     out_proj: dict[str, Any] | None
+    q_norm: NormPlan | None
+    k_norm: NormPlan | None
+    calls_modules: bool
 
 
-class MultiheadAttention(nn.Module):
+class MultiheadAttention(Projections):
     """`torch.nn.MultiheadAttention` on the fused attention ops ("Attention Is All You Need", section 3.2).
 
     Same constructor, forward signature and state_dict keys; boolean masks are True = ignore, as in torch.nn. It differs
@@ -67,18 +74,18 @@ class MultiheadAttention(nn.Module):
         num_kv_heads: heads of keys and values, each shared by num_heads / num_kv_heads query heads (Ainslie et al.
             2023). The rows of `in_proj_weight` are then embed_dim + 2 * num_kv_heads * head_dim.
         window_size: (left, right): how many keys before and after its own position a query sees; None = all.
+        head_dim: size of a head; None: embed_dim / num_heads.
+        out_bias: whether the projection back from the heads has a bias; None: as bias says.
+        qk_norm: an RMSNorm of queries and keys before they are rotated, `q_norm` and `k_norm`: "head", over each head,
+            one weight for all of them, or "all", over all heads together; None: none.
+        qk_norm_eps: added to their mean squares.
+        softmax_scale: what the scores are multiplied by; None: head_dim ** -0.5.
 
     Raises:
-        InputError: sizes that don't divide.
+        InputError: sizes that don't divide, an unknown qk_norm.
     """
 
-    in_proj_weight: Tensor
-    q_proj_weight: Tensor
-    k_proj_weight: Tensor
-    v_proj_weight: Tensor
-    in_proj_bias: Tensor | None
-    bias_k: Tensor | None
-    bias_v: Tensor | None
+    softmax_scale: float | None = None
 
     def __init__(
         self,
@@ -96,49 +103,32 @@ class MultiheadAttention(nn.Module):
         *,
         num_kv_heads: int | None = None,
         window_size: WindowSize = (None, None),
+        head_dim: int | None = None,
+        out_bias: bool | None = None,
+        qk_norm: str | None = None,
+        qk_norm_eps: float = 1e-5,
+        softmax_scale: float | None = None,
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads != 0:
+        if embed_dim < 1 or num_heads < 1 or (head_dim is None and embed_dim % num_heads != 0):
             raise InputError(f"expected embed_dim to be a multiple of num_heads, got {embed_dim} and {num_heads}")
+        if head_dim is not None and head_dim < 1:
+            raise InputError(f"expected head_dim of at least 1, got {head_dim}")
         if num_kv_heads < 1 or num_heads % num_kv_heads != 0:
             raise InputError(f"expected num_heads to be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
-        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
-        self.head_dim = embed_dim // num_heads
-        self.kv_dim = num_kv_heads * self.head_dim
-        self.kdim = embed_dim if kdim is None else kdim
-        self.vdim = embed_dim if vdim is None else vdim
-        self._qkv_same_embed_dim = self.kdim == embed_dim and self.vdim == embed_dim
         self.dropout, self.batch_first = check_dropout(dropout), batch_first
         self.add_zero_attn = add_zero_attn
         self.window_size: WindowSize = resolve_window(False, window_size)
-
-        def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-
-        separate = not self._qkv_same_embed_dim
-        self.register_parameter("q_proj_weight", parameter(embed_dim, embed_dim) if separate else None)
-        self.register_parameter("k_proj_weight", parameter(self.kv_dim, self.kdim) if separate else None)
-        self.register_parameter("v_proj_weight", parameter(self.kv_dim, self.vdim) if separate else None)
-        fused_rows = embed_dim + 2 * self.kv_dim
-        self.register_parameter("in_proj_weight", None if separate else parameter(fused_rows, embed_dim))
-        self.register_parameter("in_proj_bias", parameter(fused_rows) if bias else None)
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
-        self.register_parameter("bias_k", parameter(1, 1, self.kv_dim) if add_bias_kv else None)
-        self.register_parameter("bias_v", parameter(1, 1, self.kv_dim) if add_bias_kv else None)
-        self._reset_parameters()
-
-    def _reset_parameters(self) -> None:
-        # torch.nn's initialisation, in its order, so that the same seed gives the same weights.
-        for weight in (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
-            if weight is not None:
-                nn.init.xavier_uniform_(weight)
-        if self.in_proj_bias is not None:
-            nn.init.zeros_(self.in_proj_bias)
-            nn.init.zeros_(self.out_proj.bias)
-        for bias in (self.bias_k, self.bias_v):
-            if bias is not None:
-                nn.init.xavier_normal_(bias)
+        head_dim = embed_dim // num_heads if head_dim is None else head_dim
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self._make_parameters(
+            embed_dim, num_heads, num_kv_heads, head_dim, kdim, vdim, bias, bias if out_bias is None else out_bias,
+            add_bias_kv, factory,
+        )  # fmt: skip
+        self._make_norms(qk_norm, qk_norm_eps, factory)
+        if softmax_scale is not None:
+            self.softmax_scale = softmax_scale
 
     def forward(
         self,
@@ -212,8 +202,8 @@ class MultiheadAttention(nn.Module):
             return self.attend(plan, query, key, value, attn_mask, key_padding_mask, is_causal, **options), None
         if cache is not None or (layout is not None and layout.is_packed):
             raise InputError("expected need_weights=False and no mask along with a cache or a packed layout")
-        call = self._dense_call(query, key, value, attn_mask, key_padding_mask, is_causal, True, layout, memory_layout,
-                                rotary, position_bias)  # fmt: skip
+        call = self._dense_call(plan, query, key, value, attn_mask, key_padding_mask, is_causal, True, layout,
+                                memory_layout, rotary, position_bias)  # fmt: skip
         attended, lse = attention(call.q, call.k, call.v, return_lse=True, **self._dropout(call.q), **call.options)
         weights = attention_weights(call.q, call.k, lse, **call.options)
         weights = weights.mean(1) if average_attn_weights else weights
@@ -250,13 +240,13 @@ class MultiheadAttention(nn.Module):
             key, value = _both(key, value)
             memory_layout = layout if key is query and memory_layout is None else memory_layout
             return self._packed(plan, query, key, value, is_causal, layout, memory_layout, rotary, position_bias)
-        call = self._dense_call(query, key, value, attn_mask, key_padding_mask, is_causal, False, layout, memory_layout,
-                                rotary, position_bias, shape)  # fmt: skip
+        call = self._dense_call(plan, query, key, value, attn_mask, key_padding_mask, is_causal, False, layout,
+                                memory_layout, rotary, position_bias, shape)  # fmt: skip
         attended = attention(call.q, call.k, call.v, **self._dropout(call.q), **call.options)
         return self._output(plan, attended, query, shape)
 
     def _dense_call(
-        self, query: Tensor, key: Tensor | None, value: Tensor | None, attn_mask: Tensor | None,
+        self, plan: AttentionPlan, query: Tensor, key: Tensor | None, value: Tensor | None, attn_mask: Tensor | None,
         key_padding_mask: Tensor | None, is_causal: bool, need_weights: bool, layout: SequenceLayout | None,
         memory_layout: SequenceLayout | None, rotary: RotaryPositions | None, position_bias: Tensor | None,
         shape: tuple[int, int] | None = None,
@@ -268,14 +258,14 @@ class MultiheadAttention(nn.Module):
         if shape is None:
             check_dimensions(query, key, value, key_padding_mask, attn_mask)
         is_batched = query.dim() == 3 or shape is not None
-        q, k, v = self._project(query, key, value, shape)
+        q, k, v = self._project_heads(plan, query, key, value, shape)
         if not is_batched:
             q, k, v = q[None], k[None], v[None]
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
         elif not self.batch_first:
             q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
         if shape is not None and attn_mask is None and key_padding_mask is None:  # a small batch feels what follows
-            return _DenseCall(q, k, v, {"window_size": self._window(is_causal, 0)})
+            return _DenseCall(q, k, v, {"window_size": self._window(is_causal, 0), **self._scores()})
         if q.shape[0] != k.shape[0] or k.shape[:2] != v.shape[:2]:
             raise InputError(
                 f"expected query, key and value of one batch, key and value of one length; got {tuple(query.shape)}, "
@@ -301,7 +291,8 @@ class MultiheadAttention(nn.Module):
         else:
             mask, seqlens_k = self._mask(q, k, attn_mask, key_padding_mask, position_bias, seqlens_k, is_batched)
         window = self._window(is_causal, 0 if same else q.shape[1] - k.shape[1])
-        return _DenseCall(q, k, v, {"attn_mask": mask, "seqlens_k": seqlens_k, "window_size": window})
+        options = {"attn_mask": mask, "seqlens_k": seqlens_k, "window_size": window, **self._scores()}
+        return _DenseCall(q, k, v, options)
 
     def _mask(
         self, q: Tensor, k: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None,
@@ -329,7 +320,8 @@ class MultiheadAttention(nn.Module):
         if not (self.batch_first or (query.dim() == 2 and shape is None)):
             attended = attended.transpose(0, 1)
         # Of unbatched queries and of rows there are as many as all dimensions hold.
-        return self._project_out(plan, attended.flatten(-2) if query.dim() == 3 else attended.reshape(query.shape))
+        rows = attended.flatten(-2) if query.dim() == 3 else attended.reshape(query.shape[0], self.q_dim)
+        return self._project_out(plan, rows)
 
     def _project_out(self, plan: AttentionPlan, x: Tensor) -> Tensor:
         if plan.out_proj is None:
@@ -371,22 +363,6 @@ class MultiheadAttention(nn.Module):
         weights = weights * (real[:, :, None] if average_attn_weights else real[:, None, :, None])
         return opened.close(layout.pack(out if self.batch_first else out.transpose(0, 1))), weights
 
-    def project_memory(self, key: Tensor, value: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Projects keys and values alone, for a cache.
-
-        Args:
-            key: (seqlen_k, batch, kdim), or (batch, seqlen_k, kdim) with batch_first, or packed (total_k, kdim).
-            value: likewise; None: the same tensor as key.
-
-        Returns:
-            k and v: (batch, seqlen_k, num_kv_heads, head_dim), or (total_k, num_kv_heads, head_dim).
-        """
-        k, v = self._project_kv(key, key if value is None else value, *self._in_proj())
-        k, v = self._heads(k), self._heads(v)
-        if key.dim() == 3 and not self.batch_first:
-            k, v = k.transpose(0, 1), v.transpose(0, 1)
-        return k, v
-
     def _packed(
         self,
         plan: AttentionPlan,
@@ -407,7 +383,7 @@ class MultiheadAttention(nn.Module):
             raise InputError("add_bias_kv and add_zero_attn don't go with a packed layout")
         if is_causal and memory_layout is not layout:
             raise InputError("expected is_causal with a packed layout in self-attention only")
-        q, k, v = self._project(query, key, value)
+        q, k, v = self._project_heads(plan, query, key, value)
         if rotary is not None:
             q, k = rotary.rotate(q, k)
         dropout = self._dropout(q)
@@ -417,7 +393,7 @@ class MultiheadAttention(nn.Module):
             left, right = self.window_size
             window = (left, 0 if is_causal else right)
             out = attention_unpacked(
-                q, k, v, layout, position_bias, window, dropout["dropout_p"], dropout["dropout_seed"]
+                q, k, v, layout, position_bias, window, dropout["dropout_p"], dropout["dropout_seed"], self._scores()
             )
             return self._project_out(plan, out.flatten(-2))
         out = varlen_attention(
@@ -431,6 +407,7 @@ class MultiheadAttention(nn.Module):
             is_causal=is_causal,
             window_size=self.window_size,
             **dropout,
+            **self._scores(),
         )
         return self._project_out(plan, out.flatten(-2))
 
@@ -457,71 +434,35 @@ class MultiheadAttention(nn.Module):
             raise InputError("expected a position_bias along with a cache in self-attention, and batch_first")
         if cache.is_static:
             q = self._heads(linear(query, *self._q_weights(*self._in_proj())))
-            out = attend_cached(cache, q.transpose(0, 1) if transposed else q)
+            q = self._normalise(plan.q_norm, "q_norm", q)
+            out = attend_cached(cache, q.transpose(0, 1) if transposed else q, self._scores())
         else:
-            q, k, v = self._project(query, *_both(key, value))
+            q, k, v = self._project_heads(plan, query, *_both(key, value))
             if transposed:
                 q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
             packed_layout = layout if packed else None
-            out = append_cached(cache, q, k, v, self.window_size[0], packed_layout, position_bias, rotary)
+            window_left = self.window_size[0]
+            out = append_cached(cache, q, k, v, window_left, packed_layout, position_bias, rotary, self._scores())
         out = out.flatten(-2)
         return self._project_out(plan, out.transpose(0, 1) if transposed else out)
 
-    def _project(
-        self, query: Tensor, key: Tensor, value: Tensor, shape: tuple[int, int] | None = None
+    def _project_heads(
+        self, plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, shape: tuple[int, int] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # One product for self-attention, one for the query and one for the memory in cross-attention.
-        if query.shape[-1] != self.embed_dim or key.shape[-1] != self.kdim or value.shape[-1] != self.vdim:
-            raise InputError(
-                f"expected query, key and value of size {self.embed_dim}, {self.kdim} and {self.vdim} in the last "
-                f"dimension, got {query.shape[-1]}, {key.shape[-1]} and {value.shape[-1]}"
-            )
-        weight, bias = self._in_proj()
-        if weight is not None and key is query and value is query:
-            qkv = linear(query, weight, _of_dtype(bias, weight))
-            head_dim = self._head_dim()
-            num_kv_heads = self.kv_dim // head_dim
-            num_all = self.num_heads + 2 * num_kv_heads
-            qkv = qkv.view(*(qkv.shape[:-1] if shape is None else shape), num_all, head_dim)
-            q, k, v = qkv.split([self.num_heads, num_kv_heads, num_kv_heads], dim=-2)
+        """Queries, keys and values (..., heads, head_dim), the norms of the heads included."""
+        q, k, v = self._project(query, key, value, shape)
+        if self.qk_norm is None:
             return q, k, v
-        q = linear(query, *self._q_weights(weight, bias))
-        k, v = self._project_kv(key, value, weight, bias)
-        return self._heads(q), self._heads(k), self._heads(v)
+        return self._normalise(plan.q_norm, "q_norm", q), self._normalise(plan.k_norm, "k_norm", k), v
 
-    def _in_proj(self) -> tuple[Tensor | None, Tensor | None]:
-        # Read once a call: a parametrised one is made anew each time. The weight is None where there are three.
-        return self.in_proj_weight if self._qkv_same_embed_dim else None, self.in_proj_bias
+    @property
+    def is_standard(self) -> bool:
+        """Whether heads share embed_dim, have no norms, and give scores that are scaled by head_dim ** -0.5."""
+        return self.q_dim == self.embed_dim and self.qk_norm is None and not self._scores()
 
-    def _q_weights(self, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        weight = self.q_proj_weight if weight is None else weight[: self.embed_dim]
-        return weight, None if bias is None else _of_dtype(bias[: self.embed_dim], weight)
-
-    def _project_kv(
-        self, key: Tensor, value: Tensor, weight: Tensor | None, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        sizes = [self.kv_dim, self.kv_dim]
-        bias = None if bias is None else bias[self.embed_dim :]
-        if weight is None:
-            k_weight, v_weight = self.k_proj_weight, self.v_proj_weight
-        else:
-            weight = weight[self.embed_dim :]
-            if key is value:
-                k, v = linear(key, weight, _of_dtype(bias, weight)).split(sizes, dim=-1)
-                return k, v
-            k_weight, v_weight = weight.split(sizes)
-        k_bias, v_bias = (None, None) if bias is None else bias.split(sizes)
-        return linear(key, k_weight, _of_dtype(k_bias, k_weight)), linear(value, v_weight, _of_dtype(v_bias, v_weight))
-
-    def _head_dim(self) -> int:
-        # By num_heads, which may have been set since, as torch.nn reads it.
-        head_dim, rest = divmod(self.embed_dim, self.num_heads)
-        if rest:
-            raise InputError(f"expected num_heads to divide embed_dim, got {self.num_heads} and {self.embed_dim}")
-        return head_dim
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self._head_dim()))
+    def _scores(self) -> dict[str, Any]:
+        """What the ops are told about the scores; empty for what they do by default."""
+        return {} if self.softmax_scale is None else {"softmax_scale": self.softmax_scale}
 
     def _dropout(self, q: Tensor) -> dict[str, Any]:
         dropout_p = self.dropout if self.training else 0.0
@@ -567,7 +508,11 @@ _FORWARD = MultiheadAttention.forward
 
 def find_attention_plan(attention: nn.Module) -> AttentionPlan:
     """The plan of an attention of ours, or of a class derived from it."""
-    return AttentionPlan(replacement(type(attention)), plain_parameters(attention._modules.get("out_proj"), *LINEARS))
+    inside = attention._modules
+    out_proj = plain_parameters(inside.get("out_proj"), *LINEARS)
+    q_norm, k_norm = find_norm_plan(inside.get("q_norm")), find_norm_plan(inside.get("k_norm"))
+    calls_norms = "q_norm" in inside and (q_norm is None or k_norm is None)
+    return AttentionPlan(replacement(type(attention)), out_proj, q_norm, k_norm, out_proj is None or calls_norms)
 
 
 _PLANS: Plans[AttentionPlan] = Plans("_fastformer_attention", find_attention_plan)
@@ -576,7 +521,7 @@ _PLANS: Plans[AttentionPlan] = Plans("_fastformer_attention", find_attention_pla
 def attention_plan(attention: nn.Module) -> AttentionPlan:
     """The plan of an attention in this call."""
     plan = _PLANS.of(attention)
-    return plan._replace(out_proj=None) if is_watched() else plan
+    return AttentionPlan(plan.replaced, None, None, None, True) if is_watched() else plan
 
 
 def plan_inside(attention: object) -> AttentionPlan | None:
@@ -591,8 +536,3 @@ def _both(key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
     if key is None or value is None:
         raise InputError("expected key and value; only a static cache takes their place")
     return key, value
-
-
-def _of_dtype(bias: Tensor | None, weight: Tensor) -> Tensor | None:
-    # Of another dtype than its weight, PyTorch's linear takes a bias or not by how the input lies in memory.
-    return bias if bias is None or bias.dtype == weight.dtype else bias.to(weight.dtype)

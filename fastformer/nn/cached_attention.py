@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,8 +20,11 @@ from fastformer.ops.attention import attention
 from fastformer.ops.decode_attention import decode_attention
 from fastformer.ops.varlen_attention import varlen_attention
 
+Scores = Mapping[str, Any]
+_BY_DEFAULT: Scores = MappingProxyType({})
 
-def attend_cached(cache: AttentionCache, q: Tensor) -> Tensor:
+
+def attend_cached(cache: AttentionCache, q: Tensor, scores: Scores = _BY_DEFAULT) -> Tensor:
     """Cross-attention of q: (rows, seqlen_q, num_heads, head_dim), or packed (total, num_heads, head_dim)."""
     packed, index = q.dim() == 3, cache.batch_index
     if packed and index is not None:
@@ -29,8 +34,9 @@ def attend_cached(cache: AttentionCache, q: Tensor) -> Tensor:
         # Rows of one token each: as queries of one row they share what is read of their source.
         q = q.reshape(-1, cache.rows_per_source, *q.shape[2:])
     out = decode_attention(
-        q, cache.k, cache.v, cache.seqlens, cache_batch_idx=index, slot_table=cache.slot_table, is_causal=False
-    )
+        q, cache.k, cache.v, cache.seqlens, cache_batch_idx=index, slot_table=cache.slot_table, is_causal=False,
+        **scores,
+    )  # fmt: skip
     if cache.rows_per_source > 1:
         return out.reshape(-1, 1, *q.shape[2:])
     return out.flatten(0, 1) if packed else out
@@ -45,6 +51,7 @@ def append_cached(
     packed: SequenceLayout | None,
     position_bias: Tensor | None = None,
     rotary: RotaryPositions | None = None,
+    scores: Scores = _BY_DEFAULT,
 ) -> Tensor:
     """Stores k and v, and attends from q to them and to what the rows hold before them.
 
@@ -56,6 +63,7 @@ def append_cached(
         packed: the layout of packed prompts.
         position_bias: added to the scores; see `MultiheadAttention`.
         rotary: rotates q and k; without positions of its own, by those in the cache.
+        scores: what the ops are told about the scores, such as their softmax_scale.
 
     Raises:
         InputError: another number of rows than the cache has, more tokens than the step has.
@@ -74,10 +82,11 @@ def append_cached(
             q, k = rotary.rotate(q, k)
     if is_step:
         if position_bias is not None:
-            return _append_and_gather(cache, q, k, v, window_left, position_bias)
+            return _append_and_gather(cache, q, k, v, window_left, position_bias, scores)
         return decode_attention(
-            q, cache.k, cache.v, cache.seqlens, k=k, v=v, slot_table=cache.slot_table, window_left=window_left, **tables
-        )
+            q, cache.k, cache.v, cache.seqlens, k=k, v=v, slot_table=cache.slot_table, window_left=window_left,
+            **tables, **scores,
+        )  # fmt: skip
     if batch != len(cache.seqlens):
         raise InputError(f"expected the {len(cache.seqlens)} rows of the cache, got a batch of {batch}")
     if k.shape[-2:] != cache.k.shape[-2:]:
@@ -89,13 +98,13 @@ def append_cached(
             raise InputError("expected packed prompts for rows that are empty (KVCache.begin(is_packed=True))")
         cu_seqlens, slots = packed.cu_seqlens, cache.packed_slots
         if position_bias is None:
-            out = varlen_attention(q, k, v, cu_seqlens, cu_seqlens, seqlen, seqlen, window_size=window)
+            out = varlen_attention(q, k, v, cu_seqlens, cu_seqlens, seqlen, seqlen, window_size=window, **scores)
         else:
-            out = attention_unpacked(q, k, v, packed, position_bias, window)
+            out = attention_unpacked(q, k, v, packed, position_bias, window, scores=scores)
         k, v = k[: len(slots)], v[: len(slots)]
     else:
         # The first tokens see each other alone: the kernel that skips the triangle, then one copy.
-        out = attention(q, k, v, attn_mask=position_bias, window_size=window)
+        out = attention(q, k, v, attn_mask=position_bias, window_size=window, **scores)
         slots = cache.slot_table[:, :seqlen].flatten().long()
         k, v = k.flatten(0, 1), v.flatten(0, 1)
     _write(cache, slots, k, v)
@@ -108,8 +117,9 @@ def _write(cache: AttentionCache, slots: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _append_and_gather(
-    cache: AttentionCache, q: Tensor, k: Tensor, v: Tensor, window_left: int | None, position_bias: Tensor
-) -> Tensor:
+    cache: AttentionCache, q: Tensor, k: Tensor, v: Tensor, window_left: int | None, position_bias: Tensor,
+    scores: Scores,
+) -> Tensor:  # fmt: skip
     # No kernel for a cache takes a bias, so the keys and values of each row are gathered.
     rows, seqlen, until = q.shape[0], q.shape[1], position_bias.shape[-1]
     if rows != len(cache.seqlens) or until > cache.slot_table.shape[1]:
@@ -126,7 +136,7 @@ def _append_and_gather(
     seen = position <= own[..., None]
     if window_left is not None:
         seen &= position >= own[..., None] - window_left
-    return attention(q, keys, values, attn_mask=add_bias(position_bias, seen[:, None]))
+    return attention(q, keys, values, attn_mask=add_bias(position_bias, seen[:, None]), **scores)
 
 
 def attention_unpacked(
@@ -138,6 +148,7 @@ def attention_unpacked(
     window_size: tuple[int | None, int | None],
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
+    scores: Scores = _BY_DEFAULT,
 ) -> Tensor:
     """Self-attention of packed sequences with a bias, which no kernel for them takes: each has a row of its own.
 
@@ -147,6 +158,7 @@ def attention_unpacked(
         layout: how they are packed.
         position_bias: (1, num_heads, max_seqlen, max_seqlen).
         window_size, dropout_p, dropout_seed: see `ops.attention`.
+        scores: see `append_cached`.
 
     Returns:
         q's shape; zeros behind the last sequence.
@@ -161,6 +173,7 @@ def attention_unpacked(
         window_size=window_size,
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
+        **scores,
     )
     assert layout.cu_seqlens is not None
     is_real = torch.arange(len(q), device=q.device) < layout.cu_seqlens[-1]

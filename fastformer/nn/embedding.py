@@ -12,6 +12,18 @@ from fastformer.nn.dropout import dropout_seed
 from fastformer.ops.embedding import embedding, sinusoidal_positions
 from fastformer.ops.rotary import rotary, rotary_tables
 
+# Bits of a half dtype's significand. The wider dtypes are what products are computed in.
+_BITS = {torch.bfloat16: 8, torch.float16: 11}
+
+
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    """A number of usual size as a dtype has it, without a tensor: a compiler traces this."""
+    if dtype not in _BITS:
+        return number
+    significand, exponent = math.frexp(number)
+    return math.ldexp(round(math.ldexp(significand, _BITS[dtype])), exponent - _BITS[dtype])
+
+
 SINUSOIDS = ("interleaved", "halves", "concatenated")
 
 
@@ -97,6 +109,7 @@ class Embedding(nn.Embedding):
         num_embeddings, embedding_dim, padding_idx, device, dtype: as in `torch.nn.Embedding`.
         max_norm, norm_type, scale_grad_by_freq, sparse: not supported, there for the signature.
         scale: what an embedding is multiplied by, sqrt(d_model) in the paper (section 3.4).
+        round_scale: whether the scale is rounded to the weight's dtype first, as in Gemma.
         dropout: probability while training, after the positions, rounded to a multiple of 1/256.
         position: a `PositionalEncoding` whose table is added; its own dropout is not used.
         atomics: on a GPU, add gradients up by atomics instead of sorting the ids first; see `fastformer.ops.embedding`.
@@ -123,6 +136,7 @@ class Embedding(nn.Embedding):
         dropout: float = 0.0,
         position: PositionalEncoding | None = None,
         atomics: bool = False,
+        round_scale: bool = False,
     ) -> None:
         if max_norm is not None or scale_grad_by_freq or sparse:
             raise ValueError(
@@ -132,9 +146,15 @@ class Embedding(nn.Embedding):
             num_embeddings, embedding_dim, padding_idx, _weight=_weight, _freeze=_freeze, device=device, dtype=dtype
         )
         self.scale = scale
+        self.round_scale = round_scale
         self.dropout = dropout
         self.position = position
         self.atomics = atomics
+
+    @property
+    def acting_scale(self) -> float:
+        """The scale by which the weights, as they are, are multiplied."""
+        return _rounded(self.scale, self.weight.dtype) if self.round_scale else self.scale
 
     def forward(
         self,
@@ -163,7 +183,7 @@ class Embedding(nn.Embedding):
             self.weight,
             position_table=table,
             positions=None if table is None else positions,
-            scale=self.scale,
+            scale=self.acting_scale,
             padding_idx=self.padding_idx,
             dropout_p=dropout_p,
             dropout_seed=dropout_seed(dropout_p, input.device),
@@ -190,11 +210,13 @@ class RotaryEmbedding(nn.Module):
     """Rotary positions (Su et al. 2021): queries and keys are rotated by an angle that grows with the position.
 
     Args:
-        head_dim: size of a head; all of it is rotated.
+        head_dim: how many features of a head are rotated, the first ones.
         max_len: number of positions.
         base: the slowest of the angular speeds is near 1 / base.
         interleaved: rotate neighbouring pairs (the paper) instead of the two halves (GPT-NeoX, Llama).
         device, dtype: of the tables.
+        speeds: (head_dim // 2,) radians per position instead of those that the base gives.
+        scale: cosines and sines are multiplied by this.
     """
 
     cos: Tensor
@@ -208,12 +230,15 @@ class RotaryEmbedding(nn.Module):
         interleaved: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        speeds: Tensor | None = None,
+        scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.max_len = max_len
         self.interleaved = interleaved
         dtype = dtype or torch.get_default_dtype()
-        cos, sin = rotary_tables(max_len, head_dim, base, device=device, dtype=dtype)
+        cos, sin = rotary_tables(max_len, head_dim, base, device=device, dtype=dtype, speeds=speeds, scale=scale)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from fastformer.cache.layer_view import LayerCache
 from fastformer.nn.attention import AttentionPlan, MultiheadAttention, WindowSize, plan_inside
-from fastformer.nn.dropout import active_dropout, dropout_seed
+from fastformer.nn.dropout import active_dropout
 from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.errors import InputError
 from fastformer.nn.feed_forward import (
@@ -28,50 +29,14 @@ from fastformer.nn.guards import (
     given,
     is_unhooked,
     is_untouched,
-    is_untouched_norm,
     is_watched,
     replacement,
 )
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.masks import as_additive
 from fastformer.nn.norm import AddLayerNorm
+from fastformer.nn.norm_plan import NormPlan, find_norm_plan
 from fastformer.nn.padding import open_nested
-from fastformer.ops.add_layer_norm import add_layer_norm
-
-
-class NormPlan(NamedTuple):
-    """An untouched norm: where its parameters stand, and the settings of `ops.add_layer_norm`."""
-
-    module: nn.Module
-    parameters: dict[str, Any]
-    eps: float
-    rms_norm: bool
-
-    def join(self, x: Tensor, residual: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
-        """(norm(dropout(x) + residual), the sum)."""
-        return add_layer_norm(
-            x,
-            residual,
-            self.parameters["weight"],
-            self.parameters.get("bias"),
-            eps=self.eps,
-            rms_norm=self.rms_norm,
-            dropout_p=dropout_p,
-            dropout_seed=dropout_seed(dropout_p, x.device),
-        )
-
-
-def find_norm_plan(norm: object) -> NormPlan | None:
-    """The plan of a norm of the last dimension; None for anything else."""
-    if not is_untouched_norm(norm):
-        return None
-    assert isinstance(norm, nn.LayerNorm | nn.RMSNorm) and norm.eps is not None
-    # The replicas of DataParallel, among others, have their parameters elsewhere.
-    expected = ("weight",) if type(norm) is nn.RMSNorm else ("weight", "bias")
-    if any(name not in norm._parameters for name in expected):
-        return None
-    rms_norm = norm.rms_norm if isinstance(norm, AddLayerNorm) else isinstance(norm, nn.RMSNorm)
-    return NormPlan(norm, norm._parameters, norm.eps, rms_norm)
 
 
 class ResidualStream(NamedTuple):
@@ -108,7 +73,7 @@ class LayerPlan(NamedTuple):
     Attributes:
         replaced: the function that is called instead, because it was put in the place of torch.nn's.
         norms, dropouts: of the sub-layers in turn, which are fused with the additions; () where each module, and each
-            block that a subclass may override, is called.
+            block that a subclass may override, is called. Norms are in the order of the layer's `_norm_names`.
         adds_masks: whether blocks or attention of another class get masks that are added, as torch.nn's layer gives.
         self_attention, cross_attention: their plans; None where the attention is called.
         feed_forward: the plan of the feed-forward network; None where its modules are called.
@@ -129,7 +94,7 @@ def find_layer_plan(layer: _Layer) -> LayerPlan:
     """The plan of a layer of ours, or of a class derived from it."""
     inside, replaced = layer._modules, replacement(type(layer))
     own_blocks = layer._has_own_blocks()
-    norms = [find_norm_plan(inside.get(f"norm{i}")) for i in layer._sub_layers]
+    norms = [find_norm_plan(inside.get(name)) for name in layer._norm_names()]
     dropouts = [inside.get(f"dropout{i}") for i in layer._sub_layers]
     joins = own_blocks and all(each is not None for each in norms)
     joins = joins and all(is_untouched(each, *DROPOUTS) for each in dropouts)
@@ -167,6 +132,7 @@ class _Layer(nn.Module):
     """What both layers have: self-attention first, a feed-forward network last, norms and residuals around each."""
 
     has_cross_attention: ClassVar[bool]
+    is_standard = True  # whether norms and residuals are where torch.nn has them, before or behind each sub-layer
     _sub_layers: ClassVar[range]
     _blocks: ClassVar[dict[str, Any]]  # the seams of torch.nn, as they are written here
 
@@ -190,6 +156,7 @@ class _Layer(nn.Module):
         num_kv_heads: int | None = None,
         norm: str = "layer",
         window_size: WindowSize = (None, None),
+        self_attention: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         if norm not in ("layer", "rms"):
@@ -205,7 +172,8 @@ class _Layer(nn.Module):
             **factory,
         }
         # The order of construction is torch.nn's, so that the same seed gives the same weights.
-        self.self_attn = MultiheadAttention(d_model, nhead, window_size=window_size, **attention)
+        own = {"window_size": window_size, **attention, **(self_attention or {})}
+        self.self_attn = MultiheadAttention(d_model, nhead, **own)
         if self.has_cross_attention:
             self.multihead_attn = MultiheadAttention(d_model, nhead, **attention)
         self.activation = resolve_activation(activation)
@@ -253,9 +221,12 @@ class _Layer(nn.Module):
 
     def _plan_after(self, plan: LayerPlan, attention: AttentionPlan | None) -> LayerPlan:
         """The plan of what comes after an attention: what was called in there may have changed it."""
-        if torch.compiler.is_compiling() or (attention is not None and attention.out_proj is not None):
+        if torch.compiler.is_compiling() or (attention is not None and not attention.calls_modules):
             return plan
         return layer_plan(self)
+
+    def _norm_names(self) -> list[str]:
+        return [f"norm{i}" for i in self._sub_layers]
 
     def may_join(self) -> bool:
         """Whether dropouts, additions and norms are fused: none of them is replaced, patched or hooked."""
@@ -282,6 +253,7 @@ class TransformerEncoderLayer(_Layer):
         activation_dropout: after the activation; None: as dropout says.
         num_kv_heads, window_size: as in `MultiheadAttention`.
         norm: "layer" or "rms".
+        self_attention: further arguments of the self-attention's `MultiheadAttention`, over those above.
     """
 
     has_cross_attention = False
@@ -342,11 +314,7 @@ class TransformerEncoderLayer(_Layer):
         **options: Any,
     ) -> Tensor | ResidualStream:
         """`forward` for a stack that knows the layer's plan; the options are those of the self-attention."""
-        masks = (attn_mask, key_padding_mask)
-        if plan.adds_masks:
-            # torch.nn's layer gives its blocks and its attention masks that are added.
-            dtype = (src.residual if isinstance(src, ResidualStream) else src).dtype
-            masks = (as_additive(attn_mask, dtype), as_additive(key_padding_mask, dtype))
+        masks = masks_of(plan, src, attn_mask, key_padding_mask)
         if not plan.norms:
             x = src.value() if isinstance(src, ResidualStream) else src
             if self.norm_first:
@@ -396,6 +364,17 @@ class TransformerEncoderLayer(_Layer):
         return self.dropout2(self._feed_forward(x, plan.feed_forward))
 
     _blocks = {"_sa_block": _sa_block, "_ff_block": _ff_block}
+
+
+def masks_of(
+    plan: LayerPlan, src: Tensor | ResidualStream, attn_mask: Tensor | None, key_padding_mask: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The masks as an encoder layer's blocks get them."""
+    if not plan.adds_masks:
+        return attn_mask, key_padding_mask
+    # torch.nn's layer gives its blocks and its attention masks that are added.
+    dtype = (src.residual if isinstance(src, ResidualStream) else src).dtype
+    return as_additive(attn_mask, dtype), as_additive(key_padding_mask, dtype)
 
 
 class TransformerDecoderLayer(_Layer):

@@ -17,15 +17,14 @@ from fastformer.nn.dropout import active_dropout
 from fastformer.nn.guards import Plans, Replacement, is_traced, is_watched, replacement
 from fastformer.nn.layers import (
     LayerPlan,
-    NormPlan,
     ResidualStream,
     TransformerDecoderLayer,
     TransformerEncoderLayer,
     find_layer_plan,
-    find_norm_plan,
 )
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.masks import merge_masks
+from fastformer.nn.norm_plan import NormPlan, find_norm_plan
 from fastformer.ops import _eager, _extension, _library
 from fastformer.ops.linear import runs_as_op
 
@@ -161,8 +160,8 @@ def _why_padded(layer: Any, plan: LayerPlan | None) -> str | None:
     if layer.has_cross_attention:
         attentions.append((plan.cross_attention, layer.multihead_attn))
     for inside, attention in attentions:
-        if inside is None or inside.out_proj is None:
-            return "an attention, or its output projection, is called"
+        if inside is None or inside.calls_modules:
+            return "an attention, or a module inside of it, is called"
         if attention.bias_k is not None or attention.add_zero_attn:
             return "an attention adds keys to each sequence"
     return None
@@ -178,6 +177,8 @@ def _evaluation(layers: list[tuple[Any, LayerPlan]], norm: NormPlan | None) -> E
         assert plan.self_attention is not None and feed_forward is not None and plan.self_attention.out_proj is not None
         drops = [*map(active_dropout, (*plan.dropouts, feed_forward.dropout))]
         if layer.has_cross_attention or any(drops) or (attention.training and attention.dropout):
+            return None
+        if not (layer.is_standard and attention.is_standard):
             return None
         if not (_has_own_methods(layer) and _has_own_methods(attention)):
             return None

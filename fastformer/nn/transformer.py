@@ -54,7 +54,7 @@ class TransformerEncoder(Stack):
         is_causal: bool | None = None,
         layout: SequenceLayout | None = None,
         cache: KVCache | None = None,
-        rotary: RotaryPositions | None = None,
+        rotary: RotaryPositions | list[RotaryPositions] | None = None,
         position_bias: Tensor | None = None,
     ) -> Tensor:
         """Passes the input through the layers.
@@ -67,7 +67,7 @@ class TransformerEncoder(Stack):
             layout: how src lies in memory.
             cache: keys and values of earlier tokens. src's own are appended and the lengths advanced (by the layout's
                 seqlens where it is given); attention is causal. A packed src is the prompts of rows that are empty.
-            rotary: rotates queries and keys.
+            rotary: rotates queries and keys; a list: of each layer.
             position_bias: added to the scores of every layer; see `MultiheadAttention`.
 
         Returns:
@@ -124,7 +124,7 @@ class TransformerEncoder(Stack):
         is_causal: bool,
         layout: SequenceLayout | None = None,
         cache: KVCache | None = None,
-        rotary: RotaryPositions | None = None,
+        rotary: RotaryPositions | list[RotaryPositions] | None = None,
         position_bias: Tensor | None = None,
         *,
         is_trusted: bool = False,
@@ -152,11 +152,12 @@ class TransformerEncoder(Stack):
 
         def call(layer: nn.Module, own: LayerPlan | None, i: int, state: State) -> State:
             kept = None if step is None else step.layer(i)
+            turns = rotary[i] if isinstance(rotary, list) else rotary
             if own is not None and isinstance(layer, TransformerEncoderLayer):
                 inner = None if kept is None else kept.self_attention
-                options = given(layout=layout, cache=inner, rotary=rotary, position_bias=position_bias, shape=shape)
+                options = given(layout=layout, cache=inner, rotary=turns, position_bias=position_bias, shape=shape)
                 return layer.compute(own, state, mask, key_padding_mask, is_causal, **options)
-            options = given(layout=layout, cache=kept, rotary=rotary, position_bias=position_bias)
+            options = given(layout=layout, cache=kept, rotary=turns, position_bias=position_bias)
             # torch.nn's stack gives its layers masks that are added.
             masks = {"src_mask": mask, "src_key_padding_mask": key_padding_mask}
             masks = {name: as_additive(each, src.dtype) for name, each in masks.items()}

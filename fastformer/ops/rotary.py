@@ -118,11 +118,22 @@ def rotary_tables(
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
+    speeds: Tensor | None = None,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of position * base^(-2i / rotary_dim), each (num_positions, rotary_dim // 2), computed in fp64.
 
+    Args:
+        num_positions: rows of the tables.
+        rotary_dim: how many features of a head are rotated.
+        base: see above.
+        device, dtype: of the tables.
+        speeds: (rotary_dim // 2,) radians per position instead of those that the base gives.
+        scale: both are multiplied by this, so that what is rotated gets longer as well.
+
     Raises:
-        ValueError: an odd or non-positive rotary_dim, a negative num_positions, a base that is none.
+        ValueError: an odd or non-positive rotary_dim, a negative num_positions, a base that is none, speeds of another
+            size.
     """
     whole = isinstance(rotary_dim, int) and isinstance(num_positions, int)
     if not whole or rotary_dim < 2 or rotary_dim % 2 or num_positions < 0:
@@ -131,10 +142,14 @@ def rotary_tables(
         )
     if not isinstance(base, int | float) or not 0 < base < math.inf:
         raise ValueError(f"expected base above 0, got {base!r}")
+    if speeds is not None and speeds.shape != (rotary_dim // 2,):
+        raise ValueError(f"expected {rotary_dim // 2} speeds, got {described(speeds)}")
     if device is not None and torch.device(device).type == "meta":  # the formula would import a compiler there, for 1 s
         empty = torch.empty(num_positions, rotary_dim // 2, dtype=dtype, device=device)
         return empty, torch.empty_like(empty)
-    exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device) / rotary_dim
+    if speeds is None:
+        exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device) / rotary_dim
+        speeds = torch.exp(-math.log(base) * exponent)
     position = torch.arange(num_positions, dtype=torch.float64, device=device)[:, None]
-    angle = position * torch.exp(-math.log(base) * exponent)
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    angle = position * speeds.to(device=device, dtype=torch.float64)
+    return (scale * angle.cos()).to(dtype), (scale * angle.sin()).to(dtype)

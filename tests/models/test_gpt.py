@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from fastformer.models import GPT, GPTConfig
 from fastformer.nn import AddLayerNorm, SequenceLayout
+from tests.models.plain_gpt import plain_logits
 from tests.models.top_tokens import check_top_tokens
 from tests.nn.comparing import assert_same, randomised
 
@@ -46,54 +47,6 @@ def model_of(**options):
     return model
 
 
-def plain(model, tokens):
-    """The logits of one sequence (seqlen,), from the weights alone."""
-    c, w, n = model.config, dict(model.named_parameters()), len(tokens)
-    size, kv = c.d_model // c.num_heads, c.num_kv_heads or c.num_heads
-
-    def norm(x, name):
-        weight, bias = w[f"{name}.weight"], w.get(f"{name}.bias", 0.0)
-        x = x if c.norm == "rms" else x - x.mean(-1, keepdim=True)
-        return x / torch.sqrt((x**2).mean(-1, keepdim=True) + c.layer_norm_eps) * weight + bias
-
-    def turn(x):
-        # As complex numbers: the first half of a head is real, the second imaginary.
-        if c.positions != "rotary":
-            return x
-        speed = c.rotary_base ** (-torch.arange(size // 2, dtype=torch.float64) * 2 / size)
-        angle = torch.arange(n, dtype=torch.float64)[:, None, None] * speed
-        z = torch.complex(x[..., : size // 2], x[..., size // 2 :]) * torch.polar(torch.ones_like(angle), angle)
-        return torch.cat([z.real, z.imag], -1)
-
-    x = w["embedding.weight"][tokens]
-    if c.positions == "learned":
-        x = x + w["embedding.position.table"][:n]
-    elif c.positions == "sinusoidal":
-        even = torch.arange(0, c.d_model, 2, dtype=torch.float64)
-        angle = torch.arange(n, dtype=torch.float64)[:, None] / 10000 ** (even / c.d_model)
-        x = x + torch.stack([angle.sin(), angle.cos()], -1).flatten(-2)
-    distance = torch.arange(n)[:, None] - torch.arange(n)[None]
-    hidden = (distance < 0) | (distance > (n if c.window_size is None else c.window_size))
-    for i in range(c.num_layers):
-        name = f"decoder.layers.{i}"
-        y = norm(x, f"{name}.norm1")
-        qkv = y @ w[f"{name}.self_attn.in_proj_weight"].T + w.get(f"{name}.self_attn.in_proj_bias", 0.0)
-        q, k, v = qkv.split([c.d_model, kv * size, kv * size], -1)
-        q, k, v = turn(q.view(n, -1, size)), turn(k.view(n, -1, size)), v.view(n, -1, size)
-        k, v = (t.repeat_interleave(c.num_heads // kv, 1) for t in (k, v))
-        scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(size)
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-        out = torch.einsum("hij,jhd->ihd", weights, v).flatten(1)
-        x = x + out @ w[f"{name}.self_attn.out_proj.weight"].T + w.get(f"{name}.self_attn.out_proj.bias", 0.0)
-        y = norm(x, f"{name}.norm2") @ w[f"{name}.linear1.weight"].T + w.get(f"{name}.linear1.bias", 0.0)
-        if c.activation == "swiglu":
-            y = F.silu(y[:, : c.d_ff]) * y[:, c.d_ff :]
-        else:
-            y = F.gelu(y, approximate="tanh" if c.activation == "gelu_tanh" else "none")
-        x = x + y @ w[f"{name}.linear2.weight"].T + w.get(f"{name}.linear2.bias", 0.0)
-    return norm(x, "decoder.norm") @ w.get("output.weight", w["embedding.weight"]).T
-
-
 def batch():
     tokens, following = torch.randint(0, V, (3, 7)), torch.randint(0, V, (3, 7))
     return tokens, following.masked_fill(torch.arange(7)[None] >= torch.tensor(LENGTHS)[:, None], -100)
@@ -104,7 +57,8 @@ def test_equals_the_plain_model(options):
     model = model_of(**options)
     tokens, following = batch()
     logits, loss = model(tokens), model.loss(tokens, following, reduction="mean")
-    expected = [plain(model, tokens[row, :length]) for row, length in enumerate(LENGTHS)]
+    weights = dict(model.named_parameters())
+    expected = [plain_logits(model.config, weights, tokens[row, :length]) for row, length in enumerate(LENGTHS)]
     for row, length in enumerate(LENGTHS):
         assert_same(logits[row, :length], expected[row], f"logits of row {row}")
     real = torch.cat([following[row, :length] for row, length in enumerate(LENGTHS)])

@@ -280,7 +280,7 @@ def pack_options(model: Transformer | GPT, precision: str) -> dict[str, object]:
         "rms_norm": config.norm == "rms",
         "rotary_interleaved": False,
         "eps": config.layer_norm_eps,
-        "scale": embedding.scale,
+        "scale": embedding.acting_scale,
         "attention_scale": attention.head_dim**-0.5,
         "padding_idx": -1 if embedding.padding_idx is None else embedding.padding_idx,
         "max_len": config.max_len,

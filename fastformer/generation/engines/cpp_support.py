@@ -22,11 +22,13 @@ from torch.utils._device import DeviceContext
 from fastformer.generation.model_protocols import check_precision, own_precision
 from fastformer.models import GPT, Transformer
 from fastformer.nn.attention import MultiheadAttention
+from fastformer.nn.decoder_only import DecoderOnlyLayer
 from fastformer.nn.embedding import Embedding, PositionalEncoding, RelativePositionBias, RotaryEmbedding
 from fastformer.nn.feed_forward import fused_name
 from fastformer.nn.layers import TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.model_guards import ModelGuards
 from fastformer.nn.norm import AddLayerNorm
+from fastformer.nn.projections import Projections
 from fastformer.nn.transformer import TransformerDecoder, TransformerEncoder
 from fastformer.ops import _extension, _library
 
@@ -290,7 +292,8 @@ def _functions() -> dict[tuple[type, str], object]:
     """The methods of the classes that a model consists of, as they were written."""
     ours: tuple[type, ...] = (
         *(Transformer, GPT, TransformerEncoder, TransformerDecoder, TransformerEncoderLayer, TransformerDecoderLayer),
-        *(MultiheadAttention, Embedding, PositionalEncoding, RotaryEmbedding, RelativePositionBias, AddLayerNorm),
+        *(DecoderOnlyLayer, MultiheadAttention, Projections, Embedding, PositionalEncoding, RotaryEmbedding),
+        *(RelativePositionBias, AddLayerNorm),
     )
     found: dict[tuple[type, str], object] = {
         (kind, name): value for kind in ours for name, value in [*vars(kind).items()] if name in _methods(kind)

@@ -1,0 +1,164 @@
+"""The layer of decoder-only models, whose norms and residual connections differ from family to family."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastformer.nn.dropout import active_dropout
+from fastformer.nn.errors import InputError
+from fastformer.nn.layers import LayerPlan, ResidualStream, TransformerEncoderLayer, layer_plan, masks_of
+from fastformer.nn.norm import AddLayerNorm
+
+_Masks = tuple[Tensor | None, Tensor | None]
+_PLACEMENTS = ("pre", "post", "both")
+
+
+class DecoderOnlyLayer(TransformerEncoderLayer):
+    """A `TransformerEncoderLayer` with norm_first whose norms may stand elsewhere, or whose sub-layers run in parallel.
+
+    With F the attention or the feed-forward network, a sub-layer gives
+
+        "pre":  x + F(norm(x))                   GPT-2, Llama
+        "post": x + post_norm(F(x))              OLMo 2
+        "both": x + post_norm(F(norm(x)))        Gemma 2 and 3
+
+    and, in parallel, the layer gives x + attention(norm1(x)) + feed_forward(norm2(x)) (GPT-NeoX). Dropout acts on what
+    is added.
+
+    Parameters: those of `TransformerEncoderLayer`; `norm1` and `norm2` are None for "post", and `post_norm1` and
+    `post_norm2` are there for "post" and "both".
+
+    Args:
+        d_model, nhead, dim_feedforward: as in `TransformerEncoderLayer`.
+        norm_placement: see above.
+        parallel_residual: see above; with "pre" alone.
+        options: the other arguments of `TransformerEncoderLayer`.
+
+    Raises:
+        InputError: another norm_placement, or one that does not go with parallel_residual.
+    """
+
+    post_norm1: AddLayerNorm
+    post_norm2: AddLayerNorm
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int,
+        *,
+        norm_placement: str = "pre",
+        parallel_residual: bool = False,
+        **options: Any,
+    ) -> None:
+        if norm_placement not in _PLACEMENTS:
+            raise InputError(f"expected norm_placement out of {_PLACEMENTS}, got {norm_placement!r}")
+        if parallel_residual and norm_placement != "pre":
+            raise InputError(f"expected norm_placement 'pre' for parallel_residual, got {norm_placement!r}")
+        super().__init__(d_model, nhead, dim_feedforward, norm_first=True, **options)
+        self.norm_placement, self.parallel_residual = norm_placement, parallel_residual
+        if norm_placement != "pre":
+            self.post_norm1, self.post_norm2 = copy.deepcopy(self.norm1), copy.deepcopy(self.norm2)
+        if norm_placement == "post":
+            self.norm1 = self.norm2 = None  # type: ignore[assignment]
+
+    @property
+    def is_standard(self) -> bool:  # type: ignore[override]
+        """See `TransformerEncoderLayer`."""
+        return self.norm_placement == "pre" and not self.parallel_residual
+
+    def _norm_names(self) -> list[str]:
+        before = [] if self.norm_placement == "post" else ["norm1", "norm2"]
+        return before if self.norm_placement == "pre" else [*before, "post_norm1", "post_norm2"]
+
+    def compute(
+        self,
+        plan: LayerPlan,
+        src: Tensor | ResidualStream,
+        attn_mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+        is_causal: bool,
+        **options: Any,
+    ) -> Tensor | ResidualStream:
+        """See `TransformerEncoderLayer`."""
+        if self.is_standard:
+            return super().compute(plan, src, attn_mask, key_padding_mask, is_causal, **options)
+        masks = masks_of(plan, src, attn_mask, key_padding_mask)
+        stream = src if isinstance(src, ResidualStream) else ResidualStream(None, src)
+        if not plan.norms:
+            stream = self._call_blocks(stream.value(), masks, is_causal, options)
+        elif self.parallel_residual:
+            stream = self._join_parallel(plan, stream, masks, is_causal, options)
+        else:
+            stream = self._join(plan, stream, masks, is_causal, options)
+        return stream if isinstance(src, ResidualStream) else stream.value()
+
+    def _call_blocks(self, x: Tensor, masks: _Masks, is_causal: bool, options: dict[str, Any]) -> ResidualStream:
+        if self.parallel_residual:
+            attended = self._sa_block(self.norm1(x), *masks, is_causal=is_causal, **options)
+            return ResidualStream(None, x + attended + self._ff_block(self.norm2(x)))
+        is_both = self.norm_placement == "both"
+        x = x + self._sa_block(self.norm1(x) if is_both else x, *masks, is_causal=is_causal, **options)
+        return ResidualStream(None, x + self._ff_block(self.norm2(x) if is_both else x))
+
+    def _join_parallel(
+        self,
+        plan: LayerPlan,
+        stream: ResidualStream,
+        masks: _Masks,
+        is_causal: bool,
+        options: dict[str, Any],
+    ) -> ResidualStream:
+        norm1, norm2 = plan.norms
+        dropout1, dropout2 = map(active_dropout, plan.dropouts)
+        y, x = stream.normalise(norm1)
+        attended = self._self_attention(y, *masks, is_causal, plan.self_attention, **options)
+        plan = self._plan_after(plan, plan.self_attention)
+        fed = self._feed_forward(norm2.apply(x), plan.feed_forward)
+        # One addition to the stream, which the next norm takes in.
+        return ResidualStream(F.dropout(attended, dropout1) + F.dropout(fed, dropout2), x)
+
+    def _join(
+        self,
+        plan: LayerPlan,
+        stream: ResidualStream,
+        masks: _Masks,
+        is_causal: bool,
+        options: dict[str, Any],
+    ) -> ResidualStream:
+        before, (post_norm1, post_norm2) = plan.norms[:-2], plan.norms[-2:]
+        dropout1, dropout2 = map(active_dropout, plan.dropouts)
+        if before:
+            y, x = stream.normalise(before[0])
+        else:
+            y = x = stream.value()
+        attended = self._self_attention(y, *masks, is_causal, plan.self_attention, **options)
+        attended = post_norm1.apply(attended)
+        plan = self._plan_after(plan, plan.self_attention)
+        if before:
+            y, x = before[1].join(attended, x, dropout1)
+        else:
+            y = x = ResidualStream(attended, x, dropout1).value()
+        return ResidualStream(post_norm2.apply(self._feed_forward(y, plan.feed_forward)), x, dropout2)
+
+    def _sa_block(
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        plan = layer_plan(self).self_attention
+        attended = self._self_attention(x, attn_mask, key_padding_mask, is_causal, plan, **options)
+        return self.dropout1(attended if self.norm_placement == "pre" else self.post_norm1(attended))
+
+    def _ff_block(self, x: Tensor) -> Tensor:
+        fed = self._feed_forward(x, layer_plan(self).feed_forward)
+        return self.dropout2(fed if self.norm_placement == "pre" else self.post_norm2(fed))
+
+    _blocks = {"_sa_block": _sa_block, "_ff_block": _ff_block}

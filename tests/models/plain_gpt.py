@@ -1,0 +1,104 @@
+"""A decoder-only model written plainly over the weights of a GPT, one sequence at a time, with every option of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def plain_logits(config, weights: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
+    """The logits (seqlen, vocab_size) of one sequence (seqlen,), in the weights' dtype."""
+    return _Plain(config, weights, len(tokens)).logits(tokens)
+
+
+class _Plain:
+    def __init__(self, config, weights: Mapping[str, Tensor], length: int) -> None:
+        self.c, self.w, self.n = config, weights, length
+        self.kv_heads = config.num_kv_heads or config.num_heads
+        self.size = config.head_dim or config.d_model // config.num_heads
+
+    def linear(self, x: Tensor, name: str, separator: str = ".") -> Tensor:
+        return F.linear(x, self.w[f"{name}{separator}weight"], self.w.get(f"{name}{separator}bias"))
+
+    def norm(self, x: Tensor, name: str, rms: bool | None = None) -> Tensor:
+        rms = self.c.norm == "rms" if rms is None else rms
+        x = x if rms else x - x.mean(-1, keepdim=True)
+        x = x / torch.sqrt((x**2).mean(-1, keepdim=True) + self.c.layer_norm_eps)
+        return x * self.w[f"{name}.weight"] + self.w.get(f"{name}.bias", 0.0)
+
+    def turn(self, x: Tensor, local: bool) -> Tensor:
+        """Heads (seqlen, heads, size), of which the first features turn as complex numbers."""
+        c = self.c
+        if c.positions != "rotary":
+            return x
+        count = int(self.size * c.rotary_fraction)
+        is_local = local and c.local_rotary_base is not None
+        base = c.local_rotary_base if is_local else c.rotary_base
+        speed, scale = base ** (-torch.arange(count // 2, dtype=torch.float64) * 2 / count), 1.0
+        if c.rotary_scaling is not None and not is_local:  # held against transformers in test_rotary_scaling.py
+            speed, scale = c.rotary_scaling.speeds(count, base)
+        angle = torch.arange(self.n, dtype=torch.float64)[:, None, None] * speed
+        cos, sin = ((scale * part).to(x.dtype) for part in (angle.cos(), angle.sin()))
+        real, imaginary, rest = x.split([count // 2, count // 2, self.size - count], -1)
+        return torch.cat([real * cos - imaginary * sin, imaginary * cos + real * sin, rest], -1)
+
+    def attend(self, x: Tensor, name: str, has_window: bool) -> Tensor:
+        c, n, size = self.c, self.n, self.size
+        q, k, v = self.linear(x, f"{name}.in_proj", "_").split(
+            [c.num_heads * size, self.kv_heads * size, self.kv_heads * size], -1
+        )
+        if c.qk_norm == "all":
+            q, k = self.norm(q, f"{name}.q_norm", True), self.norm(k, f"{name}.k_norm", True)
+        q, k, v = (t.reshape(n, -1, size) for t in (q, k, v))
+        if c.qk_norm == "head":
+            q, k = self.norm(q, f"{name}.q_norm", True), self.norm(k, f"{name}.k_norm", True)
+        q, k = self.turn(q, has_window), self.turn(k, has_window)
+        k, v = (t.repeat_interleave(c.num_heads // self.kv_heads, 1) for t in (k, v))
+        scores = torch.einsum("ihd,jhd->hij", q, k) * (c.attention_scale or size**-0.5)
+        if c.attention_softcap is not None:
+            scores = c.attention_softcap * torch.tanh(scores / c.attention_softcap)
+        distance = torch.arange(n)[:, None] - torch.arange(n)[None]
+        hidden = (distance < 0) | (distance > (c.window_size if has_window else n))
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        return self.linear(torch.einsum("hij,jhd->ihd", weights, v).flatten(1), f"{name}.out_proj")
+
+    def feed(self, x: Tensor, name: str) -> Tensor:
+        y = self.linear(x, f"{name}.linear1")
+        if self.c.activation in ("swiglu", "geglu_tanh"):
+            gate, up = y.chunk(2, -1)
+            y = (F.silu(gate) if self.c.activation == "swiglu" else F.gelu(gate, approximate="tanh")) * up
+        else:
+            y = F.gelu(y, approximate="tanh" if self.c.activation == "gelu_tanh" else "none")
+        return self.linear(y, f"{name}.linear2")
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        c, w = self.c, self.w
+        x = w["embedding.weight"][tokens]
+        if c.embedding_scale is not None:
+            x = x * torch.tensor(c.embedding_scale, dtype=x.dtype)
+        if c.positions == "learned":
+            x = x + w["embedding.position.table"][: self.n]
+        elif c.positions == "sinusoidal":
+            even = torch.arange(0, c.d_model, 2, dtype=torch.float64)
+            angle = torch.arange(self.n, dtype=torch.float64)[:, None] / 10000 ** (even / c.d_model)
+            x = x + torch.stack([angle.sin(), angle.cos()], -1).flatten(-2).to(x.dtype)
+        for i in range(c.num_layers):
+            x = self.layer(x, f"decoder.layers.{i}", self.has_window(i))
+        logits = F.linear(self.norm(x, "decoder.norm"), w.get("output.weight", w["embedding.weight"]))
+        return logits if c.logit_softcap is None else c.logit_softcap * torch.tanh(logits / c.logit_softcap)
+
+    def has_window(self, i: int) -> bool:
+        return self.c.window_size is not None and (self.c.window_layers is None or self.c.window_layers[i])
+
+    def layer(self, x: Tensor, name: str, has_window: bool) -> Tensor:
+        attention, placement = f"{name}.self_attn", self.c.norm_placement
+        if self.c.parallel_residual:
+            attended = self.attend(self.norm(x, f"{name}.norm1"), attention, has_window)
+            return x + attended + self.feed(self.norm(x, f"{name}.norm2"), name)
+        y = self.attend(x if placement == "post" else self.norm(x, f"{name}.norm1"), attention, has_window)
+        x = x + (y if placement == "pre" else self.norm(y, f"{name}.post_norm1"))
+        y = self.feed(x if placement == "post" else self.norm(x, f"{name}.norm2"), name)
+        return x + (y if placement == "pre" else self.norm(y, f"{name}.post_norm2"))

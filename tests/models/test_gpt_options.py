@@ -1,0 +1,303 @@
+"""GPT's options, alone and together, against the plain model: logits, loss, gradients; packed, cached, compiled."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fastformer.models import GPT, GPTConfig
+from fastformer.nn import AddLayerNorm, SequenceLayout
+from fastformer.ops import use_backend
+from tests.checks import assert_accurate
+from tests.conftest import missing_backend
+from tests.models.plain_gpt import plain_logits
+from tests.nn.comparing import assert_same, randomised
+
+V, LENGTHS = 23, [4, 7, 1]
+SMALL: dict[str, Any] = {"vocab_size": V, "d_model": 16, "num_layers": 2, "d_ff": 24, "max_len": 12}
+LLAMA3 = {
+    "kind": "llama3", "factor": 4, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8,
+}  # fmt: skip
+YARN = {"kind": "yarn", "factor": 4, "original_max_position_embeddings": 16}
+# What each option may be; a row of the tests has one of each.
+AXES: list[list[dict[str, Any]]] = [
+    [{"num_heads": 4}, {"num_heads": 4, "num_kv_heads": 2, "head_dim": 12}, {"num_heads": 3, "head_dim": 8}],
+    [{}, {"bias": False}, {"bias": False, "qkv_bias": True}, {"out_bias": False}],
+    [{"norm": "layer"}, {"norm": "rms"}],
+    [{}, {"qk_norm": "head"}, {"qk_norm": "all"}],
+    [{}, {"norm_placement": "post"}, {"norm_placement": "both"}, {"parallel_residual": True}],
+    [
+        {},
+        {"positions": "rotary", "rotary_base": 100.0},
+        {"positions": "rotary", "rotary_base": 100.0, "rotary_fraction": 0.5},
+        {"positions": "rotary", "rotary_base": 100.0, "rotary_scaling": LLAMA3},
+        {"positions": "rotary", "rotary_base": 50.0, "rotary_scaling": YARN},
+    ],
+    [
+        {},
+        {"window_size": 2},
+        {"window_size": 2, "window_layers": (True, False)},
+        {"window_size": 1, "window_layers": (False, True), "local_rotary_base": 7.0},
+    ],
+    [{}, {"attention_scale": 0.7}],
+    [{}, {"embedding_scale": 3.3}],
+    [{"activation": "gelu"}, {"activation": "swiglu"}, {"activation": "geglu_tanh"}],
+    [{}, {"tie_embeddings": False}],
+]
+
+
+def rows(axes: list[list[dict[str, Any]]], seed: int) -> list[dict[str, Any]]:
+    """Options in which each value of an option meets each value of every other one."""
+    draw = random.Random(seed)
+    missing = {
+        ((i, a), (j, b))
+        for i, j in itertools.combinations(range(len(axes)), 2)
+        for a, b in itertools.product(range(len(axes[i])), range(len(axes[j])))
+    }
+    found = []
+    while missing:
+        (i, a), (j, b) = min(missing)
+        drawn = [[draw.randrange(len(axis)) for axis in axes] for _ in range(60)]
+        for row in drawn:
+            row[i], row[j] = a, b
+        best = max(drawn, key=lambda row: len(missing & {*itertools.combinations(enumerate(row), 2)}))
+        missing -= {*itertools.combinations(enumerate(best), 2)}
+        options: dict[str, Any] = {}
+        for axis, value in zip(axes, best, strict=True):
+            options |= axis[value]
+        if options.get("positions") != "rotary":
+            options.pop("local_rotary_base", None)
+        found.append(options)
+    return found
+
+
+ROWS = rows(AXES, 0)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "neox": {"positions": "rotary", "rotary_fraction": 0.5, "num_heads": 4, "parallel_residual": True},
+    "qwen3": {
+        "positions": "rotary", "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "bias": False, "qk_norm": "head",
+        "norm": "rms", "activation": "swiglu",
+    },
+    "olmo2": {
+        "positions": "rotary", "num_heads": 4, "bias": False, "qk_norm": "all", "norm": "rms", "norm_placement": "post",
+        "activation": "swiglu",
+    },
+    "gemma3": {
+        "positions": "rotary", "num_heads": 4, "num_kv_heads": 1, "head_dim": 12, "bias": False, "qk_norm": "head",
+        "norm": "rms", "norm_placement": "both", "activation": "geglu_tanh", "window_size": 2,
+        "window_layers": (True, False), "local_rotary_base": 7.0, "rotary_base": 100.0, "attention_scale": 0.4,
+        "rotary_scaling": {"kind": "linear", "factor": 2}, "embedding_scale": 4.0,
+    },
+}  # fmt: skip
+every = pytest.mark.parametrize("options", ROWS, ids=map(str, range(len(ROWS))))
+families = pytest.mark.parametrize("options", FAMILIES.values(), ids=FAMILIES.keys())
+
+
+def model_of(dtype: torch.dtype = torch.float64, gain: float = 10.0, **options: Any) -> GPT:
+    """A model whose weights are larger than initial ones, which make attention flat."""
+    model = GPT(GPTConfig(**{**SMALL, **options}), dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(gain if parameter.dim() > 1 else 1)
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.3)
+    for module in model.modules():
+        if isinstance(module, AddLayerNorm):
+            randomised(module)
+    return model
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, following = torch.randint(0, V, (3, 7)), torch.randint(0, V, (3, 7))
+    return tokens, following.masked_fill(torch.arange(7)[None] >= torch.tensor(LENGTHS)[:, None], -100)
+
+
+def gradients(loss: torch.Tensor, model: nn.Module) -> dict[str, torch.Tensor]:
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
+
+
+def assert_same_gradients(ours: torch.Tensor, theirs: torch.Tensor, model: nn.Module) -> None:
+    assert_same(ours, theirs, "loss")
+    expected = gradients(theirs, model)
+    for name, gradient in gradients(ours, model).items():
+        if name.endswith(("in_proj_bias", "k_norm.weight")) and expected[name].abs().max() < 1e-12:
+            continue
+        assert_same(gradient, expected[name], f"gradient of {name}")
+
+
+@every
+def test_equals_the_plain_model(options):
+    model = model_of(**options)
+    tokens, following = batch()
+    weights = dict(model.named_parameters())
+    logits = model(tokens)
+    expected = [plain_logits(model.config, weights, tokens[row, :length]) for row, length in enumerate(LENGTHS)]
+    for row, length in enumerate(LENGTHS):
+        assert_same(logits[row, :length], expected[row], f"logits of row {row}")
+    real = torch.cat([following[row, :length] for row, length in enumerate(LENGTHS)])
+    loss = model.loss(tokens, following, reduction="mean")
+    assert_same_gradients(loss, F.cross_entropy(torch.cat(expected), real), model)
+
+
+@every
+def test_packed_and_cached_equal_padded(options):
+    model = model_of(**options)
+    tokens, following = batch()
+    layout = SequenceLayout.packed(torch.tensor(LENGTHS), 7)
+    packed = model.loss(layout.pack(tokens), layout.pack(following), layout=layout)
+    assert_same_gradients(packed, model.loss(tokens, following), model)
+
+    model.eval()
+    further = torch.randint(0, V, (3, 3))
+    for one in (SequenceLayout.padded(torch.tensor(LENGTHS), 7), layout):
+        with torch.inference_mode():
+            cache = model.new_cache(3, 12)
+            prompts = model.decode(layout.pack(tokens) if one.is_packed else tokens, layout=one, cache=cache)
+            steps = torch.cat([model.decode(further[:, :1], cache=cache), model.decode(further[:, 1:], cache=cache)], 1)
+            prompts = layout.unpack(prompts) if one.is_packed else prompts
+            for row, length in enumerate(LENGTHS):
+                expected = model.decode(torch.cat([tokens[row, :length], further[row]])[None])[0]
+                assert_same(prompts[row, :length], expected[:length], "prompt")
+                assert_same(steps[row], expected[length:], "steps")
+
+
+@families
+def test_training_goes_the_same_ways(options):
+    """With gradient checkpointing, and with modules that are called because something looks at them."""
+    model = model_of(**options)
+    tokens, following = batch()
+    expected = model.loss(tokens, following)
+    model.decoder.gradient_checkpointing = True
+    assert_same_gradients(model.loss(tokens, following), expected, model)
+    model.decoder.gradient_checkpointing = False
+    names = [name for name, module in model.named_modules() if isinstance(module, AddLayerNorm | nn.Linear)]
+    names = [name for name in names if name.startswith("decoder.")]
+    seen: list[str] = []
+    for chosen in (names, names[1::3]):
+        seen.clear()
+        handles = [
+            model.get_submodule(name).register_forward_hook(lambda *_, name=name: seen.append(name)) for name in chosen
+        ]
+        called = model.loss(tokens, following)
+        for handle in handles:
+            handle.remove()
+        assert {*seen} >= {*chosen}
+        assert_same_gradients(called, model.loss(tokens, following), model)
+
+
+@families
+def test_dropout_acts_on_what_is_added(options):
+    """In fused and in called layers: with nearly everything dropped, little is added to the embeddings."""
+    model = model_of(**{**options, "dropout": 0.996})
+    tokens = torch.randint(0, V, (8, 12))
+    x = torch.randn(8, 12, 16, dtype=torch.float64)
+    for hooked in (False, True):
+        if hooked:
+            model.decoder.layers[0].linear1.register_forward_hook(lambda *_: None)
+            model.decoder.layers[0].dropout1.register_forward_hook(lambda *_: None)
+        added = model.decoder.layers[0](x, is_causal=True, rotary=model.rotary()) - x
+        assert 0.9 < (added.abs() < 1e-12).double().mean() < 1
+    assert model.eval()(tokens).isfinite().all()
+
+
+few = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "gemma3" else pytest.mark.slow) for name in FAMILIES]
+)
+
+
+@few
+def test_compiles_in_one_graph(name):
+    """Slow: the other families."""
+    model = model_of(**FAMILIES[name])
+    tokens, following = batch()
+    compiled = torch.compile(model.loss, backend="aot_eager", fullgraph=True)
+    assert_same_gradients(compiled(tokens, following), model.loss(tokens, following), model)
+
+
+@few
+def test_exports(name):
+    """Slow: the other families."""
+    model = model_of(**FAMILIES[name]).eval()
+    tokens, _ = batch()
+    exported = torch.export.export(model, (tokens,)).module()
+    with torch.no_grad():
+        assert_same(exported(tokens), model(tokens), "logits")
+
+
+@families
+def test_engines_say_the_same(options):
+    model = model_of(torch.float32, **options).eval()
+    prompts = torch.randint(3, V, (4, 5))
+    prompts[1, 3:] = prompts[2, 1:] = 0
+    for beams in (1, 2):
+        said = [
+            model.generate(prompts, max_new_tokens=6, engine=name, num_beams=beams).tolist()
+            for name in ("recompute", "kv_cache", "graph")
+        ]
+        assert said[0] == said[1] == said[2]
+
+
+def step_of(model: GPT, backend: str) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens, following = (torch.randint(0, V, (3, 7), generator=generator) for _ in range(2))
+    with use_backend(backend):
+        losses = model.loss(tokens, following, reduction="none")
+        return {"losses": losses.detach(), **gradients((losses * torch.arange(21).view(3, 7)).sum(), model)}
+
+
+def plain_step(model: GPT) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens, following = (torch.randint(0, V, (3, 7), generator=generator) for _ in range(2))
+    weights = dict(model.named_parameters())
+    logits = torch.cat([plain_logits(model.config, weights, row) for row in tokens])
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    losses = F.cross_entropy(wide, following.flatten(), reduction="none").view(3, 7)
+    return {"losses": losses.detach(), **gradients((losses * torch.arange(21).view(3, 7)).sum(), model)}
+
+
+def check_step(options: dict[str, Any], backend: str, dtype: torch.dtype, our_draws: int = 8) -> None:
+    """The rule: our step against the plain one in the same dtype, both against fp64; the worst of some draws.
+
+    Where our steps take long, there are fewer of them than plain ones.
+    """
+    if (reason := missing_backend(backend, "attention")) is not None:
+        pytest.skip(reason)
+    ours, plain, exact = [], [], []
+    for draw in range(8):
+        torch.manual_seed(draw)
+        model = model_of(dtype, gain=4.0, **options)  # larger ones make errors a matter of luck
+        plain.append(plain_step(model))
+        ours.append(step_of(model, backend) if draw < our_draws else plain[-1])
+        exact.append(plain_step(copy.deepcopy(model).double()))
+    for name in ours[0]:
+        found, usual, right = (torch.stack([each[name] for each in steps]) for steps in (ours, plain, exact))
+        assert_accurate(found, usual, right, name)
+
+
+@families
+def test_a_step_in_fp32(options):
+    check_step(options, "cpp", torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("backend", ["reference", "cpp"])
+@every
+def test_a_step_by_the_rule(options, backend, dtype):
+    """Every row of options in the dtypes of training, on the backends of a CPU."""
+    check_step(options, backend, dtype)
+
+
+@few
+def test_a_step_by_kernels(name):
+    """Triton's, through its interpreter. Slow: the other orders of norms and additions."""
+    check_step({**FAMILIES[name], "head_dim": 16}, "triton", torch.float32, 1)
