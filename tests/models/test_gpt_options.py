@@ -301,3 +301,40 @@ def test_a_step_by_the_rule(options, backend, dtype):
 def test_a_step_by_kernels(name):
     """Triton's, through its interpreter. Slow: the other orders of norms and additions."""
     check_step({**FAMILIES[name], "head_dim": 16}, "triton", torch.float32, 1)
+
+
+OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"head_dim": 5, "positions": "rotary"}, "heads"),
+    ({"rotary_fraction": 0.5}, "rotary_fraction"),
+    ({"rotary_fraction": 1.5, "positions": "rotary"}, "rotary_fraction"),
+    ({"rotary_scaling": LLAMA3}, "rotary_scaling"),
+    ({"local_rotary_base": 10.0}, "local_rotary_base"),
+    ({"local_rotary_base": 10.0, "positions": "rotary"}, "window_size"),
+    ({"window_layers": (True, False)}, "window_size"),
+    ({"window_layers": (True,), "window_size": 2}, "window_layers"),
+    ({"window_layers": (1, 0), "window_size": 2}, "window_layers"),
+    ({"window_layers": "ab", "window_size": 2}, "window_layers"),
+    ({"parallel_residual": True, "norm_placement": "both"}, "norm_placement"),
+    ({"norm_placement": "none"}, "norm_placement"),
+    ({"qk_norm": "heads"}, "qk_norm"),
+    ({"attention_scale": 0}, "attention_scale"),
+    ({"logit_softcap": -1.0}, "logit_softcap"),
+    ({"head_dim": 8, "num_heads": 4, "num_kv_heads": 3}, "num_kv_heads"),
+    ({"num_heads": 5}, "num_heads"),
+]
+
+
+@pytest.mark.parametrize(("options", "named"), OPTIONS, ids=lambda part: str(part))
+def test_what_a_config_cannot_be(options, named):
+    with pytest.raises(ValueError, match=rf"\b{named}\b"):
+        GPTConfig(**{**SMALL, "num_heads": 4, **options})
+
+
+def test_the_embeddings_scale_is_rounded_to_their_dtype():
+    """As in Gemma, whatever the model became since it was made."""
+    model = model_of(num_heads=4, positions="rotary", embedding_scale=3.3)
+    tokens = torch.arange(V)[None]
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        weight = model.to(dtype).embedding.weight
+        with use_backend("reference"):  # which alone computes in fp16 on a CPU
+            assert torch.equal(model.embedding(tokens)[0], weight * torch.tensor(3.3, dtype=dtype))
