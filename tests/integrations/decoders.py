@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fastformer.checkpoints.hf import FAMILIES, from_model
+from fastformer.checkpoints.hf import FAMILIES, FORMS
 from fastformer.models import GPT
 
 VOCAB = 60
@@ -75,7 +75,7 @@ def loss_of(model: Any, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return logits, F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
-def gradients_of(ours: GPT) -> dict[str, Tensor]:
+def gradients_of(ours: GPT, kind: str) -> dict[str, Tensor]:
     """The gradients of a model of ours under the names of transformers: conversion is affine."""
     weights = []
     for is_gradient in (True, False):
@@ -84,7 +84,7 @@ def gradients_of(ours: GPT) -> dict[str, Tensor]:
             for parameter, own in zip(twin.parameters(), ours.parameters(), strict=True):
                 gradient = torch.zeros_like(own) if own.grad is None else own.grad
                 parameter.copy_(gradient if is_gradient else torch.zeros_like(own))
-        weights.append(from_model(twin)[1])
+        weights.append(FORMS[kind].from_model(twin)[1])
     return {name: weights[0][name] - weights[1][name] for name in weights[0]}
 
 
@@ -97,8 +97,75 @@ _GPT2: dict[str, dict[str, Any]] = {
     "untied": {"tie_word_embeddings": False, "activation_function": "gelu", "n_inner": 36, "layer_norm_epsilon": 1e-4},
 }
 _DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 2.5},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    # 32 positions at first: beyond them are prompts and what is generated.
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 32},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24},
+    "yarn with all": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 16.0,
+                      "beta_slow": 2.0, "mscale": 0.8, "mscale_all_dim": 0.5, "truncate": False},
+}  # fmt: skip
+_GROUPED = {"num_key_value_heads": 2}
+_SLIDING = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, **_GROUPED}
+_TYPES = ["sliding_attention", "full_attention"]
+_GEMMA = {"num_key_value_heads": 2, "head_dim": 10}
+_LOCAL = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50_000.0},
+          "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}  # fmt: skip
+_YARN = {"full_attention": _ROPES["yarn"] | {"rope_theta": 500.0},
+         "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}  # fmt: skip
+_FACTORS = {"short_factor": [1.0, 1.2, 2.0], "long_factor": [1.0, 2.0, 4.0], "original_max_position_embeddings": 96}
+_LONGROPE = {"rope_type": "longrope", "partial_rotary_factor": 0.5, "rope_theta": 1e4, **_FACTORS}
+_VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "gpt2": _GPT2,
+    "llama": _LLAMA
+    | {
+        "biased": {"attention_bias": True, **_GROUPED},
+        "with biases of its network": {"mlp_bias": True, "hidden_act": "gelu_pytorch_tanh"},
+        **{f"{kind} rope": {"rope_parameters": {**rope, "rope_theta": 500.0}} for kind, rope in _ROPES.items()},
+    },
+    "mistral": {
+        "wide heads": {"head_dim": 10, "sliding_window": None, **_GROUPED},
+        "window": {"sliding_window": 4, "tie_word_embeddings": True, **_GROUPED},
+    },
+    "ministral": {"windows": {"sliding_window": 6, "layer_types": _TYPES, "head_dim": 6, **_GROUPED}},
+    "qwen2": {"tied": {"tie_word_embeddings": True, **_GROUPED}, "windows": _SLIDING},
+    "qwen3": {
+        "wide heads": {"head_dim": 10, **_GROUPED},
+        "windows, biased": {"head_dim": 4, "attention_bias": True, **_SLIDING},
+    },
+    "olmo2": {"plain": {}, "grouped heads": {"attention_bias": True, "rope_theta": 5e5, **_GROUPED}},
+    "olmo3": {
+        "windows": {"sliding_window": 5, "layer_types": _TYPES},
+        "yarn": {"sliding_window": 5, "layer_types": _TYPES, "rope_parameters": _YARN, **_GROUPED},
+    },
+    "phi3": {
+        "window": {"sliding_window": 6},
+        "longrope": {"num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": _LONGROPE,
+                     "max_position_embeddings": 384, "original_max_position_embeddings": 96},
+    },
+    "gemma": {"wide heads": _GEMMA, "untied": {**_GEMMA, "tie_word_embeddings": False, "attention_bias": True}},
+    "gemma2": {
+        "capped": {**_GEMMA, "sliding_window": 5, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0,
+                   "final_logit_softcapping": 3.0},
+        "one cap": {**_GEMMA, "sliding_window": 5, "query_pre_attn_scalar": 10, "attn_logit_softcapping": None,
+                    "final_logit_softcapping": 3.0},
+    },
+    "gemma3_text": {
+        "two bases": {**_GEMMA, "sliding_window": 5, "query_pre_attn_scalar": 10, "sliding_window_pattern": 2},
+        "linear": {**_GEMMA, "sliding_window": 5, "query_pre_attn_scalar": 20, "layer_types": _TYPES,
+                   "rope_parameters": _LOCAL, "final_logit_softcapping": 3.0},
+    },
+    "gpt_neox": {
+        "parallel": {"num_attention_heads": 3, "rotary_pct": 0.5},
+        "one by one": {"num_attention_heads": 2, "rotary_pct": 0.34, "rotary_emb_base": 500, "attention_bias": False,
+                       "use_parallel_residual": False, "tie_word_embeddings": True, "hidden_act": "gelu_new"},
+    },
+    "starcoder2": {"plain": _GROUPED, "window": {"sliding_window": 5, "tie_word_embeddings": False, **_GROUPED}},
+}  # fmt: skip
 CASES = {
     f"{kind} {variant}": Case(kind, options | (_DROPOUT if kind == "gpt2" else {}))
-    for kind, variants in {"gpt2": _GPT2, "llama": _LLAMA}.items()
+    for kind, variants in _VARIANTS.items()
     for variant, options in variants.items()
 }

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from fastformer.checkpoints.hf import FORMS
 from fastformer.integrations import from_huggingface, to_huggingface
 from fastformer.models import GPT
 from fastformer.nn import SequenceLayout
@@ -18,32 +20,38 @@ cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 NEAR = 1e-4  # logits nearer than this are a tie
 
 
-def check(case: Case, ids: Tensor, labels: Tensor) -> None:
-    """Logits, loss and gradients, by the rule."""
-    plain, exact = case.make(), case.make(is_exact=True)
-    ours = from_huggingface(plain)
-    assert isinstance(ours, GPT)
-    ours.zero_grad()
-    plain_logits, plain_loss = loss_of(plain, ids, labels)
-    plain_loss.backward()
-    with Wide():
-        exact_logits, exact_loss = loss_of(exact, ids, labels)
-        exact_loss.backward()
-    assert_accurate(ours(ids), plain_logits, exact_logits)
-    layout = SequenceLayout.packed(torch.full((len(ids),), ids.shape[1]), ids.shape[1])
-    assert_accurate(ours(ids.flatten(), layout=layout).view_as(plain_logits), plain_logits, exact_logits, "packed")
-    loss = ours.loss(ids, labels)
-    loss.backward()
-    assert_accurate(loss, plain_loss, exact_loss, "loss")
-    found = gradients_of(ours)
-    for (name, one), (_, other) in zip(plain.named_parameters(), exact.named_parameters(), strict=True):
-        assert other.grad.abs().max() > 1e-6, name
-        assert_accurate(found[name], one.grad, other.grad, "dk")  # scores' errors are in all of them
+def check(case: Case, ids: Tensor, labels: Tensor, seeds: Sequence[int]) -> None:
+    """Logits, loss and gradients, by the rule. One draw of a small model may be lucky: the worst of several counts."""
+    found: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
+    for seed in seeds:
+        plain, exact = case.make(seed=seed), case.make(seed=seed, is_exact=True)
+        ours = from_huggingface(plain)
+        assert isinstance(ours, GPT)
+        plain_logits, plain_loss = loss_of(plain, ids, labels)
+        plain_loss.backward()
+        with Wide():
+            exact_logits, exact_loss = loss_of(exact, ids, labels)
+            exact_loss.backward()
+        found.setdefault("output", []).append((ours(ids), plain_logits, exact_logits))
+        layout = SequenceLayout.packed(torch.full((len(ids),), ids.shape[1]), ids.shape[1])
+        packed = ours(ids.flatten(), layout=layout).view_as(plain_logits)
+        found.setdefault("packed output", []).append((packed, plain_logits, exact_logits))
+        loss = ours.loss(ids, labels)
+        loss.backward()
+        found.setdefault("loss", []).append((loss, plain_loss, exact_loss))
+        gradients = gradients_of(ours, case.kind)
+        for (name, one), (_, other) in zip(plain.named_parameters(), exact.named_parameters(), strict=True):
+            assert one.grad is not None and other.grad is not None and other.grad.abs().max() > 1e-6, name
+            found.setdefault(name, []).append((gradients[name], one.grad, other.grad))
+    for name, tensors in found.items():
+        each = [torch.stack(which) for which in zip(*tensors, strict=True)]
+        # Errors of scores, which are relaxed, are in all gradients.
+        assert_accurate(each[0], each[1], each[2], "dk" if name in gradients else name)
 
 
 @cases
 def test_logits_loss_and_gradients_are_the_same(case) -> None:
-    check(case, *ids_of())
+    check(case, *ids_of(), seeds=(3, 4, 5))
 
 
 @cases
@@ -54,7 +62,15 @@ def test_a_model_goes_there_and_back(case, tmp_path) -> None:
     state, again = theirs.state_dict(), back.state_dict()
     if type(back) is type(theirs):
         assert state.keys() == again.keys()
-        assert all(torch.equal(weight, again[name]) for name, weight in state.items())
+    # Of several families that have these options it becomes the first.
+    settings, own = FORMS[case.kind].from_model(ours)
+    atol = 2e-7 if case.kind.startswith("gemma") else 0  # whose norms are stored less 1
+    for found in (own, *([again] if type(back) is type(theirs) else [])):
+        assert own.keys() == state.keys()
+        for name, weight in state.items():
+            torch.testing.assert_close(found[name], weight, rtol=0, atol=atol, msg=name)
+    same = type(theirs.config)(**settings)
+    assert from_huggingface(type(theirs)(same)).config == ours.config
     twin = from_huggingface(back)
     assert twin.config == ours.config
     assert all(map(torch.equal, twin.state_dict().values(), ours.state_dict().values()))

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fastformer.checkpoints.hf import bart, gpt2, llama, m2m100, marian, mbart, pegasus, t5
+from fastformer.checkpoints.hf import bart, gemma, gpt2, llama, m2m100, marian, mbart, neox, pegasus, t5
 from fastformer.checkpoints.hf.bart import bart_from_transformer, transformer_from_bart
 from fastformer.checkpoints.hf.common import Family as Family
 from fastformer.checkpoints.hf.common import load_folder as load_folder
@@ -16,7 +16,7 @@ from fastformer.checkpoints.hf.t5 import t5_from_transformer, transformer_from_t
 from fastformer.models import GPT, Transformer
 
 # What a `GPT` may become, the first that has its options.
-FORMS: dict[str, Form] = {"gpt2": gpt2.FORM, **llama.FORMS}
+FORMS: dict[str, Form] = {"gpt2": gpt2.FORM, **llama.FORMS, **gemma.FORMS, **neox.FORMS}
 
 
 def _decoder(kind: str, config_class: str, model_class: str) -> Family:
@@ -39,11 +39,32 @@ FAMILIES = {
     "mt5": Family("mT5", "MT5Config", "MT5ForConditionalGeneration", transformer_from_t5, t5.read_tokenizer),
     "gpt2": _decoder("gpt2", "GPT2Config", "GPT2LMHeadModel"),
     "llama": _decoder("llama", "LlamaConfig", "LlamaForCausalLM"),
+    "mistral": _decoder("mistral", "MistralConfig", "MistralForCausalLM"),
+    "ministral": _decoder("ministral", "MinistralConfig", "MinistralForCausalLM"),
+    "qwen2": _decoder("qwen2", "Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen3": _decoder("qwen3", "Qwen3Config", "Qwen3ForCausalLM"),
+    "olmo2": _decoder("olmo2", "Olmo2Config", "Olmo2ForCausalLM"),
+    "olmo3": _decoder("olmo3", "Olmo3Config", "Olmo3ForCausalLM"),
+    "phi3": _decoder("phi3", "Phi3Config", "Phi3ForCausalLM"),
+    "gemma": _decoder("gemma", "GemmaConfig", "GemmaForCausalLM"),
+    "gemma2": _decoder("gemma2", "Gemma2Config", "Gemma2ForCausalLM"),
+    "gemma3_text": _decoder("gemma3_text", "Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "gpt_neox": _decoder("gpt_neox", "GPTNeoXConfig", "GPTNeoXForCausalLM"),
+    "starcoder2": _decoder("starcoder2", "Starcoder2Config", "Starcoder2ForCausalLM"),
 }
 # What our models lack for families that you may try.
 UNSUPPORTED = {
     "umt5": "UMT5 has a table of relative positions in each layer",
     "nllb-moe": "NLLB-MoE sends each token to some of many experts",
+    "smollm3": "SmolLM3 has layers without positions",
+    "granite": "Granite has factors of its embeddings, residuals and logits",
+    "phi": "Phi has one norm for attention and feed-forward network, and a bias on the logits",
+    "stablelm": "StableLM has biases in its norms alone",
+    "mixtral": "Mixtral has several feed-forward networks, of which it takes some for each token",
+    "qwen2_moe": "Qwen2 MoE has several feed-forward networks, of which it takes some for each token",
+    "qwen3_moe": "Qwen3 MoE has several feed-forward networks, of which it takes some for each token",
+    "gpt_oss": "gpt-oss has attention sinks and several feed-forward networks",
+    "gemma3": "Gemma 3 with pictures has an encoder for them (its text model alone is a gemma3_text)",
 }
 
 

@@ -22,7 +22,6 @@ from fastformer.special_ids import SpecialIds
 logger = logging.getLogger("fastformer")
 
 EMBEDDING, OUTPUT = "embedding.weight", "output.weight"
-_HEAD = "lm_head.weight"
 
 
 def as_it_is(name: str, tensor: Tensor, config: GPTConfig) -> Tensor:
@@ -46,7 +45,7 @@ class Form(NamedTuple):
         convert: name here, one of its tensors there -> the tensor here.
         revert: the other way.
         unread: how the names of tensors end that old files hold and no model reads.
-        head: the name of the output's matrix, of a model that isn't tied.
+        heads: the names of the output's matrix, the one of newer versions of transformers first.
     """
 
     name: str
@@ -58,7 +57,7 @@ class Form(NamedTuple):
     convert: Callable[[str, Tensor, GPTConfig], Tensor] = as_it_is
     revert: Callable[[str, Tensor, GPTConfig], Tensor] = as_it_is
     unread: tuple[str, ...] = ()
-    head: str = _HEAD
+    heads: tuple[str, ...] = ("lm_head.weight",)
 
     def to_model(
         self,
@@ -79,7 +78,9 @@ class Form(NamedTuple):
         check_floating(state)
         left = self._with_prefix(state)
         theirs = self.names(_ANY)[EMBEDDING][0]
-        embedding, output = left.get(self.prefix + theirs), left.pop(self.head, None)
+        embedding, output = left.get(self.prefix + theirs), None
+        for name in self.heads:
+            output = left.pop(name, output)
         if embedding is None or embedding.dim() != 2:
             raise ValueError(f"expected the tensors of a {self.name}, got no matrix called {self.prefix}{theirs}")
         asked = settings.get("tie_word_embeddings")
@@ -141,7 +142,7 @@ class Form(NamedTuple):
             parts = self._split(ours, state[ours], config) if len(names) > 1 else (state[ours],)
             for name, part in zip(names, parts, strict=True):
                 weights[self.prefix + name] = self.revert(ours, part, config)
-        weights[self.head] = state[EMBEDDING if config.tie_embeddings else OUTPUT]
+        weights[self.heads[0]] = state[EMBEDDING if config.tie_embeddings else OUTPUT]
         return settings, weights
 
     def _split(self, name: str, tensor: Tensor, config: GPTConfig) -> tuple[Tensor, ...]:
@@ -155,7 +156,7 @@ class Form(NamedTuple):
         kept = {name: tensor for name, tensor in state.items() if not name.endswith(self.unread or ("\0",))}
         if any(name.startswith(self.prefix) for name in kept):
             return kept
-        return {name if name == self.head else self.prefix + name: tensor for name, tensor in kept.items()}
+        return {name if name in self.heads else self.prefix + name: tensor for name, tensor in kept.items()}
 
 
 _ANY = GPTConfig(3, num_layers=1)
@@ -240,13 +241,13 @@ def layer_names(
     return names
 
 
-def same_dropout(settings: Mapping[str, Any], *names: str) -> float:
-    """A probability of dropout that has several names; 0.1, if the settings don't say.
+def same_dropout(settings: Mapping[str, Any], default: float, *names: str) -> float:
+    """A probability of dropout that has several names; `default`, where the settings don't say.
 
     Raises:
         ValueError: they are not the same.
     """
-    found = {name: settings.get(name, 0.1) for name in names}
+    found = {name: settings.get(name, default) for name in names}
     if len({*found.values()}) > 1:
         raise ValueError(f"expected one probability of dropout, got {found}")
     return float(next(iter(found.values())))

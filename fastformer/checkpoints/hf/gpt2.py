@@ -16,7 +16,7 @@ from fastformer.checkpoints.hf.common import flag_of, number_of
 from fastformer.checkpoints.hf.decoder import EMBEDDING, Form, check_form, layer_names, same_dropout
 from fastformer.models import GPTConfig
 
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "relu": "relu",
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
@@ -24,7 +24,7 @@ _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
 }
-_THEIR_ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu"}
+_THEIRS = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu"}
 # Settings of which a `GPT` knows one value.
 _ONLY = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 _MODULES = {
@@ -43,8 +43,8 @@ def _options(settings: Mapping[str, Any]) -> dict[str, Any]:
         if flag_of(settings, name, value) != value:
             raise ValueError(f"expected {name} to be {value}, got {settings[name]!r}")
     activation = settings.get("activation_function", "gelu_new")
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"expected an activation_function out of {(*_ACTIVATIONS,)}, got {activation!r}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"expected an activation_function out of {(*ACTIVATIONS,)}, got {activation!r}")
     d_model = number_of(settings, "n_embd")
     return {
         "d_model": d_model,
@@ -52,15 +52,15 @@ def _options(settings: Mapping[str, Any]) -> dict[str, Any]:
         "num_layers": number_of(settings, "n_layer"),
         "d_ff": 4 * d_model if settings.get("n_inner") is None else number_of(settings, "n_inner"),
         "layer_norm_eps": settings.get("layer_norm_epsilon", 1e-5),
-        "activation": _ACTIVATIONS[activation],
-        "dropout": same_dropout(settings, "resid_pdrop", "embd_pdrop"),
+        "activation": ACTIVATIONS[activation],
+        "dropout": same_dropout(settings, 0.1, "resid_pdrop", "embd_pdrop"),
         "attention_dropout": settings.get("attn_pdrop", 0.1),
         "max_len": number_of(settings, "n_positions"),
     }
 
 
 def _settings(config: GPTConfig) -> dict[str, Any]:
-    expected = {"positions": "learned", "norm": "layer", "bias": True, "activation": (*_THEIR_ACTIVATIONS,)}
+    expected = {"positions": "learned", "norm": "layer", "bias": True, "activation": (*_THEIRS,)}
     expected |= {"num_kv_heads": (None, config.num_heads)}
     check_form(config, expected, ("d_ff", "layer_norm_eps", "dropout", "attention_dropout", "max_len"), "GPT-2")
     return {
@@ -71,7 +71,7 @@ def _settings(config: GPTConfig) -> dict[str, Any]:
         "n_inner": config.d_ff,
         "n_positions": config.max_len,
         "layer_norm_epsilon": config.layer_norm_eps,
-        "activation_function": _THEIR_ACTIVATIONS[config.activation],
+        "activation_function": _THEIRS[config.activation],
         "resid_pdrop": config.dropout,
         "embd_pdrop": config.dropout,
         "attn_pdrop": config.attention_dropout,

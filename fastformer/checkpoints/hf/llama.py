@@ -1,21 +1,23 @@
-"""Llama (Touvron et al. 2023) and the families that differ from it in a few options, each a line of `FORMS`.
+"""Llama (Touvron et al. 2023) and the families that differ from it in a few options, each a `Variant`.
 
-They are `GPT`s with rotary positions, RMSNorm and a gated feed-forward network.
+They are `GPT`s with rotary positions. `gemma.py` and `neox.py` have those that differ in more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from fastformer.checkpoints.hf.common import flag_of, number_of
-from fastformer.checkpoints.hf.decoder import EMBEDDING, Form, check_form, layer_names
-from fastformer.checkpoints.hf.rope import longest, read_rope, write_rope
+from fastformer.checkpoints.hf.decoder import EMBEDDING, Form, as_it_is, check_form, layer_names, same_dropout
+from fastformer.checkpoints.hf.rope import longest, read_rope, write_lengths, write_rope
 from fastformer.models import GPTConfig
 
-_ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu_tanh", "gelu_new": "geglu_tanh"}
-_THEIR_ACTIVATIONS = {"swiglu": "silu", "geglu_tanh": "gelu_pytorch_tanh"}
-_MODULES = {
+FULL, SLIDING = "full_attention", "sliding_attention"
+_GATED = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu_tanh", "gelu_new": "geglu_tanh"}
+MODULES = {
     "self_attn.in_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "self_attn.out_proj": ("self_attn.o_proj",),
     "norm1": ("input_layernorm",),
@@ -23,98 +25,260 @@ _MODULES = {
     "linear1": ("mlp.gate_proj", "mlp.up_proj"),
     "linear2": ("mlp.down_proj",),
 }
+QK_NORMS = {"self_attn.q_norm": ("self_attn.q_norm",), "self_attn.k_norm": ("self_attn.k_norm",)}
+_POST = {"post_norm1": ("post_attention_layernorm",), "post_norm2": ("post_feedforward_layernorm",)}
 _BOTH = ("weight", "bias")
-# What the settings of each of these families say.
+# Options that the settings of each of these families say.
 _FREE = ("d_ff", "num_kv_heads", "max_len", "layer_norm_eps", "attention_dropout", "rotary_base", "rotary_scaling")
+
+LayerTypes = Callable[[Mapping[str, Any], int], Sequence[str]]
 
 
 class Variant(NamedTuple):
-    """What a family has that Llama doesn't.
+    """A family.
 
     Attributes:
         kind: the model_type of transformers.
         name: in messages.
-        eps: of the norms, if the settings don't say.
-        biases: the settings that say whether attention and the feed-forward network have biases; or what there always
-            is: of queries, keys and values, of the map back from the heads, of the feed-forward network.
-        has_head_dim: whether heads may have a size of their own.
+        modules: the modules of a layer here, each with those there.
+        fixed: options of `GPTConfig` that all its models have.
+        biases: the settings that say whether there are biases, or what there always is: of the maps to queries, keys
+            and values; of the map back from the heads; of the feed-forward network and of LayerNorms.
+        layer_types: the settings, the depth -> which layers have a window, where layer_types doesn't say; None: none.
+        has_layer_types: whether the settings may say layer_types; else all layers are alike.
+        head_dim: where the settings don't say; None: what d_model gives each head.
+        own_heads: whether heads may have a size of their own.
+        even_heads: whether d_model has to be a multiple of the number of heads all the same.
+        partial: whether a part of a head may turn.
+        fraction: that part, where the settings don't say.
+        base: of rotations, where the settings don't say.
+        local_base: likewise of layers that have a window, in families where these turn by themselves.
+        grows: whether a model has more positions than its settings say, with some kinds of scaling.
+        eps: of the norms, where the settings don't say, and the setting's name.
+        activations: the names of activations there and here; the settings that may name one; the usual one.
+        activation_settings: the settings that may name the activation, the first that does.
+        dropouts: the settings that hold `GPTConfig.dropout`.
+        embedding, norm: the names there.
+        prefix, heads: see `Form`.
+        is_tied: where the settings don't say.
+        more: the settings -> more options.
+        more_settings: a config -> the settings that `more` reads.
+        free: the options that `more` may give.
+        convert, revert: see `Form`.
     """
 
     kind: str
     name: str
-    eps: float = 1e-6
+    modules: Mapping[str, tuple[str, ...]] = MODULES
+    fixed: Mapping[str, Any] = {"norm": "rms"}
     biases: tuple[str | bool, str | bool, str | bool] = (False, False, False)
-    has_head_dim: bool = True
+    layer_types: LayerTypes | None = None
+    has_layer_types: bool = True
+    head_dim: int | None = None
+    own_heads: bool = True
+    even_heads: bool = False
+    partial: bool = False
+    fraction: float = 1.0
+    base: float = 10_000.0
+    local_base: float | None = None
+    grows: bool = True
+    eps: tuple[float, str] = (1e-6, "rms_norm_eps")
+    activations: Mapping[str, str] = _GATED
+    activation_settings: tuple[str, ...] = ("hidden_act",)
+    dropouts: tuple[str, ...] = ()
+    embedding: str = "embed_tokens"
+    norm: str = "norm"
+    prefix: str = "model."
+    heads: tuple[str, ...] = ("lm_head.weight",)
+    is_tied: bool = False
+    more: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda settings: {}
+    more_settings: Callable[[GPTConfig], dict[str, Any]] = lambda config: {}
+    free: tuple[str, ...] = ()
+    convert: Callable[[str, Tensor, GPTConfig], Tensor] = as_it_is
+    revert: Callable[[str, Tensor, GPTConfig], Tensor] = as_it_is
 
+    @property
+    def form(self) -> Form:
+        """The family's tables."""
+        return Form(
+            self.name,
+            self.prefix,
+            self._options,
+            self._settings,
+            self._names,
+            is_tied=self.is_tied,
+            convert=self.convert,
+            revert=self.revert,
+            heads=self.heads,
+            unread=(".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias"),
+        )
 
-def _form(variant: Variant) -> Form:
-    def options(settings: Mapping[str, Any]) -> dict[str, Any]:
-        return _options(settings, variant)
+    def _options(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        d_model, heads = number_of(settings, "hidden_size"), number_of(settings, "num_attention_heads")
+        depth = number_of(settings, "num_hidden_layers")
+        qkv, out, bias = (flag_of(settings, b, False) if isinstance(b, str) else b for b in self.biases)
+        windows = self._windows(settings, depth)
+        rope = self._rope(settings, bool(windows))
+        options = {
+            "d_model": d_model,
+            "num_heads": heads,
+            "num_kv_heads": _or(settings, "num_key_value_heads", heads),
+            "num_layers": depth,
+            "d_ff": number_of(settings, "intermediate_size"),
+            "layer_norm_eps": settings.get(self.eps[1], self.eps[0]),
+            "activation": self._activation(settings),
+            "attention_dropout": settings.get("attention_dropout") or 0.0,
+            "positions": "rotary",
+            "bias": bias,
+            "max_len": longest(settings, rope, grows=self.grows),
+            **self.fixed,
+            **windows,
+            **rope,
+            **self.more(settings),
+        }
+        if qkv != bias:
+            options["qkv_bias"] = qkv
+        if out != bias:
+            options["out_bias"] = out
+        usual = d_model // heads if self.head_dim is None else self.head_dim
+        head_dim = _or(settings, "head_dim", usual) if self.own_heads else usual
+        if head_dim * heads != d_model:
+            options["head_dim"] = head_dim
+        if self.dropouts:
+            options["dropout"] = same_dropout(settings, 0.0, *self.dropouts)
+        return options
 
-    def settings(config: GPTConfig) -> dict[str, Any]:
-        return _settings(config, variant)
+    def _activation(self, settings: Mapping[str, Any]) -> str:
+        for name in self.activation_settings:
+            if (found := settings.get(name)) is not None:
+                if found not in self.activations:
+                    raise ValueError(f"expected a {name} out of {(*self.activations,)}, got {found!r}")
+                return self.activations[found]
+        return next(iter(self.activations.values()))
 
-    return Form(variant.name, "model.", options, settings, _names, is_tied=False, unread=(".rotary_emb.inv_freq",))
+    def _windows(self, settings: Mapping[str, Any], depth: int) -> dict[str, Any]:
+        """window_size, and window_layers unless all have it."""
+        if self.layer_types is None:
+            return {}
+        listed = settings.get("layer_types") if self.has_layer_types else None
+        types = self.layer_types(settings, depth) if listed is None else listed
+        if not isinstance(types, list | tuple) or len(types) != depth:
+            raise ValueError(f"expected layer_types to say what each of {depth} layers is, got {types!r:.80}")
+        if unknown := [kind for kind in types if kind not in (FULL, SLIDING)]:
+            raise ValueError(f"expected layer_types of {FULL!r} and {SLIDING!r}, got {unknown[0]!r}")
+        if SLIDING not in types:
+            return {}
+        size = number_of(settings, "sliding_window") - 1  # which counts the token itself
+        layers = tuple(kind == SLIDING for kind in types)
+        return {"window_size": size, **({} if all(layers) else {"window_layers": layers})}
 
+    def _rope(self, settings: Mapping[str, Any], has_windows: bool) -> dict[str, Any]:
+        rope = read_rope(settings, layers=FULL, base=self.base, fraction=self.fraction)
+        if "rotary_fraction" in rope and not self.partial:
+            raise ValueError(
+                f"expected a {self.name}, whose heads turn whole, got a partial_rotary_factor of "
+                f"{rope['rotary_fraction']}"
+            )
+        if self.local_base is None or not has_windows:
+            return rope
+        local = read_rope(
+            {"rope_theta": settings.get("rope_local_base_freq"), "rope_parameters": settings.get("rope_parameters")},
+            layers=SLIDING,
+            base=self.local_base,
+            is_nested=True,
+        )
+        if "rotary_scaling" in local:
+            raise ValueError(
+                f"expected layers with a window to have a rope_type of 'default', got {local['rotary_scaling']}"
+            )
+        if local["rotary_base"] == rope["rotary_base"] and "rotary_scaling" not in rope:
+            return rope
+        return {**rope, "local_rotary_base": local["rotary_base"]}
 
-def _options(settings: Mapping[str, Any], variant: Variant) -> dict[str, Any]:
-    activation = settings.get("hidden_act", "silu")
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"expected a hidden_act out of {(*_ACTIVATIONS,)}, got {activation!r}")
-    d_model, heads = number_of(settings, "hidden_size"), number_of(settings, "num_attention_heads")
-    qkv, out, bias = (flag_of(settings, b, False) if isinstance(b, str) else b for b in variant.biases)
-    rope = read_rope(settings)
-    options = {
-        "d_model": d_model,
-        "num_heads": heads,
-        "num_kv_heads": _or(settings, "num_key_value_heads", heads),
-        "num_layers": number_of(settings, "num_hidden_layers"),
-        "d_ff": number_of(settings, "intermediate_size"),
-        "norm": "rms",
-        "layer_norm_eps": settings.get("rms_norm_eps", variant.eps),
-        "activation": _ACTIVATIONS[activation],
-        "attention_dropout": settings.get("attention_dropout") or 0.0,
-        "positions": "rotary",
-        "bias": bias,
-        "max_len": longest(settings, rope),
-        **rope,
-    }
-    if qkv != bias:
-        options["qkv_bias"] = qkv
-    if out != bias:
-        options["out_bias"] = out
-    head_dim = _or(settings, "head_dim", d_model // heads)
-    if head_dim * heads != d_model:
-        options["head_dim"] = head_dim
-    return options
+    def _settings(self, config: GPTConfig) -> dict[str, Any]:
+        names = {here: there for there, here in reversed([*self.activations.items()])}
+        expected: dict[str, Any] = {"positions": "rotary", "activation": (*names,), "dropout": 0.0, **self.fixed}
+        free = [*_FREE, *self.free]
+        if self.own_heads:
+            free.append("head_dim")
+        if self.dropouts:
+            free.append("dropout")
+            del expected["dropout"]
+        if self.layer_types is not None:
+            free += ["window_size", *(("window_layers",) if self.has_layer_types else ())]
+        if self.partial:
+            free.append("rotary_fraction")
+        if self.local_base is not None:
+            free.append("local_rotary_base")
+        free += self._check_biases(config)
+        check_form(config, expected, free, self.name)
+        if self.even_heads and config.d_model % config.num_heads:
+            raise ValueError(
+                f"expected a {self.name}, with d_model a multiple of num_heads, got {config.d_model} and "
+                f"{config.num_heads}"
+            )
+        qkv, out = biases_of(config)
+        settings = {
+            "model_type": self.kind,
+            "hidden_size": config.d_model,
+            "num_attention_heads": config.num_heads,
+            "num_key_value_heads": config.num_kv_heads or config.num_heads,
+            "num_hidden_layers": config.num_layers,
+            "intermediate_size": config.d_ff,
+            **({"head_dim": config.size_of_head} if self.own_heads else {}),
+            self.eps[1]: config.layer_norm_eps,
+            self.activation_settings[0]: names[config.activation],
+            "attention_dropout": config.attention_dropout,
+            **dict.fromkeys(self.dropouts, config.dropout),
+            **write_lengths(config, grows=self.grows),
+            **write_rope(config, *((FULL, SLIDING) if self.local_base is not None else ())),
+            **self.more_settings(config),
+        }
+        for setting, value in zip(self.biases, (qkv, out, config.bias), strict=True):
+            if isinstance(setting, str):
+                settings[setting] = value
+        if self.layer_types is not None:
+            settings |= self._window_settings(config)
+        return settings
 
+    def _check_biases(self, config: GPTConfig) -> tuple[str, ...]:
+        """The options of biases, after a look at whether the family has them.
 
-def _or(settings: Mapping[str, Any], name: str, default: int) -> int:
-    """An integer setting; `default` if it is missing or null."""
-    return default if settings.get(name) is None else number_of(settings, name)
+        Raises:
+            ValueError: it doesn't.
+        """
+        found: dict[str, bool] = {}
+        for setting, value, what in zip(
+            self.biases, (*biases_of(config), config.bias), ("qkv_bias", "out_bias", "bias"), strict=True
+        ):
+            expected = found.setdefault(setting, value) if isinstance(setting, str) else setting
+            if value != expected:
+                raise ValueError(f"expected a {self.name}, with {what}={expected}, got {value}")
+        return ("bias", "qkv_bias", "out_bias")
 
+    def _window_settings(self, config: GPTConfig) -> dict[str, Any]:
+        window = None if config.window_size is None else config.window_size + 1
+        found: dict[str, Any] = {"sliding_window": window}
+        if self.has_layer_types:
+            found["layer_types"] = [SLIDING if has_window else FULL for has_window in config.windows]
+            if self.layer_types is _after_some:
+                found["use_sliding_window"] = window is not None
+        return found
 
-def _settings(config: GPTConfig, variant: Variant) -> dict[str, Any]:
-    expected: dict[str, Any] = {"positions": "rotary", "norm": "rms", "activation": (*_THEIR_ACTIVATIONS,)}
-    expected |= {"dropout": 0.0, "activation_dropout": 0.0}
-    check_form(config, expected, (*_FREE, "bias", "qkv_bias", "out_bias", "head_dim"), variant.name)
-    qkv, out = biases_of(config)
-    return {
-        "model_type": variant.kind,
-        "hidden_size": config.d_model,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads or config.num_heads,
-        "num_hidden_layers": config.num_layers,
-        "intermediate_size": config.d_ff,
-        "head_dim": config.size_of_head,
-        "rms_norm_eps": config.layer_norm_eps,
-        "hidden_act": _THEIR_ACTIVATIONS[config.activation],
-        "attention_dropout": config.attention_dropout,
-        "max_position_embeddings": config.max_len,
-        "attention_bias": qkv,
-        "mlp_bias": config.bias,
-        **write_rope(config),
-    }
+    def _names(self, config: GPTConfig) -> dict[str, tuple[str, ...]]:
+        qkv, out = biases_of(config)
+        biased = {"self_attn.in_proj": qkv, "self_attn.out_proj": out, "linear1": config.bias, "linear2": config.bias}
+        norm_bias = config.norm == "layer" and config.bias
+        biased |= dict.fromkeys(("norm1", "norm2"), norm_bias)
+        kinds = {
+            name: _BOTH
+            for name in self.modules
+            if biased.get(name, norm_bias and name.startswith(("norm", "post_norm")))
+        }
+        names = {EMBEDDING: (f"{self.embedding}.weight",), "decoder.norm.weight": (f"{self.norm}.weight",)}
+        if norm_bias:
+            names["decoder.norm.bias"] = (f"{self.norm}.bias",)
+        return {**names, **layer_names(config, "layers", self.modules, kinds)}
 
 
 def biases_of(config: GPTConfig) -> tuple[bool, bool]:
@@ -123,19 +287,73 @@ def biases_of(config: GPTConfig) -> tuple[bool, bool]:
     return config.bias if qkv is None else qkv, config.bias if out is None else out
 
 
-def _names(config: GPTConfig) -> dict[str, tuple[str, ...]]:
-    qkv, out = biases_of(config)
-    biased = {"self_attn.in_proj": qkv, "self_attn.out_proj": out, "linear1": config.bias, "linear2": config.bias}
-    kinds = {name: _BOTH for name, has_bias in biased.items() if has_bias}
-    return {
-        EMBEDDING: ("embed_tokens.weight",),
-        "decoder.norm.weight": ("norm.weight",),
-        **layer_names(config, "layers", _MODULES, kinds),
-    }
+def _or(settings: Mapping[str, Any], name: str, default: int) -> int:
+    """An integer setting; `default` if it is missing or null."""
+    return default if settings.get(name) is None else number_of(settings, name)
 
 
-# By the model_type of transformers.
-FORMS = {
-    variant.kind: _form(variant)
-    for variant in (Variant("llama", "Llama", biases=("attention_bias", "attention_bias", "mlp_bias")),)
+def everywhere(settings: Mapping[str, Any], depth: int) -> list[str]:
+    """A window in all layers, if there is one."""
+    return [FULL if settings.get("sliding_window") is None else SLIDING] * depth
+
+
+def _after_some(settings: Mapping[str, Any], depth: int) -> list[str]:
+    """Qwen's: a window in the layers from max_window_layers on."""
+    if not flag_of(settings, "use_sliding_window", False) or settings.get("sliding_window") is None:
+        return [FULL] * depth
+    first = _or(settings, "max_window_layers", 28)
+    return [SLIDING if layer >= first else FULL for layer in range(depth)]
+
+
+def all_but_each(count: int, setting: str = "sliding_window_pattern") -> LayerTypes:
+    """A window in all layers but each count-th, or as many as a setting says."""
+
+    def types(settings: Mapping[str, Any], depth: int) -> list[str]:
+        each = _or(settings, setting, count)
+        return [SLIDING if (layer + 1) % each else FULL for layer in range(depth)]
+
+    return types
+
+
+def _phi3(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """No option; refuses dropout, which it has on what sub-layers give and not on embeddings."""
+    if settings.get("resid_pdrop"):
+        raise ValueError(f"expected a resid_pdrop of 0, got {settings['resid_pdrop']}")
+    return {}
+
+
+_QWEN: dict[str, Any] = {"layer_types": _after_some}
+_OLMO: dict[str, Any] = {
+    "modules": {**{name: parts for name, parts in MODULES.items() if not name.startswith("norm")}, **QK_NORMS, **_POST},
+    "fixed": {"norm": "rms", "norm_placement": "post", "qk_norm": "all"},
+    "eps": (1e-5, "rms_norm_eps"),
+    "biases": ("attention_bias", "attention_bias", False),
 }
+VARIANTS = (
+    Variant("llama", "Llama", biases=("attention_bias", "attention_bias", "mlp_bias"), even_heads=True),
+    Variant("mistral", "Mistral", layer_types=everywhere, has_layer_types=False),
+    Variant("ministral", "Ministral", layer_types=everywhere),
+    Variant("qwen2", "Qwen2", biases=(True, False, False), **_QWEN),
+    Variant(
+        "qwen3",
+        "Qwen3",
+        modules={**MODULES, **QK_NORMS},
+        fixed={"norm": "rms", "qk_norm": "head"},
+        biases=("attention_bias", "attention_bias", False),
+        **_QWEN,
+    ),
+    Variant("olmo2", "OLMo 2", **_OLMO),
+    Variant("olmo3", "OLMo 3", layer_types=all_but_each(4), base=500_000.0, local_base=500_000.0, **_OLMO),
+    # The rows of its fused maps are in our order.
+    Variant(
+        "phi3",
+        "Phi-3",
+        modules={**MODULES, "self_attn.in_proj": ("self_attn.qkv_proj",), "linear1": ("mlp.gate_up_proj",)},
+        layer_types=everywhere,
+        has_layer_types=False,
+        partial=True,
+        eps=(1e-5, "rms_norm_eps"),
+        more=_phi3,
+    ),
+)
+FORMS = {variant.kind: variant.form for variant in VARIANTS}

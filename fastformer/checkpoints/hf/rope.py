@@ -1,90 +1,78 @@
 """Rotary positions in the settings of transformers' models, of which there are several generations.
 
-rope_theta, rope_scaling, partial_rotary_factor      beside the others (version 4)
+rope_theta, rope_scaling, partial_rotary_factor      beside the others (version 4); GPT-NeoX has names of its own
 rope_parameters                                      all of them in a mapping (version 5); or one for each kind of layer
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-# The parameters of each kind of scaling, those that it has to have first; and what else names it.
-KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "linear": (("factor",), ()),
-    "dynamic": (("factor",), ()),
-    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
-    "yarn": (
-        ("factor", "original_max_position_embeddings"),
-        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-    ),
-    "longrope": (
-        ("short_factor", "long_factor", "original_max_position_embeddings"),
-        ("attention_factor", "factor"),
-    ),
-}
-_OTHER_NAMES = {"su": "longrope"}
-_BASE = 10_000.0
-# The positions of a model, where scaling leaves max_position_embeddings at those that it was trained with.
-_GROWS = ("linear", "dynamic", "yarn")
+from fastformer.models import GPTConfig
+
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_BASES = ("rope_theta", "rotary_emb_base")
+_FRACTIONS = ("partial_rotary_factor", "rotary_pct")
+_LENGTH = "original_max_position_embeddings"
+_NAMES = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
 
 
-def read_rope(settings: Mapping[str, Any], *, layers: str | None = None, base: float = _BASE) -> dict[str, Any]:
+def read_rope(
+    settings: Mapping[str, Any], *, layers: str, base: float, fraction: float = 1.0, is_nested: bool = False
+) -> dict[str, Any]:
     """The options of `GPTConfig` that say how positions turn: rotary_base, rotary_fraction, rotary_scaling.
 
     Those that are as usual are left out.
 
     Args:
         settings: of a model.
-        layers: the kind of layers whose parameters are asked for, where each kind may have its own.
-        base: where the settings don't say.
+        layers: the kind of layers that is asked for, where each may have parameters of its own.
+        base, fraction: where the settings don't say.
+        is_nested: the parameters of another kind of layers don't count.
 
     Raises:
-        ValueError: an unknown kind of scaling, a parameter that is missing or that its kind doesn't have, or no number.
+        ValueError: an unknown kind of scaling, or no number.
     """
-    found = parameters(settings, layers)
-    theta, fraction = found.pop("rope_theta", None), found.pop("partial_rotary_factor", None)
-    theta = settings.get("rope_theta", base) if theta is None else theta
-    fraction = settings.get("partial_rotary_factor") if fraction is None else fraction
-    kind = found.pop("rope_type", None) or found.pop("type", None) or "default"
-    found.pop("type", None)
-    options: dict[str, Any] = {"rotary_base": _number("rope_theta", base if theta is None else theta)}
-    if fraction is not None and fraction != 1.0:
-        options["rotary_fraction"] = _number("partial_rotary_factor", fraction)
-    kind = _OTHER_NAMES.get(kind, kind)
+    found = _parameters(settings, layers, is_nested)
+    theta = next((of[name] for of in (found, settings) for name in _BASES if of.get(name) is not None), base)
+    part = next((of[name] for of in (found, settings) for name in _FRACTIONS if of.get(name) is not None), fraction)
+    options: dict[str, Any] = {"rotary_base": _number("rope_theta", theta)}
+    if _number("partial_rotary_factor", part) != 1.0:
+        options["rotary_fraction"] = part
+    kind = found.get("rope_type") or found.get("type") or "default"
+    if "short_factor" in found and kind in ("su", "yarn"):  # Phi-3's first names
+        kind = "longrope"
+    if kind not in KINDS:
+        raise ValueError(f"expected a rope_type out of {KINDS}, got {kind!r}")
     if kind == "default":
         return options
-    if kind not in KINDS:
-        raise ValueError(f"expected a rope_type out of {('default', *KINDS)}, got {kind!r}")
-    own = settings.get("original_max_position_embeddings")
-    if own is not None:  # Phi-3's, which comes first
-        found["original_max_position_embeddings"] = own
     limit = settings.get("max_position_embeddings")
-    found = {name: value for name, value in found.items() if value is not None}
-    if "original_max_position_embeddings" not in found:
-        found["original_max_position_embeddings"] = limit
-    if kind in ("yarn", "longrope") and "factor" not in found:
-        found["factor"] = _number("max_position_embeddings", limit) / found["original_max_position_embeddings"]
-    needed, others = KINDS[kind]
-    if missing := [name for name in needed if found.get(name) is None]:
-        raise ValueError(f"expected rope_type {kind!r} to have a {missing[0]}, got {found}")
-    if kind == "dynamic":  # it grows from there
-        found["original_max_position_embeddings"] = limit
-    elif kind == "linear":
-        del found["original_max_position_embeddings"]
-    allowed = {*needed, *others, *(("original_max_position_embeddings",) if kind == "dynamic" else ())}
-    if unknown := found.keys() - allowed:
-        raise ValueError(f"expected rope_type {kind!r} with {sorted(allowed)}, got {min(unknown)} as well")
-    options["rotary_scaling"] = {"kind": kind, **found}
-    return options
+    scaling = {name: value for name, value in found.items() if name not in _NAMES and value is not None}
+    if kind == "linear":
+        scaling.pop(_LENGTH, None)
+    elif kind == "dynamic":  # it grows from there
+        scaling[_LENGTH] = limit
+    elif settings.get(_LENGTH) is not None:  # Phi-3's, which comes first
+        scaling[_LENGTH] = settings[_LENGTH]
+    else:
+        scaling.setdefault(_LENGTH, limit)
+    if kind in ("yarn", "longrope") and "factor" not in scaling:
+        scaling["factor"] = _number("max_position_embeddings", limit) / _number(_LENGTH, scaling[_LENGTH])
+    return {**options, "rotary_scaling": {"kind": kind, **scaling}}
 
 
-def longest(settings: Mapping[str, Any], options: Mapping[str, Any]) -> int:
-    """The number of positions that a model is meant for: with some kinds of scaling, more than its settings say.
+def longest(settings: Mapping[str, Any], options: Mapping[str, Any], *, grows: bool) -> int:
+    """The number of positions that a model has.
+
+    Some kinds of scaling are written beside the number of positions that a model had before. Others change the angles
+    of all tokens once a sequence is longer than originally, which no cache can follow: they end there.
 
     Args:
         settings: of the model.
         options: `read_rope` of them.
+        grows: whether the number in the settings may be the one before.
 
     Raises:
         ValueError: a max_position_embeddings that is no integer.
@@ -93,43 +81,67 @@ def longest(settings: Mapping[str, Any], options: Mapping[str, Any]) -> int:
     if not isinstance(said, int) or isinstance(said, bool):
         raise ValueError(f"expected max_position_embeddings to be an integer, got {said!r}")
     scaling = options.get("rotary_scaling") or {}
-    if scaling.get("kind") not in _GROWS:
+    kind, before = scaling.get("kind"), scaling.get(_LENGTH, said)
+    if kind in ("dynamic", "longrope"):
+        return min(said, before)
+    if not grows or kind not in ("linear", "yarn"):
         return said
-    return max(said, int(scaling.get("original_max_position_embeddings", said) * scaling["factor"]))
+    return max(said, int(before * _number("factor", scaling.get("factor"))))
 
 
-def parameters(settings: Mapping[str, Any], layers: str | None = None) -> dict[str, Any]:
-    """The mapping of parameters, of whichever generation; of one kind of layers, where each kind has its own.
+def write_lengths(config: GPTConfig, *, grows: bool) -> dict[str, Any]:
+    """The settings of which `longest` makes a config's max_len."""
+    scaling: Mapping[str, Any] = config.rotary_scaling or {}
+    kind, said = scaling.get("kind"), config.max_len
+    if grows and kind == "linear":
+        said = math.ceil(said / scaling["factor"])
+    elif kind == "dynamic":
+        said = scaling[_LENGTH]
+    elif kind == "longrope" and said == scaling[_LENGTH]:
+        said = int(said * scaling.get("factor", 1))
+    own = {_LENGTH: scaling[_LENGTH]} if kind == "longrope" else {}
+    return {"max_position_embeddings": said, **own}
 
-    Raises:
-        ValueError: something else than a mapping.
+
+def write_rope(config: GPTConfig, full: str | None = None, sliding: str | None = None) -> dict[str, Any]:
+    """The settings of a config's rotary positions, as all versions of transformers read them.
+
+    Args:
+        config: of the model.
+        full, sliding: the kinds of layers, if each has parameters of its own.
     """
+    scaling = {
+        name: [*value] if isinstance(value, tuple) else value for name, value in (config.rotary_scaling or {}).items()
+    }
+    kind, base = scaling.pop("kind", "default"), config.rotary_base
+    if kind == "dynamic":
+        del scaling[_LENGTH]
+    partial = {} if config.rotary_fraction == 1.0 else {"partial_rotary_factor": config.rotary_fraction}
+    parameters = {"rope_type": kind, "rope_theta": base, **scaling, **partial}
+    written: dict[str, Any] = {"rope_theta": base, **partial}
+    if kind != "default":
+        written["rope_scaling"] = {"rope_type": kind, **scaling}
+    if full is None or sliding is None:
+        return {**written, "rope_parameters": parameters}
+    local = base if config.local_rotary_base is None else config.local_rotary_base
+    nested = {full: parameters, sliding: {"rope_type": "default", "rope_theta": local}}
+    return {**written, "rope_local_base_freq": local, "rope_parameters": nested}
+
+
+def _parameters(settings: Mapping[str, Any], layers: str, is_nested: bool) -> dict[str, Any]:
+    """The mapping of parameters, of whichever generation."""
     found: dict[str, Any] = {}
-    for name in ("rope_parameters", "rope_scaling"):
+    for name in ("rope_scaling", "rope_parameters"):
         value = settings.get(name)
         if value is None:
             continue
         if not isinstance(value, Mapping):
             raise ValueError(f"expected {name} to be a mapping, got {value!r:.60}")
-        nested = value.get(layers) if layers is not None else None
-        found = {**(nested if isinstance(nested, Mapping) else value), **found}
+        nested = {kind: each for kind, each in value.items() if isinstance(each, Mapping)}
+        if nested or is_nested:
+            value = nested.get(layers, {})
+        found |= value
     return found
-
-
-def write_rope(config: Any) -> dict[str, Any]:
-    """The settings of a config's rotary positions, as both generations read them."""
-    scaling = dict(getattr(config, "rotary_scaling", None) or {})
-    kind = scaling.pop("kind", "default")
-    fraction = getattr(config, "rotary_fraction", 1.0)
-    partial = {} if fraction == 1.0 else {"partial_rotary_factor": fraction}
-    if kind == "dynamic":
-        scaling.pop("original_max_position_embeddings", None)
-    return {
-        "rope_theta": config.rotary_base,
-        "rope_parameters": {"rope_type": kind, "rope_theta": config.rotary_base, **scaling, **partial},
-        **({"rope_scaling": {"rope_type": kind, **scaling}} if kind != "default" else {}),
-        **partial,
-    }
 
 
 def _number(name: str, value: object) -> float:
