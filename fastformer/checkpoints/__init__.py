@@ -12,5 +12,6 @@ transformers' models: its settings, the names of its weights, its tokenizer. To 
 line in `hf/__init__.py`.
 """
 
+from fastformer.checkpoints.hf import generation_settings as generation_settings
 from fastformer.checkpoints.run import load_model as load_model
 from fastformer.checkpoints.run import load_models as load_models

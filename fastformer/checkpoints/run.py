@@ -13,7 +13,7 @@ from torch import nn
 
 from fastformer.baseline import LSTMSeq2Seq
 from fastformer.baseline.lstm import LSTMConfig
-from fastformer.checkpoints.hf import FAMILIES, load_folder, model_type
+from fastformer.checkpoints.hf import FAMILIES, UNSUPPORTED, load_folder, model_type
 from fastformer.data import PairTokenizer, Tokenizer, load_tokenizer
 from fastformer.data.pair import contents
 from fastformer.data.tokenizer import TOKENIZER
@@ -21,6 +21,7 @@ from fastformer.models import GPT, Transformer, read_architecture
 from fastformer.models.pretrained import config_from_dict, load_saved
 from fastformer.special_ids import SpecialIds
 
+_ARCHITECTURE = {"seq2seq": "Transformer", "decoder": "GPT"}  # of each kind of family
 ARCHITECTURES = ("Transformer", "GPT", "LSTMSeq2Seq")
 
 
@@ -35,7 +36,7 @@ def load_model(
 
     Args:
         run: the folder. Where a "Transformer" is expected, that of a BART, a Marian or a T5 will do, as transformers
-            saves it.
+            saves it; where a "GPT" is, that of a decoder, such as a Llama.
         expected: the architectures that will do, such as "Transformer"; empty: any.
         device: where the parameters go; None: the CPU.
         dtype: what they become; None: what they were saved as.
@@ -43,15 +44,9 @@ def load_model(
     Raises:
         ValueError: another architecture, or a folder that is damaged or whose files don't belong together.
     """
-    kind = model_type(Path(run)) if "Transformer" in expected else None
+    kind = model_type(Path(run)) if expected else None
     if kind is not None:
-        loadable = {name: family for name, family in FAMILIES.items() if family.read_tokenizer is not None}
-        if kind in loadable:
-            return load_folder(Path(run), loadable[kind], device=device, dtype=dtype)
-        raise ValueError(
-            f"expected a run folder, or transformers' folder of a {', '.join(f.name for f in loadable.values())}, got "
-            f"one of {kind!r}: {run}; fastformer.integrations.from_huggingface converts some others"
-        )
+        return _load_foreign(Path(run), kind, expected, device, dtype)
     tokenizer, architecture = load_tokenizer(run), read_architecture(run)
     if architecture not in (expected or ARCHITECTURES):
         hint = "fastformer generate" if architecture == "GPT" else "fastformer translate"
@@ -101,6 +96,25 @@ def load_models(
                 "train the second run with --tokenizer and the folder of the first"
             )
     return [model for model, _ in loaded], tokenizer
+
+
+def _load_foreign(
+    folder: Path, kind: str, expected: tuple[str, ...], device: torch.device | str | None, dtype: torch.dtype | None
+) -> tuple[Any, Tokenizer]:
+    """The model and the tokenizer of a folder that transformers saved."""
+    family = FAMILIES.get(kind)
+    wanted = [family_kind for family_kind, architecture in _ARCHITECTURE.items() if architecture in expected]
+    if family is not None and family.read_tokenizer is not None and family.kind in wanted:
+        return load_folder(folder, family, device=device, dtype=dtype)
+    known = ", ".join(f.name for f in FAMILIES.values() if f.read_tokenizer is not None and f.kind in wanted)
+    why = ""
+    if kind in UNSUPPORTED:
+        why = f"; {UNSUPPORTED[kind]}, which our models don't have"
+    elif family is not None and family.kind not in wanted:
+        why = f"; see `fastformer {'generate' if family.kind == 'decoder' else 'translate'}`"
+    elif family is not None:
+        why = "; fastformer.integrations.from_huggingface converts it in memory"
+    raise ValueError(f"expected a run folder, or transformers' folder of a {known}, got one of {kind!r}: {folder}{why}")
 
 
 def _load(

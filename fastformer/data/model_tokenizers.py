@@ -432,6 +432,21 @@ def read_sentencepiece(file: Path, model: bytes) -> sentencepiece.SentencePieceP
         raise ValueError(f"expected a SentencePiece model in {file}, got something else ({error})") from error
 
 
+def piece_model(processor: sentencepiece.SentencePieceProcessor) -> str:
+    """A SentencePiece model as tokenizer.json holds it."""
+    return _as_text(processor)
+
+
+def read_piece_model(file: Path, model: str) -> sentencepiece.SentencePieceProcessor:
+    """What `piece_model` made.
+
+    Raises:
+        ImportError: the library is not installed.
+        ValueError: something else.
+    """
+    return _from_text(file, model)
+
+
 def _as_text(processor: sentencepiece.SentencePieceProcessor) -> str:
     return base64.b64encode(processor.serialized_model_proto()).decode("ascii")
 

@@ -215,10 +215,14 @@ def read_index(index: Path) -> dict[Path, list[str]]:
     if not isinstance(listed, dict) or not listed:
         raise ValueError(f"expected {index} to hold a weight_map, from tensors to files, got {listed!r:.60}")
     files: dict[Path, list[str]] = {}
+    stem, suffix = index.name.removesuffix(_INDEX).rsplit(".", 1)
     for name, file in listed.items():
         if not isinstance(file, str) or Path(file).name != file or "\0" in file:
             raise ValueError(f"expected {index} to name files beside it, got {file!r} for {name}")
         files.setdefault(index.parent / file, []).append(name)
+    for path in index.parent.glob(f"{stem}-*-of-*.{suffix}"):
+        if path not in files:
+            raise ValueError(f"{index.name} doesn't name {path}: it is of another model; take it away, or copy again")
     for path, names in files.items():
         if not path.is_file():
             raise ValueError(

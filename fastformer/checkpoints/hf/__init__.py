@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from fastformer.checkpoints.hf import bart, gemma, gpt2, llama, m2m100, marian, mbart, neox, pegasus, t5
+from fastformer.checkpoints.hf import bart, gemma, gpt2, llama, m2m100, marian, mbart, neox, pegasus, prompts, t5
 from fastformer.checkpoints.hf.bart import bart_from_transformer, transformer_from_bart
 from fastformer.checkpoints.hf.common import Family as Family
+from fastformer.checkpoints.hf.common import generation_settings as generation_settings
 from fastformer.checkpoints.hf.common import load_folder as load_folder
 from fastformer.checkpoints.hf.common import model_type as model_type
 from fastformer.checkpoints.hf.decoder import Form
@@ -20,7 +21,8 @@ FORMS: dict[str, Form] = {"gpt2": gpt2.FORM, **llama.FORMS, **gemma.FORMS, **neo
 
 
 def _decoder(kind: str, config_class: str, model_class: str) -> Family:
-    return Family(FORMS[kind].name, config_class, model_class, FORMS[kind].to_model, kind="decoder")
+    form = FORMS[kind]
+    return Family(form.name, config_class, model_class, form.to_model, prompts.read_tokenizer, "decoder")
 
 
 FAMILIES = {

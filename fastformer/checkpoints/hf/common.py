@@ -11,6 +11,7 @@ generation_config.json       what a search is asked to do
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -165,6 +166,21 @@ def with_search_ids(settings: Mapping[str, Any], search: Mapping[str, Any]) -> d
     """
     ids = {name: search.get(name) for name in ("pad_token_id", "eos_token_id")}
     return {**settings, **{name: value for name, value in ids.items() if value is not None}}
+
+
+def generation_settings(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a folder that transformers saved asks a search to do: `generate` takes it as its generation_config.
+
+    Args:
+        folder: its generation_config.json is read; without one, and for a run folder, there is nothing.
+
+    Raises:
+        ValueError: a damaged file.
+    """
+    file = Path(folder) / GENERATION
+    if not file.is_file():
+        return {}
+    return {name: value for name, value in read_json(file).items() if value is not None and not name.startswith("_")}
 
 
 def special_tokens(

@@ -1,0 +1,143 @@
+"""The tokenizer of a decoder-only model's folder.
+
+tokenizer.json               of the tokenizers library; its post-processor says whether prompts begin with BOS
+tokenizer.model              a SentencePiece model, where that is all there is
+vocab.json, merges.txt       a byte-level BPE, in older folders
+tokenizer_config.json        what the special tokens are called, whether BOS is added, the chat template
+special_tokens_map.json      what they are called, in older folders
+chat_template.jinja          the template, in newer folders
+added_tokens.json            tokens that a SentencePiece model or a vocab.json lacks, in older folders
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastformer.checkpoints.hf.common import flag_of, read_file
+from fastformer.data.model_tokenizers import byte_level_bpe, check_vocab, read_sentencepiece
+from fastformer.data.prompt_tokenizers import CHAT_NAMES, PiecePromptTokenizer, PromptTokenizer
+from fastformer.data.tokenizer import TOKENIZER, library_errors, read_backend, tokenizers_library
+from fastformer.files import read_json
+from fastformer.models import GPTConfig
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_PIECES, _VOCAB, _MERGES = "tokenizer.model", "vocab.json", "merges.txt"
+_CONFIG, _MAP, _TEMPLATE = "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
+_PROBE = "a"
+
+
+def read_tokenizer(
+    folder: Path, settings: Mapping[str, Any]
+) -> tuple[int | None, Callable[[GPTConfig], PromptTokenizer | PiecePromptTokenizer]]:
+    """See `ReadTokenizer`."""
+    config = _read(folder / _MAP) | _read(folder / _CONFIG)
+    chat = _chat(folder, config)
+    if not (folder / TOKENIZER).is_file() and (folder / _PIECES).is_file():
+        return _from_pieces(folder, config, chat)
+    if (folder / TOKENIZER).is_file():
+        backend = read_backend(folder / TOKENIZER, read_json(folder / TOKENIZER))
+    elif (folder / _VOCAB).is_file():
+        vocab = check_vocab(folder / _VOCAB, read_json(folder / _VOCAB))
+        has_space = flag_of(config, "add_prefix_space", False)
+        backend = byte_level_bpe(folder / _MERGES, vocab, read_file(folder / _MERGES), add_prefix_space=has_space)
+        library = tokenizers_library()
+        named = [chat[name] for name in CHAT_NAMES[1:] if chat.get(name) in vocab] or ["<|endoftext|>"]
+        backend.add_special_tokens([token for token in dict.fromkeys(named) if token in vocab])
+        for token, (_, is_special) in sorted(_added(folder, config).items(), key=lambda each: each[1]):
+            backend.add_tokens([library.AddedToken(token, special=is_special)])
+    else:
+        raise ValueError(
+            f"expected a {TOKENIZER}, a {_PIECES}, or {_VOCAB} and {_MERGES}, and there is none of them in {folder}: "
+            "was the model saved completely?"
+        )
+    bos = _bos(backend, config, chat, folder)
+    unk = chat.get("unk_token") or getattr(backend.model, "unk_token", None)
+    name = str(folder / TOKENIZER)
+    return None if unk is None else backend.token_to_id(unk), lambda model: PromptTokenizer(
+        backend, model.vocab_size, model.special_ids, bos, name, chat
+    )
+
+
+def _from_pieces(
+    folder: Path, config: Mapping[str, Any], chat: Mapping[str, str]
+) -> tuple[int | None, Callable[[GPTConfig], PiecePromptTokenizer]]:
+    processor = read_sentencepiece(folder / _PIECES, read_file(folder / _PIECES))
+    size = processor.get_piece_size()
+    added = {token: each for token, each in _added(folder, config).items() if each[0] >= size}
+    bos = None
+    if flag_of(config, "add_bos_token", True):
+        name = chat.get("bos_token")
+        bos = processor.bos_id() if name is None else added[name][0] if name in added else processor.piece_to_id(name)
+        bos = None if bos < 0 else bos
+    unk = processor.unk_id()
+    return None if unk < 0 else unk, lambda model: PiecePromptTokenizer(
+        processor, model.vocab_size, model.special_ids, bos, chat, added
+    )
+
+
+def _bos(backend: tokenizers.Tokenizer, config: Mapping[str, Any], chat: Mapping[str, str], folder: Path) -> int | None:
+    """The id that prompts begin with: what tokenizer_config.json says, or else what the post-processor does."""
+    said = config.get("add_bos_token")
+    if said is not None:
+        if not flag_of(config, "add_bos_token", False) or "bos_token" not in chat:
+            return None
+        found: int | None = backend.token_to_id(chat["bos_token"])
+        if found is None:
+            raise ValueError(f"expected the vocabulary of {folder} to have {chat['bos_token']!r}, its bos_token")
+        return found
+    with library_errors(f"the tokenizer in {folder} can't encode {_PROBE!r}"):
+        plain = backend.encode(_PROBE, add_special_tokens=False).ids
+        whole = backend.encode(_PROBE, add_special_tokens=True).ids
+    starts = [i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain]
+    if not starts or starts[0] > 1:
+        raise ValueError(
+            f"expected the tokenizer in {folder} to put one token in front of a text, got {whole} for {plain}"
+        )
+    return whole[0] if starts[0] else None
+
+
+def _chat(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The chat template, and the special tokens by their names there."""
+    found = {}
+    for name in CHAT_NAMES[1:]:
+        value = config.get(name)
+        value = value.get("content") if isinstance(value, Mapping) else value  # with its options
+        if isinstance(value, str):
+            found[name] = value
+    template = config.get("chat_template")
+    if (folder / _TEMPLATE).is_file():
+        try:
+            template = read_file(folder / _TEMPLATE).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"expected {folder / _TEMPLATE} to be UTF-8 ({error})") from error
+    if isinstance(template, list):  # several, by name
+        named = {each.get("name"): each.get("template") for each in template if isinstance(each, Mapping)}
+        template = named.get("default", next(iter(named.values()), None))
+    if template is not None:
+        if not isinstance(template, str):
+            raise ValueError(f"expected the chat_template of {folder} to be a text, got {template!r:.60}")
+        found["chat_template"] = template
+    return found
+
+
+def _added(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[int, bool]]:
+    """Tokens beside the vocabulary's, with their ids, and whether they are special."""
+    found: dict[str, tuple[int, bool]] = {}
+    for token, i in _read(folder / "added_tokens.json").items():
+        found[token] = (i, True)
+    listed = config.get("added_tokens_decoder")
+    for i, token in listed.items() if isinstance(listed, Mapping) else ():
+        if isinstance(token, Mapping) and isinstance(token.get("content"), str) and str(i).isdecimal():
+            found[token["content"]] = (int(i), bool(token.get("special", False)))
+    for token, (i, _) in found.items():
+        if not isinstance(i, int) or isinstance(i, bool) or i < 0:
+            raise ValueError(f"expected the added tokens of {folder} to have ids, got {i!r} for {token!r:.40}")
+    return found
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return dict(read_json(file)) if file.is_file() else {}

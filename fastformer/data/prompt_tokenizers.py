@@ -1,0 +1,174 @@
+"""Tokenizers of pretrained language models: prompts, and texts of a chat template in which special tokens are meant.
+
+A prompt begins with BOS, if the model's prompts do, and a special token that is spelled out in it is text. What a chat
+template writes is another matter: `encode_template` knows its special tokens, and adds none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastformer.data.checks import check_text, checked_ids, until_eos
+from fastformer.data.model_tokenizers import BackendTokenizer, SentencePieceTokenizer, piece_model, read_piece_model
+from fastformer.data.tokenizer import library_errors, read_backend, visible
+from fastformer.special_ids import SpecialIds
+
+if TYPE_CHECKING:
+    import sentencepiece
+    import tokenizers
+
+# What a chat template is given beside the messages, by its names there.
+CHAT_NAMES = ("chat_template", "bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class PromptTokenizer(BackendTokenizer):
+    """A language model's tokenizer of the `tokenizers` library.
+
+    Args:
+        backend, vocab_size, special_ids, name: see `BackendTokenizer`.
+        bos: the id that prompts begin with; None: they begin with the text.
+        chat: `chat_template`, the text of a template, and what the special tokens are called that templates ask for
+            (`CHAT_NAMES`); those that the model doesn't have are missing.
+
+    Attributes:
+        chat: the same.
+    """
+
+    type = "prompts"
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        vocab_size: int,
+        special_ids: SpecialIds,
+        bos: int | None,
+        name: str = "the tokenizer",
+        chat: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(backend, vocab_size, special_ids, bos, name)
+        self.chat = dict(chat or {})
+        self._of_templates: tokenizers.Tokenizer | None = None
+
+    def encode_template(self, text: str) -> list[int]:
+        """The ids of what a chat template wrote: its special tokens are known, and no BOS is added.
+
+        Raises:
+            ValueError: a lone surrogate, or a text that the tokenizer can't encode.
+        """
+        check_text(text)
+        if self._of_templates is None:  # a copy: what a special token is belongs to the object
+            found = type(self._backend).from_str(self._backend.to_str())
+            found.encode_special_tokens = False
+            self._of_templates = found
+        with library_errors(f"{self._name} can't encode this text"):
+            return list(self._of_templates.encode(text, add_special_tokens=False).ids)
+
+    def _values(self) -> dict[str, Any]:
+        return {**super()._values(), "chat": self.chat}
+
+
+class PiecePromptTokenizer(SentencePieceTokenizer):
+    """A language model's SentencePiece model, whose ids are the model's.
+
+    Args:
+        processor, vocab_size, special_ids: see `SentencePieceTokenizer`.
+        bos, chat: see `PromptTokenizer`.
+        added: tokens that the SentencePiece model doesn't have, with their ids; True where they are special.
+
+    Raises:
+        ValueError: more pieces than ids, or ids beyond vocab_size.
+    """
+
+    type = "prompt pieces"
+
+    def __init__(
+        self,
+        processor: sentencepiece.SentencePieceProcessor,
+        vocab_size: int,
+        special_ids: SpecialIds,
+        bos: int | None,
+        chat: Mapping[str, str] | None = None,
+        added: Mapping[str, tuple[int, bool]] | None = None,
+    ) -> None:
+        super().__init__(processor, vocab_size, special_ids)
+        self.chat, self._bos, self._added = dict(chat or {}), bos, dict(added or {})
+        if beyond := [token for token, (i, _) in self._added.items() if not 0 <= i < vocab_size]:
+            raise ValueError(f"expected ids below {vocab_size}, got {self._added[beyond[0]][0]} for {beyond[0]!r}")
+        own = {processor.id_to_piece(i): i for i in range(self._size) if processor.is_control(i)}
+        self._special = own | {token: i for token, (i, is_special) in self._added.items() if is_special}
+        self._plain = {token: i for token, (i, is_special) in self._added.items() if not is_special}
+        self._names = {i: token for token, (i, _) in self._added.items()}
+
+    def encode(self, text: str) -> list[int]:
+        """BOS and the ids of a text, without EOS."""
+        check_text(text)
+        return [*([] if self._bos is None else [self._bos]), *self._split(text, self._plain)]
+
+    def encode_template(self, text: str) -> list[int]:
+        """See `PromptTokenizer.encode_template`."""
+        check_text(text)
+        return self._split(text, self._special | self._plain)
+
+    def _split(self, text: str, known: Mapping[str, int]) -> list[int]:
+        if not known:
+            return list(self._processor.encode(text))
+        longest_first = "|".join(re.escape(token) for token in sorted(known, key=len, reverse=True))
+        ids: list[int] = []
+        for place, part in enumerate(re.split(f"({longest_first})", text)):
+            if place % 2:
+                ids.append(known[part])
+            elif part:
+                ids.extend(self._processor.encode(part))
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids: special tokens and ids without a token are skipped, EOS ends it."""
+        said = ""
+        run: list[int] = []
+        for i in [*until_eos(ids, self._special_ids, self._vocab_size), None]:
+            token = None if i is None else self._names.get(i)
+            if i is not None and token is None:
+                if i < self._size and i != self._special_ids.unk:
+                    run.append(i)
+                continue
+            said, run = said + str(self._processor.decode(run)), []
+            said += token if token in self._plain else ""
+        return said
+
+    def tokens(self, ids: Iterable[int]) -> list[str]:
+        each = checked_ids(ids, self._vocab_size)
+        own = self._processor.id_to_piece
+        return [visible(self._names.get(i) or (own(i) if i < self._size else None)) for i in each]
+
+    def _values(self) -> dict[str, Any]:
+        added = {token: [i, is_special] for token, (i, is_special) in self._added.items()}
+        return {"model": piece_model(self._processor), "bos": self._bos, "chat": self.chat, "added": added}
+
+
+PROMPT_TOKENIZERS = (PromptTokenizer.type, PiecePromptTokenizer.type)
+
+
+def saved_prompt_tokenizer(file: Path, values: Mapping[str, Any]) -> PromptTokenizer | PiecePromptTokenizer:
+    """What `save` of one of these wrote.
+
+    Args:
+        file: tokenizer.json.
+        values: in it; the type is one of `PROMPT_TOKENIZERS`.
+
+    Raises:
+        ImportError: the library that the tokenizer needs is not installed.
+        ValueError: a damaged file.
+    """
+    try:
+        sizes = int(values["vocab_size"]), SpecialIds.from_dict(values["special_ids"])
+        bos = None if values["bos"] is None else int(values["bos"])
+        chat = {str(name): str(text) for name, text in values["chat"].items()}
+        if values["type"] == PromptTokenizer.type:
+            return PromptTokenizer(read_backend(file, values["backend"]), *sizes, bos, str(file), chat)
+        added = {str(token): (int(i), bool(special)) for token, (i, special) in values["added"].items()}
+        return PiecePromptTokenizer(read_piece_model(file, values["model"]), *sizes, bos, chat, added)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{file} is damaged or no tokenizer ({error}): copy it again or convert anew") from error

@@ -1,0 +1,138 @@
+"""Folders of decoder-only models as transformers saves them, one of each kind of tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.checkpoints.families import ENGLISH, sentencepiece_model
+
+tokenizers = pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
+
+TEXTS = ["the dog reads a book", "two birds", " a woman in  the park", "men walk 漢 the dog"]
+TEMPLATE = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+SIZES: dict[str, Any] = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def save(folder: Path, model: Any, tokenizer: Any, **search: Any) -> None:
+    torch.manual_seed(6)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_norm = parameter.dim() == 1 and name.endswith("weight")
+            parameter.copy_(torch.randn(parameter.shape) * (0.3 if parameter.dim() == 2 else 0.2) + is_norm)
+    for name, value in search.items():
+        setattr(model.generation_config, name, value)
+    model.eval().save_pretrained(folder, max_shard_size="60KB")
+    tokenizer.save_pretrained(folder)
+
+
+def gpt2(folder: Path) -> None:
+    """A byte-level BPE; no BOS, and no PAD."""
+    trained = tokenizers.ByteLevelBPETokenizer()
+    trained.train_from_iterator(ENGLISH, vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False)
+    folder.mkdir()
+    trained.save_model(str(folder))
+    tokenizer = transformers.GPT2TokenizerFast.from_pretrained(folder)
+    end = tokenizer.eos_token_id
+    config = transformers.GPT2Config(**SIZES, vocab_size=len(tokenizer) + 3, eos_token_id=end, bos_token_id=end)
+    save(folder, transformers.GPT2LMHeadModel(config), tokenizer)
+
+
+def merges(folder: Path) -> None:
+    """As GPT-2, without a tokenizer.json."""
+    gpt2(folder)
+    (folder / "tokenizer.json").unlink()
+
+
+def llama3(folder: Path) -> None:
+    """A byte-level BPE whose post-processor adds BOS; several ends, and a chat template."""
+    trained = tokenizers.ByteLevelBPETokenizer()
+    special = ["<|begin|>", "<|end|>", "<|im_start|>", "<|im_end|>"]
+    trained.train_from_iterator(ENGLISH, vocab_size=300, special_tokens=special, show_progress=False)
+    backend = trained._tokenizer
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|begin|> $A", pair="<|begin|> $A <|begin|> $B", special_tokens=[("<|begin|>", 0)]
+    )
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<|begin|>", eos_token="<|im_end|>"
+    )
+    tokenizer.chat_template = TEMPLATE
+    config = transformers.LlamaConfig(
+        **SIZES, vocab_size=len(tokenizer) + 4, bos_token_id=0, eos_token_id=1, num_key_value_heads=2
+    )
+    folder.mkdir()
+    model = transformers.LlamaForCausalLM(config)
+    save(folder, model, tokenizer, eos_token_id=[3, 1], do_sample=True, temperature=0.6, top_p=0.9, max_length=40)
+
+
+def llama2(folder: Path) -> None:
+    """A SentencePiece BPE in a tokenizer.json; PAD is a token."""
+    pieces = _llama_pieces(folder)
+    processor = sentencepiece_of(pieces)
+    vocab = {processor.id_to_piece(i): i for i in range(processor.get_piece_size())}
+    ranked = {piece: i for piece, i in vocab.items() if len(piece) > 1 and not processor.is_byte(i) and i > 2}
+    pairs = [
+        (piece[:cut], piece[cut:])
+        for piece, _ in sorted(ranked.items(), key=lambda each: each[1])
+        for cut in range(1, len(piece))
+        if piece[:cut] in vocab and piece[cut:] in vocab
+    ]
+    tokenizer = transformers.LlamaTokenizerFast(vocab=vocab, merges=pairs, add_bos_token=True, pad_token="<unk>")
+    (folder / "tokenizer.model").unlink()
+    _llama(folder, tokenizer, len(vocab), pad_token_id=0)
+
+
+def pieces(folder: Path) -> None:
+    """A SentencePiece model alone, and tokens beside it."""
+    _llama_pieces(folder)
+    size = sentencepiece_of((folder / "tokenizer.model").read_bytes()).get_piece_size()
+    each = (("<|im_end|>", True), ("<note>", False))
+    added = {str(size + i): {"content": token, "special": is_special} for i, (token, is_special) in enumerate(each)}
+    config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "added_tokens_decoder": added}
+    _llama(folder, None, size + 2)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
+
+
+def _llama(folder: Path, tokenizer: Any, size: int, **ids: Any) -> None:
+    config = transformers.MistralConfig(
+        **SIZES, vocab_size=size, bos_token_id=1, eos_token_id=2, num_key_value_heads=2, sliding_window=None, **ids
+    )
+    model = transformers.MistralForCausalLM(config)
+    if tokenizer is None:
+
+        class Nothing:
+            def save_pretrained(self, folder: Path) -> None: ...
+
+        tokenizer = Nothing()
+    save(folder, model, tokenizer)
+
+
+def _llama_pieces(folder: Path) -> bytes:
+    folder.mkdir()
+    written = sentencepiece_model(
+        ENGLISH, vocab_size=340, model_type="bpe", byte_fallback=True, unk_id=0, bos_id=1, eos_id=2, pad_id=-1,
+        normalization_rule_name="identity", remove_extra_whitespaces=False,
+    )  # fmt: skip
+    (folder / "tokenizer.model").write_bytes(written)
+    return written
+
+
+def sentencepiece_of(model: bytes) -> Any:
+    import sentencepiece
+
+    return sentencepiece.SentencePieceProcessor(model_proto=model)
+
+
+# By the kind of folder.
+FOLDERS: dict[str, Callable[[Path], None]] = {
+    "gpt2": gpt2, "merges": merges, "llama3": llama3, "llama2": llama2, "pieces": pieces,
+}  # fmt: skip
