@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from typing import Any, NamedTuple
 
 import torch
@@ -169,3 +170,63 @@ CASES = {
     for kind, variants in _VARIANTS.items()
     for variant, options in variants.items()
 }
+
+
+def drawn(kind: str, seed: int) -> Case:
+    """A config of a family whose options are drawn at random, with 96 positions."""
+    rng = random.Random(f"{kind} {seed}")
+    flip = lambda: rng.random() < 0.5  # noqa: E731
+    kv = rng.choice((1, 2, 3))
+    heads, depth = kv * rng.choice((1, 2, 3)), rng.choice((1, 2, 3))
+    head_dim = rng.choice((4, 6, 8, 10, 12))
+    free = kind in ("mistral", "ministral", "qwen3", "gemma")  # hidden_size need not be a multiple of the heads
+    hidden = 2 * rng.randint(6, 16) if free else heads * rng.choice((4, 6, 8))
+    options: dict[str, Any] = {
+        "hidden_size": hidden, "num_hidden_layers": depth, "num_attention_heads": heads,
+        "num_key_value_heads": kv, "intermediate_size": rng.randint(5, 50), "tie_word_embeddings": flip(),
+    }  # fmt: skip
+    if kind in ("gpt2", "gpt_neox"):
+        del options["num_key_value_heads"]
+    if kind in ("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text"):
+        own = free or flip()
+        options["head_dim"] = head_dim if own and kind not in ("phi3",) else hidden // heads
+    dim = options.get("head_dim", hidden // heads)
+    if kind == "gpt2":
+        options |= {"n_inner": options.pop("intermediate_size"), **_DROPOUT}
+        options["activation_function"] = rng.choice(("gelu_new", "gelu", "relu", "silu"))
+    biased = ("llama", "qwen3", "olmo2", "olmo3", "gpt_neox", "gemma", "gemma2", "gemma3_text")
+    if kind in biased:
+        options["attention_bias"] = flip()
+    if kind == "llama":
+        options["mlp_bias"] = flip()
+    window = rng.randint(1, 12)
+    types = [rng.choice(_TYPES) for _ in range(depth)]
+    if kind in ("mistral", "phi3", "starcoder2"):
+        options["sliding_window"] = window if flip() else None
+    elif kind in ("ministral", "olmo3", "gemma2", "gemma3_text"):
+        options |= {"sliding_window": window, "layer_types": types}
+    elif kind in ("qwen2", "qwen3"):
+        options |= {"use_sliding_window": flip(), "sliding_window": window, "max_window_layers": rng.randint(0, depth)}
+    rope = {"rope_type": "default", "rope_theta": rng.choice((100.0, 10_000.0, 1e6))}
+    if kind not in ("gpt2", "phi3"):
+        rope |= rng.choice([{}, *(each for name, each in _ROPES.items() if name != "dynamic" or kind != "gemma3_text")])
+    if kind == "gpt_neox":
+        rope["partial_rotary_factor"] = rng.choice([part / dim for part in range(4, dim + 1, 2)])
+    if kind == "phi3" and flip():
+        part = rng.choice(range(4, dim + 1, 2))
+        factors = {f"{name}_factor": [rng.uniform(1, 4) for _ in range(part // 2)] for name in ("short", "long")}
+        rope |= {"rope_type": "longrope", "partial_rotary_factor": part / dim, **factors}
+        options |= {"original_max_position_embeddings": 96, "max_position_embeddings": rng.choice((96, 300))}
+    if kind in ("olmo3", "gemma3_text"):
+        local = rope["rope_theta"] if kind == "olmo3" and flip() else 500.0
+        rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
+    if kind != "gpt2":
+        options["rope_parameters"] = rope
+    if kind in ("gemma2", "gemma3_text"):
+        options |= {"query_pre_attn_scalar": rng.choice((dim, 7, 20))}
+        options["final_logit_softcapping"] = rng.choice((None, 2.5))
+    if kind == "gemma2":
+        options["attn_logit_softcapping"] = rng.choice((None, 1.5))
+    if kind == "gpt_neox":
+        options["use_parallel_residual"] = flip()
+    return Case(kind, options)

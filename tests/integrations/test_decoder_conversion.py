@@ -14,9 +14,14 @@ from fastformer.integrations import from_huggingface, to_huggingface
 from fastformer.models import GPT
 from fastformer.nn import SequenceLayout
 from tests.checks import assert_accurate
-from tests.integrations.decoders import CASES, Case, Wide, gradients_of, ids_of, loss_of
+from tests.integrations.decoders import CASES, Case, Wide, drawn, gradients_of, ids_of, loss_of
 
-cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+# The other cases take a minute together, and differ from these in tables of settings and names.
+FAST = ("gpt2 untied", "llama grouped heads")
+cases = pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=name, marks=() if name in FAST else pytest.mark.slow) for name, case in CASES.items()],
+)
 NEAR = 1e-4  # logits nearer than this are a tie
 
 
@@ -52,6 +57,15 @@ def check(case: Case, ids: Tensor, labels: Tensor, seeds: Sequence[int]) -> None
 @cases
 def test_logits_loss_and_gradients_are_the_same(case) -> None:
     check(case, *ids_of(), seeds=(3, 4, 5))
+
+
+@pytest.mark.slow  # every option with every other, at unusual sizes
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("kind", FORMS)
+def test_random_configs_compute_and_say_the_same(kind, seed) -> None:
+    case = drawn(kind, seed)
+    check(case, *ids_of(length=37), seeds=(3, 4, 5))
+    check_tokens(case, "kv_cache")
 
 
 @cases
