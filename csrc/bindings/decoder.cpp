@@ -46,11 +46,14 @@ ModelTensors tensors_of(const py::dict& arrays) {
   ModelTensors tensors;
   for (const auto& [name, value] : arrays) {
     const auto array = value.cast<py::array>();
-    const bool is_bf16 = py::isinstance<py::array_t<uint16_t>>(array);
-    if (!is_bf16 && !py::isinstance<py::array_t<float>>(array))
-      throw std::invalid_argument("expected arrays of float32, or of uint16 for the bits of bfloat16");
+    const bool is_bf16 = py::isinstance<py::array_t<uint16_t>>(array),
+               is_byte = py::isinstance<py::array_t<uint8_t>>(array);
+    if (!is_bf16 && !is_byte && !py::isinstance<py::array_t<float>>(array))
+      throw std::invalid_argument("expected arrays of float32, of uint16 for the bits of bfloat16, or of uint8");
     if (!(array.flags() & py::array::c_style)) throw std::invalid_argument("expected arrays without gaps");
-    tensors[name.cast<std::string>()] = {array.data(), is_bf16, {array.shape(), array.shape() + array.ndim()}};
+    using Kind = ModelTensor::Kind;
+    const Kind kind = is_bf16 ? Kind::bf16 : is_byte ? Kind::bytes : Kind::fp32;
+    tensors[name.cast<std::string>()] = {array.data(), kind, {array.shape(), array.shape() + array.ndim()}};
   }
   return tensors;
 }

@@ -12,6 +12,7 @@
 #include <type_traits>
 
 #include "common/cpu_features.h"
+#include "engine/int4_gemm.h"
 #include "engine/packed_brgemm.h"
 #include "engine/packed_kernels.h"
 
@@ -24,7 +25,8 @@ constexpr int64_t kMostInt8 = 66311;  // k * 255 * 127 < 2^31
 
 int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
-int64_t group(Precision precision) { return precision == Precision::int8 ? 4 : precision == Precision::bf16 ? 2 : 1; }
+// Neighbours in k that stand in 4 bytes of a row.
+int64_t group(Precision precision) { return precision == Precision::fp32 ? 1 : precision == Precision::bf16 ? 2 : 4; }
 
 // Memory for panels: in huge pages where the system gives them (a step of decoding reads all weights, and 4 KiB pages
 // would miss the TLB), one weight after the other, so that what is fetched beyond the end of one is mostly the next.
@@ -105,6 +107,22 @@ inline void store_whole(V x, int32_t zero, uint8_t* to) {
   _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(words, words));
 }
 #endif
+
+// Minus the sums of 32 bytes each, of which the last may be fewer, in the low 16 bits.
+void store_sums(const uint8_t* bytes, int64_t k, int32_t* to, int64_t stride) {
+  for (int64_t first = 0; first < k; first += kInt4Group, to += stride) {
+    uint32_t sum = 0;
+    if (first + kInt4Group <= k) {
+      const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes + first));
+      const __m256i quarters = _mm256_sad_epu8(x, _mm256_setzero_si256());
+      const __m128i halves = _mm_add_epi64(_mm256_castsi256_si128(quarters), _mm256_extracti128_si256(quarters, 1));
+      sum = static_cast<uint32_t>(_mm_extract_epi32(halves, 0) + _mm_extract_epi32(halves, 2));
+    } else {
+      for (int64_t i = first; i < k; ++i) sum += bytes[i];
+    }
+    *to = static_cast<int32_t>(-sum & 0xFFFF);
+  }
+}
 
 // The 4 bytes of a column in each step lie 256 apart, from `to` on, and are zero already.
 void pack_column(const Matrix& w, int64_t column, Precision precision, char* to, PanelTail& tail, int64_t lane) {
@@ -202,7 +220,8 @@ Precision precision_named(std::string_view name) {
   if (name == "fp32") return Precision::fp32;
   if (name == "bf16") return Precision::bf16;
   if (name == "int8") return Precision::int8;
-  throw std::invalid_argument("precision: expected 'fp32', 'bf16' or 'int8', got '" + std::string(name) + "'");
+  if (name == "int4") return Precision::int4;
+  throw std::invalid_argument("precision: expected 'fp32', 'bf16', 'int8' or 'int4', got '" + std::string(name) + "'");
 }
 
 PackedWeight::PackedWeight(const Matrix& weight, const float* bias, Precision precision)
@@ -228,12 +247,32 @@ PackedWeight::PackedWeight(const Matrix& weight, const float* bias, Precision pr
   panels_ = memory;
 }
 
+PackedWeight::PackedWeight(const Int4Matrix& weight, const float* bias)
+    : n(weight.n),
+      k(weight.k),
+      num_panels(round_up(weight.n, kPanelColumns) / kPanelColumns),
+      precision(Precision::int4),
+      has_zeros(weight.zeros != nullptr),
+      panel_bytes_(int4_panel_bytes(weight.k, weight.zeros != nullptr)) {
+  const std::shared_ptr<char> memory = allocate_panels(bytes());
+  std::memset(memory.get(), 0, static_cast<size_t>(bytes()));
+  pack_int4(weight, bias, memory.get());
+  panels_ = memory;
+}
+
 PackedWeight PackedWeight::columns(const std::vector<int32_t>& candidates) const {
   PackedWeight some = *this;
   some.n = static_cast<int64_t>(candidates.size());
   some.num_panels = round_up(some.n, kPanelColumns) / kPanelColumns;
   const std::shared_ptr<char> memory = allocate_panels(some.num_panels * panel_bytes_);
   std::memset(memory.get(), 0, static_cast<size_t>(some.num_panels * panel_bytes_));
+  if (precision == Precision::int4) {
+    for (int64_t i = 0; i < some.n; ++i)
+      copy_int4_column(k, has_zeros, panel(candidates[i] / kPanelColumns), candidates[i] % kPanelColumns,
+                       memory.get() + i / kPanelColumns * panel_bytes_, i % kPanelColumns);
+    some.panels_ = memory;
+    return some;
+  }
   // All that a panel has, its tail included, lies column by column in units of 4 bytes.
   for (int64_t i = 0; i < some.n; ++i) {
     const char* from = panel(candidates[i] / kPanelColumns) + candidates[i] % kPanelColumns * 4;
@@ -249,7 +288,7 @@ void PackedRows::Free::operator()(char* p) const { std::free(p); }
 void PackedRows::resize(int64_t rows, int64_t k, Precision precision) {
   rows_ = rows, k_ = k, precision_ = precision;
   // An odd number of cache lines: rows whose distance is a power of two would share few sets of the cache.
-  stride_ = (round_up(k, 16) * 4 / group(precision) + 63) / 64 * 64;
+  stride_ = (round_up(k, kInt4Group) * 4 / group(precision) + 63) / 64 * 64;
   if (stride_ / 64 % 2 == 0) stride_ += 64;
   const int64_t bytes = round_up(rows, kTileRows) * stride_;
   if (bytes > capacity_) {
@@ -258,6 +297,8 @@ void PackedRows::resize(int64_t rows, int64_t k, Precision precision) {
     if (!data_) throw std::bad_alloc();
   }
   if (static_cast<int64_t>(scales_.size()) < rows) scales_.resize(rows), zeros_.resize(rows);
+  const int64_t sums = precision == Precision::int4 ? rows * int4_groups(k) : 0;
+  if (static_cast<int64_t>(sums_.size()) < sums) sums_.resize(sums);
 }
 
 void PackedRows::store(int64_t row, const float* x) {
@@ -278,12 +319,14 @@ void PackedRows::store(int64_t row, const float* x) {
       const V whole = is_zero ? V(0.f) : V::load(x + c, count) * V(scale.inverse);
       store_whole(whole, zero, reinterpret_cast<uint8_t*>(to) + c);
     });
+    if (precision_ == Precision::int4) store_sums(reinterpret_cast<const uint8_t*>(to), k_, sums_.data() + row, rows_);
   }
 }
 
 void gemm(const PackedRows& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out,
           int64_t ld) {
   if (rows <= 0 || begin >= end) return;
+  if (w.precision == Precision::int4) return gemm_int4(x, rows, w, begin, end, out, ld);
   if (w.k > 0 && takes_brgemm(w.precision, rows)) {
     // Without AMX, in tests, brgemm multiplies by vdpbf16ps as well: blocks of its length. AMX rounds less often.
     const auto bf16 = cpu_features().amx_bf16 ? gemm_by_tiles<FloatSums<128>> : gemm_by_tiles<FloatSums<32>>;

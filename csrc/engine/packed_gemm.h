@@ -12,6 +12,8 @@
 //          zero, so that its bytes from 0 to 255 are used whole, also where nothing is below zero, as behind ReLU:
 //          x ~ scale * (byte - zero). The sum of a column times the zero puts sums of bytes right.
 //          AVX512_VNNI, AVX-VNNI, or multiplications of bytes without them: all give the same integers.
+//   int4   rows as for int8, and W has a scale, and maybe a zero, for each 32 inputs of a column; int4_kernels.h
+//          says how it lies. Rows of int4 are multiplied with weights of int8 as well.
 //
 // A row's result depends on nothing but the row and W: not on the number of rows, the panels or the threads, bit for
 // bit. Where the CPU has AMX, int8 takes it from some rows on, which gives the same integers; bf16, whose sums AMX
@@ -30,9 +32,9 @@ namespace fastformer {
 
 constexpr int64_t kPanelColumns = 64;
 
-enum class Precision { fp32, bf16, int8 };
+enum class Precision { fp32, bf16, int8, int4 };
 
-// "fp32", "bf16" or "int8"; std::invalid_argument for another name.
+// "fp32", "bf16", "int8" or "int4"; std::invalid_argument for another name.
 Precision precision_named(std::string_view name);
 
 // A matrix as it lies in a model: (n, k), rows row_stride elements apart, fp32 or bf16.
@@ -48,6 +50,17 @@ struct Matrix {
   }
 };
 
+constexpr int64_t kInt4Group = 32;
+inline int64_t int4_groups(int64_t k) { return (k + kInt4Group - 1) / kInt4Group; }
+
+// A matrix of 4-bit whole numbers: (n, k), an element is scale * (q - zero) with the scale and the zero of its group.
+struct Int4Matrix {
+  const uint8_t* nibbles;  // (n, groups, 16): the low half of a byte comes first
+  const float* scales;     // (n, groups); kept in fp16 beside a power of two for each row: exact for 11 bits
+  const uint8_t* zeros;    // (n, groups), up to 16; null: all are 8
+  int64_t n, k;
+};
+
 // W of y = x W^T + b. Immutable; copies share the panels. Columns from n to the end of the last panel give 0.
 //
 // int8: a column that is a scale times whole numbers up to 127, and reaches 127, is kept exactly. A column with a NaN
@@ -57,15 +70,19 @@ class PackedWeight {
   PackedWeight() = default;
   // bias: n floats, or null. Throws std::invalid_argument for a k that int8 sums have no room for (above 66,311).
   PackedWeight(const Matrix& weight, const float* bias, Precision precision);
+  // Of int4.
+  PackedWeight(const Int4Matrix& weight, const float* bias);
 
   // Some of the columns, as they are packed.
   PackedWeight columns(const std::vector<int32_t>& candidates) const;
 
   int64_t n = 0, k = 0, num_panels = 0;
   Precision precision = Precision::fp32;
+  bool has_zeros = false;  // int4
 
   int64_t steps() const { return steps_; }              // of 4 bytes of k
   int64_t panel_bytes() const { return panel_bytes_; }  // from one panel to the next
+  int64_t bytes() const { return num_panels * panel_bytes_; }
   const char* panel(int64_t index) const { return panels_.get() + index * panel_bytes_; }
 
  private:
@@ -80,7 +97,8 @@ class PackedRows {
   void resize(int64_t rows, int64_t k, Precision precision);
 
   // Rounds or quantises a row of k floats. Different rows may be stored from different threads.
-  // int8: a row with a NaN or an infinity, or too wide for fp32, gets the scale NaN; one narrower than 2^-120 is zero.
+  // int8, int4: a row with a NaN or an infinity, or too wide for fp32, gets the scale NaN; one narrower than 2^-120 is
+  // zero.
   void store(int64_t row, const float* x);
 
   int64_t rows() const { return rows_; }
@@ -90,6 +108,8 @@ class PackedRows {
   const char* data() const { return data_.get(); }
   const float* scales() const { return scales_.data(); }  // int8: of each row, and the byte of its zero
   const int32_t* zeros() const { return zeros_.data(); }
+  // int4: (groups, rows), minus the sums of bytes of each group of inputs, in the low 16 bits.
+  const int32_t* sums() const { return sums_.data(); }
 
  private:
   struct Free {
@@ -99,11 +119,12 @@ class PackedRows {
   Precision precision_ = Precision::fp32;
   std::unique_ptr<char, Free> data_;
   std::vector<float> scales_;
-  std::vector<int32_t> zeros_;
+  std::vector<int32_t> zeros_, sums_;
 };
 
 // out[r * ld + c - 64 * begin] = x[r] . W[c] + b[c] for the first `rows` rows and the columns c of panels [begin, end).
-// All 64 columns of a panel are written: ld >= 64 * (end - begin). x has the weight's k and precision.
+// All 64 columns of a panel are written: ld >= 64 * (end - begin). x has the weight's k and precision,
+// or int4 for a weight of int8.
 // Best at 1 to 64 rows, for which W is read once; more work as well.
 void gemm(const PackedRows& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out, int64_t ld);
 

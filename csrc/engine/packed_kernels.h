@@ -246,8 +246,8 @@ struct RowPointers {
     for (int i = 0; i < kPointers; ++i) at[i] = first + 4 * i * stride;
   }
   const char* operator[](int row) const { return at[row / 4] + row % 4 * stride; }
-  void advance() {
-    for (auto& pointer : at) pointer += 4;
+  void advance(int64_t bytes = 4) {
+    for (auto& pointer : at) pointer += bytes;
   }
 };
 

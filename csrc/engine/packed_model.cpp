@@ -10,9 +10,12 @@ namespace fastformer {
 namespace {
 
 float at(const ModelTensor& tensor, int64_t i) {
-  return tensor.is_bf16 ? static_cast<float>(static_cast<const bfloat16*>(tensor.data)[i])
-                        : static_cast<const float*>(tensor.data)[i];
+  return tensor.kind == ModelTensor::Kind::bf16 ? static_cast<float>(static_cast<const bfloat16*>(tensor.data)[i])
+                                                : static_cast<const float*>(tensor.data)[i];
 }
+
+// The columns of an Int4Matrix's bytes.
+int64_t nibble_bytes(int64_t k) { return int4_groups(k) * kInt4Group / 2; }
 
 // Looks tensors up by name, within a prefix.
 class Names {
@@ -40,6 +43,7 @@ class Names {
   // One of two dimensions, of which the second may be given.
   const ModelTensor& table(const std::string& name, int64_t columns = -1) const {
     const ModelTensor& tensor = get(name);
+    if (tensor.kind == ModelTensor::Kind::bytes && columns >= 0) columns = nibble_bytes(columns);
     if (tensor.shape.size() != 2 || tensor.shape[0] < 1 || (columns >= 0 && tensor.shape[1] != columns))
       throw std::invalid_argument("the tensor " + prefix_ + name + " has another shape");
     return tensor;
@@ -48,17 +52,36 @@ class Names {
   Matrix matrix(const std::string& name, int64_t begin, int64_t end, int64_t rows, int64_t k) const {
     const ModelTensor& tensor = get(name);
     check(name, tensor, {rows, k});
-    const int64_t offset = begin * k * (tensor.is_bf16 ? 2 : 4);
-    return Matrix{static_cast<const char*>(tensor.data) + offset, tensor.is_bf16, end - begin, k, k};
+    const bool is_bf16 = tensor.kind == ModelTensor::Kind::bf16;
+    const int64_t offset = begin * k * (is_bf16 ? 2 : 4);
+    return Matrix{static_cast<const char*>(tensor.data) + offset, is_bf16, end - begin, k, k};
   }
   PackedWeight weight(const std::string& name, const std::string& bias, int64_t begin, int64_t end, int64_t rows,
                       int64_t k, Precision precision) const {
-    const Matrix values = matrix(name, begin, end, rows, k);
-    if (!find(bias)) return PackedWeight(values, nullptr, precision);
-    return PackedWeight(values, vector(bias, rows, 0).data() + begin, precision);
+    const std::vector<float> biases = find(bias) ? vector(bias, rows, 0) : std::vector<float>();
+    const float* from = biases.empty() ? nullptr : biases.data() + begin;
+    if (get(name).kind == ModelTensor::Kind::bytes) return PackedWeight(int4(name, begin, end, rows, k), from);
+    // Of a model in int4, what has no groups is packed as int8.
+    return PackedWeight(matrix(name, begin, end, rows, k), from,
+                        precision == Precision::int4 ? Precision::int8 : precision);
   }
 
  private:
+  Int4Matrix int4(const std::string& name, int64_t begin, int64_t end, int64_t rows, int64_t k) const {
+    using Kind = ModelTensor::Kind;
+    const int64_t groups = int4_groups(k);
+    const auto part = [&](const std::string& part, Kind kind, int64_t columns) {
+      check(part, get(part), {rows, columns});
+      if (get(part).kind != kind) throw std::invalid_argument("the tensor " + prefix_ + part + " has another dtype");
+      return static_cast<const char*>(get(part).data) + begin * columns * (kind == Kind::bytes ? 1 : 4);
+    };
+    const auto bytes = [](const char* data) { return reinterpret_cast<const uint8_t*>(data); };
+    const uint8_t* nibbles = bytes(part(name, Kind::bytes, nibble_bytes(k)));
+    const auto* scales = reinterpret_cast<const float*>(part(name + ".scale", Kind::fp32, groups));
+    const uint8_t* zeros = find(name + ".zero") ? bytes(part(name + ".zero", Kind::bytes, groups)) : nullptr;
+    return {nibbles, scales, zeros, end - begin, k};
+  }
+
   void check(const std::string& name, const ModelTensor& tensor, const std::vector<int64_t>& shape) const {
     if (tensor.shape != shape) throw std::invalid_argument("the tensor " + prefix_ + name + " has another shape");
   }
@@ -270,12 +293,11 @@ void PackedModel::embed(bool is_source, int32_t token, int64_t position, float* 
 }
 
 int64_t PackedModel::step_bytes() const {
-  const int64_t bits = options.precision == Precision::int8 ? 8 : options.precision == Precision::bf16 ? 16 : 32;
-  int64_t elements = output.n * output.k;
+  int64_t bytes = output.bytes();
   for (const PackedLayer& layer : decoder.layers)
     for (const PackedWeight* w : {&layer.qkv, &layer.out, &layer.cross_q, &layer.cross_out, &layer.ff1, &layer.ff2})
-      elements += w->n * w->k;
-  return elements * bits / 8;
+      bytes += w->bytes();
+  return bytes;
 }
 
 }  // namespace fastformer

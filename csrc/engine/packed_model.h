@@ -14,10 +14,13 @@
 
 namespace fastformer {
 
-// A tensor of the model where it lies in memory: contiguous, fp32 or bf16. It is read while a model is packed.
+// A tensor of the model where it lies in memory: contiguous, and read while a model is packed. A matrix of bytes holds
+// the nibbles of an Int4Matrix, (n, 16 * groups); tensors of its name and ".scale" (fp32) and ".zero" (bytes, or none)
+// the rest.
 struct ModelTensor {
+  enum class Kind { fp32, bf16, bytes };
   const void* data;
-  bool is_bf16;
+  Kind kind;
   std::vector<int64_t> shape;
 };
 using ModelTensors = std::map<std::string, ModelTensor>;

@@ -1,0 +1,274 @@
+// The inner loops behind int4_gemm.cpp: some rows against some vectors of a panel of 4-bit weights.
+//
+// A group is 32 inputs. In a panel stand, group by group, four blocks of 64 columns times 4 bytes, the 64 scales of the
+// group as fp16, and, where the weight has zeros, those as int8. The low half of a block's 4 bytes is one step of 4
+// inputs, the high half the next. Both are two's complement, from -8 to 7.
+//
+// The integers of a group are exact, whichever instructions multiply. Times its scale they are added up in fp32, group
+// by group, in the same order everywhere, so that all paths give the same bits.
+
+#pragma once
+
+#include "engine/packed_kernels.h"
+
+namespace fastformer {
+
+constexpr int64_t kGroupBlocks = 4;
+constexpr int64_t kNibbleBytes = kGroupBlocks * kStepBytes;
+constexpr int64_t kScaleBytes = 2 * kPanelColumns;
+constexpr int64_t kGroupBytes = 2 * kGroupBlocks * 4;  // of a row of activations
+
+// What follows the groups of a panel.
+struct GroupedTail {
+  float bias[kPanelColumns];
+  float scale[kPanelColumns];       // a power of two: the scales of groups are multiples of it
+  float correction[kPanelColumns];  // minus the sum of the column, in multiples of `scale`
+};
+
+// The operands of one call of a kernel.
+struct GroupedTile {
+  const char* left;  // first row
+  int64_t left_stride;
+  const float* left_scale;  // of each row, and the byte of its zero
+  const int32_t* left_zero;
+  const int32_t* left_sums;  // minus the sums of bytes, of the rows of each group, in the low 16 bits
+  int64_t sums_stride;       // from one group to the next
+  const char* right;         // the panel
+  int64_t groups, group_bytes;
+  const GroupedTail* tail;
+  int64_t column;     // the first, in the panel
+  const char* ahead;  // what to fetch meanwhile
+  float* out;
+  int64_t ld;
+
+  bool has_zeros() const { return group_bytes > kNibbleBytes + kScaleBytes; }
+};
+
+using GroupedKernel = void (*)(const GroupedTile&);
+
+#if defined(CPU_CAPABILITY_AVX512)
+
+constexpr int kMostKept = 24;  // accumulators that stay in registers from group to group
+inline Ints and_bits(Ints a, Ints b) { return _mm512_and_si512(a, b); }
+inline Ints left_by_4(Ints x) { return _mm512_slli_epi16(x, 4); }
+inline Ints right_by_4(Ints x) { return _mm512_srli_epi16(x, 4); }
+inline Ints add_words(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+inline Ints multiply_pairs(Ints a, Ints b) { return _mm512_madd_epi16(a, b); }
+inline Ints multiply_bytes(Ints u8, Ints s8) { return _mm512_maddubs_epi16(u8, s8); }
+inline Ints look_up(Ints table, Ints index) { return _mm512_shuffle_epi8(table, index); }
+inline Ints sixteen_bytes(__m128i x) { return _mm512_broadcast_i32x4(x); }
+inline Ints widen_bytes(const char* p) {
+  return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline V load_halves(const char* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+
+#else
+
+constexpr int kMostKept = 4;
+inline Ints and_bits(Ints a, Ints b) { return _mm256_and_si256(a, b); }
+inline Ints left_by_4(Ints x) { return _mm256_slli_epi16(x, 4); }
+inline Ints right_by_4(Ints x) { return _mm256_srli_epi16(x, 4); }
+inline Ints add_words(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
+inline Ints multiply_pairs(Ints a, Ints b) { return _mm256_madd_epi16(a, b); }
+inline Ints multiply_bytes(Ints u8, Ints s8) { return _mm256_maddubs_epi16(u8, s8); }
+inline Ints look_up(Ints table, Ints index) { return _mm256_shuffle_epi8(table, index); }
+inline Ints sixteen_bytes(__m128i x) { return _mm256_broadcastsi128_si256(x); }
+inline Ints widen_bytes(const char* p) {
+  return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+inline V load_halves(const char* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+
+#endif
+
+// The two steps of a vector of a block.
+struct StepPair {
+  Ints low, high;
+};
+
+inline StepPair signed_nibbles(Ints x) {
+  const Ints table = sixteen_bytes(_mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1));
+  const Ints mask = broadcast(0x0F0F0F0F);
+  return {look_up(table, and_bits(x, mask)), look_up(table, and_bits(right_by_4(x), mask))};
+}
+
+// vpdpbusd, of weights that stay in the upper half of a byte: their sums are 16 times too large, which costs nothing.
+struct DotInt4 {
+  static constexpr float kUnit = 1.f / 16;
+#if defined(CPU_CAPABILITY_AVX512)
+  static constexpr std::array<Shape, 2> kShapes{{{4, 3}, {2, 12}}};
+#else
+  static constexpr std::array<Shape, 3> kShapes{{{8, 1}, {4, 2}, {2, 4}}};
+#endif
+  static StepPair unpack(Ints x) {
+    const Ints mask = broadcast(0xF0F0F0F0);
+    return {and_bits(left_by_4(x), mask), and_bits(x, mask)};
+  }
+  static Ints add(Ints sum, Ints w, Ints x) { return DotInt8::add(sum, w, x); }
+  static Ints of_group(Ints sum) { return sum; }
+  static Ints zeros(const char* p) { return left_by_4(widen_bytes(p)); }
+  static Ints add_pairs(Ints sum, Ints a, Ints b) {
+#if defined(CPU_CAPABILITY_AVX512)
+    asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+#else
+    asm("%{vex%} vpdpwssd %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+#endif
+    return sum;
+  }
+};
+
+// Without dot products pmaddubsw adds two products to 16 bits. Those of a whole group fit: 16 * 255 * 8 < 2^15.
+struct MultiplyInt4 {
+  static constexpr float kUnit = 1;
+#if defined(CPU_CAPABILITY_AVX512)
+  static constexpr std::array<Shape, 2> kShapes{{{4, 3}, {2, 11}}};
+#else
+  static constexpr std::array<Shape, 3> kShapes{{{8, 1}, {4, 2}, {2, 4}}};
+#endif
+  static StepPair unpack(Ints x) { return signed_nibbles(x); }
+  static Ints add(Ints sum, Ints w, Ints x) {
+    const Ints pairs = multiply_bytes(x, w);
+    asm("vpaddw %1, %0, %0" : "+v"(sum) : "v"(pairs));
+    return sum;
+  }
+#if defined(CPU_CAPABILITY_AVX512)
+  static Ints of_group(Ints sum) { return multiply_pairs(sum, _mm512_set1_epi16(1)); }
+#else
+  static Ints of_group(Ints sum) { return multiply_pairs(sum, _mm256_set1_epi16(1)); }
+#endif
+  static Ints zeros(const char* p) { return widen_bytes(p); }
+  static Ints add_pairs(Ints sum, Ints a, Ints b) { return add_words(sum, multiply_pairs(a, b)); }
+};
+
+// What the sums of groups become: the end of a row's product with a vector of columns.
+inline V finish_groups(V total, float unit, const GroupedTail& tail, int64_t column, float scale, int32_t zero) {
+  const V moved = fmadd(V(static_cast<float>(zero)), V::load(tail.correction + column), total * V(unit));
+  return fmadd(moved, V::load(tail.scale + column) * V(scale), V::load(tail.bias + column));
+}
+
+// kRows rows against kVecs vectors of a panel. Meanwhile kLines cache lines a block are fetched from `ahead`.
+template <typename Path, int kVecs, int kRows, int kLines>
+void rows_times_groups(const GroupedTile& tile) {
+  constexpr bool kKept = kRows * kVecs * 2 <= kMostKept;
+  const GroupedTile t = tile;
+  const bool has_zeros = t.has_zeros();
+  RowPointers<kRows> left(t.left, t.left_stride);
+  const char *group = t.right, *ahead = t.ahead;
+  const int32_t* left_sums = t.left_sums;
+  // Where registers don't suffice, the sums of fp32 wait in memory, which the compiler doesn't see through.
+  V total[kKept ? kRows : 1][kVecs];
+  alignas(64) float memory[kKept ? 1 : kRows * kVecs * V::size];
+  float* waiting = memory;
+  asm("" : "+r"(waiting));
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs; ++v) {
+      if constexpr (kKept) total[r][v] = V(0.f);
+      else V(0.f).store(waiting + (r * kVecs + v) * V::size);
+    }
+#pragma GCC unroll 1
+  for (int64_t g = 0; g < t.groups; ++g, group += t.group_bytes, left_sums += t.sums_stride) {
+    Ints sum[kRows][kVecs];
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < kVecs; ++v) sum[r][v] = broadcast(0);
+    const char* right = group + t.column * 4;
+#pragma GCC unroll 4
+    for (int block = 0; block < kGroupBlocks; ++block, right += kStepBytes, left.advance(8)) {
+#pragma GCC unroll 8
+      for (int line = 0; line < kLines; ++line) _mm_prefetch(ahead + line * 64, _MM_HINT_T0);
+      ahead += kLines * 64;
+      if constexpr (kRows < kVecs) {
+        Ints low[kRows], high[kRows];
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) low[r] = DotInt8::left(left[r]), high[r] = DotInt8::left(left[r] + 4);
+#pragma GCC unroll 8
+        for (int v = 0; v < kVecs; ++v) {
+          const StepPair w = Path::unpack(load_ints(right + v * sizeof(V)));
+#pragma GCC unroll 16
+          for (int r = 0; r < kRows; ++r) sum[r][v] = Path::add(Path::add(sum[r][v], w.low, low[r]), w.high, high[r]);
+        }
+      } else {
+        StepPair w[kVecs];
+#pragma GCC unroll 8
+        for (int v = 0; v < kVecs; ++v) w[v] = Path::unpack(load_ints(right + v * sizeof(V)));
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) {
+          const Ints low = DotInt8::left(left[r]), high = DotInt8::left(left[r] + 4);
+#pragma GCC unroll 8
+          for (int v = 0; v < kVecs; ++v) sum[r][v] = Path::add(Path::add(sum[r][v], w[v].low, low), w[v].high, high);
+        }
+      }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < kVecs; ++v) sum[r][v] = Path::of_group(sum[r][v]);
+    if (has_zeros) {
+      Ints zeros[kVecs];
+#pragma GCC unroll 8
+      for (int v = 0; v < kVecs; ++v)
+        zeros[v] = Path::zeros(group + kNibbleBytes + kScaleBytes + t.column + v * V::size);
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        const Ints of_row = broadcast(static_cast<uint32_t>(left_sums[r]));
+#pragma GCC unroll 8
+        for (int v = 0; v < kVecs; ++v) sum[r][v] = Path::add_pairs(sum[r][v], zeros[v], of_row);
+      }
+    }
+    V scale[kVecs];
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs; ++v) scale[v] = load_halves(group + kNibbleBytes + (t.column + v * V::size) * 2);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < kVecs; ++v) {
+        if constexpr (kKept) {
+          total[r][v] = fmadd(to_floats(sum[r][v]), scale[v], total[r][v]);
+        } else {
+          float* at = waiting + (r * kVecs + v) * V::size;
+          fmadd(to_floats(sum[r][v]), scale[v], V::load(at)).store(at);
+        }
+      }
+  }
+  float* out = t.out + t.column;
+#pragma GCC unroll 1
+  for (int r = 0; r < kRows; ++r, out += t.ld)
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs; ++v) {
+      const V sum = kKept ? total[r][v] : V::load(waiting + (r * kVecs + v) * V::size);
+      finish_groups(sum, Path::kUnit, *t.tail, t.column + v * V::size, t.left_scale[r], t.left_zero[r])
+          .store(out + v * V::size);
+    }
+}
+
+// The kernels of a path: by shape, number of rows - 1, and whether they fetch 0, 2 or 5 lines a block.
+constexpr int kFetches = 3;
+struct GroupedKernels {
+  using OfRows = std::array<GroupedKernel, kFetches>;
+  std::array<Shape, 3> shapes{};
+  int num_shapes = 0;
+  std::array<std::array<OfRows, kMostRows>, 3> table{};
+};
+
+template <typename Path>
+GroupedKernels grouped_kernels_of() {
+  constexpr int kNumShapes = Path::kShapes.size();
+  GroupedKernels all;
+  all.num_shapes = kNumShapes;
+  const auto add_shape = [&]<int s, int... r>(std::integral_constant<int, s>, std::integer_sequence<int, r...>) {
+    constexpr int v = Path::kShapes[s].vecs;
+    all.shapes[s] = Path::kShapes[s];
+    ((all.table[s][r] = {rows_times_groups<Path, v, r + 1, 0>, rows_times_groups<Path, v, r + 1, 2>,
+                         rows_times_groups<Path, v, r + 1, 5>}),
+     ...);
+  };
+  const auto add_shapes = [&]<int... s>(std::integer_sequence<int, s...>) {
+    (add_shape(std::integral_constant<int, s>{}, std::make_integer_sequence<int, Path::kShapes[s].rows>{}), ...);
+  };
+  add_shapes(std::make_integer_sequence<int, kNumShapes>{});
+  return all;
+}
+
+}  // namespace fastformer
