@@ -27,7 +27,7 @@ COMMANDS = {
     "generate": "Continues a prompt with a language model.",
     "score": "Scores translations: against references, or by the probability that a model gives them.",
     "average": "Averages the weights of a run's last checkpoints into its model.",
-    "quantize": "Rounds a model's weights to int8, into a folder of its own.",
+    "quantize": "Rounds a model's weights to int8 or int4, into a folder of its own.",
     "demo": "Trains a number translator on this machine and shows it.",
     "doctor": "Says which versions are installed, and which backend each op gets here and why.",
 }

@@ -6,13 +6,13 @@ import torch
 
 
 def choose_device(name: str, precision: str | None = None) -> torch.device:
-    """ "auto" is the GPU if there is one, and the CPU for the precision "int8", which needs one.
+    """ "auto" is the GPU if there is one, and the CPU for the precisions "int8" and "int4", which need one.
 
     Raises:
         ValueError: no such device here.
     """
     if name == "auto":
-        return torch.device("cuda" if precision != "int8" and torch.cuda.is_available() else "cpu")
+        return torch.device("cuda" if precision not in ("int8", "int4") and torch.cuda.is_available() else "cpu")
     try:
         torch.zeros(1, device=name).cpu()  # "meta" can be allocated on and holds nothing
     except (RuntimeError, AssertionError) as error:  # what a build without CUDA raises is an AssertionError

@@ -66,7 +66,7 @@ def generate(
             $'\\n' is a line end
         on_error: at a line that is too long or no UTF-8, stop, or skip it with an empty line in its place and a warning
         device: auto (a GPU if there is one), cpu, cuda, cuda:1, ...
-        precision: convert the weights to this; int8 is for a CPU alone; by default they stay as they were saved
+        precision: convert the weights to this; int8 and int4 are for a CPU; by default they stay as they were saved
         config: a YAML file with options of decoding, such as top_k: 40; flags override it
         greedy: take the best token always, without sampling; --num_beams above 1 searches without sampling
         options: the flags of decoding

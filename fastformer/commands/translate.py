@@ -87,7 +87,7 @@ def translate(
         ensemble_weights: of several runs: a number for each, separated by commas; by default all count the same
         ensemble_mean: of several runs: of their probabilities, or of their logarithms
         device: auto (a GPU if there is one), cpu, cuda, cuda:1, ...
-        precision: convert the weights to this; int8 is for a CPU alone; by default they stay as they were saved
+        precision: convert the weights to this; int8 and int4 are for a CPU; by default they stay as they were saved
         on_error: at a line that is too long or no UTF-8, stop, or skip it with an empty line in its place and a warning
         skip_long: skip lines that are only too long
         split: cut each line into sentences, translate each, and keep the white space between them; a text in place of a

@@ -18,7 +18,7 @@ logger = logging.getLogger("fastformer")
 BeamRules: TypeAlias = Literal["tensor2tensor", "transformers"]  # `BeamSearch` and `TransformersBeamSearch`
 EarlyStopping: TypeAlias = bool | Literal["never"]
 Window: TypeAlias = Literal["stop", "slide"]
-Precision: TypeAlias = Literal["fp32", "bf16", "fp16", "int8"]
+Precision: TypeAlias = Literal["fp32", "bf16", "fp16", "int8", "int4"]
 Processor: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # see `processors`
 StoppingCriterion: TypeAlias = Callable[..., Any]  # see `processors.make_stop`
 AboveZero: TypeAlias = Annotated[float, Range(above=0)]
@@ -148,9 +148,9 @@ class GenerationConfig:
         use_cache: keep keys and values; without, everything is recomputed for each token.
         engine: one of `engines.ENGINES`; by default the fastest that can decode the model. "graph" (steps as CUDA
             graphs) is never chosen by default.
-        precision: what to compute in; by default what the model says. That is "int8" where it was quantised
+        precision: what to compute in; by default what the model says. That is "int8" or "int4" where it was quantised
             (`model.quantize()`), else its dtype, or autocast's. The engine "cpp" computes a model in fp32 or bf16 in
-            each of fp32, bf16 and int8; the others in its dtype alone.
+            each of fp32, bf16, int8 and int4; the others in its dtype alone.
         seed: of the sampling; by default PyTorch's default generator gives one.
 
     Raises:

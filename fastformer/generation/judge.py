@@ -129,7 +129,7 @@ class Judge(ABC):
             ValueError: something that is no text, other numbers of texts and translations, a pair that can't be scored
                 (named by its number, from 1).
         """
-        # Score with the modules alone: an int8 model's are those of its rounded weights.
+        # Score with the modules alone: a quantised model's are those of its rounded weights.
         reason = why_not_by_modules(self.model, self.precision)
         if reason is not None:
             raise ValueError(f"expected a precision that the model's modules have, to score in: {reason}")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.generation.config import Precision
+from fastformer.models.quantization import QUANTIZED
 from fastformer.nn import KVCache, SequenceLayout
 from fastformer.ops.linear_topk import TopK
 
@@ -216,7 +217,7 @@ def device_of(model: Model) -> torch.device:
 def check_precision(precision: object) -> None:
     """Raises a ValueError for what is neither the name of a precision nor None, the model's own."""
     if precision is not None and (not isinstance(precision, str) or precision not in PRECISIONS):
-        raise ValueError(f"expected precision fp32, bf16, fp16 or int8, got {precision!r}")
+        raise ValueError(f"expected precision fp32, bf16, fp16, int8 or int4, got {precision!r}")
 
 
 def dtype_precision(model: object) -> str:
@@ -244,17 +245,18 @@ def dtype_precision(model: object) -> str:
 
 
 def own_precision(model: object) -> str:
-    """The precision that a model asks for: "int8" if it is quantised, else `dtype_precision`."""
-    return "int8" if getattr(model, "precision", None) == "int8" else dtype_precision(model)
+    """The precision that a model asks for: "int8" or "int4" if it is quantised, else `dtype_precision`."""
+    precision: str | None = getattr(model, "precision", None)
+    return precision if precision in QUANTIZED else dtype_precision(model)
 
 
 def asked_precision(model: object, precision: Precision | None) -> Precision | None:
     """The precision to ask an engine for, where one was given for loading a model.
 
-    None where the dtype of the loaded weights says enough. A quantised model asks for int8 by itself, whatever its
-    dtype, so that there the caller's precision has to be named.
+    None where the dtype of the loaded weights says enough. A quantised model asks for its precision by itself, whatever
+    its dtype, so that there the caller's has to be named.
     """
-    return precision if "int8" in (precision, own_precision(model)) else None
+    return precision if {precision, own_precision(model)} & {*QUANTIZED} else None
 
 
 def why_not_by_modules(model: object, precision: str | None) -> str | None:
@@ -262,8 +264,8 @@ def why_not_by_modules(model: object, precision: str | None) -> str | None:
     own = dtype_precision(model)
     if precision is None or precision == own:
         return None
-    if precision == "int8":
-        return f"it calls the model's modules, which compute in {own}; only the engine 'cpp' computes in int8"
+    if precision in QUANTIZED:
+        return f"it calls the model's modules, which compute in {own}; only the engine 'cpp' computes in {precision}"
     is_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     advice = "leave autocast" if is_autocast else f"decode with {_CASTS[precision]}"
     return f"it calls the model's modules, which compute in {own}: for {precision} {advice}"

@@ -74,8 +74,8 @@ class Translator(Judge):
             GPU.
         max_batch_bytes: what the caches of those may take, about; the more beams and tokens, the fewer texts at a time.
             One text is translated whatever it takes. None: 512 MiB on a CPU, a quarter of the free memory on a GPU.
-        precision: what it computes in, where a call doesn't say: "fp32", "bf16", "fp16" or "int8"; None: what the model
-            says. See `fastformer.generate`.
+        precision: what it computes in, where a call doesn't say: "fp32", "bf16", "fp16", "int8" or "int4"; None: what
+            the model says. See `fastformer.generate`.
         source_lang, target_lang: the languages of texts and translations where a call doesn't say, for a model of many
             languages (NLLB, M2M100, mBART, MADLAD): the names that it has, such as "eng_Latn", or short ones, such as
             "en". None: what the tokenizer's folder says, if it does.
@@ -134,8 +134,8 @@ class Translator(Judge):
             tokenizer: None: the folder's own.
             device: where it runs; None: the CPU.
             precision: the dtype that the weights are loaded as, which the caches follow: "fp32", "bf16" or "fp16"; or
-                "int8": they are loaded as they were saved, and the C++ engine rounds them, on a CPU. None: as they were
-                saved, be it as int8 (`model.quantize()`). Logits and scores are fp32 always.
+                "int8" or "int4": they are loaded as they were saved, and the C++ engine rounds them, on a CPU. None: as
+                they were saved, be it as int8 or int4 (`model.quantize()`). Logits and scores are fp32 always.
             ensemble_weights, ensemble_mean: of several folders; see `Ensemble`.
             max_batch_size, max_batch_bytes, source_lang, target_lang: see the class.
 

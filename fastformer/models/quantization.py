@@ -1,13 +1,20 @@
-"""Weights on a grid of 255 steps a row: what `model.quantize()` rounds to, and how the folder of such a model holds it.
+"""Rounded weights: what `model.quantize()` rounds to, and how the folder of such a model holds it.
 
-A row of a matrix becomes scale * q, with q int8 from -127 to 127 and scale = max|row| / 127 in fp32. What was rounded
+int8: a row of a matrix becomes scale * q, with q from -127 to 127 and scale = max|row| / 127 in fp32. What was rounded
 to such a grid in a dtype stays as it is when it is rounded again in that dtype (dividing 127 * scale by 127 in fp32
 gives scale back, whatever its mantissa), so a folder can hold q and scale and give the same bits back. Another dtype
 has a grid of its own: of a folder that was rounded in fp32, loaded as bf16 and saved again, weights differ by up to a
 unit in bf16's last place.
+
+int4: 32 neighbours in a row become scale * (q - zero), with q from 0 to 15 and an fp16 scale; zero is 8 unless the
+weights were rounded by a program that chose others. Such weights don't say what q and scale were, so the model keeps
+them beside the weights (`Groups`), for as long as these are what they give.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,23 +22,49 @@ from torch import Tensor, nn
 from fastformer.models.weights import Entry
 from fastformer.nn.attention import MultiheadAttention
 
-INT8 = "int8"
-SCALE = ".scale"  # X.scale stands beside X
+INT8, INT4 = "int8", "int4"
+QUANTIZED = (INT8, INT4)
+SCALE, ZERO = ".scale", ".zero"  # X.scale stands beside X
+GROUP = 32
 _MOST = 127
 _LEAST_SCALE = torch.finfo(torch.float32).tiny  # below it, fp32 loses the bits that the grid needs
+# What a group's largest number becomes, of which the best is taken: farther out than -8 it is cut off, and the others
+# get smaller steps.
+_ENDS = (-8.0, -8.5, -9.0, -9.5)
+_ROUNDED_AT_ONCE = 1 << 16  # numbers, so that they stay in a core's cache
+
+
+class Groups(NamedTuple):
+    """A matrix (rows, columns) as int4, in groups of 32 columns; the last may be shorter.
+
+    Attributes:
+        nibbles: (rows, 16 * groups) uint8, two q from 0 to 15 in each: the low half comes first.
+        scale: (rows, groups) fp16.
+        zero: (rows, groups) uint8, up to 16; None: all are 8.
+    """
+
+    nibbles: Tensor
+    scale: Tensor
+    zero: Tensor | None = None
 
 
 def quantized_names(model: nn.Module) -> list[str]:
     """The entries of a model's state_dict that are quantised: weights of linear layers, attention and embeddings."""
-    names = []
+    return [name for name, _ in _matrices(model)]
+
+
+def _matrices(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for prefix, module in model.named_modules(remove_duplicate=False):
         own = f"{prefix}." if prefix else ""
         if isinstance(module, nn.Linear | nn.Embedding):
-            names.append(f"{own}weight")
+            yield f"{own}weight", module.weight
         elif isinstance(module, MultiheadAttention):
-            fused = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
-            names += [own + name for name in fused if getattr(module, name) is not None]
-    return names
+            for name in ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
+                if (weight := getattr(module, name)) is not None:
+                    yield own + name, weight
+
+
+# ---- int8 ----
 
 
 def to_grid(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,46 +93,190 @@ def from_grid(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (q.float() * scale[:, None]).to(dtype)
 
 
+# ---- int4 ----
+
+
+def num_groups(columns: int) -> int:
+    """Groups of 32, of which the last may be shorter."""
+    return -(-columns // GROUP)
+
+
+def to_groups(weight: Tensor) -> Groups:
+    """A matrix rounded to int4: of a few scales, each group gets the one that moves its numbers the least.
+
+    Args:
+        weight: (rows, columns), floating-point.
+
+    Returns:
+        Its groups, on the CPU. Where a group has no scale in fp16, because of a NaN, an infinity or numbers beyond
+        500,000, the scale is NaN or infinite.
+    """
+    weight = weight.detach()
+    rows, groups = len(weight), num_groups(weight.shape[1])
+    nibbles = torch.empty(rows, groups * GROUP // 2, dtype=torch.uint8)
+    scale = torch.empty(rows, groups, dtype=torch.float16)
+    step = max(1, _ROUNDED_AT_ONCE // max(1, groups * GROUP))
+    for first in range(0, rows if groups else 0, step):
+        some = slice(first, first + step)
+        part = weight[some].to("cpu", torch.float32)
+        padded = nn.functional.pad(part, (0, groups * GROUP - part.shape[1])).view(len(part), groups, GROUP)
+        q, scale[some] = _nearest(padded)
+        nibbles[some] = (q[..., ::2] | q[..., 1::2] << 4).flatten(1)
+    return Groups(nibbles, scale)
+
+
+def _nearest(x: Tensor) -> tuple[Tensor, Tensor]:
+    """q (..., 32) uint8 and scale (...) fp16 of groups of numbers (..., 32)."""
+    largest = x.gather(-1, x.abs().argmax(-1, keepdim=True))
+    found: tuple[Tensor, Tensor, Tensor] | None = None
+    for end in _ENDS:
+        scale = (largest / end).half().float()
+        inverse = torch.where(scale != 0, 1 / scale, 0.0)
+        q = (x * inverse).round_().clamp_(-8, 7)
+        error = torch.addcmul(x, q, scale, value=-1).square_().sum(-1, keepdim=True)
+        if found is None:
+            found = q, scale, error
+        else:
+            is_better = error < found[2]
+            found = (
+                torch.where(is_better, q, found[0]),
+                torch.where(is_better, scale, found[1]),
+                torch.where(is_better, error, found[2]),
+            )
+    assert found is not None
+    # What is no number has a scale that says so, and any q.
+    return found[0].nan_to_num_().add_(8).to(torch.uint8), found[1].squeeze(-1).half()
+
+
+def from_groups(groups: Groups, columns: int, dtype: torch.dtype) -> Tensor:
+    """The matrix (rows, columns) in a dtype: scale * (q - zero), rounded once from fp32, in which it is exact."""
+    q = torch.stack([groups.nibbles & 15, groups.nibbles >> 4], -1).view(*groups.scale.shape, GROUP)
+    zero = 8 if groups.zero is None else groups.zero[..., None].float()
+    return ((q.float() - zero) * groups.scale[..., None].float()).flatten(1)[:, :columns].to(dtype)
+
+
+def is_on(groups: Groups, weight: Tensor) -> bool:
+    """Whether a matrix is what the groups give in its dtype, also if it was in a smaller one meanwhile."""
+    own = weight.detach().cpu()
+    dtypes = (own.dtype, torch.bfloat16, torch.float16)
+    return any(torch.equal(from_groups(groups, own.shape[1], dtype).to(own.dtype), own) for dtype in dtypes)
+
+
+def groups_of(model: nn.Module, wanted: Iterable[Tensor]) -> dict[int, Groups]:
+    """Matrices of a model as int4, by their ids.
+
+    A model that is quantised to int4 has those that it keeps; where weights have moved since, they are rounded again,
+    and matrices that it never had in int4 are left out. Of any other model all matrices are rounded.
+
+    Args:
+        model: to which the matrices belong.
+        wanted: its matrices, and other tensors, of which it gives nothing.
+    """
+    kept: Mapping[str, Groups] | None = getattr(model, "int4_groups", None)
+    ids, found = {id(tensor) for tensor in wanted}, dict[int, Groups]()
+    for name, weight in _matrices(model):
+        if id(weight) in ids - found.keys() and (kept is None or name in kept):
+            found[id(weight)] = _current(None if kept is None else kept[name], weight)
+    return found
+
+
+def _current(groups: Groups | None, weight: Tensor) -> Groups:
+    return groups if groups is not None and is_on(groups, weight) else to_groups(weight)
+
+
+# ---- models and folders ----
+
+
 @torch.no_grad()
-def round_weights(model: nn.Module) -> None:
-    """Puts the weights of a model on their grids.
+def round_weights(model: nn.Module, precision: str) -> dict[str, Groups] | None:
+    """Puts the weights of a model on the grid of "int8" or "int4".
+
+    Returns:
+        Of int4 what the model is to keep.
 
     Raises:
-        ValueError: NaN or infinite weights.
+        ValueError: NaN or infinite weights, or such that int4 has no scale for.
     """
-    state = model.state_dict()
+    state, kept = model.state_dict(), {}
+    before: Mapping[str, Groups] = getattr(model, "int4_groups", None) or {}
     for name in quantized_names(model):
         try:
-            state[name].copy_(from_grid(*to_grid(state[name]), state[name].dtype))
+            if precision == INT8:
+                state[name].copy_(from_grid(*to_grid(state[name]), state[name].dtype))
+                continue
+            kept[name] = _finite(_current(before.get(name), state[name]))
+            state[name].copy_(from_groups(kept[name], state[name].shape[1], state[name].dtype))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
+    return kept if precision == INT4 else None
+
+
+def _finite(groups: Groups) -> Groups:
+    if not groups.scale.isfinite().all():
+        raise ValueError("expected finite weights below 500,000 to quantise, got others")
+    return groups
 
 
 def packed_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The state as a folder holds it: each quantised entry as int8, its scales beside it."""
+    """The state as a folder of a quantised model holds it: each quantised entry as whole numbers, its scales beside it.
+
+    Raises:
+        ValueError: see `round_weights`.
+    """
     packed = dict(state)
+    kept: Mapping[str, Groups] | None = getattr(model, "int4_groups", None)
     for name in quantized_names(model):
-        packed[name], packed[name + SCALE] = to_grid(state[name])
+        if kept is None:
+            packed[name], packed[name + SCALE] = to_grid(state[name])
+        elif name in kept:
+            groups = _finite(_current(kept[name], state[name]))
+            packed[name], packed[name + SCALE] = groups.nibbles, groups.scale
+            if groups.zero is not None:
+                packed[name + ZERO] = groups.zero
     return packed
 
 
-def packed_entries(model: nn.Module, entries: dict[str, Entry]) -> dict[str, Entry]:
+def packed_entries(
+    model: nn.Module, entries: dict[str, Entry], precision: str, found: Mapping[str, Entry]
+) -> dict[str, Entry]:
     """What `packed_state` gives for a model, as names, shapes and dtypes.
 
     Args:
         model: on any device, "meta" too.
         entries: of its state.
+        precision: "int8" or "int4".
+        found: those of the folder. They say which matrices are in int4, and which of these have zeros.
     """
     packed = dict(entries)
     for name in quantized_names(model):
-        shape = entries[name].shape
-        packed[name], packed[name + SCALE] = Entry(shape, torch.int8), Entry(shape[:1], torch.float32)
+        rows, columns = entries[name].shape
+        if precision == INT8:
+            packed[name], packed[name + SCALE] = Entry((rows, columns), torch.int8), Entry((rows,), torch.float32)
+        elif name + SCALE in found or (name in found and found[name].dtype == torch.uint8):
+            shape = rows, num_groups(columns)
+            packed[name] = Entry((rows, shape[1] * GROUP // 2), torch.uint8)
+            packed[name + SCALE] = Entry(shape, torch.float16)
+            if name + ZERO in found:
+                packed[name + ZERO] = Entry(shape, torch.uint8)
     return packed
 
 
-def unpacked_state(model: nn.Module, packed: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What `packed_state` was given, in the model's dtype; the entries are those of `packed_entries`."""
+def unpacked_state(
+    model: nn.Module, packed: dict[str, Tensor], precision: str
+) -> tuple[dict[str, Tensor], dict[str, Groups] | None]:
+    """What `packed_state` was given, in the model's dtype, and what a model in int4 is to keep.
+
+    Args:
+        model: for which it is.
+        packed: its entries are those of `packed_entries`.
+        precision: "int8" or "int4".
+    """
     state, own = dict(packed), model.state_dict()
+    kept: dict[str, Groups] = {}
     for name in quantized_names(model):
-        state[name] = from_grid(state[name], state.pop(name + SCALE), own[name].dtype)
-    return state
+        if precision == INT8:
+            state[name] = from_grid(state[name], state.pop(name + SCALE), own[name].dtype)
+        elif name + SCALE in state:
+            kept[name] = Groups(state[name], state.pop(name + SCALE), state.pop(name + ZERO, None))
+            state[name] = from_groups(kept[name], own[name].shape[1], own[name].dtype)
+    return state, kept if precision == INT4 else None

@@ -28,7 +28,14 @@ _MOST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 
 FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # As safetensors calls them.
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8}
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
 
 
 class Entry(NamedTuple):

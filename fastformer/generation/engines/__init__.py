@@ -33,9 +33,9 @@ def choose_engine(model: Model, name: str | None = None, precision: str | None =
     Args:
         model: what decodes.
         name: one of ENGINES; None: the fastest that can, "graph" left out.
-        precision: what it computes in: "fp32", "bf16", "fp16" or "int8". None: what the model says, "int8" where it was
-            quantised, else its dtype, or autocast's. An engine that has no int8 decodes a quantised model with its
-            rounded weights in their dtype.
+        precision: what it computes in: "fp32", "bf16", "fp16", "int8" or "int4". None: what the model says: one of the
+            last two where it was quantised, else its dtype, or autocast's. An engine that has neither decodes a
+            quantised model with its rounded weights in their dtype.
 
     Raises:
         ValueError: no such engine or precision, or none that can decode this model in it.

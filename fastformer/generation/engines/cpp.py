@@ -1,4 +1,4 @@
-"""Decodes in C++: a whole step in one call, and whole greedy and beam searches, in fp32, bf16 or int8."""
+"""Decodes in C++: a whole step in one call, and whole greedy and beam searches, in fp32, bf16, int8 or int4."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ from fastformer.generation.model_protocols import Model, own_precision
 from fastformer.generation.native_search import NativeSearch
 from fastformer.models import GPT, Transformer
 from fastformer.models.gpt import GPTConfig
+from fastformer.models.quantization import INT4, SCALE, ZERO, groups_of
 from fastformer.nn import Embedding, MultiheadAttention, RelativePositionBias
 from fastformer.nn.feed_forward import fused_name
 from fastformer.ops import _extension
 
 BLOCK_SIZE = 16  # tokens; csrc/engine/prefix_table.h's kBlockTokens
 
-Array = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
+Array = npt.NDArray[np.float32] | npt.NDArray[np.uint16] | npt.NDArray[np.uint8]
 Rows = list[list[int]]
 
 
@@ -84,8 +85,9 @@ class CppEngine(Engine):
     """Steps a `models.Transformer` or a `models.GPT` on the CPU, from weights that are prepacked once for all engines.
 
     fp32 computes what the model does. bf16 rounds the weights and their inputs; int8 has a scale for each output of a
-    weight, and a scale and a zero point for each row of its inputs. The residual stream, norms and softmax are always
-    fp32. Keys and values, and the tables of embeddings and positions, are fp32 or, in the smaller two precisions, bf16.
+    weight, and a scale and a zero point for each row of its inputs; int4 takes the same inputs, and has a scale for
+    each 32 weights of an output. The residual stream, norms and softmax are always fp32. Keys and values, and the
+    tables of embeddings and positions, are fp32 or, in the smaller precisions, bf16.
     A row's bits depend neither on its neighbours nor on the number of threads, nor on which tokens of its prompt were
     read before: kept is what was read as a prompt, in blocks of 16 tokens. Weights that change are packed again
     when the next batch begins; see `prepack.fingerprint` for how that is noticed, and `prepack.repack` for where it may
@@ -93,7 +95,7 @@ class CppEngine(Engine):
 
     Args:
         model: see above; `why_unsupported` says what it may not have.
-        precision: "fp32", "bf16" or "int8"; None: the model's own.
+        precision: "fp32", "bf16", "int8" or "int4"; None: the model's own.
     """
 
     name: ClassVar[str] = "cpp"
@@ -256,7 +258,7 @@ def _attention(model: Transformer | GPT) -> MultiheadAttention:
 def pack(model: nn.Module, precision: str) -> object:
     """The `PackedModel` of a model that `why_not_supported` has nothing against."""
     assert isinstance(model, Transformer | GPT)
-    return _extension_module().PackedModel(pack_options(model, precision), pack_tensors(model))
+    return _extension_module().PackedModel(pack_options(model, precision), pack_tensors(model, precision))
 
 
 def pack_options(model: Transformer | GPT, precision: str) -> dict[str, object]:
@@ -326,8 +328,8 @@ def _target_embedding(model: Transformer | GPT) -> Embedding:
     return embedding
 
 
-def pack_tensors(model: Transformer | GPT) -> dict[str, Array]:
-    """The tensors under the names that csrc/engine/packed_model.h wants."""
+def pack_tensors(model: Transformer | GPT, precision: str) -> dict[str, Array]:
+    """The tensors under the names that csrc/engine/packed_model.h wants; for int4, matrices as whole numbers."""
     tensors: dict[str, Tensor] = {
         f"decoder.{name}": p for name, p in model.decoder.named_parameters(remove_duplicate=False)
     }
@@ -360,7 +362,21 @@ def pack_tensors(model: Transformer | GPT) -> dict[str, Array]:
             tensors["local_cos"], tensors["local_sin"] = local.cos, local.sin
     elif position is not None:
         tensors["target_positions"] = position.table
-    return {name: _array(tensor) for name, tensor in tensors.items()}
+    arrays: dict[str, Array] = {}
+    multiplied = [tensor for name, tensor in tensors.items() if not _is_looked_up(name)]
+    groups = groups_of(model, multiplied) if precision == INT4 else {}
+    for name, tensor in tensors.items():
+        if (found := groups.get(id(tensor))) is None or _is_looked_up(name):
+            arrays[name] = _array(tensor)
+            continue
+        arrays[name], arrays[name + SCALE] = found.nibbles.numpy(), found.scale.float().numpy()
+        if found.zero is not None:
+            arrays[name + ZERO] = found.zero.numpy()
+    return arrays
+
+
+def _is_looked_up(name: str) -> bool:
+    return name in ("source_embedding", "target_embedding")
 
 
 def _by_distance(relative: RelativePositionBias, model: Transformer) -> Tensor:

@@ -32,7 +32,7 @@ from fastformer.nn.projections import Projections
 from fastformer.nn.transformer import TransformerDecoder, TransformerEncoder
 from fastformer.ops import _extension, _library
 
-PACKED_PRECISIONS = ("fp32", "bf16", "int8")
+PACKED_PRECISIONS = ("fp32", "bf16", "int8", "int4")
 _DTYPES = (torch.float32, torch.bfloat16)
 
 # What may differ from module to module without a difference in what is computed in evaluation.
@@ -100,7 +100,7 @@ def why_not_supported(model: object, precision: str | None) -> str | None:
     if precision is None and torch.is_autocast_enabled("cpu"):
         precision = own_precision(model)
     if precision is not None and precision not in PACKED_PRECISIONS:
-        return f"it computes in fp32, bf16 and int8, not in {precision}"
+        return f"it computes in fp32, bf16, int8 and int4, not in {precision}"
     return None
 
 
