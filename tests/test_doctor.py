@@ -75,7 +75,7 @@ def test_it_says_what_the_decoding_engine_has_or_why_there_is_none(monkeypatch) 
     monkeypatch.setattr(_extension, "load", lambda: "avx512")
     monkeypatch.setattr(_extension, "module", lambda: module)
     (line,) = [line for line in doctor.report().splitlines() if "engine 'cpp'" in line]
-    assert all(word in line for word in ("fp32", "bf16", "int8", "avx512", "avx512_vnni", "amx_int8"))
+    assert all(word in line for word in ("fp32", "bf16", "int8", "int4", "avx512", "avx512_vnni", "amx_int8"))
     del module.cpu_features
     assert "int8" in next(doctor.decoding()) and "amx" not in next(doctor.decoding())
     del module.Session

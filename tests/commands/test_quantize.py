@@ -52,6 +52,21 @@ def test_a_language_model_too(tmp_path, capsys) -> None:
     assert capsys.readouterr().out.splitlines()[1].startswith("a")
 
 
+def test_int4_too(run, tmp_path, capsys) -> None:
+    out = str(tmp_path / "small")
+    assert main(["quantize", run, out, "--precision", "int4"]) == 0
+    model, tokenizer = load_model(out)
+    expected = Transformer.from_pretrained(run).quantize("int4")
+    assert model.precision == "int4"
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+    capsys.readouterr()
+    for flags in ([], ["--precision", "int4"] if why_no_cpp_engine() is None else []):
+        assert main(["translate", out, "abc", *flags, *FEW]) == 0
+        assert capsys.readouterr().out == Translator(expected, tokenizer).translate("abc", max_new_tokens=6) + "\n"
+    assert main(["quantize", run, str(tmp_path / "none"), "--precision", "int2"]) in (1, 2)
+    assert "int4" in capsys.readouterr().err and not (tmp_path / "none").exists()
+
+
 def test_int8_is_asked_for_on_the_command_line(run, capsys) -> None:
     missing = why_no_cpp_engine()
     words = ["translate", run, "abc", "--precision", "int8", "--max_new_tokens", "6"]  # on the CPU, GPU or not

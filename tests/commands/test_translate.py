@@ -336,7 +336,7 @@ def test_contradictions(run, tmp_path, capsys) -> None:
         (["x", "--repetition_penalty", "nan"], ("repetition_penalty",)),
         (["x", "--max_new_tokens", "41"], ("max_new_tokens", "40")),
         (["x", "--on_error", "ignore"], ("--on_error", "'skip'")),
-        (["x", "--precision", "int4"], ("--precision", "'int8'")),
+        (["x", "--precision", "int2"], ("--precision", "'int4'")),
         ([" "], ("empty",)),
         (["--file", str(tmp_path)], (str(tmp_path),)),
         (["--file", str(tmp_path / "empty")], ("empty",)),

@@ -91,7 +91,7 @@ def packs_or_says_why_not(
 
 shapes = given(
     st.sampled_from(["gpt", "transformer"]),
-    st.sampled_from(["fp32", "bf16", "int8"]),
+    st.sampled_from(["fp32", "bf16", "int8", "int4"]),
     st.dictionaries(st.sampled_from(sorted(parts("gpt")[0])) if MODELS else st.text(), odd, max_size=2),
     st.dictionaries(st.integers(0, 60), arrays, max_size=2),
     st.integers(-20, 60),
@@ -311,7 +311,7 @@ def multiplies_or_says_why_not(x: Any, weight: Any, bias: Any, precision: str) -
     assert found.shape == (np.shape(x)[0], np.shape(weight)[0])
 
 
-products = given(arrays, arrays, arrays, st.sampled_from(["fp32", "bf16", "int8", "", "fp16"]))
+products = given(arrays, arrays, arrays, st.sampled_from(["fp32", "bf16", "int8", "int4", "", "fp16"]))
 test_arrays_are_multiplied_or_refused = FEW(products(multiplies_or_says_why_not))
 
 

@@ -198,7 +198,7 @@ PATHS = {
     "avx2 alone": ("avx2", {"FASTFORMER_CPU_FEATURES": ""}),
     "avx2, avx_vnni": ("avx2", {"FASTFORMER_CPU_FEATURES": "avx_vnni"}),
 }
-SLOW_PATHS = ("avx512 alone", "avx512, dot products", "avx2, avx_vnni")
+SLOW_PATHS = ("avx512 alone", "avx512, dot products", "avx512, brgemm", "avx2, avx_vnni")
 
 
 @pytest.mark.parametrize(

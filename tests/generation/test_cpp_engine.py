@@ -22,7 +22,7 @@ from tests.generation.weights import CONFIGS, drawn
 
 pytestmark = needs_cpp
 
-PRECISIONS = ("fp32", "bf16", "int8")
+PRECISIONS = ("fp32", "bf16", "int8", "int4")
 
 
 @cache
@@ -97,6 +97,16 @@ def test_each_option_of_a_model_is_honoured(name) -> None:
         found = said(CppEngine(model, precision), prompts, new)
         for one, expected in zip(found, due, strict=True):
             assert distance(one, expected) < bound, precision
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_int4_computes_what_the_rounded_weights_do(name) -> None:
+    model, dice = configured(name).quantize("int4"), random.Random(0)
+    prompts = [prompt_of(model, dice, length, before) for length, before in ((1, 0), (9, 3), (33, 18))]
+    new = [ids(dice, 4, model.config.vocab_size) for _ in prompts]
+    found = said(CppEngine(model), prompts, new)
+    for one, prompt, row in zip(found, prompts, new, strict=True):
+        assert distance(one, exact(model, prompt, [prompt.tokens[-1], *row])) < 0.1
 
 
 def test_distances_go_by_the_prompt_where_it_is_cut() -> None:

@@ -511,7 +511,7 @@ def test_an_engine_that_calls_the_modules_has_their_precision_and_no_other(model
             continue
         which = lstm if name == "recurrent" else model
         assert [engine.why_unsupported(which, p) for p in (None, "fp32")] == [None, None]
-        for precision, advice in (("bf16", "model.bfloat16()"), ("fp16", "model.half()"), ("int8", "engine 'cpp'")):
+        for precision, advice in (("bf16", "model.bfloat16()"), ("fp16", "model.half()"), ("int4", "engine 'cpp'")):
             assert advice in str(engine.why_unsupported(which, precision))
         with torch.autocast("cpu", torch.bfloat16):
             if engine is GraphEngine:

@@ -60,7 +60,7 @@ def test_what_the_config_makes_is_packable_in_each_precision(kind, options, dtyp
     state = torch.get_rng_state()
     model = fresh(kind, dtype=dtype, **options)
     drawn = torch.get_rng_state()
-    assert [why_not_supported(model, p) for p in (None, "fp32", "bf16", "int8")] == [None] * 4
+    assert [why_not_supported(model, p) for p in (None, "fp32", "bf16", "int8", "int4")] == [None] * 5
     assert "fp16" in str(why_not_supported(model, "fp16"))
     assert torch.equal(torch.get_rng_state(), drawn) and not torch.equal(drawn, state)
     for copied in (copy.deepcopy(model), model.quantize(), model.requires_grad_(False)):

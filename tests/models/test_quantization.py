@@ -11,7 +11,16 @@ import torch
 
 from fastformer.generation import generate
 from fastformer.models import GPT, Transformer
-from fastformer.models.quantization import from_grid, quantized_names, to_grid
+from fastformer.models.quantization import (
+    Groups,
+    from_grid,
+    from_groups,
+    groups_of,
+    is_on,
+    quantized_names,
+    to_grid,
+    to_groups,
+)
 from fastformer.nn import MultiheadAttention
 from tests.generation.small import needs_cpp
 from tests.generation.weights import drawn
@@ -159,7 +168,7 @@ def test_a_damaged_or_foreign_folder_is_named(tmp_path) -> None:
             GPT.from_pretrained(tmp_path)
     safetensors.torch.save_file(whole, weights)
     assert GPT.from_pretrained(tmp_path).precision == "int8"
-    config.write_text(json.dumps({**settings, "quantization": "int4"}))
+    config.write_text(json.dumps({**settings, "quantization": "int2"}))
     with pytest.raises(ValueError, match=r"\bconfig\.json\b"):
         GPT.from_pretrained(tmp_path)
     del settings["quantization"]
@@ -195,3 +204,161 @@ def test_embeddings_are_all_that_a_folder_differs_in_from_a_model_in_int8(tie_em
         if "embedding" in name:
             full.state_dict()[name].copy_(model.state_dict()[name])
     assert torch.equal(found(full), found(model))
+
+
+# ---- int4 ----
+
+
+@DTYPES
+@pytest.mark.parametrize("spread", [1.0, 1e-4, 1e3])
+def test_groups_of_32_are_rounded_on_their_own(dtype, spread) -> None:
+    torch.manual_seed(0)
+    weight = (torch.randn(400, 75) * torch.rand(400, 1) * spread).to(dtype)
+    weight[5], weight[6, 32:64] = 0.0, 0.0
+    groups = to_groups(weight)
+    assert groups.nibbles.shape == (400, 48) and groups.scale.shape == (400, 3) and groups.zero is None
+    rounded = from_groups(groups, 75, torch.float32)
+    assert (rounded[5] == 0).all() and (rounded[6, 32:64] == 0).all()
+    alone = to_groups(weight[7:8, 32:64])
+    assert torch.equal(from_groups(alone, 32, torch.float32), rounded[7:8, 32:64])
+    # Half a step, but for what is cut off at either end; the error is that of 4 bits.
+    wide = weight.float()
+    steps = groups.scale.float().abs().repeat_interleave(32, 1)[:, :75]
+    error = (rounded - wide).abs()
+    assert (error <= steps * 2.51 + 1e-6).all()
+    assert error.square().mean().sqrt() < 0.09 * wide.square().mean().sqrt()
+    # No worse than the one scale that keeps the largest.
+    largest = wide[:, :32].gather(1, wide[:, :32].abs().argmax(1, keepdim=True))
+    one = (largest / -8).half().float()
+    plain = torch.where(one != 0, wide[:, :32] / one, 0).round().clamp(-8, 7) * one - wide[:, :32]
+    assert (error[:, :32].square().sum(1) <= plain.square().sum(1) * (1 + 1e-5)).all()
+
+
+def test_nibbles_lie_as_they_are_documented() -> None:
+    nibbles, scale = torch.arange(16, dtype=torch.uint8)[None] * 17, torch.tensor([[0.5]], dtype=torch.float16)
+    q = torch.arange(16).repeat_interleave(2)[:31]
+    assert torch.equal(from_groups(Groups(nibbles, scale), 31, torch.float32)[0], (q - 8) * 0.5)
+    assert torch.equal(from_groups(Groups(nibbles, scale, torch.tensor([[16]])), 31, torch.float32)[0], (q - 16) * 0.5)
+    order = Groups(torch.full((1, 16), 0x21, dtype=torch.uint8), scale)
+    assert from_groups(order, 4, torch.float32).tolist() == [[-3.5, -3.0, -3.5, -3.0]]
+
+
+@KINDS
+@DTYPES
+def test_an_int4_folder_gives_the_same_bits_back(kind, dtype, tmp_path) -> None:
+    plain = make(kind, dtype=dtype)
+    before, model = copy.deepcopy(plain.state_dict()), plain.quantize("int4")
+    assert plain.precision is None and model.precision == "int4"
+    names = set(quantized_names(model))
+    for name, value in model.state_dict().items():
+        assert torch.equal(plain.state_dict()[name], before[name])
+        assert not torch.equal(value, before[name]) if name in names else torch.equal(value, before[name])
+    model.save_pretrained(tmp_path / "a")
+    loaded = type(model).from_pretrained(tmp_path / "a")
+    assert loaded.precision == "int4" and not loaded.training and loaded.config == model.config
+    for name, value in loaded.state_dict().items():
+        assert value.dtype == dtype and torch.equal(value, model.state_dict()[name]), name
+    stored = safetensors.torch.load_file(tmp_path / "a" / "model.safetensors")
+    assert stored.keys() == before.keys() | {f"{name}.scale" for name in names}
+    for name in names:
+        rows, columns = before[name].shape
+        groups = -(-columns // 32)
+        assert stored[name].dtype == torch.uint8 and stored[name].shape == (rows, 16 * groups)
+        assert stored[f"{name}.scale"].dtype == torch.float16 and stored[f"{name}.scale"].shape == (rows, groups)
+    loaded.save_pretrained(tmp_path / "b")
+    one, other = ((tmp_path / folder / "model.safetensors").read_bytes() for folder in "ab")
+    assert one == other
+
+
+def test_int4_is_kept_by_copies_and_lost_by_training(tmp_path) -> None:
+    model = make("tied").quantize("int4")
+    name = "encoder.layers.0.linear1.weight"
+    before = model.int4_groups[name]
+    back = copy.deepcopy(model).to(torch.bfloat16).float()
+    for copied in (copy.deepcopy(model), copy.deepcopy(model).to(torch.bfloat16), back, model.quantize("int4")):
+        weight = copied.get_parameter(name)
+        found = groups_of(copied, [weight])[id(weight)]
+        assert copied.precision == "int4"
+        assert torch.equal(found.nibbles, before.nibbles) and torch.equal(found.scale, before.scale)
+    with torch.no_grad():
+        model.get_parameter(name).add_(0.01)
+    weight = model.get_parameter(name)
+    assert not is_on(before, weight)
+    moved = groups_of(model, [weight])[id(weight)]
+    expected = to_groups(weight)
+    assert all(torch.equal(a, b) for a, b in zip(moved[:2], expected[:2], strict=True))
+    model.save_pretrained(tmp_path)
+    loaded = Transformer.from_pretrained(tmp_path)
+    assert torch.equal(loaded.get_parameter(name), from_groups(expected, weight.shape[1], torch.float32))
+    assert make("tied").quantize("int4").quantize().int4_groups is None
+
+
+def test_an_int4_folder_has_about_a_seventh_of_the_bytes(tmp_path) -> None:
+    model = GPT.from_preset("tiny", vocab_size=300, positions="rotary")
+    sizes = []
+    for name, one in (("plain", model), ("int4", model.quantize("int4"))):
+        one.save_pretrained(tmp_path / name)
+        sizes.append((tmp_path / name / "model.safetensors").stat().st_size)
+    assert sizes[1] < 0.16 * sizes[0]
+
+
+def test_a_damaged_int4_folder_is_named(tmp_path) -> None:
+    model = make("gpt").quantize("int4")
+    model.save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    whole, name = safetensors.torch.load_file(weights), "embedding.weight"
+    for change, message in (
+        ({name: whole[name].float()}, "float32"),
+        ({name: whole[name][:, :-1].contiguous()}, "embedding.weight"),
+        ({f"{name}.scale": whole[f"{name}.scale"][:-1].contiguous()}, "embedding.weight.scale"),
+        ({f"{name}.scale": whole[f"{name}.scale"].float()}, "float32"),
+        ({f"{name}.scale": None}, "embedding.weight.scale"),
+        ({f"{name}.zero": whole[name][:, :1].long()}, "embedding.weight.zero"),
+        ({f"{name}.scale": whole[f"{name}.scale"] * torch.nan}, "embedding.weight.scale"),
+    ):
+        changed = {key: value for key, value in {**whole, **change}.items() if value is not None}
+        safetensors.torch.save_file(changed, weights)
+        with pytest.raises(ValueError, match=message):
+            GPT.from_pretrained(tmp_path)
+    safetensors.torch.save_file({**whole, f"{name}.zero": torch.full_like(whole[name][:, :1], 9)}, weights)
+    moved = GPT.from_pretrained(tmp_path)
+    steps = whole[f"{name}.scale"].float().repeat_interleave(32, 1)[:, :16]
+    torch.testing.assert_close(moved.embedding.weight, model.embedding.weight - steps)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e7])
+def test_what_int4_cannot_hold_is_not_quantised(bad) -> None:
+    model = make("gpt")
+    model.decoder.layers[1].linear2.weight.data[3, 2] = bad
+    with pytest.raises(ValueError, match=r"\bdecoder\.layers\.1\.linear2\.weight\b"):
+        model.quantize("int4")
+    with pytest.raises(ValueError, match=r"\bprecision\b"):
+        model.quantize("int2")
+
+
+@needs_cpp
+@pytest.mark.parametrize("kind", ["tied", "gpt"])
+def test_a_quantised_model_decodes_in_int4_by_itself(kind, tmp_path) -> None:
+    model = drawn(GPT if kind == "gpt" else Transformer)
+    source = torch.randint(3, 70, (6, 9), generator=torch.Generator().manual_seed(1))
+
+    def found(model, **options) -> torch.Tensor:
+        return generate(model, source, max_new_tokens=6, return_dict_in_generate=True, **options).token_log_probs
+
+    rounded = model.quantize("int4")
+    rounded.save_pretrained(tmp_path)
+    own = found(rounded)
+    for other in (rounded, type(model).from_pretrained(tmp_path)):
+        assert torch.equal(found(other, precision="int4"), own)
+    assert torch.equal(found(type(model).from_pretrained(tmp_path)), own)
+    assert not torch.equal(found(rounded, precision="int8"), own)
+    assert not torch.equal(found(rounded, precision="fp32"), own)
+    # A matrix that the model doesn't keep in int4 is multiplied as int8: more exactly than rounded.
+    mixed = copy.deepcopy(rounded)
+    del mixed.int4_groups["decoder.layers.0.linear1.weight"]
+    assert not torch.equal(found(mixed), own)
+    # Of a model that was never rounded, all but the embeddings are.
+    for name in quantized_names(rounded):
+        if "embedding" in name and not model.config.tie_embeddings:
+            rounded.state_dict()[name].copy_(model.state_dict()[name])
+    assert not torch.equal(found(model, precision="int4"), found(model))

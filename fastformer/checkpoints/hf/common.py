@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from fastformer.checkpoints.hf.quantized import dequantized, keep_groups, quantization_settings
 from fastformer.checkpoints.torch_archive import read_archive
 from fastformer.data import Tokenizer
 from fastformer.files import read_json, read_small
@@ -119,7 +120,8 @@ def load_folder(
     """The model and the tokenizer of a folder that transformers saved.
 
     An id that the model's settings never let it generate gets a logit bias that no score outweighs. Other options that
-    generation_config.json has for a search have to be passed to `generate`; a warning names them.
+    generation_config.json has for a search have to be passed to `generate`; a warning names them. Weights that GPTQ or
+    AWQ rounded to 4 bits stay what they are: see `checkpoints.hf.quantized`.
 
     Args:
         folder: see above.
@@ -135,7 +137,10 @@ def load_folder(
     settings = read_json(folder / CONFIG)
     unk, make_tokenizer = family.read_tokenizer(folder, settings)  # small files first: their errors come at once
     try:
-        state = _read_weights(folder)
+        rounded = quantization_settings(folder, settings)
+        state, matrices = _read_weights(folder), None
+        if rounded is not None:
+            state, matrices = dequantized(settings, rounded, state)
         is_half = any(tensor.dtype == torch.float16 for tensor in state.values())
         if dtype is None and is_half and torch.device(device or "cpu").type == "cpu":
             dtype = torch.float32
@@ -144,6 +149,8 @@ def load_folder(
         if family.kind == "decoder":
             settings = with_search_ids(settings, search)
         model = family.to_model(settings, state, unk=unk, never=never, device=device, dtype=dtype)
+        if matrices is not None:
+            keep_groups(model, matrices)
         tokenizer = make_tokenizer(model.config)
     except (ValueError, IndexError) as error:
         raise ValueError(f"{folder}: {error}") from error

@@ -1,0 +1,220 @@
+"""Folders whose linear layers GPTQ or AWQ rounded to 4 bits: their weights as numbers, and what the C++ engine reads.
+
+Both hold a layer (in, out) as int32 words of 8 nibbles, `qweight` and `qzeros`, beside fp16 `scales` (groups, out). A
+weight is scale * (q - zero), with the scale and the zero of its group of inputs.
+
+GPTQ   qweight (in / 8, out): a word has 8 inputs, the first in its lowest bits. qzeros (groups, out / 8): 8 outputs. In
+       the checkpoint_format "gptq" each zero stands there less 1; "gptq_v2" has them as they are. g_idx (in) is the
+       group of each input. Under desc_act these are not neighbours.
+AWQ    ("gemm") qweight (in, out / 8), qzeros (groups, out / 8): a word has the outputs 0, 2, 4, 6, 1, 3, 5, 7 of 8.
+
+Groups of 64, 128 or all inputs are as many groups of 32 with the same scale. Groups that are not neighbours have no
+place in `models.quantization.Groups`: such a layer keeps its numbers, which the engine takes as int8.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fastformer.files import read_json
+from fastformer.models.quantization import GROUP, INT4, Groups, from_groups, is_on, num_groups, quantized_names
+
+logger = logging.getLogger("fastformer")
+
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the outputs in a word, from its lowest bits on
+_FILES = ("quantize_config.json", "quant_config.json")  # where older folders have their settings
+_OTHER_NAMES = {"w_bit": "bits", "q_group_size": "group_size", "format": "checkpoint_format"}
+_UNBIASED = ("llama", "mistral")  # whose layers some programs saved with biases of zero
+
+
+class _Layer(NamedTuple):
+    """A layer's q (out, in), scales and zeros (groups, out), and the group of each input."""
+
+    q: Tensor
+    scales: Tensor
+    zeros: Tensor
+    group_of: Tensor
+
+    def numbers(self) -> Tensor:
+        """Its weight (out, in), in fp32, in which the products are exact."""
+        scale, zero = (part[self.group_of].T.float() for part in (self.scales, self.zeros))
+        return (self.q.float() - zero) * scale
+
+    def groups(self) -> Groups | None:
+        """The same in groups of 32 neighbours; None where their inputs are of several groups."""
+        outputs, inputs = self.q.shape
+        padded = nn.functional.pad(
+            self.group_of[None].float(), (0, num_groups(inputs) * GROUP - inputs), mode="replicate"
+        )
+        blocks = padded.long().view(-1, GROUP)
+        if not torch.equal(blocks, blocks[:, :1].expand_as(blocks)):
+            return None
+        q = nn.functional.pad(self.q, (0, num_groups(inputs) * GROUP - inputs), value=8)
+        scale, zero = (part[blocks[:, 0]].T.contiguous() for part in (self.scales, self.zeros))
+        return Groups(q[:, ::2] | q[:, 1::2] << 4, scale.half(), zero.to(torch.uint8))
+
+
+def quantization_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """How the weights in a folder are rounded; None where they aren't.
+
+    Args:
+        folder: may hold the settings in a file of their own.
+        settings: its config.json.
+
+    Raises:
+        ValueError: another method than GPTQ and AWQ, or a form of theirs that isn't read.
+    """
+    found, origin = settings.get("quantization_config"), "quantization_config"
+    for name in _FILES:
+        if found is None and (folder / name).is_file():
+            found, origin = {"quant_method": "gptq" if name == _FILES[0] else "awq", **read_json(folder / name)}, name
+    if found is None:
+        return None
+    if not isinstance(found, Mapping):
+        raise ValueError(f"expected {origin} to be a mapping, got {found!r:.60}")
+    found = {_OTHER_NAMES.get(name, name): value for name, value in found.items()}
+    method, bits = found.get("quant_method"), found.get("bits")
+    if method not in ("gptq", "awq"):
+        raise ValueError(f"expected weights that are not quantised, or by gptq or awq, got quant_method {method!r}")
+    if bits != 4:
+        raise ValueError(f"expected {method} of 4 bits, got bits {bits!r}")
+    key, known = ("checkpoint_format", ("gptq", "gptq_v2")) if method == "gptq" else ("version", ("gemm",))
+    form = str(found.get(key) or known[0]).lower()
+    if form not in known or found.get("is_marlin_format"):
+        raise ValueError(f"expected {method} with a {key} of {' or '.join(known)}, got {found.get(key)!r}")
+    return {**found, "form": form}
+
+
+def dequantized(
+    settings: Mapping[str, Any], rounded: Mapping[str, Any], state: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], list[Groups]]:
+    """The weights of a folder as numbers, and its matrices in groups of 32.
+
+    Args:
+        settings: its config.json.
+        rounded: see `quantization_settings`.
+        state: its tensors.
+
+    Returns:
+        The state that a model that isn't quantised has, with fp32 weights where they were rounded; and the groups of
+        the matrices that are in groups of neighbours.
+
+    Raises:
+        ValueError: tensors that are missing or don't fit one another.
+    """
+    left, matrices, shuffled = dict(state), list[Groups](), 0
+    for name in [name.removesuffix(".qweight") for name in state if name.endswith(".qweight")]:
+        try:
+            layer = _layer(name, rounded, left)
+        except (RuntimeError, IndexError) as error:
+            raise ValueError(f"expected the tensors of {name} to fit one another ({error})") from error
+        left[f"{name}.weight"] = layer.numbers()
+        if (groups := layer.groups()) is None:
+            shuffled += 1
+        else:
+            matrices.append(groups)
+        bias = left.get(f"{name}.bias")
+        is_unbiased = settings.get("model_type") in _UNBIASED
+        if bias is not None and is_unbiased and not settings.get("attention_bias") and not bias.any():
+            del left[f"{name}.bias"]
+    if not matrices and not shuffled:
+        raise ValueError(f"expected qweight tensors, as quant_method {rounded['quant_method']!r} has them, got none")
+    if shuffled:
+        logger.warning(
+            "%d of %d matrices have groups of inputs that are not neighbours (desc_act): the C++ engine takes these as "
+            "int8",
+            shuffled,
+            shuffled + len(matrices),
+        )
+    return left, matrices
+
+
+def keep_groups(model: nn.Module, matrices: list[Groups]) -> None:
+    """Has a model that was made from `dequantized` weights remember that they are int4.
+
+    Conversions put rows of matrices together in other ways. A row of the model is known by its numbers: where all rows
+    of a matrix are known, it is kept in int4.
+    """
+    state = model.state_dict()
+    kept: dict[str, Groups] = {}
+    sources = {name: state[name] for name in quantized_names(model)}
+    for columns in {tensor.shape[1] for tensor in sources.values()}:
+        fitting = [groups for groups in matrices if groups.scale.shape[1] == num_groups(columns)]
+        if not fitting:
+            continue
+        nibbles, scale = torch.cat([g.nibbles for g in fitting]), torch.cat([g.scale for g in fitting])
+        zero = torch.cat(
+            [torch.full_like(g.scale, 8, dtype=torch.uint8) if g.zero is None else g.zero for g in fitting]
+        )
+        places: dict[torch.dtype, dict[bytes, int]] = {}
+        for name, tensor in sources.items():
+            if tensor.shape[1] != columns:
+                continue
+            if tensor.dtype not in places:
+                numbers = from_groups(Groups(nibbles, scale, zero), columns, tensor.dtype)
+                places[tensor.dtype] = {row: place for place, row in enumerate(_rows(numbers))}
+            found = [places[tensor.dtype].get(row, -1) for row in _rows(tensor.cpu())]
+            if min(found, default=-1) < 0:
+                continue
+            index = torch.tensor(found)
+            zeros = zero[index]
+            groups = Groups(nibbles[index], scale[index], None if (zeros == 8).all() else zeros)
+            if is_on(groups, tensor):
+                kept[name] = groups
+    holder: Any = model
+    holder.precision, holder.int4_groups = INT4, kept
+
+
+def _rows(matrix: Tensor) -> list[bytes]:
+    # Adding 0 makes -0 and 0 the same.
+    return [row.tobytes() for row in (matrix.detach() + 0.0).contiguous().view(torch.uint8).numpy()]
+
+
+def _layer(name: str, rounded: Mapping[str, Any], left: dict[str, Tensor]) -> _Layer:
+    """Takes a layer's tensors out of the state."""
+    missing = [part for part in ("qweight", "qzeros", "scales") if f"{name}.{part}" not in left]
+    if missing:
+        raise ValueError(f"expected {name}.{missing[0]} beside {name}.qweight, got none")
+    qweight, qzeros, scales = (left.pop(f"{name}.{part}") for part in ("qweight", "qzeros", "scales"))
+    index = left.pop(f"{name}.g_idx", None)
+    for part, tensor in (("qweight", qweight), ("qzeros", qzeros)):
+        if tensor.dtype != torch.int32 or tensor.dim() != 2:
+            raise ValueError(
+                f"expected {name}.{part} to be a matrix of int32, got {tensor.dtype} {tuple(tensor.shape)}"
+            )
+    is_gptq = rounded["quant_method"] == "gptq"
+    if is_gptq:
+        q = _nibbles(qweight.T)  # (out, in)
+        if rounded["form"] == "gptq":
+            qzeros = qzeros + 0x11111111  # a whole word at a time, as it was taken away
+        zeros = _nibbles(qzeros)
+    else:
+        back = [8 * word + _AWQ_ORDER.index(output) for word in range(qweight.shape[1]) for output in range(8)]
+        q, zeros = _nibbles(qweight)[:, back].T.contiguous(), _nibbles(qzeros)[:, back]
+    outputs, inputs = q.shape
+    size = rounded.get("group_size")
+    size = inputs if size in (None, -1) else size
+    if not isinstance(size, int) or size < GROUP and size != inputs or size % GROUP and size != inputs:
+        raise ValueError(f"expected groups of a multiple of {GROUP} inputs, got group_size {size!r}")
+    expected = (-(-inputs // size), outputs)
+    if scales.shape != expected or zeros.shape != expected or not scales.is_floating_point():
+        raise ValueError(
+            f"expected scales and zeros {expected} of {name}, got {(*scales.shape,)} and {(*zeros.shape,)}"
+        )
+    if index is None or not is_gptq:
+        index = torch.arange(inputs) // size
+    if index.shape != (inputs,) or int(index.min()) < 0 or int(index.max()) >= expected[0]:
+        raise ValueError(f"expected {name}.g_idx to name one of {expected[0]} groups for each of {inputs} inputs")
+    return _Layer(q, scales, zeros, index.long())
+
+
+def _nibbles(words: Tensor) -> Tensor:
+    """(rows, columns) int32 as (rows, 8 * columns) uint8, the lowest bits of each word first."""
+    parts = [words >> shift & 15 for shift in range(0, 32, 4)]
+    return torch.stack(parts, -1).flatten(1).to(torch.uint8)
