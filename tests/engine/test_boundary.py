@@ -46,7 +46,7 @@ MODELS = {which: model_of(which) for which in ("gpt", "transformer")} if EXT is 
 
 
 def parts(which: str, precision: str = "fp32") -> tuple[dict[str, Any], dict[str, Any]]:
-    return dict(pack_options(MODELS[which], precision)), dict(pack_tensors(MODELS[which]))
+    return dict(pack_options(MODELS[which], precision)), dict(pack_tensors(MODELS[which], precision))
 
 
 def new_session(which: str, precision: str = "fp32", blocks: int = BLOCKS) -> Any:
@@ -348,7 +348,7 @@ from tests.generation.weights import drawn
 from fastformer.models import GPT
 from fastformer.generation.engines.cpp import pack_options, pack_tensors
 model = drawn(GPT, vocab_size=1100, d_model=264, num_heads=2, d_ff=700, num_layers=2)
-session = EXT.Session(EXT.PackedModel(pack_options(model, "fp32"), pack_tensors(model)), 1024)
+session = EXT.Session(EXT.PackedModel(pack_options(model, "fp32"), pack_tensors(model, "fp32")), 1024)
 session.admit([], [[3, 4, 5], [6, 7]] * 4, 2)
 for _ in range(5):
     before = session.step([8] * 8, 3, True, [], None, 2)
@@ -379,7 +379,7 @@ def test_a_child_of_fork_goes_on_with_its_own_copy_while_helpers_run(tmp_path) -
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 def test_rows_with_broken_numbers_say_so_and_their_neighbours_do_not(number, where) -> None:
     model = drawn(GPT, **SIZES, num_layers=1, tie_embeddings=False)
-    options, tensors = dict(pack_options(model, "fp32")), dict(pack_tensors(model))
+    options, tensors = dict(pack_options(model, "fp32")), dict(pack_tensors(model, "fp32"))
     plain = EXT.Session(EXT.PackedModel(options, tensors), 64)
     name = {"embedding.weight": "target_embedding", "output.weight": "output"}.get(where, where)
     broken = torch.tensor(tensors[name])

@@ -212,7 +212,8 @@ def test_other_paths(path: str, tmp_path: Path) -> None:
     spec = importlib.util.find_spec(f"fastformer._C_{isa}")
     if spec is None or spec.origin is None:
         pytest.skip(f"fastformer._C_{isa} is not built")
-    cases, wanted = {}, {}
+    cases: dict[str, np.ndarray] = {}
+    wanted: dict[str, np.ndarray] = {}
     full = np.full((9, 999), 255, np.float32)
     drawn = [
         (draw(rows, 301), *weight(129, 301, with_zeros)) for rows in (*range(1, 15), 33, 70) for with_zeros in (0, 1)

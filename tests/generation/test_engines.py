@@ -534,8 +534,8 @@ def test_an_engine_that_calls_the_modules_has_their_precision_and_no_other(model
         choose_engine(quantised, "kv_cache", "int8")
     with pytest.raises(ValueError, match="'kv_cache', 'recompute'.*Odd.*int8"):
         choose_engine(as_odd(gpt), None, "int8")
-    with pytest.raises(ValueError, match=r"\bprecision\b.*'int4'"):
-        choose_engine(gpt, None, "int4")
+    with pytest.raises(ValueError, match=r"\bprecision\b.*'int2'"):
+        choose_engine(gpt, None, "int2")
 
 
 def as_odd(gpt: GPT) -> Any:

@@ -227,8 +227,8 @@ def test_other_models() -> None:
     assert "num_layers 2" in str(why_not_supported(changed, None))
     changed.config.d_model = 15
     assert "d_model" in str(why_not_supported(changed, None))
-    with pytest.raises(ValueError, match=r"\bprecision\b.*'int4'"):
-        why_not_supported(fresh(), "int4")
+    with pytest.raises(ValueError, match=r"\bprecision\b.*'int2'"):
+        why_not_supported(fresh(), "int2")
 
 
 def test_what_is_on_around_it(monkeypatch) -> None:

@@ -83,14 +83,14 @@ def test_a_precision_is_asked_of_the_engine_and_never_another_one_in_its_place(m
             translator.translate("a", **FEW)
     finally:
         model.encoder.layers[0]._forward_hooks.clear()
-    with pytest.raises(ValueError, match=r"\bprecision\b.*'int4'"):
-        Translator(model, ByteTokenizer(), precision="int4")
+    with pytest.raises(ValueError, match=r"\bprecision\b.*'int2'"):
+        Translator(model, ByteTokenizer(), precision="int2")
 
 
 def test_from_pretrained_says_what_is_wrong(tmp_path) -> None:
     GPT.from_preset("tiny", vocab_size=259).save_pretrained(tmp_path, ByteTokenizer())
     with pytest.raises(ValueError, match="'GPT'"):
         Translator.from_pretrained(tmp_path)
-    for bad in ("int4", "INT8", 8, torch.float32):
+    for bad in ("int2", "INT8", 8, torch.float32):
         with pytest.raises(ValueError, match=r"\bprecision\b"):
             Translator.from_pretrained(tmp_path, precision=bad)
