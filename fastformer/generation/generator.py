@@ -53,7 +53,7 @@ class Generator:
 
     Args:
         model: see `fastformer.generate`.
-        precision: what it computes in: "fp32", "bf16", "fp16" or "int8"; None: what the model says.
+        precision: what it computes in: "fp32", "bf16", "fp16", "int8" or "int4"; None: what the model says.
         engine: one of `engines.ENGINES`; None: the fastest that can.
         max_rows: rows that are decoded together; None: 512 on a CPU, 1,024 on a GPU.
         max_bytes: of keys and values, about. A call that needs more gets it, for its time. None: 512 MiB on a CPU, a

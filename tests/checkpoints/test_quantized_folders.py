@@ -1,0 +1,251 @@
+"""Folders that GPTQ and AWQ rounded: the weights are those of the formats' definitions, and decode as int4.
+
+The writers here follow the formats: words of eight nibbles, GPTQ's along the inputs with zeros less 1 ("gptq") or as
+they are ("gptq_v2"), AWQ's along the outputs in an order of their own.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastformer.checkpoints.hf import FAMILIES
+from fastformer.checkpoints.hf.quantized import dequantized, keep_groups, quantization_settings
+from fastformer.generation import generate
+from fastformer.models import GPT
+from fastformer.models.quantization import from_groups, groups_of, is_on
+from tests.generation.small import needs_cpp
+
+INPUTS, HIDDEN, VOCAB = 128, 256, 40
+SETTINGS: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": INPUTS,
+    "intermediate_size": HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LAYERS = {
+    "self_attn.q_proj": (128, 128),
+    "self_attn.k_proj": (64, 128),
+    "self_attn.v_proj": (64, 128),
+    "self_attn.o_proj": (128, 128),
+    "mlp.gate_proj": (256, 128),
+    "mlp.up_proj": (256, 128),
+    "mlp.down_proj": (128, 256),
+}
+
+
+def words(nibbles: Tensor, order: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)) -> Tensor:
+    """(rows, 8 n) numbers from 0 to 15 as (rows, n) int32: the nibble at 4 i is that of place order[i] of eight."""
+    parts = nibbles.long().view(len(nibbles), -1, 8)
+    word = sum(parts[..., place] << 4 * i for i, place in enumerate(order))
+    assert isinstance(word, Tensor)
+    return torch.where(word >= 2**31, word - 2**32, word).to(torch.int32)
+
+
+def layer(method: str, outputs: int, inputs: int, size: int, generator: torch.Generator, **options: bool):
+    """The tensors of a layer, and the weight (out, in) that they mean."""
+    size = inputs if size == -1 else size
+    groups = inputs // size
+    q = torch.randint(16, (inputs, outputs), generator=generator)
+    zeros = torch.full((groups, outputs), 8)
+    if not options.get("sym"):
+        zeros = torch.randint(1, 16, (groups, outputs), generator=generator)
+    scales = (torch.rand(groups, outputs, generator=generator) * 0.05 + 1e-3).half()
+    index = torch.arange(inputs) // size
+    if options.get("shuffled"):
+        index = index[torch.randperm(inputs, generator=generator)]
+    weight = (q - zeros[index]).double() * scales[index].double()
+    if method == "awq":
+        order = (0, 2, 4, 6, 1, 3, 5, 7)
+        return {"qweight": words(q, order), "qzeros": words(zeros, order), "scales": scales}, weight.T
+    stored = zeros if options.get("v2") else zeros - 1
+    tensors = {"qweight": words(q.T.contiguous()).T.contiguous(), "qzeros": words(stored), "scales": scales}
+    return {**tensors, "g_idx": index.to(torch.int32)}, weight.T
+
+
+def checkpoint(method: str, size: int, **options: bool) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
+    """Settings, the rounded state, and the plain one with the same weights."""
+    generator = torch.Generator().manual_seed(size + 2 * len(method))
+    plain = {
+        "model.embed_tokens.weight": torch.randn(VOCAB, INPUTS, generator=generator).half(),
+        "lm_head.weight": torch.randn(VOCAB, INPUTS, generator=generator).half() * 0.1,
+        "model.norm.weight": torch.ones(INPUTS).half(),
+    }
+    for i in range(2):
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            plain[f"model.layers.{i}.{norm}.weight"] = torch.rand(INPUTS, generator=generator).half() + 0.5
+    rounded = dict(plain)
+    for i in range(2):
+        for name, (outputs, inputs) in LAYERS.items():
+            tensors, weight = layer(method, outputs, inputs, size, generator, **options)
+            rounded |= {f"model.layers.{i}.{name}.{part}": tensor for part, tensor in tensors.items()}
+            plain[f"model.layers.{i}.{name}.weight"] = weight.float()
+    config: dict[str, Any] = {"quant_method": method, "bits": 4, "group_size": size}
+    if method == "gptq":
+        config |= {"desc_act": options.get("shuffled", False), "sym": options.get("sym", False)}
+        config |= {"checkpoint_format": "gptq_v2"} if options.get("v2") else {}
+    else:
+        config |= {"zero_point": True, "version": "gemm"}
+    return {**SETTINGS, "quantization_config": config}, rounded, plain
+
+
+def read(folder, settings: dict[str, Any], rounded: dict[str, Tensor]) -> GPT:
+    how = quantization_settings(folder, settings)
+    assert how is not None
+    state, matrices = dequantized(settings, how, rounded)
+    model = FAMILIES["llama"].to_model(settings, state, dtype=torch.float32)
+    assert isinstance(model, GPT)
+    keep_groups(model, matrices)
+    return model
+
+
+CASES = [
+    ("gptq", 32, {}),
+    ("gptq", 128, {"sym": True}),
+    ("gptq", 64, {"v2": True}),
+    ("gptq", -1, {}),
+    ("awq", 32, {}),
+    ("awq", 128, {}),
+    ("awq", 64, {}),
+]
+
+
+@pytest.mark.parametrize(("method", "size", "options"), CASES)
+def test_weights_are_those_that_the_format_means(method, size, options, tmp_path) -> None:
+    settings, rounded, plain = checkpoint(method, size, **options)
+    model = read(tmp_path, settings, rounded)
+    expected = FAMILIES["llama"].to_model(SETTINGS, plain, dtype=torch.float32)
+    assert model.precision == "int4" and not model.training
+    for name, value in expected.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+    matrices = {f"decoder.layers.{i}.{name}" for i in range(2) for name in ("linear1.weight", "linear2.weight")}
+    matrices |= {
+        f"decoder.layers.{i}.self_attn.{name}" for i in range(2) for name in ("in_proj_weight", "out_proj.weight")
+    }
+    assert model.int4_groups is not None and model.int4_groups.keys() == matrices  # lm_head isn't rounded
+    for name, groups in model.int4_groups.items():
+        weight = model.get_parameter(name)
+        assert torch.equal(from_groups(groups, weight.shape[1], torch.float32), weight)
+        assert (groups.zero is None) == options.get("sym", False)
+
+
+@needs_cpp
+@pytest.mark.parametrize(("method", "size", "options"), [CASES[0], CASES[5], ("gptq", 32, {"shuffled": True})])
+def test_they_decode_in_int4(method, size, options, tmp_path) -> None:
+    settings, rounded, plain = checkpoint(method, size, **options)
+    model = read(tmp_path / "none", settings, rounded)
+    exact = FAMILIES["llama"].to_model(SETTINGS, plain, dtype=torch.float64)
+    prompt = torch.randint(3, VOCAB, (3, 9), generator=torch.Generator().manual_seed(0))
+    found = generate(model, prompt, max_new_tokens=8, return_dict_in_generate=True, output_logits=True)
+    due = exact(found.sequences[:, :-1])[:, 8:]
+    ours = torch.stack(list(found.logits), 1) if isinstance(found.logits, tuple | list) else found.logits
+    assert (ours.double() - due).square().mean().sqrt() < 0.1 * due.std()
+    # Saved and loaded, it is the same.
+    model.save_pretrained(tmp_path)
+    again = generate(GPT.from_pretrained(tmp_path), prompt, max_new_tokens=8, return_dict_in_generate=True)
+    assert torch.equal(again.sequences, found.sequences) and torch.equal(again.scores, found.scores)
+
+
+def test_groups_out_of_order_keep_their_numbers(tmp_path, caplog) -> None:
+    settings, rounded, plain = checkpoint("gptq", 64, shuffled=True)
+    with caplog.at_level("WARNING", logger="fastformer"):
+        model = read(tmp_path, settings, rounded)
+    assert "desc_act" in caplog.text and "14 of 14" in caplog.text
+    expected = FAMILIES["llama"].to_model(SETTINGS, plain, dtype=torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+    assert model.int4_groups == {} and model.precision == "int4" and groups_of(model, model.parameters()) == {}
+    # desc_act alone says nothing: groups of neighbours are int4.
+    settings, rounded, _ = checkpoint("gptq", 64)
+    settings["quantization_config"]["desc_act"] = True
+    assert len(read(tmp_path, settings, rounded).int4_groups or {}) == 8
+
+
+def test_settings_of_older_folders(tmp_path) -> None:
+    (tmp_path / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": 128, "desc_act": False}))
+    found = quantization_settings(tmp_path, SETTINGS)
+    assert found is not None and found["quant_method"] == "gptq" and found["form"] == "gptq"
+    (tmp_path / "quantize_config.json").unlink()
+    old = {"zero_point": True, "q_group_size": 64, "w_bit": 4, "version": "GEMM"}
+    (tmp_path / "quant_config.json").write_text(json.dumps(old))
+    found = quantization_settings(tmp_path, SETTINGS)
+    assert found is not None and found["quant_method"] == "awq" and found["group_size"] == 64
+    (tmp_path / "quant_config.json").unlink()
+    assert quantization_settings(tmp_path, SETTINGS) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
+        ({"quant_method": "fp8"}, "fp8"),
+        ({"quant_method": None}, "quant_method"),
+        ({"bits": 8}, r"\bbits 8\b"),
+        ({"checkpoint_format": "marlin"}, "marlin"),
+        ({"is_marlin_format": True}, "checkpoint_format"),
+        ({"quant_method": "awq", "version": "gemv"}, "gemv"),
+        ({"group_size": 48}, r"\bgroup_size 48\b"),
+        ({"group_size": 16}, r"\bgroup_size 16\b"),
+        ({"group_size": 64}, r"\bscales\b"),
+    ],
+)
+def test_other_ways_are_refused_by_name(change, message, tmp_path) -> None:
+    settings, rounded, _ = checkpoint("gptq", 32)
+    settings["quantization_config"] |= change
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path, settings, rounded)
+
+
+def test_tensors_that_do_not_fit_are_named(tmp_path) -> None:
+    settings, rounded, _ = checkpoint("gptq", 32)
+    name = "model.layers.1.mlp.up_proj"
+    for part, value in (
+        ("scales", None),
+        ("qzeros", None),
+        ("qweight", rounded[f"{name}.qweight"].float()),
+        ("qzeros", rounded[f"{name}.qzeros"][:-1]),
+        ("scales", rounded[f"{name}.scales"][:, :-1]),
+        ("g_idx", rounded[f"{name}.g_idx"] + 1),
+        ("g_idx", rounded[f"{name}.g_idx"][:-1]),
+    ):
+        changed = {key: tensor for key, tensor in rounded.items() if key != f"{name}.{part}"}
+        if value is not None:
+            changed[f"{name}.{part}"] = value
+        with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj"):
+            read(tmp_path, settings, changed)
+    with pytest.raises(ValueError, match=r"\bqweight\b"):
+        read(tmp_path, settings, {key: tensor for key, tensor in rounded.items() if not key.endswith("qweight")})
+
+
+def test_biases_of_zero_that_the_model_lacks(tmp_path) -> None:
+    settings, rounded, _ = checkpoint("gptq", 128)
+    bias = "model.layers.0.self_attn.q_proj.bias"
+    assert read(tmp_path, settings, {**rounded, bias: torch.zeros(128)}).precision == "int4"
+    with pytest.raises(ValueError, match="bias"):
+        read(tmp_path, settings, {**rounded, bias: torch.ones(128)})
+
+
+def test_a_model_that_has_moved_is_rounded_anew(tmp_path) -> None:
+    settings, rounded, _ = checkpoint("awq", 64)
+    model = copy.deepcopy(read(tmp_path, settings, rounded))
+    name = "decoder.layers.0.linear1.weight"
+    assert model.int4_groups is not None and is_on(model.int4_groups[name], model.get_parameter(name))
+    with torch.no_grad():
+        model.get_parameter(name)[3, 5] += 1
+    weight = model.get_parameter(name)
+    moved = groups_of(model, [weight])[id(weight)]
+    assert moved.zero is None and not is_on(moved, weight)
