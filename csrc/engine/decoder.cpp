@@ -143,7 +143,7 @@ void Session::read_prompts(const std::vector<Ids>& tokens, const std::vector<Tok
     forward(0).read_prompts(batch, threads);
     batch = Batch();
   };
-  int64_t wave = 0;
+  int32_t wave = 0;
   for (const size_t i : order) {
     const TokenCache::Group& group = cache_.groups[first + i];
     if (beginnings[i].wave != wave) flush();

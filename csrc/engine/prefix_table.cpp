@@ -4,10 +4,8 @@
 #include <random>
 
 namespace fastformer {
-namespace {
 
-// Seeded, so that a caller can't choose prompts whose hashes are alike, which would be slow to find.
-uint64_t hash_of(int32_t before, const int32_t* tokens) {
+uint64_t PrefixTable::seeded_hash(int32_t before, const int32_t* tokens) {
   static const uint64_t seed = std::random_device()() | uint64_t{std::random_device()()} << 32;
   uint64_t hash = seed;
   const auto mix = [&](uint64_t value) {
@@ -20,70 +18,90 @@ uint64_t hash_of(int32_t before, const int32_t* tokens) {
   return hash;
 }
 
-}  // namespace
-
-const PrefixTable::Entry* PrefixTable::find(int32_t before, const int32_t* tokens) const {
-  if (by_hash_.empty()) return nullptr;
-  const auto [begin, end] = by_hash_.equal_range(hash_of(before, tokens));
-  for (auto found = begin; found != end; ++found) {
-    const Entry& entry = *found->second;
-    if (entry.before == before && std::equal(entry.tokens.begin(), entry.tokens.end(), tokens)) return &entry;
+int32_t PrefixTable::find(int32_t before, const int32_t* tokens) const {
+  if (num_listed_ == 0) return kNoBlock;
+  int32_t block = slots_[hash_(before, tokens) & (slots_.size() - 1)];
+  for (; block != kNoBlock; block = entries_[block].next) {
+    const Entry& entry = entries_[block];
+    if (entry.before == before && std::equal(entry.tokens.begin(), entry.tokens.end(), tokens)) return block;
   }
-  return nullptr;
+  return kNoBlock;
 }
 
-void PrefixTable::insert(int32_t block, int32_t before, const int32_t* tokens, int64_t wave) {
-  Entry entry{.block = block, .before = before, .wave = wave};
+void PrefixTable::insert(int32_t block, int32_t before, const int32_t* tokens, int32_t wave) {
+  // What may throw comes first.
+  if (block >= static_cast<int64_t>(entries_.size())) entries_.resize(std::max<size_t>(block + 1, 2 * entries_.size()));
+  if (num_listed_ == static_cast<int64_t>(slots_.size())) grow();
+  Entry& entry = entries_[block];
+  entry.before = before, entry.holders = 1, entry.wave = wave, entry.is_listed = true;
   std::copy_n(tokens, kBlockTokens, entry.tokens.begin());
-  held_.push_front(entry);
-  try {
-    by_block_.emplace(block, held_.begin());
-    by_hash_.emplace(hash_of(before, tokens), held_.begin());
-  } catch (...) {
-    by_block_.erase(block);
-    held_.pop_front();
-    throw;
-  }
+  int32_t& first = slot_of(entry);
+  entry.next = first;
+  first = block;
+  ++num_listed_;
+}
+
+void PrefixTable::grow() {
+  std::vector<int32_t> slots(std::max<size_t>(64, 2 * slots_.size()), kNoBlock);
+  slots_.swap(slots);
+  for (const int32_t first : slots)
+    for (int32_t block = first, next; block != kNoBlock; block = next) {
+      Entry& entry = entries_[block];
+      int32_t& slot = slot_of(entry);
+      next = entry.next;
+      entry.next = slot;
+      slot = block;
+    }
+}
+
+void PrefixTable::unlist(int32_t block) {
+  Entry& entry = entries_[block];
+  int32_t* place = &slot_of(entry);
+  while (*place != block) place = &entries_[*place].next;
+  *place = entry.next;
+  entry.is_listed = false;
+  --num_listed_;
 }
 
 void PrefixTable::hold(int32_t block) {
-  const Entries::iterator entry = by_block_.at(block);
-  if (entry->holders++ == 0) held_.splice(held_.begin(), idle_, entry);
+  Entry& entry = entries_[block];
+  if (entry.holders++ == 0) leave_idle(entry);
   else ++num_shared_;
 }
 
 bool PrefixTable::release(int32_t block) {
-  const auto found = by_block_.find(block);
-  if (found == by_block_.end()) return false;
-  const Entries::iterator entry = found->second;
-  if (--entry->holders > 0) {
+  if (!is_listed(block)) return false;
+  Entry& entry = entries_[block];
+  if (--entry.holders > 0) {
     --num_shared_;
     return true;
   }
-  if (entry->wave != kRead) {
-    erase(held_, entry);
+  if (entry.wave != kRead) {
+    unlist(block);
     return false;
   }
-  idle_.splice(idle_.end(), held_, entry);
+  entry.older = newest_, entry.newer = kNoBlock;
+  (newest_ == kNoBlock ? oldest_ : entries_[newest_].newer) = block;
+  newest_ = block;
+  ++num_idle_;
   return true;
 }
 
+void PrefixTable::leave_idle(Entry& entry) {
+  (entry.older == kNoBlock ? oldest_ : entries_[entry.older].newer) = entry.newer;
+  (entry.newer == kNoBlock ? newest_ : entries_[entry.newer].older) = entry.older;
+  --num_idle_;
+}
+
 void PrefixTable::set_read(int32_t block) {
-  const auto found = by_block_.find(block);
-  if (found != by_block_.end()) found->second->wave = kRead;
+  if (is_listed(block)) entries_[block].wave = kRead;
 }
 
 int32_t PrefixTable::evict() {
-  const int32_t block = idle_.front().block;
-  erase(idle_, idle_.begin());
+  const int32_t block = oldest_;
+  leave_idle(entries_[block]);
+  unlist(block);
   return block;
-}
-
-void PrefixTable::erase(Entries& from, Entries::iterator entry) {
-  const auto [begin, end] = by_hash_.equal_range(hash_of(entry->before, entry->tokens.data()));
-  by_hash_.erase(std::find_if(begin, end, [=](const auto& one) { return one.second == entry; }));
-  by_block_.erase(entry->block);
-  from.erase(entry);
 }
 
 }  // namespace fastformer

@@ -80,13 +80,13 @@ TokenCache::Beginning TokenCache::begin_prompt(Group& group, const std::vector<i
   Row& row = group.rows[0];
   row.slots.reserve(length);
   for (int64_t& at = beginning.cached; at < whole; at += kBlockTokens) {
-    const PrefixTable::Entry* entry = prefixes_.find(before, tokens.data() + at);
-    if (!entry) break;
-    before = entry->block;
-    group.blocks.push_back(before);
-    prefixes_.hold(before);
-    for (int64_t i = 0; i < kBlockTokens; ++i) row.slots.push_back(slot(before, i));
-    beginning.wave = std::max(beginning.wave, entry->wave + 1);
+    const int32_t block = prefixes_.find(before, tokens.data() + at);
+    if (block == PrefixTable::kNoBlock) break;
+    group.blocks.push_back(block);
+    prefixes_.hold(block);
+    for (int64_t i = 0; i < kBlockTokens; ++i) row.slots.push_back(slot(block, i));
+    beginning.wave = std::max(beginning.wave, prefixes_[block].wave + 1);
+    before = block;
   }
   append(group, length - beginning.cached);
   for (int64_t at = beginning.cached; at < whole; at += kBlockTokens) {
@@ -105,11 +105,10 @@ TokenCache::Known TokenCache::known(const std::vector<int32_t>& tokens) const {
   Known known;
   int32_t before = PrefixTable::kNoBlock;
   for (int64_t behind = kBlockTokens; behind <= static_cast<int64_t>(tokens.size()); behind += kBlockTokens) {
-    const PrefixTable::Entry* entry = prefixes_.find(before, tokens.data() + known.cached);
-    if (!entry) break;
-    before = entry->block;
+    before = prefixes_.find(before, tokens.data() + known.cached);
+    if (before == PrefixTable::kNoBlock) break;
     known.cached = behind;
-    if (entry->holders) known.held = behind;
+    if (prefixes_[before].holders) known.held = behind;
   }
   return known;
 }

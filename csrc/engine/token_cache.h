@@ -39,7 +39,7 @@ class TokenCache {
   // How a prompt is read.
   struct Beginning {
     int64_t cached = 0;  // its first tokens, which are not read
-    int64_t wave = 0;    // after all prompts of lower waves, which read what it does not
+    int32_t wave = 0;    // after all prompts of lower waves, which read what it does not
   };
 
   TokenCache(int64_t layers, int64_t kv_heads, int64_t head_dim, int64_t element_size, int64_t num_blocks);

@@ -204,23 +204,35 @@ class Scheduler:
             self._open()
         elif self._running_rows >= self._refill_below():
             return
-        idle_rows = self._usable_rows - self._running_rows
+        left = _PREFILL_TOKENS
+        while new := self._fitting(left):
+            read = self._read_tokens
+            self._prefill(new)
+            left -= self._read_tokens - read
+            if not self.engine.reuses_prefixes():
+                return  # else there may be room for more: for those that share what these have brought
+
+    def _fitting(self, most_tokens: int) -> list[Request]:
+        """The requests at the head of the queue for which there is room.
+
+        Args:
+            most_tokens: that they may have to read.
+        """
         batch = self._open_batch
+        idle_rows = self._usable_rows - self._running_rows
         reserved = self._reserved_tokens - batch.shared_tokens()
         tokens = min(self._capacity_tokens - reserved, batch.free_tokens())
         new: list[Request] = []
-        prefill_tokens = 0
         for request in self.waiting:
             known = batch.known_prefix(request.prompt)
             rows, needed = request.search.peak_rows, self._likely_tokens(request) - known.held
-            prefill_tokens += request.prompt.num_tokens - known.cached
+            most_tokens -= request.prompt.num_tokens - known.cached
             # The first request of a batch is admitted whatever it needs: the batch was opened for it.
-            if (self.running or new) and (needed > tokens or rows > idle_rows or prefill_tokens > _PREFILL_TOKENS):
+            if (self.running or new) and (needed > tokens or rows > idle_rows or most_tokens < 0):
                 break
             new.append(request)
             tokens, idle_rows = tokens - needed, idle_rows - rows
-        if new:
-            self._prefill(new)
+        return new
 
     def _prefill(self, new: list[Request]) -> None:
         """Begins with requests from the head of the queue, which leave it when nothing can fail any more."""

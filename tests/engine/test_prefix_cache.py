@@ -83,6 +83,17 @@ def test_what_one_prompt_of_an_admission_needs_of_another_is_there_before() -> N
         assert all(np.array_equal(row, alone(packed, p)[0]) for row, p in zip(found, chosen, strict=True)), order
 
 
+def test_no_thread_reads_what_another_has_yet_to_write() -> None:
+    packed, dice = packed_gpt(d_model=64, num_heads=8, max_len=400), random.Random(6)
+    for _ in range(6):
+        stem = ids(dice, 320)
+        prompts = [stem[: 320 - 48 * i] + ids(dice, 2 + i) for i in range(6)]
+        session = new_session(packed)
+        assert sum(session.admit([[]] * 6, [prompt[:-1] for prompt in prompts], 3)) == 880
+        found = step(session, [prompt[-1] for prompt in prompts])
+        assert all(np.array_equal(found[i], alone(packed, prompts[i])[0]) for i in (1, 5))
+
+
 def test_tokens_alike_behind_another_beginning_are_other_tokens() -> None:
     packed, dice = packed_gpt(), random.Random(2)
     first, second, same = ids(dice, 16), ids(dice, 16), ids(dice, 32)

@@ -1,0 +1,23 @@
+"""A table of prefixes compares tokens and what stands before them, however alike the hashes are."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+COMPILER = shutil.which(os.environ.get("CXX", "c++"))
+
+
+@pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler here")
+@pytest.mark.skipif(not (ROOT / "csrc").is_dir(), reason="the C++ sources aren't here")
+def test_the_table_is_the_plainest_one_whatever_the_hash(tmp_path: Path) -> None:
+    program, sources = tmp_path / "prefix_table", ["tests/csrc/prefix_table.cpp", "csrc/engine/prefix_table.cpp"]
+    assert COMPILER is not None
+    subprocess.run([COMPILER, "-std=c++20", "-Icsrc", *sources, "-o", str(program)], cwd=ROOT, check=True)
+    found = subprocess.run([str(program)], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout
