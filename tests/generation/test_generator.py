@@ -206,13 +206,10 @@ def test_memory_that_is_shared_is_counted_once(chatty) -> None:
     # Room for the stem once, and for what six have of their own; apart, each would take 13 blocks.
     blocks = 10 + 6 * 4
     scheduler = Scheduler(engine, max_rows=8, max_bytes=blocks * 16 * engine.token_bytes, is_endless=True)
-    requests = requests_of(prompts, 8)
-    scheduler.submit(requests)
-    most = 0
-    while not scheduler.is_idle:
-        scheduler.step()
-        most = max(most, scheduler.stats().running)
-    assert most == 6 and scheduler.stats().cached_tokens == 5 * 160
+    requests, running = requests_of(prompts, 8), set()
+    requests[0].on_token = lambda token: running.add(scheduler.stats().running)
+    run(scheduler, requests)
+    assert running == {6} and scheduler.stats().cached_tokens == 5 * 160
     assert scheduler.stats().read_tokens == 165 + 5 * 5
     for request, other in zip(requests, requests_of(prompts, 8), strict=True):
         run(new_scheduler(engine), [other])
