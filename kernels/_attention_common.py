@@ -17,6 +17,7 @@ from fastformer.kernels._launch import (
     dropout_arguments,
     next_power_of_2,
 )
+from fastformer.kernels._softcap import soft_capped
 
 # Arguments whose values must not make another binary: Triton compiles apart for 1 and for multiples of 16.
 COUNTS = ["planes", "lengths", "window", "dropout"]
@@ -276,26 +277,34 @@ def score_tile(
     bounds,
     window,
     softmax_scale,
+    softcap,
     MASK: tl.constexpr,
     CHECK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A tile of scores after masks, length and window: (s, scale), and the softmax is that of scale * s.
+    """A tile of scores after cap, masks, length and window: (s, scale, slope); the softmax is that of scale * s.
+
+    slope: what a gradient of the scores is multiplied by on its way through the cap; 1 without one.
 
     Args:
         a, b: a b^T is Q K^T, or its transpose.
         mask: from `load_mask`.
         rows, columns: of the tile, (BLOCK_M, 1) and (1, BLOCK_N), or the transpose's (1, BLOCK_M) and (BLOCK_N, 1).
+        softcap: c of c tanh(score / c), or None.
         MASK: as to `load_mask`.
         CHECK: whether keys may be beyond the length or the window.
     """
     _, len_k, diagonal = bounds
     s = tl.dot(a, tl.trans(b), input_precision=PRECISION)
     scale = softmax_scale
+    slope = 1.0
+    if softcap is not None:
+        s, slope = soft_capped(s * softmax_scale, softcap, a.dtype == tl.float32)
+        scale = 1.0
     if MASK == "bool" or MASK == "bool_keys":
         s = limited(s, mask)
     elif MASK != "none":
-        s = s * softmax_scale + mask
+        s = s * scale + mask
         scale = 1.0
     if CHECK:
         visible = (columns < len_k) & (rows >= 0)
@@ -304,7 +313,7 @@ def score_tile(
         if window[0] is not None:
             visible = visible & (columns >= rows + (diagonal - window[0]))
         s = tl.where(visible, s, float("-inf"))
-    return s, scale
+    return s, scale, slope
 
 
 @triton.constexpr_function
@@ -361,6 +370,7 @@ class Problem(NamedTuple):
     softmax_scale: float
     dropout: Dropout
     precision: str
+    softcap: float | None = None  # of the scaled scores
 
     @property
     def group(self) -> int:
@@ -385,6 +395,7 @@ def describe(
     window_right: int | None,
     dropout_p: float,
     dropout_seed: Tensor | None,
+    softcap: float = 0.0,
 ) -> Problem:
     """Collects a call's facts; drops windows that no row can feel (causal with one query is no mask at all)."""
     if window_right is not None and window_right >= seqlen_q - 1:
@@ -412,6 +423,7 @@ def describe(
         softmax_scale=softmax_scale,
         dropout=dropout_arguments(dropout_p, dropout_seed),
         precision=dot_precision(q),
+        softcap=softcap or None,
     )
 
 

@@ -40,6 +40,7 @@ def _dq_kernel(
     window,
     dropout,
     softmax_scale,
+    softcap,
     q_strides,
     k_strides,
     v_strides,
@@ -90,15 +91,18 @@ def _dq_kernel(
                 tl.atomic_add(work_ptr, 1)
             k = load_tile(k_ptr, start, len_k, k_strides[1] * UNIT, BLOCK_N, HEAD_DIM, BLOCK_D, CHECK)
             mask = load_mask(mask_ptr, mask_strides, rows[:, None], columns[None, :], start, bounds, MASK, True, CHECK)
-            s, scale = score_tile(
-                q, k, mask, rows[:, None], columns[None, :], bounds, window, softmax_scale, MASK, CHECK, PRECISION
-            )
+            s, scale, slope = score_tile(
+                q, k, mask, rows[:, None], columns[None, :], bounds, window, softmax_scale, softcap, MASK, CHECK,
+                PRECISION,
+            )  # fmt: skip
             p = softmax_weights(s, scale, row_lse[:, None], EXACT)
             v = load_tile(v_ptr, start, len_k, v_strides[1] * UNIT, BLOCK_N, HEAD_DIM, BLOCK_D, CHECK)
             dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
             if dropout[0] is not None:
                 dp = tl.where(keep_mask_tile(rows, start, plane, drawn, BLOCK_M, BLOCK_N), dp * drawn[4], 0.0)
             ds = p * (dp - delta[:, None])
+            if softcap is not None:
+                ds = ds * slope
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     dims = tl.arange(0, BLOCK_D)
     dq_ptr = plane_ptr(dq_ptr, dq_strides, batch, start_q + first_row, head, UNIT)

@@ -35,10 +35,11 @@ def takes(problem: Problem, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor |
 
 
 def fits(problem: Problem, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> bool:
-    """Whether the kernels can do a call, wherever it runs: dtype, head_dim, no mask, what TMA can address."""
+    """Whether the kernels can do a call, wherever it runs: dtype, head_dim, no mask or cap, what TMA can address."""
     packed = problem.lengths == "packed"
     return (
         attn_mask is None
+        and problem.softcap is None
         and q.dtype in (torch.float16, torch.bfloat16)
         and problem.block_d in BLOCK_DS
         and problem.head_dim % 8 == 0

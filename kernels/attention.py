@@ -4,7 +4,7 @@ One program owns BLOCK_M rows of one head and walks over the keys that they may 
 et al. 2022 ("FlashAttention"). What a bound can skip is skipped by the loop's bounds (causal, windows, lengths): blocks
 that every row sees in full run without a mask, the diagonal's and the tail's with one, the others are not loaded.
 
-Fused: scale, mask (boolean or additive, broadcast by stride 0), windows, lengths, dropout, grouped K/V heads.
+Fused: scale, soft cap, mask (boolean or additive, broadcast by stride 0), windows, lengths, dropout, grouped K/V heads.
 Work: 4 * seqlen_q * seqlen_k * head_dim FLOPs a head (half of it when causal); memory: Q, K, V, out once, lse 4 bytes
 a row. fp32: scores, softmax statistics, the accumulator, lse. P is rounded to V's dtype for the second product. fp32
 inputs are multiplied as three TF32 products each (relative error about 2**-21 a product).
@@ -80,6 +80,7 @@ def _attention_fwd_kernel(
     window,
     dropout,
     softmax_scale,
+    softcap,
     q_strides,
     k_strides,
     v_strides,
@@ -97,8 +98,9 @@ def _attention_fwd_kernel(
 ):
     """out and lse of BLOCK_M rows of one head.
 
-    planes, lengths: see `locate`; window: (left, right); dropout: see `load_dropout`; strides: (batch, row, head) in
-    UNITs, of lse (batch, head), of the mask all four; work_ptr: a counter of block products, or None.
+    planes, lengths: see `locate`; window: (left, right); dropout: see `load_dropout`; softcap: see `score_tile`;
+    strides: (batch, row, head) in UNITs, of lse (batch, head), of the mask all four; work_ptr: a counter of block
+    products, or None.
     """
     block, plane, where, starts, bounds = locate(planes, lengths, LENGTHS, window[1] is not None)
     batch, head, kv_head = where
@@ -134,9 +136,10 @@ def _attention_fwd_kernel(
                 tl.atomic_add(work_ptr, 1)
             k = load_tile(k_ptr, start, len_k, k_strides[1] * UNIT, BLOCK_N, HEAD_DIM, BLOCK_D, CHECK)
             mask = load_mask(mask_ptr, mask_strides, rows[:, None], columns[None, :], start, bounds, MASK, True, CHECK)
-            s, scale = score_tile(
-                q, k, mask, rows[:, None], columns[None, :], bounds, window, softmax_scale, MASK, CHECK, PRECISION
-            )
+            s, scale, _ = score_tile(
+                q, k, mask, rows[:, None], columns[None, :], bounds, window, softmax_scale, softcap, MASK, CHECK,
+                PRECISION,
+            )  # fmt: skip
             # The peak is in natural units, as lse is: fp32 gradients feel each rounding of lse.
             new_peak = tl.maximum(peak, tl.max(s, 1) * scale)
             base = new_peak
@@ -202,6 +205,7 @@ def plan_forward(
     )  # fmt: skip
     seqlens = problem.seqlen_q, problem.seqlen_k
     window, softmax_scale, drop = problem.window, problem.softmax_scale, problem.dropout[1:]
+    softcap = problem.softcap
     is_empty = q.numel() == 0 or problem.seqlen_q == 0
     untensored = problem._replace(seqlens_q=None, seqlens_k=None, dropout=(None, *drop))
     run = Launch(
@@ -237,7 +241,7 @@ def plan_forward(
         else:
             run(
                 q, k, v, out, lse, mask_bytes(attn_mask), work_counter, planes, lengths, window, dropout,
-                softmax_scale, *strides,
+                softmax_scale, softcap, *strides,
             )  # fmt: skip
         return out, lse
 
@@ -267,7 +271,6 @@ def why_unsupported(
     v: Tensor,
     softmax_scale: float,
     attn_mask: Tensor | None = None,
-    softcap: float = 0.0,
     **_: object,
 ) -> str | None:
     """Why the kernels can't take a call of (varlen_)attention_fwd or _bwd; None if they can."""
@@ -283,8 +286,6 @@ def why_unsupported(
         return "v's head_dim is not q's"
     if not softmax_scale > 0:
         return f"softmax_scale {softmax_scale} is not positive"
-    if softcap:
-        return "it caps no scores"
     if attn_mask is not None and attn_mask.dtype not in (torch.bool, *DTYPES):
         return f"attn_mask is {attn_mask.dtype}"
     if q.is_cuda and architecture(q) < 80:
@@ -308,7 +309,9 @@ def plan_attention_fwd(
     softcap: float = 0.0,
 ) -> Plan:
     """`attention_fwd` for calls of this geometry."""
-    problem = describe_dense(q, k, seqlens_k, softmax_scale, window_left, window_right, dropout_p, dropout_seed)
+    problem = describe_dense(
+        q, k, seqlens_k, softmax_scale, window_left, window_right, dropout_p, dropout_seed, softcap
+    )
     forward = plan_forward(q, k, v, attn_mask, problem)
     drops = problem.dropout[0] is not None
 
@@ -341,7 +344,9 @@ def plan_attention_bwd(
     softcap: float = 0.0,
 ) -> Plan:
     """`attention_bwd` for calls of this geometry."""
-    problem = describe_dense(q, k, seqlens_k, softmax_scale, window_left, window_right, dropout_p, dropout_seed)
+    problem = describe_dense(
+        q, k, seqlens_k, softmax_scale, window_left, window_right, dropout_p, dropout_seed, softcap
+    )
     backward = plan_backward(dout, q, k, v, out, lse, attn_mask, problem, needs_mask_grad)
     drops = problem.dropout[0] is not None
 
@@ -376,7 +381,7 @@ def plan_varlen_attention_fwd(
     problem = describe(
         q, k, lengths="packed", seqlens_q=cu_seqlens_q, seqlens_k=cu_seqlens_k, seqlen_q=max_seqlen_q,
         seqlen_k=max_seqlen_k, softmax_scale=softmax_scale, window_left=window_left, window_right=window_right,
-        dropout_p=dropout_p, dropout_seed=dropout_seed,
+        dropout_p=dropout_p, dropout_seed=dropout_seed, softcap=softcap,
     )  # fmt: skip
     forward = plan_forward(q, k, v, None, problem)
     drops = problem.dropout[0] is not None
@@ -415,7 +420,7 @@ def plan_varlen_attention_bwd(
     problem = describe(
         q, k, lengths="packed", seqlens_q=cu_seqlens_q, seqlens_k=cu_seqlens_k, seqlen_q=max_seqlen_q,
         seqlen_k=max_seqlen_k, softmax_scale=softmax_scale, window_left=window_left, window_right=window_right,
-        dropout_p=dropout_p, dropout_seed=dropout_seed,
+        dropout_p=dropout_p, dropout_seed=dropout_seed, softcap=softcap,
     )  # fmt: skip
     backward = plan_backward(dout, q, k, v, out, lse, None, problem, False)
     drops = problem.dropout[0] is not None
@@ -441,10 +446,11 @@ def describe_dense(
     window_right: int | None,
     dropout_p: float,
     dropout_seed: Tensor | None,
+    softcap: float = 0.0,
 ) -> Problem:
     """A dense call's facts, from its op's arguments."""
     return describe(
         q, k, lengths="dense" if seqlens_k is None else "seqlens_k", seqlens_q=None, seqlens_k=seqlens_k,
         seqlen_q=q.shape[1], seqlen_k=k.shape[1], softmax_scale=softmax_scale, window_left=window_left,
-        window_right=window_right, dropout_p=dropout_p, dropout_seed=dropout_seed,
+        window_right=window_right, dropout_p=dropout_p, dropout_seed=dropout_seed, softcap=softcap,
     )  # fmt: skip

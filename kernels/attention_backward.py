@@ -4,6 +4,8 @@
     dP = dropout'(dO V^T)                           dS = P * (dP - delta),  delta = rowsum(dO * out)
     dK = scale * dS^T Q                             dQ = scale * dS K
 
+(under a soft cap c of the scores, with dS * (1 - tanh^2(scale * Q K^T / c)) in place of dS)
+
 `_rows_kernel` goes first: delta, lse with +inf for an empty row (so that its P is 0), and zeros where dQ is added up.
 `_dkdv_kernel` owns BLOCK_N keys of one query head and walks over the rows that see them: five products when it also
 adds dS K into an fp32 dQ with atomics, four when it does not. It works on transposed tiles, so that P^T and dS^T enter
@@ -137,6 +139,7 @@ def _dkdv_kernel(
     window,
     dropout,
     softmax_scale,
+    softcap,
     q_strides,
     k_strides,
     v_strides,
@@ -218,9 +221,10 @@ def _dkdv_kernel(
                 mask = load_mask(
                     mask_ptr, mask_strides, rows[None, :], columns[:, None], first_key, bounds, MASK, CHECK, CHECK
                 )
-            s, scale = score_tile(
-                k, q, mask, rows[None, :], columns[:, None], bounds, window, softmax_scale, MASK, CHECK, PRECISION
-            )
+            s, scale, slope = score_tile(
+                k, q, mask, rows[None, :], columns[:, None], bounds, window, softmax_scale, softcap, MASK, CHECK,
+                PRECISION,
+            )  # fmt: skip
             if CHECK:
                 row_lse = tl.load(row_lse_ptr + rows, mask=rows < len_q, other=float("inf"))
                 delta = tl.load(delta_ptr + rows, mask=rows < len_q, other=0.0)
@@ -250,6 +254,8 @@ def _dkdv_kernel(
                     tl.store(dmask_at, ds.to(dmask_ptr.dtype.element_ty), mask=here)
                 else:
                     tl.atomic_add(dmask_at, ds, mask=here, sem="relaxed")
+            if softcap is not None:
+                ds = ds * slope
             ds = ds.to(q.dtype)
             dk = tl.dot(ds, q, dk, input_precision=PRECISION)
             if DQ != "none":
@@ -332,6 +338,7 @@ def plan_backward(
 
     seqlens = problem.seqlen_q, problem.seqlen_k
     window, softmax_scale, drop = problem.window, problem.softmax_scale, problem.dropout[1:]
+    softcap = problem.softcap
     strides = (
         *(plane_strides(x.stride(), packed, unit) for x in (q, k, v, dout)), q_strides,
     )  # fmt: skip
@@ -395,13 +402,13 @@ def plan_backward(
         else:
             run_dkdv(
                 q, k, v, dout, delta, row_lse, None if dq_mode == "none" else dq, dk, dv, mask, dmask, work_counter,
-                planes, lengths, window, dropout, softmax_scale, *strides, kv_strides, lse_strides, mask_steps,
-                dmask_steps,
+                planes, lengths, window, dropout, softmax_scale, softcap, *strides, kv_strides, lse_strides,
+                mask_steps, dmask_steps,
             )  # fmt: skip
         if dq_mode == "none":
             run_dq(
                 q, k, v, dout, delta, row_lse, dq, mask, work_counter, dq_planes, lengths, window, dropout,
-                softmax_scale, *strides, lse_strides, mask_steps,
+                softmax_scale, softcap, *strides, lse_strides, mask_steps,
             )  # fmt: skip
         if dmask is None:
             dmask = q.new_empty(0)

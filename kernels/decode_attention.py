@@ -52,6 +52,7 @@ from fastformer.kernels._launch import (
     unsupported_device,
     unsupported_dtype,
 )
+from fastformer.kernels._softcap import soft_capped
 from fastformer.kernels.rotary import load_turned
 
 # The rows of each product's result.
@@ -165,6 +166,7 @@ def _decode_attention_kernel(
     sizes,
     window_left,
     scale,
+    softcap,
     q_strides,
     k_cache_strides,
     v_cache_strides,
@@ -188,7 +190,8 @@ def _decode_attention_kernel(
     """A share of the walk of one tile and K/V head: its rows of out or, in splits, what `_merge_kernel` makes them of.
 
     sizes: (batch, seqlen_q, group, num_kv_heads, cache_batch, max_seqlen, num_tokens, seqlen_new, num_splits), where
-    num_tokens are those of the store behind a table; scale: of the scores, times log2(e); strides: (row, token, head)
+    num_tokens are those of the store behind a table; scale, softcap (or None): of
+    the scores, times log2(e); strides: (row, token, head)
     in UNITs; integer_strides: of the lengths, of cache_batch_idx, of the table's rows and columns. rotary: (cos, sin,
     their positions, strides of their rows in TABLE_UNITs), or None. ROWS: rows of the batch in a tile; more than one
     only through cache_batch_idx, and then there is no rotary. HALF: half of what is turned of a head, 0 = nothing.
@@ -295,6 +298,8 @@ def _decode_attention_kernel(
                 k = load_turned(new_k, positions, new, rotary, INTERLEAVED, TABLE_UNIT, HALF, HEAD_DIM, BLOCK_D)
                 tl.store(k_to[:, None] + dims[None, :], k, mask=stored[:, None] & (dims < HEAD_DIM)[None, :])
                 s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+                if softcap is not None:
+                    s, _ = soft_capped(s, softcap, q.dtype == tl.float32)
                 acc, weight, peak = _attend(
                     s, new_v, dims, new[:, None] & (dims < HEAD_DIM)[None, :],
                     _visible(positions, aligned, new, window_left, IS_CAUSAL), None, (acc, weight, peak), PRECISION,
@@ -350,6 +355,8 @@ def _decode_attention_kernel(
             here = here & (dims < HEAD_DIM)[None, :]
         k = tl.load(k_ptrs[:, None] + dims[None, :], mask=here, other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if softcap is not None:
+            s, _ = soft_capped(s, softcap, q.dtype == tl.float32)
         visible = _visible(positions, aligned, seen, window_left, IS_CAUSAL)
         member = None
         if ROWS > 1:
@@ -422,12 +429,9 @@ def why_unsupported(
     v_cache: Tensor,
     cos: Tensor | None,
     sin: Tensor | None,
-    softcap: float = 0.0,
     **_: object,
 ) -> str | None:
     """Why the kernel can't take a call of decode_attention; None if it can."""
-    if softcap:
-        return "it caps no scores"
     if (reason := unsupported_dtype(*(x.dtype for x in (q, cos, sin) if x is not None))) is not None:
         return reason
     if q.shape[-1] > 256:
@@ -509,7 +513,7 @@ def decode_attention(
             batch, seqlen_q, num_heads // num_kv_heads, num_kv_heads, cache_batch, max_seqlen,
             k_cache.shape[0] * k_cache.shape[1], seqlen_new, num_splits,
         ),
-        window_left, softmax_scale * 1.4426950408889634,
+        window_left, softmax_scale * 1.4426950408889634, softcap * 1.4426950408889634 if softcap else None,
         *(strides_of(x, unit) for x in (q, k_cache, v_cache, k, v)),
         (
             cache_seqlens.stride(0),

@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastformer.kernels._launch import cdiv, launch, next_power_of_2, unsupported_device, unsupported_dtype
+from fastformer.kernels._softcap import soft_capped
 
 SMALLEST_CHUNK, LARGEST_CHUNK = 2048, 4096
 CHUNK_BYTES = 512 * 2**20
@@ -39,23 +40,29 @@ _COUNTS = ["num_rows", "vocab_size", "ignore_index", "stride_scale"]
 
 
 @triton.jit
-def _load_logits(row_ptrs, bias_ptr, columns, HAS_BIAS: tl.constexpr):
-    """Logits in fp32 of columns that all exist."""
+def _load_logits(row_ptrs, bias_ptr, columns, softcap, HAS_BIAS: tl.constexpr):
+    """(logits in fp32 of columns that all exist, the derivative of the cap), which is 1 where softcap is None."""
     logits = tl.load(row_ptrs[:, None] + columns[None, :]).to(tl.float32)
     if HAS_BIAS:
         logits += tl.load(bias_ptr + columns).to(tl.float32)[None, :]
-    return logits
+    slope = 1.0
+    if softcap is not None:
+        logits, slope = soft_capped(logits, softcap, row_ptrs.dtype.element_ty == tl.float32)
+    return logits, slope
 
 
 @triton.jit
-def _load_tail(row_ptrs, here, bias_ptr, columns, vocab_size, padded_size, HAS_BIAS: tl.constexpr):
-    """Logits in fp32 of the rows `here`, -inf beyond the vocabulary."""
+def _load_tail(row_ptrs, here, bias_ptr, columns, vocab_size, padded_size, softcap, HAS_BIAS: tl.constexpr):
+    """`_load_logits` of the rows `here`, -inf beyond the vocabulary."""
     # Up to the padding and not to the vocabulary: a mask that changes at any column would cost the wide loads.
     inside = here[:, None] & (columns < padded_size)[None, :]
     logits = tl.load(row_ptrs[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         logits += tl.load(bias_ptr + columns, mask=columns < vocab_size, other=0.0).to(tl.float32)[None, :]
-    return tl.where((columns < vocab_size)[None, :], logits, float("-inf"))
+    slope = 1.0
+    if softcap is not None:
+        logits, slope = soft_capped(logits, softcap, row_ptrs.dtype.element_ty == tl.float32)
+    return tl.where((columns < vocab_size)[None, :], logits, float("-inf")), slope
 
 
 @triton.jit
@@ -110,6 +117,7 @@ def _cross_entropy_kernel(
     on_target,
     on_all,
     z_loss,
+    softcap,
     LOSSES: tl.constexpr,
     GRADIENT: tl.constexpr,
     LSE: tl.constexpr,
@@ -124,7 +132,7 @@ def _cross_entropy_kernel(
 
     LSE: "none"; "store"; "load" (a forward pass has left it: no pass over the row for the statistics).
     scale_ptr: what a row's loss and gradient are multiplied by, with stride 0 one for all; None is 1.
-    THREADS: those that share a row.
+    softcap: c of c tanh(logit / c), or None. THREADS: those that share a row.
     """
     dtype = logits_ptr.dtype.element_ty
     VECTOR: tl.constexpr = 128 // dtype.primitive_bitwidth
@@ -151,6 +159,9 @@ def _cross_entropy_kernel(
     target_logit = tl.load(row_ptrs + target, mask=counts, other=0.0).to(tl.float32)
     if HAS_BIAS:
         target_logit += tl.load(bias_ptr + target, mask=counts, other=0.0).to(tl.float32)
+    target_slope = 1.0
+    if softcap is not None:
+        target_logit, target_slope = soft_capped(target_logit, softcap, EXACT)
 
     # p = exp(z - peak) / total; lse = peak + log(total) holds few digits of its fraction where it is large.
     if LSE == "load":
@@ -163,13 +174,13 @@ def _cross_entropy_kernel(
         totals = tl.zeros((BLOCK_M, THREADS), dtype=tl.float32)
         sums = tl.zeros((BLOCK_M, THREADS), dtype=tl.float32)
         for start in range(0, whole, BLOCK_N):
-            logits = _load_logits(row_ptrs, bias_ptr, start + tl.arange(0, BLOCK_N), HAS_BIAS)
+            logits, _ = _load_logits(row_ptrs, bias_ptr, start + tl.arange(0, BLOCK_N), softcap, HAS_BIAS)
             # Relative to the target's logit, not to 0: logits that share a large offset would cancel.
             relative = logits - target_logit[:, None]
             peaks, totals, sums = _add_tile(logits, relative, peaks, totals, sums, SMOOTH, EXACT, THREADS, VECTOR)
         for start in range(whole, width, BLOCK_N):
             columns = start + tl.arange(0, BLOCK_N)
-            logits = _load_tail(row_ptrs, counts, bias_ptr, columns, vocab_size, padded_size, HAS_BIAS)
+            logits, _ = _load_tail(row_ptrs, counts, bias_ptr, columns, vocab_size, padded_size, softcap, HAS_BIAS)
             relative = tl.where((columns < vocab_size)[None, :], logits - target_logit[:, None], 0.0)
             peaks, totals, sums = _add_tile(logits, relative, peaks, totals, sums, SMOOTH, EXACT, THREADS, VECTOR)
         peak = tl.where(counts, tl.max(peaks, 1), 0.0)
@@ -198,24 +209,30 @@ def _cross_entropy_kernel(
         smooth = on_all * scale
         for start in range(0, whole, BLOCK_N):
             columns = start + tl.arange(0, BLOCK_N)
-            logits = _load_logits(row_ptrs, bias_ptr, columns, HAS_BIAS)
+            logits, slope = _load_logits(row_ptrs, bias_ptr, columns, softcap, HAS_BIAS)
             dlogits = factor[:, None] * tl.exp2(_power(logits, peak[:, None], EXACT))
             if SMOOTH:
                 dlogits -= smooth[:, None]
+            if softcap is not None:
+                dlogits *= slope
             tl.store(row_ptrs[:, None] + columns[None, :], dlogits.to(dtype))
         # Also the rows that don't count are written: the products read them.
         for start in range(whole, vocab_size, BLOCK_N):
             columns = start + tl.arange(0, BLOCK_N)
-            logits = _load_tail(row_ptrs, counts, bias_ptr, columns, vocab_size, padded_size, HAS_BIAS)
+            logits, slope = _load_tail(row_ptrs, counts, bias_ptr, columns, vocab_size, padded_size, softcap, HAS_BIAS)
             dlogits = factor[:, None] * tl.exp2(_power(logits, peak[:, None], EXACT))
             if SMOOTH:
                 dlogits -= smooth[:, None]
+            if softcap is not None:
+                dlogits *= slope
             dlogits = tl.where(counts[:, None], dlogits, 0.0)
             inside = real[:, None] & (columns < padded_size)[None, :]
             tl.store(row_ptrs[:, None] + columns[None, :], dlogits.to(dtype), mask=inside)
         # One element a row differs: written once more, and not looked for among all. After every warp's tiles.
         tl.debug_barrier()
         dlogit = factor * tl.exp2(_power(target_logit, peak, EXACT)) - smooth - on_target * scale
+        if softcap is not None:
+            dlogit *= target_slope
         tl.store(row_ptrs + target, dlogit.to(dtype), mask=counts)
 
 
@@ -249,12 +266,12 @@ class _Chunks:
 
     def __init__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int, label_smoothing: float,
-        smooth_others: bool, z_loss: float,
+        smooth_others: bool, z_loss: float, softcap: float,
     ) -> None:  # fmt: skip
         self.x, self.weight = x, weight
         self.bias = None if bias is None else bias.contiguous()
         self.target = target.contiguous()
-        self.ignore_index, self.z_loss = ignore_index, z_loss
+        self.ignore_index, self.z_loss, self.softcap = ignore_index, z_loss, softcap or None
         rows, self.vocab_size = len(x), len(weight)
         self.weights = _weights(label_smoothing, smooth_others, self.vocab_size)
         self.padded_size = cdiv(self.vocab_size, PADDING) * PADDING
@@ -302,6 +319,7 @@ class _Chunks:
             scale.stride(0) if scale is not None and scale.dim() == 1 else 0,
             *self.weights,
             self.z_loss,
+            self.softcap,
             LOSSES=losses is not None,
             GRADIENT=gradient,
             LSE="none" if lse is None else "load" if load_lse else "store",
@@ -362,12 +380,8 @@ class _Gradients:
         return self.dx, dweight, sums(self.dbias, self.needs_dbias, self.weight.shape[:1])
 
 
-def why_unsupported(
-    op_name: str, *, x: Tensor, weight: Tensor, bias: Tensor | None, softcap: float = 0.0, **_: object
-) -> str | None:
+def why_unsupported(op_name: str, *, x: Tensor, weight: Tensor, bias: Tensor | None, **_: object) -> str | None:
     """Why the kernels can't take a call of linear_cross_entropy_fwd, _bwd or _fwd_bwd; None if they can."""
-    if softcap:
-        return "it caps no logits"
     if (reason := unsupported_dtype(x.dtype)) is not None:
         return reason
     if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
@@ -387,7 +401,7 @@ def linear_cross_entropy_fwd(
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """`fastformer::linear_cross_entropy_fwd`: (losses, lse); both are 0 in rows that don't count."""
-    chunks = _Chunks(x, weight, bias, target, ignore_index, label_smoothing, smooth_others, z_loss)
+    chunks = _Chunks(x, weight, bias, target, ignore_index, label_smoothing, smooth_others, z_loss, softcap)
     losses = x.new_empty(len(x), dtype=torch.float32)
     lse = torch.empty_like(losses)
     for chunk, _ in chunks:
@@ -410,7 +424,7 @@ def linear_cross_entropy_bwd(
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`fastformer::linear_cross_entropy_bwd`: (dx, dweight, dbias)."""
-    chunks = _Chunks(x, weight, bias, target, ignore_index, label_smoothing, smooth_others, z_loss)
+    chunks = _Chunks(x, weight, bias, target, ignore_index, label_smoothing, smooth_others, z_loss, softcap)
     gradients = _Gradients(chunks, output_mask)
     # A large lse holds few digits of its fraction. Half dtypes hold fewer still of their logits; fp32 counts anew.
     known = None if x.dtype == torch.float32 else lse
@@ -434,7 +448,7 @@ def linear_cross_entropy_fwd_bwd(
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`fastformer::linear_cross_entropy_fwd_bwd`: (loss, dx, dweight, dbias)."""
-    chunks = _Chunks(x, weight, bias, target, ignore_index, label_smoothing, smooth_others, z_loss)
+    chunks = _Chunks(x, weight, bias, target, ignore_index, label_smoothing, smooth_others, z_loss, softcap)
     gradients = _Gradients(chunks, output_mask)
     losses = x.new_empty(len(x), dtype=torch.float32)
     scale = (target != ignore_index).sum().clamp(min=1).float().reciprocal() if mean else None

@@ -2,6 +2,8 @@
 //
 //   out = softmax(q k^T * scale + mask) v,   lse = log sum exp of the scores
 //
+// A soft cap c makes c tanh(x / c) of the scaled scores before the mask, in the same pass over a row of a block.
+//
 // A task is a block of queries of one head. It walks the key blocks that its rows can see and no others: the loop bound
 // is the mask, so causal attention does half the work and a window of r does O(r n). Inside a block a row's visible
 // keys are an interval, and nothing outside of it is exponentiated. Keys and values of a head are packed once (O(n d)
@@ -18,6 +20,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include "common/softcap.h"
 #include "ops/forward.h"
 
 namespace fastformer {
@@ -198,8 +201,11 @@ void attend(const Problem& p, const Mask& mask, const Rows<const T>& q, const Pa
   T* probabilities;
   if constexpr (std::is_same_v<T, acc>) probabilities = scores;
   else probabilities = tile.probabilities.data();
-  // Scores are scaled where they are put under a mask. Not negative: see cpp_unsupported of ops/attention.py.
-  const acc unit = mask.on ? acc(1.4426950408889634) : p.scale2<acc>();
+  // Scores are scaled where they are put under a mask or a cap. Not negative: see cpp_unsupported of ops/attention.py.
+  const bool capped = p.softcap > 0, scaled = mask.on || capped;
+  const acc unit = scaled ? acc(1.4426950408889634) : p.scale2<acc>();
+  const acc cap = static_cast<acc>(p.softcap), cap_factor = static_cast<acc>(p.softmax_scale / p.softcap);
+  const acc mask_factor = capped ? acc(1) : static_cast<acc>(p.softmax_scale);
   // What any of the rows sees: from the first row's first key to the last row's last key.
   const Interval seen{p.keys_of(s, first).begin, p.keys_of(s, first + rows - 1).end};
   const int64_t start = seen.begin / kPanel * kPanel;
@@ -216,7 +222,8 @@ void attend(const Problem& p, const Mask& mask, const Rows<const T>& q, const Pa
     for (int64_t r = 0; r < rows; ++r) {
       const auto [begin, end] = columns_of(r);
       acc* x = scores + r * kKeys;
-      if (mask.on) apply(mask, b, h, first + r, j, begin, end, static_cast<acc>(p.softmax_scale), x);
+      if (capped) cap_row(x + begin, end - begin, cap_factor, cap);
+      if (mask.on) apply(mask, b, h, first + r, j, begin, end, mask_factor, x);
       tile.largest[r] = largest_of(x + begin, end - begin);
     }
     const bool moved = advance(unit, rows, tile);
@@ -252,7 +259,7 @@ void attend(const Problem& p, const Mask& mask, const Rows<const T>& q, const Pa
     for_each_vec<acc>(dim, [&](int64_t c, int64_t n) { (V::load(sums + r * dim + c, n) * inverse).store(to + c, n); });
     acc& lse_of_row = lse[s.lse_start + h * p.lse_head_stride + first + r];
     if (sum == 0) lse_of_row = -std::numeric_limits<acc>::infinity();
-    else lse_of_row = tile.row_max[r] * (mask.on ? acc(1) : static_cast<acc>(p.softmax_scale)) + std::log(sum);
+    else lse_of_row = tile.row_max[r] * (scaled ? acc(1) : static_cast<acc>(p.softmax_scale)) + std::log(sum);
   }
 }
 
@@ -337,9 +344,9 @@ std::tuple<Tensor, Tensor> attention_fwd(const Tensor& q, const Tensor& k, const
                                          const OptionalTensor& attn_mask, const OptionalTensor& seqlens_k,
                                          double softmax_scale, std::optional<int64_t> window_left,
                                          std::optional<int64_t> window_right, double dropout_p,
-                                         const OptionalTensor& dropout_seed) {
+                                         const OptionalTensor& dropout_seed, double softcap) {
   Problem p = Problem::dense(q, k, seqlens_k);
-  p.set_options(softmax_scale, window_left, window_right, dropout_p, dropout_seed);
+  p.set_options(softmax_scale, window_left, window_right, dropout_p, dropout_seed, softcap);
   return run(p, attn_mask, q, k, v, {q.size(0), q.size(2), q.size(1)});
 }
 
@@ -347,20 +354,21 @@ std::tuple<Tensor, Tensor> varlen_attention_fwd(const Tensor& q, const Tensor& k
                                                 const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, int64_t,
                                                 int64_t, double softmax_scale, std::optional<int64_t> window_left,
                                                 std::optional<int64_t> window_right, double dropout_p,
-                                                const OptionalTensor& dropout_seed) {
+                                                const OptionalTensor& dropout_seed, double softcap) {
   Problem p = Problem::packed(q, k, cu_seqlens_q, cu_seqlens_k);
-  p.set_options(softmax_scale, window_left, window_right, dropout_p, dropout_seed);
+  p.set_options(softmax_scale, window_left, window_right, dropout_p, dropout_seed, softcap);
   return run(p, std::nullopt, q, k, v, {q.size(1), q.size(0)});
 }
 
 TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
   m.def(
       "attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, Tensor? seqlens_k, float softmax_scale, "
-      "int? window_left, int? window_right, float dropout_p, Tensor? dropout_seed) -> (Tensor, Tensor)");
+      "int? window_left, int? window_right, float dropout_p, Tensor? dropout_seed, float softcap=0.0) "
+      "-> (Tensor, Tensor)");
   m.def(
       "varlen_attention_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, int max_seqlen_q, "
       "int max_seqlen_k, float softmax_scale, int? window_left, int? window_right, float dropout_p, Tensor? "
-      "dropout_seed) "
+      "dropout_seed, float softcap=0.0) "
       "-> (Tensor, Tensor)");
 }
 

@@ -92,6 +92,7 @@ struct Problem {
   std::vector<Sequence> sequences;
   std::optional<int64_t> window_left, window_right;
   double softmax_scale;
+  double softcap = 0;  // of the scaled scores, before a mask; 0: none
   Dropout dropout;
   // Along the first dimension, what the sequences take up: packed rows may lie beyond the last one.
   int64_t used_q = 0, used_k = 0;
@@ -100,10 +101,10 @@ struct Problem {
   static Problem packed(const Tensor& q, const Tensor& k, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k);
 
   void set_options(double scale, std::optional<int64_t> left, std::optional<int64_t> right, double dropout_p,
-                   const OptionalTensor& dropout_seed) {
+                   const OptionalTensor& dropout_seed, double cap) {
     // Further than any sequence is long, and near enough for sums with positions not to overflow.
     constexpr int64_t kFar = int64_t(1) << 40;
-    softmax_scale = scale, window_left = left, window_right = right;
+    softmax_scale = scale, softcap = cap, window_left = left, window_right = right;
     if (left) window_left = std::clamp(*left, -kFar, kFar);
     if (right) window_right = std::clamp(*right, -kFar, kFar);
     dropout = Dropout(dropout_p, dropout_seed);

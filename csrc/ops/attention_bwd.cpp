@@ -4,6 +4,9 @@
 //   P = exp(S - lse)    dV += (P * keep)^T dout    dP = keep * (dout V^T)
 //   dS = P * (dP - delta)    dQ += dS K    dK += dS^T Q
 //
+// Under a soft cap c, S is c tanh(x / c) of the scaled products x, and dS times 1 - tanh^2(x / c) takes its place in dQ
+// and dK; the gradient of a mask is dS itself.
+//
 // A task is one kv head of one sequence with all query heads of its group: it owns its dQ, dK and dV, so sums have one
 // order and the result does not depend on the threads. Where that makes few tasks a task is one query head, whose dK
 // and dV are added up in the order of the heads afterwards. Tasks that add to one gradient of a mask follow each other
@@ -18,6 +21,7 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
+#include "common/softcap.h"
 #include "ops/attention.h"
 
 namespace fastformer {
@@ -96,7 +100,7 @@ template <typename T>
 struct Tile {
   using acc = acc_t<T>;
   acc scores[kKeys * kPanel], dprobabilities[kKeys * kPanel], keep[kKeys * kPanel], dscores[kKeys * kPanel],
-      turned[kKeys * kPanel], mask[kKeys * kPanel];
+      turned[kKeys * kPanel], mask[kKeys * kPanel], slope[kKeys * kPanel];
   acc keep_rows[kPanel * (kKeys + Dropout::kGroup)], mask_rows[kPanel * kKeys];
   T left[kKeys * kPanel], right[kKeys * kPanel];  // P^T and dS^T, then dS, as operands
 
@@ -133,15 +137,17 @@ void transposed_mask(const Mask& mask, int64_t b, int64_t h, int64_t i, int64_t 
   pack<acc>(tile.mask_rows, 1, kKeys, keys, kPanel, tile.mask);
 }
 
-// From S^T and dP^T to (P * keep)^T in tile.scores and dS^T in tile.dscores.
+// From S^T and dP^T to (P * keep)^T in tile.scores and dS^T in tile.dscores; under a cap its slope, in tile.slope.
 template <typename T>
 void tile_gradients(const Problem& p, const Mask& mask, const Sequence& s, const QueryHead<T>& head, int64_t i,
                     int64_t j, int64_t keys, Tile<T>& tile) {
   using acc = acc_t<T>;
   using V = Vec<acc>;
   // In base e: a factor of log2(e) would round the exponent once more, and nothing cancels that here.
-  const V scale(static_cast<acc>(p.softmax_scale)), hidden(-std::numeric_limits<acc>::infinity()),
-      far(acc(int64_t(1) << 32));
+  const bool capped = p.softcap > 0;
+  const V scale(capped ? acc(1) : static_cast<acc>(p.softmax_scale)), hidden(-std::numeric_limits<acc>::infinity()),
+      far(acc(int64_t(1) << 32)), cap(static_cast<acc>(p.softcap)),
+      cap_factor(static_cast<acc>(p.softmax_scale / p.softcap));
   const bool adds = mask.adds();
   const acc* lse = head.lse.data() + i;
   const acc* delta = head.delta.data() + i;
@@ -150,6 +156,7 @@ void tile_gradients(const Problem& p, const Mask& mask, const Sequence& s, const
     acc* ds = tile.dscores + r * kPanel;
     const acc* dp = tile.dprobabilities + r * kPanel;
     const acc* keep = tile.keep + r * kPanel;
+    acc* slope = tile.slope + r * kPanel;
     const Interval seen = p.queries_of(s, j + r);
     const int64_t begin = std::clamp<int64_t>(seen.begin - i, 0, kPanel),
                   end = std::clamp<int64_t>(seen.end - i, begin, kPanel);
@@ -157,6 +164,13 @@ void tile_gradients(const Problem& p, const Mask& mask, const Sequence& s, const
       V score = V::load(x + c), of_mask(acc(0));
       const V of_lse = V::load(lse + c);
       if (mask.on) of_mask = V::load(tile.mask + r * kPanel + c);
+      if (capped) {
+        // What a boolean mask hides may be NaN, whose slope would outlive it.
+        if (mask.boolean) score = where_positive(of_mask, score, V(acc(0)));
+        const V bent = tanh(score * cap_factor);
+        (V(acc(1)) - bent * bent).store(slope + c);
+        score = bent * cap;
+      }
       if (mask.boolean) score = where_positive(of_mask, score, hidden), of_mask = V(acc(0));
       V exponent = fmadd(score, scale, of_mask - of_lse);
       if (adds) {
@@ -180,7 +194,16 @@ void tile_gradients(const Problem& p, const Mask& mask, const Sequence& s, const
     // What a query does not see may hold anything, NaN included: it is overwritten, never multiplied.
     std::fill(x, x + begin, acc(0)), std::fill(x + end, x + kPanel, acc(0));
     std::fill(ds, ds + begin, acc(0)), std::fill(ds + end, ds + kPanel, acc(0));
+    if (capped) std::fill(slope, slope + begin, acc(0)), std::fill(slope + end, slope + kPanel, acc(0));
   }
+}
+
+// The gradient of capped scores becomes that of the products.
+template <typename T>
+void through_cap(int64_t keys, Tile<T>& tile) {
+  using V = Vec<acc_t<T>>;
+  for (int64_t c = 0; c < keys * kPanel; c += V::size)
+    (V::load(tile.dscores + c) * V::load(tile.slope + c)).store(tile.dscores + c);
 }
 
 template <typename T>
@@ -229,6 +252,7 @@ KeyGradients<acc_t<T>> attend_backward(const Problem& p, const Mask& mask, const
         if (mask.on) transposed_mask<T>(mask, b, h, i, j, queries, keys, tile);
         tile_gradients<T>(p, mask, s, head, i, j, keys, tile);
         if (dmask.defined()) add_mask_gradient<T>(dmask, s, b, h, i, j, keys, tile.dscores);
+        if (p.softcap > 0) through_cap<T>(keys, tile);
         const T* probabilities = tile.operand(tile.scores, tile.left, keys * kPanel);
         gemm<T>(keys, dim, round_up(queries, kPair<T>), probabilities, kPanel, head.dout.data() + i * kPanel,
                 dv.data() + j * dim, dim, true, s.seqlen_q);
@@ -334,9 +358,9 @@ Gradients run(const Problem& p, const OptionalTensor& attn_mask, bool needs_mask
 Gradients attention_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
                         const Tensor& lse, const OptionalTensor& attn_mask, const OptionalTensor& seqlens_k,
                         double softmax_scale, std::optional<int64_t> window_left, std::optional<int64_t> window_right,
-                        double dropout_p, const OptionalTensor& dropout_seed, bool needs_mask_grad) {
+                        double dropout_p, const OptionalTensor& dropout_seed, bool needs_mask_grad, double softcap) {
   Problem p = Problem::dense(q, k, seqlens_k);
-  p.set_options(softmax_scale, window_left, window_right, dropout_p, dropout_seed);
+  p.set_options(softmax_scale, window_left, window_right, dropout_p, dropout_seed, softcap);
   return run(p, attn_mask, needs_mask_grad, dout, q, k, v, out, lse);
 }
 
@@ -346,9 +370,9 @@ std::tuple<Tensor, Tensor, Tensor> varlen_attention_bwd(const Tensor& dout, cons
                                                         int64_t, double softmax_scale,
                                                         std::optional<int64_t> window_left,
                                                         std::optional<int64_t> window_right, double dropout_p,
-                                                        const OptionalTensor& dropout_seed) {
+                                                        const OptionalTensor& dropout_seed, double softcap) {
   Problem p = Problem::packed(q, k, cu_seqlens_q, cu_seqlens_k);
-  p.set_options(softmax_scale, window_left, window_right, dropout_p, dropout_seed);
+  p.set_options(softmax_scale, window_left, window_right, dropout_p, dropout_seed, softcap);
   auto [dq, dk, dv, unused] = run(p, std::nullopt, false, dout, q, k, v, out, lse);
   return {dq, dk, dv};
 }
@@ -360,13 +384,13 @@ TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
       "attention_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? attn_mask, Tensor? "
       "seqlens_k, "
       "float softmax_scale, int? window_left, int? window_right, float dropout_p, Tensor? dropout_seed, bool "
-      "needs_mask_grad) "
+      "needs_mask_grad, float softcap=0.0) "
       "-> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "varlen_attention_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens_q, "
       "Tensor cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, float softmax_scale, int? window_left, int? "
       "window_right, "
-      "float dropout_p, Tensor? dropout_seed) -> (Tensor, Tensor, Tensor)");
+      "float dropout_p, Tensor? dropout_seed, float softcap=0.0) -> (Tensor, Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) {

@@ -13,6 +13,7 @@
 #include <torch/library.h>
 
 #include "common/rows.h"
+#include "common/softcap.h"
 #include "ops/attention.h"
 
 namespace fastformer {
@@ -94,6 +95,17 @@ struct Call {
   }
 };
 
+// Scales and caps the scores of a query with `keys` keys, as attend_heads calls it.
+template <typename acc>
+struct SoftCap {
+  acc factor, cap;
+  int64_t keys;
+
+  SoftCap(const Problem& p, int64_t keys)
+      : factor(static_cast<acc>(p.softmax_scale / p.softcap)), cap(static_cast<acc>(p.softcap)), keys(keys) {}
+  void operator()(int64_t, acc* scores) const { cap_row(scores, keys, factor, cap); }
+};
+
 template <typename T>
 void decode(const Call& call, const Tensor& q, const Cache<T>& k_cache, const Cache<T>& v_cache, const Tensor& k,
             const Tensor& v, Tensor& out) {
@@ -124,9 +136,14 @@ void decode(const Call& call, const Tensor& q, const Cache<T>& k_cache, const Ca
         const Heads<const T> values{v_cache.at(row, kv_head), v_cache.head_stride, v_cache.stride};
         for (int64_t i = 0; i < s.seqlen_q; ++i) {
           const Interval seen = p.keys_of(s, i);
-          attend_heads<T, T>({q_rows.at(b, i, kv_head * group), q_rows.head_stride}, keys, values, together * group,
-                             group, tokens.from(seen.begin), std::max<int64_t>(0, seen.end - seen.begin), p.head_dim,
-                             p.scale2<acc_t<T>>(), {out_rows.at(b, i, kv_head * group), out_rows.head_stride});
+          const int64_t count = std::max<int64_t>(0, seen.end - seen.begin);
+          const auto attend = [&](acc_t<T> scale2, auto bias) {
+            attend_heads<T, T>({q_rows.at(b, i, kv_head * group), q_rows.head_stride}, keys, values, together * group,
+                               group, tokens.from(seen.begin), count, p.head_dim, scale2,
+                               {out_rows.at(b, i, kv_head * group), out_rows.head_stride}, bias);
+          };
+          if (p.softcap > 0) attend(acc_t<T>(1.4426950408889634), SoftCap<acc_t<T>>(p, count));
+          else attend(p.scale2<acc_t<T>>(), NoBias());
         }
       }
     });
@@ -194,7 +211,7 @@ void decode_blocked(Call& call, const Tensor& q, const Tensor& k_cache, const Te
 Tensor decode_attention(const Tensor& q_in, Tensor k_cache, Tensor v_cache, const Tensor& cache_seqlens,
                         const OptionalTensor& k_in, const OptionalTensor& v_in, const OptionalTensor& cache_batch_idx,
                         const OptionalTensor& slot_table, double softmax_scale, bool is_causal,
-                        std::optional<int64_t> window_left) {
+                        std::optional<int64_t> window_left, double softcap) {
   const Tensor q = rows_of(q_in);
   for (const Tensor& cache : {k_cache, v_cache}) {
     TORCH_CHECK(cache.stride(3) == 1, "the caches must be contiguous in head_dim");
@@ -216,7 +233,7 @@ Tensor decode_attention(const Tensor& q_in, Tensor k_cache, Tensor v_cache, cons
   p.lse_head_stride = q.size(1);
   p.used_q = q.size(0), p.used_k = k_cache.size(0);
   p.set_options(softmax_scale, window_left, is_causal ? std::make_optional<int64_t>(0) : std::nullopt, 0.0,
-                std::nullopt);
+                std::nullopt, softcap);
   const Tensor& rows = slot_table ? *slot_table : k_cache;
   call.check(rows.size(0), rows.size(1), k_cache.size(0) * k_cache.size(1));
   Tensor out = at::empty(q.sizes(), q.options());
@@ -233,7 +250,8 @@ TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
   m.def(
       "decode_attention(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens, Tensor? k, Tensor? "
       "v, "
-      "Tensor? cache_batch_idx, Tensor? slot_table, float softmax_scale, bool is_causal, int? window_left) -> Tensor");
+      "Tensor? cache_batch_idx, Tensor? slot_table, float softmax_scale, bool is_causal, int? window_left, "
+      "float softcap=0.0) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) { m.impl("decode_attention", decode_attention); }

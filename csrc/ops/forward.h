@@ -17,14 +17,15 @@ std::tuple<at::Tensor, at::Tensor> attention_fwd(const at::Tensor& q, const at::
                                                  const std::optional<at::Tensor>& seqlens_k, double softmax_scale,
                                                  std::optional<int64_t> window_left,
                                                  std::optional<int64_t> window_right, double dropout_p,
-                                                 const std::optional<at::Tensor>& dropout_seed);
+                                                 const std::optional<at::Tensor>& dropout_seed, double softcap = 0.0);
 
 std::tuple<at::Tensor, at::Tensor> varlen_attention_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                                         const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k,
                                                         int64_t max_seqlen_q, int64_t max_seqlen_k,
                                                         double softmax_scale, std::optional<int64_t> window_left,
                                                         std::optional<int64_t> window_right, double dropout_p,
-                                                        const std::optional<at::Tensor>& dropout_seed);
+                                                        const std::optional<at::Tensor>& dropout_seed,
+                                                        double softcap = 0.0);
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_layer_norm_fwd(
     const at::Tensor& x, const std::optional<at::Tensor>& residual, const std::optional<at::Tensor>& weight,

@@ -6,6 +6,8 @@
 //   2. row by row: the tiles' numbers become the row's maximum, lse and loss
 //   3. tile by tile: dlogits; dW of the tile += dlogits^T x; the rows' dx += dlogits W
 //
+// A soft cap c makes z = c tanh(u / c) of the logits u in step 1, and du = (1 - (z / c)^2) dz in step 3.
+//
 // 6 rows dim vocab_size FLOPs where gradients are wanted, 2 rows dim vocab_size else (then a tile of logits is not kept
 // at all). W is packed tile by tile as it is read: no second copy of it exists. Tiles belong to groups, each with dx
 // sums of its own which are added in order, so a result depends on no thread's timing. Sums are fp32 (fp64 for fp64);
@@ -18,6 +20,7 @@
 
 #include "common/dispatch.h"
 #include "common/indices.h"
+#include "common/softcap.h"
 #include "ops/linear.h"
 
 namespace fastformer {
@@ -41,14 +44,14 @@ int64_t chunk_rows(int64_t vocab_size) {
 struct Options {
   int64_t ignore_index;
   double on_target, on_all;  // the weights of the target's logit and of the sum of all
-  double z_loss;
+  double z_loss, softcap;
 };
 
-Options make_options(int64_t ignore_index, double label_smoothing, bool smooth_others, double z_loss,
+Options make_options(int64_t ignore_index, double label_smoothing, bool smooth_others, double z_loss, double softcap,
                      int64_t vocab_size) {
-  if (label_smoothing == 0.0) return {ignore_index, 1.0, 0.0, z_loss};
+  if (label_smoothing == 0.0) return {ignore_index, 1.0, 0.0, z_loss, softcap};
   const double each = label_smoothing / static_cast<double>(smooth_others ? vocab_size - 1 : vocab_size);
-  return {ignore_index, smooth_others ? 1.0 - label_smoothing - each : 1.0 - label_smoothing, each, z_loss};
+  return {ignore_index, smooth_others ? 1.0 - label_smoothing - each : 1.0 - label_smoothing, each, z_loss, softcap};
 }
 
 // A row within one tile of logits: max, sum of exp(z - max), sum of z - max.
@@ -63,17 +66,22 @@ struct RowSums {
   acc max, log, inverse;  // of the sum of exp(z - max): its log, its inverse
 };
 
-// Adds the bias to the n logits of a row and sums them up.
+// Adds the bias to the n logits of a row, caps them and sums them up.
 template <typename T, typename acc = acc_t<T>>
-TileSums<acc> sum_up(acc* z, int64_t n, const T* bias) {
+TileSums<acc> sum_up(acc* z, int64_t n, const T* bias, acc softcap) {
   using V = Vec<acc>;
   constexpr acc kNone = -std::numeric_limits<acc>::infinity();
   V top(kNone);
   acc tail = kNone;  // apart: the lanes beyond the end read as zero
+  const V cap(softcap), inverse(acc(1) / softcap);
   for_each_vec<acc>(n, [&](int64_t c, int64_t w) {
     V v = V::load(z + c, w);
     if (bias) {
       v = v + V::load(bias + c, w);
+      v.store(z + c, w);
+    }
+    if (softcap > 0) {
+      v = tanh(v * inverse) * cap;
       v.store(z + c, w);
     }
     if (w == V::size) top = max(top, v);
@@ -103,6 +111,7 @@ struct LinearCrossEntropy {
 
   int64_t tiles() const { return (vocab_size + kTileColumns - 1) / kTileColumns; }
   int64_t columns(int64_t tile) const { return std::min(kTileColumns, vocab_size - tile * kTileColumns); }
+  acc softcap() const { return static_cast<acc>(options.softcap); }
   bool counts(int64_t row) const { return target[row] != options.ignore_index; }
 
   // What the rows of one chunk come to.
@@ -129,7 +138,8 @@ struct LinearCrossEntropy {
           gemm<T>(m, n, dim, x + (first + block) * dim, dim, right.data(), z, kTileColumns, false);
           for (int64_t r = 0; r < m; ++r) {
             acc* row = z + r * kTileColumns;
-            chunk.of_tile.data()[tile * count + block + r] = sum_up<T>(row, n, bias ? bias + column : nullptr);
+            chunk.of_tile.data()[tile * count + block + r] =
+                sum_up<T>(row, n, bias ? bias + column : nullptr, softcap());
             const int64_t y = target[first + block + r] - column;
             if (y >= 0 && y < n) chunk.target_logit.data()[block + r] = row[y];
           }
@@ -180,6 +190,11 @@ struct LinearCrossEntropy {
     });
     const int64_t y = target[chunk.first + r] - column;
     if (y >= 0 && y < n) to[y] -= static_cast<acc>(options.on_target) * row_scale;
+    if (softcap() > 0)
+      for_each_vec<acc>(n, [&, inverse = V(acc(1) / softcap())](int64_t c, int64_t w) {
+        const V bent = V::load(z + c, w) * inverse;
+        (V::load(to + c, w) * (V(acc(1)) - bent * bent)).store(to + c, w);
+      });
   }
 
   // Adds a row of n sums to dW, or begins it; what the last chunk adds is rounded to the result.
@@ -323,9 +338,9 @@ struct Gradients {
 
 std::tuple<Tensor, Tensor> linear_cross_entropy_fwd(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                                                     const Tensor& target, int64_t ignore_index, double label_smoothing,
-                                                    bool smooth_others, double z_loss) {
+                                                    bool smooth_others, double z_loss, double softcap) {
   const Inputs in(x, weight, bias, target,
-                  make_options(ignore_index, label_smoothing, smooth_others, z_loss, weight.size(0)));
+                  make_options(ignore_index, label_smoothing, smooth_others, z_loss, softcap, weight.size(0)));
   Tensor losses = at::empty({x.size(0)}, in.wide()), lse = at::empty({x.size(0)}, in.wide());
   dispatch(x.scalar_type(), "linear_cross_entropy", [&]<typename T>() {
     using acc = acc_t<T>;
@@ -341,9 +356,9 @@ std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_bwd(const Tensor& dlosse
                                                             const Tensor& weight, const OptionalTensor& bias,
                                                             const Tensor& target, const Tensor& /* lse */,
                                                             int64_t ignore_index, double label_smoothing,
-                                                            bool smooth_others, double z_loss) {
+                                                            bool smooth_others, double z_loss, double softcap) {
   const Inputs in(x, weight, bias, target,
-                  make_options(ignore_index, label_smoothing, smooth_others, z_loss, weight.size(0)));
+                  make_options(ignore_index, label_smoothing, smooth_others, z_loss, softcap, weight.size(0)));
   Gradients gradients(in);
   const Tensor scale = dlosses.to(in.wide().dtype()).masked_fill(in.target.eq(ignore_index), 0).contiguous();
   if (x.size(0) > 0)
@@ -358,9 +373,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_fwd_bwd(const Te
                                                                         const OptionalTensor& bias,
                                                                         const Tensor& target, int64_t ignore_index,
                                                                         double label_smoothing, bool smooth_others,
-                                                                        double z_loss, bool mean) {
+                                                                        double z_loss, bool mean, double softcap) {
   const Inputs in(x, weight, bias, target,
-                  make_options(ignore_index, label_smoothing, smooth_others, z_loss, weight.size(0)));
+                  make_options(ignore_index, label_smoothing, smooth_others, z_loss, softcap, weight.size(0)));
   Gradients gradients(in);
   Tensor loss = at::empty({}, in.wide()), losses = at::empty({x.size(0)}, in.wide()),
          scale = at::empty({x.size(0)}, in.wide());
@@ -386,15 +401,15 @@ TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
   m.def(
       "linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index, float "
       "label_smoothing, "
-      "bool smooth_others, float z_loss) -> (Tensor, Tensor)");
+      "bool smooth_others, float z_loss, float softcap=0.0) -> (Tensor, Tensor)");
   m.def(
       "linear_cross_entropy_bwd(Tensor dlosses, Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor lse, int "
       "ignore_index, "
-      "float label_smoothing, bool smooth_others, float z_loss) -> (Tensor, Tensor, Tensor)");
+      "float label_smoothing, bool smooth_others, float z_loss, float softcap=0.0) -> (Tensor, Tensor, Tensor)");
   m.def(
       "linear_cross_entropy_fwd_bwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index, float "
       "label_smoothing, "
-      "bool smooth_others, float z_loss, bool mean) -> (Tensor, Tensor, Tensor, Tensor)");
+      "bool smooth_others, float z_loss, bool mean, float softcap=0.0) -> (Tensor, Tensor, Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) {

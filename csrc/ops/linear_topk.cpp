@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "common/dispatch.h"
+#include "common/softcap.h"
 #include "ops/linear.h"
 
 namespace fastformer {
@@ -105,6 +106,7 @@ struct LinearTopK {
   int64_t ldx, stride_dim, stride_class;
   int64_t rows, dim, vocab_size, k;
   bool log_probs;
+  acc softcap;
 
   int64_t tiles() const { return (vocab_size + kColumns - 1) / kColumns; }
 
@@ -131,7 +133,8 @@ struct LinearTopK {
           else if constexpr (!std::is_same_v<T, double>)
             gemm_unpacked<T>(m, n, dim, left, ldx, classes, stride_class, z.data(), kColumns);
           for (int64_t r = 0; r < m; ++r) {
-            const acc* row = z.data() + r * kColumns;
+            acc* row = z.data() + r * kColumns;
+            if (softcap > 0) cap_row(row, n, acc(1) / softcap, softcap);
             mine.add(block + r, row, n, column);
             if (log_probs)
               sum_up(row, n, maxima.data()[tile * count + block + r], sums.data()[tile * count + block + r]);
@@ -219,7 +222,8 @@ struct LinearTopK {
   }
 };
 
-std::tuple<Tensor, Tensor> linear_topk(const Tensor& x_in, const Tensor& weight_in, int64_t k, bool log_probs) {
+std::tuple<Tensor, Tensor> linear_topk(const Tensor& x_in, const Tensor& weight_in, int64_t k, bool log_probs,
+                                       double softcap) {
   // Rows may lie apart, but not over one another, which oneDNN does not expect.
   const Tensor x = x_in.stride(1) == 1 && x_in.stride(0) >= x_in.size(1) ? x_in : x_in.contiguous();
   const Tensor weight = weight_in.stride(0) == 1 || weight_in.stride(1) == 1 ? weight_in : weight_in.contiguous();
@@ -236,7 +240,8 @@ std::tuple<Tensor, Tensor> linear_topk(const Tensor& x_in, const Tensor& weight_
                            x.size(1),
                            weight.size(0),
                            k,
-                           log_probs};
+                           log_probs,
+                           static_cast<acc_t<T>>(softcap)};
     for (int64_t first = 0; first < rows; first += kChunk)
       op.chunk(first, std::min(kChunk, rows - first), values.mutable_data_ptr<acc_t<T>>() + first * k,
                indices.mutable_data_ptr<int64_t>() + first * k);
@@ -247,7 +252,7 @@ std::tuple<Tensor, Tensor> linear_topk(const Tensor& x_in, const Tensor& weight_
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
-  m.def("linear_topk(Tensor x, Tensor weight, int k, bool log_probs) -> (Tensor, Tensor)");
+  m.def("linear_topk(Tensor x, Tensor weight, int k, bool log_probs, float softcap=0.0) -> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) { m.impl("linear_topk", linear_topk); }

@@ -7,7 +7,6 @@ anything of size seqlen_q * seqlen_k; the kernels recompute the weights from lse
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, cast, overload
 
 import torch
@@ -95,18 +94,11 @@ def _bwd_fake(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dmask
 
 
-def cpp_unsupported(op_name: str, *, q: Tensor, softmax_scale: float, softcap: float = 0.0, **_: object) -> str | None:
+def cpp_unsupported(op_name: str, *, q: Tensor, softmax_scale: float, **_: object) -> str | None:
     """What the C++ attention kernels can't take, for dense, packed and cached attention alike."""
     if (reason := no_cpp_code(q.dtype)) is not None:
         return reason
-    if softcap:
-        return "it caps no scores"
     return None if softmax_scale > 0 else f"it needs a positive softmax_scale, not {softmax_scale}"
-
-
-def uncapped_cpp(function: Callable[..., Any], *args: Any) -> Any:
-    """The C++ functions take no softcap."""
-    return function(*args[:-1])
 
 
 _fwd = define_op(
@@ -117,7 +109,6 @@ _fwd = define_op(
     stem="attention",
     fake=_fwd_fake,
     cpp_unsupported=cpp_unsupported,
-    cpp_call=uncapped_cpp,
     torch_function=_attention_torch,
     torch_unsupported=unsupported,
     formula=attention_reference,
@@ -131,7 +122,6 @@ _bwd = define_op(
     stem="attention",
     fake=_bwd_fake,
     cpp_unsupported=cpp_unsupported,
-    cpp_call=uncapped_cpp,
     torch_function=_attention_backward_torch,
     torch_unsupported=unsupported,
 )

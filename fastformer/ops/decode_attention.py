@@ -107,14 +107,14 @@ def _rotate_to_positions(
 
 
 def _cpp_call(function: Callable[..., Tensor], *args: Any) -> Tensor:
-    *args_of_cpp, cos, sin, interleaved, _softcap = args
+    *args_of_cpp, cos, sin, interleaved, softcap = args
     if cos is not None:
         # The C++ function has no rotary of its own: it would save next to nothing there.
         rotate = cast(Callable[..., Tensor], cpp_kernel("rotary_fwd"))
         q, k_cache, v_cache, cache_seqlens, k, *rest = args_of_cpp
         q, k = _rotate_to_positions(rotate, q, k, cache_seqlens, cos, sin, interleaved)
-        return function(q, k_cache, v_cache, cache_seqlens, k, *rest)
-    return function(*args_of_cpp)
+        return function(q, k_cache, v_cache, cache_seqlens, k, *rest, softcap)
+    return function(*args_of_cpp, softcap)
 
 
 def _cpp_unsupported(op_name: str, *, q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Any) -> str | None:

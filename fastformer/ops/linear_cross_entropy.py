@@ -284,14 +284,10 @@ def _fwd_bwd_fake(
     return x.new_empty((), dtype=accumulation_dtype(x.dtype)), *_gradients_fake(x, weight, bias, options[-2])
 
 
-def _cpp_unsupported(op_name: str, *, x: Tensor, softcap: float = 0.0, **_: object) -> str | None:
-    return "it caps no logits" if softcap else cpp_unsupported_dtype(op_name, x=x)
-
-
 def _cpp_masked(function: Callable[..., tuple[Tensor, ...]], *args: Any) -> Any:
     """The C++ function makes all three gradients, tile by tile while the logits' gradient is in the cache."""
-    *args_of_cpp, output_mask, _softcap = args
-    *results, dx, dweight, dbias = function(*args_of_cpp)
+    *args_of_cpp, output_mask, softcap = args
+    *results, dx, dweight, dbias = function(*args_of_cpp, softcap)
     gradients = zip((dx, dweight, dbias), output_mask, strict=True)
     return *results, *(gradient if wanted else gradient.new_empty(0) for gradient, wanted in gradients)
 
@@ -303,8 +299,7 @@ _fwd = define_op(
     linear_cross_entropy_reference,
     stem="linear_cross_entropy",
     fake=_fwd_fake,
-    cpp_unsupported=_cpp_unsupported,
-    cpp_call=lambda function, *args: function(*args[:-1]),
+    cpp_unsupported=cpp_unsupported_dtype,
     formula=linear_cross_entropy_formula,
 )
 _bwd = define_op(
@@ -313,7 +308,7 @@ _bwd = define_op(
     linear_cross_entropy_backward_reference,
     stem="linear_cross_entropy",
     fake=_bwd_fake,
-    cpp_unsupported=_cpp_unsupported,
+    cpp_unsupported=cpp_unsupported_dtype,
     cpp_call=_cpp_masked,
 )
 _fwd_bwd = define_op(
@@ -322,7 +317,7 @@ _fwd_bwd = define_op(
     linear_cross_entropy_with_gradients_reference,
     stem="linear_cross_entropy",
     fake=_fwd_bwd_fake,
-    cpp_unsupported=_cpp_unsupported,
+    cpp_unsupported=cpp_unsupported_dtype,
     cpp_call=_cpp_masked,
     formula=_formula_with_gradients,
 )

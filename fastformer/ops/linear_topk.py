@@ -136,17 +136,12 @@ def _fake(x: Tensor, weight: Tensor, k: int, *_: object) -> tuple[Tensor, Tensor
     return values, values.new_empty(values.shape, dtype=torch.int64)
 
 
-def _cpp_unsupported(op_name: str, *, x: Tensor, softcap: float = 0.0, **_: object) -> str | None:
-    return "it caps no logits" if softcap else cpp_unsupported_dtype(op_name, x=x)
-
-
 _op = define_op(
     "linear_topk(Tensor x, Tensor weight, int k, bool log_probs, float softcap=0.0) -> (Tensor values, Tensor indices)",
     linear_topk_reference,
     stem="linear_topk",
     fake=_fake,
-    cpp_unsupported=_cpp_unsupported,
-    cpp_call=lambda function, *args: function(*args[:-1]),
+    cpp_unsupported=cpp_unsupported_dtype,
     reference_only={"triton": "there is no Triton kernel for it yet"},
 )
 

@@ -24,7 +24,6 @@ from fastformer.ops.attention import (
     cpp_unsupported,
     resolve_scale,
     resolve_window,
-    uncapped_cpp,
 )
 
 
@@ -163,7 +162,6 @@ _fwd = define_op(
     stem="attention",
     fake=_fwd_fake,
     cpp_unsupported=cpp_unsupported,
-    cpp_call=uncapped_cpp,
     torch_function=_varlen_attention_torch,
     torch_unsupported=unsupported,
     formula=varlen_attention_reference,
@@ -177,7 +175,6 @@ _bwd = define_op(
     stem="attention",
     fake=_bwd_fake,
     cpp_unsupported=cpp_unsupported,
-    cpp_call=uncapped_cpp,
     torch_function=_varlen_attention_backward_torch,
     torch_unsupported=unsupported,
 )

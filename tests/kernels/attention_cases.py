@@ -31,6 +31,7 @@ class Case:
     mask_shape: tuple[bool, bool, bool, bool] = (True, True, True, True)
     dropout_p: float = 0.0
     softmax_scale: float | None = None
+    softcap: float = 0.0
     options: tuple[str, ...] = field(default=())
 
     def times(self, factor: int) -> Case:
@@ -69,6 +70,7 @@ OPTIONS: dict[str, dict] = {
     "mqa": {"heads": 3, "kv_heads": 1},
     "dropout": {"dropout_p": 0.3},
     "head_dim": {"head_dim": 40},
+    "softcap": {"softcap": 0.7},
     "one_block": {"seqlen_k": 27, "lengths": None},
 }
 
@@ -150,6 +152,8 @@ def plain(case: Case, inputs: dict[str, Tensor | None], dtype: torch.dtype) -> d
     q = leaves["q"].transpose(1, 2)
     k, v = (leaves[name].transpose(1, 2).repeat_interleave(group, dim=1) for name in ("k", "v"))
     scores = q @ k.transpose(-1, -2) * case.scale
+    if case.softcap:
+        scores = case.softcap * torch.tanh(scores / case.softcap)
     seen = visible(case, str(q.device))
     if case.mask == "bool":
         seen = seen & mask
@@ -201,7 +205,7 @@ def run_triton(case: Case, inputs: dict[str, Tensor | None]) -> dict[str, Tensor
         q, dout, k, v = pack(q, lengths_q), pack(dout, lengths_q), pack(k, lengths_k), pack(v, lengths_k)
         rest = (
             cumulative(lengths_q, device), cumulative(lengths_k, device), max(lengths_q), max(lengths_k),
-            case.scale, *case.window, case.dropout_p, seed,
+            case.scale, *case.window, case.dropout_p, seed, case.softcap,
         )  # fmt: skip
         assert why_unsupported("varlen_attention_fwd", q, k, v, *rest) is None
         out, lse = kernels.varlen_attention_fwd(q, k, v, *rest)
@@ -209,10 +213,11 @@ def run_triton(case: Case, inputs: dict[str, Tensor | None]) -> dict[str, Tensor
         return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
     lengths = None if case.lengths is None else torch.tensor(case.lengths, dtype=torch.int32, device=device)
     dense_rest = (mask, lengths, case.scale, *case.window, case.dropout_p, seed)
+    cap = case.softcap
     additive = case.mask == "additive"
-    assert why_unsupported("attention_fwd", q, k, v, *dense_rest) is None
-    out, lse = kernels.attention_fwd(q, k, v, *dense_rest)
-    dq, dk, dv, dmask = kernels.attention_bwd(dout, q, k, v, out, lse, *dense_rest, additive)
+    assert why_unsupported("attention_fwd", q, k, v, *dense_rest, cap) is None
+    out, lse = kernels.attention_fwd(q, k, v, *dense_rest, cap)
+    dq, dk, dv, dmask = kernels.attention_bwd(dout, q, k, v, out, lse, *dense_rest, additive, cap)
     results = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
     return results | ({"dmask": dmask} if additive else {})
 

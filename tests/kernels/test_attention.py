@@ -52,7 +52,7 @@ def few_that_hold_all(pairs: list[Case], triples: list[Case]) -> list[Case]:
 
 
 # Variants of another option: alone always, in pairs only among the slow tests.
-VARIANTS = {"left", "before", "bool_keys", "bias", "additive_keys", "mqa"}
+VARIANTS = {"left", "before", "bool_keys", "bias", "additive_keys", "mqa", "softcap"}
 PAIRS = [case for names in combinations(OPTIONS, 2) if (case := case_of(*names)) is not None]
 TRIPLES = [case for names in combinations(OPTIONS, 3) if (case := case_of(*names)) is not None]
 TOGETHER = few_that_hold_all(
@@ -126,7 +126,7 @@ def test_cross_product(case: Case, dtype: torch.dtype, device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [(), ("causal",), ("window", "dropout"), ("packed", "causal"), ("bias", "gqa")], ids=str
+    "options", [(), ("causal",), ("window", "dropout"), ("packed", "causal"), ("bias", "gqa", "softcap")], ids=str
 )
 def test_deterministic(options: tuple[str, ...], deterministic: None, device: str) -> None:
     """The seven-product form: the same rule, dq from its own kernel, and a bias shared by batches summed in order."""
@@ -137,7 +137,8 @@ TILES = [((32, 16), (16, 32)), ((16, 32), (32, 16)), ((64, 16), (64, 16))]
 
 
 @pytest.mark.parametrize(
-    "options, forward, backward", by_turns([["window"], ["causal", "bias"], ["before", "dropout"]], TILES)
+    "options, forward, backward",
+    by_turns([["window", "bool", "softcap"], ["causal", "bias", "softcap"], ["before", "dropout"]], TILES),
 )
 def test_tiles(
     options: list[str],

@@ -29,6 +29,7 @@ class Case:
     softmax_scale: float | None = None
     logits: float = 1.0  # factor of q
     batch: int = 2
+    softcap: float = 0.0
 
     def __str__(self) -> str:
         return self.name
@@ -60,6 +61,12 @@ CASES = [
     Case("one-query", seqlen_q=1, seqlen_k=37),
     Case("head-dim-40", head_dim=40, is_causal=True),
     Case("scale", softmax_scale=0.7),
+    Case("softcap-causal-gqa", softcap=1.5, is_causal=True, num_heads=4, num_kv_heads=2),
+    Case("softcap-mask", softcap=0.8, mask="float", mask_shape=(1, 0)),
+    Case("softcap-bool-mask-dropout", softcap=2.0, mask="bool", dropout_p=0.1, seqlens_k=(30, 11), softmax_scale=0.6),
+    Case("softcap-far", softcap=5.0, logits=8.0, seqlen_q=70, seqlen_k=150, batch=1, window_size=(40, 0)),
+    Case("head-dim-96", head_dim=96, seqlen_q=20, seqlen_k=20, is_causal=True),
+    Case("head-dim-256", head_dim=256, seqlen_q=20, seqlen_k=70, num_kv_heads=1, softcap=50.0, window_size=(30, 0)),
     Case("several-blocks", seqlen_q=140, seqlen_k=150, num_heads=1, num_kv_heads=1, batch=1, is_causal=True),
 ]
 
@@ -125,6 +132,8 @@ def plain_attention(
     k, v = (t.repeat_interleave(num_heads // t.shape[2], dim=2).transpose(1, 2) for t in (k, v))
     scale = head_dim**-0.5 if case.softmax_scale is None else case.softmax_scale
     scores = q.transpose(1, 2) @ k.transpose(-2, -1) * scale
+    if case.softcap:
+        scores = case.softcap * torch.tanh(scores / case.softcap)
     i = torch.arange(seqlen_q, device=q.device)[:, None] + seqlen_k - seqlen_q
     j = torch.arange(seqlen_k, device=q.device)
     visible = torch.ones(batch, 1, seqlen_q, seqlen_k, dtype=torch.bool, device=q.device)

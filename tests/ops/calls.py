@@ -126,6 +126,7 @@ CALLS = [
     Call("attention", _heads, lambda n: {"is_causal": True}),
     Call("attention, mask", lambda n: _heads(n) | _masked(n)),
     Call("attention, dropout", lambda n: _heads(n) | {"dropout_seed": SEED}, lambda n: {"dropout_p": 0.5}),
+    Call("attention, softcap", lambda n: _heads(n) | _masked(n), lambda n: {"softcap": 0.7}),
     Call("varlen_attention", _packed, lambda n: {"max_seqlen_q": n, "max_seqlen_k": n, "dropout_p": 0.5}),
     Call(
         "attention_weights",
@@ -133,6 +134,7 @@ CALLS = [
     ),
     Call("decode_attention", _cached, learns=False),
     Call("decode_attention, table", _table, learns=False),
+    Call("decode_attention, softcap", _table, lambda n: {"softcap": 0.7}, learns=False),
     Call("decode_attention, rows", _chosen_rows, lambda n: {"is_causal": False}, learns=False),
     Call("feed_forward", _network, lambda n: {"activation": "swiglu", "dropout_p": 0.5}),
     Call("feed_forward, relu", lambda n: _network(n) | {"weight2": draw(8, 12)}, lambda n: {"dropout_p": 0.5}),
@@ -150,6 +152,7 @@ CALLS = [
     Call("linear", lambda n: {"x": draw(n, 16), "weight": draw(11, 16), "bias": draw(11)}),
     Call("linear_cross_entropy", _classes, lambda n: {"label_smoothing": 0.1}),
     Call("linear_cross_entropy, none", _classes, lambda n: {"reduction": "none", "z_loss": 0.01}),
+    Call("linear_cross_entropy, softcap", _classes, lambda n: {"label_smoothing": 0.1, "softcap": 2.0}),
     Call("linear_topk", lambda n: {"x": draw(n, 16), "weight": draw(11, 16)}, lambda n: {"k": 3}, learns=False),
 ]
 BY_NAME = {call.name: call for call in CALLS}

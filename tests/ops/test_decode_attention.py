@@ -33,6 +33,7 @@ class Step:
     cache_batch_idx: tuple[int, ...] | None = None
     rotary_dim: int = 0  # of head_dim, turned; 0 = without tables
     interleaved: bool = False
+    softcap: float = 0.0
 
     def __str__(self) -> str:
         return self.name
@@ -56,6 +57,10 @@ STEPS = [
     Step("cross-beams-swapped", (17, 0, 40), seqlen_new=None, is_causal=False, cache_batch_idx=(2, 1, 0, 2)),
     Step("nothing-cached", (0, 4), seqlen_new=None, is_causal=False),
     Step("scale-head-dim-40", (9, 33), head_dim=40, softmax_scale=0.5),
+    Step("softcap-gqa", (30, 1, 12), num_kv_heads=2, softcap=1.5),
+    Step("softcap-several-rotary", (11, 0), seqlen_q=3, seqlen_new=3, rotary_dim=16, softcap=0.7, window_left=9),
+    Step("softcap-prefill", (0, 12), seqlen_q=20, seqlen_new=20, softcap=1.5),
+    Step("head-dim-256", (7, 39), num_kv_heads=1, head_dim=256, softcap=50.0),
     Step("long", (600, 411), max_seqlen=640, num_heads=2, num_kv_heads=1),
     Step("rotary", (0, 7, 39), num_kv_heads=2, rotary_dim=16),
     Step("rotary-interleaved", (30, 1), num_kv_heads=1, rotary_dim=16, interleaved=True),
@@ -141,8 +146,9 @@ def plain_step(step: Step, inputs: dict[str, Tensor | None], dtype: torch.dtype)
     """Row by row, on the keys that are there."""
     rows = step.cache_batch_idx or range(len(step.seqlens))
     case = Case(
-        "", is_causal=step.is_causal, window_size=(step.window_left, None), softmax_scale=step.softmax_scale, batch=1
-    )
+        "", is_causal=step.is_causal, window_size=(step.window_left, None), softmax_scale=step.softmax_scale, batch=1,
+        softcap=step.softcap,
+    )  # fmt: skip
     outputs = []
     for index, row in enumerate(rows):
         pair = []
@@ -166,6 +172,8 @@ def run(step: Step, inputs: dict[str, Tensor | None]) -> Tensor:
     options = {"is_causal": step.is_causal, "window_left": step.window_left, "softmax_scale": step.softmax_scale}
     if step.rotary_dim:
         options["interleaved"] = step.interleaved
+    if step.softcap:
+        options["softcap"] = step.softcap
     return decode_attention(**inputs, **options)
 
 

@@ -266,3 +266,24 @@ def test_a_narrow_weight_is_never_widened_as_a_whole(dtype: torch.dtype, device:
 def test_has_no_gradient(backend: str, device: str) -> None:
     x, weight = make_inputs((2, 8), 20, device)
     assert not linear_topk(x.requires_grad_(), weight.requires_grad_(), 2).values.requires_grad
+
+
+@dtypes
+@log_probs
+def test_capped_logits(log_probs: bool, dtype: torch.dtype, backend: str, device: str) -> None:
+    skip_unless_supported(backend, dtype)
+    x, weight = make_inputs((3, 7, 24), 300, device, dtype)
+    values, indices = linear_topk(x, weight, 5, log_probs=log_probs, softcap=1.5)
+    logits = 1.5 * torch.tanh(F.linear(x.double(), weight.double()) / 1.5)
+    exact = logits.log_softmax(-1) if log_probs else logits
+    torch.testing.assert_close(values.double(), exact.topk(5).values, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(exact.gather(-1, indices), exact.topk(5).values, rtol=1e-5, atol=1e-5)
+
+
+def test_capped_logits_that_are_equal_stand_by_their_index(backend: str, device: str) -> None:
+    """A cap of 1 leaves no difference between logits of 20 and more, infinite ones among them, and breaks no row."""
+    x, weight = torch.ones(2, 1, device=device), torch.full((300, 1), 20.0, device=device)
+    weight[5], weight[7], weight[200] = 30.0, -1.0, torch.inf
+    values, indices = linear_topk(x, weight, 8, log_probs=False, softcap=1.0)
+    assert torch.equal(values, torch.ones_like(values))
+    assert indices.tolist() == [[0, 1, 2, 3, 4, 5, 6, 8]] * 2

@@ -42,12 +42,9 @@ def _described(schema: torch.FunctionSchema) -> tuple[list[tuple[str, str, str, 
 
 # What an op does not hand on to its C++ function (see `cpp_call` of `define_op`).
 LEFT_OUT = {
-    "linear_cross_entropy_fwd": {"softcap"},
-    "linear_cross_entropy_bwd": {"output_mask", "softcap"},
-    "linear_cross_entropy_fwd_bwd": {"output_mask", "softcap"},
-    "linear_topk": {"softcap"},
-    "decode_attention": {"cos", "sin", "interleaved", "softcap"},
-    **dict.fromkeys(("attention_fwd", "attention_bwd", "varlen_attention_fwd", "varlen_attention_bwd"), {"softcap"}),
+    "linear_cross_entropy_bwd": {"output_mask"},
+    "linear_cross_entropy_fwd_bwd": {"output_mask"},
+    "decode_attention": {"cos", "sin", "interleaved"},
 }
 # Made of several ops; a stack's plan calls it by itself.
 WITHOUT_OP = {"encoder_stack"}

@@ -55,6 +55,7 @@ CASES = [
     Packed("empty-at-the-end", (5, 20, 9, 0, 0), (40, 3, 16, 0, 0), Case("", dropout_p=0.25), slack=(6, 11)),
     Packed("head-dim-40", *SELF, Case("", head_dim=40, is_causal=True)),
     Packed("scale", *SELF, Case("", softmax_scale=0.3)),
+    Packed("softcap-window-gqa", *CROSS, Case("", softcap=1.5, window_size=(9, 4), **GQA)),
     Packed("several-blocks", (150, 70), (150, 130), Case("", is_causal=True, num_heads=1, num_kv_heads=1)),
 ]
 
@@ -118,6 +119,7 @@ def run(case: Packed, packed: dict[str, Tensor], dtype: torch.dtype, device: str
             q, k, v, packed["cu_seqlens_q"].to(device), packed["cu_seqlens_k"].to(device),
             max(case.lengths_q), max(case.lengths_k), is_causal=options.is_causal, window_size=options.window_size,
             softmax_scale=options.softmax_scale, dropout_p=options.dropout_p, dropout_seed=seed, return_lse=True,
+            softcap=options.softcap,
         )  # fmt: skip
     gradients = torch.autograd.grad(out, (q, k, v), packed["dout"].to(device, dtype))
     return {"out": out.detach(), "lse": lse.detach(), **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
