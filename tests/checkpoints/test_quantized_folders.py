@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
+import sys
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor
 
+from fastformer.checkpoints import load_model
 from fastformer.checkpoints.hf import FAMILIES
 from fastformer.checkpoints.hf.quantized import dequantized, keep_groups, quantization_settings
 from fastformer.generation import generate
 from fastformer.models import GPT
 from fastformer.models.quantization import from_groups, groups_of, is_on
+from fastformer.models.weights import SavedWeights
+from tests.checkpoints.decoders import FOLDERS
 from tests.generation.small import needs_cpp
 
 INPUTS, HIDDEN, VOCAB = 128, 256, 40
@@ -107,8 +113,8 @@ def checkpoint(method: str, size: int, **options: bool) -> tuple[dict[str, Any],
 def read(folder, settings: dict[str, Any], rounded: dict[str, Tensor]) -> GPT:
     how = quantization_settings(folder, settings)
     assert how is not None
-    state, matrices = dequantized(settings, how, rounded)
-    model = FAMILIES["llama"].to_model(settings, state, dtype=torch.float32)
+    plain, state, matrices = dequantized(settings, how, rounded)
+    model = FAMILIES["llama"].to_model(plain, state, dtype=torch.float32)
     assert isinstance(model, GPT)
     keep_groups(model, matrices)
     return model
@@ -195,7 +201,7 @@ def test_settings_of_older_folders(tmp_path) -> None:
     [
         ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
         ({"quant_method": "fp8"}, "fp8"),
-        ({"quant_method": None}, "quant_method"),
+        ({"quant_method": None}, "quantization_config"),
         ({"bits": 8}, r"\bbits 8\b"),
         ({"checkpoint_format": "marlin"}, "marlin"),
         ({"is_marlin_format": True}, "checkpoint_format"),
@@ -251,3 +257,31 @@ def test_a_model_that_has_moved_is_rounded_anew(tmp_path) -> None:
     weight = model.get_parameter(name)
     moved = groups_of(model, [weight])[id(weight)]
     assert moved.zero is None and not is_on(moved, weight)
+
+
+def test_a_whole_folder(tmp_path, monkeypatch) -> None:
+    """From files on disk, without transformers: the model decodes as the one with the same numbers does."""
+    FOLDERS["llama3"](tmp_path / "plain")
+    state = SavedWeights.in_folder(tmp_path / "plain").read()
+    for file in (tmp_path / "plain").glob("*.safetensors*"):
+        file.unlink()
+    shutil.copytree(tmp_path / "plain", tmp_path / "gptq")
+    generator, rounded = torch.Generator().manual_seed(3), dict(state)
+    for name in [name for name in state if name.endswith("_proj.weight")]:
+        tensors, weight = layer("gptq", len(state[name]), state[name].shape[1], -1, generator)
+        del rounded[name]
+        rounded |= {name.removesuffix("weight") + part: tensor for part, tensor in tensors.items()}
+        state[name] = weight.float().contiguous()
+    safetensors.torch.save_file(state, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+    safetensors.torch.save_file(rounded, tmp_path / "gptq" / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "gptq" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": False}
+    (tmp_path / "gptq" / "config.json").write_text(json.dumps(config))
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    model, tokenizer = load_model(tmp_path / "gptq", ("GPT",))
+    plain, _ = load_model(tmp_path / "plain", ("GPT",))
+    assert model.precision == "int4" and plain.precision is None and len(model.int4_groups) > 3
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    ids = [tokenizer.encode("two birds")]
+    for engine in ("kv_cache", "recompute"):
+        assert torch.equal(*(generate(one, ids, max_new_tokens=6, engine=engine) for one in (model, plain)))

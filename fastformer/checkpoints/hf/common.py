@@ -140,7 +140,7 @@ def load_folder(
         rounded = quantization_settings(folder, settings)
         state, matrices = _read_weights(folder), None
         if rounded is not None:
-            state, matrices = dequantized(settings, rounded, state)
+            settings, state, matrices = dequantized(settings, rounded, state)
         is_half = any(tensor.dtype == torch.float16 for tensor in state.values())
         if dtype is None and is_half and torch.device(device or "cpu").type == "cpu":
             dtype = torch.float32

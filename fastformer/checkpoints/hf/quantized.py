@@ -28,6 +28,7 @@ from fastformer.models.quantization import GROUP, INT4, Groups, from_groups, is_
 logger = logging.getLogger("fastformer")
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the outputs in a word, from its lowest bits on
+_SETTINGS = "quantization_config"  # in config.json
 _FILES = ("quantize_config.json", "quant_config.json")  # where older folders have their settings
 _OTHER_NAMES = {"w_bit": "bits", "q_group_size": "group_size", "format": "checkpoint_format"}
 _UNBIASED = ("llama", "mistral")  # whose layers some programs saved with biases of zero
@@ -70,7 +71,7 @@ def quantization_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str
     Raises:
         ValueError: another method than GPTQ and AWQ, or a form of theirs that isn't read.
     """
-    found, origin = settings.get("quantization_config"), "quantization_config"
+    found, origin = settings.get(_SETTINGS), _SETTINGS
     for name in _FILES:
         if found is None and (folder / name).is_file():
             found, origin = {"quant_method": "gptq" if name == _FILES[0] else "awq", **read_json(folder / name)}, name
@@ -81,7 +82,7 @@ def quantization_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str
     found = {_OTHER_NAMES.get(name, name): value for name, value in found.items()}
     method, bits = found.get("quant_method"), found.get("bits")
     if method not in ("gptq", "awq"):
-        raise ValueError(f"expected weights that are not quantised, or by gptq or awq, got quant_method {method!r}")
+        raise ValueError(f"expected weights that are not quantised, or by gptq or awq, got a {origin} of {method!r}")
     if bits != 4:
         raise ValueError(f"expected {method} of 4 bits, got bits {bits!r}")
     key, known = ("checkpoint_format", ("gptq", "gptq_v2")) if method == "gptq" else ("version", ("gemm",))
@@ -93,7 +94,7 @@ def quantization_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str
 
 def dequantized(
     settings: Mapping[str, Any], rounded: Mapping[str, Any], state: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], list[Groups]]:
+) -> tuple[dict[str, Any], dict[str, Tensor], list[Groups]]:
     """The weights of a folder as numbers, and its matrices in groups of 32.
 
     Args:
@@ -102,8 +103,8 @@ def dequantized(
         state: its tensors.
 
     Returns:
-        The state that a model that isn't quantised has, with fp32 weights where they were rounded; and the groups of
-        the matrices that are in groups of neighbours.
+        The settings and the state of a model that isn't quantised, with fp32 weights where they were rounded; and the
+        groups of the matrices that are in groups of neighbours.
 
     Raises:
         ValueError: tensors that are missing or don't fit one another.
@@ -132,7 +133,8 @@ def dequantized(
             shuffled,
             shuffled + len(matrices),
         )
-    return left, matrices
+    plain = {name: value for name, value in settings.items() if name != _SETTINGS}
+    return plain, left, matrices
 
 
 def keep_groups(model: nn.Module, matrices: list[Groups]) -> None:
