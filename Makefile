@@ -38,7 +38,8 @@ $(BIN)/llama-bench: $(INSTALLED)
 	$(BIN)/cmake -S build/peers/$(LLAMA)/vendor/llama.cpp -B build/peers/llama -DCMAKE_BUILD_TYPE=Release \
 		-DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF \
 		-DLLAMA_OPENSSL=OFF
-	$(BIN)/cmake --build build/peers/llama --target llama-bench --parallel
+	$(BIN)/cmake --build build/peers/llama --target llama-bench llama-batched-bench --parallel
+	cp build/peers/llama/bin/llama-batched-bench $(@D)
 	cp build/peers/llama/bin/llama-bench $@
 
 # build/report.html: everything that benchmarks/results holds, on one page.

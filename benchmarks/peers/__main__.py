@@ -3,6 +3,7 @@
     python -m benchmarks.peers --case base --batch 1 16 --beams 1 4 --precision int8 bf16 fp32
     python -m benchmarks.peers --case run --run RUN --text test.en --batch 1 16    each source of another length
     python -m benchmarks.peers --case gpt2 --llama_bench PATH
+    python -m benchmarks.peers --case llama --precision int8 bf16 fp32 --rounds 3  prompts of 32 and 512 tokens
     python -m benchmarks.peers --case base --neighbours 2                          ours beside busy processes
     python -m benchmarks.peers --case bert_base --precision fp32 bf16              as it is, accelerated, and others
 
@@ -27,7 +28,7 @@ from benchmarks.measure import record
 from benchmarks.measure.console import table
 from benchmarks.measure.console import title as title_of
 from benchmarks.peers import models, neighbours, suite
-from benchmarks.peers.cases import CASES, GPTS
+from benchmarks.peers.cases import CASES, GPTS, LLAMAS
 from benchmarks.peers.job import PRECISIONS
 from benchmarks.peers.side_by_side import Row
 from benchmarks.peers.suite import Plan
@@ -76,9 +77,10 @@ def _plans(options: argparse.Namespace) -> list[Plan]:
     for name in ("run", "text"):
         if getattr(options, name) is not None:
             case[name] = str(getattr(options, name).resolve())
-    many = ((1,), (1,)) if options.case in GPTS else ((1, 16), (1, 4))
+    many = ((1, 16), (1,)) if options.case in LLAMAS else ((1,), (1,)) if options.case in GPTS else ((1, 16), (1, 4))
     batches, beams = options.batch or many[0], options.beams or many[1]
-    threads = options.threads or sorted({1, all_threads})
+    # The models of Llama's form are too large for one thread to be the better number.
+    threads = options.threads or ((all_threads,) if options.case in LLAMAS else sorted({1, all_threads}))
     return [Plan(case, options.precision, threads, batches, beams, options.peer or (), llama)]
 
 
@@ -87,7 +89,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--case", choices=(*CASES, *models.MODELS), default="base", help="the model")
     parser.add_argument("--run", type=Path, help="the run folder of --case run")
     parser.add_argument("--text", type=Path, help="a text in its source language")
-    parser.add_argument("--batch", type=int, nargs="+", help="outputs that are decoded together (1 16; a GPT: 1)")
+    parser.add_argument("--batch", type=int, nargs="+", help="outputs that are decoded together (1 16; GPT-2: 1)")
     parser.add_argument("--beams", type=int, nargs="+", help="1 is greedy (1 4; a GPT: 1)")
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=["int8", "fp32"], help="of the weights")
     parser.add_argument("--threads", type=int, nargs="+", help="the better number counts (decoders: 1 and all)")

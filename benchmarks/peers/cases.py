@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,36 @@ from fastformer.models import GPT, Transformer
 LENGTHS = range(8, 61)  # of the sources of a trained model, each another
 _SOURCE, _NEW = 32, 64  # tokens, of a model with random weights
 _NEW_GPT = 128
+_NEW_LLAMA = 32
+# The prompts that are decoded together, and the tokens of each.
+_LLAMA_PROMPTS = ((1, 32), (1, 512), (16, 32))
+_LLAMA = {"norm": "rms", "activation": "swiglu", "positions": "rotary", "bias": False, "num_kv_heads": 4}
 
 _MODELS: dict[str, tuple[type[Transformer] | type[GPT], str, dict[str, Any]]] = {
     "base": (Transformer, "base", {"vocab_size": 32000}),
     "base-paper": (Transformer, "base-paper", {"vocab_size": 32000}),
     "tiny": (Transformer, "tiny", {"vocab_size": 500}),
     "gpt2": (GPT, "gpt2", {"vocab_size": 50257}),
+    # Llama's form, 168 M parameters.
+    "llama": (
+        GPT,
+        "small",
+        {
+            "vocab_size": 32000,
+            "d_model": 1024,
+            "num_heads": 16,
+            "num_layers": 12,
+            "d_ff": 2816,
+            "max_len": 1024,
+            **_LLAMA,
+        },
+    ),
+    "llama-tiny": (GPT, "tiny", {"vocab_size": 500, "num_heads": 8, "d_ff": 96, "num_layers": 2, **_LLAMA}),
     "gpt-tiny": (GPT, "tiny", {"vocab_size": 500, "activation": "gelu_tanh"}),
 }
 CASES = (*_MODELS, "run")
 GPTS = tuple(name for name, (kind, _, _) in _MODELS.items() if kind is GPT)
+LLAMAS = tuple(name for name in GPTS if name.startswith("llama"))
 
 
 def make_model(case: dict[str, str]) -> Model:
@@ -48,13 +68,30 @@ def make_model(case: dict[str, str]) -> Model:
     return made
 
 
-def make_job(case: dict[str, str], batch: int, num_beams: int) -> Job:
+def jobs(case: dict[str, str], batches: Sequence[int], beams: Sequence[int]) -> Iterator[tuple[dict[str, int], Job]]:
+    """All that is asked about a case, each with what tells it from the others.
+
+    Of Llama's form, prompts of two lengths, and each twice: up to the first new token, and with all of them.
+    """
+    for num_beams in beams:
+        for batch in batches:
+            if case["name"] not in LLAMAS:
+                yield {"batch": batch, "num_beams": num_beams}, make_job(case, batch, num_beams)
+                continue
+            for prompt in [length for size, length in _LLAMA_PROMPTS if size == batch]:
+                for new in (1, _NEW_LLAMA):
+                    shape = {"batch": batch, "num_beams": num_beams, "prompt": prompt, "new": new}
+                    yield shape, make_job(case, batch, num_beams, prompt, new)
+
+
+def make_job(case: dict[str, str], batch: int, num_beams: int, prompt: int = 1, new_tokens: int = _NEW_GPT) -> Job:
     """What the peers are asked to do.
 
     Args:
         case: as for `make_model`, and "text" where it has a run: a text of the model's source language.
         batch: outputs that are decoded together.
         num_beams: 1 is greedy.
+        prompt, new_tokens: of a GPT.
 
     Raises:
         ValueError: a case that has no such batch, or a text that is too short.
@@ -64,11 +101,13 @@ def make_job(case: dict[str, str], batch: int, num_beams: int) -> Job:
         return Job([sources[first : first + batch] for first in range(0, len(sources), batch)], num_beams, None)
     kind, _, settings = _MODELS[case["name"]]
     generator = torch.Generator().manual_seed(batch)
-    length, new = (1, _NEW_GPT) if kind is GPT else (_SOURCE, _NEW)
-    if kind is GPT and (batch, num_beams) != (1, 1):
+    length, new = (prompt, new_tokens) if kind is GPT else (_SOURCE, _NEW)
+    if kind is GPT and num_beams != 1 or (case["name"] in GPTS and case["name"] not in LLAMAS and batch != 1):
         raise ValueError("expected batch 1 and no beams of a GPT, as llama-bench does it")
     if case["name"] in ("tiny", "gpt-tiny"):
         new = 12
+    if case["name"] == "llama-tiny":
+        length, new = min(length, 40), min(new, 4)
     sources = torch.randint(3, settings["vocab_size"], (batch, length), generator=generator).tolist()
     return Job([sources], num_beams, new)
 

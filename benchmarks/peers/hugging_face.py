@@ -1,19 +1,20 @@
 """Hugging Face transformers with the weights of one of our models.
 
-A post-norm Transformer is its Marian, a pre-norm one its Pegasus, a GPT of GPT-2's form its GPT2LMHeadModel. Greedy
-decoding, and beam search over outputs of one length, give our tokens; where outputs end by themselves, beam search
+A post-norm Transformer is its Marian, a pre-norm one its Pegasus, a GPT of GPT-2's form its GPT2LMHeadModel, and one of
+Llama's form its LlamaForCausalLM. Greedy decoding, and beam search over outputs of one length, give our tokens; where
+outputs end by themselves, beam search
 divides by length ** length_penalty instead of ((5 + length) / 6) ** length_penalty.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.peers.job import Decoder, Job, Missing, Model, Tokens, until_end
+from benchmarks.peers.job import Decoder, Job, Missing, Model, Tokens, Turn, until_end
 from fastformer.integrations import to_huggingface
 from fastformer.models import GPT, Transformer
 
@@ -25,6 +26,7 @@ class HuggingFace(Decoder):
 
     name = "transformers"
     precisions = ("bf16", "fp32")  # it has no int8 on a CPU of its own
+    settings: ClassVar[dict[str, Any]] = {}  # of its generate
 
     def __init__(self, model: Model, precision: str, threads: int, options: dict[str, str]) -> None:
         try:
@@ -54,12 +56,30 @@ class HuggingFace(Decoder):
                 length_penalty=_LENGTH_PENALTY,
                 max_new_tokens=job.limit(batch),
                 do_sample=False,
+                **self.settings,
             )
         return found
 
     def tokens(self, output: Tensor, batch: Tokens) -> Tokens:
         width = max(map(len, batch)) if self.is_decoder_only else 1
         return [until_end(row[width:], self.ids.eos) for row in output.tolist()]
+
+
+class StaticCache(HuggingFace):
+    """The same with a cache of one size, and a model that torch.compile has compiled."""
+
+    name = "transformers, static cache, compiled"
+    settings: ClassVar[dict[str, Any]] = {"cache_implementation": "static"}
+
+    def __init__(self, model: Model, precision: str, threads: int, options: dict[str, str]) -> None:
+        super().__init__(model, precision, threads, options)
+        # Its own generate compiles on GPUs alone. A prompt is read once, a token at a time often.
+        self.model.forward = torch.compile(self.model.forward)
+
+    def turn(self, job: Job) -> Turn:
+        if sum(map(len, job.batches[0])) > 32:
+            raise Missing("compiled for one prompt of 32 tokens alone: each shape takes about a minute")
+        return super().turn(job)
 
 
 def convert(model: Model) -> Any:
@@ -103,6 +123,11 @@ def _from_gpt(model: GPT) -> Any:
     import transformers
 
     config = model.config
+    if config.positions == "rotary" and config.norm == "rms":
+        try:
+            return to_huggingface(model).eval()
+        except ValueError as error:
+            raise Missing(f"its conversion can't have it: {error}") from error
     check_gpt2(model)
     theirs = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(

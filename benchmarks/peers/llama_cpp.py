@@ -1,63 +1,101 @@
-"""llama.cpp's llama-bench on the weights of a model of GPT-2's form, in Q8_0.
+"""llama.cpp's benchmarks on the weights of a model of GPT-2's or of Llama's form, in Q8_0.
 
-It times the generation of tokens behind an empty context by itself, without choosing among the logits, so that there
-are no tokens to compare: the mapping is the one of `hugging_face`, under GGUF's names.
+llama-bench times the generation of tokens behind an empty context, llama-batched-bench prompts that are read and
+continued together. Neither chooses among the logits, so that there are no tokens to compare: the mapping is the one of
+`hugging_face`, under GGUF's names.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.peers.hugging_face import check_gpt2
 from benchmarks.peers.job import Job, Missing, Model, Peer, Turn
 from fastformer.models import GPT
+from fastformer.models.gpt_config import GPTConfig
 
-_TYPES = {"int8": "Q8_0", "bf16": "BF16", "fp32": "F32"}
+_TYPES = {"int4": "Q4_0", "int8": "Q8_0", "bf16": "BF16", "fp32": "F32"}
+_ATTEMPTS = 10
 
 
 class LlamaCpp(Peer):
-    """One process of llama-bench a turn; loading is outside of the time that it reports."""
+    """One process of llama.cpp's a turn; loading is outside of the time that it reports."""
 
     name = "llama.cpp"
     order = Job
 
     def __init__(self, model: Model, precision: str, threads: int, options: dict[str, str]) -> None:
-        built = Path(sys.executable).with_name("llama-bench")  # where `make peers` puts it
-        program = options.get("llama_bench") or (str(built) if built.is_file() else shutil.which("llama-bench"))
         if not isinstance(model, GPT):
             raise Missing("compared with a GPT")
-        if program is None or not Path(program).is_file():
-            raise Missing("no llama-bench: `make peers` builds it; or have it on PATH, or give --llama_bench PATH")
         self._folder = tempfile.TemporaryDirectory(prefix="fastformer-gguf-")
-        self.program, self.threads = program, threads
+        self.program, self.threads, self.max_len = _program(options), threads, model.config.max_len
         self.file = Path(self._folder.name) / "model.gguf"
         write_gguf(model, self.file, _TYPES[precision])
 
     def turn(self, job: Job) -> Turn:
-        if len(job.batches) != 1 or len(job.batches[0]) != 1 or job.num_beams != 1 or job.new_tokens is None:
-            raise Missing("llama-bench generates one sequence of a fixed length, greedily")
-        # fmt: off
-        command = [self.program, "-m", str(self.file), "-p", "0", "-n", str(job.new_tokens), "-t", str(self.threads),
-                   "-r", "1", "-o", "json"]
-        # fmt: on
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        (result,) = json.loads(done.stdout)
-        return Turn(result["avg_ns"] / 1e9, None)
+        if len(job.batches) != 1 or job.num_beams != 1 or job.new_tokens is None:
+            raise Missing("its benchmarks generate sequences of a fixed length, greedily")
+        (prompts,) = job.batches
+        lengths = set(map(len, prompts))
+        if len(lengths) != 1:
+            raise Missing("llama-batched-bench reads prompts of one length")
+        if len(prompts) == 1 and lengths == {1}:
+            found = self._run(self.program, "-p", 0, "-n", job.new_tokens, "-r", 1, "-o", "json")
+            (result,) = json.loads(found)
+            return Turn(result["avg_ns"] / 1e9, None)
+        batched = self.program.with_name("llama-batched-bench")
+        if not batched.is_file():
+            raise Missing("no llama-batched-bench beside llama-bench: `make peers` builds both")
+        # The first new token comes with the prompt's last, and the last one is not read.
+        (length,), more = lengths, job.new_tokens - 1
+        # What it prints last may get lost when the process ends: behind the row that counts comes a short one. Where
+        # all of it is short, it runs again.
+        for _ in range(_ATTEMPTS):
+            found = self._run(
+                batched, "-c", len(prompts) * (length + job.new_tokens), "-npp", f"{length},1", "-ntg", max(1, more),
+                "-npl", len(prompts),
+            )  # fmt: skip
+            if rows := [line for line in found.splitlines() if re.match(r"\|\s*\d", line)]:
+                cells = rows[0].strip("| ").split("|")
+                prompt_seconds, more_seconds = float(cells[4]), float(cells[6])
+                return Turn(prompt_seconds + (more_seconds if more else 0.0), None)
+        raise Missing(f"llama-batched-bench printed no times in {_ATTEMPTS} runs")
+
+    def _run(self, program: Path, *options: object) -> str:
+        command = [str(program), "-m", str(self.file), "-t", str(self.threads), *map(str, options)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _program(options: dict[str, str]) -> Path:
+    """llama-bench.
+
+    Raises:
+        Missing: it is not here.
+    """
+    built = Path(sys.executable).with_name("llama-bench")  # where `make peers` puts it
+    given = options.get("llama_bench") or os.environ.get("LLAMA_BENCH")
+    program = given or (str(built) if built.is_file() else shutil.which("llama-bench"))
+    if program is None or not Path(program).is_file():
+        raise Missing("no llama-bench: `make peers` builds it; or have it on PATH, or name it in LLAMA_BENCH")
+    return Path(program)
 
 
 def write_gguf(model: GPT, file: Path, kind: str) -> None:
     """Writes a GGUF file without a tokenizer.
 
     Args:
-        model: of GPT-2's form.
+        model: of GPT-2's form, or of Llama's.
         file: to write.
         kind: of the matrices, one of GGUF's types such as "Q8_0". Vectors and positions are fp32.
 
@@ -68,18 +106,54 @@ def write_gguf(model: GPT, file: Path, kind: str) -> None:
         import gguf
     except ImportError as error:
         raise Missing("not installed: pip install gguf") from error
-    check_gpt2(model)
+    tensors = _llama_tensors(model) if model.config.norm == "rms" else _gpt2_tensors(model)
     config = model.config
-    assert config.d_ff is not None and model.embedding.position is not None and model.decoder.norm is not None
-    writer = gguf.GGUFWriter(file, "gpt2")
+    assert config.d_ff is not None
+    writer = gguf.GGUFWriter(file, tensors.form)
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_len)
     writer.add_embedding_length(config.d_model)
     writer.add_block_count(config.num_layers)
     writer.add_feed_forward_length(config.d_ff)
     writer.add_head_count(config.num_heads)
-    writer.add_layer_norm_eps(config.layer_norm_eps)
     writer.add_tokenizer_model("no_vocab")
+    if tensors.form == "llama":
+        attention = model.decoder.layers[0].self_attn
+        writer.add_head_count_kv(attention.num_kv_heads)
+        writer.add_layer_norm_rms_eps(config.layer_norm_eps)
+        writer.add_rope_dimension_count(attention.head_dim)
+        writer.add_rope_freq_base(config.rotary_base)
+    else:
+        writer.add_layer_norm_eps(config.layer_norm_eps)
+    quantized = getattr(gguf.GGMLQuantizationType, kind)
+    for name, matrix in tensors.matrices.items():
+        data = gguf.quants.quantize(matrix.detach().to(torch.float32).numpy(), quantized)
+        writer.add_tensor(f"{name}.weight", data, raw_dtype=quantized)
+    for name, vector in tensors.vectors.items():
+        writer.add_tensor(name, vector.detach().to(torch.float32).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+class _Tensors(NamedTuple):
+    """What a file holds.
+
+    Attributes:
+        form: GGUF's name of the architecture.
+        matrices: by name without ".weight", to be quantised.
+        vectors: by name, in fp32.
+    """
+
+    form: str
+    matrices: dict[str, Tensor]
+    vectors: dict[str, Tensor]
+
+
+def _gpt2_tensors(model: GPT) -> _Tensors:
+    check_gpt2(model)
+    assert model.embedding.position is not None and model.decoder.norm is not None
     matrices = {"token_embd": model.embedding.weight}
     vectors = {"position_embd.weight": model.embedding.position.table}
     norms: dict[str, nn.Module] = {"output_norm": model.decoder.norm}
@@ -92,15 +166,42 @@ def write_gguf(model: GPT, file: Path, kind: str) -> None:
         for theirs, linear in linears.items():
             matrices[name + theirs] = linear.weight
             vectors[f"{name}{theirs}.bias"] = linear.bias
-    for name, norm in norms.items():
-        vectors |= {f"{name}.{key}": parameter for key, parameter in norm.named_parameters()}
-    quantized = getattr(gguf.GGMLQuantizationType, kind)
-    for name, matrix in matrices.items():
-        data = gguf.quants.quantize(matrix.detach().to(torch.float32).numpy(), quantized)
-        writer.add_tensor(f"{name}.weight", data, raw_dtype=quantized)
-    for name, vector in vectors.items():
-        writer.add_tensor(name, vector.detach().to(torch.float32).numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    return _Tensors("gpt2", matrices, vectors | _parameters(norms))
+
+
+def _llama_tensors(model: GPT) -> _Tensors:
+    """Llama's form.
+
+    Raises:
+        Missing: the model has another one.
+    """
+    config = model.config
+    plain = GPTConfig(
+        config.vocab_size, config.d_model, config.num_heads, config.num_kv_heads, config.num_layers, config.d_ff,
+        norm="rms", activation="swiglu", positions="rotary", bias=False, layer_norm_eps=config.layer_norm_eps,
+        rotary_base=config.rotary_base, max_len=config.max_len, special_ids=config.special_ids,
+    )  # fmt: skip
+    if other := [
+        name for name, value in vars(plain).items() if getattr(config, name) != value and "dropout" not in name
+    ]:
+        raise Missing(f"Llama has {other[0]} {getattr(plain, other[0])}, this model {getattr(config, other[0])}")
+    assert model.decoder.norm is not None
+    matrices = {"token_embd": model.output_weight}
+    norms: dict[str, nn.Module] = {"output_norm": model.decoder.norm}
+    for place, layer in enumerate(model.decoder.layers):
+        name, attention = f"blk.{place}.", layer.self_attn
+        q, kv, size = attention.num_heads, attention.num_kv_heads, attention.head_dim
+        parts = attention.in_proj_weight.split([q * size, kv * size, kv * size])
+        for letter, heads, part in zip("qkv", (q, kv, kv), parts, strict=True):
+            # It turns neighbouring features of queries and keys, where we turn the two halves.
+            turned = part.view(heads, 2, size // 2, -1).transpose(1, 2).reshape(part.shape)
+            matrices[f"{name}attn_{letter}"] = part if letter == "v" else turned
+        matrices[f"{name}attn_output"] = attention.out_proj.weight
+        matrices[f"{name}ffn_gate"], matrices[f"{name}ffn_up"] = layer.linear1.weight.chunk(2)
+        matrices[f"{name}ffn_down"] = layer.linear2.weight
+        norms |= {f"{name}attn_norm": layer.norm1, f"{name}ffn_norm": layer.norm2}
+    return _Tensors("llama", matrices, _parameters(norms))
+
+
+def _parameters(norms: dict[str, nn.Module]) -> dict[str, Tensor]:
+    return {f"{name}.{key}": parameter for name, norm in norms.items() for key, parameter in norm.named_parameters()}

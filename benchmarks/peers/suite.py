@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.peers import models, side_by_side
-from benchmarks.peers.cases import make_job, make_model
+from benchmarks.peers.cases import jobs, make_model
 from benchmarks.peers.compare import Thing
 from benchmarks.peers.job import PRECISIONS
 from benchmarks.peers.reading import bytes_per_step
@@ -67,6 +67,7 @@ def plans(suite: str, *, quick: bool) -> list[Plan]:
         return [
             Plan({"name": "base"}, threads=one_or_all, batches=(1, 16), beams=(1, 4)),
             Plan({"name": "gpt2"}, threads=one_or_all),
+            Plan({"name": "llama"}, threads=(cores,), batches=(1, 16)),
         ]
     if suite == "model":
         # Batches that no user would give to one thread alone.
@@ -136,17 +137,12 @@ def _models(plan: Plan, rounds: int) -> Iterator[Row]:
 
 def _decoders(plan: Plan, rounds: int) -> Iterator[Row]:
     shared = {"suite": "decoding", "op": "peers", "model": plan.case["name"]}
-    jobs = [
-        ({"batch": batch, "num_beams": num_beams}, make_job(plan.case, batch, num_beams))
-        for num_beams in plan.beams
-        for batch in plan.batches
-    ]
     model = make_model(plan.case)
     weights = {precision: bytes_per_step(model, precision) for precision in plan.precisions}
     del model
     workers, missing = side_by_side.start(plan.places(plan.precisions))
     try:
-        for shape, job in jobs:
+        for shape, job in jobs(plan.case, plan.batches, plan.beams):
             yield from (shared | {"shape": shape} | row for row in _absent(missing, "precision"))
             yield from (shared | {"shape": shape} | row for row in side_by_side.decoders(workers, job, rounds, weights))
     finally:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.peers import models
-from benchmarks.peers.cases import GPTS, make_model
+from benchmarks.peers.cases import GPTS, LLAMAS, make_model
 from benchmarks.peers.job import Job, Missing, Peer, Step, Turn
 
 ROOT = Path(__file__).parents[2]
@@ -112,12 +112,14 @@ def peers(case: dict[str, Any]) -> dict[str, type[Peer]]:
             compared.append(FusedLoss)
     else:
         from benchmarks.peers.ctranslate2 import CTranslate2
-        from benchmarks.peers.hugging_face import HuggingFace
+        from benchmarks.peers.hugging_face import HuggingFace, StaticCache
         from benchmarks.peers.llama_cpp import LlamaCpp
         from benchmarks.peers.ours import Ours
         from benchmarks.peers.reading import Reading
 
-        others = [HuggingFace, LlamaCpp] if case["name"] in GPTS else [CTranslate2, HuggingFace]
+        others: list[type[Peer]] = [HuggingFace, LlamaCpp] if case["name"] in GPTS else [CTranslate2, HuggingFace]
+        if case["name"] in LLAMAS:
+            others.append(StaticCache)
         compared = [Ours, *others, Reading]
     return {peer.name: peer for peer in compared}
 

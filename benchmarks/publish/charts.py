@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.measure.scaling_fits import fit
 from benchmarks.publish import style
 from benchmarks.publish.latest import Results, Row, case_of, machine, was_timed
-from benchmarks.publish.summary import DROP_IN, MODELS, MODULES, OPS, PEERS, Case, Comparison
+from benchmarks.publish.summary import DROP_IN, LLAMA, MODELS, MODULES, OPS, PEERS, Case, Comparison
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -324,6 +324,12 @@ CHARTS: dict[str, Chart] = {
     "drop_in": _speedups("Models after fastformer.accelerate: how many times faster", _RUN.format("model"), DROP_IN),
     "peers": _speedups(
         "Decoding: how many times faster than other engines on the same weights", _RUN.format("decoding"), PEERS
+    ),
+    "llama": _speedups(
+        "A model of Llama's form, 168 M parameters: how many times faster",
+        "python -m benchmarks.peers --case llama --precision int8 bf16 fp32 --rounds 3 "
+        "--out benchmarks/results/cpu.jsonl",
+        LLAMA,
     ),
     "scaling": Chart(_RUN.format("scaling"), select_scaling, draw_scaling),
     "decoding_ladder": Chart(_RUN.format("decoding"), select_stages, draw_stages),

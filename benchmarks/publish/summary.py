@@ -266,6 +266,20 @@ PEERS = (
     _decoding("GPT-2's small shape, one prompt, fp32", 1, 1, "gpt2", "transformers", _PRECISIONS[2:]),
 )
 
+_EACH = (*_PRECISIONS[:1], Panel("bf16", {"precision": "bf16"}, {"precision": "bf16"}), _PRECISIONS[2])
+_LLAMA_PROMPTS = ((1, 32, "a prompt of 32 tokens"), (1, 512, "a prompt of 512 tokens"), (16, 32, "16 prompts of 32"))
+# Llama's form, 168 M parameters.
+LLAMA = tuple(
+    Case(
+        f"{prompts}, {what}",
+        {"op": "peers", "model": "llama", "batch": batch, "prompt": prompt, "new": new},
+        ("llama.cpp", "transformers"),
+        panels=_EACH,
+    )
+    for batch, prompt, prompts in _LLAMA_PROMPTS
+    for new, what in ((1, "the first token"), (32, "32 tokens"))
+)
+
 # Where the CPU has no AVX-512.
 AVX2 = tuple(
     replace(case, against=("as it is",)) for case in DROP_IN if case.where["model"] in ("bert_base", "torch_nn_encoder")

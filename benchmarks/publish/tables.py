@@ -18,6 +18,7 @@ from benchmarks.publish.summary import (
     AVX2,
     AVX2_PEERS,
     DROP_IN,
+    LLAMA,
     MODELS,
     MODULES,
     OPS,
@@ -214,6 +215,27 @@ def small_work(numbers: Numbers) -> str:
     return table(["of torch.nn's speed, 1 · 2 threads", *head], lines)
 
 
+def llama(numbers: Numbers) -> str:
+    """A line for each program and precision: the time to the first token, and tokens a second; "" until measured."""
+    rows = numbers.results.find(op="peers", model="llama")
+    latest = max((row.get("time") or "" for row in rows), default="")
+    things = dict.fromkeys((row["precision"], row["provider"]) for row in rows if (row.get("time") or "") == latest)
+    lines = []
+    for precision, provider in things:
+        cells = []
+        for case in LLAMA:
+            where = {**case.where, "provider": provider, "precision": precision}
+            field = "ms_p50" if case.where["new"] == 1 else "tokens_s"
+            there = any(field in row for row in numbers.results.find(**where))
+            cells.append(numbers.value(field, **where) if there else "")
+        if any(cells):
+            lines.append([f"{name_of(provider)}, {precision}", *cells])
+    if not lines:
+        return ""
+    head = [f"{case.label}, {'ms' if case.where['new'] == 1 else 'tokens/s'}" for case in LLAMA]
+    return table(["", *head], lines)
+
+
 def precisions(numbers: Numbers) -> str:
     """What the smaller ones cost in quality."""
 
@@ -259,6 +281,7 @@ TABLES: dict[str, Callable[[Numbers], str]] = {
     "modules": functools.partial(times_faster, MODULES),
     "small_work": small_work,
     "decoding": functools.partial(beside_engines, PEERS),
+    "llama": llama,
     "precisions": precisions,
     "accelerated": functools.partial(times_faster, DROP_IN),
     "accelerated_full_rate": functools.partial(elsewhere, AT_FULL_RATE, functools.partial(_measured, DROP_IN)),

@@ -45,6 +45,13 @@ def gpt() -> GPT:
     )
 
 
+def llama(**options) -> GPT:
+    torch.manual_seed(0)
+    sizes = {"d_model": 64, "num_heads": 4, "num_kv_heads": 2, "num_layers": 2, "d_ff": 96, "layer_norm_eps": 0.1}
+    form = {"norm": "rms", "activation": "swiglu", "positions": "rotary", "bias": False}
+    return randomised(GPT.from_preset("tiny", vocab_size=60, **(sizes | form | options)))
+
+
 def peer(name: str, model, precision: str = "fp32") -> Any:
     pytest.importorskip(name, reason=f"not installed: pip install {name}")
     if name == "ctranslate2":
@@ -130,8 +137,9 @@ def test_outputs_end_with_their_end_token(name: str) -> None:
     assert peer(name, model).turn(jobs()[0]).tokens == expected
 
 
-def test_gpt2() -> None:
-    model = gpt()
+@pytest.mark.parametrize("make", [gpt, llama])
+def test_gpts(make) -> None:
+    model = make()
     job = Job([[[5, 7, 9], [11, 4]], [[8]]], 1, 12)
     expected = Ours(model, "fp32", torch.get_num_threads(), {}).turn(job).tokens
     theirs = peer("transformers", model)
@@ -166,6 +174,37 @@ def test_gguf_holds_each_weight_once(tmp_path: Path) -> None:
         }.items():
             found = tensors[name].reshape(weight.shape)
             assert (found - weight).abs().max() <= error * weight.abs().max()
+
+
+def test_gguf_of_llama_turns_neighbours(tmp_path: Path) -> None:
+    """Its queries and keys, with the pairs that rotate side by side, give the scores of ours."""
+    gguf = pytest.importorskip("gguf", reason="not installed: pip install gguf")
+    model = llama()
+    write_gguf(model, tmp_path / "model.gguf", "F32")
+    tensors = {t.name: torch.from_numpy(t.data.copy()) for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    assert sum(t.numel() for t in tensors.values()) == sum(p.numel() for p in model.parameters())
+    layer = model.decoder.layers[1]
+    q, k, v = layer.self_attn.in_proj_weight.detach().split([64, 32, 32])
+    assert torch.equal(tensors["blk.1.attn_v.weight"], v)
+    assert torch.equal(tensors["blk.1.ffn_gate.weight"], layer.linear1.weight[:96])
+    assert torch.equal(tensors["blk.1.ffn_up.weight"], layer.linear1.weight[96:])
+    assert torch.equal(tensors["blk.1.ffn_norm.weight"], layer.norm2.weight)
+    cos, sin = (table[3].repeat_interleave(2)[:, None] for table in (model.rotary.cos, model.rotary.sin))
+    x, sign = torch.randn(64, generator=torch.Generator().manual_seed(1)), torch.tensor([-1.0, 1.0] * 8)[:, None]
+    for name, ours in (("q", q), ("k", k)):
+        half, pairs = ours.view(-1, 2, 8, 64) @ x, tensors[f"blk.1.attn_{name}.weight"].view(-1, 16, 64) @ x
+        swapped = pairs.view(-1, 8, 2).flip(-1).flatten(1)
+        turned = pairs * cos[:, 0] + swapped * sign[:, 0] * sin[:, 0]
+        c, s = model.rotary.cos[3], model.rotary.sin[3]
+        expected = torch.stack([half[:, 0] * c - half[:, 1] * s, half[:, 1] * c + half[:, 0] * s], -1).flatten(1)
+        torch.testing.assert_close(turned, expected)
+
+
+@pytest.mark.parametrize("options", [{"window_size": 3}, {"tie_embeddings": False}, {"activation": "geglu_tanh"}])
+def test_gguf_of_another_form_is_refused(options: dict, tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="not installed: pip install gguf")
+    with pytest.raises(Missing, match=next(iter(options))):
+        write_gguf(llama(**options), tmp_path / "model.gguf", "F32")
 
 
 @pytest.mark.parametrize(
