@@ -18,7 +18,7 @@ from fastformer.generation.engines import Batch, Prompt, Selection
 from fastformer.generation.engines.cpp import CppEngine
 from fastformer.models import GPT, Transformer
 from tests.generation.small import needs_cpp
-from tests.generation.weights import CONFIGS, drawn
+from tests.generation.weights import CONFIGS, FAMILIES, drawn
 
 pytestmark = needs_cpp
 
@@ -27,7 +27,7 @@ PRECISIONS = ("fp32", "bf16", "int8", "int4")
 
 @cache
 def configured(name: str) -> Any:
-    kind, options = CONFIGS[name]
+    kind, options = (CONFIGS | FAMILIES)[name]
     return drawn(kind, **options)
 
 
@@ -87,7 +87,7 @@ def distance(found: Tensor, due: Tensor) -> float:
     return ((found - due).square().mean().sqrt() / due.std()).item()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", CONFIGS | FAMILIES)
 def test_each_option_of_a_model_is_honoured(name) -> None:
     model, dice = configured(name), random.Random(0)
     prompts = [prompt_of(model, dice, length, before) for length, before in ((1, 0), (9, 3), (17, 0), (33, 18))]
@@ -123,7 +123,7 @@ def test_distances_go_by_the_prompt_where_it_is_cut() -> None:
         assert distance(one, expected) < 2e-6
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", CONFIGS | FAMILIES)
 def test_tokens_are_those_of_the_cached_modules(name) -> None:
     model, dice = configured(name), random.Random(1)
     prompts = [prompt_of(model, dice, length, length % 3) for length in (1, 12, 30)]
@@ -177,7 +177,13 @@ def test_long_sources_and_prompts_are_read_whole(kind, window) -> None:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
-    ("kind", "positions"), [(Transformer, {}), (GPT, {"positions": "rotary"}), (Transformer, {"positions": "relative"})]
+    ("kind", "positions"),
+    [
+        (Transformer, {}),
+        (GPT, {"positions": "rotary"}),
+        (Transformer, {"positions": "relative"}),
+        (GPT, {"positions": "rotary", "qk_norm": "all", "norm_placement": "both", "head_dim": 40, "window_size": 9}),
+    ],
 )
 def test_bits_depend_neither_on_the_batch_nor_on_the_number_of_threads(kind, positions, precision) -> None:
     # Large enough for a second thread to take part in each step, which begins in the middle of a row's heads.

@@ -112,4 +112,20 @@ CONFIGS: dict[str, tuple[type[Transformer] | type[GPT], dict[str, Any]]] = {
         },
     ),
 }
+_FAMILY: dict[str, Any] = {"positions": "rotary", "rotary_base": 100.0, "norm": "rms", "bias": False, "d_ff": 45}
+# What decoder-only families have beyond that; tests/engine/test_options.py has each option alone and in pairs.
+FAMILIES: dict[str, tuple[type[Transformer] | type[GPT], dict[str, Any]]] = {
+    "gemma 3": (
+        GPT,
+        _FAMILY
+        | {
+            "activation": "geglu_tanh", "head_dim": 12, "num_kv_heads": 1, "qk_norm": "head", "norm_placement": "both",
+            "num_layers": 3, "window_size": 5, "window_layers": (True, True, False), "local_rotary_base": 7.0,
+            "attention_scale": 0.4, "embedding_scale": 6.0,
+        },
+    ),
+    "olmo 2": (GPT, _FAMILY | {"activation": "swiglu", "qk_norm": "all", "norm_placement": "post"}),
+    "qwen 2": (GPT, _FAMILY | {"activation": "swiglu", "qkv_bias": True, "num_kv_heads": 2, "tie_embeddings": False}),
+    "neox": (GPT, {"positions": "rotary", "rotary_fraction": 0.25, "parallel_residual": True, "rotary_base": 100.0}),
+}  # fmt: skip
 RELATIVE = [name for name, (_, options) in CONFIGS.items() if options.get("positions") == "relative"]

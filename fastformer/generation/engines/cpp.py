@@ -263,15 +263,8 @@ def pack(model: nn.Module, precision: str) -> object:
 
 def pack_options(model: Transformer | GPT, precision: str) -> dict[str, object]:
     """What the tensors don't say: csrc/engine/packed_model.h's ModelOptions."""
-    layer, attention, embedding, config = (
-        model.decoder.layers[0],
-        _attention(model),
-        _target_embedding(model),
-        model.config,
-    )
-    own = (
-        _gpt_options(config) if isinstance(config, GPT.config_class) else _transformer_options(cast(Transformer, model))
-    )
+    layer, attention, embedding = model.decoder.layers[0], _attention(model), _target_embedding(model)
+    config = model.config
     return {
         "precision": precision,
         "d_model": attention.embed_dim,
@@ -287,7 +280,7 @@ def pack_options(model: Transformer | GPT, precision: str) -> dict[str, object]:
         "padding_idx": -1 if embedding.padding_idx is None else embedding.padding_idx,
         "max_len": config.max_len,
         "activation": fused_name(layer.activation),
-        **own,
+        **(_gpt_options(model.config) if isinstance(model, GPT) else _transformer_options(model)),
     }
 
 
@@ -358,8 +351,8 @@ def pack_tensors(model: Transformer | GPT, precision: str) -> dict[str, Array]:
                 tensors[name] = tensors[name].float() * model.config.d_model**-0.5
     elif model.rotary is not None:
         tensors["cos"], tensors["sin"] = model.rotary.cos, model.rotary.sin
-        if (local := getattr(model, "local_rotary", None)) is not None:
-            tensors["local_cos"], tensors["local_sin"] = local.cos, local.sin
+        if model.local_rotary is not None:
+            tensors["local_cos"], tensors["local_sin"] = model.local_rotary.cos, model.local_rotary.sin
     elif position is not None:
         tensors["target_positions"] = position.table
     arrays: dict[str, Array] = {}

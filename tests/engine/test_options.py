@@ -1,0 +1,201 @@
+"""Each option of a decoder-only model, alone and with others, in a session of the engine, against the plain model."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastformer.generation.engines.cpp import pack_options, pack_tensors
+from fastformer.models import GPT, GPTConfig
+from fastformer.ops import _extension
+from tests.generation.small import needs_cpp
+from tests.generation.weights import drawn
+from tests.models.plain_gpt import plain_logits
+
+pytestmark = needs_cpp
+
+EXT: Any = _extension.module()
+VOCAB = 130  # no multiple of a panel
+BASE: dict[str, Any] = {
+    "vocab_size": VOCAB, "d_model": 36, "num_heads": 4, "num_kv_heads": 2, "head_dim": 10, "num_layers": 3, "d_ff": 44,
+    "norm": "rms", "activation": "swiglu", "bias": False, "positions": "rotary", "rotary_base": 100.0, "max_len": 640,
+}  # fmt: skip
+WINDOWS = {"window_size": 5, "window_layers": (True, False, True)}
+# Caps are small enough to bend what they cap. GPT need not have them: the engine's options say what it computes.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "biases": {"qkv_bias": True, "out_bias": True},
+    "norms of heads": {"qk_norm": "head"},
+    "norms over heads": {"qk_norm": "all"},
+    "a window": {"window_size": 0},
+    "windows of layers": WINDOWS,
+    "long windows": {"window_size": 250, "window_layers": (False, True, True)},
+    "two rotations": {**WINDOWS, "local_rotary_base": 7.0},
+    "a part rotated": {"rotary_fraction": 0.625},
+    "learned positions": {"positions": "learned", "rotary_base": 10000.0},
+    "yarn": {"rotary_scaling": {"kind": "yarn", "factor": 4, "original_max_position_embeddings": 16}},
+    "a scale": {"attention_scale": 0.2},
+    "capped scores": {"attention_softcap": 1.5},
+    "capped logits": {"logit_softcap": 1.2},
+    "norms behind": {"norm_placement": "post"},
+    "norms on both sides": {"norm_placement": "both"},
+    "in parallel": {"parallel_residual": True, "norm": "layer", "activation": "gelu", "bias": True},
+    "embeddings scaled": {"embedding_scale": 6.0},
+    "wide heads": {"head_dim": 64, "num_kv_heads": 1},
+}
+NOT_TOGETHER = [
+    {"in parallel", "norms behind"}, {"in parallel", "norms on both sides"}, {"learned positions", "two rotations"},
+    {"learned positions", "a part rotated"}, {"learned positions", "yarn"},
+]  # fmt: skip
+FEW = [
+    ("biases", "norms over heads", "norms behind"),
+    ("norms of heads", "two rotations", "norms on both sides", "a scale", "embeddings scaled"),
+    ("capped scores", "capped logits", "long windows", "norms on both sides", "wide heads"),
+    ("in parallel", "a part rotated", "biases"),
+    ("learned positions", "norms over heads", "capped scores", "windows of layers"),
+]
+PAIRS = [pair for pair in itertools.combinations(OPTIONS, 2) if set(pair) not in NOT_TOGETHER]
+# Of the error, as a share of how far the logits lie apart; fp32 besides twice that of the plain model in fp32.
+BOUNDS = {"fp32": 1e-6, "bf16": 0.1, "int8": 0.2}
+
+
+class Made:
+    """A model with weights that matter, as the engine reads it, and as the plain one does."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        options: dict[str, Any] = dict(BASE)
+        for name in names:
+            options |= OPTIONS[name]
+        if options["positions"] == "learned":
+            options.pop("rotary_base", None)
+        caps = {name: options.pop(name, None) for name in ("attention_softcap", "logit_softcap")}
+        model = drawn(GPT, **options)
+        self.config = replace(GPTConfig(**options), **caps)
+        self.weights = {name: p.detach().double() for name, p in model.named_parameters()}
+        self.options = pack_options(model, "fp32") | {name: value or 0.0 for name, value in caps.items()}
+        self.tensors = pack_tensors(model)
+
+    def session(self, precision: str) -> Any:
+        return EXT.Session(EXT.PackedModel(self.options | {"precision": precision}, self.tensors), 4096)
+
+    def plain(self, prompt: Sequence[int], new: Sequence[int], dtype: torch.dtype = torch.float64) -> Tensor:
+        """(len(new) + 1, vocab_size) logits, of the prompt's last token and of the new ones."""
+        weights = {name: weight.to(dtype) for name, weight in self.weights.items()}
+        return plain_logits(self.config, weights, torch.tensor([*prompt, *new]))[len(prompt) - 1 :]
+
+
+def said(session: Any, prompts: Sequence[Sequence[int]], new: Sequence[Sequence[int]], threads: int = 1) -> Tensor:
+    """(prompts, steps, vocab_size) logits."""
+    session.admit([[]] * len(prompts), [list(prompt[:-1]) for prompt in prompts], threads)
+    found = []
+    for tokens in zip(*([prompt[-1], *row] for prompt, row in zip(prompts, new, strict=True)), strict=True):
+        logits = torch.empty(len(prompts), VOCAB)
+        session.step(list(tokens), 1, False, list(range(len(prompts))), logits.numpy(), threads)
+        found.append(logits)
+    return torch.stack(found, 1)
+
+
+def error(found: Tensor, due: Tensor) -> float:
+    """The largest of a prompt."""
+    return ((found - due).square().mean((1, 2)).sqrt() / due.std((1, 2))).max().item()
+
+
+def ids(dice: random.Random, count: int) -> list[int]:
+    return [dice.randrange(3, VOCAB) for _ in range(count)]
+
+
+def assert_as_the_plain_model(names: Sequence[str], lengths: Sequence[int]) -> None:
+    made, dice = Made(names), random.Random(0)
+    prompts, new = [ids(dice, n) for n in lengths], [ids(dice, 3) for _ in lengths]
+    due = torch.stack([made.plain(*pair) for pair in zip(prompts, new, strict=True)])
+    rounded = torch.stack([made.plain(*pair, dtype=torch.float32) for pair in zip(prompts, new, strict=True)])
+    for precision, bound in BOUNDS.items():
+        found = said(made.session(precision), prompts, new)
+        assert error(found, due) < bound + (2 * error(rounded, due) if precision == "fp32" else 0), precision
+        # A row's bits depend on neither its neighbours nor the threads.
+        for prompt, row, together in zip(prompts, new, found, strict=True):
+            assert torch.equal(said(made.session(precision), [prompt], [row], threads=2)[0], together)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_each_option(name) -> None:
+    assert_as_the_plain_model([name], (1, 8, 41))
+
+
+@pytest.mark.parametrize("names", FEW, ids=" + ".join)
+def test_options_together(names) -> None:
+    assert_as_the_plain_model(names, (1, 23))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", PAIRS, ids=" + ".join)
+def test_each_pair_of_options(names) -> None:
+    """Of 19 options each two, over prompts that are cut into pieces, too."""
+    assert_as_the_plain_model(names, (1, 7, 70, 530))
+
+
+def test_windows_and_caps_of_a_prompt_that_is_cut() -> None:
+    """530 tokens are read as 512 and 18, whose keys lie in other slices than their queries."""
+    made, dice = Made(["capped scores", "long windows"]), random.Random(1)
+    prompt, new = ids(dice, 531), ids(dice, 2)
+    found = said(made.session("fp32"), [prompt], [new])
+    due, rounded = (made.plain(prompt, new, dtype)[None] for dtype in (torch.float64, torch.float32))
+    assert error(found, due) < 1e-6 + 2 * error(rounded, due)
+
+
+@pytest.mark.parametrize("shortlist", [[], [*range(5, 128, 3)]])
+def test_choices_are_of_capped_logits(shortlist) -> None:
+    """The best, their log-probabilities, and the logits that processors see."""
+    made, dice = Made(["capped logits"]), random.Random(2)
+    prompt = ids(dice, 9)
+    (due,) = made.plain(prompt, []).double()
+    assert due.abs().max() < 1.2 and (due.abs() > 1.0).any()
+    if shortlist:
+        hidden = torch.ones(VOCAB, dtype=torch.bool)
+        hidden[shortlist] = False
+        due = due.masked_fill(hidden, float("-inf"))
+    for log_probs in (False, True):
+        session = made.session("fp32")
+        if shortlist:
+            session.set_shortlist(shortlist)
+        session.admit([[]], [prompt[:-1]], 1)
+        logits = torch.empty(1, VOCAB)
+        best, values = session.step([prompt[-1]], 6, log_probs, [0], logits.numpy(), 1)
+        expected = (due.log_softmax(0) if log_probs else due).topk(6)
+        assert best[0].tolist() == expected.indices.tolist()
+        torch.testing.assert_close(torch.from_numpy(values[0]).double(), expected.values, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(logits[0].double(), due, atol=1e-5, rtol=1e-5)
+
+
+def test_a_window_is_all_that_a_layer_reads() -> None:
+    """What three layers with windows of five don't reach may be any tokens, bit for bit."""
+    made, dice = Made(["a window"]), random.Random(3)
+    made.options["decoder_windows"] = [5, 5, 5]
+    near, new = ids(dice, 16), ids(dice, 2)
+    for precision in BOUNDS:
+        for length in (24, 520):
+            one, other = (said(made.session(precision), [[*ids(dice, length), *near]], [new]) for _ in range(2))
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        ({"decoder_windows": [1, 2]}, "window"),
+        ({"head_dim": 0}, "heads"),
+        ({"norm_placement": "middle"}, "norm_placement"),
+        ({"norm_placement": "both", "parallel_residual": True}, "parallel"),
+        ({"head_dim": 12}, "shape"),
+    ],
+)
+def test_options_that_make_no_model_are_refused(wrong, what) -> None:
+    made = Made(["llama"])
+    with pytest.raises(ValueError, match=rf"\b{what}\b"):
+        EXT.PackedModel(made.options | wrong, made.tensors)
