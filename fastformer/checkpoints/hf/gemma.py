@@ -43,9 +43,8 @@ def _options(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _capped(settings: Mapping[str, Any]) -> dict[str, Any]:
     options = _options(settings)
-    scalar, cap = settings.get("query_pre_attn_scalar", 256), settings.get("final_logit_softcapping")
-    head_dim = settings.get("head_dim", 256)
-    if scalar != head_dim:
+    scalar, cap = settings["query_pre_attn_scalar"], settings.get("final_logit_softcapping")
+    if scalar != settings["head_dim"]:
         options["attention_scale"] = scalar**-0.5
     if cap is not None:
         options["logit_softcap"] = cap
@@ -86,7 +85,7 @@ def _gemma2_settings(config: GPTConfig) -> dict[str, Any]:
 _GEMMA: dict[str, Any] = {
     "fixed": {"norm": "rms"},
     "biases": ("attention_bias", "attention_bias", False),
-    "head_dim": 256,
+    "usual": {"head_dim": 256, "num_key_value_heads": 16},
     "grows": False,
     "activations": _ACTIVATIONS,
     "is_tied": True,
@@ -96,6 +95,7 @@ _GEMMA: dict[str, Any] = {
 _NEWER: dict[str, Any] = {
     **_GEMMA,
     "fixed": {"norm": "rms", "norm_placement": "both"},
+    "usual": {"head_dim": 256, "num_key_value_heads": 4, "sliding_window": 4096, "query_pre_attn_scalar": 256},
     "modules": _FOUR_NORMS,
     "even_heads": True,
     "activation_settings": ("hidden_activation",),

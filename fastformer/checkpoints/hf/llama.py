@@ -41,12 +41,12 @@ class Variant(NamedTuple):
         kind: the model_type of transformers.
         name: in messages.
         modules: the modules of a layer here, each with those there.
+        usual: settings where config.json has none. A null is another matter.
         fixed: options of `GPTConfig` that all its models have.
         biases: the settings that say whether there are biases, or what there always is: of the maps to queries, keys
             and values; of the map back from the heads; of the feed-forward network and of LayerNorms.
         layer_types: the settings, the depth -> which layers have a window, where layer_types doesn't say; None: none.
         has_layer_types: whether the settings may say layer_types; else all layers are alike.
-        head_dim: where the settings don't say; None: what d_model gives each head.
         own_heads: whether heads may have a size of their own.
         even_heads: whether d_model has to be a multiple of the number of heads all the same.
         partial: whether a part of a head may turn.
@@ -54,7 +54,7 @@ class Variant(NamedTuple):
         base: of rotations, where the settings don't say.
         local_base: likewise of layers that have a window, in families where these turn by themselves.
         grows: whether a model has more positions than its settings say, with some kinds of scaling.
-        eps: of the norms, where the settings don't say, and the setting's name.
+        eps: the setting that is the norms' eps.
         activations: the names of activations there and here; the settings that may name one; the usual one.
         activation_settings: the settings that may name the activation, the first that does.
         dropouts: the settings that hold `GPTConfig.dropout`.
@@ -70,11 +70,11 @@ class Variant(NamedTuple):
     kind: str
     name: str
     modules: Mapping[str, tuple[str, ...]] = MODULES
+    usual: Mapping[str, Any] = {}
     fixed: Mapping[str, Any] = {"norm": "rms"}
     biases: tuple[str | bool, str | bool, str | bool] = (False, False, False)
     layer_types: LayerTypes | None = None
     has_layer_types: bool = True
-    head_dim: int | None = None
     own_heads: bool = True
     even_heads: bool = False
     partial: bool = False
@@ -82,7 +82,7 @@ class Variant(NamedTuple):
     base: float = 10_000.0
     local_base: float | None = None
     grows: bool = True
-    eps: tuple[float, str] = (1e-6, "rms_norm_eps")
+    eps: str = "rms_norm_eps"
     activations: Mapping[str, str] = _GATED
     activation_settings: tuple[str, ...] = ("hidden_act",)
     dropouts: tuple[str, ...] = ()
@@ -114,6 +114,7 @@ class Variant(NamedTuple):
         )
 
     def _options(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        settings = {**self.usual, **settings}
         d_model, heads = number_of(settings, "hidden_size"), number_of(settings, "num_attention_heads")
         depth = number_of(settings, "num_hidden_layers")
         qkv, out, bias = (flag_of(settings, b, False) if isinstance(b, str) else b for b in self.biases)
@@ -125,7 +126,7 @@ class Variant(NamedTuple):
             "num_kv_heads": _or(settings, "num_key_value_heads", heads),
             "num_layers": depth,
             "d_ff": number_of(settings, "intermediate_size"),
-            "layer_norm_eps": settings.get(self.eps[1], self.eps[0]),
+            "layer_norm_eps": settings.get(self.eps, 1e-6),
             "activation": self._activation(settings),
             "attention_dropout": settings.get("attention_dropout") or 0.0,
             "positions": "rotary",
@@ -140,7 +141,7 @@ class Variant(NamedTuple):
             options["qkv_bias"] = qkv
         if out != bias:
             options["out_bias"] = out
-        usual = d_model // heads if self.head_dim is None else self.head_dim
+        usual = d_model // heads
         head_dim = _or(settings, "head_dim", usual) if self.own_heads else usual
         if head_dim * heads != d_model:
             options["head_dim"] = head_dim
@@ -226,7 +227,7 @@ class Variant(NamedTuple):
             "num_hidden_layers": config.num_layers,
             "intermediate_size": config.d_ff,
             **({"head_dim": config.size_of_head} if self.own_heads else {}),
-            self.eps[1]: config.layer_norm_eps,
+            self.eps: config.layer_norm_eps,
             self.activation_settings[0]: names[config.activation],
             "attention_dropout": config.attention_dropout,
             **dict.fromkeys(self.dropouts, config.dropout),
@@ -322,25 +323,27 @@ def _phi3(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-_QWEN: dict[str, Any] = {"layer_types": _after_some}
+_MISTRAL = {"num_key_value_heads": 8, "sliding_window": 4096}
+_QWEN = {"num_key_value_heads": 32, "sliding_window": 4096}
 _OLMO: dict[str, Any] = {
     "modules": {**{name: parts for name, parts in MODULES.items() if not name.startswith("norm")}, **QK_NORMS, **_POST},
     "fixed": {"norm": "rms", "norm_placement": "post", "qk_norm": "all"},
-    "eps": (1e-5, "rms_norm_eps"),
+    "usual": {"rms_norm_eps": 1e-5, "sliding_window": 4096},
     "biases": ("attention_bias", "attention_bias", False),
 }
 VARIANTS = (
     Variant("llama", "Llama", biases=("attention_bias", "attention_bias", "mlp_bias"), even_heads=True),
-    Variant("mistral", "Mistral", layer_types=everywhere, has_layer_types=False),
-    Variant("ministral", "Ministral", layer_types=everywhere),
-    Variant("qwen2", "Qwen2", biases=(True, False, False), **_QWEN),
+    Variant("mistral", "Mistral", usual=_MISTRAL, layer_types=everywhere, has_layer_types=False),
+    Variant("ministral", "Ministral", usual=_MISTRAL, layer_types=everywhere),
+    Variant("qwen2", "Qwen2", usual=_QWEN, biases=(True, False, False), layer_types=_after_some),
     Variant(
         "qwen3",
         "Qwen3",
+        usual={**_QWEN, "head_dim": 128},
         modules={**MODULES, **QK_NORMS},
         fixed={"norm": "rms", "qk_norm": "head"},
         biases=("attention_bias", "attention_bias", False),
-        **_QWEN,
+        layer_types=_after_some,
     ),
     Variant("olmo2", "OLMo 2", **_OLMO),
     Variant("olmo3", "OLMo 3", layer_types=all_but_each(4), base=500_000.0, local_base=500_000.0, **_OLMO),
@@ -352,7 +355,7 @@ VARIANTS = (
         layer_types=everywhere,
         has_layer_types=False,
         partial=True,
-        eps=(1e-5, "rms_norm_eps"),
+        usual={"rms_norm_eps": 1e-5},
         more=_phi3,
     ),
 )

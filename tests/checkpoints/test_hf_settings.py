@@ -1,0 +1,182 @@
+"""config.json of every generation: as transformers reads it, and what is refused, by its name."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from fastformer.checkpoints.hf import FAMILIES, FORMS
+from fastformer.checkpoints.hf.decoder import special_ids
+from fastformer.models import GPT, GPTConfig
+
+IS_OLD = int(transformers.__version__.split(".")[0]) < 5
+SIZES: dict[str, Any] = {
+    "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4, "intermediate_size": 96,
+    "max_position_embeddings": 256, "num_key_value_heads": 4,
+}  # fmt: skip
+# As version 4 of transformers, and those before it, wrote them.
+OLD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("llama", {}, {"rotary_base": 10_000.0, "max_len": 256, "num_kv_heads": 4}),
+    (
+        "llama",
+        {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}, "num_key_value_heads": 2},
+        {"rotary_base": 5e5, "rotary_scaling": {"kind": "linear", "factor": 2.0}, "max_len": 512},
+    ),
+    (
+        "llama",
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        {"rotary_scaling": {"kind": "dynamic", "factor": 2.0, "original_max_position_embeddings": 256}},
+    ),
+    (
+        "llama",
+        {"rope_theta": 5e5, "rope_scaling": {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 128}},
+        {"max_len": 256},
+    ),
+    ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}}, {
+        "max_len": 1024, "qkv_bias": True}),
+    ("qwen2", {"use_sliding_window": False, "sliding_window": 32, "max_window_layers": 2}, {}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 3}, {
+        "window_size": 31, "window_layers": (False, False, False, True)}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 4}, {}),
+    ("qwen3", {"head_dim": 16}, {"qk_norm": "head"}),
+    ("qwen3", {}, {"head_dim": 128}),
+    ("mistral", {"sliding_window": None, "head_dim": None}, {}),
+    ("mistral", {"sliding_window": 4096, "head_dim": 32}, {"head_dim": 32, "window_size": 4095}),
+    ("olmo2", {"rope_theta": 5e5}, {"norm_placement": "post", "qk_norm": "all"}),
+    ("phi3", {"sliding_window": 2047, "rope_scaling": None, "original_max_position_embeddings": 256}, {
+        "window_size": 2046}),
+    (
+        "phi3",
+        {"rope_scaling": {"type": "su", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+         "original_max_position_embeddings": 128},
+        {"max_len": 128, "rotary_scaling": {
+            "kind": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0,
+            "original_max_position_embeddings": 128}},
+    ),
+    (
+        "phi3",
+        {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 128,
+         "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}},
+        {"rotary_fraction": 0.75},
+    ),
+    ("gemma", {"hidden_act": "gelu", "head_dim": 256}, {"activation": "geglu_tanh", "embedding_scale": 8.0}),
+    ("gemma2", {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 16}, {
+        "window_layers": (True, False, True, False), "window_size": 15, "logit_softcap": 30.0,
+        "attention_softcap": 50.0, "attention_scale": 24**-0.5}),
+    (
+        "gemma3_text",
+        {"head_dim": 16, "query_pre_attn_scalar": 16, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+         "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 16, "sliding_window_pattern": 3},
+        {"window_layers": (True, True, False, True), "local_rotary_base": 1e4, "rotary_base": 1e6, "max_len": 256},
+    ),
+    ("gemma3_text", {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 16}, {
+        "rotary_base": 1e6, "local_rotary_base": 1e4}),
+    ("gpt_neox", {"rotary_pct": 0.25, "rotary_emb_base": 10_000, "use_parallel_residual": True}, {
+        "rotary_fraction": 0.25, "parallel_residual": True}),
+    ("gpt_neox", {"rotary_pct": 1.0, "rotary_emb_base": 500, "use_parallel_residual": False}, {"rotary_base": 500}),
+    ("starcoder2", {"sliding_window": 32, "rope_theta": 999_999, "num_key_value_heads": 2}, {"norm": "layer"}),
+]  # fmt: skip
+
+
+def options_of(kind: str, settings: dict[str, Any]) -> GPTConfig:
+    return GPTConfig(60, **FORMS[kind].options(settings))
+
+
+@pytest.mark.parametrize("kind, settings, expected", OLD)
+def test_old_settings_are_read_as_transformers_reads_them(kind, settings, expected) -> None:
+    if IS_OLD and kind == "gemma3_text" and "sliding_window_pattern" not in settings:
+        pytest.skip("version 4 writes other settings")
+    found = options_of(kind, SIZES | settings)
+    assert found == dataclasses.replace(found, **expected)  # which makes tuples of lists
+    if "su" in str(settings.get("rope_scaling")):
+        return  # a name that version 5 reads no longer
+    theirs = getattr(transformers, FAMILIES[kind].config_class)(**SIZES | settings)
+    assert options_of(kind, theirs.to_dict()) == found
+
+
+@pytest.mark.parametrize("kind", sorted(FORMS.keys() - {"gpt2"}))
+def test_what_the_settings_leave_out_is_as_in_transformers(kind) -> None:
+    settings = SIZES | {"num_attention_heads": 32, "hidden_size": 1024}
+    del settings["num_key_value_heads"]
+    theirs = getattr(transformers, FAMILIES[kind].config_class)(**settings)
+    assert options_of(kind, theirs.to_dict()) == options_of(kind, settings)
+
+
+@pytest.mark.parametrize(
+    "kind, settings, named",
+    [
+        ("llama", {"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "rope_type .*'spiral'"),
+        ("llama", {"rope_scaling": {"rope_type": "linear"}}, r"\bfactor\b"),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": "two"}}, "factor .*'two'"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "spin": 3}}, "'spin'"),
+        ("llama", {"rope_scaling": "linear"}, "rope_scaling .*'linear'"),
+        ("llama", {"rope_theta": "big"}, "rope_theta .*'big'"),
+        ("llama", {"partial_rotary_factor": 0.5}, "Llama.*partial_rotary_factor .*0.5"),
+        ("llama", {"hidden_act": "relu2"}, "hidden_act .*'relu2'"),
+        ("llama", {"num_attention_heads": "many"}, "num_attention_heads .*'many'"),
+        ("llama", {"max_position_embeddings": None}, r"max_position_embeddings .*None"),
+        ("llama", {"attention_bias": "yes"}, "attention_bias .*'yes'"),
+        ("qwen3", {"layer_types": ["full_attention"] * 3}, "layer_types .*4 layers"),
+        ("qwen3", {"layer_types": ["full_attention", "linear_attention"] * 2}, "'linear_attention'"),
+        ("mistral", {"sliding_window": "wide"}, "sliding_window .*'wide'"),
+        ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop .*0.1"),
+        ("gemma", {"use_bidirectional_attention": True}, r"\buse_bidirectional_attention\b"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0, "sliding_window": 8}, "attn_logit_softcapping.* 50.0"),
+        ("gemma3_text", {"sliding_window": 8, "rope_parameters": {
+            "sliding_attention": {"rope_type": "linear", "factor": 2.0}, "full_attention": {"rope_type": "default"}}},
+         "window .*'linear'"),
+        ("starcoder2", {"residual_dropout": 0.1, "embedding_dropout": 0.2}, "residual_dropout.*0.1.*0.2"),
+        ("gpt2", {"n_embd": 8, "n_head": 2, "n_layer": 1, "n_positions": 8, "scale_attn_weights": False},
+         "scale_attn_weights .*False"),
+    ],
+)  # fmt: skip
+def test_settings_that_we_lack_are_named(kind, settings, named) -> None:
+    with pytest.raises(ValueError, match=named):
+        options_of(kind, SIZES | settings)
+
+
+@pytest.mark.parametrize(
+    "options, named",
+    [
+        ({"positions": "sinusoidal"}, "positions='learned', got 'sinusoidal'.*positions='rotary', got 'sinusoidal'"),
+        ({"positions": "rotary", "norm": "rms", "dropout": 0.1, "bias": False, "activation": "swiglu"},
+         "Llama, with dropout=0.0, got 0.1"),
+        ({"positions": "rotary", "norm": "rms", "bias": False, "activation": "relu"}, "activation=.*got 'relu'"),
+        ({"activation_dropout": 0.1}, "activation_dropout=0.0, got 0.1"),
+        ({"window_size": 3}, "GPT-2, with window_size=None, got 3"),
+    ],
+)  # fmt: skip
+def test_options_that_no_family_has_are_named(options, named) -> None:
+    from fastformer.integrations import to_huggingface
+
+    sizes = {"d_model": 16, "num_heads": 2, "num_layers": 1, "max_len": 8}
+    with pytest.raises(ValueError, match=named):
+        to_huggingface(GPT(GPTConfig(20, **sizes, **options)))
+
+
+def test_ids_of_a_decoder_that_mean_nothing_are_left_out() -> None:
+    assert special_ids({"eos_token_id": [3, 70, 3]}, 60, None).eos == (3,)
+    assert special_ids({"eos_token_id": 5, "pad_token_id": -1}, 60, 5).unk is None
+    assert special_ids({"eos_token_id": 5, "pad_token_id": 99}, 60, 4).pad == 5
+    assert special_ids({"eos_token_id": None}, 60, 0).eos == ()
+    for wrong in ("5", [5, None], True):
+        with pytest.raises(ValueError, match=r"\beos_token_id\b"):
+            special_ids({"eos_token_id": wrong}, 60, None)
+
+
+@pytest.mark.parametrize("kind", ["gemma", "gemma3_text"])
+def test_the_norms_of_a_gemma_are_rounded_once(kind) -> None:
+    torch.manual_seed(0)
+    form, config = FORMS[kind], GPTConfig(60, d_model=16, num_heads=2, num_layers=1, max_len=8)
+    weight = torch.randn(16).bfloat16() * 0.1
+    ours = form.convert("decoder.layers.0.norm1.weight", weight, config)
+    assert torch.equal(ours, (weight.double() + 1).bfloat16())
+    assert torch.equal(form.convert("decoder.layers.0.linear1.weight", weight, config), weight)
+    exact = form.convert("decoder.norm.weight", weight.double(), config)
+    assert torch.equal(form.revert("decoder.norm.weight", exact, config), weight.double())
