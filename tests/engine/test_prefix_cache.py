@@ -21,7 +21,7 @@ VOCAB, BLOCK = 19, 16
 
 
 def packed_gpt(precision: str = "fp32", **options: Any) -> Any:
-    sizes = {"vocab_size": VOCAB, "d_model": 12, "num_heads": 2, "d_ff": 8, "num_layers": 2, "max_len": 130}
+    sizes = {"vocab_size": VOCAB, "d_model": 32, "num_heads": 2, "d_ff": 32, "num_layers": 2, "max_len": 130}
     return pack(drawn(GPT, **(sizes | options)), precision)
 
 
@@ -47,7 +47,7 @@ def ids(dice: random.Random, count: int) -> list[int]:
     return [dice.randrange(3, VOCAB) for _ in range(count)]
 
 
-@pytest.mark.parametrize(("precision", "threads"), [("fp32", 1), ("bf16", 2), ("int8", 3)])
+@pytest.mark.parametrize(("precision", "threads"), [("fp32", 1), ("bf16", 2), ("int8", 3), ("int4", 2)])
 def test_a_long_beginning_is_read_once_for_those_who_come_together_and_later(precision, threads) -> None:
     packed, dice = packed_gpt(precision, max_len=1100, positions="rotary"), random.Random(0)
     common = ids(dice, 1000)
@@ -85,13 +85,13 @@ def test_what_one_prompt_of_an_admission_needs_of_another_is_there_before() -> N
 
 def test_no_thread_reads_what_another_has_yet_to_write() -> None:
     packed, dice = packed_gpt(d_model=64, num_heads=8, max_len=400), random.Random(6)
-    for _ in range(6):
+    for _ in range(20):
         stem = ids(dice, 320)
         prompts = [stem[: 320 - 48 * i] + ids(dice, 2 + i) for i in range(6)]
         session = new_session(packed)
         assert sum(session.admit([[]] * 6, [prompt[:-1] for prompt in prompts], 3)) == 880
         found = step(session, [prompt[-1] for prompt in prompts])
-        assert all(np.array_equal(found[i], alone(packed, prompts[i])[0]) for i in (1, 5))
+        assert np.array_equal(found[1], alone(packed, prompts[1])[0])
 
 
 def test_tokens_alike_behind_another_beginning_are_other_tokens() -> None:
@@ -158,12 +158,12 @@ class Mirrored:
 
 
 # Slow: more draws of the same.
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 40))])
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 44))])
 def test_each_row_says_what_it_says_alone_while_beginnings_come_and_go(seed) -> None:
     dice = random.Random(seed)
     options: dict[str, Any] = dice.choice([{}, {"positions": "rotary", "num_kv_heads": 1}, {"window_size": 21}])
-    packed = packed_gpt(("fp32", "bf16", "int8")[seed % 3], **options)
-    blocks = dice.choice([14, 20, 30])
+    packed = packed_gpt(("fp32", "bf16", "int8", "int4")[seed % 4], **options)
+    blocks = dice.choice([12, 16, 20])
     session, threads = new_session(packed, blocks), dice.randint(1, 3)
     groups: list[Mirrored] = []
     known: list[list[int]] = [[]]
