@@ -136,7 +136,7 @@ def _attention_fwd_kernel(
                 tl.atomic_add(work_ptr, 1)
             k = load_tile(k_ptr, start, len_k, k_strides[1] * UNIT, BLOCK_N, HEAD_DIM, BLOCK_D, CHECK)
             mask = load_mask(mask_ptr, mask_strides, rows[:, None], columns[None, :], start, bounds, MASK, True, CHECK)
-            s, scale, _ = score_tile(
+            s, scale, slope = score_tile(
                 q, k, mask, rows[:, None], columns[None, :], bounds, window, softmax_scale, softcap, MASK, CHECK,
                 PRECISION,
             )  # fmt: skip

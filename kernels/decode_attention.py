@@ -299,7 +299,7 @@ def _decode_attention_kernel(
                 tl.store(k_to[:, None] + dims[None, :], k, mask=stored[:, None] & (dims < HEAD_DIM)[None, :])
                 s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
                 if softcap is not None:
-                    s, _ = soft_capped(s, softcap, q.dtype == tl.float32)
+                    s, slope = soft_capped(s, softcap, q.dtype == tl.float32)
                 acc, weight, peak = _attend(
                     s, new_v, dims, new[:, None] & (dims < HEAD_DIM)[None, :],
                     _visible(positions, aligned, new, window_left, IS_CAUSAL), None, (acc, weight, peak), PRECISION,
@@ -356,7 +356,7 @@ def _decode_attention_kernel(
         k = tl.load(k_ptrs[:, None] + dims[None, :], mask=here, other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if softcap is not None:
-            s, _ = soft_capped(s, softcap, q.dtype == tl.float32)
+            s, slope = soft_capped(s, softcap, q.dtype == tl.float32)
         visible = _visible(positions, aligned, seen, window_left, IS_CAUSAL)
         member = None
         if ROWS > 1:

@@ -174,13 +174,13 @@ def _cross_entropy_kernel(
         totals = tl.zeros((BLOCK_M, THREADS), dtype=tl.float32)
         sums = tl.zeros((BLOCK_M, THREADS), dtype=tl.float32)
         for start in range(0, whole, BLOCK_N):
-            logits, _ = _load_logits(row_ptrs, bias_ptr, start + tl.arange(0, BLOCK_N), softcap, HAS_BIAS)
+            logits, slope = _load_logits(row_ptrs, bias_ptr, start + tl.arange(0, BLOCK_N), softcap, HAS_BIAS)
             # Relative to the target's logit, not to 0: logits that share a large offset would cancel.
             relative = logits - target_logit[:, None]
             peaks, totals, sums = _add_tile(logits, relative, peaks, totals, sums, SMOOTH, EXACT, THREADS, VECTOR)
         for start in range(whole, width, BLOCK_N):
             columns = start + tl.arange(0, BLOCK_N)
-            logits, _ = _load_tail(row_ptrs, counts, bias_ptr, columns, vocab_size, padded_size, softcap, HAS_BIAS)
+            logits, slope = _load_tail(row_ptrs, counts, bias_ptr, columns, vocab_size, padded_size, softcap, HAS_BIAS)
             relative = tl.where((columns < vocab_size)[None, :], logits - target_logit[:, None], 0.0)
             peaks, totals, sums = _add_tile(logits, relative, peaks, totals, sums, SMOOTH, EXACT, THREADS, VECTOR)
         peak = tl.where(counts, tl.max(peaks, 1), 0.0)

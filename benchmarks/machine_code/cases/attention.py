@@ -23,13 +23,14 @@ def attention_call(
         dropout: tuple[float, torch.Tensor | None] = (
             (0.1, new(2, dtype=torch.int64)) if "dropout" in options else (0.0, None)
         )
+        softcap = 50.0 if "softcap" in options else 0.0
         was = torch.are_deterministic_algorithms_enabled()
         torch.use_deterministic_algorithms(deterministic)
         try:
             if "packed" in options:
                 q, k = new(batch * seqlen, heads, head_dim), new(batch * seqlen, kv_heads, head_dim)
                 cu = new(batch + 1, dtype=torch.int32)
-                rest = (cu, cu, seqlen, seqlen, head_dim**-0.5, *window, *dropout)
+                rest = (cu, cu, seqlen, seqlen, head_dim**-0.5, *window, *dropout, softcap)
                 out, lse = kernels.varlen_attention_fwd(q, k, k, *rest)
                 kernels.varlen_attention_bwd(out, q, k, k, out, lse, *rest)
                 return
@@ -42,9 +43,9 @@ def attention_call(
                 mask = new(*shape, dtype=torch.bool if {"bool", "bool_keys"} & set(options) else dtype)
             lengths = new(batch, dtype=torch.int32) if "seqlens_k" in options else None
             dense_rest = (mask, lengths, head_dim**-0.5, *window, *dropout)
-            out, lse = kernels.attention_fwd(q, k, k, *dense_rest)
+            out, lse = kernels.attention_fwd(q, k, k, *dense_rest, softcap)
             learned = bool({"additive", "additive_keys"} & set(options))
-            kernels.attention_bwd(out, q, k, k, out, lse, *dense_rest, learned)
+            kernels.attention_bwd(out, q, k, k, out, lse, *dense_rest, learned, softcap)
         finally:
             torch.use_deterministic_algorithms(was)
 
@@ -55,11 +56,12 @@ OPTIONS: tuple[tuple[str, ...], ...] = (
     (), ("causal",), ("seqlens_k",), ("causal", "seqlens_k", "gqa"), ("causal", "packed"), ("packed", "gqa"),
     ("window",), ("dropout",), ("causal", "dropout"), ("packed", "dropout"), ("bool_keys",), ("bool",),
     ("additive_keys",), ("additive",), ("bool_keys", "dropout"), ("causal", "bool_keys", "dropout"),
-    ("window", "additive", "dropout", "seqlens_k", "gqa"),
+    ("window", "additive", "dropout", "seqlens_k", "gqa"), ("causal", "softcap"), ("window", "packed", "gqa", "softcap"),
 )  # fmt: skip
 # Three products for one leave the fewest registers for a mask and for dropout.
 FP32_OPTIONS: tuple[tuple[str, ...], ...] = (
     ("causal", "bool"), ("causal", "dropout"), ("causal", "bool_keys", "dropout"), ("causal", "bool", "dropout"),
+    ("causal", "softcap"),
 )  # fmt: skip
 # What tests/benchmarks/machine_code/test_report.py asks for.
 QUICK_OPTIONS: tuple[tuple[str, ...], ...] = (

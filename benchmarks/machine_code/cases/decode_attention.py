@@ -21,6 +21,7 @@ def decode_call(
     beams: int = 0,
     window_left: int | None = None,
     rotary: str | None = None,
+    softcap: float = 0.0,
 ) -> Callable[[], object]:
     """A call of the launcher.
 
@@ -43,7 +44,7 @@ def decode_call(
         tables = None if rotary is None else new(1024, head_dim // 2, dtype=torch.float32)
         kernels.decode_attention(
             new(batch, seqlen_q, heads, head_dim), k_cache, v_cache, new(rows, dtype=torch.int32), k, v, index, slots,
-            head_dim**-0.5, seqlen_new > 0, window_left, tables, tables, rotary == "interleaved",
+            head_dim**-0.5, seqlen_new > 0, window_left, tables, tables, rotary == "interleaved", softcap,
         )  # fmt: skip
 
     return call
@@ -68,6 +69,7 @@ def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
             step = decode_call(dtype, head_dim, heads=32, seqlen_new=1, rotary=layout)
             if (dtype, layout) != (bf16, "half") or head_dim not in (64, 256):
                 yield f"{title} step table gqa rotary {layout}", step
+        yield f"{title} step table gqa softcap", decode_call(dtype, head_dim, heads=32, seqlen_new=1, softcap=50.0)
         yield f"{title} beams table", decode_call(dtype, head_dim, batch=64, beams=4)
         yield f"{title} prompt table gqa", decode_call(dtype, head_dim, heads=32, seqlen_q=100, seqlen_new=100)
         prompt = decode_call(dtype, head_dim, heads=32, seqlen_q=100, seqlen_new=100, rotary="half")
