@@ -36,10 +36,34 @@ std::vector<acc> widened(const std::optional<Tensor>& parameter, int64_t dim, ac
   return {flat.const_data_ptr<acc>(), flat.const_data_ptr<acc>() + flat.numel()};
 }
 
+// Where the rows of x lie: a number of neighbours, such as the heads of a token, `near` apart, and the groups of them
+// `far` apart. So queries and keys are read where a projection has put them side by side.
+struct RowPlaces {
+  int64_t group = 1, near = 0, far = 0;
+
+  // Those of x, or none where it has to be copied first.
+  static std::optional<RowPlaces> of(const Tensor& x) {
+    const int64_t last = x.dim() - 1;
+    if (x.numel() == 0 || x.stride(last) != 1) return std::nullopt;
+    int64_t sizes[2] = {1, 1}, strides[2] = {0, 0}, levels = 0;
+    for (int64_t d = last - 1; d >= 0; --d) {
+      if (x.size(d) == 1) continue;  // whose stride says nothing
+      if (levels > 0 && x.stride(d) == sizes[levels - 1] * strides[levels - 1]) {
+        sizes[levels - 1] *= x.size(d);
+        continue;
+      }
+      if (levels == 2) return std::nullopt;
+      sizes[levels] = x.size(d), strides[levels] = x.stride(d), ++levels;
+    }
+    return RowPlaces{sizes[0], strides[0], strides[1]};
+  }
+  int64_t at(int64_t row) const { return row / group * far + row % group * near; }
+};
+
 template <typename T, typename R>
-void forward(const Tensor& x, const std::optional<Tensor>& residual, const std::optional<Tensor>& weight,
-             const std::optional<Tensor>& bias, double eps, const Dropout& dropout, bool rms_norm, Tensor& y, Tensor& s,
-             Tensor& mean, Tensor& rstd) {
+void forward(const Tensor& x, const RowPlaces& places, const std::optional<Tensor>& residual,
+             const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, double eps, const Dropout& dropout,
+             bool rms_norm, Tensor& y, Tensor& s, Tensor& mean, Tensor& rstd) {
   using acc = acc_t<T>;
   const int64_t dim = x.size(-1), rows = dim == 0 ? 0 : x.numel() / dim;
   const std::vector<acc> w = widened<acc>(weight, dim, 1), b = widened<acc>(bias, dim, 0);
@@ -55,7 +79,7 @@ void forward(const Tensor& x, const std::optional<Tensor>& residual, const std::
     for (int64_t r = begin; r < end; ++r) {
       if constexpr (kDropout) dropout.multipliers(r, 0, 0, dim, keep.data());
       const auto [mu, inverse] = normalise_row<kDropout, kResidual>(
-          xp + r * dim, rp + (kResidual ? r * dim : 0), keep.data(), w.data(), b.data(), static_cast<acc>(eps),
+          xp + places.at(r), rp + (kResidual ? r * dim : 0), keep.data(), w.data(), b.data(), static_cast<acc>(eps),
           rms_norm, dim, sp + (kDropout || kResidual ? r * dim : 0), yp + r * dim);
       if (mp) mp[r] = mu;
       rstdp[r] = inverse;
@@ -174,7 +198,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd(
     const Tensor& x_in, const std::optional<Tensor>& residual_in, const std::optional<Tensor>& weight,
     const std::optional<Tensor>& bias, double eps, double dropout_p, const std::optional<Tensor>& dropout_seed,
     bool rms_norm) {
-  const Tensor x = x_in.contiguous();
+  std::optional<RowPlaces> places = RowPlaces::of(x_in);
+  const Tensor x = places ? x_in : x_in.contiguous();
+  if (!places) places = RowPlaces{1, 0, x.size(-1)};
   const std::optional<Tensor> residual =
       residual_in.has_value() ? std::make_optional(residual_in->contiguous()) : std::nullopt;
   TORCH_CHECK(!residual || residual->sizes() == x.sizes(), "residual and x differ in shape");
@@ -186,7 +212,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd(
   Tensor s = residual || dropout.on ? at::empty(x.sizes(), x.options().dtype(stream)) : at::empty({0}, x.options());
   Tensor mean = at::empty({rms_norm ? 0 : rows}, statistics), rstd = at::empty({rows}, statistics);
   dispatch_with_stream(x.scalar_type(), stream, [&]<typename T, typename R>() {
-    forward<T, R>(x, residual, weight, bias, eps, dropout, rms_norm, y, s, mean, rstd);
+    forward<T, R>(x, *places, residual, weight, bias, eps, dropout, rms_norm, y, s, mean, rstd);
   });
   return {y, s, mean, rstd};
 }

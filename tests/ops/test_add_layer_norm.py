@@ -81,6 +81,37 @@ def test_shapes(shape: tuple[int, ...], rms_norm: bool, backend: str, device: st
     )
 
 
+# Heads of queries or keys inside what a projection gave, and other places that rows may have.
+PLACES = {
+    "heads": lambda x: x[:, :, 2:5],
+    "one-token": lambda x: x[:, 3:4, 2:5],
+    "one-head": lambda x: x[:, :, 4:5],
+    "packed": lambda x: x[1, 1:, :3],
+    "some-tokens": lambda x: x[:, ::2, 1:4],  # three strides
+    "transposed": lambda x: x.transpose(1, 2),
+    "features": lambda x: x[..., 8:56],
+    "expanded": lambda x: x[:, :1].expand(-1, 5, -1, -1),
+    "columns": lambda x: x.transpose(-1, -2),
+}
+
+
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("rms_norm", [False, True])
+def test_wherever_the_rows_lie(rms_norm: bool, places: str, backend: str, device: str) -> None:
+    """The same bits as of rows side by side, the gradients too."""
+    whole = torch.randn(3, 7, 6, 64, device=device)
+    x = PLACES[places](whole)
+    weight, residual = torch.randn(x.shape[-1], device=device), torch.randn(x.shape, device=device)
+    dy, results = torch.randn(x.shape, device=device), []
+    for stream in (None, residual):
+        for rows in (x, x.contiguous()):
+            leaves = [t.detach().requires_grad_() for t in (rows, weight)]
+            y, _ = add_layer_norm(leaves[0], stream, leaves[1], rms_norm=rms_norm)
+            results.append((y.detach(), *torch.autograd.grad(y, leaves, dy)))
+        for ours, expected in zip(*results[-2:], strict=True):
+            assert torch.equal(ours, expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dim", [512, 1024, 4096, 5000, 16384])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -56,7 +56,8 @@ OPTIONS: tuple[tuple[str, ...], ...] = (
     (), ("causal",), ("seqlens_k",), ("causal", "seqlens_k", "gqa"), ("causal", "packed"), ("packed", "gqa"),
     ("window",), ("dropout",), ("causal", "dropout"), ("packed", "dropout"), ("bool_keys",), ("bool",),
     ("additive_keys",), ("additive",), ("bool_keys", "dropout"), ("causal", "bool_keys", "dropout"),
-    ("window", "additive", "dropout", "seqlens_k", "gqa"), ("causal", "softcap"), ("window", "packed", "gqa", "softcap"),
+    ("window", "additive", "dropout", "seqlens_k", "gqa"), ("causal", "softcap"),
+    ("window", "packed", "gqa", "softcap"),
 )  # fmt: skip
 # Three products for one leave the fewest registers for a mask and for dropout.
 FP32_OPTIONS: tuple[tuple[str, ...], ...] = (
