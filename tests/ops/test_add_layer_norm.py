@@ -99,6 +99,8 @@ PLACES = {
 @pytest.mark.parametrize("rms_norm", [False, True])
 def test_wherever_the_rows_lie(rms_norm: bool, places: str, backend: str, device: str) -> None:
     """The same bits as of rows side by side, the gradients too."""
+    if (backend, places) == ("reference", "columns"):
+        pytest.skip("PyTorch sums up columns in another order")
     whole = torch.randn(3, 7, 6, 64, device=device)
     x = PLACES[places](whole)
     weight, residual = torch.randn(x.shape[-1], device=device), torch.randn(x.shape, device=device)
