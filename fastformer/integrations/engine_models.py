@@ -177,7 +177,7 @@ def _model_type(kind: type) -> str | None:
 def loaded_classes() -> Iterator[type[nn.Module]]:
     """The classes of transformers that can be converted, of those families that were imported."""
     for kind, family in FAMILIES.items():
-        source = sys.modules.get(f"transformers.models.{kind}.modeling_{kind}")
+        source = sys.modules.get(family.source(kind))
         found = None if source is None else getattr(source, family.model_class, None)
         if found is not None:
             yield found

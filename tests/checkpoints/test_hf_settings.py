@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -180,3 +182,11 @@ def test_the_norms_of_a_gemma_are_rounded_once(kind) -> None:
     assert torch.equal(form.convert("decoder.layers.0.linear1.weight", weight, config), weight)
     exact = form.convert("decoder.norm.weight", weight.double(), config)
     assert torch.equal(form.revert("decoder.norm.weight", exact, config), weight.double())
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_each_family_is_where_the_table_says(kind) -> None:
+    source = importlib.util.find_spec(FAMILIES[kind].source(kind))
+    assert source is not None and source.origin is not None
+    text = Path(source.origin).read_text(encoding="utf-8")
+    assert f"class {FAMILIES[kind].model_class}(" in text and FAMILIES[kind].config_class in text

@@ -20,9 +20,9 @@ from fastformer.models import GPT, Transformer
 FORMS: dict[str, Form] = {"gpt2": gpt2.FORM, **llama.FORMS, **gemma.FORMS, **neox.FORMS}
 
 
-def _decoder(kind: str, config_class: str, model_class: str) -> Family:
+def _decoder(kind: str, config_class: str, model_class: str, package: str | None = None) -> Family:
     form = FORMS[kind]
-    return Family(form.name, config_class, model_class, form.to_model, prompts.read_tokenizer, "decoder")
+    return Family(form.name, config_class, model_class, form.to_model, prompts.read_tokenizer, "decoder", package)
 
 
 FAMILIES = {
@@ -50,7 +50,7 @@ FAMILIES = {
     "phi3": _decoder("phi3", "Phi3Config", "Phi3ForCausalLM"),
     "gemma": _decoder("gemma", "GemmaConfig", "GemmaForCausalLM"),
     "gemma2": _decoder("gemma2", "Gemma2Config", "Gemma2ForCausalLM"),
-    "gemma3_text": _decoder("gemma3_text", "Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "gemma3_text": _decoder("gemma3_text", "Gemma3TextConfig", "Gemma3ForCausalLM", "gemma3"),
     "gpt_neox": _decoder("gpt_neox", "GPTNeoXConfig", "GPTNeoXForCausalLM"),
     "starcoder2": _decoder("starcoder2", "Starcoder2Config", "Starcoder2ForCausalLM"),
 }

@@ -94,6 +94,7 @@ class Family(NamedTuple):
         to_model: see `ToModel`.
         read_tokenizer: None: folders of this family can't be loaded, only models in memory be converted.
         kind: "seq2seq" for a `Transformer`, "decoder" for a `GPT`.
+        package: of transformers, where it isn't called as the model_type.
     """
 
     name: str
@@ -102,6 +103,12 @@ class Family(NamedTuple):
     to_model: ToModel
     read_tokenizer: ReadTokenizer | None = None
     kind: Literal["seq2seq", "decoder"] = "seq2seq"
+    package: str | None = None
+
+    def source(self, model_type: str) -> str:
+        """The module of transformers that has the model's class."""
+        name = model_type if self.package is None else self.package
+        return f"transformers.models.{name}.modeling_{name}"
 
 
 def model_type(folder: Path) -> str | None:
