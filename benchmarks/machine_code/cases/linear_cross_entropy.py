@@ -33,7 +33,10 @@ def linear_cross_entropy_call(
 def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     """(title, call) of everything to compile. Quick: what `make test` has time for."""
     bf16 = torch.bfloat16
-    option_sets = (("smooth",),) if quick else ((), ("smooth",), ("z_loss",), ("bias", "smooth", "z_loss"))
+    option_sets: tuple[tuple[str, ...], ...] = (
+        (("smooth",),) if quick else ((), ("smooth",), ("z_loss",), ("bias", "smooth", "z_loss"))
+    )
+    options: tuple[str, ...]
     for options in option_sets:
         yield "bf16 v32000 " + "+".join(options or ("plain",)), linear_cross_entropy_call(bf16, 32000, options)
     if quick:
