@@ -52,10 +52,10 @@ def problem_of(case: Case, q: Tensor, k: Tensor) -> Problem:
         return describe(
             q, k, lengths="packed", seqlens_q=cumulative(lengths_q, "cpu"), seqlens_k=cumulative(lengths_k, "cpu"),
             seqlen_q=max(lengths_q), seqlen_k=max(lengths_k), softmax_scale=case.scale, window_left=case.window[0],
-            window_right=case.window[1], dropout_p=case.dropout_p, dropout_seed=seed,
+            window_right=case.window[1], dropout_p=case.dropout_p, dropout_seed=seed, softcap=case.softcap,
         )  # fmt: skip
     lengths = None if case.lengths is None else torch.tensor(case.lengths, dtype=torch.int32)
-    return describe_dense(q, k, lengths, case.scale, *case.window, case.dropout_p, seed)
+    return describe_dense(q, k, lengths, case.scale, *case.window, case.dropout_p, seed, case.softcap)
 
 
 def run(
@@ -357,7 +357,7 @@ def test_what_fits() -> None:
     assert not fits(head_dim=32) and not fits(head_dim=136) and not fits(head_dim=68)
     assert fits(dropout_p=0.999) and not fits(dropout_p=1.0)
     assert not fits(attn_mask=torch.ones(1, 1, 200, 300, dtype=torch.bool))
-    assert not fits(seqlen_k=0)
+    assert not fits(seqlen_k=0) and not fits(softcap=50.0)
 
 
 def test_tensors_that_tma_cannot_address() -> None:
