@@ -3,7 +3,7 @@
     python -m benchmarks.peers --case base --batch 1 16 --beams 1 4 --precision int8 bf16 fp32
     python -m benchmarks.peers --case run --run RUN --text test.en --batch 1 16    each source of another length
     python -m benchmarks.peers --case gpt2 --llama_bench PATH
-    python -m benchmarks.peers --case llama --precision int8 bf16 fp32 --rounds 3  prompts of 32 and 512 tokens
+    python -m benchmarks.peers --case llama --precision int4 int8 bf16 fp32 --rounds 3  prompts of 32 and 512 tokens
     python -m benchmarks.peers --case base --neighbours 2                          ours beside busy processes
     python -m benchmarks.peers --case bert_base --precision fp32 bf16              as it is, accelerated, and others
 

@@ -11,7 +11,8 @@ from fastformer.models import GPT, Transformer
 
 Model = Transformer | GPT
 Tokens = list[list[int]]
-PRECISIONS = ("int8", "bf16", "fp32")
+USUAL = ("int8", "bf16", "fp32")
+PRECISIONS = ("int4", *USUAL)
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Peer(ABC):
     """
 
     name: ClassVar[str]
-    precisions: ClassVar[tuple[str, ...]] = PRECISIONS
+    precisions: ClassVar[tuple[str, ...]] = USUAL
     order: ClassVar[type[Job] | type[Step]]
 
     @abstractmethod

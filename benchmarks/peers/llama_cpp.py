@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.peers.hugging_face import check_gpt2
-from benchmarks.peers.job import Job, Missing, Model, Peer, Turn
+from benchmarks.peers.job import PRECISIONS, Job, Missing, Model, Peer, Turn
 from fastformer.models import GPT
 from fastformer.models.gpt_config import GPTConfig
 
@@ -33,6 +33,7 @@ class LlamaCpp(Peer):
     """One process of llama.cpp's a turn; loading is outside of the time that it reports."""
 
     name = "llama.cpp"
+    precisions = PRECISIONS
     order = Job
 
     def __init__(self, model: Model, precision: str, threads: int, options: dict[str, str]) -> None:

@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from benchmarks.peers.job import Decoder, Job, Missing, Model, Tokens, until_end
+from benchmarks.peers.job import PRECISIONS, Decoder, Job, Missing, Model, Tokens, until_end
 from fastformer.generation import generate
 from fastformer.generation.config import Precision
 from fastformer.generation.engines import choose_engine
@@ -18,6 +18,7 @@ class Ours(Decoder):
     """`fastformer.generate` with the engine that it chooses."""
 
     name = "fastformer"
+    precisions = PRECISIONS
 
     def __init__(self, model: Model, precision: str, threads: int, options: dict[str, str]) -> None:
         torch.set_num_threads(threads)

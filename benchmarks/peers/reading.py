@@ -15,7 +15,7 @@ from benchmarks.peers.job import Job, Model, Peer, Turn
 from fastformer.models import GPT
 
 DRAM = 256 * 2**20  # bytes: more than any cache has
-_BITS = {"int4": 5, "int8": 8, "bf16": 16, "fp32": 32}  # int4: 4, and the scales of groups of 32
+_BITS = {"int4": 4.5, "int8": 8, "bf16": 16, "fp32": 32}  # int4: with the scales of groups of 32
 
 
 class Reading(Peer):
@@ -53,4 +53,4 @@ def bytes_per_step(model: Model, precision: str) -> int:
         if not isinstance(model, GPT):
             cross = layer.multihead_attn
             count -= cross.in_proj_weight[cross.embed_dim :].numel()
-    return count * _BITS[precision] // 8
+    return int(count * _BITS[precision] / 8)

@@ -14,7 +14,7 @@ import torch
 from benchmarks.peers import models, side_by_side
 from benchmarks.peers.cases import jobs, make_model
 from benchmarks.peers.compare import Thing
-from benchmarks.peers.job import PRECISIONS
+from benchmarks.peers.job import PRECISIONS, USUAL
 from benchmarks.peers.reading import bytes_per_step
 from benchmarks.peers.side_by_side import Row
 from benchmarks.peers.worker import Place, peers
@@ -38,7 +38,7 @@ class Plan:
     """
 
     case: dict[str, Any]
-    precisions: Sequence[str] = PRECISIONS
+    precisions: Sequence[str] = USUAL
     threads: Sequence[int] = ()
     batches: Sequence[int] = (1,)
     beams: Sequence[int] = (1,)
@@ -67,7 +67,7 @@ def plans(suite: str, *, quick: bool) -> list[Plan]:
         return [
             Plan({"name": "base"}, threads=one_or_all, batches=(1, 16), beams=(1, 4)),
             Plan({"name": "gpt2"}, threads=one_or_all),
-            Plan({"name": "llama"}, threads=(cores,), batches=(1, 16)),
+            Plan({"name": "llama"}, PRECISIONS, threads=(cores,), batches=(1, 16)),
         ]
     if suite == "model":
         # Batches that no user would give to one thread alone.
@@ -79,7 +79,7 @@ def plans(suite: str, *, quick: bool) -> list[Plan]:
                 "openvino",
             )  # compiling takes longer than all else
             return [Plan(case, ("fp32",), (cores,), only=small) for case in models.QUICK]
-        return [Plan(case, PRECISIONS if case["mode"] == "forward" else ("fp32",), (cores,)) for case in models.CASES]
+        return [Plan(case, USUAL if case["mode"] == "forward" else ("fp32",), (cores,)) for case in models.CASES]
     raise ValueError(f"expected a suite that has peers, one of {', '.join(SUITES)}, got {suite!r}")
 
 

@@ -327,7 +327,7 @@ CHARTS: dict[str, Chart] = {
     ),
     "llama": _speedups(
         "A model of Llama's form, 168 M parameters: how many times faster",
-        "python -m benchmarks.peers --case llama --precision int8 bf16 fp32 --rounds 3 "
+        "python -m benchmarks.peers --case llama --precision int4 int8 bf16 fp32 --rounds 3 "
         "--out benchmarks/results/cpu.jsonl",
         LLAMA,
     ),

@@ -266,7 +266,12 @@ PEERS = (
     _decoding("GPT-2's small shape, one prompt, fp32", 1, 1, "gpt2", "transformers", _PRECISIONS[2:]),
 )
 
-_EACH = (*_PRECISIONS[:1], Panel("bf16", {"precision": "bf16"}, {"precision": "bf16"}), _PRECISIONS[2])
+_EACH = (
+    Panel("int4", {"precision": "int4"}, {"precision": "int4"}),
+    _PRECISIONS[0],
+    Panel("bf16", {"precision": "bf16"}, {"precision": "bf16"}),
+    _PRECISIONS[2],
+)
 _LLAMA_PROMPTS = ((1, 32, "a prompt of 32 tokens"), (1, 512, "a prompt of 512 tokens"), (16, 32, "16 prompts of 32"))
 # Llama's form, 168 M parameters.
 LLAMA = tuple(
