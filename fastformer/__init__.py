@@ -1,9 +1,9 @@
 """fastformer: Transformers made fast, under the names that PyTorch users know.
 
 `fastformer.nn` has the modules of torch.nn; `Transformer` and `GPT` are whole models, `generate` decodes with them, a
-`Translator` reads and writes text, and an `AsyncTranslator` does so for many tasks at once. `accelerate` makes a model
-that already exists compute on the same ops, in place, `report` says how, and `restore` undoes it. These and the
-packages below are loaded on first use: importing the package alone stays cheap.
+`Translator` reads and writes text, an `AsyncTranslator` does so for many tasks at once, and a `Chat` holds a
+conversation. `accelerate` makes a model that already exists compute on the same ops, in place, `report` says how, and
+`restore` undoes it. These and the packages below are loaded on first use: importing the package alone stays cheap.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from fastformer.functional import activate as activate
     from fastformer.functional import deactivate as deactivate
     from fastformer.generation import AsyncTranslator as AsyncTranslator
+    from fastformer.generation import Chat as Chat
+    from fastformer.generation import ChatTemplate as ChatTemplate
     from fastformer.generation import Translator as Translator
     from fastformer.generation.generate import generate as generate
     from fastformer.integrations import accelerate as accelerate
@@ -27,6 +29,8 @@ __version__ = "0.1.0"
 __all__ = [
     "GPT",
     "AsyncTranslator",
+    "Chat",
+    "ChatTemplate",
     "Transformer",
     "Translator",
     "__version__",
@@ -40,6 +44,8 @@ __all__ = [
 
 _HOMES = {
     "AsyncTranslator": "fastformer.generation",
+    "Chat": "fastformer.generation",
+    "ChatTemplate": "fastformer.generation",
     "GPT": "fastformer.models",
     "Transformer": "fastformer.models",
     "Translator": "fastformer.generation",

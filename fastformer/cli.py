@@ -25,6 +25,7 @@ COMMANDS = {
     "train": "Trains on text files or on the built-in task; writes a run folder.",
     "translate": "Translates a text, a file, or standard input line by line.",
     "generate": "Continues a prompt with a language model.",
+    "chat": "Chats with a language model.",
     "score": "Scores translations: against references, or by the probability that a model gives them.",
     "average": "Averages the weights of a run's last checkpoints into its model.",
     "quantize": "Rounds a model's weights to int8 or int4, into a folder of its own.",
@@ -36,7 +37,7 @@ COMMANDS = {
 SAVING = {"train", "average", "quantize", "demo"}
 
 # Which extra of the installation has a package; the others are in "train".
-EXTRAS = {"matplotlib": "plot", "transformers": "hf"}
+EXTRAS = {"matplotlib": "plot", "transformers": "hf", "jinja2": "chat"}
 OUT_OF_MEMORY = re.compile("out of memory|not enough memory|can't allocate memory", re.IGNORECASE)
 
 

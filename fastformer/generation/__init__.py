@@ -1,6 +1,8 @@
 """Decoding: one search, engines behind it, and the Translator for text."""
 
 from fastformer.generation.async_translator import AsyncTranslator as AsyncTranslator
+from fastformer.generation.chat import Chat as Chat
+from fastformer.generation.chat_template import ChatTemplate as ChatTemplate
 from fastformer.generation.config import GenerationConfig as GenerationConfig
 from fastformer.generation.config import GenerationSettings as GenerationSettings
 from fastformer.generation.engines.prepack import repack as repack

@@ -1,0 +1,160 @@
+"""`fastformer chat`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from jsonargparse import ArgumentParser
+
+from fastformer.commands._options import add_options, given_options
+from fastformer.console import is_terminal, shown, typed
+from fastformer.generation.config import Precision
+
+if TYPE_CHECKING:
+    from fastformer.generation.chat import Chat
+
+logger = logging.getLogger("fastformer")
+
+TEXTS = ("system", "stop")
+_OPTIONS = ("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
+_HELP = "/reset begins anew, /quit or Ctrl-D leaves, Ctrl-C ends an answer; // begins a line that begins with /"
+
+
+def add_settings(parser: ArgumentParser) -> dict[str, Any]:
+    """Gives the command's parser the flags of decoding."""
+    return add_options(parser, _OPTIONS)
+
+
+def chat(
+    run: str,
+    *,
+    system: str | None = None,
+    greedy: bool = False,
+    stop: list[str] | None = None,
+    drop_oldest: bool = False,
+    device: str = "auto",
+    precision: Precision | None = None,
+    config: str | None = None,
+    **options: Any,
+) -> None:
+    """Chats with a language model: each line is what you say, and its answer is printed as it is made.
+
+    Ctrl-C ends an answer and Ctrl-D the conversation. A line of /reset begins a new one. Where standard input is no
+    terminal, its lines are the turns of one conversation, and the answers alone are printed.
+
+    Args:
+        run: the folder of a model that was trained to chat, as transformers saves it: with a chat template
+        system: what the conversation begins with, such as "You are brief."; by default what the template says
+        greedy: take the best token always, without sampling; by default the folder's generation_config.json decides
+        stop: a text that ends an answer and isn't printed; it may stand there several times
+        drop_oldest: where the conversation fills the model's positions, leave its oldest turns out instead of stopping
+        device: auto (a GPU if there is one), cpu, cuda, cuda:1, ...
+        precision: convert the weights to this; int8 is for a CPU alone; by default they stay as they were saved
+        config: a YAML file with options of decoding, such as top_k: 40; flags override it
+        options: the flags of decoding
+    """
+    from fastformer.devices import choose_device
+    from fastformer.generation.chat import Chat
+
+    asked = given_options(config, {**options, **({"stop_strings": stop} if stop else {})})
+    precision = precision or asked.pop("precision", None)
+    if greedy:
+        for name in ("temperature", "top_k", "top_p"):
+            if name in options:
+                raise ValueError(
+                    f"expected --greedy or --{name} {options[name]}, got both: {name} changes sampling alone"
+                )
+        asked["do_sample"] = False
+    talk = Chat.from_pretrained(
+        run,
+        device=choose_device(device, precision),
+        precision=precision,
+        system=system,
+        drop_oldest=drop_oldest,
+        **asked,
+    )
+    is_shown = is_terminal(sys.stdin) and is_terminal(sys.stdout)
+    if is_shown:
+        print(_HELP, file=sys.stderr)
+    for line in _lines(is_shown):
+        if line.strip() in ("/quit", "/exit"):
+            return
+        if line.strip() == "/reset":
+            talk.reset()
+        elif line.startswith("/") and not line.startswith("//"):
+            print(_HELP, file=sys.stderr)
+        elif line.strip():
+            _answer(talk, line[1:] if line.startswith("//") else line, is_shown)
+
+
+def _lines(is_shown: bool) -> Iterator[str]:
+    """What the user says: on a terminal behind a prompt, where Ctrl-C takes a line back."""
+    if sys.stdin is None:
+        raise ValueError("expected lines on standard input, which is closed")
+    while True:
+        try:
+            if is_shown:
+                with contextlib.suppress(ImportError):
+                    import readline  # noqa: F401  # input() then edits lines, and knows the last ones
+                line = input("> ")
+            else:
+                line = sys.stdin.readline()
+                if not line:
+                    return
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            if not is_shown:
+                raise
+            print("\nCtrl-D leaves", file=sys.stderr)
+            continue
+        yield typed(line.removesuffix("\n").removesuffix("\r"))
+
+
+def _answer(talk: Chat, text: str, is_shown: bool) -> None:
+    """Prints the answer as it is made. On a terminal what is wrong with a turn doesn't end the conversation."""
+    try:
+        pieces = talk.stream(text)
+        with _interrupts(is_shown) as was_pressed:
+            for piece in pieces:
+                print(shown(piece, sys.stdout), end="", flush=True)
+                if was_pressed.is_set():
+                    pieces.close()  # type: ignore[attr-defined]
+                    break
+        print(flush=True)
+    except KeyboardInterrupt:  # pressed twice, or while a long prompt was read
+        if not is_shown:
+            raise
+        print(flush=True)
+    except ValueError as error:
+        if not is_shown:
+            raise
+        print(f"fastformer: {error}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _interrupts(are_noted: bool) -> Iterator[threading.Event]:
+    """Sets an event at the first Ctrl-C, so that no step of the model is cut in two; a second one interrupts."""
+    pressed = threading.Event()
+    if not are_noted or threading.current_thread() is not threading.main_thread():
+        yield pressed
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if pressed.is_set():
+            raise KeyboardInterrupt
+        pressed.set()
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)

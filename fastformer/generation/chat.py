@@ -1,0 +1,283 @@
+"""`Chat`: a conversation with a language model that was trained to hold one."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastformer.generation.chat_template import ChatTemplate, TemplateTokenizer
+from fastformer.generation.config import OPTIONS, GenerationConfig, Precision
+from fastformer.generation.generator import Generator
+from fastformer.generation.model_protocols import DTYPES, Model, asked_precision, check_precision, is_decoder_only
+from fastformer.generation.scheduler import Stats
+from fastformer.generation.streaming import TextPieces
+from fastformer.special_ids import SpecialIds
+
+logger = logging.getLogger("fastformer")
+
+MAX_NEW_TOKENS = 1024  # of an answer, where nothing says otherwise
+_ROOM = 4  # dropping turns leaves a quarter of the model's positions for the answer, if it may be so long
+# What a folder may say of a search that is known elsewhere: the ids are the model's own by now.
+_OF_THE_MODEL = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id", "transformers_version",
+                 "use_cache", "cache_implementation")  # fmt: skip
+
+
+def folder_options(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The options of decoding that a folder's generation_config.json asks for, as transformers applies them.
+
+    Options that aren't known here are left out, and named in a warning.
+
+    Args:
+        folder: as transformers saves it; of a run folder there are none.
+
+    Raises:
+        ValueError: a damaged file.
+    """
+    from fastformer.checkpoints import generation_settings
+
+    found = {name: value for name, value in generation_settings(folder).items() if name not in _OF_THE_MODEL}
+    unknown = [f"{name}={value!r:.40}" for name, value in found.items() if name not in OPTIONS]
+    if unknown:
+        logger.warning("%s has search options that are not applied: %s", folder, ", ".join(unknown))
+    return {name: value for name, value in found.items() if name in OPTIONS}
+
+
+class Chat:
+    """A conversation with a language model.
+
+        chat = Chat.from_pretrained("folder-of-a-llama", system="You are brief.", precision="int8")
+        print(chat.ask("What is the capital of France?"))
+        for piece in chat.stream("And of Spain?"):
+            print(piece, end="", flush=True)
+
+    Each turn's prompt is the whole conversation, which begins like the prompt before. What they have in common is read
+    once (`Generator`), so that a turn costs what is new since the last one, however long the system prompt.
+
+    Args:
+        model: a `models.GPT`.
+        tokenizer: of its folder.
+        template: None: that of the tokenizer's folder.
+        system: what the conversation begins with; None: what the template says.
+        config: the options of decoding, by default those of the template's model; see `from_pretrained`.
+        precision: what it computes in; see `Generator`.
+        drop_oldest: where the conversation fills the model's positions, drop its oldest turns; without, that is an
+            error.
+        max_bytes: of keys and values; see `Generator`.
+
+    Attributes:
+        messages: the conversation so far, as templates read it. You may change it between turns.
+
+    Raises:
+        ImportError: jinja2 is not installed.
+        ValueError: a model that reads sources, a tokenizer without a template, a damaged template.
+    """
+
+    def __init__(
+        self,
+        model: Model | nn.Module,
+        tokenizer: Any,
+        *,
+        template: ChatTemplate | None = None,
+        system: str | None = None,
+        config: GenerationConfig | None = None,
+        precision: Precision | None = None,
+        drop_oldest: bool = False,
+        max_bytes: int | None = None,
+    ) -> None:
+        if system is not None and not isinstance(system, str):
+            raise ValueError(f"expected system to be a str, got {type(system).__name__}")
+        self.template = ChatTemplate.of(tokenizer) if template is None else template
+        for name in ("encode_template", "decode", "encode"):
+            if not callable(getattr(tokenizer, name, None)):
+                raise ValueError(f"expected the tokenizer of a language model's folder, got {type(tokenizer).__name__}")
+        self._generator = Generator(model, precision=precision, max_bytes=max_bytes)
+        if not is_decoder_only(self._generator.model):
+            raise ValueError(f"expected a language model, got {type(model).__name__}, which reads a source")
+        self.tokenizer: TemplateTokenizer = tokenizer
+        self._decoder = tokenizer
+        self.config = config or GenerationConfig()
+        self.drop_oldest, self.system = drop_oldest, system
+        self._max_len = int(self._generator.model.config.max_len)
+        self._ends = self._end_ids()
+        self._turns = 0
+        self.messages: list[dict[str, Any]] = []
+        self.reset()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        device: torch.device | str | None = None,
+        precision: Precision | None = None,
+        system: str | None = None,
+        drop_oldest: bool = False,
+        max_bytes: int | None = None,
+        **options: Any,
+    ) -> Chat:
+        """The chat of a folder, as transformers saves a language model, or as `fastformer quantize` does.
+
+        Args:
+            folder: with the model, its tokenizer and its chat template. Its generation_config.json has the options of
+                decoding that `options` don't name, as transformers applies them.
+            device: where it runs; None: the CPU.
+            precision: see `Translator.from_pretrained`.
+            system, drop_oldest, max_bytes: see the class.
+            options: fields of `GenerationConfig`.
+
+        Raises:
+            ImportError: jinja2 is not installed.
+            ValueError: see the class; a folder that holds no language model, or is damaged.
+        """
+        from fastformer.checkpoints import load_model
+
+        check_precision(precision)
+        theirs = folder_options(folder)
+        model, tokenizer = load_model(folder, ("GPT",), device=device, dtype=DTYPES.get(precision or ""))
+        config = chat_config(theirs, options, model.config.max_len)
+        return cls(
+            model,
+            tokenizer,
+            system=system,
+            config=config,
+            precision=asked_precision(model, precision),
+            drop_oldest=drop_oldest,
+            max_bytes=max_bytes,
+        )
+
+    def ask(self, text: str, **options: Any) -> str:
+        """The answer to what a user says.
+
+        Args:
+            text: what the user says.
+            options: fields of `GenerationConfig`, in place of the object's.
+
+        Raises:
+            ValueError: see `stream`.
+        """
+        return "".join(self.stream(text, **options))
+
+    def stream(self, text: str, **options: Any) -> Iterator[str]:
+        """The answer to what a user says, piece by piece, as it is made.
+
+        Closing the iterator ends the answer; what was said of it stays in the conversation.
+
+        Args:
+            text: what the user says.
+            options: fields of `GenerationConfig`, in place of the object's; neither beams nor several samples.
+
+        Raises:
+            ValueError: an unknown option, messages that the template refuses, a conversation that leaves no room for an
+                answer.
+        """
+        if not isinstance(text, str):
+            raise ValueError(f"expected a text, got {type(text).__name__}")
+        config = GenerationConfig.from_options(options, self.config)
+        if config.num_beams > 1 or config.num_return_sequences > 1:
+            raise ValueError("expected neither beams nor several samples: a conversation has one answer")
+        said = {"role": "user", "content": text}
+        ids, config = self._prompt(said, config)
+        return self._pieces(said, ids, config)
+
+    def _pieces(self, said: dict[str, Any], ids: list[int], config: GenerationConfig) -> Iterator[str]:
+        found, answer = TextPieces(self._decoder, stop=config.stop_strings), []
+        is_over = False
+        tokens = self._generator.stream(ids, config, tokenizer=self._decoder)
+        try:
+            with contextlib.closing(tokens):
+                for token in tokens:
+                    if piece := found.add([token]):
+                        answer.append(piece)
+                        yield piece
+            if piece := found.end():
+                answer.append(piece)
+                yield piece
+            is_over = True
+        finally:
+            if answer or is_over:
+                self._turns += 1
+                self.messages += [said, {"role": "assistant", "content": "".join(answer)}]
+
+    def reset(self) -> None:
+        """Forgets the conversation, but for the system prompt."""
+        self.messages[:] = [] if self.system is None else [{"role": "system", "content": self.system}]
+
+    def stats(self) -> Stats:
+        """How many tokens of prompts were read so far, and how many were not, because they had been before."""
+        return self._generator.stats()
+
+    def _prompt(self, said: dict[str, Any], config: GenerationConfig) -> tuple[list[int], GenerationConfig]:
+        """The ids of the conversation with a new message, and how the answer is decoded."""
+        kept = list(self.messages)
+        wanted = config.max_new_tokens
+        least = min(wanted or MAX_NEW_TOKENS, max(1, self._max_len // _ROOM)) if self.drop_oldest else 1
+        while True:
+            ids = self.template.encode([*kept, said], self.tokenizer)
+            room = self._max_len - len(ids)
+            if room >= least:
+                break
+            first = next((place for place, message in enumerate(kept) if message.get("role") != "system"), None)
+            if not self.drop_oldest or first is None:
+                if room >= 1:
+                    break
+                advice = "" if first is None else "; drop_oldest leaves out the oldest turns, and reset begins anew"
+                raise ValueError(
+                    f"expected a conversation that leaves room for an answer in the model's {self._max_len:,} "
+                    f"positions, got one of {len(ids):,} tokens{advice}"
+                )
+            behind = (place for place in range(first + 1, len(kept)) if kept[place].get("role") == "user")
+            del kept[first : next(behind, len(kept))]
+        if len(kept) < len(self.messages):
+            logger.warning(
+                "left the oldest %d messages out: the conversation fills the model's %s positions",
+                len(self.messages) - len(kept),
+                f"{self._max_len:,}",
+            )
+            self.messages[:] = kept
+        if wanted is None and config.max_length is not None:
+            wanted = config.max_length - len(ids)
+            if wanted < 1:
+                raise ValueError(
+                    f"expected max_length above the conversation's {len(ids):,}, got {config.max_length:,}"
+                )
+        limit = min(MAX_NEW_TOKENS if wanted is None else wanted, room)
+        seed = None if config.seed is None else (config.seed + self._turns) % 2**63
+        ends = config.eos_token_id or self._ends
+        pad = SpecialIds.of(self._generator.model.config).pad if config.pad_token_id is None else config.pad_token_id
+        return ids, replace(config, max_new_tokens=limit, seed=seed, eos_token_id=ends or None, pad_token_id=pad)
+
+    def _end_ids(self) -> tuple[int, ...]:
+        """What ends an answer: the model's ends, and the end that the tokenizer names, if it is one token."""
+        own = SpecialIds.of(self._generator.model.config).eos
+        name = self.template.tokens.get("eos_token")
+        ids = [] if name is None else self.tokenizer.encode_template(name)
+        return tuple(dict.fromkeys((*own, *ids))) if len(ids) == 1 else own
+
+
+def chat_config(theirs: Mapping[str, Any], options: Mapping[str, Any], max_len: int) -> GenerationConfig:
+    """The options of a chat: those that were given, and behind them those of the folder.
+
+    Args:
+        theirs: from `folder_options`.
+        options: fields of `GenerationConfig`. One that shapes sampling asks for it.
+        max_len: of the model; a max_length beyond it says nothing.
+
+    Raises:
+        ValueError: an unknown option, or one that is out of its range.
+    """
+    usable = {name: value for name, value in theirs.items() if name not in ("num_beams", "num_return_sequences")}
+    if usable.get("max_length", 0) > max_len or "max_new_tokens" in options:
+        usable.pop("max_length", None)
+    given = dict(options)
+    if "do_sample" not in given and any(given.get(name) is not None for name in ("temperature", "top_k", "top_p")):
+        given["do_sample"] = True
+    if not usable:
+        return GenerationConfig.from_options(given)
+    return GenerationConfig.from_options({**given, "generation_config": usable})

@@ -1,0 +1,292 @@
+"""Chat templates are programs that come with a model: here they run with bounds on what they see and what they cost.
+
+jinja2's sandbox keeps Python's internals and the file system from them. It bounds neither time nor memory, so that a
+template could loop for ever or double a text until there is no memory left. Here each round of a loop and each call of
+a macro is counted, the clock is read then, and what makes a long text or list out of short ones is checked before it
+does. Filters that templates of chats have no use for are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context, Undefined
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+MAX_ROUNDS = 100_000  # of loops and macros together
+MAX_LENGTH = 4_000_000  # characters of a text, items of a list
+MAX_SECONDS = 5.0
+MAX_NUMBER = 100_000  # that a method or filter is given, such as a width
+_MAX_BITS = 4096  # of an integer
+_LONG_NUMBER = re.compile(r"\d{6}")  # in a format, whose widths are numbers
+
+_FILTERS = (
+    "abs", "attr", "batch", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float",
+    "format", "groupby", "indent", "int", "items", "join", "last", "length", "list", "lower", "map", "max", "min",
+    "reject", "rejectattr", "replace", "reverse", "round", "safe", "select", "selectattr", "slice", "sort", "string",
+    "sum", "title", "trim", "truncate", "unique", "upper", "wordcount",
+)  # fmt: skip
+_GLOBALS = ("range", "joiner", "cycler")
+
+
+class TemplateRefusal(jinja2.TemplateError):
+    """What a template itself raises about the messages that it gets."""
+
+
+class BoundExceeded(Exception):
+    """A template did more than it may."""
+
+
+class _Budget:
+    """What a rendering has left."""
+
+    def __init__(self) -> None:
+        self.rounds, self.end = MAX_ROUNDS, time.monotonic() + MAX_SECONDS
+
+
+_budget: ContextVar[_Budget] = ContextVar("budget")
+
+
+def _check_length(length: int) -> None:
+    if length > MAX_LENGTH:
+        raise BoundExceeded(f"it makes a text or a list longer than {MAX_LENGTH:,}")
+
+
+def _check_number(value: object) -> None:
+    if isinstance(value, int) and abs(value) > MAX_NUMBER:
+        raise BoundExceeded(f"it passes a number above {MAX_NUMBER:,}")
+    if isinstance(value, float) and not abs(value) <= MAX_NUMBER:
+        raise BoundExceeded(f"it passes a number above {MAX_NUMBER:,}")
+
+
+def _checked(value: Any) -> Any:
+    """A value that isn't too long."""
+    if isinstance(value, str | list | tuple | dict | set):
+        _check_length(len(value))
+    elif isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        raise BoundExceeded("it makes a number of too many digits")
+    return value
+
+
+def _bounded_concat(parts: Iterable[Any]) -> str:
+    pieces, length = [], 0
+    for part in parts:
+        piece = str(part)
+        length += len(piece)
+        _check_length(length)
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+def _before_call(name: str, subject: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Checks a method or a filter whose result may be much longer than what it is given."""
+    for value in (*args, *kwargs.values()):
+        _check_number(value)
+    if name == "replace" and isinstance(subject, str) and len(args) >= 2:
+        old, new = str(args[0]), str(args[1])
+        times = subject.count(old) if old else len(subject) + 1
+        _check_length(len(subject) + times * max(0, len(new) - len(old)))
+    elif name == "format" and isinstance(subject, str) and _LONG_NUMBER.search(subject):
+        raise BoundExceeded("it formats to a width above 99,999")
+    elif name == "expandtabs" and isinstance(subject, str):
+        _check_length(len(subject) * 8)
+
+
+def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    passes = getattr(function, "jinja_pass_arg", None)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        place = 0 if passes is None else 1
+        subject = args[place] if len(args) > place else None
+        if name == "join" and subject is not None and not kwargs.get("attribute") and len(args) < place + 3:
+            # The result may hold its separator very often.
+            items = [str(item) for item in subject]
+            separator = str(args[place + 1]) if len(args) > place + 1 else str(kwargs.get("d", ""))
+            _check_length(sum(map(len, items)) + len(separator) * len(items))
+            return separator.join(items)
+        if name == "indent":
+            width = args[place + 1] if len(args) > place + 1 else kwargs.get("width", 4)
+            added = len(width) if isinstance(width, str) else width if isinstance(width, int) else 0
+            _check_length(len(str(subject)) + (str(subject).count("\n") + 1) * max(0, added))
+        _before_call(name, subject, args[place + 1 :], kwargs)
+        return _checked(function(*args, **kwargs))
+
+    if passes is not None:
+        call.jinja_pass_arg = passes  # type: ignore[attr-defined]
+    return call
+
+
+class _Generation(Extension):
+    """{% generation %}: marks what the model says, for training; here it is what it holds."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+class _Namespace(Namespace):
+    """A namespace that keeps no names with an underscore in front."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        values = dict(*args[1:], **kwargs)
+        for name in values:
+            _check_name(name)
+        Namespace.__init__(args[0], values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace keeps no name like {name!r}")
+
+
+def _raise_exception(message: object) -> None:
+    raise TemplateRefusal(str(message))
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(format: str) -> str:  # noqa: A002 (the name that templates know)
+    return datetime.now().strftime(format)
+
+
+def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    return dict(*args, **kwargs)
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """The environment of transformers' chat templates, with the bounds of this module."""
+
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+    concat = staticmethod(_bounded_concat)
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        self.filters = {name: _bounded_filter(name, self.filters[name]) for name in _FILTERS}
+        self.filters["tojson"] = _bounded_filter("tojson", _tojson)
+        self.globals = {name: self.globals[name] for name in _GLOBALS}
+        self.globals |= {
+            "raise_exception": _raise_exception, "strftime_now": _strftime_now, "dict": _dict, "namespace": _Namespace,
+        }  # fmt: skip
+
+    def render(self, template: jinja2.Template, variables: Mapping[str, Any]) -> str:
+        """What a template of this environment writes.
+
+        Raises:
+            Exception: whatever goes wrong in it.
+        """
+        token = _budget.set(_Budget())
+        try:
+            return _bounded_concat(template.generate(**variables))
+        finally:
+            _budget.reset(token)
+
+    def tick(self) -> str:
+        """Counts a round of a loop, or a call of a macro."""
+        budget = _budget.get()
+        budget.rounds -= 1
+        if budget.rounds < 0:
+            raise BoundExceeded(f"it takes more than {MAX_ROUNDS:,} rounds of loops and macros")
+        if time.monotonic() > budget.end:
+            raise BoundExceeded(f"it takes longer than {MAX_SECONDS:g} s")
+        return ""
+
+    def joined(self, *parts: Any) -> str:
+        """What ~ gives."""
+        return _bounded_concat(parts)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        """The syntax tree, in which loops and macros are counted."""
+        tree = super()._parse(source, name, filename)
+        for kind in (nodes.For, nodes.Macro, nodes.CallBlock):
+            for node in tree.find_all(kind):
+                assert isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock)
+                count = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
+                node.body.insert(0, nodes.ExprStmt(count).set_lineno(node.lineno))
+        _bound_concats(tree)
+        tree.set_environment(self)
+        return tree
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """+, *, ** and % of values that don't make too long a text, list or number."""
+        if operator == "*":
+            for text, times in ((left, right), (right, left)):
+                if isinstance(text, str | list | tuple) and isinstance(times, int):
+                    _check_length(len(text) * max(0, times))
+        elif operator == "**":
+            _check_number(left)
+            if isinstance(right, int | float) and abs(right) > 64:
+                raise BoundExceeded("it raises a number to a power above 64")
+        elif operator == "%" and isinstance(left, str) and (_LONG_NUMBER.search(left) or "*" in left):
+            raise BoundExceeded("it formats to a width above 99,999")
+        elif operator == "+" and isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
+            _check_length(len(left) + len(right))
+        return _checked(super().call_binop(context, operator, left, right))
+
+    def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: D102 (the base class's)
+        name, subject = getattr(obj, "__name__", ""), getattr(obj, "__self__", None)
+        if name == "format_map" and args and isinstance(args[0], dict):
+            _before_call(name, subject, [*args[0].values()], {})
+        elif isinstance(subject, str) or name in ("range", "format"):
+            _before_call(name, subject, args, kwargs)
+        if name == "join" and isinstance(subject, str) and args:
+            items = [*args[0]]
+            _check_length(sum(len(str(item)) for item in items) + len(subject) * len(items))
+            args = (items, *args[1:])
+        return _checked(super().call(context, obj, *args, **kwargs))
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """str.format without attributes, and without long numbers, which may be widths."""
+        found = super().wrap_str_format(value)
+        if found is not None and _LONG_NUMBER.search(value.__self__):
+            raise BoundExceeded("it formats to a width above 99,999")
+        return found
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
+        """An attribute that the sandbox hides is an error at once, not a value that is empty."""
+        raise jinja2.exceptions.SecurityError(f"it reads the attribute {attribute!r} of a {type(obj).__name__}")
+
+
+def _bound_concats(node: nodes.Node) -> None:
+    """Replaces each a ~ b by a call that checks the length."""
+    for field, value in node.iter_fields():
+        if isinstance(value, nodes.Node):
+            _bound_concats(value)
+            setattr(node, field, _as_call(value))
+        elif isinstance(value, list):
+            for place, item in enumerate(value):
+                if isinstance(item, nodes.Node):
+                    _bound_concats(item)
+                    value[place] = _as_call(item)
+
+
+def _as_call(node: nodes.Node) -> nodes.Node:
+    if not isinstance(node, nodes.Concat):
+        return node
+    call = nodes.Call(nodes.EnvironmentAttribute("joined"), node.nodes, [], None, None)
+    return call.set_lineno(node.lineno)

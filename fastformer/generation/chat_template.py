@@ -1,0 +1,203 @@
+"""`ChatTemplate`: from the messages of a chat to the text, and to the ids, that a model was trained to go on from."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    import jinja2
+
+Message: TypeAlias = Mapping[str, Any]  # "role" and "content", and what else a template reads
+
+_MAX_SOURCE = 1_000_000  # characters of a template
+_MAX_DEPTH = 50  # of a message
+_MARKS = range(0xF0000, 0xF0100)  # private characters, of which one stands in no text
+
+
+class TemplateTokenizer(Protocol):
+    """What a template asks of a tokenizer; those of language models' folders have it."""
+
+    chat: Mapping[str, str]
+
+    @property
+    def special_tokens(self) -> Sequence[str]:
+        """The special tokens that `encode_template` knows in a text."""
+
+    def encode_template(self, text: str, mark: str | None = None) -> list[int]:
+        """The ids of a text, no BOS added; a special token that holds `mark` is text, without the mark."""
+
+
+class ChatTemplate:
+    """A chat template: a jinja2 program that comes with a model, and writes the messages of a chat as its prompt.
+
+        template = ChatTemplate.of(tokenizer)
+        text = template.render([{"role": "user", "content": "Hello!"}])
+        ids = template.encode([{"role": "user", "content": "Hello!"}], tokenizer)
+
+    It renders what transformers' `apply_chat_template` does, in jinja2's sandbox and with bounds on time and memory
+    (`chat_sandbox`), so that a template can neither read what it wasn't given nor run for ever.
+
+    Args:
+        source: the template.
+        tokens: what the special tokens are called, by the names that the template knows: "bos_token", ...
+        name: what messages call it.
+
+    Raises:
+        ImportError: jinja2 is not installed.
+        ValueError: no text, a very long one, or no template of jinja2.
+    """
+
+    def __init__(
+        self, source: str, tokens: Mapping[str, str] | None = None, *, name: str = "the chat template"
+    ) -> None:
+        if not isinstance(source, str) or len(source) > _MAX_SOURCE:
+            found = f"{len(source):,} characters" if isinstance(source, str) else type(source).__name__
+            raise ValueError(f"expected {name} to be a text of at most {_MAX_SOURCE:,} characters, got {found}")
+        try:
+            from fastformer.generation.chat_sandbox import Sandbox
+        except ImportError as error:
+            raise ImportError("chat templates need the jinja2 library: pip install 'fastformer[chat]'") from error
+        self.source, self.tokens, self._name = source, dict(tokens or {}), name
+        self._sandbox = Sandbox()
+        self._template: jinja2.Template = self._guarded(lambda: self._sandbox.from_string(source))
+
+    @classmethod
+    def of(cls, tokenizer: TemplateTokenizer) -> ChatTemplate:
+        """The template that a model's folder has beside its tokenizer.
+
+        Raises:
+            ImportError, ValueError: see the class; a tokenizer without a template.
+        """
+        chat = getattr(tokenizer, "chat", None) or {}
+        if "chat_template" not in chat:
+            raise ValueError(
+                "expected a model that was trained to chat, whose folder has a chat_template, got one without: see "
+                "`fastformer generate`"
+            )
+        return cls(chat["chat_template"], {name: text for name, text in chat.items() if name != "chat_template"})
+
+    def render(
+        self,
+        messages: Iterable[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The text of a chat.
+
+        Args:
+            messages: mappings of strings, numbers, lists and mappings: {"role": "user", "content": "Hello!"}.
+            tools: JSON schemas of functions that the model may call.
+            add_generation_prompt: end with what an answer begins behind.
+            variables: what else the template reads, such as documents or enable_thinking.
+
+        Raises:
+            ValueError: something that is no message; a template that refuses them, fails, or goes beyond its bounds.
+        """
+        values = _plain(list(messages), "messages")
+        for place, message in enumerate(values):
+            if not isinstance(message, dict):
+                raise ValueError(f"expected messages[{place}] to be a mapping, got {message!r:.60}")
+        given = {"tools": _plain(tools, "tools"), "documents": None, **_plain(variables, "variables")}
+        names = {**self.tokens, "messages": values, "add_generation_prompt": bool(add_generation_prompt), **given}
+        return self._guarded(lambda: self._sandbox.render(self._template, names))
+
+    def encode(
+        self,
+        messages: Iterable[Message],
+        tokenizer: TemplateTokenizer,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> list[int]:
+        """The ids of a chat: the special tokens that the template writes, and everything else as text.
+
+        A special token that is spelled in a message is text here, so that a message can't end its turn and begin
+        another one's. transformers takes it for the token.
+
+        Args:
+            tokenizer: of the model.
+            messages, tools, add_generation_prompt, variables: see `render`.
+
+        Raises:
+            ValueError: see `render`; a text that the tokenizer can't encode.
+        """
+        messages = _plain(list(messages), "messages")
+        options = {**variables, "add_generation_prompt": add_generation_prompt}
+        special = [token for token in tokenizer.special_tokens if len(token) > 1]
+        spelled = [token for token in special if _holds(messages, token)]
+        if not spelled:
+            return tokenizer.encode_template(self.render(messages, tools, **options))
+        mark = next((chr(code) for code in _MARKS if not _holds(messages, chr(code))), None)
+        if mark is None:
+            raise ValueError("expected messages that leave one of Unicode's private characters free, got all of them")
+
+        def marked(text: str) -> str:
+            for token in sorted(spelled, key=len, reverse=True):
+                text = text.replace(token, token[0] + mark + token[1:])
+            return text
+
+        return tokenizer.encode_template(self.render(_mapped(messages, marked), tools, **options), mark)
+
+    def _guarded(self, run: Callable[[], Any]) -> Any:
+        """Runs jinja2, whose errors become one line that says what is wrong with the template."""
+        import jinja2
+
+        from fastformer.generation.chat_sandbox import BoundExceeded, TemplateRefusal
+
+        try:
+            return run()
+        except TemplateRefusal as error:
+            raise ValueError(f"{self._name} refuses these messages: {error}") from error
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"{self._name} is no template of jinja2: {error.message} (line {error.lineno})") from error
+        except BoundExceeded as error:
+            raise ValueError(f"{self._name} was stopped: {error}") from error
+        except RecursionError as error:
+            raise ValueError(f"{self._name} was stopped: it calls itself too often") from error
+        except Exception as error:  # a template may raise anything
+            raise ValueError(f"{self._name} fails with these messages: {type(error).__name__}: {error}") from error
+
+
+def _plain(value: Any, name: str, depth: int = 0) -> Any:
+    """A copy of values as JSON has them, which have no methods but those of Python's own types.
+
+    Raises:
+        ValueError: another value, or a very deep one.
+    """
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"expected {name} of at most {_MAX_DEPTH} levels, got more")
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind.__str__(value) if kind is str else kind(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, name, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, name, depth + 1) for item in value]
+    raise ValueError(f"expected {name} of strings, numbers, lists and mappings, got {type(value).__name__}")
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """Plain values with each text changed; names stay."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_mapped(item, change) for item in value]
+    if isinstance(value, dict):
+        return {key: _mapped(item, change) for key, item in value.items()}
+    return value
+
+
+def _holds(value: Any, text: str) -> bool:
+    """Whether a text stands in plain values."""
+    if isinstance(value, str):
+        return text in value
+    return isinstance(value, dict | list) and any(
+        _holds(item, text) for item in (itertools.chain(value, value.values()) if isinstance(value, dict) else value)
+    )
