@@ -127,7 +127,7 @@ def _answer(talk: Chat, text: str, is_shown: bool) -> None:
             for piece in pieces:
                 print(shown(piece, sys.stdout), end="", flush=True)
                 if was_pressed.is_set():
-                    pieces.close()  # type: ignore[attr-defined]
+                    pieces.close()
                     break
         print(flush=True)
     except KeyboardInterrupt:  # pressed twice, or while a long prompt was read

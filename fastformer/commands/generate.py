@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from jsonargparse import ArgumentParser
@@ -26,6 +27,7 @@ logger = logging.getLogger("fastformer")
 
 FILLED_BY = ("file",)  # a prompt or a file, not both
 TEXTS = ("prompt", "stop")
+_MANY = 512  # new tokens for a prompt, where neither a flag nor the folder of another program says how many
 _READ_AHEAD = 4096  # prompts of a file that are held at a time
 
 
@@ -45,11 +47,13 @@ def generate(
     precision: Precision | None = None,
     config: str | None = None,
     greedy: bool = False,
+    cut: bool = False,
     **options: Any,
 ) -> None:
     """Continues a prompt with a language model.
 
-    It samples, if no flag says otherwise. The continuation of one prompt is printed as it is made; several, with a line
+    It samples, if no flag says otherwise; of a folder of transformers, if its generation_config.json says so. The
+    continuation of one prompt is printed as it is made; several, with a line
     of --- between them, or those of beams, at the end.
 
     With --file, or without a prompt, each line is a prompt, of the file or of standard input. All are decoded
@@ -58,7 +62,7 @@ def generate(
     Empty lines stay empty.
 
     Args:
-        run: the run folder
+        run: the run folder, or that of a language model, such as a Llama, as transformers saves it
         prompt: the text to continue; without it, or with -, the lines of standard input as those of --file
         file: a UTF-8 file, one prompt a line (- is standard input); for each a line of output, in order, in which line
             ends are written as \\n, with --num_return_sequences so many, each behind the number of the prompt and a tab
@@ -69,10 +73,13 @@ def generate(
         precision: convert the weights to this; int8 and int4 are for a CPU; by default they stay as they were saved
         config: a YAML file with options of decoding, such as top_k: 40; flags override it
         greedy: take the best token always, without sampling; --num_beams above 1 searches without sampling
+        cut: of a prompt that leaves no room in the model's positions, take its end alone, instead of an error
         options: the flags of decoding
     """
     from fastformer.checkpoints import load_model
+    from fastformer.checkpoints.hf import model_type
     from fastformer.devices import choose_device
+    from fastformer.generation.folder_options import folder_options, with_folder_options
     from fastformer.generation.model_protocols import DTYPES, asked_precision
 
     if prompt is not None and file is not None:
@@ -81,11 +88,18 @@ def generate(
     values = given_options(config, {**options, **{name: value for name, value in given.items() if value is not None}})
     samples = not greedy and GenerationConfig(num_beams=values.get("num_beams", 1)).num_beams == 1
     _check_sampling(greedy, values)
-    asked = GenerationConfig.from_options({"do_sample": samples, **values, **({"do_sample": False} if greedy else {})})
+    theirs = folder_options(run)
+    is_foreign = bool(theirs) or model_type(Path(run)) is not None
+    own: dict[str, Any] = {"do_sample": False} if greedy or not samples else {} if is_foreign else {"do_sample": True}
+    own |= {"num_beams": 1} if greedy else {}
+    asked = GenerationConfig.from_options({"do_sample": samples, **values, **own})
     place = choose_device(device, asked.precision)
     model, tokenizer = load_model(run, ("GPT",), device=place, dtype=DTYPES.get(asked.precision or ""))
+    if is_foreign:
+        asked = with_folder_options(theirs, {**values, **own}, model.config.max_len)
     asked = replace(asked, precision=asked_precision(model, asked.precision))
-    say = _Sayings(tokenizer, asked.stop_strings, model.config.max_len)
+    is_open = is_foreign and asked.max_new_tokens is None and asked.max_length is None
+    say = _Sayings(tokenizer, asked, model.config.max_len, limit=_MANY if is_open else None, cuts=cut)
     if prompt is None or prompt == "-":
         _continue_lines(model, asked, say, "-" if file is None else file, on_error)
     else:
@@ -100,6 +114,8 @@ def _continue_one(model: GPT, config: GenerationConfig, say: _Sayings, prompt: s
     from fastformer.generation import generate as search
 
     ids = say.encode(prompt)
+    if say.limit is not None and len(ids) < model.config.max_len:
+        config = replace(config, max_new_tokens=min(say.limit, model.config.max_len - len(ids)))
     if not ids:
         raise ValueError("expected a prompt of at least one token, got an empty one")
     say.warn_of_unknown()
@@ -132,17 +148,32 @@ class _Sayings:
 
     Args:
         tokenizer: of the model.
-        stop: texts that end a continuation.
+        config: of the search.
         max_len: of the model.
+        limit: of new tokens, where the config has none.
+        cuts: take the end of a prompt that leaves no room.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], max_len: int) -> None:
-        self.tokenizer, self._stop, self._max_len = tokenizer, stop, max_len
-        self._tokens = self._unknown = self._cut = 0
+    def __init__(
+        self, tokenizer: Tokenizer, config: GenerationConfig, max_len: int, *, limit: int | None, cuts: bool
+    ) -> None:
+        self.tokenizer, self._stop, self._max_len, self.limit = tokenizer, config.stop_strings, max_len, limit
+        self._tokens = self._unknown = self._cut = self._limited = self._shortened = 0
+        # A prompt that is cut leaves room for what was asked for, else for a quarter of the positions.
+        self._room = min(config.max_new_tokens or limit or max_len, max(1, max_len // 4)) if cuts else 0
+        if config.max_new_tokens is not None and cuts:
+            self._room = config.max_new_tokens
 
     def encode(self, prompt: str) -> list[int]:
         """The ids of a prompt."""
         ids = self.tokenizer.encode(prompt)
+        if self._room and len(ids) + self._room > self._max_len:
+            begin = self.tokenizer.encode("")  # BOS, if there is one
+            begin = begin if ids[: len(begin)] == begin else []
+            kept = self._max_len - self._room - len(begin)
+            if kept > 0:
+                ids = [*begin, *ids[-kept:]]
+                self._shortened += 1
         unk = self.tokenizer.special_ids.unk
         self._tokens += len(ids)
         self._unknown += 0 if unk is None else ids.count(unk)
@@ -172,6 +203,7 @@ class _Sayings:
         special = self.tokenizer.special_ids
         is_ended = any(token in special.eos or token == special.pad for token in tokens)
         self._cut += not is_ended and len(ids) + len(tokens) == self._max_len
+        self._limited += not is_ended and len(tokens) == self.limit
 
     def warn_of_unknown(self) -> None:
         """Says how much of the prompts the tokenizer doesn't know."""
@@ -180,7 +212,11 @@ class _Sayings:
 
     def report(self, max_new_tokens: int | None) -> None:
         """Says how to go on, where texts ended with the model's positions and nothing else was asked for."""
-        if self._cut and max_new_tokens is None:
+        if self._shortened:
+            logger.warning("cut the beginning of %d prompts: %d positions are too few", self._shortened, self._max_len)
+        if self._limited:
+            logger.info("ended behind %d new tokens: --max_new_tokens N goes on", self.limit)
+        elif self._cut and max_new_tokens is None:
             logger.info(
                 "ended where the model's %d positions do: --window slide --max_new_tokens N goes on", self._max_len
             )
@@ -223,7 +259,10 @@ def _continue_lines(model: GPT, config: GenerationConfig, say: _Sayings, file: s
             return None
         try:
             row = ids[prompt.number] = ids.get(prompt.number) or say.encode(prompt.text)
-            return builder.build(builder.check(row), place=prompt.number - 1, sample=prompt.sample)
+            checked = builder.check(row)
+            if say.limit is not None:
+                checked = checked._replace(limit=min(say.limit, checked.limit))
+            return builder.build(checked, place=prompt.number - 1, sample=prompt.sample)
         except ValueError as error:
             if not prompt.sample:  # the first sample has met it
                 errors.handle(TextError(f"{name}, line {prompt.number}: {error}"))

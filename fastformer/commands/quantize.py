@@ -20,6 +20,8 @@ def quantize(run: str, out: str, *, precision: Literal["int8", "int4"] = "int8")
         precision: int8 has 255 steps for each output of a matrix; int4 has 16 for each 32 weights
     """
     from fastformer.checkpoints import load_model
+    from fastformer.checkpoints.hf.common import GENERATION
+    from fastformer.files import read_small, write_atomically
     from fastformer.models.weights import weights_size
 
     folder = Path(out)
@@ -27,6 +29,9 @@ def quantize(run: str, out: str, *, precision: Literal["int8", "int4"] = "int8")
         raise ValueError(f"expected a folder that isn't there yet or is empty, but there is something in {out}")
     model, tokenizer = load_model(run, ("Transformer", "GPT"))
     model.quantize(precision).save_pretrained(folder, tokenizer)
+    search = Path(run, GENERATION)  # how the folder of another program wants to be sampled
+    if search.is_file():
+        write_atomically(folder / GENERATION, read_small(search))
     before, after = (weights_size(Path(path)) for path in (run, out))
     instead = f" instead of {before / 2**20:.1f}" if before else ""
     print(f"wrote {out}: {after / 2**20:.1f} MiB of weights{instead}")

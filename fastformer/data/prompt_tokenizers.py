@@ -6,7 +6,9 @@ template writes is another matter: `encode_template` knows its special tokens, a
 
 from __future__ import annotations
 
+import json
 import re
+import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,14 +53,29 @@ class PromptTokenizer(BackendTokenizer):
         super().__init__(backend, vocab_size, special_ids, bos, name)
         self.chat = dict(chat or {})
         self._of_templates: tokenizers.Tokenizer | None = None
+        self._of_marked: _RenamedTokens | None = None
 
-    def encode_template(self, text: str) -> list[int]:
+    @property
+    def special_tokens(self) -> list[str]:
+        """What `encode_template` takes for special tokens."""
+        return [token.content for token in self._backend.get_added_tokens_decoder().values() if token.special]
+
+    def encode_template(self, text: str, mark: str | None = None) -> list[int]:
         """The ids of what a chat template wrote: its special tokens are known, and no BOS is added.
+
+        Args:
+            text: what the template wrote.
+            mark: a character. A special token that holds it is text, in which the mark is left out.
 
         Raises:
             ValueError: a lone surrogate, or a text that the tokenizer can't encode.
         """
         check_text(text)
+        if mark is not None and mark in text:
+            if self._of_marked is None:
+                self._of_marked = _RenamedTokens(self._backend)
+            with library_errors(f"{self._name} can't encode this text"):
+                return self._of_marked.encode(text, mark)
         if self._of_templates is None:  # a copy: what a special token is belongs to the object
             found = type(self._backend).from_str(self._backend.to_str())
             found.encode_special_tokens = False
@@ -68,6 +85,41 @@ class PromptTokenizer(BackendTokenizer):
 
     def _values(self) -> dict[str, Any]:
         return {**super()._values(), "chat": self.chat}
+
+
+class _RenamedTokens:
+    """A copy of a tokenizer whose special tokens have names that no text holds, so that their own names are text.
+
+    The library cuts a text at special tokens before it does anything else. With other names it cuts it at the same
+    places, and what is between them gets the same ids.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        values, nonce = json.loads(backend.to_str()), secrets.token_hex(8)
+        values["post_processor"] = values["truncation"] = values["padding"] = None
+        known = {token["content"]: token["id"] for token in values["added_tokens"]}
+        self._renamed: dict[str, str] = {}
+        for token in values["added_tokens"]:
+            if token["special"]:
+                name = f"\U000f1000{nonce}.{token['id']}\U000f1000"
+                self._renamed[token["content"]] = name
+                token["content"] = name
+        self._copy = type(backend).from_str(json.dumps(values))
+        found = {token: self._copy.token_to_id(self._renamed.get(token, token)) for token in known}
+        self._ids = {found[token]: i for token, i in known.items()}
+        self._special = {known[token] for token in self._renamed}
+        longest_first = "|".join(re.escape(token) for token in sorted(known, key=len, reverse=True))
+        self._known = re.compile(longest_first or r"(?!)")
+
+    def encode(self, text: str, mark: str) -> list[int]:
+        """The ids of a text; a special token that holds the mark is text."""
+        text = self._known.sub(lambda match: self._renamed.get(match[0], match[0]), text).replace(mark, "")
+        ids = []
+        for i in self._copy.encode(text, add_special_tokens=False).ids:
+            if i not in self._ids and i in self._special:
+                raise ValueError("the name of a special token in a text has no other ids than the token's")
+            ids.append(self._ids.get(i, i))
+        return ids
 
 
 class PiecePromptTokenizer(SentencePieceTokenizer):
@@ -107,20 +159,25 @@ class PiecePromptTokenizer(SentencePieceTokenizer):
         check_text(text)
         return [*([] if self._bos is None else [self._bos]), *self._split(text, self._plain)]
 
-    def encode_template(self, text: str) -> list[int]:
+    @property
+    def special_tokens(self) -> list[str]:
+        """See `PromptTokenizer.special_tokens`."""
+        return [*self._special]
+
+    def encode_template(self, text: str, mark: str | None = None) -> list[int]:
         """See `PromptTokenizer.encode_template`."""
         check_text(text)
-        return self._split(text, self._special | self._plain)
+        return self._split(text, self._special | self._plain, mark or "")
 
-    def _split(self, text: str, known: Mapping[str, int]) -> list[int]:
+    def _split(self, text: str, known: Mapping[str, int], mark: str = "") -> list[int]:
         if not known:
-            return list(self._processor.encode(text))
+            return list(self._processor.encode(text.replace(mark, "") if mark else text))
         longest_first = "|".join(re.escape(token) for token in sorted(known, key=len, reverse=True))
         ids: list[int] = []
         for place, part in enumerate(re.split(f"({longest_first})", text)):
             if place % 2:
                 ids.append(known[part])
-            elif part:
+            elif part := part.replace(mark, "") if mark else part:
                 ids.extend(self._processor.encode(part))
         return ids
 

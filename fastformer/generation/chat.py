@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator as PythonGenerator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from fastformer.generation.chat_template import ChatTemplate, TemplateTokenizer
-from fastformer.generation.config import OPTIONS, GenerationConfig, Precision
+from fastformer.generation.config import GenerationConfig, Precision
+from fastformer.generation.folder_options import folder_options, with_folder_options
 from fastformer.generation.generator import Generator
 from fastformer.generation.model_protocols import DTYPES, Model, asked_precision, check_precision, is_decoder_only
 from fastformer.generation.scheduler import Stats
@@ -22,31 +23,11 @@ from fastformer.special_ids import SpecialIds
 
 logger = logging.getLogger("fastformer")
 
+Pieces: TypeAlias = PythonGenerator[str, None, None]
+
 MAX_NEW_TOKENS = 1024  # of an answer, where nothing says otherwise
+_ONE_ANSWER = ("num_beams", "num_return_sequences")  # what a folder asks for in vain
 _ROOM = 4  # dropping turns leaves a quarter of the model's positions for the answer, if it may be so long
-# What a folder may say of a search that is known elsewhere: the ids are the model's own by now.
-_OF_THE_MODEL = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id", "transformers_version",
-                 "use_cache", "cache_implementation")  # fmt: skip
-
-
-def folder_options(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The options of decoding that a folder's generation_config.json asks for, as transformers applies them.
-
-    Options that aren't known here are left out, and named in a warning.
-
-    Args:
-        folder: as transformers saves it; of a run folder there are none.
-
-    Raises:
-        ValueError: a damaged file.
-    """
-    from fastformer.checkpoints import generation_settings
-
-    found = {name: value for name, value in generation_settings(folder).items() if name not in _OF_THE_MODEL}
-    unknown = [f"{name}={value!r:.40}" for name, value in found.items() if name not in OPTIONS]
-    if unknown:
-        logger.warning("%s has search options that are not applied: %s", folder, ", ".join(unknown))
-    return {name: value for name, value in found.items() if name in OPTIONS}
 
 
 class Chat:
@@ -139,9 +120,9 @@ class Chat:
         from fastformer.checkpoints import load_model
 
         check_precision(precision)
-        theirs = folder_options(folder)
+        theirs = {name: value for name, value in folder_options(folder).items() if name not in _ONE_ANSWER}
         model, tokenizer = load_model(folder, ("GPT",), device=device, dtype=DTYPES.get(precision or ""))
-        config = chat_config(theirs, options, model.config.max_len)
+        config = with_folder_options(theirs, options, model.config.max_len)
         return cls(
             model,
             tokenizer,
@@ -164,7 +145,7 @@ class Chat:
         """
         return "".join(self.stream(text, **options))
 
-    def stream(self, text: str, **options: Any) -> Iterator[str]:
+    def stream(self, text: str, **options: Any) -> Pieces:
         """The answer to what a user says, piece by piece, as it is made.
 
         Closing the iterator ends the answer; what was said of it stays in the conversation.
@@ -186,7 +167,7 @@ class Chat:
         ids, config = self._prompt(said, config)
         return self._pieces(said, ids, config)
 
-    def _pieces(self, said: dict[str, Any], ids: list[int], config: GenerationConfig) -> Iterator[str]:
+    def _pieces(self, said: dict[str, Any], ids: list[int], config: GenerationConfig) -> Pieces:
         found, answer = TextPieces(self._decoder, stop=config.stop_strings), []
         is_over = False
         tokens = self._generator.stream(ids, config, tokenizer=self._decoder)
@@ -259,25 +240,3 @@ class Chat:
         name = self.template.tokens.get("eos_token")
         ids = [] if name is None else self.tokenizer.encode_template(name)
         return tuple(dict.fromkeys((*own, *ids))) if len(ids) == 1 else own
-
-
-def chat_config(theirs: Mapping[str, Any], options: Mapping[str, Any], max_len: int) -> GenerationConfig:
-    """The options of a chat: those that were given, and behind them those of the folder.
-
-    Args:
-        theirs: from `folder_options`.
-        options: fields of `GenerationConfig`. One that shapes sampling asks for it.
-        max_len: of the model; a max_length beyond it says nothing.
-
-    Raises:
-        ValueError: an unknown option, or one that is out of its range.
-    """
-    usable = {name: value for name, value in theirs.items() if name not in ("num_beams", "num_return_sequences")}
-    if usable.get("max_length", 0) > max_len or "max_new_tokens" in options:
-        usable.pop("max_length", None)
-    given = dict(options)
-    if "do_sample" not in given and any(given.get(name) is not None for name in ("temperature", "top_k", "top_p")):
-        given["do_sample"] = True
-    if not usable:
-        return GenerationConfig.from_options(given)
-    return GenerationConfig.from_options({**given, "generation_config": usable})
