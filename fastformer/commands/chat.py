@@ -44,10 +44,11 @@ def chat(
     config: str | None = None,
     **options: Any,
 ) -> None:
-    """Chats with a language model: each line is what you say, and its answer is printed as it is made.
+    """Chats with a language model.
 
-    Ctrl-C ends an answer and Ctrl-D the conversation. A line of /reset begins a new one. Where standard input is no
-    terminal, its lines are the turns of one conversation, and the answers alone are printed.
+    Each line is what you say, and its answer is printed as it is made. Ctrl-C ends an answer, and Ctrl-D the
+    conversation; a line of /reset begins a new one. Where standard input is no terminal, its lines are the turns of one
+    conversation, and the answers alone are printed.
 
     Args:
         run: the folder of a model that was trained to chat, as transformers saves it: with a chat template

@@ -90,13 +90,15 @@ def generate(
     _check_sampling(greedy, values)
     theirs = folder_options(run)
     is_foreign = bool(theirs) or model_type(Path(run)) is not None
-    own: dict[str, Any] = {"do_sample": False} if greedy or not samples else {} if is_foreign else {"do_sample": True}
-    own |= {"num_beams": 1} if greedy else {}
-    asked = GenerationConfig.from_options({"do_sample": samples, **values, **own})
+    if greedy:
+        values |= {"do_sample": False, "num_beams": 1}
+    elif not is_foreign or not samples:  # else the folder decides
+        values.setdefault("do_sample", samples)
+    asked = GenerationConfig.from_options({"do_sample": samples, **values})
     place = choose_device(device, asked.precision)
     model, tokenizer = load_model(run, ("GPT",), device=place, dtype=DTYPES.get(asked.precision or ""))
     if is_foreign:
-        asked = with_folder_options(theirs, {**values, **own}, model.config.max_len)
+        asked = with_folder_options(theirs, values, model.config.max_len)
     asked = replace(asked, precision=asked_precision(model, asked.precision))
     is_open = is_foreign and asked.max_new_tokens is None and asked.max_length is None
     say = _Sayings(tokenizer, asked, model.config.max_len, limit=_MANY if is_open else None, cuts=cut)

@@ -15,6 +15,9 @@ logger = logging.getLogger("fastformer")
 # The ids are in the model's config by then, and the others change no token.
 _OF_THE_MODEL = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id", "transformers_version",
                  "use_cache", "cache_implementation")  # fmt: skip
+# Options that aren't known here, with the values that change nothing; False changes nothing in any of them.
+_NEUTRAL = {"typical_p": 1.0, "min_p": 0.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "encoder_repetition_penalty": 1.0,
+            "guidance_scale": 1.0, "top_h": 1.0, "num_assistant_tokens": 20}  # fmt: skip
 _SAMPLING = ("temperature", "top_k", "top_p")
 
 
@@ -30,7 +33,11 @@ def folder_options(folder: str | os.PathLike[str]) -> dict[str, Any]:
         ValueError: a damaged file.
     """
     found = {name: value for name, value in generation_settings(folder).items() if name not in _OF_THE_MODEL}
-    unknown = [f"{name}={value!r:.40}" for name, value in found.items() if name not in OPTIONS]
+    unknown = [
+        f"{name}={value!r:.40}"
+        for name, value in found.items()
+        if name not in OPTIONS and value is not False and value != _NEUTRAL.get(name)
+    ]
     if unknown:
         logger.warning("%s has search options that are not applied: %s", folder, ", ".join(unknown))
     return {name: value for name, value in found.items() if name in OPTIONS}

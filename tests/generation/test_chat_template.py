@@ -147,7 +147,7 @@ def test_what_is_no_template_is_named() -> None:
         "x" * 2_000_000,
     ):
         with pytest.raises(ValueError, match="the template of m"):
-            ChatTemplate(source, name="the template of m")  # type: ignore[arg-type]
+            ChatTemplate(source, name="the template of m")
 
 
 def test_what_is_no_message_is_named() -> None:
@@ -199,7 +199,7 @@ def test_special_tokens_in_a_message_are_text() -> None:
 
 def test_a_tokenizer_without_a_template_is_named() -> None:
     class Plain(Tokenizer):
-        chat = NAMES  # type: ignore[assignment]
+        chat = NAMES
 
     with pytest.raises(ValueError, match="chat_template"):
         ChatTemplate.of(Plain())
