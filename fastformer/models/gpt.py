@@ -20,6 +20,7 @@ from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.linear import linear
 from fastformer.nn.norm import AddLayerNorm
 from fastformer.nn.transformer import TransformerEncoder
+from fastformer.ops._common import soft_capped
 from fastformer.ops.linear_cross_entropy import linear_cross_entropy
 from fastformer.ops.linear_topk import TopK, best_of_logits, linear_topk
 
@@ -62,7 +63,6 @@ class GPT(PretrainedModel):
         super().__init__()
         if not isinstance(config, GPTConfig):
             raise ValueError(f"expected a GPTConfig, got {type(config).__name__} (see from_preset)")
-        _refuse_unbuilt(config)
         self.config = config
         factory = placement(device, dtype)
         position: PositionalEncoding | None = None
@@ -121,6 +121,11 @@ class GPT(PretrainedModel):
         """The projection before the softmax: (vocab_size, d_model)."""
         return self.embedding.weight if self.output is None else self.output.weight
 
+    @property
+    def softcap(self) -> float:
+        """The cap of the logits; 0: none."""
+        return self.config.logit_softcap or 0.0
+
     def decode(self, tokens: Tensor, *, layout: SequenceLayout | None = None, cache: KVCache | None = None) -> Tensor:
         """Runs the layers over tokens, or over the next tokens when there is a cache.
 
@@ -158,19 +163,19 @@ class GPT(PretrainedModel):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (..., d_model) -> (..., vocab_size)."""
-        return linear(hidden, self.output_weight)
+        return soft_capped(linear(hidden, self.output_weight), self.softcap)
 
     def top_tokens(self, hidden: Tensor, k: int, *, log_probs: bool = True) -> TopK:
         """The k best next tokens of each position: see `Transformer.top_tokens`."""
         if type(self).logits is not GPT.logits or "logits" in self.__dict__:
             return best_of_logits(self.logits(hidden), k, log_probs=log_probs)
-        return linear_topk(hidden, self.output_weight, k, log_probs=log_probs)
+        return linear_topk(hidden, self.output_weight, k, log_probs=log_probs, softcap=self.softcap)
 
     def token_log_probs(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """The log-probability of a given next token at each position: see `Transformer.token_log_probs`."""
         if type(self).logits is not GPT.logits or "logits" in self.__dict__:
             return chosen_log_probs(self.logits, hidden, tokens)
-        return -linear_cross_entropy(hidden, self.output_weight, tokens, reduction="none")
+        return -linear_cross_entropy(hidden, self.output_weight, tokens, reduction="none", softcap=self.softcap)
 
     def forward(self, tokens: Tensor, *, layout: SequenceLayout | None = None) -> Tensor:
         """The logits of the next token at each position: (batch, seqlen, vocab_size) or (total, vocab_size)."""
@@ -205,6 +210,7 @@ class GPT(PretrainedModel):
             label_smoothing=label_smoothing,
             smooth_others=smooth_others,
             reduction=reduction,
+            softcap=self.softcap,
         )
 
     def new_cache(self, batch_size: int, max_seqlen: int, *, num_blocks: int | None = None) -> KVCache:
@@ -253,17 +259,7 @@ def _layer(config: GPTConfig, factory: dict[str, Any]) -> DecoderOnlyLayer:
             "qk_norm": config.qk_norm,
             "qk_norm_eps": config.layer_norm_eps,
             "softmax_scale": config.attention_scale,
+            "softcap": config.attention_softcap or 0.0,
         },
         **factory,
     )
-
-
-# Options that no module computes, with what says that they are not asked for.
-_UNBUILT: dict[str, tuple[object, ...]] = {"attention_softcap": (None,), "logit_softcap": (None,)}
-
-
-def _refuse_unbuilt(config: GPTConfig) -> None:
-    """Raises ValueError for an option that a GPT can't have."""
-    for name, fits in _UNBUILT.items():
-        if (value := getattr(config, name)) not in fits:
-            raise ValueError(f"expected {name} {fits[0]!r}: a GPT has no other so far, got {value!r}")

@@ -80,12 +80,14 @@ class MultiheadAttention(Projections):
             one weight for all of them, or "all", over all heads together; None: none.
         qk_norm_eps: added to their mean squares.
         softmax_scale: what the scores are multiplied by; None: head_dim ** -0.5.
+        softcap: c of c * tanh(score / c), which scaled scores become before anything masks them; 0: they stay.
 
     Raises:
         InputError: sizes that don't divide, an unknown qk_norm.
     """
 
     softmax_scale: float | None = None
+    softcap: float = 0.0
 
     def __init__(
         self,
@@ -108,6 +110,7 @@ class MultiheadAttention(Projections):
         qk_norm: str | None = None,
         qk_norm_eps: float = 1e-5,
         softmax_scale: float | None = None,
+        softcap: float = 0.0,
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -127,8 +130,7 @@ class MultiheadAttention(Projections):
             add_bias_kv, factory,
         )  # fmt: skip
         self._make_norms(qk_norm, qk_norm_eps, factory)
-        if softmax_scale is not None:
-            self.softmax_scale = softmax_scale
+        self.softmax_scale, self.softcap = softmax_scale, softcap
 
     def forward(
         self,
@@ -457,12 +459,14 @@ class MultiheadAttention(Projections):
 
     @property
     def is_standard(self) -> bool:
-        """Whether heads share embed_dim, have no norms, and give scores that are scaled by head_dim ** -0.5."""
+        """Whether heads share embed_dim, have no norms, and give scores that are scaled by head_dim ** -0.5 alone."""
         return self.q_dim == self.embed_dim and self.qk_norm is None and not self._scores()
 
     def _scores(self) -> dict[str, Any]:
         """What the ops are told about the scores; empty for what they do by default."""
-        return {} if self.softmax_scale is None else {"softmax_scale": self.softmax_scale}
+        if self.softmax_scale is None and not self.softcap:
+            return {}
+        return given(softmax_scale=self.softmax_scale, softcap=self.softcap or None)
 
     def _dropout(self, q: Tensor) -> dict[str, Any]:
         dropout_p = self.dropout if self.training else 0.0

@@ -48,6 +48,7 @@ AXES: list[list[dict[str, Any]]] = [
         {"window_size": 1, "window_layers": (False, True), "local_rotary_base": 7.0},
     ],
     [{}, {"attention_scale": 0.7}],
+    [{}, {"attention_softcap": 1.5}, {"logit_softcap": 2.0}],
     [{}, {"embedding_scale": 3.3}],
     [{"activation": "gelu"}, {"activation": "swiglu"}, {"activation": "geglu_tanh"}],
     [{}, {"tie_embeddings": False}],
@@ -96,6 +97,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "window_layers": (True, False), "local_rotary_base": 7.0, "rotary_base": 100.0, "attention_scale": 0.4,
         "rotary_scaling": {"kind": "linear", "factor": 2}, "embedding_scale": 4.0,
     },
+}  # fmt: skip
+FAMILIES["gemma2"] = {
+    **{name: value for name, value in FAMILIES["gemma3"].items() if name not in ("qk_norm", "local_rotary_base")},
+    "rotary_scaling": None, "attention_softcap": 2.0, "logit_softcap": 3.0,
 }  # fmt: skip
 every = pytest.mark.parametrize("options", ROWS, ids=map(str, range(len(ROWS))))
 families = pytest.mark.parametrize("options", FAMILIES.values(), ids=FAMILIES.keys())
