@@ -1,0 +1,210 @@
+"""Layers of decoder-only models after surgery, and attention with heads, norms and scores of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.nn.utils.parametrize as parametrize
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+import fastformer.nn as fnn
+from fastformer.nn.decoder_only import DecoderOnlyLayer
+from tests.nn.comparing import assert_same, randomised
+from tests.nn.test_surgery import Halved, pre_hook, replace
+
+E, H = 12, 3
+PLACES: dict[str, dict[str, Any]] = {
+    "pre": {},
+    "post": {"norm_placement": "post", "norm": "rms"},
+    "both": {"norm_placement": "both", "norm": "rms"},
+    "parallel": {"parallel_residual": True},
+}
+
+
+def stack_of(place: str) -> Any:
+    torch.manual_seed(3)
+    layer = DecoderOnlyLayer(
+        E, H, 16, dropout=0.0, batch_first=True, dtype=torch.float64, **PLACES[place],
+        self_attention={"head_dim": 8, "qk_norm": "head", "num_kv_heads": 1, "softmax_scale": 0.4},
+    )  # fmt: skip
+    return randomised(fnn.TransformerEncoder(layer, 2, fnn.AddLayerNorm(E, dtype=torch.float64)))
+
+
+def bent(out: Any) -> Any:
+    """Something that no norm takes back."""
+    return (out[0].cumsum(-1), *out[1:]) if isinstance(out, tuple) else out.cumsum(-1)
+
+
+def hook(name: str) -> Callable[[Any], Any]:
+    return lambda layer: layer.get_submodule(name).register_forward_hook(lambda module, args, out: bent(out))
+
+
+def patch_forward(module: nn.Module) -> None:
+    before = module.forward
+    module.forward = lambda *args, **options: bent(before(*args, **options))  # type: ignore[method-assign]
+
+
+def own_forward(name: str) -> Callable[[Any], None]:
+    return lambda layer: patch_forward(layer.get_submodule(name))
+
+
+class Adapter(nn.Module):
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return bent(self.linear(x))
+
+
+class Tagged(nn.Parameter):
+    """A parameter that has a say in what is done with it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        return out * out.abs() if getattr(func, "__name__", "") == "rms_norm" else out
+
+
+def tag(name: str) -> Callable[[Any], None]:
+    def surgery(layer: Any) -> None:
+        module = layer.get_submodule(name)
+        module.weight = Tagged(module.weight.detach().clone())
+
+    return surgery
+
+
+def half(layer: Any) -> None:
+    class Half(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight / 2
+
+    parametrize.register_parametrization(layer.linear2, "weight", Half())
+    parametrize.register_parametrization(layer.self_attn.q_norm, "weight", Half())
+
+
+NORMS = ("norm1", "norm2", "post_norm1", "post_norm2", "self_attn.q_norm", "self_attn.k_norm")
+SURGERIES: dict[str, Callable[[Any], Any]] = {
+    **{f"a hook on {name}": hook(name) for name in (*NORMS, "self_attn.out_proj", "self_attn", "dropout1", "linear2")},
+    **{f"a pre-hook on {name}": pre_hook(name) for name in ("post_norm1", "self_attn.k_norm", "dropout2")},
+    **{f"a forward of {name}'s own": own_forward(name) for name in NORMS},
+    **{f"a parameter of a subclass in {name}": tag(name) for name in ("post_norm2", "self_attn.q_norm")},
+    "a forward of the layer's own": patch_forward,
+    "an adapter": lambda layer: setattr(layer, "linear1", Adapter(layer.linear1)),
+    "an adapter of the heads": lambda layer: setattr(layer.self_attn, "out_proj", Adapter(layer.self_attn.out_proj)),
+    "a dropout that is none": replace("dropout1", Halved),
+    "a parametrization": half,
+    "unchanged queries": lambda layer: setattr(layer.self_attn, "q_norm", nn.Identity()),
+    "another eps": lambda layer: setattr(layer.self_attn.k_norm, "eps", 0.5),
+    "another scale": lambda layer: setattr(layer.self_attn, "softmax_scale", 2.0),
+    "a window": lambda layer: setattr(layer.self_attn, "window_size", (1, 0)),
+}
+
+
+def cases() -> list[Any]:
+    absent = {"pre": "post_norm", "parallel": "post_norm", "post": " norm"}
+    return [(name, place) for name in SURGERIES for place in PLACES if absent.get(place, "-") not in name]
+
+
+@pytest.mark.parametrize(("name", "place"), cases())
+def test_surgery_has_the_effect_that_it_has_where_modules_are_called(name, place):
+    stack, x = stack_of(place), torch.randn(2, 5, E, dtype=torch.float64)
+    with torch.no_grad():
+        before = stack(x, is_causal=True)
+    SURGERIES[name](stack.layers[1])
+    results = []
+    for watch in (True, False):
+        handle = register_module_forward_hook(lambda *_: None) if watch else None
+        out = stack(x, is_causal=True)
+        with torch.no_grad():
+            assert_same(stack(x, is_causal=True), out, "without gradients")
+        results.append([out, *torch.autograd.grad(out.square().sum(), [*stack.parameters()], allow_unused=True)])
+        if handle is not None:
+            handle.remove()
+    for i, (called, fused) in enumerate(zip(*results, strict=True)):
+        assert (called is None) == (fused is None)
+        if called is not None and called.any():
+            assert_same(fused, called, str(i))
+    assert not torch.allclose(results[0][0], before), "it made no difference"
+
+
+def plain_attention(attention: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """(batch, seqlen, dim) each: the output and the distribution of each head, from the parameters."""
+    heads, kv_heads, size = attention.num_heads, attention.num_kv_heads, attention.head_dim
+    rows = [heads * size, kv_heads * size, kv_heads * size]
+    if attention.in_proj_weight is None:
+        weights = [attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight]
+    else:
+        weights = attention.in_proj_weight.split(rows)
+    biases = [None] * 3 if attention.in_proj_bias is None else attention.in_proj_bias.split(rows)
+    made = [F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True)]
+    for i, name in enumerate(("q_norm", "k_norm")):
+        if attention.qk_norm is not None:
+            norm = getattr(attention, name)
+            x = made[i].unflatten(-1, (-1, size)) if attention.qk_norm == "head" else made[i]
+            made[i] = F.rms_norm(x, norm.normalized_shape, norm.weight, norm.eps).reshape(made[i].shape)
+    q, k, v = (x.unflatten(-1, (-1, size)).transpose(1, 2) for x in made)
+    k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
+    scores = q @ k.mT * (attention.softmax_scale or size**-0.5)
+    if attention.softcap:
+        scores = attention.softcap * torch.tanh(scores / attention.softcap)
+    if causal:
+        scores = scores.masked_fill(torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1), -torch.inf)
+    distribution = scores.softmax(-1)
+    out = (distribution @ v).transpose(1, 2).flatten(2)
+    return F.linear(out, attention.out_proj.weight, attention.out_proj.bias), distribution
+
+
+ATTENTIONS: list[dict[str, Any]] = [
+    {"head_dim": 5},
+    {"head_dim": 7, "num_kv_heads": 1, "qk_norm": "all", "bias": False, "out_bias": True},
+    {"qk_norm": "head", "softmax_scale": 0.9, "out_bias": False, "qk_norm_eps": 0.3},
+    {"head_dim": 6, "kdim": 8, "vdim": 10, "qk_norm": "head", "softcap": 0.8},
+    {"softcap": 0.5, "softmax_scale": 1.5, "num_kv_heads": 1},
+]
+
+
+@pytest.mark.parametrize("options", ATTENTIONS, ids=str)
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_attention_with_options_of_its_own(options, batch_first):
+    attention = randomised(fnn.MultiheadAttention(E, H, batch_first=batch_first, dtype=torch.float64, **options))
+    query, size = torch.randn(2, 5, E, dtype=torch.float64), {"key": attention.kdim, "value": attention.vdim}
+    key, value = (torch.randn(2, 4, each, dtype=torch.float64) for each in size.values())
+    calls = [(query, key, value, False)]
+    if attention.in_proj_weight is not None:
+        calls += [(query, query, query, True), (query, key, key, False)]
+    for q, k, v, causal in calls:
+        expected, distribution = plain_attention(attention, q, k, v, causal)
+        given = [x if batch_first else x.transpose(0, 1) for x in (q, k, v)]
+        given = [given[0], given[0] if k is q else given[1], given[0] if v is q else given[1] if v is k else given[2]]
+        for need_weights in (False, True):
+            out, weights = attention(*given, need_weights=need_weights, is_causal=causal)
+            assert_same(out if batch_first else out.transpose(0, 1), expected, "output")
+        assert_same(weights, distribution.mean(1), "distribution")
+        alone, _ = attention(*(q[0] if x is q else x[0] for x in (q, k, v)), need_weights=False, is_causal=causal)
+        assert_same(alone, expected[0], "unbatched")
+        if k is q:
+            layout = fnn.SequenceLayout.packed(torch.tensor([5, 5]), 5)
+            rows = q.flatten(0, 1)
+            packed, _ = attention(rows, rows, rows, need_weights=False, is_causal=causal, layout=layout)
+            assert_same(packed.view(2, 5, E), expected, "packed")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"qk_norm": "heads"}, "qk_norm"), ({"head_dim": 0}, "head_dim"), ({"num_kv_heads": 2}, "num_kv_heads")],
+)
+def test_what_an_attention_cannot_be(options, named):
+    with pytest.raises(ValueError, match=rf"\b{named}\b"):
+        fnn.MultiheadAttention(E, H, **options)
+
+
+@pytest.mark.parametrize("options", [{"norm_placement": "post", "parallel_residual": True}, {"norm_placement": "no"}])
+def test_what_a_layer_cannot_be(options):
+    with pytest.raises(ValueError, match=r"\bnorm_placement\b"):
+        DecoderOnlyLayer(E, H, 16, **options)
