@@ -229,7 +229,14 @@ def describe(hint: Any) -> str:
     if origin is Literal:
         *others, last = (repr(choice) for choice in get_args(hint))
         return f"{', '.join(others)} or {last}" if others else last
-    names = {int: "an integer", float: "a number", bool: "true or false", str: "text", dict: "a mapping"}
+    names = {
+        int: "an integer",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        dict: "a mapping",
+        tuple: "a list",
+    }
     if hint is None or hint is type(None):
         return "null"
     return names.get(origin or hint, getattr(hint, "__name__", str(hint)))

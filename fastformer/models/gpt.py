@@ -24,19 +24,28 @@ from fastformer.ops._common import soft_capped
 from fastformer.ops.linear_cross_entropy import linear_cross_entropy
 from fastformer.ops.linear_topk import TopK, best_of_logits, linear_topk
 
+_LLAMA: dict[str, Any] = {
+    "norm": "rms",
+    "activation": "swiglu",
+    "positions": "rotary",
+    "num_kv_heads": 2,
+    "bias": False,
+}
+
 
 class GPT(PretrainedModel):
-    """A pre-norm decoder-only Transformer from token ids to logits (Radford et al. 2019; options as in Llama).
+    """A decoder-only Transformer from token ids to logits: GPT-2, and by its options Llama, Qwen, Gemma and others.
 
     Inputs are padded on the right (batch, seqlen), or packed (total,) with a `SequenceLayout.packed`, where each
     sequence has positions of its own and sees itself alone. Right padding needs no layout: attention is causal, and the
     loss skips targets of -100.
 
     Parameters: `embedding.weight`, `embedding.position.table` (learned), `decoder.*` as in
-    `torch.nn.TransformerEncoder`, and `output.weight` where it isn't tied.
+    `torch.nn.TransformerEncoder` (and `DecoderOnlyLayer`), and `output.weight` where it isn't tied.
 
     Args:
-        config: the settings; `GPT.from_preset("tiny", vocab_size=...)` knows "tiny", "small", "gpt2" and "llama-small".
+        config: the settings; `GPT.from_preset("tiny", vocab_size=...)` knows "tiny", "small", "gpt2", "llama-small" and
+            "qwen3-small".
         device, dtype: of the parameters.
     """
 
@@ -53,7 +62,9 @@ class GPT(PretrainedModel):
             "dropout": 0.1,
             "attention_dropout": 0.1,
         },
-        "llama-small": {"norm": "rms", "activation": "swiglu", "positions": "rotary", "num_kv_heads": 2, "bias": False},
+        "llama-small": _LLAMA,
+        # Norms of queries and keys keep scores small, so that higher rates of learning stay stable.
+        "qwen3-small": {**_LLAMA, "qk_norm": "head", "rotary_base": 1e6},
     }
     config: GPTConfig
 

@@ -52,7 +52,7 @@ class Model:
     Attributes:
         model: the architecture: "transformer", "gpt" or "lstm" (the classic baseline).
         preset: which sizes it begins from: "tiny", "base", "base-paper" or "big" for a transformer, "tiny", "small",
-            "gpt2" or "llama-small" for a gpt.
+            "gpt2", "llama-small" or "qwen3-small" for a gpt.
         settings: what is set over the preset.
     """
 
