@@ -215,24 +215,29 @@ def test_dropout_acts_on_what_is_added(options):
     assert model.eval()(tokens).isfinite().all()
 
 
+# Of one layer in every run: what takes long grows with the depth.
 few = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "gemma3" else pytest.mark.slow) for name in FAMILIES]
+    "options",
+    [
+        pytest.param({**FAMILIES["gemma3"], "num_layers": 1, "window_layers": (True,)}, id="gemma3, one layer"),
+        *(pytest.param(options, id=name, marks=pytest.mark.slow) for name, options in FAMILIES.items()),
+    ],
 )
 
 
 @few
-def test_compiles_in_one_graph(name):
-    """Slow: the other families."""
-    model = model_of(**FAMILIES[name])
+def test_compiles_in_one_graph(options):
+    """Slow: every family."""
+    model = model_of(**options)
     tokens, following = batch()
     compiled = torch.compile(model.loss, backend="aot_eager", fullgraph=True)
     assert_same_gradients(compiled(tokens, following), model.loss(tokens, following), model)
 
 
 @few
-def test_exports(name):
-    """Slow: the other families."""
-    model = model_of(**FAMILIES[name]).eval()
+def test_exports(options):
+    """Slow: every family."""
+    model = model_of(**options).eval()
     tokens, _ = batch()
     exported = torch.export.export(model, (tokens,)).module()
     with torch.no_grad():
@@ -304,9 +309,9 @@ def test_a_step_by_the_rule(options, backend, dtype):
 
 
 @few
-def test_a_step_by_kernels(name):
-    """Triton's, through its interpreter. Slow: the other orders of norms and additions."""
-    check_step({**FAMILIES[name], "head_dim": 16}, "triton", torch.float32, 1)
+def test_a_step_by_kernels(options):
+    """Triton's, through its interpreter. Slow: every family."""
+    check_step({**options, "head_dim": 16}, "triton", torch.float32, 1)
 
 
 OPTIONS: list[tuple[dict[str, Any], str]] = [
