@@ -16,7 +16,7 @@ from fastformer.generation import Translator
 from fastformer.generation.config import Precision
 from fastformer.training.evaluate import corpus_scores
 
-PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "int8")
+PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "int8", "int4")
 
 
 def main(arguments: list[str] | None = None) -> int:

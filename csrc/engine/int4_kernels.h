@@ -95,7 +95,7 @@ inline StepPair signed_nibbles(Ints x) {
 struct DotInt4 {
   static constexpr float kUnit = 1.f / 16;
 #if defined(CPU_CAPABILITY_AVX512)
-  static constexpr std::array<Shape, 2> kShapes{{{4, 3}, {2, 12}}};
+  static constexpr std::array<Shape, 2> kShapes{{{4, 3}, {2, 6}}};
 #else
   static constexpr std::array<Shape, 3> kShapes{{{8, 1}, {4, 2}, {2, 4}}};
 #endif
@@ -120,7 +120,7 @@ struct DotInt4 {
 struct MultiplyInt4 {
   static constexpr float kUnit = 1;
 #if defined(CPU_CAPABILITY_AVX512)
-  static constexpr std::array<Shape, 2> kShapes{{{4, 3}, {2, 11}}};
+  static constexpr std::array<Shape, 2> kShapes{{{4, 3}, {2, 6}}};
 #else
   static constexpr std::array<Shape, 3> kShapes{{{8, 1}, {4, 2}, {2, 4}}};
 #endif

@@ -41,7 +41,7 @@ def test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     for row in rows:
         record.check(row)
     found = {(row["precision"], row["shape"]["num_beams"]): row for row in rows}
-    assert found.keys() == {(precision, beams) for precision in ("fp32", "bf16", "int8") for beams in (1, 4)}
+    assert found.keys() == {(precision, beams) for precision in ("fp32", "bf16", "int8", "int4") for beams in (1, 4)}
     for case, row in found.items():
         assert row["same_tokens"] == (1 if case == ("int8", 4) else 2)
         assert (row["sacrebleu_test2016"] < 99) == (row["chrf_test2016"] < 99) == (case == ("int8", 4))
