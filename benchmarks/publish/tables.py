@@ -247,7 +247,7 @@ def precisions(numbers: Numbers) -> str:
                 yield numbers.value(field, show, **where)
 
     head = ["BLEU of test2016", "greedy", "4 beams", "lines as in fp32, greedy", "4 beams"]
-    return table(head, (list(cells(precision)) for precision in ("fp32", "bf16", "int8")))
+    return table(head, (list(cells(precision)) for precision in ("fp32", "bf16", "int8", "int4")))
 
 
 def scaling(numbers: Numbers) -> str:
