@@ -216,6 +216,18 @@ def test_memory_that_is_shared_is_counted_once(chatty) -> None:
         assert request.results == other.results
 
 
+@needs_cpp
+def test_a_prompt_beyond_the_budget_stays_until_the_budget_is_enough(chatty) -> None:
+    dice, cached = random.Random(6), 0
+    budget = 64 * choose_engine(chatty).token_bytes
+    generator, long = Generator(chatty, max_bytes=budget), ids(dice, 100)
+    for prompt, more in ((long, 0), (long, 96), ([*long, 5, 6], 96), (ids(dice, 20), 0), (long, 0)):
+        found = generator.generate(prompt, **LONG)
+        assert found.tolist() == generate(chatty, prompt, **LONG).tolist()
+        assert generator.stats().cached_tokens - cached == more
+        cached += more
+
+
 # Slow: more draws of the same.
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 30))])
 @needs_cpp
