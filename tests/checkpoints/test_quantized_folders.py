@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import transformers
 from torch import Tensor
 
 from fastformer.checkpoints import load_model
@@ -245,6 +246,27 @@ def test_biases_of_zero_that_the_model_lacks(tmp_path) -> None:
     assert read(tmp_path, settings, {**rounded, bias: torch.zeros(128)}).precision == "int4"
     with pytest.raises(ValueError, match="bias"):
         read(tmp_path, settings, {**rounded, bias: torch.ones(128)})
+
+
+def test_layers_that_are_transposed(tmp_path) -> None:
+    """GPT-2's weights are (in, out): a square one must not be taken for its transpose."""
+    config = transformers.GPT2Config(vocab_size=40, n_positions=16, n_embd=64, n_layer=1, n_head=2, bos_token_id=1)
+    theirs = transformers.GPT2LMHeadModel(config).eval()
+    generator, rounded = torch.Generator().manual_seed(3), theirs.state_dict()
+    for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
+        name = f"transformer.h.0.{part}"
+        inputs, outputs = rounded.pop(f"{name}.weight").shape
+        tensors, weight = layer("gptq", outputs, inputs, 32, generator)
+        rounded |= {f"{name}.{kind}": tensor for kind, tensor in tensors.items()}
+        theirs.get_parameter(f"{name}.weight").data.copy_(weight.T)
+    settings = config.to_dict() | {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}}
+    plain, state, matrices = dequantized(settings, quantization_settings(tmp_path, settings) or {}, rounded)
+    model = FAMILIES["gpt2"].to_model(plain, state, dtype=torch.float32)
+    keep_groups(model, matrices)
+    assert isinstance(model, GPT) and len(model.int4_groups or {}) == 4
+    ids = torch.randint(40, (2, 9), generator=generator)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(ids), theirs(ids).logits, rtol=1e-4, atol=1e-5)
 
 
 def test_a_model_that_has_moved_is_rounded_anew(tmp_path) -> None:

@@ -14,6 +14,7 @@ place in `models.quantization.Groups`: such a layer keeps its numbers, which the
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,6 +32,7 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the outputs in a word, from its lowest 
 _SETTINGS = "quantization_config"  # in config.json
 _FILES = ("quantize_config.json", "quant_config.json")  # where older folders have their settings
 _OTHER_NAMES = {"w_bit": "bits", "q_group_size": "group_size", "format": "checkpoint_format"}
+_CONV1D = ("gpt2",)  # whose weights are (in, out) where they aren't rounded
 _UNBIASED = ("llama", "mistral")  # whose layers some programs saved with biases of zero
 
 
@@ -115,7 +117,8 @@ def dequantized(
             layer = _layer(name, rounded, left)
         except (RuntimeError, IndexError) as error:
             raise ValueError(f"expected the tensors of {name} to fit one another ({error})") from error
-        left[f"{name}.weight"] = layer.numbers()
+        is_transposed = settings.get("model_type") in _CONV1D
+        left[f"{name}.weight"] = layer.numbers().T.contiguous() if is_transposed else layer.numbers()
         if (groups := layer.groups()) is None:
             shuffled += 1
         else:
@@ -143,25 +146,22 @@ def keep_groups(model: nn.Module, matrices: list[Groups]) -> None:
     Conversions put rows of matrices together in other ways. A row of the model is known by its numbers: where all rows
     of a matrix are known, it is kept in int4.
     """
-    state = model.state_dict()
-    kept: dict[str, Groups] = {}
-    sources = {name: state[name] for name in quantized_names(model)}
-    for columns in {tensor.shape[1] for tensor in sources.values()}:
+    state, kept = model.state_dict(), dict[str, Groups]()
+    wanted = {name: state[name] for name in quantized_names(model)}
+    for columns, dtype in {(tensor.shape[1], tensor.dtype) for tensor in wanted.values()}:
         fitting = [groups for groups in matrices if groups.scale.shape[1] == num_groups(columns)]
         if not fitting:
             continue
+        digests = [digest for groups in fitting for digest in _digests(from_groups(groups, columns, dtype))]
+        places = {digest: place for place, digest in enumerate(digests)}
         nibbles, scale = torch.cat([g.nibbles for g in fitting]), torch.cat([g.scale for g in fitting])
         zero = torch.cat(
             [torch.full_like(g.scale, 8, dtype=torch.uint8) if g.zero is None else g.zero for g in fitting]
         )
-        places: dict[torch.dtype, dict[bytes, int]] = {}
-        for name, tensor in sources.items():
-            if tensor.shape[1] != columns:
+        for name, tensor in wanted.items():
+            if (tensor.shape[1], tensor.dtype) != (columns, dtype):
                 continue
-            if tensor.dtype not in places:
-                numbers = from_groups(Groups(nibbles, scale, zero), columns, tensor.dtype)
-                places[tensor.dtype] = {row: place for place, row in enumerate(_rows(numbers))}
-            found = [places[tensor.dtype].get(row, -1) for row in _rows(tensor.cpu())]
+            found = [places.get(digest, -1) for digest in _digests(tensor.cpu())]
             if min(found, default=-1) < 0:
                 continue
             index = torch.tensor(found)
@@ -173,9 +173,15 @@ def keep_groups(model: nn.Module, matrices: list[Groups]) -> None:
     holder.precision, holder.int4_groups = INT4, kept
 
 
-def _rows(matrix: Tensor) -> list[bytes]:
+def _zeros(groups: Groups) -> Tensor:
+    return torch.full_like(groups.scale, 8, dtype=torch.uint8) if groups.zero is None else groups.zero
+
+
+def _digests(matrix: Tensor) -> list[bytes]:
+    """What each row is known by."""
     # Adding 0 makes -0 and 0 the same.
-    return [row.tobytes() for row in (matrix.detach() + 0.0).contiguous().view(torch.uint8).numpy()]
+    rows = (matrix.detach() + 0.0).contiguous().view(torch.uint8).numpy()
+    return [hashlib.blake2b(row, digest_size=16).digest() for row in rows]
 
 
 def _layer(name: str, rounded: Mapping[str, Any], left: dict[str, Tensor]) -> _Layer:
