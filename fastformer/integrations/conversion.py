@@ -9,11 +9,14 @@ from torch import nn
 
 from fastformer.checkpoints.hf import FAMILIES, UNSUPPORTED, from_model
 from fastformer.checkpoints.hf.common import with_search_ids
+from fastformer.checkpoints.hf.rope import of_version
 from fastformer.integrations.replace import original_class
 from fastformer.models import GPT, Transformer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_OLD_HEAD = "embed_out.weight"  # of a GPT-NeoX, before version 5
 
 
 def from_huggingface(model: nn.Module) -> Transformer | GPT:
@@ -64,7 +67,7 @@ def from_huggingface(model: nn.Module) -> Transformer | GPT:
     if len(eps) > 1:
         raise ValueError(f"expected norms of one eps, got {sorted(eps)}")
     weight = found.get_input_embeddings().weight
-    settings = found.config.to_dict()
+    settings = of_version(found.config.to_dict(), _major_version())
     if family.kind == "decoder" and getattr(found, "generation_config", None) is not None:
         settings = with_search_ids(settings, found.generation_config.to_dict())
     converted = family.to_model(
@@ -79,6 +82,13 @@ def from_huggingface(model: nn.Module) -> Transformer | GPT:
         if first.position is not None:  # transformers rounds sines to fp32, then to the weights' dtype
             _copy_sines(found.model.encoder.embed_positions, first.position.table, converted.config.first_position)
     return converted.train(model.training)
+
+
+def _major_version() -> int:
+    """Of transformers."""
+    import transformers
+
+    return int(transformers.__version__.split(".")[0])
 
 
 def _copy_sines(module: Any, table: torch.Tensor, first: int) -> None:
@@ -112,6 +122,7 @@ def to_huggingface(model: Transformer | GPT) -> PreTrainedModel:
     except ImportError as error:
         raise ImportError("to_huggingface needs the transformers library: pip install transformers") from error
     family = FAMILIES[settings.pop("model_type")]
+    settings = of_version(settings, _major_version())
     config_class, model_class = getattr(transformers, family.config_class), getattr(transformers, family.model_class)
     theirs: Any = model_class(config_class(**settings))
     if (
@@ -123,6 +134,8 @@ def to_huggingface(model: Transformer | GPT) -> PreTrainedModel:
         theirs.lm_head.weight = nn.Parameter(theirs.lm_head.weight.detach().clone())
     theirs.to(device=model.output_weight.device, dtype=model.output_weight.dtype)
     own = theirs.state_dict()
+    if _OLD_HEAD in own:
+        weights[_OLD_HEAD] = weights.pop("lm_head.weight")
     expected = {name for name in own if name in weights or "embed_positions" not in name}
     if expected != weights.keys():
         raise ValueError(f"this version of transformers has other tensors: {sorted(expected ^ weights.keys())[:5]}")

@@ -104,6 +104,8 @@ def test_old_settings_are_read_as_transformers_reads_them(kind, settings, expect
 
 @pytest.mark.parametrize("kind", sorted(FORMS.keys() - {"gpt2"}))
 def test_what_the_settings_leave_out_is_as_in_transformers(kind) -> None:
+    if IS_OLD and kind == "olmo3":
+        pytest.skip("version 4 has another base where the settings don't say")
     settings = SIZES | {"num_attention_heads": 32, "hidden_size": 1024}
     del settings["num_key_value_heads"]
     theirs = getattr(transformers, FAMILIES[kind].config_class)(**settings)

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from fastformer.checkpoints.hf import FAMILIES, FORMS
 from fastformer.models import GPT
 
+IS_OLD = int(transformers.__version__.split(".")[0]) < 5
 VOCAB = 60
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 40,
@@ -62,7 +63,8 @@ class Case(NamedTuple):
         """The model of transformers in fp32; exact: with the same weights in fp64, to be called in `Wide()`."""
         family = FAMILIES[self.kind]
         with _wide() if is_exact else contextlib.nullcontext():
-            config = getattr(transformers, family.config_class)(**SIZES | self.options | options)
+            settings = _of_this_version(SIZES | self.options | options)
+            config = getattr(transformers, family.config_class)(**settings)
             config._attn_implementation = "eager"
             model = getattr(transformers, family.model_class)(config)
             model = model.to(torch.float64 if is_exact else torch.float32).eval()
@@ -73,6 +75,25 @@ class Case(NamedTuple):
                 size = scale if parameter.dim() == 2 else 0.2
                 parameter.copy_(torch.randn(parameter.shape) * size + (1.0 if is_norm else 0.0))
         return model
+
+
+def _of_this_version(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings with rotary positions as the version of transformers at hand reads them."""
+    if not IS_OLD or "rope_parameters" not in settings:
+        return settings
+    found = dict(settings)
+    rope = found.pop("rope_parameters")
+    if "full_attention" in rope:
+        found["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    rope = dict(rope)
+    own = {name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    if found.get("original_max_position_embeddings"):
+        rope = {("type" if name == "rope_type" else name): value for name, value in rope.items()}
+        rope.pop("original_max_position_embeddings", None)
+    if rope.get("rope_type", rope.get("type")) != "default":
+        found["rope_scaling"] = rope
+    return found | own
 
 
 def ids_of(rows: int = 3, length: int = 21) -> tuple[Tensor, Tensor]:
@@ -100,6 +121,11 @@ def gradients_of(ours: GPT, kind: str) -> dict[str, Tensor]:
                 parameter.copy_(gradient if is_gradient else torch.zeros_like(own))
         weights.append(FORMS[kind].from_model(twin)[1])
     return {name: weights[0][name] - weights[1][name] for name in weights[0]}
+
+
+def in_both(name: str) -> str:
+    """A parameter's name in version 5 of transformers."""
+    return "lm_head.weight" if name == "embed_out.weight" else name
 
 
 _LLAMA: dict[str, dict[str, Any]] = {

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from fastformer.checkpoints.hf import FORMS
+from fastformer.checkpoints.hf.rope import of_version
 from fastformer.integrations import from_huggingface, to_huggingface
 from fastformer.models import GPT
 from fastformer.nn import SequenceLayout
 from tests.checks import assert_accurate
-from tests.integrations.decoders import CASES, Case, Wide, drawn, gradients_of, ids_of, loss_of
+from tests.integrations.decoders import CASES, IS_OLD, Case, Wide, drawn, gradients_of, ids_of, in_both, loss_of
 from tests.nn.comparing import assert_same
 
 # The other cases take a minute together, and differ from these in tables of settings and names.
@@ -48,11 +49,11 @@ def check(case: Case, ids: Tensor, labels: Tensor, seeds: Sequence[int]) -> None
         gradients = gradients_of(ours, case.kind)
         for (name, one), (_, other) in zip(plain.named_parameters(), exact.named_parameters(), strict=True):
             assert one.grad is not None and other.grad is not None and other.grad.abs().max() > 1e-6, name
-            found.setdefault(name, []).append((gradients[name], one.grad, other.grad))
+            found.setdefault(name, []).append((gradients[in_both(name)], one.grad, other.grad))
     for name, tensors in found.items():
         each = [torch.stack(which) for which in zip(*tensors, strict=True)]
         # Errors of scores, which are relaxed, are in all gradients.
-        assert_accurate(each[0], each[1], each[2], "dk" if name in gradients else name)
+        assert_accurate(each[0], each[1], each[2], "dk" if in_both(name) in gradients else name)
 
 
 def check_exactly(case: Case, ids: Tensor, labels: Tensor) -> None:
@@ -70,7 +71,7 @@ def check_exactly(case: Case, ids: Tensor, labels: Tensor) -> None:
     gradients = gradients_of(ours, case.kind)
     for name, parameter in theirs.named_parameters():
         assert parameter.grad is not None
-        assert_same(gradients[name], parameter.grad, name, 1e-9)
+        assert_same(gradients[in_both(name)], parameter.grad, name, 1e-9)
 
 
 @cases
@@ -83,6 +84,8 @@ def test_logits_loss_and_gradients_are_the_same(case) -> None:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("kind", FORMS)
 def test_random_configs_compute_and_say_the_same(kind, seed) -> None:
+    if IS_OLD:
+        pytest.skip("version 4 reads fewer of the settings that are drawn")
     case = drawn(kind, seed)
     check_exactly(case, *ids_of(length=37))
     check_tokens(case, ("kv_cache", "cpp", "recompute")[seed % 3], is_lively=False)
@@ -93,7 +96,7 @@ def test_a_model_goes_there_and_back(case, tmp_path) -> None:
     theirs = case.make()
     ours = from_huggingface(theirs)
     back = to_huggingface(ours)
-    state, again = theirs.state_dict(), back.state_dict()
+    state, again = ({in_both(name): w for name, w in each.state_dict().items()} for each in (theirs, back))
     if type(back) is type(theirs):
         assert state.keys() == again.keys()
     # Of several families that have these options it becomes the first.
@@ -103,7 +106,7 @@ def test_a_model_goes_there_and_back(case, tmp_path) -> None:
         assert own.keys() == state.keys()
         for name, weight in state.items():
             torch.testing.assert_close(found[name], weight, rtol=0, atol=atol, msg=name)
-    same = type(theirs.config)(**settings)
+    same = type(theirs.config)(**of_version(settings, 4 if IS_OLD else 5))
     assert from_huggingface(type(theirs)(same)).config == ours.config
     twin = from_huggingface(back)
     assert twin.config == ours.config

@@ -52,7 +52,7 @@ class Variant(NamedTuple):
         partial: whether a part of a head may turn.
         fraction: that part, where the settings don't say.
         base: of rotations, where the settings don't say.
-        local_base: likewise of layers that have a window, in families where these turn by themselves.
+        local_base: likewise of layers that have a window, in families where these turn by themselves. 0: as the others.
         grows: whether a model has more positions than its settings say, with some kinds of scaling.
         eps: the setting that is the norms' eps.
         activations: the names of activations there and here; the settings that may name one; the usual one.
@@ -185,7 +185,7 @@ class Variant(NamedTuple):
         local = read_rope(
             {"rope_theta": settings.get("rope_local_base_freq"), "rope_parameters": settings.get("rope_parameters")},
             layers=SLIDING,
-            base=self.local_base,
+            base=self.local_base or rope["rotary_base"],
             is_nested=True,
         )
         if "rotary_scaling" in local:
@@ -346,7 +346,7 @@ VARIANTS = (
         layer_types=_after_some,
     ),
     Variant("olmo2", "OLMo 2", **_OLMO),
-    Variant("olmo3", "OLMo 3", layer_types=all_but_each(4), base=500_000.0, local_base=500_000.0, **_OLMO),
+    Variant("olmo3", "OLMo 3", layer_types=all_but_each(4), base=500_000.0, local_base=0.0, **_OLMO),
     # The rows of its fused maps are in our order.
     Variant(
         "phi3",

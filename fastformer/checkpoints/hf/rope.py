@@ -119,13 +119,28 @@ def write_rope(config: GPTConfig, full: str | None = None, sliding: str | None =
     partial = {} if config.rotary_fraction == 1.0 else {"partial_rotary_factor": config.rotary_fraction}
     parameters = {"rope_type": kind, "rope_theta": base, **scaling, **partial}
     written: dict[str, Any] = {"rope_theta": base, **partial}
-    if kind != "default":
+    if kind == "longrope":  # of which Phi-3 wants three entries, under this name
+        written["rope_scaling"] = {"type": kind, **{name: scaling[name] for name in ("short_factor", "long_factor")}}
+    elif kind != "default":
         written["rope_scaling"] = {"rope_type": kind, **scaling}
     if full is None or sliding is None:
         return {**written, "rope_parameters": parameters}
     local = base if config.local_rotary_base is None else config.local_rotary_base
     nested = {full: parameters, sliding: {"rope_type": "default", "rope_theta": local}}
     return {**written, "rope_local_base_freq": local, "rope_parameters": nested}
+
+
+def of_version(settings: Mapping[str, Any], major: int) -> dict[str, Any]:
+    """Settings without those that a version of transformers doesn't read, or reads besides: see above.
+
+    Args:
+        settings: of a model.
+        major: the number of the version, before its first point.
+    """
+    unread = ("rope_parameters",) if major < 5 else ("rope_theta", "rope_scaling", "rope_local_base_freq")
+    if major >= 5 and not settings.get("rope_parameters"):
+        return dict(settings)
+    return {name: value for name, value in settings.items() if name not in unread}
 
 
 def _parameters(settings: Mapping[str, Any], layers: str, is_nested: bool) -> dict[str, Any]:
