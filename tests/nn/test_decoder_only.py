@@ -133,6 +133,33 @@ def test_surgery_has_the_effect_that_it_has_where_modules_are_called(name, place
     assert not torch.allclose(results[0][0], before), "it made no difference"
 
 
+@pytest.mark.parametrize("name", ["self_attn.q_norm", "self_attn.k_norm", "post_norm1"])
+def test_a_norm_that_is_called_sees_padding(name):
+    """Layers get packed tokens where nothing sees it; a hook does."""
+    stack, shapes = stack_of("both"), []
+    x, padding = torch.randn(2, 5, E, dtype=torch.float64), torch.tensor([[False] * 5, [False] * 2 + [True] * 3])
+    expected = stack(x, src_key_padding_mask=padding)
+    stack.layers[1].get_submodule(name).register_forward_hook(lambda module, args, out: shapes.append(args[0].shape))
+    assert_same(stack(x, src_key_padding_mask=padding)[~padding], expected[~padding], "output")
+    assert [shape[:2] for shape in shapes] == [(2, 5)]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_the_hook_of_a_head_norm_changes_counts_from_there_on(place):
+    results = []
+    for watch in (True, False):
+        stack = stack_of(place)
+        layer = stack.layers[0]
+        layer.self_attn.q_norm.register_forward_hook(
+            lambda *_, layer=layer: setattr(layer, "linear1", Adapter(layer.linear1))
+        )
+        handle = register_module_forward_hook(lambda *_: None) if watch else None
+        results.append(stack(torch.ones(2, 5, E, dtype=torch.float64).cumsum(1), is_causal=True))
+        if handle is not None:
+            handle.remove()
+    assert_same(results[1], results[0], "output")
+
+
 def plain_attention(attention: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """(batch, seqlen, dim) each: the output and the distribution of each head, from the parameters."""
     heads, kv_heads, size = attention.num_heads, attention.num_kv_heads, attention.head_dim
