@@ -57,7 +57,7 @@ def chat(
         stop: a text that ends an answer and isn't printed; it may stand there several times
         drop_oldest: where the conversation fills the model's positions, leave its oldest turns out instead of stopping
         device: auto (a GPU if there is one), cpu, cuda, cuda:1, ...
-        precision: convert the weights to this; int8 is for a CPU alone; by default they stay as they were saved
+        precision: convert the weights to this; int8 and int4 are for a CPU; by default they stay as they were saved
         config: a YAML file with options of decoding, such as top_k: 40; flags override it
         options: the flags of decoding
     """
