@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastformer.generation.engines.cpp import pack_options, pack_tensors
-from fastformer.models import GPT, GPTConfig
+from fastformer.models import GPT
 from fastformer.ops import _extension
 from tests.generation.small import needs_cpp
 from tests.generation.weights import drawn
@@ -28,7 +27,7 @@ BASE: dict[str, Any] = {
     "norm": "rms", "activation": "swiglu", "bias": False, "positions": "rotary", "rotary_base": 100.0, "max_len": 640,
 }  # fmt: skip
 WINDOWS = {"window_size": 5, "window_layers": (True, False, True)}
-# Caps are small enough to bend what they cap. GPT need not have them: the engine's options say what it computes.
+# Caps are small enough to bend what they cap.
 OPTIONS: dict[str, dict[str, Any]] = {
     "llama": {},
     "biases": {"qkv_bias": True, "out_bias": True},
@@ -75,12 +74,11 @@ class Made:
             options |= OPTIONS[name]
         if options["positions"] == "learned":
             options.pop("rotary_base", None)
-        caps = {name: options.pop(name, None) for name in ("attention_softcap", "logit_softcap")}
         model = drawn(GPT, **options)
-        self.config = replace(GPTConfig(**options), **caps)
+        self.config = model.config
         self.weights = {name: p.detach().double() for name, p in model.named_parameters()}
-        self.options = pack_options(model, "fp32") | {name: value or 0.0 for name, value in caps.items()}
-        self.tensors = pack_tensors(model)
+        self.options = pack_options(model, "fp32")
+        self.tensors = pack_tensors(model, "fp32")
 
     def session(self, precision: str) -> Any:
         return EXT.Session(EXT.PackedModel(self.options | {"precision": precision}, self.tensors), 4096)

@@ -124,6 +124,14 @@ FAMILIES: dict[str, tuple[type[Transformer] | type[GPT], dict[str, Any]]] = {
             "attention_scale": 0.4, "embedding_scale": 6.0,
         },
     ),
+    "gemma 2": (
+        GPT,
+        _FAMILY
+        | {
+            "activation": "geglu_tanh", "num_kv_heads": 2, "norm_placement": "both", "attention_softcap": 1.5,
+            "logit_softcap": 1.2, "window_size": 4, "window_layers": (True, False),
+        },
+    ),
     "olmo 2": (GPT, _FAMILY | {"activation": "swiglu", "qk_norm": "all", "norm_placement": "post"}),
     "qwen 2": (GPT, _FAMILY | {"activation": "swiglu", "qkv_bias": True, "num_kv_heads": 2, "tie_embeddings": False}),
     "neox": (GPT, {"positions": "rotary", "rotary_fraction": 0.25, "parallel_residual": True, "rotary_base": 100.0}),
