@@ -33,7 +33,7 @@ class Call(NamedTuple):
     capability: int  # sm_90 -> 90; 0 under the interpreter
     is_fp32: bool
     block_d: int  # head_dim rounded up to a power of two, 16 or more
-    masked: bool  # or capped; but for a boolean mask that all rows share, which takes no registers
+    masked: bool  # or capped, up to 128 of block_d; but for a boolean mask that all rows share: it takes no registers
     dropout: bool
     is_causal: bool
     bucket: str  # "short": up to 256 rows and keys; "long"
@@ -45,7 +45,7 @@ def call_of(capability: int, problem: Problem, dtype: torch.dtype, mask: str) ->
         capability,
         dtype == torch.float32,
         problem.block_d,
-        mask not in ("none", "bool_keys") or problem.softcap is not None,
+        mask not in ("none", "bool_keys") or (problem.softcap is not None and problem.block_d <= 128),
         problem.dropout[0] is not None,
         problem.window[1] is not None,
         "short" if max(problem.seqlen_q, problem.seqlen_k) <= 256 else "long",
