@@ -46,6 +46,7 @@ class TransformerConfig:
         d_model: size of a token's vector.
         num_heads: attention heads.
         num_kv_heads: heads of keys and values; None: as many as num_heads.
+        head_dim: size of a head; None: d_model / num_heads.
         d_ff: inner size of the feed-forward network.
         num_encoder_layers: the depth of the encoder.
         num_decoder_layers: the depth of the decoder.
@@ -81,6 +82,7 @@ class TransformerConfig:
     d_model: Positive = 512
     num_heads: Positive = 8
     num_kv_heads: Positive | None = None
+    head_dim: Positive | None = None
     d_ff: Positive = 2048
     num_encoder_layers: Positive = 6
     num_decoder_layers: Positive = 6
@@ -109,7 +111,7 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        check_heads(self.d_model, self.num_heads, self.num_kv_heads)
+        check_heads(self.d_model if self.head_dim is None else self.num_heads, self.num_heads, self.num_kv_heads)
         if self.positions == "relative":
             check_buckets(self.num_buckets, self.max_distance)
         elif self.d_model % 2 and self.positions != "learned":
@@ -233,6 +235,7 @@ class Transformer(PretrainedModel):
             "attention_dropout": config.attention_dropout,
             "activation_dropout": config.activation_dropout,
             "num_kv_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
             "norm": config.norm,
             **factory,
         }
@@ -255,7 +258,7 @@ class Transformer(PretrainedModel):
         for module in self.modules():
             if isinstance(module, MultiheadAttention):
                 # Query, key and value are matrices of their own (tensor2tensor); the fused one's fan would shrink them.
-                for block in module.in_proj_weight.split([module.embed_dim, module.kv_dim, module.kv_dim]):
+                for block in module.in_proj_weight.split([module.q_dim, module.kv_dim, module.kv_dim]):
                     nn.init.xavier_uniform_(block)
                 if module.in_proj_bias is not None:
                     nn.init.zeros_(module.in_proj_bias)

@@ -156,6 +156,7 @@ class _Layer(nn.Module):
         num_kv_heads: int | None = None,
         norm: str = "layer",
         window_size: WindowSize = (None, None),
+        head_dim: int | None = None,
         self_attention: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
@@ -169,6 +170,7 @@ class _Layer(nn.Module):
             "bias": bias if attention_bias is None else attention_bias,
             "batch_first": batch_first,
             "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
             **factory,
         }
         # The order of construction is torch.nn's, so that the same seed gives the same weights.

@@ -57,6 +57,7 @@ CONFIGS: dict[str, tuple[type[Transformer] | type[GPT], dict[str, Any]]] = {
     "bias, unscaled": (Transformer, {"tie_embeddings": False, "output_bias": True, "scale_embedding": False}),
     "odd sizes": (Transformer, {"d_model": 60, "num_heads": 3, "d_ff": 67, "vocab_size": 129, "num_kv_heads": 3}),
     "deep decoder": (Transformer, {"num_encoder_layers": 1, "num_decoder_layers": 3, "d_model": 72, "num_heads": 1}),
+    "wide heads": (Transformer, {"head_dim": 24, "num_kv_heads": 1, "attention_bias": True, "num_decoder_layers": 1}),
     "gpt": (GPT, {}),
     "many tokens": (GPT, {"vocab_size": 1100, "num_layers": 1}),
     "sinusoidal": (GPT, {"positions": "sinusoidal", "bias": False, "tie_embeddings": False, "activation": "relu"}),

@@ -193,6 +193,8 @@ _T5S: dict[str, dict[str, Any]] = {
     "odd buckets": {"relative_attention_num_buckets": 11, "relative_attention_max_distance": 9},
     "zero pad, shallow": {"zero_pad": True, "num_layers": 3, "num_decoder_layers": 1, "feed_forward_proj": "gelu"},
     "d_kv of 8": {"d_kv": 8, "num_heads": 3},
+    "wide heads": {**FLAN, "d_kv": 16, "num_heads": 3},
+    "odd heads": {"d_kv": 16, "num_heads": 1},
 }
 CASES = {
     f"{family} {variant}": Case(family, options)

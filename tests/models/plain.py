@@ -53,10 +53,10 @@ class Plain:
         return x / torch.sqrt(variance + self.config.layer_norm_eps) * weight + bias
 
     def attend(self, x: Tensor, memory: Tensor, name: str, causal: bool = False, window: int | None = None) -> Tensor:
-        size, rows = self.dim // self.heads, []
-        wq, wk, wv = self.w[f"{name}.in_proj_weight"].split(self.dim)
-        zero = torch.zeros(3 * self.dim, dtype=x.dtype)
-        bq, bk, bv = self.w.get(f"{name}.in_proj_bias", zero).split(self.dim)
+        size, rows = self.config.head_dim or self.dim // self.heads, []
+        wq, wk, wv = self.w[f"{name}.in_proj_weight"].chunk(3)
+        zero = torch.zeros(3 * size * self.heads, dtype=x.dtype)
+        bq, bk, bv = self.w.get(f"{name}.in_proj_bias", zero).chunk(3)
         q, k, v = x @ wq.T + bq, memory @ wk.T + bk, memory @ wv.T + bv
         for i in range(len(x)):
             last = i + 1 if causal else len(memory)

@@ -40,6 +40,7 @@ VARIANTS = {
     "untied": {"tie_embeddings": False, "source_vocab_size": 19},
     "attention bias": {"attention_bias": True},
     "window": {"window_size": 2},
+    "wide heads": {"head_dim": 12, "attention_bias": True},
     "marian": {"norm_first": False, "positions": "halves", "embed_pad": True, "output_bias": True},
     "bart": {"norm_first": False, "positions": "learned", "embedding_norm": True, "scale_embedding": False},
     "mbart": {"positions": "learned", "embedding_norm": True, "tie_embeddings": False},

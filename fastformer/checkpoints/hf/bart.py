@@ -177,7 +177,7 @@ def bart_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str,
     """
     config, ids = model.config, model.config.special_ids
     kind, form = _form(config)
-    wanted = {"norm": "layer", "layer_norm_eps": _EPS, "window_size": None}
+    wanted = {"norm": "layer", "layer_norm_eps": _EPS, "window_size": None, "head_dim": None}
     check_options(config, wanted, form.name, one_vocabulary=kind != "marian")
     if config.activation not in _THEIR_ACTIVATIONS:
         raise ValueError(

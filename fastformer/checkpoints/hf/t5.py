@@ -3,7 +3,7 @@
 They are pre-norm `Transformer`s with relative positions, RMSNorm and no biases. Two differences are absorbed by the
 weights. T5 doesn't divide its scores by sqrt(head_dim): the weights of queries are multiplied by it instead, which is
 exact for a power of two. And T5's heads may be narrower than d_model together: heads of zeros fill the rest, which
-output nothing and learn nothing.
+output nothing and learn nothing. Heads that are wider, as those of a MADLAD of 3 B, have a `head_dim`.
 
 tokenizer.json               of the tokenizers library; or spiece.model, a SentencePiece model
 """
@@ -109,11 +109,9 @@ def transformer_from_t5(
     source, target, output = _embeddings(left, name)
     tied = source is target is output
     d_model, head_dim, heads = (number_of(settings, key) for key in ("d_model", "d_kv", "num_heads"))
-    if d_model % head_dim or heads * head_dim > d_model:
-        raise ValueError(
-            f"expected a {name} whose heads fit into d_model, as those of models.Transformer do, got num_heads {heads} "
-            f"of d_kv {head_dim} and d_model {d_model}"
-        )
+    if min(d_model, head_dim, heads) < 1:
+        raise ValueError(f"expected d_model, d_kv and num_heads of at least 1, got {d_model}, {head_dim} and {heads}")
+    is_wide = bool(d_model % head_dim) or heads * head_dim > d_model
     activation = settings.get("feed_forward_proj", "relu")
     if activation not in _ACTIVATIONS:
         raise ValueError(f"expected a feed_forward_proj out of {(*_ACTIVATIONS,)}, got {activation!r}")
@@ -124,7 +122,8 @@ def transformer_from_t5(
         vocab_size=len(output),
         source_vocab_size=None if tied else len(source),
         d_model=d_model,
-        num_heads=d_model // head_dim,
+        num_heads=heads if is_wide else d_model // head_dim,
+        head_dim=head_dim if is_wide else None,
         d_ff=number_of(settings, "d_ff"),
         num_encoder_layers=depth,
         num_decoder_layers=(
@@ -143,7 +142,7 @@ def transformer_from_t5(
         max_len=settings.get("n_positions") or _MAX_LEN,
         special_ids=special_ids,
     )
-    missing = d_model - heads * head_dim
+    missing = 0 if is_wide else d_model - heads * head_dim
     weights = {}
     for ours, theirs in _names(config).items():
         if ours.endswith("in_proj_weight"):
@@ -185,8 +184,8 @@ def t5_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str, T
         # T5 embeds PAD by its row. The row is zeroed here, and kept for the output.
         shared = without_row(shared, ids.pad)
     weights = {_SHARED: shared, _EMBEDDINGS["encoder"]: shared, _EMBEDDINGS["decoder"]: shared, _OUTPUT: output}
-    head_dim = config.d_model // config.num_heads
-    heads = _heads_in_use(config, state)
+    head_dim = config.head_dim or config.d_model // config.num_heads
+    heads = _heads_in_use(config, state) if config.head_dim is None else config.num_heads
     inner = heads * head_dim
     for ours, theirs in _names(config).items():
         tensor = state[ours]
