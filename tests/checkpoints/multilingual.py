@@ -156,7 +156,7 @@ def madlad(folder: Path) -> Spoken:
     torch.manual_seed(4)
     model = T5ForConditionalGeneration(
         T5Config(
-            vocab_size=len(pieces), d_model=32, d_kv=8, num_heads=3, d_ff=48, num_layers=2, decoder_start_token_id=0,
+            vocab_size=len(pieces), d_model=32, d_kv=16, num_heads=3, d_ff=48, num_layers=2, decoder_start_token_id=0,
             feed_forward_proj="gated-gelu", relative_attention_max_distance=20, tie_word_embeddings=False,
         )
     ).eval()  # fmt: skip
