@@ -177,7 +177,7 @@ def test_each_row_says_what_it_says_alone_while_beginnings_come_and_go(seed) -> 
 
     for _ in range(150):
         # Few at a time: the buffers of many sessions would fill the process's pool, whose own test comes later.
-        if dice.random() < 0.4 and len(groups) < 2:
+        if dice.random() < 0.4 and not groups:
             new = []
             for _ in range(dice.randint(1, 2)):
                 # Of two tokens, and going on from what there was before: many begin alike, whole blocks and less.
