@@ -46,12 +46,18 @@ def from_huggingface(model: nn.Module) -> Transformer | GPT:
     `attention_bias=True`, the entries of their state_dicts that begin with "encoder." and "decoder." are the same.
 
     Of a decoder, the ids that end and pad a text are those of its generation_config. Where that has no pad_token_id,
-    the first eos pads, and nothing in a prompt is padding unless an attention_mask says so.
+    the first eos pads, and nothing in a prompt is padding unless an attention_mask says so. Its rotary positions are
+    scaled as its settings say, up to the length from which on "dynamic" and "longrope" would turn all tokens of a
+    sequence otherwise: there the converted model's max_len ends. With "linear" and "yarn" it is the scaled length. The
+    norms of a Gemma are 1 + its weights, which is rounded once.
 
     Args:
         model: a BartForConditionalGeneration, MarianMTModel, MBartForConditionalGeneration,
             PegasusForConditionalGeneration, M2M100ForConditionalGeneration (an NLLB, too), T5ForConditionalGeneration
-            (a MADLAD, too) or MT5ForConditionalGeneration; or a decoder, GPT2LMHeadModel or LlamaForCausalLM.
+            (a MADLAD, too) or MT5ForConditionalGeneration; or a decoder: GPT2LMHeadModel; LlamaForCausalLM,
+            MistralForCausalLM, MinistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Olmo2ForCausalLM,
+            Olmo3ForCausalLM or Phi3ForCausalLM; GemmaForCausalLM, Gemma2ForCausalLM or Gemma3ForCausalLM;
+            GPTNeoXForCausalLM or Starcoder2ForCausalLM.
 
     Raises:
         ValueError: another class, or settings that our models don't have.
