@@ -20,6 +20,9 @@ from tests.nn.comparing import assert_same
 
 # The other cases take a minute together, and differ from these in tables of settings and names.
 FAST = ("gpt2 untied", "llama grouped heads")
+# One of each of the others, without the rounding of fp32.
+EXACT = ("llama yarn rope", "mistral window", "qwen2 windows", "qwen3 wide heads", "olmo3 yarn", "phi3 longrope",
+         "gemma untied", "gemma2 capped", "gemma3_text linear", "gpt_neox parallel", "starcoder2 window")  # fmt: skip
 cases = pytest.mark.parametrize(
     "case",
     [pytest.param(case, id=name, marks=() if name in FAST else pytest.mark.slow) for name, case in CASES.items()],
@@ -78,6 +81,11 @@ def check_exactly(case: Case, ids: Tensor, labels: Tensor) -> None:
 def test_logits_loss_and_gradients_are_the_same(case) -> None:
     check_exactly(case, *ids_of())
     check(case, *ids_of(), seeds=range(3, 7))
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_each_family_computes_the_same(name) -> None:
+    check_exactly(CASES[name], *ids_of(2, 13))
 
 
 @pytest.mark.slow  # every option with every other, at unusual sizes
