@@ -198,7 +198,7 @@ _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
                    "rope_parameters": _LOCAL, "final_logit_softcapping": 3.0},
     },
     "gpt_neox": {
-        "parallel": {"num_attention_heads": 3, "rotary_pct": 0.5},
+        "parallel": {"num_attention_heads": 2, "rotary_pct": 0.5},
         "one by one": {"num_attention_heads": 2, "rotary_pct": 0.34, "rotary_emb_base": 500, "attention_bias": False,
                        "use_parallel_residual": False, "tie_word_embeddings": True, "hidden_act": "gelu_new"},
     },
