@@ -65,6 +65,17 @@ def test_beams_are_those_of_transformers_by_its_rules(kind, penalty, made) -> No
     assert found == spoken.said(no_repeat_ngram_size=2, renormalize_logits=True, **options)
 
 
+@pytest.mark.parametrize("penalty, ends", [(1.0, [2, 37, 50, 19]), (2.0, [2, 37, 50]), (1.0, [2, 71, 37])])
+def test_the_language_counts_in_the_length_of_beams_that_end(penalty, ends, made) -> None:
+    """By transformers' rules: without it, others of these beams would be the best."""
+    spoken = made("nllb")
+    options = {"num_beams": 4, "length_penalty": penalty, "max_new_tokens": 12, "eos_token_id": ends}
+    translator = Translator.from_pretrained(spoken.saved.folder, **spoken.languages)
+    expected = spoken.said(early_stopping=False, **options)
+    assert translator.translate(spoken.saved.texts, beam_rules="transformers", **options) == expected
+    assert len({*map(len, expected)}) > 2
+
+
 @pytest.mark.parametrize("kind", ["nllb", "m2m100", "madlad"])
 def test_a_folder_of_ours_is_made_of_it(kind, made, tmp_path) -> None:
     spoken = made(kind)
