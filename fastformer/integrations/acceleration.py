@@ -95,6 +95,14 @@ def accelerate(
     A stack of transformers that leaves padding out returns zeros at padded positions. Whether it may do so is decided
     by the model that you pass here. A model that you build around an accelerated one later doesn't change that.
 
+    `generate` of the models that `from_huggingface` converts runs on the C++ engine of the CPU: transformers prepares
+    and checks the call, and the engine decodes it, whole greedy and beam searches without a step in Python. What the
+    engine doesn't know (an option, a hook, a patched or changed model, training mode) goes transformers' own way, and a
+    debug line of the logger "fastformer" says why. The first call packs a copy of the weights, and so does the first
+    call behind a change of them. Of a Marian of 233 MiB (6 + 6 layers, d_model 512, 32,000 words) that took about a
+    second of one core and at the peak 540 MiB in fp32 and 320 in int8. As long as the model lives, 300 MiB stay in
+    fp32, 144 in bf16 and 86 in int8.
+
     Args:
         model: any module. Known are those of torch.nn (`MultiheadAttention`, `TransformerEncoderLayer`,
             `TransformerDecoderLayer`, `TransformerEncoder`, `TransformerDecoder`, `Transformer`), and of transformers
@@ -109,12 +117,15 @@ def accelerate(
             time, and if a call asks for nothing at padded positions, such as labels there. Everything else computes
             padding as the plain model does. "skip" leaves it out everywhere: you promise that nothing reads padded
             positions. "compute" leaves it out nowhere.
+        generate: whether `generate` runs on the engine where it can; False leaves transformers' own.
+        precision: what the engine computes in, such as "int8". None: the dtype of the parameters, or autocast's where
+            it is on. It changes nothing outside of `generate`.
 
     Returns:
-        The model itself. A second call changes nothing.
+        The model itself. A second call changes nothing but `generate` and a precision that you name.
 
     Raises:
-        ValueError: `model` is no module or has no head whose loss can be fused; an unknown `padding`.
+        ValueError: `model` is no module or has no head whose loss can be fused; an unknown `padding` or `precision`.
     """
     _check_module(model)
     if padding not in get_args(Padding):

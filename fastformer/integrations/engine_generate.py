@@ -32,6 +32,7 @@ from fastformer.integrations.engine_models import (
     EngineModel,
     ForeignEngine,
     UnfitError,
+    counts_words,
     engine_model,
     forget_engine_model,
 )
@@ -353,7 +354,10 @@ def _inputs(call: Call, engine: ForeignEngine, input_ids: Tensor, kwargs: dict[s
             raise _DeclinedError("the encoder's output was handed in")
         sources = _ids(deferred.inputs, sizes.source_vocab_size or sizes.vocab_size)
         # Absolute positions count the padding in front of a source.
-        sources = _unpadded(sources, mask, left=sizes.positions == "relative", right=True)
+        has_words = counts_words(call.model)
+        sources = _unpadded(sources, mask, left=has_words or sizes.positions == "relative", right=True)
+        if has_words:
+            _check_words(call.model, deferred.inputs, mask, rows)
         if len(sources) != len(rows):
             raise _DeclinedError(f"there are {len(sources)} sources for {len(rows)} beginnings")
         prompts = [Prompt(source, row) for source, row in zip(sources, rows, strict=True)]
@@ -364,6 +368,13 @@ def _inputs(call: Call, engine: ForeignEngine, input_ids: Tensor, kwargs: dict[s
     if longest + limit - 1 > sizes.max_len:
         raise _DeclinedError(f"{longest} + {limit} tokens may not fit into the model's {sizes.max_len} positions")
     return Inputs(input_ids, prompts, copies, limit, call.model)
+
+
+def _check_words(model: Any, ids: Tensor, mask: Tensor | None, rows: list[list[int]]) -> None:
+    pad = model.config.pad_token_id
+    is_word = ids != pad
+    if not bool((is_word if mask is None else is_word == (mask == 1)).all()) or any(pad in row for row in rows):
+        raise _DeclinedError("its positions count ids that are not PAD, which are others than the attention_mask names")
 
 
 def _ids(ids: Tensor, vocab_size: int) -> list[list[int]]:

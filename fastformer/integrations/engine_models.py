@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fastformer.checkpoints.hf import FAMILIES, UNSUPPORTED
+from fastformer.checkpoints.hf.bart import FORMS
 from fastformer.generation.engines.cpp import CppEngine, pack
-from fastformer.generation.engines.cpp_support import why_no_cpp_engine, why_not_supported
+from fastformer.generation.engines.cpp_support import forget_guards, why_no_cpp_engine, why_not_supported
 from fastformer.generation.engines.prepack import packed, repack
 from fastformer.integrations.conversion import from_huggingface
 from fastformer.integrations.known import (
@@ -115,7 +116,9 @@ class EngineModel:
                 raise UnfitError(reason)
             if not isinstance(converted, GPT) and converted.config.positions == "relative":
                 converted.config.max_len = _NO_END  # their tables end nowhere
-            return PackedWeights(pack(converted, precision), converted.to("meta"))
+            weights = pack(converted, precision)
+            forget_guards(converted)
+            return PackedWeights(weights, converted.to("meta"))
 
 
 class ForeignEngine(CppEngine):
@@ -162,6 +165,12 @@ def forget_engine_model(model: nn.Module) -> None:
     """Drops what was found out about a model, and its packed weights."""
     vars(model).pop(_PLAN, None)
     repack(model)
+
+
+def counts_words(model: Any) -> bool:
+    """Whether the positions of a model count the ids that are not PAD, whatever a mask says."""
+    form = FORMS.get(model.config.model_type)
+    return form is not None and form.behind_pad
 
 
 def is_convertible(kind: type) -> bool:

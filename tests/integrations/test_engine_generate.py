@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from fastformer.checkpoints.hf import FAMILIES
 from tests.integrations import conversions, decoders
-from tests.integrations.engine_calls import pair_of
+from tests.integrations.engine_calls import counted, pair_of
 
 EVERY = (*conversions.CASES, *decoders.CASES)
-FIRST = [next(name for name in EVERY if name.split()[0].lower() == kind.replace("m2m_", "m2m")) for kind in FAMILIES]
+# A variant of each family.
+FIRST = {name.split()[0]: name for name in reversed(EVERY)} | {"T5": "T5 1.1"}
+
+
+def test_every_family_has_a_case():
+    names = {name.split()[0].lower().replace("_", "") for name in EVERY}
+    assert {kind.replace("_", "") for kind in FAMILIES} <= names
 
 
 def searches(name: str) -> list[dict[str, Any]]:
@@ -23,7 +32,7 @@ def searches(name: str) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("name", FIRST)
+@pytest.mark.parametrize("name", FIRST.values())
 def test_tokens_are_those_of_transformers(name):
     is_left = name in decoders.CASES
     pair = pair_of(name, left=is_left)
@@ -37,8 +46,194 @@ def test_tokens_are_those_of_transformers(name):
 def test_tokens_of_every_variant_on_either_side_of_padding(name):
     """Proves the conversion of each variant under generate, with padding on both sides where the engine serves it."""
     for is_left in (False, True):
-        is_served = is_left == (name in decoders.CASES) or "T5" in name
+        is_served = is_left == (name in decoders.CASES) or name.startswith(("T5", "MT5", "M2M100"))
         pair = pair_of(name, left=is_left)
         for options in searches(name):
             pair.check(is_served=is_served, **options)
         assert pair.near_ties <= pair.rows // 10
+
+
+SERVED: dict[str, dict[str, Any]] = {
+    "several ends": {"eos_token_id": [2, 13, 37, 9]},
+    "no end": {"eos_token_id": None, "pad_token_id": 1},
+    "least and most": {"min_new_tokens": 4, "max_length": 21},
+    "min_length": {"min_length": 15, "max_new_tokens": 6},
+    "forbidden": {"suppress_tokens": [7, 9], "bad_words_ids": [[5], [2], [11]], "min_new_tokens": 2},
+    "forbidden at first": {"begin_suppress_tokens": [7, 8, 9, 10]},
+    "forced": {"forced_bos_token_id": 6, "forced_eos_token_id": 2},
+    "normalised": {"renormalize_logits": True, "suppress_tokens": [7], "min_new_tokens": 3, "forced_eos_token_id": 2},
+    "repetition": {"repetition_penalty": 1.4},
+    "n-grams": {"no_repeat_ngram_size": 2, "bad_words_ids": [[5, 6], [9]]},
+    "encoder": {"encoder_repetition_penalty": 1.3, "encoder_no_repeat_ngram_size": 2},
+    "bias": {"sequence_bias": [[[9], -4.0], [[7, 8], 3.0]]},
+    "decay": {"exponential_decay_length_penalty": (3, 1.2)},
+    "a processor": {"logits_processor": LogitsProcessorList([lambda ids, scores: scores.roll(ids.shape[1], 1)])},
+    "a criterion": {"stopping_criteria": StoppingCriteriaList([lambda ids, scores, **_: ids[:, -1] % 7 == 3])},
+    "allowed": {"prefix_allowed_tokens_fn": lambda row, ids: [2, 4 + row, 10 + len(ids), 30, 31]},
+    "sampled": {"do_sample": True, "top_k": 9, "top_p": 0.9, "temperature": 0.8, "num_return_sequences": 3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("name", ["Marian real", "gpt2 plain"])
+def test_options_mean_what_they_mean_to_transformers(name, beams):
+    pair = pair_of(name, left=name == "gpt2 plain")
+    for key, options in SERVED.items():
+        is_sampled = "do_sample" in options
+        options = {"max_new_tokens": 8, "num_beams": beams, "do_sample": False} | options
+        if "max_length" in options:
+            del options["max_new_tokens"]
+        if is_sampled and beams > 1:
+            options["num_return_sequences"] = 2
+        if is_sampled:
+            found, expected = pair.both(**options)  # the same generator draws from nearly the same numbers
+            assert torch.equal(found, expected), key
+        else:
+            pair.check(**options)
+    assert pair.near_ties <= pair.rows // 10
+
+
+def test_a_beginning_of_the_output_and_a_config():
+    pair = pair_of("T5 1.1")
+    beginning = torch.tensor([[0, 7, 9], [0, 5, 5], [0, 8, 30], [0, 9, 9]])
+    pair.check(decoder_input_ids=beginning, max_new_tokens=9, num_beams=2)
+    pair.check(decoder_input_ids=beginning[:, 1:], max_length=9)
+    found, expected = pair.both(generation_config=GenerationConfig(max_new_tokens=7, num_beams=2, pad_token_id=0))
+    assert torch.equal(found, expected)
+    for model in (pair.plain, pair.ours):
+        model.generation_config.num_beams = 3
+        model.generation_config.forced_bos_token_id = 5
+    found, expected = pair.both(max_new_tokens=6)
+    assert torch.equal(found, expected) and (found[:, 1] == 5).all()
+
+
+def test_a_lone_prompt_and_ids_alone():
+    pair = pair_of("llama grouped heads", left=True)
+    ids = pair.inputs["input_ids"]
+    for model in (pair.plain, pair.ours):
+        model.generation_config.pad_token_id = 1
+    with counted() as opened:
+        for given in (ids[:1], ids):  # PAD in ids says what is padding
+            torch.testing.assert_close(
+                pair.ours.generate(given, max_new_tokens=9), pair.plain.generate(given, max_new_tokens=9)
+            )
+    assert opened == [2]
+
+
+class Listener:
+    """A streamer that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[list[int]] = []
+        self.is_over = False
+
+    def put(self, value: Any) -> None:
+        self.told.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.is_over = True
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.2}], ids=["whole", "by steps"])
+def test_a_streamer_is_told_the_same(options):
+    pair = pair_of("gpt2 plain", left=True)
+    inputs = {name: value[1:2] for name, value in pair.inputs.items()}
+    told = []
+    for model in (pair.plain, pair.ours):
+        listener = Listener()
+        model.generate(**inputs, max_new_tokens=9, streamer=listener, **options)
+        assert listener.is_over
+        told.append(listener.told)
+    assert told[0] == told[1]
+
+
+UNSERVED: dict[str, dict[str, Any]] = {
+    "use_cache": {"use_cache": False},
+    "output_attentions": {"output_attentions": True, "return_dict_in_generate": True},
+    "cache_implementation": {"cache_implementation": "static"},
+    "use_cache=True": {"use_cache": True, "return_dict_in_generate": True},
+    "position_ids": {"position_ids": None},
+    "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 2},
+    "mask": {"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 0, 1, 1, 1, 1, 1, 1]])},
+    "right": {"attention_mask": torch.tensor([[1] * 9 + [0] * 3])},
+    "positions": {"max_new_tokens": 90},
+}
+
+
+@pytest.mark.parametrize("reason, options", UNSERVED.items())
+def test_what_the_engine_lacks_goes_transformers_way(reason, options, caplog):
+    pair = pair_of("llama grouped heads", left=True)
+    pair.inputs = {name: value[:1] for name, value in pair.inputs.items()}
+    if "position_ids" in options:
+        options = {"position_ids": torch.arange(12)[None]}
+    with caplog.at_level(logging.DEBUG, "fastformer"):
+        found, expected = pair.both(is_served=False, **{"max_new_tokens": 6} | options)
+    if not isinstance(found, torch.Tensor):
+        found, expected = found.sequences, expected.sequences
+    assert torch.equal(found, expected)
+    assert reason in caplog.text
+
+
+def test_options_that_nobody_has_heard_of_are_transformers_errors():
+    pair = pair_of("Marian real")
+    for options in ({"beam_size": 3}, {"max_length": 1}, {"streamer": Listener(), "num_beams": 2}):
+        with pytest.raises(ValueError) as expected:
+            pair.plain.generate(**pair.inputs, **options)
+        with pytest.raises(ValueError) as found:
+            pair.ours.generate(**pair.inputs, **options)
+        assert str(found.value) == str(expected.value)
+    with pytest.raises(IndexError):
+        pair.ours.generate(torch.full((1, 4), 999), max_new_tokens=3)
+    with pytest.raises(ZeroDivisionError):
+        pair.ours.generate(**pair.inputs, logits_processor=LogitsProcessorList([lambda ids, scores: 1 // 0]))
+    pair.check(max_new_tokens=5)  # nothing of it stays
+
+
+def test_a_sequence_handed_in_by_its_encoder():
+    pair = pair_of("Bart real")
+    for model in (pair.plain, pair.ours):
+        model.generation_config.max_new_tokens = 6
+    memory = pair.plain.get_encoder()(**pair.inputs)
+    with counted() as opened:
+        found = pair.ours.generate(encoder_outputs=memory, attention_mask=pair.inputs["attention_mask"])
+    assert opened == [0] and torch.equal(found, pair.plain.generate(**pair.inputs))
+    # What waits until transformers' own loop asks for it: the encoder and the cache.
+    pair.inputs["attention_mask"] = pair.inputs["attention_mask"].flip(1)
+    for options in ({}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}):
+        found, expected = pair.both(is_served=False, **options)
+        assert torch.equal(found, expected)
+
+
+def _chi_square(draws: int) -> float:
+    """How far the third sampled token of a prompt is from its exact distribution, as a p-value."""
+    pair = pair_of("gpt2 plain", left=True)
+    ids = pair.inputs["input_ids"][1:2, -5:]
+    warp: dict[str, Any] = {"do_sample": True, "top_k": 6, "top_p": 0.9, "temperature": 1.3}
+    out = pair.plain.generate(
+        ids, attention_mask=ids * 0 + 1, max_new_tokens=1, return_dict_in_generate=True, output_scores=True, **warp
+    )
+    expected = out.scores[0][0].softmax(-1) * draws
+    torch.manual_seed(7)
+    counts = torch.zeros_like(expected)
+    with counted() as opened:
+        for _ in range(draws // 500):
+            found = pair.ours.generate(
+                ids, attention_mask=ids * 0 + 1, max_new_tokens=1, num_return_sequences=500, **warp
+            )
+            counts += torch.bincount(found[:, -1], minlength=len(counts))
+    assert opened[0] == draws // 500
+    possible = expected > 0
+    assert possible.sum() >= 3 and not counts[~possible].any()
+    statistic = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
+    freedom = possible.sum() - 1
+    return float(1 - torch.special.gammainc(freedom / 2, statistic / 2))
+
+
+def test_samples_are_of_the_same_distribution():
+    assert _chi_square(2_000) > 1e-3
+
+
+@pytest.mark.slow
+def test_many_samples_are_of_the_same_distribution():
+    """Proves with 20,000 draws that top-k, top-p and temperature shape the distribution as transformers' do."""
+    assert _chi_square(20_000) > 1e-3

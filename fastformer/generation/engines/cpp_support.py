@@ -134,6 +134,11 @@ def find_guards(model: Transformer | GPT) -> tuple[ModelGuards | None, str | Non
     return guards, None
 
 
+def forget_guards(model: nn.Module) -> None:
+    """Drops the guards of a model, which keep its tensors: for one whose weights were packed and are to be freed."""
+    _guards.pop(model, None)
+
+
 def _why_not_by_classes() -> str | None:
     """Which method of a class that a model consists of was replaced."""
     for (kind, name), function in _FUNCTIONS.items():

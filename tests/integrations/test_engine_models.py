@@ -1,0 +1,310 @@
+"""When an accelerated model's `generate` runs on the engine, and when what was changed about the model keeps it off."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import GenerationMixin, LogitsProcessorList
+
+from fastformer.generation.engines.cpp import CppBatch
+from fastformer.integrations import accelerate, engine_models, from_huggingface, report, restore
+from tests.integrations.engine_calls import Pair, counted, pair_of
+
+MOST = {"max_new_tokens": 6, "num_beams": 2}
+
+
+@pytest.fixture
+def pair() -> Pair:
+    return pair_of("MBart real")
+
+
+def agree(pair: Pair, *, is_served: bool) -> None:
+    found, expected = pair.both(is_served=is_served, **MOST)
+    assert torch.equal(found, expected)
+
+
+def hook_of(model: Any) -> None:
+    model.model.decoder.layers[1].fc1.register_forward_hook(lambda module, args, out: out * 0.5)
+
+
+def other_activation(model: Any) -> None:
+    model.model.decoder.layers[0].activation_fn = nn.Tanh()
+
+
+def other_layer(model: Any) -> None:
+    model.model.decoder.layers = model.model.decoder.layers[:2]
+
+
+def own_forward(model: Any) -> None:
+    forward = model.model.encoder.forward
+
+    def doubled(*args: Any, **kwargs: Any) -> Any:
+        out = forward(*args, **kwargs)
+        out.last_hidden_state = out.last_hidden_state * 2
+        return out
+
+    model.model.encoder.forward = doubled
+
+
+def own_method(model: Any) -> None:
+    prepare = model.prepare_inputs_for_generation
+
+    def cut(ids: torch.Tensor, **kwargs: Any) -> Any:
+        return prepare(torch.cat((ids[:, :-1], ids[:, -1:] * 0 + 7), 1), **kwargs)
+
+    model.prepare_inputs_for_generation = cut
+
+
+def own_scale(model: Any) -> None:
+    model.model.encoder.embed_tokens.embed_scale = model.model.decoder.embed_tokens.embed_scale = 3.0
+
+
+def own_eps(model: Any) -> None:
+    model.model.decoder.layers[1].final_layer_norm.eps = 50.0
+
+
+def parametrised(model: Any) -> None:
+    nn.utils.parametrizations.weight_norm(model.model.decoder.layers[0].fc2)
+
+
+def with_adapter(model: Any) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    options = {"target_modules": ["q_proj", "fc1"], "init_lora_weights": False, "task_type": "SEQ_2_SEQ_LM"}
+    peft.inject_adapter_in_model(peft.LoraConfig(**options), model)
+
+
+CHANGES = [hook_of, other_activation, other_layer, own_forward, own_method, own_scale, own_eps, parametrised,
+           with_adapter]  # fmt: skip
+
+
+@pytest.mark.parametrize("is_late", [True, False], ids=["later", "before"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_model_goes_transformers_way(pair, change, is_late):
+    if is_late:
+        agree(pair, is_served=True)
+    else:
+        restore(pair.ours)
+    for model in (pair.plain, pair.ours):
+        change(model)
+    accelerate(pair.ours)
+    agree(pair, is_served=False)
+    assert "transformers' own" in report(pair.ours).generate[""]
+    before = pair_of("MBart real").plain.generate(**pair.inputs, **MOST)
+    if change not in (own_eps, parametrised):  # the others say something else
+        assert not torch.equal(before, pair.ours.generate(**pair.inputs, **MOST))
+
+
+def test_a_hook_that_is_gone_and_a_mode_that_is_over(pair):
+    handle = pair.ours.model.encoder.register_forward_hook(lambda *args: None)
+    agree(pair, is_served=False)
+    handle.remove()
+    agree(pair, is_served=True)
+    handle = nn.modules.module.register_module_forward_hook(lambda *args: None)
+    agree(pair, is_served=False)
+    handle.remove()
+    pair.ours.train()
+    with counted() as opened:
+        pair.ours.generate(**pair.inputs, **MOST)
+    assert opened == [0]
+    pair.ours.eval()
+    agree(pair, is_served=True)
+
+
+def test_a_function_of_transformers_that_was_replaced(pair, monkeypatch):
+    agree(pair, is_served=True)
+    plain = GenerationMixin._beam_search
+    monkeypatch.setattr(GenerationMixin, "_beam_search", lambda self, ids, **kwargs: plain(self, ids, **kwargs) * 0)
+    found, expected = pair.both(is_served=False, **MOST)
+    assert torch.equal(found, expected) and not found.any()
+
+
+def test_a_subclass_is_left_alone():
+    class Mine(transformers.MarianMTModel):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out = super().forward(*args, **kwargs)
+            out.logits = -out.logits
+            return out
+
+    pair = pair_of("Marian real")
+    mine = Mine(pair.plain.config)
+    mine.load_state_dict(pair.plain.state_dict())
+    pair.plain, pair.ours = mine.eval(), accelerate(copy.deepcopy(mine).eval())
+    agree(pair, is_served=False)
+
+
+def test_weights_that_an_optimizer_changed_are_packed_again(pair):
+    agree(pair, is_served=True)
+    target = torch.tensor([[2, 5, 9, 30], [2, 7, 7, 7], [2, 8, 1, 4], [2, 2, 2, 6]])
+    for model in (pair.plain, pair.ours):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        model(**pair.inputs, labels=target).loss.backward()
+        optimizer.step()
+    before = pair_of("MBart real").plain.generate(**pair.inputs, **MOST)
+    agree(pair, is_served=True)
+    assert not torch.equal(before, pair.ours.generate(**pair.inputs, **MOST))
+    with torch.no_grad():
+        for model in (pair.plain, pair.ours):
+            model.model.decoder.layers[0].fc1.weight.data.mul_(-1)
+    agree(pair, is_served=True)
+
+
+def test_untied_weights_are_read_each():
+    pair = pair_of("Bart real")
+    agree(pair, is_served=True)
+    for model in (pair.plain, pair.ours):
+        torch.manual_seed(3)
+        model.lm_head.weight = nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.5)
+    agree(pair, is_served=True)
+
+
+def roundtrip(model: Any) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+def saved(model: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+def compiled(model: Any) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, roundtrip, saved, compiled])
+@pytest.mark.parametrize("name", ["Marian real", "MBart real", "gpt2 plain"])
+def test_copies_and_wrappers_decode_on_the_engine(name, how):
+    pair = pair_of(name, left=name == "gpt2 plain")
+    agree(pair, is_served=True)
+    pair.ours = how(pair.ours)
+    agree(pair, is_served=True)
+
+
+def test_what_is_saved_knows_nothing_of_it(pair, tmp_path):
+    keys, config = [*pair.plain.state_dict()], pair.plain.config.to_dict()
+    agree(pair, is_served=True)
+    assert [*pair.ours.state_dict()] == keys and pair.ours.config.to_dict() == config
+    pair.ours.save_pretrained(tmp_path)
+    loaded = transformers.MBartForConditionalGeneration.from_pretrained(tmp_path)
+    assert type(loaded) is transformers.MBartForConditionalGeneration
+    pair.ours = accelerate(loaded.eval())
+    agree(pair, is_served=True)
+
+
+def test_restore_takes_it_off(pair):
+    agree(pair, is_served=True)
+    restore(pair.ours)
+    assert type(pair.ours) is type(pair.plain) and vars(pair.ours).keys() == vars(pair.plain).keys()
+    agree(pair, is_served=False)
+    agree(Pair(pair.plain, accelerate(pair.ours), pair.inputs), is_served=True)
+    accelerate(pair.ours, generate=False)
+    agree(pair, is_served=False)
+    assert "asked for" in report(pair.ours).generate[""]
+
+
+def test_modes_of_autograd_make_no_difference(pair):
+    expected = pair.plain.generate(**pair.inputs, **MOST)
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+        ours = accelerate(copy.deepcopy(pair.plain))  # packed in this mode, and used in the others
+        with mode(), counted() as opened:
+            found = ours.generate(**pair.inputs, **MOST)
+        assert opened == [1] and torch.equal(found, expected)
+        with counted() as opened:
+            again = ours.generate(**pair.inputs, **MOST)
+        assert opened == [1] and torch.equal(again, expected) and not again.is_inference()
+
+
+def test_precisions(pair):
+    with pytest.raises(ValueError, match=r"\bprecision\b"):
+        accelerate(pair.ours, precision="fp4")
+    rounded = pair_of("MBart real", dtype=torch.bfloat16)
+    with counted() as opened:
+        rounded.ours.generate(**pair.inputs, **MOST)
+        assert "bf16" in report(rounded.ours).generate[""]
+        accelerate(pair.ours, precision="bf16")
+        assert "bf16" in report(pair.ours).generate[""]
+        expected = pair.ours.generate(**pair.inputs, **MOST)
+        accelerate(pair.ours, precision="int8")
+        assert pair.ours.generate(**pair.inputs, **MOST).shape[0] == 4
+        assert accelerate(pair.ours) is pair.ours and "int8" in report(pair.ours).generate[""]
+    assert opened == [3]
+    fresh = pair_of("MBart real")
+    with torch.autocast("cpu", torch.bfloat16), counted() as opened:
+        torch.testing.assert_close(fresh.ours.generate(**pair.inputs, **MOST), expected)
+    assert opened == [1]
+    assert "float64" in report(accelerate(copy.deepcopy(pair.plain).double())).generate[""]
+
+
+def test_threads_that_share_a_model(pair):
+    expected = pair.plain.generate(**pair.inputs, **MOST)
+    found: list[Any] = []
+
+    def decode(**options: Any) -> None:
+        for _ in range(4):
+            found.append(pair.ours.generate(**pair.inputs, **MOST, **options))
+
+    processors = LogitsProcessorList([lambda ids, scores: scores])
+    threads = [threading.Thread(target=decode, kwargs=options) for options in ({}, {"logits_processor": processors})]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8 and all(torch.equal(one, expected) for one in found)
+
+
+def test_a_processor_may_call_generate(pair):
+    """A call inside of a call decodes by itself, on either way."""
+    inner: list[Any] = []
+
+    def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        inner.append(pair.ours.generate(**pair.inputs, **MOST))
+        return scores
+
+    expected = pair.plain.generate(**pair.inputs, **MOST)
+    found = pair.ours.generate(**pair.inputs, **MOST, logits_processor=LogitsProcessorList([processor]))
+    assert torch.equal(found, expected) and inner and all(torch.equal(one, expected) for one in inner)
+
+
+def test_whole_searches_take_no_steps_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    single: list[str] = []
+    for name in ("logits", "step"):
+        plain = getattr(CppBatch, name)
+
+        def step(self: Any, *args: Any, name: str = name, plain: Callable[..., Any] = plain) -> Any:
+            single.append(name)
+            return plain(self, *args)
+
+        monkeypatch.setattr(CppBatch, name, step)
+    pair = pair_of("Bart real")
+    for options in ({}, {"num_beams": 3}, {"num_beams": 3, "min_new_tokens": 2, "renormalize_logits": True}):
+        pair.both(max_new_tokens=20, **options)
+    assert not single
+    found, expected = pair.both(max_new_tokens=20, num_beams=3, forced_bos_token_id=7, forced_eos_token_id=2)
+    assert torch.equal(found, expected) and len(single) == 2  # the steps at which a token is forced
+
+
+def test_the_converted_copy_is_freed(pair):
+    made: list[weakref.ref[torch.Tensor]] = []
+    plain = from_huggingface
+
+    def converting(model: nn.Module) -> Any:
+        converted = plain(model)
+        made.extend(map(weakref.ref, converted.parameters()))
+        return converted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_models, "from_huggingface", converting)
+        agree(pair, is_served=True)
+    assert made and not any(ref() is not None for ref in made)
