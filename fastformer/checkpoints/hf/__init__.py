@@ -83,5 +83,7 @@ def from_model(model: Transformer | GPT) -> tuple[dict[str, Any], dict[str, Tens
         try:
             return form.from_model(model)
         except ValueError as error:
-            reasons.append(str(error))
-    raise ValueError("; or ".join(reasons))
+            reasons.append(error)
+    # Those of families that are of another kind altogether help if there are no others.
+    near = [error for error in reasons if getattr(error, "option", None) not in ("positions", "norm", "norm_placement")]
+    raise ValueError("; or ".join(map(str, near or reasons)))

@@ -185,6 +185,18 @@ def special_ids(settings: Mapping[str, Any], vocab_size: int, unk: int | None) -
     return SpecialIds(pad=pad, eos=eos, unk=None if unk in (pad, *eos) else unk)
 
 
+class MisfitError(ValueError):
+    """A family doesn't have an option of a config.
+
+    Attributes:
+        option: its name.
+    """
+
+    def __init__(self, option: str, message: str) -> None:
+        super().__init__(message)
+        self.option = option
+
+
 def differing(config: GPTConfig, expected: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a config that are other than a family has them, with what it has.
 
@@ -210,7 +222,7 @@ def check_form(config: GPTConfig, expected: Mapping[str, Any], free: Iterable[st
         name: of the family.
 
     Raises:
-        ValueError: an option that the family doesn't have.
+        MisfitError: an option that the family doesn't have.
     """
     known = {*expected, *free, "vocab_size", "tie_embeddings", "special_ids", "d_model", "num_heads", "num_layers"}
     usual = {
@@ -218,9 +230,9 @@ def check_form(config: GPTConfig, expected: Mapping[str, Any], free: Iterable[st
         for field in dataclasses.fields(GPTConfig)
         if field.name not in known and field.default is not dataclasses.MISSING
     }
-    for option, value in differing(config, {**usual, **expected}).items():
+    for option, value in differing(config, {**expected, **usual}).items():
         wanted = f"one of {value}" if isinstance(value, tuple) else f"{value!r}"
-        raise ValueError(f"expected a {name}, with {option}={wanted}, got {getattr(config, option)!r}")
+        raise MisfitError(option, f"expected a {name}, with {option}={wanted}, got {getattr(config, option)!r}")
 
 
 def layer_names(

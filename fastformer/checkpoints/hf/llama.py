@@ -28,6 +28,7 @@ MODULES = {
 QK_NORMS = {"self_attn.q_norm": ("self_attn.q_norm",), "self_attn.k_norm": ("self_attn.k_norm",)}
 _POST = {"post_norm1": ("post_attention_layernorm",), "post_norm2": ("post_feedforward_layernorm",)}
 _BOTH = ("weight", "bias")
+_BIASES = ("qkv_bias", "out_bias", "bias")
 # Options that the settings of each of these families say.
 _FREE = ("d_ff", "num_kv_heads", "max_len", "layer_norm_eps", "attention_dropout", "rotary_base", "rotary_scaling")
 
@@ -198,7 +199,7 @@ class Variant(NamedTuple):
 
     def _settings(self, config: GPTConfig) -> dict[str, Any]:
         names = {here: there for there, here in reversed([*self.activations.items()])}
-        expected: dict[str, Any] = {"positions": "rotary", "activation": (*names,), "dropout": 0.0, **self.fixed}
+        expected: dict[str, Any] = {"positions": "rotary", **self.fixed, "activation": (*names,), "dropout": 0.0}
         free = [*_FREE, *self.free]
         if self.own_heads:
             free.append("head_dim")
@@ -211,8 +212,8 @@ class Variant(NamedTuple):
             free.append("rotary_fraction")
         if self.local_base is not None:
             free.append("local_rotary_base")
-        free += self._check_biases(config)
-        check_form(config, expected, free, self.name)
+        check_form(config, expected, (*free, *_BIASES), self.name)
+        self._check_biases(config)
         if self.even_heads and config.d_model % config.num_heads:
             raise ValueError(
                 f"expected a {self.name}, with d_model a multiple of num_heads, got {config.d_model} and "
@@ -242,20 +243,13 @@ class Variant(NamedTuple):
             settings |= self._window_settings(config)
         return settings
 
-    def _check_biases(self, config: GPTConfig) -> tuple[str, ...]:
-        """The options of biases, after a look at whether the family has them.
-
-        Raises:
-            ValueError: it doesn't.
-        """
+    def _check_biases(self, config: GPTConfig) -> None:
+        """Raises ValueError for biases that the family doesn't have."""
         found: dict[str, bool] = {}
-        for setting, value, what in zip(
-            self.biases, (*biases_of(config), config.bias), ("qkv_bias", "out_bias", "bias"), strict=True
-        ):
+        for setting, value, what in zip(self.biases, (*biases_of(config), config.bias), _BIASES, strict=True):
             expected = found.setdefault(setting, value) if isinstance(setting, str) else setting
             if value != expected:
                 raise ValueError(f"expected a {self.name}, with {what}={expected}, got {value}")
-        return ("bias", "qkv_bias", "out_bias")
 
     def _window_settings(self, config: GPTConfig) -> dict[str, Any]:
         window = None if config.window_size is None else config.window_size + 1
