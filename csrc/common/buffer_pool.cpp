@@ -60,14 +60,24 @@ PooledMemory::PooledMemory(int64_t bytes)
 
 PooledMemory::~PooledMemory() {
   if (data_ == nullptr) return;
-  Kept& all = kept();
-  const std::lock_guard lock(all.mutex);
-  if (all.bytes + bytes_ > kMostKept) {
+  if (bytes_ > kMostKept) {
     std::free(data_);
     return;
   }
-  all.chunks.push_back({data_, bytes_});
-  all.bytes += bytes_;
+  std::vector<Chunk> gone;  // the oldest make room: a pool that many small ones had filled would keep no large one again
+  Kept& all = kept();
+  {
+    const std::lock_guard lock(all.mutex);
+    auto chunk = all.chunks.begin();
+    for (; all.bytes + bytes_ > kMostKept; ++chunk) {
+      all.bytes -= chunk->bytes;
+      gone.push_back(*chunk);
+    }
+    all.chunks.erase(all.chunks.begin(), chunk);
+    all.chunks.push_back({data_, bytes_});
+    all.bytes += bytes_;
+  }
+  for (const Chunk& chunk : gone) std::free(chunk.data);
 }
 
 c10::DataPtr pooled_data(int64_t bytes) {

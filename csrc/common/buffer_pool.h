@@ -10,8 +10,8 @@
 
 namespace fastformer {
 
-// Uninitialised memory, new or from the pool, aligned to huge pages, which the system is asked for. The pool keeps at
-// most 64 MiB of what is released.
+// Uninitialised memory, new or from the pool, aligned to huge pages, which the system is asked for. The pool keeps the
+// last 64 MiB of what is released.
 class PooledMemory {
  public:
   PooledMemory() = default;
