@@ -1,0 +1,94 @@
+"""`generate` of a Marian of transformers: as it is, after accelerate, and of the model that it converts to.
+
+Random weights, 6 + 6 layers with d_model 512. All give the same tokens, but for near-ties of beams.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.measure.case import Benchmark, Inputs, Need, Shape
+from fastformer.generation import generate
+from fastformer.integrations import accelerate, from_huggingface
+
+_START, _END = 0, 1
+
+
+@functools.cache
+def models() -> tuple[Any, Any, Any]:
+    """The model as it is, accelerated, and converted."""
+    from transformers import MarianConfig, MarianMTModel
+
+    sizes = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in
+             (("layers", 6), ("attention_heads", 8), ("ffn_dim", 2048))}  # fmt: skip
+    ids = {"pad_token_id": _START, "eos_token_id": _END, "decoder_start_token_id": _START}
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = MarianMTModel(MarianConfig(vocab_size=32_000, d_model=512, scale_embedding=True, **sizes, **ids)).eval()
+        model.generation_config.forced_eos_token_id = None
+        model.final_logits_bias[0, _END] = -1e4  # so that all outputs are of one length
+        made.append(model)
+    plain, accelerated = made
+    return plain, accelerate(accelerated), from_huggingface(plain)
+
+
+def make_inputs(shape: Shape, device: str) -> Inputs:
+    """Sources without padding."""
+    return {"source": torch.randint(3, 32_000, (shape["batch"], shape["source"]), device=device)}
+
+
+def as_it_is(x: Inputs, shape: Shape) -> Tensor:
+    """transformers' generate."""
+    return _generated(models()[0], x, shape)
+
+
+def accelerated(x: Inputs, shape: Shape) -> Tensor:
+    """The same call of the accelerated model."""
+    return _generated(models()[1], x, shape)
+
+
+def _generated(model: Any, x: Inputs, shape: Shape) -> Tensor:
+    options = {"max_new_tokens": shape["new_tokens"], "num_beams": shape["num_beams"], "do_sample": False}
+    found: Tensor = model.generate(x["source"], **options)
+    return found[:, 1:]
+
+
+def converted(x: Inputs, shape: Shape) -> Tensor:
+    """The engine, without transformers in front of it."""
+    found = generate(
+        models()[2],
+        x["source"],
+        max_new_tokens=shape["new_tokens"],
+        num_beams=shape["num_beams"],
+        beam_rules="transformers",
+    )
+    assert isinstance(found, Tensor)
+    return found
+
+
+BENCHMARKS = [
+    Benchmark(
+        name="accelerated_generate",
+        suite="decoding",
+        compares_stages=True,
+        shapes={
+            "cpu": [
+                {"batch": batch, "source": 24, "new_tokens": 64, "num_beams": beams}
+                for batch, beams in ((1, 1), (1, 4), (8, 1))
+            ],
+        },
+        make_inputs=make_inputs,
+        providers={"accelerated": accelerated, "converted": converted, "transformers": as_it_is},
+        baseline="transformers",
+        modes=("fwd",),
+        dtypes=("float32",),
+        tokens=lambda shape: shape["batch"] * shape["new_tokens"],
+        agreement={"accelerated": 0.9, "converted": 0.9},
+        needs={"transformers": Need("transformers", "pip install transformers")},
+    )
+]
