@@ -66,7 +66,7 @@ sanitize-memory: $(INSTALLED)
 		tests/generation/test_bad_input.py tests/generation/test_native_search.py tests/generation/test_any_call.py
 
 # The engine's threads under ThreadSanitizer, without Python, whose own threads it doesn't know.
-RACES := $(addprefix engine/,decoder forward forward_attention lm_head token_cache prefix_table packed_model \
+RACES := $(addprefix engine/,decoder encoder forward forward_attention lm_head token_cache prefix_table packed_model \
 		packed_gemm packed_brgemm int4_gemm search) \
 	$(addprefix common/,thread_team cpu_features buffer_pool gemm)
 sanitize-threads: $(INSTALLED)

@@ -9,6 +9,7 @@ namespace fastformer {
 void bind_eager_call(pybind11::module_& m);
 void bind_packed_gemm(pybind11::module_& m);
 void bind_decoder(pybind11::module_& m);
+void bind_encoder(pybind11::module_& m);
 void bind_search(pybind11::module_& m);
 
 }  // namespace fastformer

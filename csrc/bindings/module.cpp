@@ -11,5 +11,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   fastformer::bind_eager_call(m);
   fastformer::bind_packed_gemm(m);
   fastformer::bind_decoder(m);
+  fastformer::bind_encoder(m);
   fastformer::bind_search(m);
 }

@@ -10,10 +10,15 @@
 
 namespace fastformer {
 
-enum class Activation { relu, gelu, gelu_tanh, silu, swiglu, geglu_tanh };
+enum class Activation { relu, gelu, gelu_tanh, silu, swiglu, geglu, geglu_tanh };
 
 // Whether it has a second input, which the activation of the first gates.
-inline bool is_gated(Activation a) { return a == Activation::swiglu || a == Activation::geglu_tanh; }
+inline bool is_gated(Activation a) {
+  return a == Activation::swiglu || a == Activation::geglu || a == Activation::geglu_tanh;
+}
+
+// Whether a GELU is the one of tanh, and not that of erf.
+inline bool has_tanh(Activation a) { return a == Activation::gelu_tanh || a == Activation::geglu_tanh; }
 
 inline Activation activation_named(std::string_view name) {
   if (name == "relu") return Activation::relu;
@@ -21,6 +26,7 @@ inline Activation activation_named(std::string_view name) {
   if (name == "gelu_tanh") return Activation::gelu_tanh;
   if (name == "silu") return Activation::silu;
   if (name == "swiglu") return Activation::swiglu;
+  if (name == "geglu") return Activation::geglu;
   TORCH_CHECK(name == "geglu_tanh", "unknown activation ", name);
   return Activation::geglu_tanh;
 }
@@ -80,7 +86,7 @@ template <typename acc>
 Vec<acc> activate(Activation a, Vec<acc> pre) {
   if (a == Activation::relu) return max(Vec<acc>(acc(0)), pre);
   if (a == Activation::silu || a == Activation::swiglu) return pre * sigmoid(pre);
-  return Gelu<Vec<acc>>::value(pre, a != Activation::gelu);
+  return Gelu<Vec<acc>>::value(pre, has_tanh(a));
 }
 
 // The derivatives of those that keep their input for backward.
@@ -91,7 +97,7 @@ Vec<acc> activation_derivative(Activation a, Vec<acc> pre) {
     const V s = sigmoid(pre);
     return s * (V(acc(1)) + pre * (V(acc(1)) - s));
   }
-  return Gelu<V>::derivative(pre, a != Activation::gelu);
+  return Gelu<V>::derivative(pre, has_tanh(a));
 }
 
 }  // namespace fastformer

@@ -33,6 +33,11 @@ void check_threads(int threads) {
   if (threads < 1) throw std::invalid_argument("expected one thread or more");
 }
 
+std::shared_ptr<const PackedModel> with_decoder(std::shared_ptr<const PackedModel> model) {
+  if (!model->options.has_decoder()) throw std::invalid_argument("expected a model with a decoder");
+  return model;
+}
+
 }  // namespace
 
 // Each worker of a run steps groups of its own. Blocks of the cache are allocated and collected under `mutex`.
@@ -47,7 +52,7 @@ struct Session::Run {
 };
 
 Session::Session(std::shared_ptr<const PackedModel> model, int64_t num_tokens)
-    : model_(std::move(model)),
+    : model_(with_decoder(std::move(model))),
       cache_(model_->options.num_decoder_layers, model_->options.num_kv_heads, model_->options.head_dim,
              element_size(model_->options.precision), blocks_for(num_tokens)) {}
 

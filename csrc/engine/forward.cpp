@@ -36,6 +36,12 @@ void Forward::read_sources(const Batch& batch, int threads) {
   run_stages(stages_, threads);
 }
 
+void Forward::encode(const Batch& batch, int threads, float* states, const Stage& finish) {
+  add_stack(model_.encoder, batch, true, threads, states);
+  stages_.push_back(finish);
+  run_stages(stages_, threads);
+}
+
 void Forward::read_prompts(const Batch& batch, int threads) {
   add_stack(model_.decoder, batch, false, threads);
   run_stages(stages_, threads);
@@ -96,10 +102,14 @@ void Forward::join(int64_t row, const float* given, const Join& how) {
   static thread_local std::vector<float> scratch;
   scratch.resize(2 * dim);
   float *normed = scratch.data(), *other = normed + dim;
+  const auto store = [&](const float* states) {
+    if (how.states) std::copy_n(states, dim, how.states + row * dim);
+    else narrow_.store(row, states);
+  };
   const auto take_in = [&](const Norm& norm, float* sum, float* out) {
     normalise_row<false, true, float, float, float>(given, x, nullptr, norm.weight.data(), norm.bias.data(), o.eps,
                                                     o.rms_norm, dim, sum, out);
-    narrow_.store(row, out);
+    store(out);
   };
   const auto add = [&] {
     for_each_vec<float>(dim, [=](int64_t c, int64_t n) {
@@ -114,11 +124,11 @@ void Forward::join(int64_t row, const float* given, const Join& how) {
   if (given && how.next && !how.reads_x_before) return take_in(*how.next, x, normed);
   if (given && !how.reads_x_before) add();
   if (how.next) normalise(x, *how.next, normed);
-  narrow_.store(row, how.next ? normed : x);
+  store(how.next ? normed : x);
   if (given && how.reads_x_before) add();
 }
 
-void Forward::add_stack(const PackedStack& stack, const Batch& batch, bool is_encoder, int threads) {
+void Forward::add_stack(const PackedStack& stack, const Batch& batch, bool is_encoder, int threads, float* states) {
   const ModelOptions& o = model_.options;
   const int64_t rows = batch.count(), dim = o.d_model, wide = padded(dim), q_dim = o.q_dim();
   const int64_t inner = stack.layers.empty() ? 0 : stack.layers[0].ff1.num_panels * kPanelColumns;
@@ -133,16 +143,36 @@ void Forward::add_stack(const PackedStack& stack, const Batch& batch, bool is_en
 
   const bool sums = o.norm_placement == NormPlacement::sum, in_front = o.has_norms_in_front();
   const auto first_norm_of = [&](size_t layer) -> const Norm* {
+    if (layer == 0 && is_encoder && o.skips_first_norm) return nullptr;
     if (layer < stack.layers.size()) return in_front ? &stack.layers[layer].norm1 : nullptr;
     return sums || stack.final_norm.empty() ? nullptr : &stack.final_norm[0];
   };
-  add_rows(rows, threads, [=, this, &batch, first = first_norm_of(0)](int64_t r) {
-    model_.embed(is_encoder, batch.ids[r], batch.positions[r], x_.data() + r * dim);
-    join(r, nullptr, {.next = first});
+  const PackedWeight* projection =
+      is_encoder && !model_.source_projection.empty() ? &model_.source_projection[0] : nullptr;
+  const auto embed = [this, is_encoder, &batch](int64_t r, float* to) {
+    model_.embed(is_encoder, batch.ids[r], batch.types.empty() ? 0 : batch.types[r], batch.positions[r], to);
+  };
+  if (projection) {
+    embedded_.resize(rows, projection->k, o.precision);
+    add_rows(rows, threads, [=, this](int64_t r) {
+      static thread_local std::vector<float> embedding;
+      embedding.resize(projection->k);
+      embed(r, embedding.data());
+      embedded_.store(r, embedding.data());
+    });
+    add_product(embedded_, *projection, y_.data(), rows, threads);
+  }
+  const Join first{.next = first_norm_of(0), .states = stack.layers.empty() ? states : nullptr};
+  add_rows(rows, threads, [=, this](int64_t r) {
+    float* x = x_.data() + r * dim;
+    if (projection) std::copy_n(y_.data() + r * wide, dim, x);
+    else embed(r, x);
+    join(r, nullptr, first);
   });
-  const auto finish = [&](const Norm& own, const Norm& post, const Norm* next, bool reads_x_before = false) {
-    const Join how =
-        sums ? Join{.of_sum = &own} : Join{nullptr, o.has_norms_behind() ? &post : nullptr, next, reads_x_before};
+  const auto finish = [&](const Norm& own, const Norm& post, const Norm* next, bool reads_x_before = false,
+                          float* last = nullptr) {
+    const Join how = sums ? Join{.of_sum = &own, .states = last}
+                          : Join{nullptr, o.has_norms_behind() ? &post : nullptr, next, reads_x_before, last};
     add_rows(rows, threads, [=, this](int64_t r) { join(r, y_.data() + r * wide, how); });
   };
   const auto project_context = [&](const PackedWeight& out) {
@@ -179,7 +209,8 @@ void Forward::add_stack(const PackedStack& stack, const Batch& batch, bool is_en
     });
     add_product(wide_, layer.ff2, y_.data(), rows, threads);
     const bool has_third = !is_encoder && o.has_encoder();
-    finish(has_third ? layer.norm3 : layer.norm2, layer.post_norm2, first_norm_of(i + 1));
+    finish(has_third ? layer.norm3 : layer.norm2, layer.post_norm2, first_norm_of(i + 1), false,
+           i + 1 == stack.layers.size() ? states : nullptr);
   }
 }
 

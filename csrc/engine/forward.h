@@ -24,7 +24,7 @@ struct Span {
 };
 
 struct Batch {
-  Ids ids, positions;
+  Ids ids, positions, types;  // types: of an encoder's tokens; empty: all are 0
   std::vector<Span> spans;
   int64_t count() const { return static_cast<int64_t>(ids.size()); }
   void add(const int32_t* tokens, int64_t count, int64_t first_position, const TokenCache::Group* group,
@@ -36,20 +36,25 @@ struct Batch {
 class Forward {
  public:
   Forward(const PackedModel& model, const Shortlist& shortlist, TokenCache& cache)
-      : model_(model), cache_(cache), lm_head_(model, shortlist) {}
+      : model_(model), cache_(&cache), lm_head_(model, shortlist) {}
+  // Of an encoder alone.
+  explicit Forward(const PackedModel& model) : model_(model), cache_(nullptr), lm_head_(model, none_) {}
   Forward(const Forward&) = delete;
   Forward& operator=(const Forward&) = delete;
 
   // Sources through the encoder; stores their keys and values for all layers of the decoder.
   void read_sources(const Batch& batch, int threads);
+  // Texts through the encoder, whose normalised states go to `states`, (tokens, d_model); then `finish` runs.
+  void encode(const Batch& batch, int threads, float* states, const Stage& finish);
   // Prompts, or pieces of them, through the decoder.
   void read_prompts(const Batch& batch, int threads);
   // A token of each row, and what may follow it.
   const Candidates& step(const Batch& batch, const Selection& selection, int threads);
 
  private:
-  // Adds the stages that take a batch through a stack; after them narrow_ holds the normalised states.
-  void add_stack(const PackedStack& stack, const Batch& batch, bool is_encoder, int threads);
+  // Adds the stages that take a batch through a stack; after them narrow_ holds the normalised states, or `states`
+  // where that is not null.
+  void add_stack(const PackedStack& stack, const Batch& batch, bool is_encoder, int threads, float* states = nullptr);
   void add_stores(const Batch& batch, int threads);
   void add_head_norms(const PackedLayer& layer, int64_t rows, int threads);
 
@@ -64,6 +69,7 @@ class Forward {
     const Norm* of_given = nullptr;
     const Norm* next = nullptr;   // in front of the next one; null: it reads x as it is
     bool reads_x_before = false;  // before x takes in what was given: a parallel residual
+    float* states = nullptr;      // rows of fp32 that the next one reads instead of narrow_
   };
   void join(int64_t row, const float* given, const Join& how);
   void normalise(const float* x, const Norm& norm, float* out) const;
@@ -74,7 +80,7 @@ class Forward {
   T* values_of(int64_t layer, int64_t head) const;
   template <typename T>
   void store_cache(int64_t layer, int64_t head, int64_t slot, const float* k, const float* v);
-  void place_queries(int64_t layer, int64_t row, int64_t position, int64_t begin, int64_t end);
+  void place_queries(const PackedLayer& weights, int64_t row, int64_t position, int64_t begin, int64_t end);
   template <typename T, typename Change>
   void attend_token(int64_t layer, const float* q, int64_t begin, int64_t end, const int32_t* slots, int64_t count,
                     float* context, float scale2, Change change);
@@ -88,7 +94,8 @@ class Forward {
   void attend_source(int64_t layer, const Span& span, int64_t begin, int64_t end);
 
   const PackedModel& model_;
-  TokenCache& cache_;
+  TokenCache* cache_;  // null: an encoder alone
+  Shortlist none_;
   LmHead lm_head_;
   Candidates candidates_;
 
@@ -96,7 +103,8 @@ class Forward {
   // Of the tokens of a batch: the residual stream, what a product gives, queries with keys and values, what attention
   // gives, the inside of the feed-forward network. Rows that a product writes are `padded`.
   FloatBuffer x_, y_, qkv_, context_, hidden_;
-  PackedRows narrow_, heads_, wide_;  // what products read: a sub-layer's input, all heads' results, the inside
+  // What products read: a sub-layer's input, all heads' results, the inside, and embeddings that are projected.
+  PackedRows narrow_, heads_, wide_, embedded_;
 };
 
 // f.operator()<T>() for what the keys and values are kept as: fp32, and bf16 for what is smaller.

@@ -72,12 +72,12 @@ void normalise_heads(const Norm& norm, float eps, int64_t heads, float* x) {
 
 template <typename T>
 T* Forward::keys_of(int64_t layer, int64_t head) const {
-  return reinterpret_cast<T*>(cache_.keys(layer, head));
+  return reinterpret_cast<T*>(cache_->keys(layer, head));
 }
 
 template <typename T>
 T* Forward::values_of(int64_t layer, int64_t head) const {
-  return reinterpret_cast<T*>(cache_.keys(layer, head) + cache_.values_offset());
+  return reinterpret_cast<T*>(cache_->keys(layer, head) + cache_->values_offset());
 }
 
 template <typename T>
@@ -93,7 +93,7 @@ void Forward::attend_token(int64_t layer, const float* q, int64_t begin, int64_t
                            int64_t count, float* context, float scale2, Change change) {
   const int64_t dim = model_.options.head_dim, group = model_.options.num_heads / model_.options.num_kv_heads;
   const int64_t first = begin * group, heads = (end - begin) * group;
-  const int64_t next_head = cache_.head_stride() / static_cast<int64_t>(sizeof(T));
+  const int64_t next_head = cache_->head_stride() / static_cast<int64_t>(sizeof(T));
   const T* queries = as_cached<T>(q + first * dim, heads * dim);
   attend_heads<T, float>({queries, dim}, {keys_of<T>(layer, begin), next_head, dim},
                          {values_of<T>(layer, begin), next_head, dim}, heads, group, BySlot{slots, 1}, count, dim,
@@ -102,9 +102,8 @@ void Forward::attend_token(int64_t layer, const float* q, int64_t begin, int64_t
 }
 
 // Normalises and turns the queries and keys of a token.
-void Forward::place_queries(int64_t layer, int64_t row, int64_t position, int64_t begin, int64_t end) {
+void Forward::place_queries(const PackedLayer& weights, int64_t row, int64_t position, int64_t begin, int64_t end) {
   const ModelOptions& o = model_.options;
-  const PackedLayer& weights = model_.decoder.layers[layer];
   const int64_t dim = o.head_dim, group = o.num_heads / o.num_kv_heads, q_heads = (end - begin) * group;
   float *q = qkv_.data() + row * padded(o.qkv_dim()) + begin * group * dim,
         *k = qkv_.data() + row * padded(o.qkv_dim()) + o.q_dim() + begin * dim;
@@ -124,7 +123,7 @@ void Forward::attend_self(int64_t layer, const Span& span, int64_t begin, int64_
   const int64_t dim = o.head_dim, ld = padded(o.qkv_dim()), window = model_.decoder.layers[layer].window;
   for (int64_t t = span.begin; t < span.end; ++t) {
     const int64_t position = span.first_position + t - span.begin, slot = span.row->slots[position];
-    place_queries(layer, t, position, begin, end);
+    place_queries(model_.decoder.layers[layer], t, position, begin, end);
     const float *k = qkv_.data() + t * ld + o.q_dim(), *v = k + o.kv_dim();
     for (int64_t head = begin; head < end; ++head) store_cache<T>(layer, head, slot, k + head * dim, v + head * dim);
   }
@@ -172,12 +171,14 @@ void Forward::attend_prompt(int64_t layer, const Span& span, int64_t kv_head) {
 template <typename T>
 void Forward::attend_own_span(int64_t layer, const Span& span, int64_t kv_head) {
   const ModelOptions& o = model_.options;
-  const int64_t window = model_.encoder.layers[layer].window;
+  const PackedLayer& weights = model_.encoder.layers[layer];
+  const int64_t window = weights.window;
   const Scores change(o, model_.encoder.position_bias);
   const int64_t dim = o.head_dim, ld = padded(o.qkv_dim()), group = o.num_heads / o.num_kv_heads;
   const int64_t length = span.end - span.begin;
   HeadScratch<T>& scratch = head_scratch<T>(length * dim);
   for (int64_t t = 0; t < length; ++t) {
+    place_queries(weights, span.begin + t, t, kv_head, kv_head + 1);
     const float* k = qkv_.data() + (span.begin + t) * ld + o.q_dim() + kv_head * dim;
     store_cache_row(k, dim, scratch.keys.data() + t * dim);
     store_cache_row(k + o.kv_dim(), dim, scratch.values.data() + t * dim);

@@ -156,11 +156,14 @@ const ModelOptions& checked(const ModelOptions& o) {
   constexpr int64_t kMost = 1 << 20;
   const auto is_size = [](int64_t n) { return 1 <= n && n <= kMost; };
   const bool has_sizes = is_size(o.d_model) && is_size(o.num_heads) && is_size(o.num_kv_heads) && is_size(o.head_dim) &&
-                         is_size(o.num_decoder_layers) && o.num_encoder_layers <= kMost && o.q_dim() <= kMost;
+                         (is_size(o.num_decoder_layers) || (o.num_decoder_layers == 0 && o.has_encoder())) &&
+                         o.num_encoder_layers <= kMost && o.q_dim() <= kMost;
   if (!has_sizes || o.num_heads % o.num_kv_heads)
     throw std::invalid_argument("expected one or more layers, and heads of keys that divide the heads of queries");
   if (static_cast<int64_t>(o.decoder_windows.size()) != o.num_decoder_layers)
     throw std::invalid_argument("expected a window of each layer of the decoder");
+  if (static_cast<int64_t>(o.encoder_windows.size()) != std::max<int64_t>(0, o.num_encoder_layers))
+    throw std::invalid_argument("expected a window of each layer of the encoder");
   if (o.parallel_residual && (o.norm_placement != NormPlacement::pre || o.has_encoder()))
     throw std::invalid_argument("expected norms in front, and no encoder, of layers with a parallel residual");
   return o;
@@ -234,36 +237,40 @@ void RotaryTable::turn(int64_t position, float* head) const {
 
 PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : options(checked(o)) {
   const Names names(tensors, "");
-  if (o.has_encoder()) {
-    encoder =
-        pack_stack(o, names.within("encoder"), false, std::vector<int64_t>(o.num_encoder_layers, o.encoder_window));
-  }
-  decoder = pack_stack(o, names.within("decoder"), o.has_encoder(), o.decoder_windows);
+  if (o.has_encoder()) encoder = pack_stack(o, names.within("encoder"), false, o.encoder_windows);
+  if (o.has_decoder()) decoder = pack_stack(o, names.within("decoder"), o.has_encoder(), o.decoder_windows);
   encoder.position_bias = position_bias(o, names, "encoder_position_bias");
   decoder.position_bias = position_bias(o, names, "decoder_position_bias");
   std::map<const void*, Table> tables;  // what both sides have in common is kept once
-  const auto table = [&](const std::string& name) {
-    const ModelTensor& tensor = names.table(name, o.d_model);
+  const auto table = [&](const std::string& name, int64_t width) {
+    const ModelTensor& tensor = names.table(name, width);
     const auto [place, is_new] = tables.try_emplace(tensor.data);
     if (is_new) place->second = Table(tensor, o.precision);
     return place->second;
   };
   const auto input = [&](const std::string& side) {
-    Input found{table(side + "_embedding"), {}, {}};
+    const std::string projection = side + "_projection.weight";
+    const int64_t width = names.find(projection) ? names.table(side + "_embedding").shape[1] : o.d_model;
+    Input found{table(side + "_embedding", width), {}, {}, {}};
     if (names.find(side + "_positions")) {
-      found.positions = table(side + "_positions");
+      found.positions = table(side + "_positions", width);
       max_len_ = max_len_ ? std::min(max_len_, found.positions.rows()) : found.positions.rows();
     }
+    if (names.find(side + "_types")) found.types = table(side + "_types", width);
     const Names norm = names.within(side + "_embedding_norm");
-    if (norm.find("weight"))
-      found.norm.push_back({norm.vector("weight", o.d_model, 1), norm.vector("bias", o.d_model, 0)});
+    if (norm.find("weight")) found.norm.push_back({norm.vector("weight", width, 1), norm.vector("bias", width, 0)});
     return found;
   };
-  target_ = input("target");
   if (o.has_encoder()) source_ = input("source");
-  const int64_t vocab = names.table("output").shape[0];
-  if (target_.embedding.rows() < vocab) throw std::invalid_argument("expected an embedding of each token to say");
-  output = names.weight("output", "output_bias", 0, vocab, vocab, o.d_model, o.precision);
+  if (o.has_encoder() && names.find("source_projection.weight"))
+    source_projection.push_back(names.weight("source_projection.weight", "source_projection.bias", 0, o.d_model,
+                                             o.d_model, source_.embedding.dim(), o.precision));
+  if (o.has_decoder()) {
+    target_ = input("target");
+    const int64_t vocab = names.table("output").shape[0];
+    if (target_.embedding.rows() < vocab) throw std::invalid_argument("expected an embedding of each token to say");
+    output = names.weight("output", "output_bias", 0, vocab, vocab, o.d_model, o.precision);
+  }
   if (!max_len_) max_len_ = o.max_len;
   const auto rotary = [&](const std::string& prefix) -> RotaryTable {
     if (!names.find(prefix + "cos")) return {};
@@ -279,16 +286,18 @@ PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : o
     throw std::invalid_argument("expected two rotary tables of as many positions");
 }
 
-void PackedModel::embed(bool is_source, int32_t token, int64_t position, float* to) const {
+void PackedModel::embed(bool is_source, int32_t token, int32_t type, int64_t position, float* to) const {
   const ModelOptions& o = options;
   const Input& input = is_source ? source_ : target_;
-  std::fill_n(to, o.d_model, 0.f);
+  const int64_t width = input.embedding.dim();
+  std::fill_n(to, width, 0.f);
   if (token != o.padding_idx) input.embedding.add_to(token, o.scale, to);
   if (input.positions) input.positions.add_to(position, 1, to);
+  if (input.types) input.types.add_to(type, 1, to);
   for (const Norm& norm : input.norm) {
     // Its sums are made before it writes, so it may write where it reads.
     normalise_row<false, false, float, float, float>(to, nullptr, nullptr, norm.weight.data(), norm.bias.data(), o.eps,
-                                                     o.rms_norm, o.d_model, nullptr, to);
+                                                     o.rms_norm, width, nullptr, to);
   }
 }
 
@@ -297,6 +306,13 @@ int64_t PackedModel::step_bytes() const {
   for (const PackedLayer& layer : decoder.layers)
     for (const PackedWeight* w : {&layer.qkv, &layer.out, &layer.cross_q, &layer.cross_out, &layer.ff1, &layer.ff2})
       bytes += w->bytes();
+  return bytes;
+}
+
+int64_t PackedModel::encoder_bytes() const {
+  int64_t bytes = 0;
+  for (const PackedLayer& layer : encoder.layers)
+    for (const PackedWeight* w : {&layer.qkv, &layer.out, &layer.ff1, &layer.ff2}) bytes += w->bytes();
   return bytes;
 }
 

@@ -1,4 +1,5 @@
-// A model as the decoding engine reads it: its weights packed once, for all sessions; nothing in it changes afterwards.
+// A model as the engine reads it, for decoding or an encoder alone: its weights packed once, for all sessions; nothing
+// in it changes afterwards.
 
 #pragma once
 
@@ -40,22 +41,23 @@ struct ModelOptions {
   Precision precision;
   int64_t d_model, num_heads, num_kv_heads, head_dim;
   int64_t num_encoder_layers;  // below zero: a decoder-only model
-  int64_t num_decoder_layers;
+  int64_t num_decoder_layers;  // 0: an encoder alone
   NormPlacement norm_placement;
   bool rms_norm, rotary_interleaved;
   bool parallel_residual;  // x + attention(norm1(x)) + feed_forward(norm2(x)), with norms in front alone
+  bool skips_first_norm;   // the first layer of the encoder reads the embeddings as they are
   float eps, scale;
   float attention_scale, attention_softcap, logit_softcap;
-  int64_t padding_idx;  // whose embedding is zero; -1: none
-  int64_t encoder_window;
-  std::vector<int64_t> decoder_windows;  // of each layer
-  int64_t max_len;                       // of a model without a table of positions
+  int64_t padding_idx;                                    // whose embedding is zero; -1: none
+  std::vector<int64_t> encoder_windows, decoder_windows;  // of each layer
+  int64_t max_len;                                        // of a model without a table of positions
   Activation activation;
 
   int64_t q_dim() const { return num_heads * head_dim; }
   int64_t kv_dim() const { return num_kv_heads * head_dim; }
   int64_t qkv_dim() const { return q_dim() + 2 * kv_dim(); }
   bool has_encoder() const { return num_encoder_layers >= 0; }
+  bool has_decoder() const { return num_decoder_layers > 0; }
   bool has_norms_in_front() const {
     return norm_placement == NormPlacement::pre || norm_placement == NormPlacement::both;
   }
@@ -110,6 +112,7 @@ class Table {
   Table(const ModelTensor& tensor, Precision precision);
   explicit operator bool() const { return rows_ > 0; }
   int64_t rows() const { return rows_; }
+  int64_t dim() const { return dim_; }
   // to[i] += factor * row[i].
   void add_to(int64_t row, float factor, float* to) const;
 
@@ -137,17 +140,18 @@ class RotaryTable {
 };
 
 // The tensors' names are those of the model's state_dict, but for "source_embedding", "target_embedding" and "output",
-// which stand for a tied matrix too, and "source_positions", "target_positions", "cos" and "sin", its tables,
-// "local_cos" and "local_sin", those of layers that have a window, if they differ, and "encoder_position_bias" and
-// "decoder_position_bias", see PositionBias.
+// which stand for a tied matrix too, and "source_positions", "target_positions", "source_types", "source_projection",
+// "cos" and "sin", its tables, "local_cos" and "local_sin", those of layers that have a window, if they differ, and
+// "encoder_position_bias" and "decoder_position_bias", see PositionBias.
 class PackedModel {
  public:
   PackedModel(const ModelOptions& options, const ModelTensors& tensors);
 
-  // to = the embedding of a token at a position, normalised where the model has a norm for that.
-  void embed(bool is_source, int32_t token, int64_t position, float* to) const;
+  // to = the embedding of a token at a position, normalised where the model has a norm for that: d_model numbers, or as
+  // many as the projection takes. type: of the token, where the model has types.
+  void embed(bool is_source, int32_t token, int32_t type, int64_t position, float* to) const;
 
-  // What turns the queries and keys of a layer of the decoder; null: nothing.
+  // What turns the queries and keys of a layer; null: nothing.
   const RotaryTable* rotary(const PackedLayer& layer) const {
     const RotaryTable& found = layer.window >= 0 && local_rotary_ ? local_rotary_ : rotary_;
     return found ? &found : nullptr;
@@ -155,18 +159,21 @@ class PackedModel {
 
   int64_t vocab_size() const { return output.n; }
   int64_t source_vocab_size() const { return source_.embedding.rows(); }
+  int64_t num_token_types() const { return source_.types.rows(); }
   int64_t max_len() const { return max_len_; }
-  // Of the weights that a step of one row reads.
+  // Of the weights that a step of one row reads, and an encoder's for a token.
   int64_t step_bytes() const;
+  int64_t encoder_bytes() const;
 
   const ModelOptions options;
+  std::vector<PackedWeight> source_projection;  // one or none: from what is embedded to d_model
   PackedStack encoder, decoder;
   PackedWeight output;
 
  private:
   // What a stack's tokens become first.
   struct Input {
-    Table embedding, positions;
+    Table embedding, positions, types;
     std::vector<Norm> norm;  // one or none
   };
   Input source_, target_;

@@ -294,7 +294,7 @@ def _transformer_options(model: Transformer) -> dict[str, object]:
         "parallel_residual": False,
         "attention_softcap": 0.0,
         "logit_softcap": 0.0,
-        "encoder_window": -1 if encoder_window is None else encoder_window,
+        "encoder_windows": [-1 if encoder_window is None else encoder_window] * len(encoder),
         "decoder_windows": [-1 if window is None else window] * len(decoder),
     }
 
@@ -307,7 +307,7 @@ def _gpt_options(config: GPTConfig) -> dict[str, object]:
         "parallel_residual": config.parallel_residual,
         "attention_softcap": config.attention_softcap or 0.0,
         "logit_softcap": config.logit_softcap or 0.0,
-        "encoder_window": -1,
+        "encoder_windows": [],
         "decoder_windows": [config.window_size if has_window else -1 for has_window in config.windows],
         **scale,
     }

@@ -1,0 +1,198 @@
+#include "engine/encoder.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+
+#include "common/thread_team.h"
+#include "engine/forward.h"
+
+namespace fastformer {
+namespace {
+
+constexpr int64_t kMostTokens = 256;  // that go through a stack together: their activations stay in the cache
+constexpr int64_t kLeastTokens =
+    64;                        // of a thread that takes texts of its own: fewer don't pay for reading all weights
+constexpr int64_t kTurns = 4;  // that a thread takes, at the least, so that all end at about the same time
+constexpr int64_t kWork =
+    4 << 20;  // bytes of weights times tokens, below which a second thread costs more than it gives
+
+int64_t length_of(const Ids& text) { return static_cast<int64_t>(text.size()); }
+
+void pool(Pooling pooling, const float* states, int64_t length, int64_t dim, float* to) {
+  if (pooling == Pooling::cls) std::copy_n(states, dim, to);
+  else if (pooling == Pooling::last) std::copy_n(states + (length - 1) * dim, dim, to);
+  else if (pooling == Pooling::max) {
+    std::copy_n(states, dim, to);
+    for (const float* row = states + dim; row < states + length * dim; row += dim)
+      for (int64_t c = 0; c < dim; ++c) to[c] = row[c] > to[c] || row[c] != row[c] ? row[c] : to[c];  // a NaN stays
+  } else {
+    static thread_local std::vector<double> sums;
+    sums.assign(dim, 0.);
+    const bool is_weighted = pooling == Pooling::weighted_mean;
+    for (int64_t t = 0; t < length; ++t) {
+      const double weight = is_weighted ? static_cast<double>(t + 1) : 1.;
+      for (int64_t c = 0; c < dim; ++c) sums[c] += weight * states[t * dim + c];
+    }
+    const auto count = static_cast<double>(length);
+    const double whole = is_weighted                         ? count * (count + 1) / 2
+                         : pooling == Pooling::mean_sqrt_len ? std::sqrt(count)
+                                                             : count;
+    for (int64_t c = 0; c < dim; ++c) to[c] = static_cast<float>(sums[c] / whole);
+  }
+}
+
+void divide_by_length(float* row, int64_t dim) {
+  double square = 0;
+  for (int64_t c = 0; c < dim; ++c) square += static_cast<double>(row[c]) * row[c];
+  const auto length = static_cast<float>(std::max(std::sqrt(square), 1e-12));
+  for (int64_t c = 0; c < dim; ++c) row[c] /= length;
+}
+
+}  // namespace
+
+Pooling pooling_named(std::string_view name) {
+  if (name == "none") return Pooling::none;
+  if (name == "cls") return Pooling::cls;
+  if (name == "lasttoken") return Pooling::last;
+  if (name == "mean") return Pooling::mean;
+  if (name == "max") return Pooling::max;
+  if (name == "mean_sqrt_len_tokens") return Pooling::mean_sqrt_len;
+  if (name == "weightedmean") return Pooling::weighted_mean;
+  throw std::invalid_argument(
+      "pooling: expected 'none', 'cls', 'lasttoken', 'mean', 'max', 'mean_sqrt_len_tokens' or 'weightedmean', got '" +
+      std::string(name) + "'");
+}
+
+struct Encoder::Lane {
+  explicit Lane(const PackedModel& model) : forward(model) {}
+  Forward forward;
+  FloatBuffer states;
+  Batch batch;
+};
+
+Encoder::Encoder(std::shared_ptr<const PackedModel> model) : model_(std::move(model)) {
+  if (!model_->options.has_encoder() || model_->options.has_decoder())
+    throw std::invalid_argument("expected a model that is an encoder alone");
+}
+
+Encoder::~Encoder() = default;
+
+std::unique_ptr<Encoder::Lane> Encoder::take() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!lanes_.empty()) {
+      std::unique_ptr<Lane> lane = std::move(lanes_.back());
+      lanes_.pop_back();
+      return lane;
+    }
+  }
+  return std::make_unique<Lane>(*model_);
+}
+
+void Encoder::give_back(std::unique_ptr<Lane> lane) {
+  const std::lock_guard lock(mutex_);
+  lanes_.push_back(std::move(lane));
+}
+
+int64_t Encoder::num_rows(const Texts& texts, Pooling pooling) const {
+  const auto number = [](int64_t n) { return std::to_string(n); };
+  const auto check = [&](const char* name, size_t place, const Ids& found, int64_t size) {
+    for (const int32_t id : found)
+      if (id < 0 || id >= size)
+        throw std::invalid_argument(std::string(name) + ": expected numbers from 0 to " + number(size - 1) + ", got " +
+                                    number(id) + " in text " + number(static_cast<int64_t>(place)));
+  };
+  if (!texts.types.empty() && texts.types.size() != texts.ids.size())
+    throw std::invalid_argument("token_types: expected those of " + number(static_cast<int64_t>(texts.ids.size())) +
+                                " texts, got " + number(static_cast<int64_t>(texts.types.size())));
+  int64_t tokens = 0;
+  for (size_t i = 0; i < texts.ids.size(); ++i) {
+    const int64_t length = length_of(texts.ids[i]);
+    if (length < 1 || length > model_->max_len())
+      throw std::invalid_argument("ids: expected texts of 1 to " + number(model_->max_len()) + " tokens, got " +
+                                  number(length) + " in text " + number(static_cast<int64_t>(i)));
+    check("ids", i, texts.ids[i], model_->source_vocab_size());
+    if (!texts.types.empty()) {
+      if (length_of(texts.types[i]) != length)
+        throw std::invalid_argument("token_types: expected one for each of " + number(length) + " tokens, got " +
+                                    number(length_of(texts.types[i])) + " in text " + number(static_cast<int64_t>(i)));
+      check("token_types", i, texts.types[i], std::max<int64_t>(1, model_->num_token_types()));
+    }
+    tokens += length;
+  }
+  return pooling == Pooling::none ? tokens : static_cast<int64_t>(texts.ids.size());
+}
+
+void Encoder::encode(const Texts& texts, Pooling pooling, bool normalise, int threads, float* out) {
+  if (threads < 1) throw std::invalid_argument("expected one thread or more");
+  const int64_t dim = model_->options.d_model, count = static_cast<int64_t>(texts.ids.size());
+  std::vector<int64_t> places(count + 1, 0);  // of the rows that a text gives
+  int64_t tokens = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    tokens += length_of(texts.ids[i]);
+    places[i + 1] = pooling == Pooling::none ? tokens : i + 1;
+  }
+  if (model_->encoder_bytes() * std::min<int64_t>(tokens, 16) < kWork) threads = 1;
+
+  // The longest first: what comes last is short, and no thread waits for it long.
+  const bool is_apart = threads > 1 && count > 1 && tokens >= kLeastTokens * threads;
+  const int64_t most = is_apart ? std::clamp(tokens / (kTurns * threads), kLeastTokens, kMostTokens) : kMostTokens;
+  std::vector<int64_t> order(count);
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int64_t a, int64_t b) { return texts.ids[a].size() > texts.ids[b].size(); });
+  std::vector<int64_t> ends;  // of the parts of `order` that go through the stack together
+  for (int64_t i = 0, held = 0; i < count; ++i) {
+    const int64_t length = length_of(texts.ids[order[i]]);
+    if (i > 0 && held + length > most) ends.push_back(i), held = 0;
+    held += length;
+  }
+  if (count > 0) ends.push_back(count);
+
+  const auto run = [&](Lane& lane, size_t part, int threads) {
+    const int64_t begin = part ? ends[part - 1] : 0, end = ends[part];
+    Batch& batch = lane.batch;
+    batch.ids.clear(), batch.positions.clear(), batch.types.clear(), batch.spans.clear();
+    for (int64_t i = begin; i < end; ++i) {
+      const Ids& text = texts.ids[order[i]];
+      batch.add(text.data(), length_of(text), 0, nullptr, nullptr, false);
+      if (!texts.types.empty()) {
+        const Ids& types = texts.types[order[i]];
+        batch.types.insert(batch.types.end(), types.begin(), types.end());
+      }
+    }
+    lane.states.reserve(batch.count() * dim);
+    const int64_t tasks = std::min<int64_t>(threads, end - begin);
+    lane.forward.encode(batch, threads, lane.states.data(),
+                        {tasks, [&, begin, end, tasks](int64_t task) {
+                           for (int64_t i = (end - begin) * task / tasks; i < (end - begin) * (task + 1) / tasks; ++i) {
+                             const Span& span = lane.batch.spans[i];
+                             const int64_t text = order[begin + i];
+                             const float* states = lane.states.data() + span.begin * dim;
+                             float* to = out + places[text] * dim;
+                             if (pooling == Pooling::none) std::copy_n(states, (span.end - span.begin) * dim, to);
+                             else pool(pooling, states, span.end - span.begin, dim, to);
+                             if (!normalise) continue;
+                             for (int64_t row = places[text]; row < places[text + 1]; ++row)
+                               divide_by_length(out + row * dim, dim);
+                           }
+                         }});
+  };
+  const int64_t parts = static_cast<int64_t>(ends.size()), workers = is_apart ? std::min<int64_t>(threads, parts) : 1;
+  std::atomic<size_t> next{0};
+  const auto work = [&](int64_t) {
+    std::unique_ptr<Lane> lane = take();
+    for (size_t part; (part = next.fetch_add(1, std::memory_order_relaxed)) < ends.size();) run(*lane, part, 1);
+    give_back(std::move(lane));
+  };
+  if (workers > 1 && run_workers({workers, work})) return;
+  std::unique_ptr<Lane> lane = take();
+  for (int64_t part = 0; part < parts; ++part) run(*lane, part, threads);
+  give_back(std::move(lane));
+}
+
+}  // namespace fastformer

@@ -1,0 +1,70 @@
+// An encoder alone, in one call: texts as ids to the states of their tokens, or to a row of each text.
+
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string_view>
+#include <vector>
+
+#include "engine/packed_model.h"
+#include "engine/token_cache.h"
+
+namespace fastformer {
+
+using Ids = std::vector<int32_t>;
+
+// What becomes of the states of a text, in fp32, whatever the precision of the products.
+enum class Pooling {
+  none,           // all of them
+  cls,            // the first one
+  last,           // the last one
+  mean,           // their sum divided by their number
+  max,            // of each feature
+  mean_sqrt_len,  // their sum divided by the root of their number
+  weighted_mean,  // the first one weighs 1, the second one 2, and so on
+};
+// By the names of sentence-transformers: "none", "cls", "lasttoken", "mean", "max", "mean_sqrt_len_tokens" and
+// "weightedmean"; std::invalid_argument for another one.
+Pooling pooling_named(std::string_view name);
+
+struct Texts {
+  std::vector<Ids> ids;
+  std::vector<Ids> types;  // of their tokens; none: all are 0
+};
+
+// Several threads may call one encoder at once.
+class Encoder {
+ public:
+  // Throws std::invalid_argument for a model with a decoder, or without an encoder.
+  explicit Encoder(std::shared_ptr<const PackedModel> model);
+  ~Encoder();
+  Encoder(const Encoder&) = delete;
+  Encoder& operator=(const Encoder&) = delete;
+
+  // How many rows encode writes. Throws std::invalid_argument for texts that it doesn't take: without tokens, longer
+  // than max_len, with ids that the vocabulary has not, or types that the model has not.
+  int64_t num_rows(const Texts& texts, Pooling pooling) const;
+
+  // Writes rows of d_model numbers for texts that num_rows takes. normalise: divides each row by its length. The bits
+  // of a text depend neither on its neighbours nor on the number of threads, one or more.
+  //
+  // A few tokens go through the stack with all threads sharing each product. Of more, each thread takes texts of its
+  // own, and waits for no other.
+  void encode(const Texts& texts, Pooling pooling, bool normalise, int threads, float* out);
+
+  const PackedModel& model() const { return *model_; }
+
+ private:
+  struct Lane;  // what a thread needs, kept from call to call
+
+  std::unique_ptr<Lane> take();
+  void give_back(std::unique_ptr<Lane> lane);
+
+  std::shared_ptr<const PackedModel> model_;
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<Lane>> lanes_;  // that no call uses
+};
+
+}  // namespace fastformer

@@ -1,0 +1,184 @@
+"""An encoder in one C++ call: what plain PyTorch computes, the same bits in any batch, and errors for anything else."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastformer.ops import _extension
+from tests.checks import assert_accurate
+from tests.engine.plain_encoder import CONFIGS, drawn, packed, pooled, states
+from tests.generation.small import needs_cpp
+
+pytestmark = needs_cpp
+
+EXT: Any = _extension.module()
+POOLINGS = ("cls", "lasttoken", "mean", "max", "mean_sqrt_len_tokens", "weightedmean")
+
+
+def texts_of(dice: random.Random, o: dict[str, Any], t: dict[str, Tensor], lengths: list[int]) -> tuple[Any, Any]:
+    vocab = len(t["source_embedding"])
+    ids = [[dice.randrange(vocab) for _ in range(length)] for length in lengths]
+    if "source_types" not in t:
+        return ids, None
+    return ids, [[dice.randrange(len(t["source_types"])) for _ in text] for text in ids]
+
+
+def distance(found: Tensor, due: Tensor) -> float:
+    return ((found - due).square().mean().sqrt() / due.std()).item()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_each_option_is_honoured(name: str) -> None:
+    o, t = drawn(**CONFIGS[name])
+    ids, types = texts_of(random.Random(0), o, t, [5, 1, 33, 70, 260])
+    exact, plain = (
+        [states(o, t, text, types[i] if types else None, dtype) for i, text in enumerate(ids)]
+        for dtype in (torch.float64, torch.float32)
+    )
+    found = torch.from_numpy(packed(EXT, o, t).encode(ids, types, "none", False, 1))
+    assert_accurate(found, torch.cat(plain), torch.cat(exact))
+    for precision, bound in (("bf16", 0.03), ("int8", 0.1)):
+        found = torch.from_numpy(packed(EXT, {**o, "precision": precision}, t).encode(ids, types, "none", False, 1))
+        assert distance(found, torch.cat(exact)) < bound, precision
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("kind", POOLINGS)
+def test_pooling_is_in_fp32_whatever_the_precision(kind: str, normalize: bool) -> None:
+    o, t = drawn(types=2)
+    ids, types = texts_of(random.Random(0), o, t, [5, 1, 33, 70])
+    for precision in ("fp32", "int8"):
+        encoder = packed(EXT, {**o, "precision": precision}, t)
+        hidden = torch.from_numpy(encoder.encode(ids, types, "none", False, 1)).split([len(text) for text in ids])
+        found = torch.from_numpy(encoder.encode(ids, types, kind, normalize, 1))
+        plain, exact = (torch.stack([pooled(kind, h.to(dtype)) for h in hidden]) for dtype in (None, torch.float64))
+        if normalize:
+            plain, exact = F.normalize(plain), F.normalize(exact)
+        assert_accurate(found, plain, exact)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("name", ["bert", "modernbert", "wide"])
+def test_bits_of_a_text_depend_on_nothing_else(name: str, precision: str) -> None:
+    wide = {"d_model": 264, "heads": 6, "head_dim": 44, "d_ff": 700, "layers": 2, "types": 2}
+    o, t = drawn(precision=precision, **(wide if name == "wide" else CONFIGS[name]))
+    encoder, dice = packed(EXT, o, t), random.Random(1)
+    ids, types = texts_of(dice, o, t, [5, 1, 33, 70, 200, 2, 64, 65, 17] + [dice.randrange(1, 40) for _ in range(20)])
+    one = [
+        encoder.encode([text], types and [types[i]], "mean", True, 1 + i % 3)[0].tobytes() for i, text in enumerate(ids)
+    ]
+    for threads in (1, 2, 3, 7):
+        for _ in range(3):
+            order = dice.sample(range(len(ids)), dice.randrange(2, len(ids) + 1))
+            rows = encoder.encode([ids[i] for i in order], types and [types[i] for i in order], "mean", True, threads)
+            assert [row.tobytes() for row in rows] == [one[i] for i in order], threads
+            hidden = encoder.encode([ids[order[0]]], types and [types[order[0]]], "none", False, threads)
+            assert hidden.shape == (len(ids[order[0]]), o["d_model"])
+
+
+def test_callers_on_many_threads_get_what_one_gets() -> None:
+    o, t = drawn(d_model=96, heads=3, head_dim=32, d_ff=300)
+    encoder = packed(EXT, o, t)
+    batches = [texts_of(random.Random(seed), o, t, [seed + 1, 40, 7, 90])[0] for seed in range(8)]
+    due = [encoder.encode(ids, None, "mean", False, 1).tobytes() for ids in batches]
+    wrong: list[int] = []
+
+    def call(place: int) -> None:
+        for _ in range(10):
+            if encoder.encode(batches[place], None, "mean", False, 1 + place % 3).tobytes() != due[place]:
+                wrong.append(place)
+
+    callers = [threading.Thread(target=call, args=(place,)) for place in range(8)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("ids", "types", "named"),
+    [
+        ([[1], []], None, "ids"),
+        ([[1, 70]], None, "ids"),
+        ([[-1]], None, "ids"),
+        ([[2**31]], None, "ids"),
+        ([[2**40]], None, "ids"),
+        ([[1] * 601], None, "ids"),
+        ([[1, 2]], [[0, 2]], "token_types"),
+        ([[1, 2]], [[0, -1]], "token_types"),
+        ([[1, 2]], [[0]], "token_types"),
+        ([[1, 2]], [], "token_types"),
+        ([[1, 2]], [[0, 0], [1]], "token_types"),
+    ],
+)
+def test_what_no_text_is_gets_an_error(ids: Any, types: Any, named: str) -> None:
+    encoder = packed(EXT, *drawn(types=2))
+    with pytest.raises(ValueError, match=rf"\b{named}\b"):
+        encoder.encode(ids, types, "mean", False, 1)
+    assert encoder.encode([[1, 2]], [[0, 1]], "mean", False, 1).shape == (1, 32)
+
+
+def test_other_wrong_calls_get_an_error() -> None:
+    o, t = drawn()
+    encoder = packed(EXT, o, t)
+    with pytest.raises(ValueError, match=r"\btoken_types\b"):
+        encoder.encode([[1]], [[1]], "mean", False, 1)
+    with pytest.raises(ValueError, match=r"\bpooling\b"):
+        encoder.encode([[1]], None, "median", False, 1)
+    with pytest.raises(ValueError, match=r"\bthread\b"):
+        encoder.encode([[1]], None, "mean", False, 0)
+    for windows in ([], [-1], [-1] * 3):
+        with pytest.raises(ValueError, match=r"\bwindow\b"):
+            packed(EXT, {**o, "encoder_windows": windows}, t)
+    with pytest.raises(ValueError, match=r"\bshape\b"):
+        packed(EXT, o, {**t, "source_types": torch.zeros(2, 33)})
+    with pytest.raises(ValueError, match=r"\bdecoder\b"):
+        EXT.Session(EXT.PackedModel(o, {name: tensor.numpy() for name, tensor in t.items()}), 32)
+
+
+def test_nothing_to_encode_gives_nothing() -> None:
+    encoder = packed(EXT, *drawn(types=2))
+    for pooling in ("mean", "none"):
+        assert encoder.encode([], None, pooling, True, 2).shape == (0, 32)
+
+
+def test_a_nan_stays_one() -> None:
+    o, t = drawn()
+    t["source_embedding"][3] = torch.nan
+    for kind in POOLINGS:
+        found = packed(EXT, o, t).encode([[1, 3, 2], [1, 2]], None, kind, True, 2)
+        assert np.isnan(found[0]).all() and not np.isnan(found[1]).any()
+
+
+CODE = """
+import sys
+from tests.engine.test_encoder import EXT, drawn, packed, random, texts_of
+o, t = drawn(precision=sys.argv[1], types=2)
+ids, types = texts_of(random.Random(0), o, t, [5, 1, 33, 70])
+sys.stdout.buffer.write(packed(EXT, o, t).encode(ids, types, "mean", True, 2).tobytes())
+"""
+
+
+@pytest.mark.parametrize("features", ["", pytest.param("avx512_vnni", marks=pytest.mark.slow)])
+def test_int8_gives_the_same_without_instructions_for_it(features: str) -> None:
+    def run(**variables: str) -> bytes:
+        done = subprocess.run(
+            [sys.executable, "-c", CODE, "int8"], env=os.environ | variables, capture_output=True, check=True
+        )
+        return done.stdout
+
+    found, due = (np.frombuffer(bits, np.float32) for bits in (run(FASTFORMER_CPU_FEATURES=features), run()))
+    assert found.shape == due.shape == (4 * 32,)
+    assert np.abs(found - due).max() < 0.02
