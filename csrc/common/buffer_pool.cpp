@@ -64,7 +64,8 @@ PooledMemory::~PooledMemory() {
     std::free(data_);
     return;
   }
-  std::vector<Chunk> gone;  // the oldest make room: a pool that many small ones had filled would keep no large one again
+  std::vector<Chunk>
+      gone;  // the oldest make room: a pool that many small ones had filled would keep no large one again
   Kept& all = kept();
   {
     const std::lock_guard lock(all.mutex);

@@ -29,7 +29,7 @@ from fastformer.models import GPT, Transformer
 from fastformer.models.gpt import GPTConfig
 from fastformer.models.quantization import INT4, SCALE, ZERO, groups_of
 from fastformer.nn import Embedding, MultiheadAttention, RelativePositionBias
-from fastformer.nn.feed_forward import fused_name
+from fastformer.nn.feed_forward import Activation, fused_name
 from fastformer.ops import _extension
 
 BLOCK_SIZE = 16  # tokens; csrc/engine/prefix_table.h's kBlockTokens
@@ -341,9 +341,10 @@ def pack_tensors(model: Transformer | GPT, precision: str) -> dict[str, Array]:
         tensors["source_embedding"] = embedding.weight if tied else model.source_embedding.weight
         if model.output_bias is not None:
             tensors["output_bias"] = model.output_bias
+        sizes = model.config.max_len, _attention(model).head_dim
         for name, relative in (("encoder", model.encoder_position_bias), ("decoder", model.decoder_position_bias)):
             if relative is not None:
-                tensors[f"{name}_position_bias"] = _by_distance(relative, model)
+                tensors[f"{name}_position_bias"] = bias_by_distance(relative, *sizes)
         if model.config.scale_output:
             # The last norm's numbers alone become logits.
             last = "norm" if model.config.norm_first else f"layers.{len(model.decoder.layers) - 1}.norm3"
@@ -355,6 +356,11 @@ def pack_tensors(model: Transformer | GPT, precision: str) -> dict[str, Array]:
             tensors["local_cos"], tensors["local_sin"] = model.local_rotary.cos, model.local_rotary.sin
     elif position is not None:
         tensors["target_positions"] = position.table
+    return arrays_of(model, tensors, precision)
+
+
+def arrays_of(model: nn.Module, tensors: dict[str, Tensor], precision: str) -> dict[str, Array]:
+    """Named tensors of a model as csrc/engine/packed_model.h reads them."""
     arrays: dict[str, Array] = {}
     multiplied = [tensor for name, tensor in tensors.items() if not _is_looked_up(name)]
     groups = groups_of(model, multiplied) if precision == INT4 else {}
@@ -369,14 +375,19 @@ def pack_tensors(model: Transformer | GPT, precision: str) -> dict[str, Array]:
 
 
 def _is_looked_up(name: str) -> bool:
-    return name in ("source_embedding", "target_embedding")
+    return name in ("source_embedding", "target_embedding", "source_positions", "source_types")
 
 
-def _by_distance(relative: RelativePositionBias, model: Transformer) -> Tensor:
+def activation_name(activation: object) -> str | None:
+    """What csrc/common/activation.h calls the activation of a layer that the engine supports."""
+    return activation if isinstance(activation, str) else fused_name(cast(Activation, activation))
+
+
+def bias_by_distance(relative: RelativePositionBias, max_len: int, head_dim: int) -> Tensor:
     """What csrc/engine/packed_model.h's PositionBias reads: in units of q k^T, which are scaled afterwards."""
-    reach = min(relative.max_distance, model.config.max_len - 1)
+    reach = min(relative.max_distance, max_len - 1)
     rows = relative.table[relative.buckets(torch.arange(-reach, reach + 1, device=relative.table.device))]
-    return rows.float().T * _attention(model).head_dim ** 0.5
+    return rows.float().T * head_dim**0.5
 
 
 def _array(tensor: Tensor) -> Array:
