@@ -17,12 +17,13 @@ from fastformer.checkpoints.hf import FAMILIES, UNSUPPORTED, load_folder, model_
 from fastformer.data import PairTokenizer, Tokenizer, load_tokenizer
 from fastformer.data.pair import contents
 from fastformer.data.tokenizer import TOKENIZER
-from fastformer.models import GPT, Transformer, read_architecture
+from fastformer.models import BERT, GPT, Transformer, read_architecture
 from fastformer.models.pretrained import config_from_dict, load_saved
 from fastformer.special_ids import SpecialIds
 
-_ARCHITECTURE = {"seq2seq": "Transformer", "decoder": "GPT"}  # of each kind of family
-ARCHITECTURES = ("Transformer", "GPT", "LSTMSeq2Seq")
+_ARCHITECTURE = {"seq2seq": "Transformer", "decoder": "GPT", "encoder": "BERT"}  # of each kind of family
+_COMMANDS = {"seq2seq": "translate", "decoder": "generate"}
+ARCHITECTURES = ("Transformer", "GPT", "LSTMSeq2Seq")  # that are trained in runs
 
 
 def load_model(
@@ -49,10 +50,11 @@ def load_model(
         return _load_foreign(Path(run), kind, expected, device, dtype)
     tokenizer, architecture = load_tokenizer(run), read_architecture(run)
     if architecture not in (expected or ARCHITECTURES):
-        hint = "fastformer generate" if architecture == "GPT" else "fastformer translate"
+        hints = dict.fromkeys(ARCHITECTURES, "; see `fastformer translate`")
+        hints |= {"GPT": "; see `fastformer generate`", "BERT": "; it is an encoder: models.BERT"}
         raise ValueError(
             f"expected a folder of {' or '.join(expected or ARCHITECTURES)}, got one of {architecture!r}: {run}"
-            + (f"; see `{hint}`" if architecture in ARCHITECTURES else "")
+            + hints.get(architecture, "")
         )
     model: Any = _load(architecture, run, device, dtype)
     if tokenizer.vocab_size != model.config.vocab_size:
@@ -111,7 +113,7 @@ def _load_foreign(
     if kind in UNSUPPORTED:
         why = f"; {UNSUPPORTED[kind]}, which our models don't have"
     elif family is not None and family.kind not in wanted:
-        why = f"; see `fastformer {'generate' if family.kind == 'decoder' else 'translate'}`"
+        why = f"; see `fastformer {_COMMANDS[family.kind]}`" if family.generates else "; it is an encoder: models.BERT"
     elif family is not None:
         why = "; fastformer.integrations.from_huggingface converts it in memory"
     raise ValueError(f"expected a run folder, or transformers' folder of a {known}, got one of {kind!r}: {folder}{why}")
@@ -127,6 +129,8 @@ def _load(
         return Transformer.from_pretrained(run, device=device, dtype=dtype)
     if architecture == "GPT":
         return GPT.from_pretrained(run, device=device, dtype=dtype)
+    if architecture == "BERT":
+        return BERT.from_pretrained(run, device=device, dtype=dtype)
 
     def make(values: dict[str, Any], device: torch.device | str | None, dtype: torch.dtype | None) -> LSTMSeq2Seq:
         with torch.device(device or "cpu"):

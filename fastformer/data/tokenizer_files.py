@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from fastformer.data import pair
 from fastformer.data.bpe import BPETokenizer, is_our_bpe
 from fastformer.data.checks import SPECIAL_TOKENS, check_text, checked_ids, until_eos
+from fastformer.data.encoder_tokenizers import ENCODER_TOKENIZERS, saved_encoder_tokenizer
 from fastformer.data.model_tokenizers import MODEL_TOKENIZERS, read_sentencepiece, saved_model_tokenizer
 from fastformer.data.prompt_tokenizers import PROMPT_TOKENIZERS, saved_prompt_tokenizer
 from fastformer.data.tokenizer import (
@@ -274,6 +275,8 @@ def _tokenizer_json(file: Path, values: dict[str, Any]) -> Tokenizer:
         return saved_model_tokenizer(file, values)
     if values.get("type") in PROMPT_TOKENIZERS:
         return saved_prompt_tokenizer(file, values)
+    if values.get("type") in ENCODER_TOKENIZERS:
+        return saved_encoder_tokenizer(file, values)
     if values.get("type") == "foreign":
         return _saved(file, values)
     if values.get("type") == pair.TYPE:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fastformer.checkpoints.hf import FAMILIES, UNSUPPORTED, from_model
+from fastformer.checkpoints.hf import ENCODER_FORMS, FAMILIES, UNSUPPORTED, from_model
 from fastformer.checkpoints.hf.common import with_search_ids
 from fastformer.checkpoints.hf.rope import of_version
 from fastformer.integrations.replace import original_class
-from fastformer.models import GPT, Transformer
+from fastformer.models import BERT, GPT, Transformer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 _OLD_HEAD = "embed_out.weight"  # of a GPT-NeoX, before version 5
 
 
-def from_huggingface(model: nn.Module) -> Transformer | GPT:
+def from_huggingface(model: nn.Module) -> Transformer | GPT | BERT:
     """A model of ours that computes what a model of transformers does, with copies of its weights.
 
-    An encoder-decoder becomes a `models.Transformer`, a decoder-only model a `models.GPT`. Dtype, device and mode are
+    An encoder-decoder becomes a `models.Transformer`, a decoder-only model a `models.GPT`, an encoder-only model a
+    `models.BERT`. Dtype, device and mode are
     the model's. Sources and prompts may be padded as their tokenizers pad them.
 
     Differences to expect. Dropping whole layers in training (encoder_layerdrop) is left out. Of a BART's learned
@@ -51,22 +52,28 @@ def from_huggingface(model: nn.Module) -> Transformer | GPT:
     sequence otherwise: there the converted model's max_len ends. With "linear" and "yarn" it is the scaled length. The
     norms of a Gemma are 1 + its weights, which is rounded once.
 
+    An encoder's texts are padded on the right here, or packed. Of a RoBERTa's table of positions the first rows, which
+    no token has, are left out.
+
     Args:
         model: a BartForConditionalGeneration, MarianMTModel, MBartForConditionalGeneration,
             PegasusForConditionalGeneration, M2M100ForConditionalGeneration (an NLLB, too), T5ForConditionalGeneration
             (a MADLAD, too) or MT5ForConditionalGeneration; or a decoder: GPT2LMHeadModel; LlamaForCausalLM,
             MistralForCausalLM, MinistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Olmo2ForCausalLM,
             Olmo3ForCausalLM or Phi3ForCausalLM; GemmaForCausalLM, Gemma2ForCausalLM or Gemma3ForCausalLM;
-            GPTNeoXForCausalLM or Starcoder2ForCausalLM.
+            GPTNeoXForCausalLM or Starcoder2ForCausalLM; or an encoder, with the head that classifies texts or without
+            one: BertModel, BertForSequenceClassification, likewise of RoBERTa, XLM-RoBERTa and CamemBERT. The head of
+            their ForMaskedLM is left out.
 
     Raises:
         ValueError: another class, or settings that our models don't have.
     """
     kind = getattr(getattr(model, "config", None), "model_type", None)
     family = FAMILIES.get(kind or "")
-    if family is None or original_class(model).__name__ != family.model_class:
+    name = original_class(model).__name__
+    if family is None or name not in (family.model_class, *family.others):
         why = f": {UNSUPPORTED[kind]}, which our models don't have" if kind in UNSUPPORTED else ""
-        known = ", ".join(family.model_class for family in FAMILIES.values())
+        known = ", ".join(name for each in FAMILIES.values() for name in (each.model_class, *each.others))
         raise ValueError(f"expected one of transformers' {known}, got {type(model).__name__}{why}")
     found: Any = model
     eps = {module.eps for module in model.modules() if isinstance(module, nn.LayerNorm)}
@@ -76,6 +83,8 @@ def from_huggingface(model: nn.Module) -> Transformer | GPT:
     settings = of_version(found.config.to_dict(), _major_version())
     if family.kind == "decoder" and getattr(found, "generation_config", None) is not None:
         settings = with_search_ids(settings, found.generation_config.to_dict())
+    if family.kind == "encoder":
+        settings["architectures"] = [name]  # which says what its head is
     converted = family.to_model(
         settings,
         model.state_dict(),
@@ -104,15 +113,16 @@ def _copy_sines(module: Any, table: torch.Tensor, first: int) -> None:
     table[: len(rows)].copy_(rows)
 
 
-def to_huggingface(model: Transformer | GPT) -> PreTrainedModel:
+def to_huggingface(model: Transformer | GPT | BERT) -> PreTrainedModel:
     """A model of transformers that computes what a model of ours does, with copies of its weights.
 
     Args:
-        model: a `GPT` becomes the first decoder in the list of `from_huggingface` that has its options. A `Transformer`
-            has to have full attention, and LayerNorm of eps 1e-5. With positions "halves" it becomes a MarianMTModel,
-            or if it is pre-norm a PegasusForConditionalGeneration. With positions "concatenated", which begin behind
-            PAD's id (`first_position`), and pre-norm it becomes an M2M100ForConditionalGeneration. With positions
-            "learned" and `embedding_norm` it becomes a BartForConditionalGeneration, or if it is pre-norm an
+        model: a `GPT` becomes the first decoder in the list of `from_huggingface` that has its options, a `BERT` the
+            first encoder, or its ForSequenceClassification if it has a head. A `Transformer` has to have full
+            attention, and LayerNorm of eps 1e-5. With positions "halves" it becomes a MarianMTModel, or if it is
+            pre-norm a PegasusForConditionalGeneration. With positions "concatenated", which begin behind PAD's id
+            (`first_position`), and pre-norm it becomes an M2M100ForConditionalGeneration. With positions "learned" and
+            `embedding_norm` it becomes a BartForConditionalGeneration, or if it is pre-norm an
             MBartForConditionalGeneration. With positions "relative" it becomes a T5ForConditionalGeneration, for which
             it has to be pre-norm, with norm "rms", no biases and no scale_embedding.
 
@@ -120,17 +130,23 @@ def to_huggingface(model: Transformer | GPT) -> PreTrainedModel:
         ImportError: transformers is not installed.
         ValueError: options that none of these has.
     """
-    if type(model) not in (Transformer, GPT):
-        raise ValueError(f"expected a models.Transformer or a models.GPT, got {type(model).__name__}")
+    if type(model) not in (Transformer, GPT, BERT):
+        raise ValueError(f"expected a models.Transformer, a models.GPT or a models.BERT, got {type(model).__name__}")
     settings, weights = from_model(model)
     try:
         import transformers
     except ImportError as error:
         raise ImportError("to_huggingface needs the transformers library: pip install transformers") from error
-    family = FAMILIES[settings.pop("model_type")]
+    kind = settings.pop("model_type")
+    family = FAMILIES[kind]
     settings = of_version(settings, _major_version())
-    config_class, model_class = getattr(transformers, family.config_class), getattr(transformers, family.model_class)
-    theirs: Any = model_class(config_class(**settings))
+    name, options = family.model_class, {}
+    if isinstance(model, BERT):
+        name = settings.pop("architectures")[0]
+        if ENCODER_FORMS[kind].pooler is not None and not model.config.num_labels:
+            options["add_pooling_layer"] = model.config.pooler
+    config_class, model_class = getattr(transformers, family.config_class), getattr(transformers, name)
+    theirs: Any = model_class(config_class(**settings), **options)
     if (
         type(model) is Transformer
         and model.config.positions == "relative"
@@ -138,7 +154,8 @@ def to_huggingface(model: Transformer | GPT) -> PreTrainedModel:
     ):
         # Version 5 of transformers makes no T5 without a tied head, but loads and saves such.
         theirs.lm_head.weight = nn.Parameter(theirs.lm_head.weight.detach().clone())
-    theirs.to(device=model.output_weight.device, dtype=model.output_weight.dtype)
+    weight = model.embedding.weight if isinstance(model, BERT) else model.output_weight
+    theirs.to(device=weight.device, dtype=weight.dtype)
     own = theirs.state_dict()
     if _OLD_HEAD in own:
         weights[_OLD_HEAD] = weights.pop("lm_head.weight")

@@ -31,7 +31,7 @@ def _derived(original: Any) -> Any:
 
 def __getattr__(name: str) -> Any:
     for kind, family in FAMILIES.items():
-        if family.model_class == name:
+        if family.generates and family.model_class == name:
             source = importlib.import_module(family.source(kind))
             return _derived(getattr(source, name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

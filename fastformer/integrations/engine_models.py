@@ -36,7 +36,7 @@ from fastformer.integrations.known import (
     sources_of,
 )
 from fastformer.integrations.replace import is_accelerated, original_class
-from fastformer.models import GPT, Transformer
+from fastformer.models import BERT, GPT, Transformer
 from fastformer.nn.guards import Kept, is_written_as_known, is_written_in
 from fastformer.nn.model_guards import ModelGuards
 
@@ -110,6 +110,7 @@ class EngineModel:
                 converted = from_huggingface(model)
             except ValueError as error:
                 raise UnfitError(str(error)) from error
+            assert not isinstance(converted, BERT)  # which `is_convertible` leaves out
             converted.eval()
             reason = why_not_supported(converted, precision)
             if reason is not None:
@@ -176,7 +177,7 @@ def counts_words(model: Any) -> bool:
 def is_convertible(kind: type) -> bool:
     """Whether a class of transformers is one of those in the table of `checkpoints.hf`."""
     family = FAMILIES.get(_model_type(kind) or "")
-    return family is not None and kind is getattr(transformers, family.model_class, None)
+    return family is not None and family.generates and kind is getattr(transformers, family.model_class, None)
 
 
 def _model_type(kind: type) -> str | None:
@@ -186,6 +187,8 @@ def _model_type(kind: type) -> str | None:
 def loaded_classes() -> Iterator[type[nn.Module]]:
     """The classes of transformers that can be converted, of those families that were imported."""
     for kind, family in FAMILIES.items():
+        if not family.generates:
+            continue
         source = sys.modules.get(family.source(kind))
         found = None if source is None else getattr(source, family.model_class, None)
         if found is not None:

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from fastformer.nn.layout import SequenceLayout
+from fastformer.settings import shown
 
 IGNORE_INDEX = -100
 _ROWS = 256  # whose logits `chosen_log_probs` holds at a time
 
 Norm = Literal["layer", "rms"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu_tanh"]
+
+
+def as_flags(name: str, value: Any) -> tuple[bool, ...] | None:
+    """A setting that says something of each layer, as a tuple; None stays None.
+
+    Raises:
+        ValueError: anything but a list of booleans.
+    """
+    if value is None:
+        return None
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    if not is_list or not all(isinstance(each, bool) for each in value):
+        raise ValueError(f"expected {name} to be a list of true and false, one for each layer, got {shown(value)}")
+    return tuple(value)
 
 
 def check_heads(d_model: int, num_heads: int, num_kv_heads: int | None) -> None:

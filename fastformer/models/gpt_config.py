@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
-from fastformer.models.common import Activation, Norm, check_heads
+from fastformer.models.common import Activation, Norm, as_flags, check_heads
 from fastformer.models.rotary_scaling import RotaryScaling
 from fastformer.nn.feed_forward import is_gated
-from fastformer.settings import Amount, Convert, Count, Positive, Probability, Range, check_settings, shown
+from fastformer.settings import Amount, Convert, Count, Positive, Probability, Range, check_settings
 from fastformer.special_ids import SpecialIds
 
 NormPlacement = Literal["pre", "post", "both"]
@@ -21,15 +20,6 @@ _Base = Annotated[float, Range(1)]
 
 def _as_scaling(name: str, value: Any) -> RotaryScaling | None:
     return value if value is None or isinstance(value, RotaryScaling) else RotaryScaling(value)
-
-
-def _as_flags(name: str, value: Any) -> tuple[bool, ...] | None:
-    if value is None:
-        return None
-    is_list = isinstance(value, Sequence) and not isinstance(value, str)
-    if not is_list or not all(isinstance(each, bool) for each in value):
-        raise ValueError(f"expected {name} to be a list of true and false, one for each layer, got {shown(value)}")
-    return tuple(value)
 
 
 @dataclass
@@ -105,7 +95,7 @@ class GPTConfig:
     rotary_fraction: Annotated[float, Range(above=0, most=1)] = 1.0
     rotary_scaling: Annotated[dict[str, Any] | None, Convert(_as_scaling)] = None
     local_rotary_base: _Base | None = None
-    window_layers: Annotated[tuple[bool, ...] | None, Convert(_as_flags)] = None
+    window_layers: Annotated[tuple[bool, ...] | None, Convert(as_flags)] = None
     attention_scale: _Cap | None = None
     attention_softcap: _Cap | None = None
     logit_softcap: _Cap | None = None

@@ -17,6 +17,7 @@ from fastformer.ops.feed_forward import ACTIVATIONS, GATED, feed_forward
 
 Activation = str | Callable[[Tensor], Tensor]
 
+GEGLU = "geglu"  # the exact GELU as a gate, which no kernel computes: the modules do
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
 
 
@@ -27,15 +28,15 @@ def resolve_activation(activation: Activation) -> Activation:
         InputError: a name that isn't known.
     """
     if isinstance(activation, str):
-        if activation not in ACTIVATIONS:
-            raise InputError(f"expected an activation out of {ACTIVATIONS} or a callable, got {activation!r}")
+        if activation not in (*ACTIVATIONS, GEGLU):
+            raise InputError(f"expected an activation out of {(*ACTIVATIONS, GEGLU)} or a callable, got {activation!r}")
         return _FUNCTIONS.get(activation, activation)
     return activation
 
 
 def is_gated(activation: Activation) -> bool:
     """Whether the first linear makes two numbers for each that the second takes."""
-    return isinstance(activation, str) and activation in GATED
+    return isinstance(activation, str) and activation in (*GATED, GEGLU)
 
 
 def fused_name(activation: Activation, check: Callable[..., bool] = is_plain) -> str | None:
@@ -46,7 +47,7 @@ def fused_name(activation: Activation, check: Callable[..., bool] = is_plain) ->
         check: `is_untouched` for code that has asked `is_watched`.
     """
     if isinstance(activation, str):
-        return activation
+        return None if activation == GEGLU else activation
     if activation is F.relu or activation is torch.relu or check(activation, nn.ReLU):
         return "relu"
     if activation is F.gelu:
@@ -111,9 +112,11 @@ def call_feed_forward(
 
 
 def _call(activation: Activation, x: Tensor) -> Tensor:
-    if activation in GATED:
+    if is_gated(activation):
         gate, up = x.chunk(2, dim=-1)
-        return (F.silu(gate) if activation == "swiglu" else F.gelu(gate, approximate="tanh")) * up
+        if activation == "swiglu":
+            return F.silu(gate) * up
+        return F.gelu(gate, approximate="none" if activation == GEGLU else "tanh") * up
     if activation == "gelu_tanh":
         return F.gelu(x, approximate="tanh")
     assert not isinstance(activation, str)
@@ -129,8 +132,8 @@ class FeedForward(nn.Module):
     Args:
         dim: input and output size.
         hidden_dim: the size between.
-        activation: "relu", "gelu" (exact), "gelu_tanh", "silu", "swiglu" or "geglu_tanh" (Shazeer 2020), or a
-            callable, which isn't fused.
+        activation: "relu", "gelu" (exact), "gelu_tanh", "silu", "swiglu" or "geglu_tanh" (Shazeer 2020); or "geglu"
+            or a callable, which aren't fused.
         dropout: probability after the activation while training, rounded to a multiple of 1/256.
         bias: whether both linears have one.
         device, dtype: of the parameters.

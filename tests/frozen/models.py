@@ -135,6 +135,12 @@ STATE_DICTS: dict[str, Callable[[], nn.Module]] = {
     "models.Transformer, two vocabularies": lambda: transformer(source_vocab_size=VOCAB + 8),
     "models.GPT": gpt,
     "models.GPT, tied": lambda: gpt(tie_embeddings=True),
+    "models.BERT": lambda: models.BERT.from_preset(
+        "tiny", vocab_size=VOCAB, d_model=16, max_len=32, num_labels=2, embedding_size=8
+    ),
+    "models.BERT, relative": lambda: models.BERT.from_preset(
+        "tiny", vocab_size=VOCAB, d_model=16, positions="learned-relative", num_labels=2, head="modernbert"
+    ),
     "baseline.LSTMSeq2Seq": lstm,
     "baseline.Transformer": lambda: baseline.Transformer(vocab_size=VOCAB, d_model=16, num_heads=2, d_ff=24),
     "accelerated torch.nn.TransformerEncoder": accelerated(

@@ -2,27 +2,55 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor
 
-from fastformer.checkpoints.hf import bart, gemma, gpt2, llama, m2m100, marian, mbart, neox, pegasus, prompts, t5
+from fastformer.checkpoints.hf import (
+    bart,
+    bert,
+    encoder_tokenizers,
+    gemma,
+    gpt2,
+    llama,
+    m2m100,
+    marian,
+    mbart,
+    neox,
+    pegasus,
+    prompts,
+    t5,
+)
 from fastformer.checkpoints.hf.bart import bart_from_transformer, transformer_from_bart
 from fastformer.checkpoints.hf.common import Family as Family
 from fastformer.checkpoints.hf.common import generation_settings as generation_settings
 from fastformer.checkpoints.hf.common import load_folder as load_folder
 from fastformer.checkpoints.hf.common import model_type as model_type
 from fastformer.checkpoints.hf.decoder import Form
+from fastformer.checkpoints.hf.encoder import CLASSIFIER, EncoderForm
 from fastformer.checkpoints.hf.t5 import t5_from_transformer, transformer_from_t5
-from fastformer.models import GPT, Transformer
+from fastformer.models import BERT, GPT, Transformer
 
 # What a `GPT` may become, the first that has its options.
 FORMS: dict[str, Form] = {"gpt2": gpt2.FORM, **llama.FORMS, **gemma.FORMS, **neox.FORMS}
+# What a `BERT` may become, the first that has its options.
+ENCODER_FORMS: dict[str, EncoderForm] = {**bert.FORMS}
 
 
 def _decoder(kind: str, config_class: str, model_class: str, package: str | None = None) -> Family:
     form = FORMS[kind]
     return Family(form.name, config_class, model_class, form.to_model, prompts.read_tokenizer, "decoder", package)
+
+
+def _encoder(kind: str, *others: str) -> Family:
+    form = ENCODER_FORMS[kind]
+    classes = tuple(f"{form.classes}{head}" for head in (CLASSIFIER, "ForMaskedLM", *others))
+    read = functools.partial(encoder_tokenizers.read_tokenizer, kind)
+    package = kind.replace("-", "_")
+    return Family(
+        form.name, f"{form.classes}Config", f"{form.classes}Model", form.to_model, read, "encoder", package, classes
+    )
 
 
 FAMILIES = {
@@ -53,6 +81,10 @@ FAMILIES = {
     "gemma3_text": _decoder("gemma3_text", "Gemma3TextConfig", "Gemma3ForCausalLM", "gemma3"),
     "gpt_neox": _decoder("gpt_neox", "GPTNeoXConfig", "GPTNeoXForCausalLM"),
     "starcoder2": _decoder("starcoder2", "Starcoder2Config", "Starcoder2ForCausalLM"),
+    "bert": _encoder("bert", "ForPreTraining"),
+    "roberta": _encoder("roberta"),
+    "xlm-roberta": _encoder("xlm-roberta"),
+    "camembert": _encoder("camembert"),
 }
 # What our models lack for families that you may try.
 UNSUPPORTED = {
@@ -70,7 +102,7 @@ UNSUPPORTED = {
 }
 
 
-def from_model(model: Transformer | GPT) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def from_model(model: Transformer | GPT | BERT) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The settings and the state_dict of the family that computes what a model does.
 
     Raises:
@@ -79,9 +111,11 @@ def from_model(model: Transformer | GPT) -> tuple[dict[str, Any], dict[str, Tens
     if isinstance(model, Transformer):
         return t5_from_transformer(model) if model.config.positions == "relative" else bart_from_transformer(model)
     reasons = []
-    for form in FORMS.values():
+    forms: Any = ENCODER_FORMS if isinstance(model, BERT) else FORMS
+    for form in forms.values():
         try:
-            return form.from_model(model)
+            found: tuple[dict[str, Any], dict[str, Tensor]] = form.from_model(model)
+            return found
         except ValueError as error:
             reasons.append(error)
     # Those of families that are of another kind altogether help if there are no others.

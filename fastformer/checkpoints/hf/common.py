@@ -24,7 +24,7 @@ from fastformer.checkpoints.torch_archive import read_archive
 from fastformer.data import Tokenizer
 from fastformer.files import read_json, read_small
 from fastformer.languages import Languages, Places
-from fastformer.models import GPT, GPTConfig, Transformer, TransformerConfig
+from fastformer.models import BERT, GPT, BERTConfig, GPTConfig, Transformer, TransformerConfig
 from fastformer.models.pretrained import CONFIG, check_depth, check_tables, make_to_load
 from fastformer.models.weights import (
     FLOATING,
@@ -50,7 +50,7 @@ _SEARCH_OPTIONS = {_FORCED: None, "no_repeat_ngram_size": 0, "min_length": 0, "r
 
 
 class ToModel(Protocol):
-    """Converts settings and weights to a `Transformer`, or those of a decoder to a `GPT`."""
+    """Converts settings and weights to a `Transformer`, those of a decoder to a `GPT`, of an encoder to a `BERT`."""
 
     def __call__(
         self,
@@ -62,7 +62,7 @@ class ToModel(Protocol):
         layer_norm_eps: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-    ) -> Transformer | GPT:
+    ) -> Transformer | GPT | BERT:
         """A model in evaluation mode.
 
         Args:
@@ -93,8 +93,9 @@ class Family(NamedTuple):
         config_class, model_class: transformers' names.
         to_model: see `ToModel`.
         read_tokenizer: None: folders of this family can't be loaded, only models in memory be converted.
-        kind: "seq2seq" for a `Transformer`, "decoder" for a `GPT`.
+        kind: "seq2seq" for a `Transformer`, "decoder" for a `GPT`, "encoder" for a `BERT`.
         package: of transformers, where it isn't called as the model_type.
+        others: further classes of transformers that are converted: with a head that the model keeps or leaves out.
     """
 
     name: str
@@ -102,8 +103,14 @@ class Family(NamedTuple):
     model_class: str
     to_model: ToModel
     read_tokenizer: ReadTokenizer | None = None
-    kind: Literal["seq2seq", "decoder"] = "seq2seq"
+    kind: Literal["seq2seq", "decoder", "encoder"] = "seq2seq"
     package: str | None = None
+    others: tuple[str, ...] = ()
+
+    @property
+    def generates(self) -> bool:
+        """Whether a model of this family writes texts."""
+        return self.kind != "encoder"
 
     def source(self, model_type: str) -> str:
         """The module of transformers that has the model's class."""
@@ -123,7 +130,7 @@ def model_type(folder: Path) -> str | None:
 
 def load_folder(
     folder: Path, family: Family, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-) -> tuple[Transformer | GPT, Tokenizer]:
+) -> tuple[Transformer | GPT | BERT, Tokenizer]:
     """The model and the tokenizer of a folder that transformers saved.
 
     An id that the model's settings never let it generate gets a logit bias that no score outweighs. Other options that
@@ -152,7 +159,7 @@ def load_folder(
         if dtype is None and is_half and torch.device(device or "cpu").type == "cpu":
             dtype = torch.float32
         search = search_settings(folder, settings)
-        never = _forbidden(folder, search)
+        never = _forbidden(folder, search) if family.generates else []
         if family.kind == "decoder":
             settings = with_search_ids(settings, search)
         model = family.to_model(settings, state, unk=unk, never=never, device=device, dtype=dtype)
@@ -166,7 +173,7 @@ def load_folder(
         for name, none in _SEARCH_OPTIONS.items()
         if search.get(name) not in (None, none) and not (name == _FORCED and getattr(tokenizer, "languages", None))
     ]
-    if asked:
+    if asked and family.generates:
         logger.warning("%s has search options that are not applied: pass %s to generate", folder, ", ".join(asked))
     return model, tokenizer
 
@@ -419,7 +426,7 @@ Parts = Tensor | tuple[Tensor, ...]  # what is concatenated (dimension 0)
 
 
 def load_foreign(
-    config: TransformerConfig | GPTConfig,
+    config: TransformerConfig | GPTConfig | BERTConfig,
     weights: Mapping[str, Parts],
     *,
     device: torch.device | str | None,
@@ -440,7 +447,8 @@ def load_foreign(
     Raises:
         ValueError: missing, unexpected or misshapen tensors, or positions that take far more memory than the weights.
     """
-    kind: type[Any] = GPT if isinstance(config, GPTConfig) else Transformer
+    kinds: dict[type[Any], type[Any]] = {GPTConfig: GPT, BERTConfig: BERT, TransformerConfig: Transformer}
+    kind = kinds[type(config)]
 
     def check(model: Any) -> None:
         expected = {name: Entry(tuple(tensor.shape)) for name, tensor in model.state_dict().items()}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastformer.checkpoints.hf.common import Parts, check_floating, depth_of, load_foreign, some
-from fastformer.models import GPT, GPTConfig
+from fastformer.models import GPT, BERTConfig, GPTConfig
 from fastformer.models.pretrained import config_from_dict
 from fastformer.special_ids import SpecialIds
 
@@ -197,7 +197,7 @@ class MisfitError(ValueError):
         self.option = option
 
 
-def differing(config: GPTConfig, expected: Mapping[str, Any]) -> dict[str, Any]:
+def differing(config: GPTConfig | BERTConfig, expected: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a config that are other than a family has them, with what it has.
 
     Args:
@@ -212,7 +212,7 @@ def differing(config: GPTConfig, expected: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_form(config: GPTConfig, expected: Mapping[str, Any], free: Iterable[str], name: str) -> None:
+def check_form(config: GPTConfig | BERTConfig, expected: Mapping[str, Any], free: Iterable[str], name: str) -> None:
     """Checks that a family has the options of a config.
 
     Args:
@@ -227,7 +227,7 @@ def check_form(config: GPTConfig, expected: Mapping[str, Any], free: Iterable[st
     known = {*expected, *free, "vocab_size", "tie_embeddings", "special_ids", "d_model", "num_heads", "num_layers"}
     usual = {
         field.name: field.default
-        for field in dataclasses.fields(GPTConfig)
+        for field in dataclasses.fields(config)
         if field.name not in known and field.default is not dataclasses.MISSING
     }
     for option, value in differing(config, {**expected, **usual}).items():

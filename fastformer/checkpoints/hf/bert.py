@@ -1,0 +1,192 @@
+"""BERT (Devlin et al. 2019) and the encoder-only families that resemble it, as `EncoderForm`s.
+
+RoBERTa, XLM-R and CamemBERT count positions from behind PAD's id on: the rows of the table before that, which no token
+has, are left out, and position 0 here is row 2 of the table there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastformer.checkpoints.hf.common import flag_of, number_of
+from fastformer.checkpoints.hf.decoder import check_form
+from fastformer.checkpoints.hf.encoder import EMBEDDING, POSITIONS, EncoderForm, encoder_layer_names
+from fastformer.checkpoints.hf.gpt2 import ACTIVATIONS
+from fastformer.models import BERTConfig
+
+_THEIRS = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu"}
+# Settings of which a `BERT` knows one value.
+_ONLY: dict[str, Any] = {"is_decoder": False, "add_cross_attention": False}
+_MODULES = {
+    "self_attn.in_proj": tuple(f"attention.self.{name}" for name in ("query", "key", "value")),
+    "self_attn.out_proj": ("attention.output.dense",),
+    "norm1": ("attention.output.LayerNorm",),
+    "linear1": ("intermediate.dense",),
+    "linear2": ("output.dense",),
+    "norm2": ("output.LayerNorm",),
+}
+FREE = (
+    *("d_ff", "layer_norm_eps", "dropout", "attention_dropout", "head_dropout", "max_len", "token_types"),
+    *("pooler", "num_labels"),
+)
+BOTH = ("weight", "bias")
+
+
+def activation_of(settings: Mapping[str, Any], name: str, default: str = "gelu") -> str:
+    """The activation here of a setting.
+
+    Raises:
+        ValueError: one that a `BERT` doesn't have.
+    """
+    value = settings.get(name, default)
+    if not isinstance(value, str) or value not in ACTIVATIONS:
+        raise ValueError(f"expected {name} to be one of {(*ACTIVATIONS,)}, got {value!r}")
+    return ACTIVATIONS[value]
+
+
+def check_only(settings: Mapping[str, Any]) -> None:
+    """Checks the settings of which a `BERT` knows one value.
+
+    Raises:
+        ValueError: another one.
+    """
+    for name, value in _ONLY.items():
+        if flag_of(settings, name, value) != value:
+            raise ValueError(f"expected {name} to be {value}, got {settings[name]!r}")
+    kind = settings.get("position_embedding_type")
+    if kind not in (None, "absolute"):
+        raise ValueError(f"expected a position_embedding_type of 'absolute', got {kind!r}")
+    if settings.get("pruned_heads"):
+        raise ValueError(f"expected a model with all heads, got pruned_heads {settings['pruned_heads']!r:.60}")
+
+
+def bert_options(settings: Mapping[str, Any], unused: int = 0) -> dict[str, Any]:
+    """The options of a BERT; of its positions the first are not used."""
+    check_only(settings)
+    dropout = settings.get("hidden_dropout_prob", 0.1)
+    own = settings.get("classifier_dropout")
+    return {
+        "d_model": number_of(settings, "hidden_size"),
+        "num_heads": number_of(settings, "num_attention_heads"),
+        "num_layers": number_of(settings, "num_hidden_layers"),
+        "d_ff": number_of(settings, "intermediate_size"),
+        "layer_norm_eps": settings.get("layer_norm_eps", 1e-12),
+        "activation": activation_of(settings, "hidden_act"),
+        "dropout": dropout,
+        "attention_dropout": settings.get("attention_probs_dropout_prob", 0.1),
+        "head_dropout": dropout if own is None else own,
+        "head": "bert",
+        "token_types": number_of(settings, "type_vocab_size") if "type_vocab_size" in settings else 2,
+        "max_len": number_of(settings, "max_position_embeddings") - unused,
+    }
+
+
+def _roberta_options(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {**bert_options(settings, _behind_pad(settings.get("pad_token_id", 1))), "head": "roberta"}
+
+
+def _behind_pad(pad: Any) -> int:
+    return pad + 1 if isinstance(pad, int) else 0
+
+
+def bert_settings(config: BERTConfig, name: str, **expected: Any) -> dict[str, Any]:
+    """The settings that a BERT's options become.
+
+    Args:
+        config: the model's.
+        name: of the family.
+        expected: options that are other than a BERT has them, or that it doesn't mind: see `check_form`.
+
+    Raises:
+        ValueError: options that the family doesn't have.
+    """
+    check_form(
+        config,
+        {
+            "activation": (*_THEIRS,),
+            "head_dim": (None, config.d_model // config.num_heads),
+            "attention_bias": (None, True),
+            **expected,
+        },
+        FREE,
+        name,
+    )
+    return {
+        "hidden_size": config.d_model,
+        "num_attention_heads": config.num_heads,
+        "num_hidden_layers": config.num_layers,
+        "intermediate_size": config.d_ff,
+        "layer_norm_eps": config.layer_norm_eps,
+        "hidden_act": _THEIRS[config.activation],
+        "hidden_dropout_prob": config.dropout,
+        "attention_probs_dropout_prob": config.attention_dropout,
+        "classifier_dropout": config.head_dropout,
+        "type_vocab_size": config.token_types,
+    }
+
+
+def _check_types(config: BERTConfig, name: str) -> None:
+    if not config.token_types:
+        raise ValueError(f"expected a {name}, with token_types of at least 1, got 0")
+
+
+def _bert_settings(config: BERTConfig) -> dict[str, Any]:
+    settings = bert_settings(config, "BERT", head="bert")
+    _check_types(config, "BERT")
+    return {"model_type": "bert", **settings}
+
+
+def _roberta_settings(config: BERTConfig) -> dict[str, Any]:
+    settings = bert_settings(config, "RoBERTa", head="roberta" if config.num_labels else ("roberta", "bert"))
+    _check_types(config, "RoBERTa")
+    if config.num_labels and config.pooler:
+        raise ValueError("expected a RoBERTa, without a pooler beside its head, got pooler=True")
+    return {"model_type": "roberta", **settings}
+
+
+def embedding_names(*, has_types: bool) -> dict[str, tuple[str, ...]]:
+    """The names of the embeddings' tensors in a BERT."""
+    names: dict[str, tuple[str, ...]] = {
+        EMBEDDING: ("embeddings.word_embeddings.weight",),
+        POSITIONS: ("embeddings.position_embeddings.weight",),
+        **{f"embedding_norm.{kind}": (f"embeddings.LayerNorm.{kind}",) for kind in BOTH},
+    }
+    if has_types:
+        names["token_type_embedding.weight"] = ("embeddings.token_type_embeddings.weight",)
+    return names
+
+
+def bert_names(config: BERTConfig) -> dict[str, tuple[str, ...]]:
+    """The names of a BERT's tensors."""
+    return {**embedding_names(has_types=True), **encoder_layer_names(config, "encoder.layer", _MODULES)}
+
+
+def _bert_head(config: BERTConfig) -> dict[str, str]:
+    return {f"head.out.{kind}": f"classifier.{kind}" for kind in BOTH}
+
+
+def dense_head(config: BERTConfig) -> dict[str, str]:
+    """The names of a RoBERTa's head."""
+    parts = {"dense": "dense", "out": "out_proj"}
+    return {f"head.{ours}.{kind}": f"classifier.{name}.{kind}" for ours, name in parts.items() for kind in BOTH}
+
+
+BERT_FORM = EncoderForm("BERT", "bert.", "Bert", 0, bert_options, _bert_settings, bert_names, _bert_head)
+_ROBERTA = EncoderForm(
+    "RoBERTa",
+    "roberta.",
+    "Roberta",
+    1,
+    _roberta_options,
+    _roberta_settings,
+    bert_names,
+    dense_head,
+    unused_positions=_behind_pad,
+)
+FORMS = {
+    "bert": BERT_FORM,
+    "roberta": _ROBERTA,
+    "xlm-roberta": _ROBERTA._replace(name="XLM-RoBERTa", classes="XLMRoberta"),
+    "camembert": _ROBERTA._replace(name="CamemBERT", classes="Camembert"),
+}

@@ -1,0 +1,224 @@
+"""What the encoder-only families share: a family is an `EncoderForm`, which a `BERT` is made of, and becomes.
+
+A form has tables, as a decoder's has (`decoder.Form`): its settings as options of `BERTConfig` and back, and the names
+of its tensors. Of heads it knows the one that classifies texts; others, such as that of masked words, are left out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastformer.checkpoints.hf.common import Parts, check_floating, depth_of, load_foreign, some
+from fastformer.models import BERT, BERTConfig
+from fastformer.models.pretrained import config_from_dict
+from fastformer.special_ids import SpecialIds
+
+logger = logging.getLogger("fastformer")
+
+EMBEDDING, POSITIONS = "embedding.weight", "embedding.position.table"
+CLASSIFIER = "ForSequenceClassification"  # how classes of models with the head end
+_HEAD_OPTIONS = ("head", "head_pooling", "head_dropout")
+_OLD_KINDS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+_BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")  # which old files hold
+
+
+class EncoderForm(NamedTuple):
+    """An encoder-only family.
+
+    Attributes:
+        name: in messages.
+        prefix: of all names but the heads'. Files of a model without a head lack it.
+        classes: what transformers' classes begin with, such as "Bert".
+        pad: the pad_token_id of settings that don't say.
+        options: settings -> options of `BERTConfig`, without vocab_size, pooler, num_labels and special_ids. Raises a
+            ValueError for a setting that a `BERT` doesn't have.
+        settings: a config -> the settings, without those of the vocabulary. Raises a ValueError for an option that the
+            family doesn't have.
+        names: a config -> the names of tensors here, each with the names there, without the prefix, of those that are
+            concatenated to it (dimension 0). Without the head's.
+        head: a config -> the names of the head's tensors here, and those there.
+        pooler: the name of the pooler's linear layer, without the prefix; None: the family has none.
+        unused_positions: pad -> how many rows a table of positions begins with that no token has.
+    """
+
+    name: str
+    prefix: str
+    classes: str
+    pad: int
+    options: Callable[[Mapping[str, Any]], dict[str, Any]]
+    settings: Callable[[BERTConfig], dict[str, Any]]
+    names: Callable[[BERTConfig], dict[str, tuple[str, ...]]]
+    head: Callable[[BERTConfig], dict[str, str]]
+    pooler: str | None = "pooler.dense"
+    unused_positions: Callable[[int], int] = lambda pad: 0
+
+    def to_model(
+        self,
+        settings: Mapping[str, Any],
+        state: Mapping[str, Tensor],
+        *,
+        unk: int | None = None,
+        never: Iterable[int] = (),
+        layer_norm_eps: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> BERT:
+        """See `ToModel`. Of the settings' `architectures` the first says whether the head classifies texts."""
+        if (quantised := settings.get("quantization_config")) is not None:
+            how = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
+            raise ValueError(f"expected weights that are not quantised, got a quantization_config of {how!r}")
+        check_floating({name: tensor for name, tensor in state.items() if not name.endswith(_BUFFERS)})
+        left = self._with_prefix(state)
+        theirs = self.prefix + self.names(_ANY)[EMBEDDING][0]
+        embedding = left.get(theirs)
+        if embedding is None or embedding.dim() != 2:
+            raise ValueError(f"expected the tensors of a {self.name}, got no matrix called {theirs}")
+        options = self.options(settings)
+        depth_of({"layers": options["num_layers"]}, "layers", left)
+        if layer_norm_eps is not None:
+            options["layer_norm_eps"] = layer_norm_eps
+        ids = self._special_ids(settings, len(embedding), unk)
+        options |= {"vocab_size": len(embedding), "special_ids": ids}
+        options["num_labels"] = self._num_labels(settings, options, left)
+        if not options["num_labels"]:
+            options = {name: value for name, value in options.items() if name not in _HEAD_OPTIONS}
+        pooler = [name for name in left if self.pooler and name.startswith(f"{self.prefix}{self.pooler}.")]
+        # The head of another kind reads no pooler, which transformers leaves out then.
+        options["pooler"] = bool(pooler) and (not options["num_labels"] or options["head"] == "bert")
+        for name in () if options["pooler"] else pooler:
+            del left[name]
+        config: BERTConfig = config_from_dict(BERTConfig, options)
+        weights: dict[str, Parts] = {}
+        for ours, parts in self._all_names(config).items():
+            missing = [name for name in parts if name not in left]
+            if missing:
+                raise ValueError(f"expected the tensors of a {self.name}, got none called {some(missing)}")
+            weights[ours] = tuple(left.pop(name) for name in parts)
+        if unknown := [name for name in left if name.startswith(self.prefix)]:
+            raise ValueError(f"expected the tensors of a {self.name}, got others as well: {some(unknown)}")
+        if left:
+            logger.warning("a %s becomes its encoder: its head is left out (%s)", self.name, some(left))
+        unused = self.unused_positions(ids.pad)
+        model: BERT = load_foreign(
+            config,
+            weights,
+            device=device,
+            dtype=dtype or embedding.dtype,
+            convert=lambda name, tensor: tensor[unused:] if name == POSITIONS else tensor,
+        )
+        return model
+
+    def from_model(self, model: BERT) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The settings and the state_dict of the family that compute what a `BERT` does.
+
+        Raises:
+            ValueError: options that the family doesn't have.
+        """
+        config, ids = model.config, model.config.special_ids
+        settings = self.settings(config)
+        unused = self.unused_positions(ids.pad)
+        if POSITIONS in self.names(config):
+            settings["max_position_embeddings"] = config.max_len + unused
+        settings |= {
+            "vocab_size": config.vocab_size,
+            "pad_token_id": ids.pad,
+            "bos_token_id": None if ids.start == ids.pad else ids.start,
+            "eos_token_id": ids.eos[0] if ids.eos else None,
+            "architectures": [f"{self.classes}{CLASSIFIER if config.num_labels else 'Model'}"],
+        }
+        if config.num_labels:
+            settings["num_labels"] = config.num_labels
+        state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+        weights: dict[str, Tensor] = {}
+        for ours, names in self._all_names(config).items():
+            tensor = state[ours]
+            if ours == POSITIONS:
+                tensor = torch.nn.functional.pad(tensor, (0, 0, unused, 0))
+            for name, part in zip(names, tensor.chunk(len(names)), strict=True):
+                weights[name if config.num_labels else name.removeprefix(self.prefix)] = part
+        return settings, weights
+
+    def _all_names(self, config: BERTConfig) -> dict[str, tuple[str, ...]]:
+        """The names of all tensors here, each with the whole names there."""
+        names = {ours: tuple(self.prefix + part for part in parts) for ours, parts in self.names(config).items()}
+        if config.pooler and self.pooler is not None:
+            names |= {f"pooler.{kind}": (f"{self.prefix}{self.pooler}.{kind}",) for kind in ("weight", "bias")}
+        if config.num_labels:
+            names |= {ours: (theirs,) for ours, theirs in self.head(config).items()}
+        return names
+
+    def _num_labels(self, settings: Mapping[str, Any], options: Mapping[str, Any], state: Mapping[str, Tensor]) -> int:
+        """The number of labels of the head that classifies texts; 0: there is none."""
+        listed = settings.get("architectures")
+        said = listed[0] if isinstance(listed, list | tuple) and listed else None
+        if said is not None and not str(said).endswith(CLASSIFIER):
+            return 0
+        last = self.head(config_from_dict(BERTConfig, {**options, "num_labels": 0}))["head.out.weight"]
+        matrix = state.get(last)
+        if matrix is None or matrix.dim() != 2:
+            if said is not None:
+                raise ValueError(f"expected the tensors of a {said}, got no matrix called {last}")
+            return 0
+        return len(matrix)
+
+    def _special_ids(self, settings: Mapping[str, Any], vocab_size: int, unk: int | None) -> SpecialIds:
+        pad = settings.get("pad_token_id", self.pad)
+        if not isinstance(pad, int) or isinstance(pad, bool) or not 0 <= pad < vocab_size:
+            raise ValueError(f"expected a pad_token_id from 0 to {vocab_size - 1}, got {pad!r}")
+
+        def known(*names: str) -> int | None:
+            found = next((settings[name] for name in names if settings.get(name) is not None), None)
+            is_id = isinstance(found, int) and not isinstance(found, bool) and 0 <= found < vocab_size
+            return found if is_id and found != pad else None
+
+        eos, start = known("eos_token_id", "sep_token_id"), known("bos_token_id", "cls_token_id")
+        return SpecialIds(
+            pad=pad,
+            eos=() if eos is None else eos,
+            unk=None if unk in (pad, eos) else unk,
+            start=pad if start is None else start,
+        )
+
+    def _with_prefix(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        kept: dict[str, Tensor] = {}
+        for name, tensor in state.items():
+            if not name.endswith(_BUFFERS):
+                for old, new in _OLD_KINDS.items():
+                    name = name.replace(old, new)
+                kept[name] = tensor
+        if any(name.startswith(self.prefix) for name in kept):
+            return kept
+        return {self.prefix + name: tensor for name, tensor in kept.items()}
+
+
+_ANY = BERTConfig(3, num_layers=1)
+
+
+def encoder_layer_names(
+    config: BERTConfig,
+    place: str,
+    modules: Mapping[str, tuple[str, ...]],
+    kinds: Callable[[str], tuple[str, ...]] = lambda module: ("weight", "bias"),
+) -> dict[str, tuple[str, ...]]:
+    """The names of layers' tensors.
+
+    Args:
+        config: the model's.
+        place: of the layers in the family, such as "encoder.layer".
+        modules: the names of modules here, each with those there.
+        kinds: a module's name here -> the kinds of its tensors.
+    """
+    names: dict[str, tuple[str, ...]] = {}
+    for layer in range(config.num_layers):
+        for ours, theirs in modules.items():
+            if ours == "norm1" and layer == 0 and not config.first_norm:
+                continue
+            for kind in kinds(ours):
+                name = f"self_attn.in_proj_{kind}" if ours == "self_attn.in_proj" else f"{ours}.{kind}"
+                names[f"encoder.layers.{layer}.{name}"] = tuple(f"{place}.{layer}.{part}.{kind}" for part in theirs)
+    return names

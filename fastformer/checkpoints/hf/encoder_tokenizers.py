@@ -1,0 +1,128 @@
+"""The tokenizer of an encoder's folder.
+
+tokenizer.json               of the tokenizers library; its post-processor puts special tokens around texts
+vocab.txt                    a WordPiece vocabulary, one token a line, in older folders of BERT and its like
+vocab.json, merges.txt       a byte-level BPE, in older folders of RoBERTa
+sentencepiece.bpe.model      a SentencePiece model, in older folders of XLM-RoBERTa
+tokenizer_config.json        whether texts are lower-cased, the longest text, whether pairs have token types
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastformer.checkpoints.hf.common import flag_of, read_file, tokenizer_settings
+from fastformer.data.encoder_tokenizers import BackendEncoderTokenizer, EncoderTokenizer, PieceEncoderTokenizer
+from fastformer.data.model_tokenizers import byte_level_bpe, check_vocab, read_sentencepiece
+from fastformer.data.tokenizer import TOKENIZER, library_errors, read_backend, tokenizers_library
+from fastformer.files import read_json
+from fastformer.models import BERTConfig
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_WORDS, _VOCAB, _MERGES, _PIECES = "vocab.txt", "vocab.json", "merges.txt", "sentencepiece.bpe.model"
+_TYPED = ("bert", "electra")  # families whose tokenizers give token types, unless their files say otherwise
+# What a WordPiece vocabulary calls its special tokens: the first that it has.
+_SPECIAL = {"unk": ("[UNK]", "<unk>"), "sep": ("[SEP]", "</s>"), "cls": ("[CLS]", "<s>"), "pad": ("[PAD]", "<pad>")}
+_NORMALISED = {"do_lower_case": "lowercase", "strip_accents": "strip_accents"}
+_CHINESE = "tokenize_chinese_chars"
+
+
+def read_tokenizer(
+    kind: str, folder: Path, settings: Mapping[str, Any]
+) -> tuple[int | None, Callable[[BERTConfig], EncoderTokenizer]]:
+    """See `ReadTokenizer`.
+
+    Args:
+        kind: the model_type.
+        folder: see above.
+        settings: of the model.
+    """
+    named = tokenizer_settings(folder)
+    inputs = named.get("model_input_names")
+    has_types = "token_type_ids" in inputs if isinstance(inputs, list) else kind in _TYPED
+    limit = named.get("model_max_length")
+    if isinstance(limit, bool) or not isinstance(limit, int | float) or limit < 1:
+        limit = None
+
+    def options(model: BERTConfig) -> dict[str, Any]:
+        side = "left" if named.get("truncation_side") == "left" else "right"
+        return {"has_token_types": has_types and model.token_types > 1, "side": side}
+
+    def longest(model: BERTConfig) -> int:
+        return model.max_len if limit is None else int(min(limit, model.max_len))
+
+    if not (folder / TOKENIZER).is_file() and kind == "xlm-roberta" and (folder / _PIECES).is_file():
+        processor = read_sentencepiece(folder / _PIECES, read_file(folder / _PIECES))
+        return PieceEncoderTokenizer._UNK, lambda model: PieceEncoderTokenizer(
+            processor, model.vocab_size, model.special_ids, longest(model), **options(model)
+        )
+    file, backend = _read_backend(folder, named)
+    unk = getattr(backend.model, "unk_token", None) or next(
+        (token for token in _SPECIAL["unk"] if backend.token_to_id(token) is not None), None
+    )
+    return None if unk is None else backend.token_to_id(unk), lambda model: BackendEncoderTokenizer(
+        backend, model.vocab_size, model.special_ids, longest(model), str(file), **options(model)
+    )
+
+
+def _read_backend(folder: Path, named: Mapping[str, Any]) -> tuple[Path, tokenizers.Tokenizer]:
+    if (file := folder / TOKENIZER).is_file():
+        values = dict(read_json(file))
+        normalizer = values.get("normalizer")
+        if isinstance(normalizer, Mapping) and normalizer.get("type") == "BertNormalizer":
+            said = {name: named[key] for key, name in _NORMALISED.items() if isinstance(named.get(key), bool)}
+            if isinstance(named.get(_CHINESE), bool):
+                said["handle_chinese_chars"] = named[_CHINESE]
+            values["normalizer"] = {**normalizer, **said}  # as transformers does
+        return file, read_backend(file, values)
+    if (file := folder / _WORDS).is_file():
+        return file, _word_pieces(file, named)
+    if (file := folder / _VOCAB).is_file():
+        vocab = check_vocab(file, read_json(file))
+        has_space = flag_of(named, "add_prefix_space", False)
+        backend = byte_level_bpe(folder / _MERGES, vocab, read_file(folder / _MERGES), add_prefix_space=has_space)
+        ends = [(token, backend.token_to_id(token)) for token in ("</s>", "<s>")]
+        if any(i is None for _, i in ends):
+            raise ValueError(f"expected {file} to have the tokens <s> and </s>, got a vocabulary without")
+        backend.post_processor = tokenizers_library().processors.RobertaProcessing(*ends, add_prefix_space=has_space)
+        return file, backend
+    raise ValueError(
+        f"expected a {TOKENIZER}, a {_WORDS}, or {_VOCAB} and {_MERGES}, and there is none of them in {folder}: was "
+        "the model saved completely?"
+    )
+
+
+def _word_pieces(file: Path, named: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    """The tokenizer of a WordPiece vocabulary."""
+    library = tokenizers_library()
+    try:
+        lines = read_file(file).decode("utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"expected {file} to be UTF-8 ({error})") from error
+    vocab = {line.rstrip("\r"): i for i, line in enumerate(lines) if line or i < len(lines) - 1}
+    special = {kind: next((name for name in names if name in vocab), None) for kind, names in _SPECIAL.items()}
+    unk, sep, cls = special["unk"], special["sep"], special["cls"]
+    if unk is None or sep is None or cls is None:
+        raise ValueError(f"expected {file} to have tokens such as [UNK], [CLS] and [SEP], got {len(vocab)} others")
+    with library_errors(f"{file} is no WordPiece vocabulary"):
+        backend: tokenizers.Tokenizer = library.Tokenizer(library.models.WordPiece(vocab, unk_token=unk))
+    strip = named.get("strip_accents")
+    backend.normalizer = library.normalizers.BertNormalizer(
+        clean_text=True,
+        handle_chinese_chars=flag_of(named, _CHINESE, True),
+        strip_accents=strip if isinstance(strip, bool) else None,
+        lowercase=flag_of(named, "do_lower_case", True),
+    )
+    backend.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
+    ends = (sep, vocab[sep]), (cls, vocab[cls])
+    processors = library.processors
+    is_bert = sep == "[SEP]"
+    backend.post_processor = processors.BertProcessing(*ends) if is_bert else processors.RobertaProcessing(*ends)
+    backend.decoder = library.decoders.WordPiece()
+    known = [*dict.fromkeys(name for name in (*special.values(), "[MASK]", "<mask>") if name in vocab)]
+    backend.add_special_tokens(known)
+    return backend

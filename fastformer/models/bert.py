@@ -1,0 +1,367 @@
+"""The encoder-only Transformer: hidden states, pooled vectors, and classification of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastformer.models.bert_config import BERTConfig as BERTConfig
+from fastformer.models.common import IGNORE_INDEX, check_ids, trailing_padding
+from fastformer.models.pooling import POOLINGS, Pooling, pool
+from fastformer.models.pretrained import PretrainedModel, placement
+from fastformer.nn.attention import MultiheadAttention
+from fastformer.nn.embedding import (
+    Embedding,
+    PositionalEncoding,
+    RelativePositionBias,
+    RotaryEmbedding,
+    RotaryPositions,
+)
+from fastformer.nn.layers import TransformerEncoderLayer
+from fastformer.nn.layout import SequenceLayout
+from fastformer.nn.linear import linear
+from fastformer.nn.norm import AddLayerNorm
+from fastformer.nn.transformer import TransformerEncoder
+
+_HEAD_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "roberta": torch.tanh,
+    "distilbert": F.relu,
+    "electra": F.gelu,
+    "modernbert": F.gelu,
+}
+
+
+class Dense(nn.Module):
+    """A linear layer behind the encoder: a few rows read it, so `quantize` leaves it as it is.
+
+    Parameters: `weight` (size_out, size_in) and, with `bias`, `bias` (size_out,).
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(self, size_in: int, size_out: int, *, bias: bool = True, **factory: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size_out, size_in, **factory))
+        self.register_parameter("bias", nn.Parameter(torch.empty(size_out, **factory)) if bias else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., size_in) -> (..., size_out)."""
+        return linear(x, self.weight, self.bias)
+
+
+class ClassificationHead(nn.Module):
+    """From a text's vector to its labels: see `BERTConfig.head`.
+
+    Parameters: `dense.*` (not for "bert"), `norm.*` ("modernbert"), `out.*`.
+    """
+
+    def __init__(self, config: BERTConfig, **factory: Any) -> None:
+        super().__init__()
+        size, bias = config.d_model, config.head != "modernbert" or config.bias
+        self.kind = config.head
+        self.dense = None if self.kind == "bert" else Dense(size, size, bias=bias, **factory)
+        self.norm: AddLayerNorm | None = None
+        if self.kind == "modernbert":
+            self.norm = AddLayerNorm(
+                size, config.layer_norm_eps, bias=config.bias, rms_norm=config.norm == "rms", **factory
+            )
+        self.dropout = nn.Dropout(config.head_dropout)
+        self.out = Dense(size, config.num_labels, **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (batch, d_model) -> (batch, num_labels)."""
+        if self.dense is not None:
+            if self.kind in ("roberta", "electra"):
+                x = self.dropout(x)
+            x = _HEAD_ACTIVATIONS[self.kind](self.dense(x))
+        if self.norm is not None:
+            x = self.norm(x)
+        return self.out(self.dropout(x))
+
+
+class BERT(PretrainedModel):
+    """An encoder-only Transformer: BERT, and by its options RoBERTa, DistilBERT, MPNet, ELECTRA, ModernBERT and others.
+
+    Inputs are padded on the right (batch, seqlen), or packed (total,) with a `SequenceLayout.packed`; weights and
+    results are the same. Without a layout, trailing PADs are padding.
+
+    Parameters: `embedding.weight`, `embedding.position.table` (learned), `encoder.*` as in
+    `torch.nn.TransformerEncoder`; where the config has them `token_type_embedding.weight`, `embedding_norm.*`,
+    `embedding_projection.*`, `position_bias.table` (relative), `pooler.*` and `head.*`.
+
+    Args:
+        config: the settings; `BERT.from_preset("base", vocab_size=...)` knows "base", "large", "mini" and "tiny".
+        device, dtype: of the parameters.
+    """
+
+    config_class = BERTConfig
+    presets: dict[str, dict[str, Any]] = {
+        "base": {"token_types": 2, "pooler": True},
+        "large": {"token_types": 2, "pooler": True, "d_model": 1024, "num_heads": 16, "num_layers": 24},
+        # MiniLM's size, of most small sentence encoders.
+        "mini": {"token_types": 2, "pooler": True, "d_model": 384, "num_layers": 6},
+        "tiny": {"token_types": 2, "pooler": True, "d_model": 128, "num_heads": 2, "num_layers": 2},
+    }
+    config: BERTConfig
+
+    def __init__(
+        self, config: BERTConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        if not isinstance(config, BERTConfig):
+            raise ValueError(f"expected a BERTConfig, got {type(config).__name__} (see from_preset)")
+        self.config = config
+        factory = placement(device, dtype)
+        is_rms = config.norm == "rms"
+        position: PositionalEncoding | None = None
+        self.rotary: RotaryEmbedding | None = None
+        self.local_rotary: RotaryEmbedding | None = None
+        if config.positions == "rotary":
+            sizes = (config.size_of_head, config.max_len)
+            self.rotary = RotaryEmbedding(*sizes, config.rotary_base, **factory)
+            if config.local_rotary_base is not None:
+                self.local_rotary = RotaryEmbedding(*sizes, config.local_rotary_base, **factory)
+        elif config.positions != "relative":
+            kind = "interleaved" if config.positions == "sinusoidal" else "learned"
+            position = PositionalEncoding(config.width, config.max_len, kind=kind, batch_first=True, **factory)
+        self.embedding = Embedding(config.vocab_size, config.width, position=position, **factory)
+        self.token_type_embedding: nn.Embedding | None = None
+        if config.token_types:
+            self.token_type_embedding = nn.Embedding(config.token_types, config.width, **factory)
+        self.embedding_norm: AddLayerNorm | None = None
+        if config.embedding_norm:
+            self.embedding_norm = AddLayerNorm(
+                config.width, config.layer_norm_eps, bias=config.bias, rms_norm=is_rms, **factory
+            )
+        self.embedding_dropout = nn.Dropout(config.dropout)
+        self.embedding_projection: nn.Linear | None = None
+        if config.embedding_size is not None:
+            self.embedding_projection = nn.Linear(config.width, config.d_model, bias=config.bias, **factory)
+        self.position_bias: RelativePositionBias | None = None
+        if config.is_relative:
+            buckets = (config.num_buckets, config.max_distance)
+            self.position_bias = RelativePositionBias(config.num_heads, *buckets, **factory)
+        final_norm = None
+        if config.norm_first:  # post-norm layers end with a norm of their own
+            final_norm = AddLayerNorm(
+                config.d_model, config.layer_norm_eps, bias=config.bias, rms_norm=is_rms, **factory
+            )
+        self.encoder = TransformerEncoder(_layer(config, factory), config.num_layers, final_norm)
+        if not config.first_norm:
+            self.encoder.layers[0].norm1 = nn.Identity()
+        for each, has_window in zip(self.encoder.layers, config.windows, strict=True):
+            each.self_attn.window_size = (config.window_size,) * 2 if has_window else (None, None)
+        self.pooler = Dense(config.d_model, config.d_model, **factory) if config.pooler else None
+        self.head = ClassificationHead(config, **factory) if config.num_labels else None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """N(0, 0.02) for matrices, 0 for biases, 1 for norms, as BERT."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | Dense):
+                nn.init.normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, MultiheadAttention):
+                nn.init.normal_(module.in_proj_weight, std=0.02)
+                if module.in_proj_bias is not None:
+                    nn.init.zeros_(module.in_proj_bias)
+            elif isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            elif isinstance(module, nn.LayerNorm | PositionalEncoding | RelativePositionBias):
+                module.reset_parameters()
+
+    def encode(
+        self, tokens: Tensor, *, layout: SequenceLayout | None = None, token_types: Tensor | None = None
+    ) -> Tensor:
+        """Encodes texts.
+
+        Args:
+            tokens: (batch, seqlen) ids, or (total,) with a packed layout.
+            layout: None: trailing PADs are padding.
+            token_types: tokens' shape, integers; None: all are 0.
+
+        Returns:
+            Hidden states, (batch, seqlen, d_model) or (total, d_model). Those of padding mean nothing.
+
+        Raises:
+            ValueError: ids out of the vocabulary, a sequence longer than max_len, PADs before a token and no layout,
+                token types that the model doesn't have.
+        """
+        config = self.config
+        check_ids(tokens, config.vocab_size, config.max_len, layout, "token")
+        layout = self.layout_of(tokens) if layout is None else layout
+        x = self.embedding(tokens, layout.positions)
+        types = self._types(tokens, layout, token_types)
+        if types is not None:
+            x = x + types
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
+        x = self.embedding_dropout(x)
+        if self.embedding_projection is not None:
+            x = self.embedding_projection(x)
+        bias = None
+        if self.position_bias is not None:
+            places = torch.arange(layout.max_seqlen, device=tokens.device)
+            bias = self.position_bias(places, places)
+        return self.encoder(x, layout=layout, rotary=self._rotary(layout.positions), position_bias=bias)
+
+    def layout_of(self, tokens: Tensor) -> SequenceLayout:
+        """The layout of padded ids (batch, seqlen), in which trailing PADs are padding."""
+        return trailing_padding(tokens, self.config.special_ids.pad, "token")
+
+    def _types(self, tokens: Tensor, layout: SequenceLayout, token_types: Tensor | None) -> Tensor | None:
+        """What is added to the embeddings for the types of tokens."""
+        if self.token_type_embedding is None:
+            if token_types is not None:
+                raise ValueError("expected no token_types: the model has no embeddings of them (config.token_types 0)")
+            return None
+        if token_types is None:
+            return self.token_type_embedding.weight[0]
+        check_ids(token_types, self.config.token_types, self.config.max_len, layout, "token_types")
+        if token_types.shape != tokens.shape:
+            raise ValueError(f"expected token_types of shape {tuple(tokens.shape)}, got {tuple(token_types.shape)}")
+        return F.embedding(token_types, self.token_type_embedding.weight)
+
+    def _rotary(self, positions: Tensor | None) -> RotaryPositions | list[RotaryPositions] | None:
+        """What rotates queries and keys of all layers, or of each."""
+        if self.rotary is None:
+            return None
+        everywhere = self.rotary(positions)
+        if self.local_rotary is None:
+            return everywhere
+        local = self.local_rotary(positions)
+        return [local if has_window else everywhere for has_window in self.config.windows]
+
+    def pooled(
+        self, hidden: Tensor, layout: SequenceLayout | None = None, kind: Pooling | Literal["pooler"] = "mean"
+    ) -> Tensor:
+        """One vector a text.
+
+        Args:
+            hidden: from `encode`.
+            layout: the one that `encode` was given, or `layout_of(tokens)`; None: nothing is padding.
+            kind: "cls" (the first token), "lasttoken", "max", "mean", "mean_sqrt_len_tokens" (the sum divided by the
+                square root of the length), "weightedmean" (weights 1, 2, 3, ... along the text) or "pooler" (BERT's
+                pooler of the first token).
+
+        Returns:
+            (batch, d_model). Texts without tokens give zeros before the pooler.
+
+        Raises:
+            ValueError: another kind; "pooler" of a model that has none; hidden states that don't fit the layout.
+        """
+        if kind == "pooler":
+            if self.pooler is None:
+                raise ValueError("expected a model with a pooler for kind 'pooler', got one without")
+            return torch.tanh(self.pooler(pool(hidden, layout, "cls")))
+        if kind not in POOLINGS:
+            raise ValueError(f"expected a kind of pooling out of {(*POOLINGS, 'pooler')}, got {kind!r}")
+        return pool(hidden, layout, kind)
+
+    def classify_hidden(self, hidden: Tensor, layout: SequenceLayout | None = None) -> Tensor:
+        """`classify` of hidden states: see `pooled` for the arguments."""
+        if self.head is None:
+            raise ValueError("expected a model with a head (config.num_labels), got one without")
+        kind: Any = "pooler" if self.config.head == "bert" else self.config.head_pooling
+        out: Tensor = self.head(self.pooled(hidden, layout, kind))
+        return out
+
+    def classify(
+        self, tokens: Tensor, *, layout: SequenceLayout | None = None, token_types: Tensor | None = None
+    ) -> Tensor:
+        """The logits of a text's labels: (batch, num_labels). See `encode` for the arguments.
+
+        Raises:
+            ValueError: a model without a head; see `encode`.
+        """
+        hidden = self.encode(tokens, layout=layout, token_types=token_types)
+        return self.classify_hidden(hidden, self.layout_of(tokens) if layout is None else layout)
+
+    def forward(
+        self, tokens: Tensor, *, layout: SequenceLayout | None = None, token_types: Tensor | None = None
+    ) -> Tensor:
+        """`classify` of a model with a head, else `encode`."""
+        run = self.encode if self.head is None else self.classify
+        return run(tokens, layout=layout, token_types=token_types)
+
+    def loss(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        *,
+        layout: SequenceLayout | None = None,
+        token_types: Tensor | None = None,
+        reduction: str = "mean",
+    ) -> Tensor:
+        """The loss of a text's labels, as transformers' classifiers choose it.
+
+        Args:
+            tokens, layout, token_types: see `encode`.
+            labels: (batch,) integers below num_labels: cross-entropy, where -100 counts nothing; (batch, num_labels)
+                floats from 0 to 1: binary cross-entropy of each label; and of a model with one label (batch,) or
+                (batch, 1) numbers: the squared error.
+            reduction: "mean", "sum" or "none".
+
+        Returns:
+            A scalar, or labels' shape for "none"; fp32, or fp64 of a model in fp64.
+
+        Raises:
+            ValueError: labels of another shape, dtype or range; another reduction.
+        """
+        logits = self.classify(tokens, layout=layout, token_types=token_types)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return label_loss(logits, labels, reduction)
+
+
+def label_loss(logits: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
+    """The loss of logits (batch, num_labels): see `BERT.loss`."""
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"expected a reduction of 'mean', 'sum' or 'none', got {reduction!r}")
+    batch, num_labels = logits.shape
+    if not isinstance(labels, Tensor):
+        raise ValueError(f"expected labels as a tensor, got {type(labels).__name__}")
+    if num_labels == 1:
+        if labels.shape not in ((batch,), (batch, 1)):
+            raise ValueError(f"expected labels of shape {(batch,)} or {(batch, 1)}, got {tuple(labels.shape)}")
+        return F.mse_loss(logits.view(labels.shape), labels.to(logits.dtype), reduction=reduction)
+    if labels.is_floating_point():
+        if labels.shape != logits.shape:
+            raise ValueError(f"expected labels of shape {tuple(logits.shape)}, got {tuple(labels.shape)}")
+        return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype), reduction=reduction)
+    if labels.shape != (batch,) or labels.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"expected labels of shape {(batch,)}, int64 or int32, or of {tuple(logits.shape)}, floating-point, got "
+            f"{labels.dtype} {tuple(labels.shape)}"
+        )
+    if labels.device.type == "cpu" and not torch.compiler.is_compiling():
+        wrong = labels[(labels != IGNORE_INDEX) & ((labels < 0) | (labels >= num_labels))]
+        if wrong.numel():
+            raise ValueError(f"expected labels from 0 to {num_labels - 1}, or {IGNORE_INDEX}, got {int(wrong[0])}")
+    return F.cross_entropy(logits, labels.long(), ignore_index=IGNORE_INDEX, reduction=reduction)
+
+
+def _layer(config: BERTConfig, factory: dict[str, Any]) -> TransformerEncoderLayer:
+    """The layer that a model has num_layers copies of; windows are its copies' own."""
+    return TransformerEncoderLayer(
+        config.d_model,
+        config.num_heads,
+        config.d_ff or 4 * config.d_model,
+        dropout=config.dropout,
+        activation=config.activation,
+        layer_norm_eps=config.layer_norm_eps,
+        batch_first=True,
+        norm_first=config.norm_first,
+        bias=config.bias,
+        attention_bias=config.attention_bias,
+        attention_dropout=config.attention_dropout,
+        activation_dropout=config.activation_dropout,
+        norm=config.norm,
+        head_dim=config.head_dim,
+        **factory,
+    )

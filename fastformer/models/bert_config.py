@@ -1,0 +1,161 @@
+"""The settings of `BERT`, with their checks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from fastformer.models.common import Norm, as_flags, check_heads
+from fastformer.nn.embedding import check_buckets
+from fastformer.nn.feed_forward import is_gated
+from fastformer.settings import Amount, Convert, Count, Positive, Probability, Range, check_settings
+from fastformer.special_ids import SpecialIds
+
+EncoderActivation = Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu", "geglu_tanh"]
+Positions = Literal["learned", "sinusoidal", "rotary", "relative", "learned-relative"]
+Head = Literal["bert", "roberta", "distilbert", "electra", "modernbert"]
+HeadPooling = Literal["cls", "mean"]
+_Base = Annotated[float, Range(1)]
+
+
+@dataclass
+class BERTConfig:
+    """The settings of `BERT`; the defaults are those of BERT-base without a head.
+
+    Attributes:
+        vocab_size: number of tokens.
+        d_model: size of a token's vector.
+        num_heads: attention heads.
+        num_layers: the depth.
+        d_ff: inner size of the feed-forward network; None: 4 * d_model; for a gated activation, with three
+            matrices instead of two, two thirds of that, rounded up to a multiple of 64.
+        head_dim: size of a head; None: d_model / num_heads.
+        norm: "layer" or "rms".
+        layer_norm_eps: added to the variance.
+        activation: "relu", "gelu", "gelu_tanh", "silu", or gated "swiglu", "geglu" or "geglu_tanh".
+        norm_first: pre-norm with a final norm, or post-norm (BERT).
+        first_norm: of a pre-norm model, whether its first layer has a norm before its attention (ModernBERT's doesn't,
+            whose embeddings were just normalised).
+        bias: whether projections and norms have a bias.
+        attention_bias: whether the attention's projections have one; None: as bias says.
+        embedding_norm: whether embeddings are normalised before the first layer.
+        embedding_size: size of the embeddings, which are projected to d_model (ELECTRA); None: d_model.
+        token_types: number of types that a token may have, such as first and second sentence; 0: none.
+        positions: "learned", "sinusoidal", "rotary", "relative" (a bias on the scores by how far a key lies from its
+            query, which all layers share), or "learned-relative" (both; MPNet).
+        num_buckets: of relative positions: rows of the table.
+        max_distance: of relative positions: what lies further away is as far.
+        rotary_base: the slowest rotation is near 1 / base.
+        local_rotary_base: the rotary_base of the layers that have a window (ModernBERT); None: as the others.
+        window_size: a token sees this many neighbours to each side; None: all.
+        window_layers: which layers have the window; None: all.
+        max_len: the longest sequence.
+        dropout: on the embeddings and on each sub-layer's output; acts as the nearest multiple of 1/256.
+        attention_dropout: on the attention weights.
+        activation_dropout: after the activation.
+        head_dropout: in the head.
+        pooler: whether there is BERT's pooler, tanh(W * first token + b).
+        num_labels: numbers that the head gives for a text; 0: there is no head.
+        head: how they are computed: "bert" from the pooler's output; the others have a layer before the last one, with
+            tanh ("roberta"), ReLU ("distilbert"), GELU ("electra"), or GELU and a norm ("modernbert").
+        head_pooling: what the head reads: the first token ("cls"), or the mean of all.
+        special_ids: of the tokens: pad is what fills a batch.
+    """
+
+    vocab_size: Annotated[int, Range(2)]
+    d_model: Positive = 768
+    num_heads: Positive = 12
+    num_layers: Positive = 12
+    d_ff: Positive | None = None
+    head_dim: Positive | None = None
+    norm: Norm = "layer"
+    layer_norm_eps: Amount = 1e-12
+    activation: EncoderActivation = "gelu"
+    norm_first: bool = False
+    first_norm: bool = True
+    bias: bool = True
+    attention_bias: bool | None = None
+    embedding_norm: bool = True
+    embedding_size: Positive | None = None
+    token_types: Count = 0
+    positions: Positions = "learned"
+    num_buckets: Annotated[int, Range(4)] = 32
+    max_distance: Positive = 128
+    rotary_base: _Base = 10000.0
+    local_rotary_base: _Base | None = None
+    window_size: Count | None = None
+    window_layers: Annotated[tuple[bool, ...] | None, Convert(as_flags)] = None
+    max_len: Positive = 512
+    dropout: Probability = 0.1
+    attention_dropout: Probability = 0.1
+    activation_dropout: Probability = 0.0
+    head_dropout: Probability = 0.1
+    pooler: bool = False
+    num_labels: Count = 0
+    head: Head = "bert"
+    head_pooling: HeadPooling = "cls"
+    special_ids: SpecialIds = SpecialIds()
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        check_heads(self.d_model if self.head_dim is None else self.num_heads, self.num_heads, None)
+        self.special_ids.check(self.vocab_size)
+        if self.embedding_size == self.d_model:
+            self.embedding_size = None
+        self._check_positions()
+        if not self.first_norm and not self.norm_first:
+            raise ValueError("expected norm_first where there is no first_norm, got a post-norm model")
+        if self.window_layers is not None and self.window_size is None:
+            raise ValueError("expected a window_size for the window_layers, got None")
+        if self.window_layers is not None and len(self.window_layers) != self.num_layers:
+            raise ValueError(
+                f"expected window_layers to say of each of the {self.num_layers} layers whether it has the window, got "
+                f"{len(self.window_layers)}"
+            )
+        if self.num_labels and self.head == "bert" and not (self.pooler and self.head_pooling == "cls"):
+            raise ValueError(
+                f"expected a pooler, and head_pooling 'cls', for a head of 'bert', got pooler={self.pooler} and "
+                f"{self.head_pooling!r}"
+            )
+        if self.d_ff is None:
+            wide = 4 * self.d_model
+            self.d_ff = math.ceil(wide * 2 / 3 / 64) * 64 if is_gated(self.activation) else wide
+
+    def _check_positions(self) -> None:
+        if self.positions == "sinusoidal" and self.width % 2:
+            raise ValueError(f"expected embeddings of an even size (sines and cosines in pairs), got {self.width}")
+        if self.is_relative:
+            check_buckets(self.num_buckets, self.max_distance)
+        if self.positions == "rotary" and self.size_of_head % 2:
+            raise ValueError(
+                f"expected heads of an even size (rotary turns pairs), got {self.size_of_head} (d_model "
+                f"{self.d_model}, num_heads {self.num_heads})"
+            )
+        if self.local_rotary_base is not None:
+            if self.positions != "rotary":
+                raise ValueError(f"expected positions 'rotary' for local_rotary_base, got {self.positions!r}")
+            if not any(self.windows):
+                raise ValueError("expected a window_size, and layers that have it, for local_rotary_base")
+
+    @property
+    def size_of_head(self) -> int:
+        """head_dim, or what it is where it isn't given."""
+        return self.d_model // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def width(self) -> int:
+        """embedding_size, or what it is where it isn't given."""
+        return self.d_model if self.embedding_size is None else self.embedding_size
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether scores get a bias by distance."""
+        return self.positions in ("relative", "learned-relative")
+
+    @property
+    def windows(self) -> tuple[bool, ...]:
+        """Of each layer, whether it has a window."""
+        if self.window_size is None:
+            return (False,) * self.num_layers
+        return (True,) * self.num_layers if self.window_layers is None else self.window_layers

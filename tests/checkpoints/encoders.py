@@ -1,0 +1,103 @@
+"""Folders of encoders as transformers saves them, one of each kind of tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.checkpoints.families import ENGLISH, sentencepiece_model
+
+tokenizers = pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
+
+TEXTS = ["The dog reads a book", "two birds", " a woman in  the park", "Men walk 漢 the dog! Café", "", "the " * 60]
+PAIRS = [
+    ("the dog", "a book"),
+    ("the " * 40, "two birds"),
+    ("two", "men walk in the park " * 9),
+    ("a " * 50, "b " * 50),
+]
+SIZES: dict[str, Any] = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
+    "max_position_embeddings": 40, "num_labels": 2,
+}  # fmt: skip
+
+
+def save(folder: Path, model: Any, tokenizer: Any) -> None:
+    torch.manual_seed(6)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_norm = parameter.dim() == 1 and name.endswith("weight")
+            parameter.copy_(torch.randn(parameter.shape) * (0.3 if parameter.dim() == 2 else 0.2) + is_norm)
+    model.eval().save_pretrained(folder, max_shard_size="60KB")
+    tokenizer.save_pretrained(folder)
+
+
+def words(folder: Path, **options: Any) -> Any:
+    """A WordPiece tokenizer of transformers, saved."""
+    trained = tokenizers.BertWordPieceTokenizer(**{"lowercase": True, **options})
+    trained.train_from_iterator([*ENGLISH, "Café The Men"], vocab_size=200, show_progress=False)
+    folder.mkdir()
+    trained.save_model(str(folder))
+    settings = {"do_lower_case": options.get("lowercase", True)}
+    return transformers.BertTokenizerFast.from_pretrained(folder, model_max_length=32, **settings)
+
+
+def bert(folder: Path) -> None:
+    """WordPiece with a tokenizer.json."""
+    tokenizer = words(folder)
+    save(folder, transformers.BertModel(transformers.BertConfig(**SIZES, vocab_size=len(tokenizer))), tokenizer)
+
+
+def bert_head(folder: Path) -> None:
+    """A vocab.txt alone, of which case counts; a head."""
+    tokenizer = words(folder, lowercase=False)
+    config = transformers.BertConfig(**SIZES, vocab_size=len(tokenizer) + 3)
+    vocab = (folder / "vocab.txt").read_bytes()
+    save(folder, transformers.BertForSequenceClassification(config), tokenizer)
+    (folder / "vocab.txt").write_bytes(vocab)
+    (folder / "tokenizer.json").unlink()
+    named = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**named, "do_lower_case": False}))
+
+
+def roberta(folder: Path) -> None:
+    """A byte-level BPE and a head, which has a vocab.json and merges.txt alone."""
+    trained = tokenizers.ByteLevelBPETokenizer()
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    trained.train_from_iterator(ENGLISH, vocab_size=300, special_tokens=special, show_progress=False)
+    folder.mkdir()
+    trained.save_model(str(folder))
+    vocab, merges = ((folder / name).read_bytes() for name in ("vocab.json", "merges.txt"))
+    tokenizer = transformers.RobertaTokenizerFast.from_pretrained(folder)
+    config = transformers.RobertaConfig(**SIZES, vocab_size=len(tokenizer), type_vocab_size=1)
+    save(folder, transformers.RobertaForSequenceClassification(config), tokenizer)
+    (folder / "vocab.json").write_bytes(vocab)
+    (folder / "merges.txt").write_bytes(merges)
+    (folder / "tokenizer.json").unlink()
+
+
+def xlm_roberta(folder: Path) -> None:
+    """A tokenizer.json of Unigram."""
+    folder.mkdir()
+    (folder / "sentencepiece.bpe.model").write_bytes(sentencepiece_model(ENGLISH))
+    tokenizer = transformers.XLMRobertaTokenizer.from_pretrained(folder)
+    config = transformers.XLMRobertaConfig(**SIZES, vocab_size=len(tokenizer), type_vocab_size=1)
+    save(folder, transformers.XLMRobertaModel(config), tokenizer)
+
+
+def pieces(folder: Path) -> None:
+    """A SentencePiece model alone."""
+    xlm_roberta(folder)
+    (folder / "sentencepiece.bpe.model").write_bytes(sentencepiece_model(ENGLISH))
+    (folder / "tokenizer.json").unlink()
+
+
+FOLDERS: dict[str, Callable[[Path], None]] = {
+    "bert": bert, "bert head": bert_head, "roberta": roberta, "xlm-roberta": xlm_roberta, "xlm-roberta pieces": pieces,
+}  # fmt: skip

@@ -1,0 +1,135 @@
+"""Folders of encoders that transformers saved: the same ids, hidden states and logits, without transformers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from fastformer.checkpoints.hf import FAMILIES, load_folder, model_type
+from fastformer.checkpoints.run import load_model
+from fastformer.data import load_tokenizer
+from fastformer.data.encoder_tokenizers import EncoderTokenizer
+from fastformer.files import read_json
+from fastformer.models import BERT
+from tests.checkpoints.encoders import FOLDERS, PAIRS, TEXTS
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    found: dict[str, Path] = {}
+
+    def folder(kind: str) -> Path:
+        if kind not in found:
+            found[kind] = tmp_path_factory.mktemp("encoders") / "model"
+            FOLDERS[kind](found[kind])
+        return found[kind]
+
+    return folder
+
+
+def load(folder: Path) -> tuple[BERT, EncoderTokenizer]:
+    model, tokenizer = load_folder(folder, FAMILIES[model_type(folder) or ""])
+    assert isinstance(model, BERT) and isinstance(tokenizer, EncoderTokenizer)
+    return model, tokenizer
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_a_folder_says_what_transformers_says(kind, saved) -> None:
+    folder = saved(kind)
+    model, tokenizer = load(folder)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    limit = tokenizer.max_len
+    assert limit == (32 if kind.startswith("bert") else model.config.max_len)
+    cut = {"truncation": True, "max_length": limit}
+    expected = [theirs(text, **cut)["input_ids"] for text in TEXTS]
+    assert tokenizer.encode_batch(TEXTS) == expected == [tokenizer.encode(text) for text in TEXTS]
+    assert max(map(len, expected)) == limit
+    for max_len in (limit, 9):
+        cut["max_length"] = max_len
+        for (first, second), found in zip(PAIRS, tokenizer.encode_pairs(PAIRS, max_len), strict=True):
+            both = theirs(first, second, **cut)
+            assert found[0] == both["input_ids"]
+            assert found[1] == both.get("token_type_ids", [0] * len(found[0]))
+            assert tokenizer.has_token_types == kind.startswith("bert") == any(found[1])
+    architecture = read_json(folder / "config.json")["architectures"][0]
+    reference = getattr(transformers, architecture).from_pretrained(folder)
+    with torch.inference_mode():
+        for ids, types in [tokenizer.encode_pair("the dog", "two birds"), (tokenizer.encode("a book"), None)]:
+            options = {} if types is None else {"token_type_ids": torch.tensor([types])}
+            hidden = reference.base_model(torch.tensor([ids]), **options).last_hidden_state
+            own = None if types is None else torch.tensor([types])
+            torch.testing.assert_close(model.encode(torch.tensor([ids]), token_types=own), hidden, rtol=1e-4, atol=1e-5)
+            if model.config.num_labels:
+                logits = reference(torch.tensor([ids]), **options).logits
+                torch.testing.assert_close(model(torch.tensor([ids]), token_types=own), logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_a_tokenizer_is_saved_beside_its_model(kind, saved, tmp_path) -> None:
+    model, tokenizer = load(saved(kind))
+    model.save_pretrained(tmp_path, tokenizer)
+    again = load_tokenizer(tmp_path)
+    assert isinstance(again, EncoderTokenizer)
+    assert again.encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS)
+    assert again.encode_pairs(PAIRS) == tokenizer.encode_pairs(PAIRS)
+    assert (again.max_len, again.special_ids) == (tokenizer.max_len, tokenizer.special_ids)
+    loaded, _ = load_model(tmp_path, ("BERT",))
+    ids = torch.tensor([tokenizer.encode("the dog")])
+    assert torch.equal(loaded(ids), model(ids))
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_special_tokens_in_a_text_are_text(kind, saved) -> None:
+    _, tokenizer = load(saved(kind))
+    plain, spelled = tokenizer.encode("the dog"), tokenizer.encode("the </s> [SEP] dog")
+    if kind != "xlm-roberta":  # whose Unigram has </s> among its pieces
+        assert spelled.count(plain[-1]) == 1
+    assert (
+        "the" in tokenizer.decode(plain) and "[" not in tokenizer.decode(plain) and "<" not in tokenizer.decode(plain)
+    )
+    assert len(tokenizer.tokens(plain)) == len(plain)
+
+
+def test_it_may_be_cut_on_the_left(saved, tmp_path) -> None:
+    for kind in ("bert", "xlm-roberta pieces"):
+        folder = shutil.copytree(saved(kind), tmp_path / kind)
+        named = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+        (folder / "tokenizer_config.json").write_text(json.dumps({**named, "truncation_side": "left"}))
+        theirs = transformers.AutoTokenizer.from_pretrained(folder)
+        _, tokenizer = load(folder)
+        text = "the dog reads a book in the park"
+        assert tokenizer.encode(text, 6) == theirs(text, truncation=True, max_length=6)["input_ids"]
+        assert tokenizer.encode(text, 6) != tokenizer.encode("the dog", 6)
+
+
+def test_bad_calls_are_named(saved) -> None:
+    _, tokenizer = load(saved("bert"))
+    for call in (
+        lambda: tokenizer.encode("the", 2),
+        lambda: tokenizer.encode_pair("the", "dog", 3),
+        lambda: tokenizer.encode("the", True),
+    ):
+        with pytest.raises(ValueError, match=r"\bmax_len\b"):
+            call()
+    with pytest.raises(ValueError, match="pairs"):
+        tokenizer.encode_pairs(["the dog"])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="surrogate"):
+        tokenizer.encode("\ud800")
+    with pytest.raises(ValueError, match="encoder"):
+        load_model(saved("bert"), ("GPT",))
+
+
+def test_missing_and_damaged_files_are_named(saved, tmp_path) -> None:
+    folder = shutil.copytree(saved("bert head"), tmp_path / "model")
+    (folder / "vocab.txt").write_text("a\nb\n")
+    with pytest.raises(ValueError, match=r"vocab\.txt"):
+        load(folder)
+    (folder / "vocab.txt").unlink()
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+        load(folder)

@@ -1,0 +1,107 @@
+"""Encoder-only models of transformers that can be converted, in every variant; each of their weights matters."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor
+
+from fastformer.checkpoints.hf import ENCODER_FORMS, FAMILIES
+from fastformer.models import BERT
+from fastformer.nn import SequenceLayout
+
+VOCAB, LABELS = 60, 3
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 6, "intermediate_size": 40,
+    "max_position_embeddings": 48, "num_labels": LABELS, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2,
+    "attn_implementation": "eager",
+}  # fmt: skip
+HEAD, BASE, WORDS = "ForSequenceClassification", "Model", "ForMaskedLM"
+
+
+class Case(NamedTuple):
+    """A model of one family in one variant.
+
+    Attributes:
+        kind: the model_type of transformers.
+        head: how its class ends.
+        options: of the config.
+    """
+
+    kind: str
+    head: str
+    options: dict[str, Any]
+
+    def make(self, dtype: torch.dtype = torch.float64, seed: int = 3, **options: Any) -> Any:
+        """The model of transformers, with the same weights in each dtype."""
+        config = getattr(transformers, FAMILIES[self.kind].config_class)(**SIZES | self.options | options)
+        model = getattr(transformers, ENCODER_FORMS[self.kind].classes + self.head)(config).to(dtype).eval()
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                is_norm = parameter.dim() == 1 and name.endswith("weight")
+                parameter.copy_(torch.randn(parameter.shape) * 0.3 + (1.0 if is_norm else 0.0))
+        return model
+
+
+def texts_of(theirs: Any, lengths: tuple[int, ...] = (13, 7, 1)) -> list[list[int]]:
+    """Texts without PAD."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(5, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+
+
+def padded(theirs: Any, texts: list[list[int]], side: str = "right") -> dict[str, Tensor]:
+    """Ids, mask and, where the model knows them, token types of a batch, and positions that begin with each text."""
+    pad, width = theirs.config.pad_token_id, max(map(len, texts))
+    rows: dict[str, list[list[int]]] = {"input_ids": [], "attention_mask": [], "token_type_ids": [], "position_ids": []}
+    for text in texts:
+        gap, own = width - len(text), [len(text) // 2, len(text) - len(text) // 2]
+        parts = {"input_ids": (text, pad), "attention_mask": ([1] * len(text), 0)}
+        parts["token_type_ids"] = ([0] * own[0] + [1] * own[1], 0)
+        parts["position_ids"] = ([*range(len(text))], 0)
+        for name, (values, fill) in parts.items():
+            rows[name].append(values + [fill] * gap if side == "right" else [fill] * gap + values)
+    found = {name: torch.tensor(values) for name, values in rows.items()}
+    if getattr(theirs.config, "type_vocab_size", 0) < 2:
+        del found["token_type_ids"]
+    if theirs.config.model_type not in ("bert", "electra") or side == "right":
+        del found["position_ids"]  # the others count from the first token by themselves
+    return found
+
+
+def hidden_of(theirs: Any, batch: dict[str, Tensor]) -> Tensor:
+    """The hidden states of the texts of a batch, one after another."""
+    hidden: Tensor = theirs.base_model(**batch).last_hidden_state
+    return hidden[batch["attention_mask"].bool()]
+
+
+def packed(texts: list[list[int]], batch: dict[str, Tensor]) -> dict[str, Any]:
+    """The arguments of a `BERT` for the texts of a batch."""
+    found: dict[str, Any] = {"tokens": torch.tensor(sum(texts, []))}
+    found["layout"] = SequenceLayout.packed(torch.tensor([*map(len, texts)]), max(map(len, texts)))
+    if "token_type_ids" in batch:
+        found["token_types"] = batch["token_type_ids"][batch["attention_mask"].bool()]
+    return found
+
+
+def gradients_of(ours: BERT, kind: str) -> dict[str, Tensor]:
+    """The gradients of a model of ours under the names of transformers: conversion is linear."""
+    twin = BERT(ours.config, dtype=ours.embedding.weight.dtype)
+    with torch.no_grad():
+        for parameter, own in zip(twin.parameters(), ours.parameters(), strict=True):
+            parameter.copy_(torch.zeros_like(own) if own.grad is None else own.grad)
+    return ENCODER_FORMS[kind].from_model(twin)[1]
+
+
+_TYPED: dict[str, Any] = {"type_vocab_size": 3}
+CASES = {
+    "bert": Case("bert", BASE, {"hidden_act": "gelu_new", "pad_token_id": 0}),
+    "bert labels": Case("bert", HEAD, {"hidden_act": "relu", **_TYPED}),
+    "bert words": Case("bert", WORDS, {}),
+    "roberta": Case("roberta", BASE, {"pad_token_id": 4}),
+    "roberta labels": Case("roberta", HEAD, _TYPED),
+    "xlm-roberta labels": Case("xlm-roberta", HEAD, {"num_labels": 1}),
+    "camembert words": Case("camembert", WORDS, {"hidden_act": "silu"}),
+}

@@ -1,0 +1,161 @@
+"""Encoder-only families as models.BERT and back: hidden states, logits, losses and gradients, padded on either side."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastformer.checkpoints.hf import ENCODER_FORMS
+from fastformer.integrations import from_huggingface, to_huggingface
+from fastformer.models import BERT
+from tests.checks import assert_accurate
+from tests.integrations.encoders import BASE, CASES, HEAD, LABELS, gradients_of, hidden_of, packed, padded, texts_of
+from tests.nn.comparing import assert_same
+
+cases = pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in CASES.items()])
+
+
+@cases
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_hidden_states_are_the_same(case, side) -> None:
+    theirs = case.make()
+    ours = from_huggingface(theirs)
+    assert isinstance(ours, BERT) and not ours.training
+    texts = texts_of(theirs)
+    batch = padded(theirs, texts, side)
+    expected = hidden_of(theirs, batch)
+    assert_same(ours.encode(**packed(texts, batch)), expected, "packed", 1e-11)
+    right = padded(theirs, texts)
+    hidden = ours.encode(right["input_ids"], token_types=right.get("token_type_ids"))
+    assert_same(hidden[right["attention_mask"].bool()], expected, "padded", 1e-11)
+    for kind in ("cls", "mean"):
+        rows = ours.pooled(hidden, ours.layout_of(right["input_ids"]), kind)
+        split = expected.split([*map(len, texts)])
+        assert_same(rows, torch.stack([each[0] if kind == "cls" else each.mean(0) for each in split]), kind, 1e-11)
+
+
+@cases
+def test_loss_and_gradients_are_the_same(case) -> None:
+    theirs = case.make()
+    ours = from_huggingface(theirs)
+    assert isinstance(ours, BERT)
+    texts = texts_of(theirs)
+    batch = padded(theirs, texts)
+    if case.head == HEAD:
+        labels = torch.tensor([2, 0, 1]) if ours.config.num_labels > 1 else torch.tensor([0.5, -1.0, 2.0]).double()
+        found = theirs(**batch, labels=labels)
+        assert_same(ours(**packed(texts, batch)), found.logits, "logits", 1e-11)
+        expected, loss = found.loss, ours.loss(**packed(texts, batch), labels=labels)
+    else:  # a pooler learns nothing here
+        weight = torch.randn(24, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+        expected = (hidden_of(theirs, batch) @ weight).square().sum()
+        loss = (ours.encode(**packed(texts, batch)) @ weight).square().sum()
+    assert_same(loss, expected, "loss", 1e-11)
+    expected.backward()
+    loss.backward()
+    gradients = gradients_of(ours, case.kind)
+    unused = ENCODER_FORMS[case.kind].unused_positions(ours.config.special_ids.pad)
+    compared = 0
+    for name, parameter in (theirs if case.head == HEAD else theirs.base_model).named_parameters():
+        if parameter.grad is None:
+            continue
+        own, their = gradients[name], parameter.grad
+        if "position_embeddings" in name:
+            own, their = own[unused:], their[unused:]
+        if their.abs().max() > 1e-9:  # a bias of keys has none
+            assert_same(own, their, name, 1e-9)
+            compared += 1
+    assert compared > 30
+
+
+@pytest.mark.parametrize("name", ["bert labels", "roberta labels"])
+def test_fp32_errs_by_the_rule(name) -> None:
+    case, found = CASES[name], []
+    for seed in range(3, 7):
+        plain, exact = case.make(torch.float32, seed), case.make(seed=seed)
+        ours = from_huggingface(plain)
+        texts = texts_of(plain)
+        batch = padded(plain, texts)
+        found.append((ours(**packed(texts, batch)), plain(**batch).logits, exact(**batch).logits))
+    assert_accurate(*(torch.stack(each) for each in zip(*found, strict=True)))
+
+
+@cases
+def test_a_model_goes_there_and_back(case, tmp_path) -> None:
+    theirs = case.make()
+    ours = from_huggingface(theirs)
+    back = to_huggingface(ours)
+    assert back.dtype == torch.float64 and not back.training
+    twin = from_huggingface(back)
+    assert twin.config == ours.config
+    for name, weight in ours.state_dict().items():
+        assert torch.equal(twin.state_dict()[name], weight), name
+    # With a head it is the class that it was, or one that computes the same; the table of positions was cut.
+    texts = texts_of(theirs)
+    assert_same(hidden_of(back, padded(back, texts)), hidden_of(theirs, padded(theirs, texts)), "output", 1e-11)
+    form = ENCODER_FORMS[case.kind]
+    settings, weights = form.from_model(ours)
+    same = type(theirs.config)(**{name: value for name, value in settings.items() if name != "architectures"})
+    assert same.pad_token_id == theirs.config.pad_token_id
+    assert form.to_model(settings, weights).config == ours.config
+    if case.head == HEAD:
+        state = theirs.state_dict()
+        unread = {name for name in state if name.endswith(("position_ids", "token_type_ids"))}
+        assert weights.keys() == state.keys() - unread
+    ours.save_pretrained(tmp_path)
+    loaded = BERT.from_pretrained(tmp_path)
+    assert loaded.config == ours.config
+    assert torch.equal(
+        loaded.encode(**packed(texts, padded(theirs, texts))), ours.encode(**packed(texts, padded(theirs, texts)))
+    )
+
+
+def test_a_head_that_is_left_out_is_named(caplog) -> None:
+    from_huggingface(CASES["bert words"].make())
+    assert "cls.predictions" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"hidden_act": "tanh"}, "hidden_act"),
+        ({"is_decoder": True}, "is_decoder"),
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type"),
+        ({"pad_token_id": 60}, "pad_token_id"),
+        ({"num_hidden_layers": 4}, "layer.3"),
+        ({"num_hidden_layers": 2}, "layer.2"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    ],
+)
+def test_settings_that_it_does_not_have_are_named(settings, name) -> None:
+    theirs = CASES["bert"].make()
+    with pytest.raises(ValueError, match=name):
+        ENCODER_FORMS["bert"].to_model({**theirs.config.to_dict(), **settings}, theirs.state_dict())
+
+
+def test_other_heads_and_options_are_refused() -> None:
+    import transformers
+
+    config = CASES["bert"].make().config
+    with pytest.raises(ValueError, match="BertForTokenClassification"):
+        from_huggingface(transformers.BertForTokenClassification(config))
+    with pytest.raises(ValueError, match="token_types"):
+        to_huggingface(BERT.from_preset("tiny", vocab_size=60, token_types=0, num_labels=LABELS))
+    with pytest.raises(ValueError, match="norm_first"):
+        to_huggingface(BERT.from_preset("tiny", vocab_size=60, norm_first=True))
+
+
+def test_gamma_and_beta_of_old_files_are_read() -> None:
+    theirs = CASES["bert"].make()
+    old = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): weight
+        for name, weight in theirs.state_dict().items()
+    }
+    old["embeddings.position_ids"] = torch.arange(48)[None]
+    assert case_state(old) == case_state(theirs.state_dict())
+
+
+def case_state(state: dict[str, torch.Tensor]) -> dict[str, float]:
+    settings = CASES["bert"].make().config.to_dict() | {"architectures": [f"Bert{BASE}"]}
+    model = ENCODER_FORMS["bert"].to_model(settings, state)
+    return {name: float(weight.sum()) for name, weight in model.state_dict().items()}

@@ -1,0 +1,210 @@
+"""BERT: padded and packed texts, pooling, labels, saving, quantising, and settings and calls that are wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastformer.models import BERT, BERTConfig, SpecialIds
+from fastformer.models.quantization import quantized_names
+from fastformer.nn import SequenceLayout
+from tests.nn.comparing import randomised
+
+VOCAB = 50
+SIZES: dict[str, Any] = {"d_model": 32, "num_heads": 4, "num_layers": 2, "d_ff": 40, "max_len": 24}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "bert": {"token_types": 2, "pooler": True, "num_labels": 3},
+    "pre-norm": {"norm_first": True, "embedding_norm": False, "num_labels": 2, "head": "roberta", "norm": "rms"},
+    "mpnet": {"positions": "learned-relative", "num_labels": 2, "head": "distilbert", "head_dim": 12},
+    "t5": {"positions": "relative", "norm_first": True, "norm": "rms", "bias": False, "activation": "geglu_tanh"},
+    "electra": {"embedding_size": 20, "token_types": 3, "num_labels": 1, "head": "electra", "activation": "relu"},
+    "modernbert": {
+        "positions": "rotary", "rotary_base": 160_000.0, "local_rotary_base": 10_000.0, "window_size": 2,
+        "window_layers": (False, True), "norm_first": True, "first_norm": False, "bias": False, "activation": "geglu",
+        "num_labels": 3, "head": "modernbert", "head_pooling": "mean",
+    },
+    "sines": {"positions": "sinusoidal", "window_size": 3, "attention_bias": False},
+}  # fmt: skip
+options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+
+
+def made(options: dict[str, Any], dtype: torch.dtype = torch.float64) -> BERT:
+    torch.manual_seed(4)
+    config = BERTConfig(VOCAB, **SIZES | options)
+    return randomised(BERT(config, dtype=dtype)).eval()  # type: ignore[return-value]
+
+
+def batch(model: BERT, lengths: tuple[int, ...] = (9, 4, 1)) -> tuple[Tensor, Tensor | None, SequenceLayout]:
+    """Padded ids, their types, and the layout of the packed ones."""
+    torch.manual_seed(5)
+    ids = torch.randint(3, VOCAB, (len(lengths), max(lengths)))
+    types = torch.randint(0, model.config.token_types, ids.shape) if model.config.token_types else None
+    for row, length in enumerate(lengths):
+        ids[row, length:] = model.config.special_ids.pad
+    return ids, types, SequenceLayout.packed(torch.tensor(lengths), max(lengths))
+
+
+@options
+def test_padded_packed_and_single_texts_are_the_same(options) -> None:
+    model = made(options)
+    ids, types, layout = batch(model)
+    padded = model.encode(ids, token_types=types)
+    flat_types = None if types is None else layout.pack(types)
+    found = model.encode(layout.pack(ids), layout=layout, token_types=flat_types)
+    torch.testing.assert_close(found, layout.pack(padded), rtol=0, atol=1e-11)
+    outputs = model(layout.pack(ids), layout=layout, token_types=flat_types)
+    for row, length in enumerate(layout.seqlens.tolist()):
+        one = ids[row : row + 1, :length]
+        own = None if types is None else types[row : row + 1, :length]
+        alone = model.encode(one, token_types=own)[0]
+        torch.testing.assert_close(alone, padded[row, :length], rtol=0, atol=1e-11)
+        if model.config.num_labels:
+            torch.testing.assert_close(model(one, token_types=own)[0], outputs[row], rtol=0, atol=1e-11)
+    if model.config.num_labels:
+        torch.testing.assert_close(outputs, model(ids, token_types=types), rtol=0, atol=1e-11)
+        assert outputs.shape == (3, model.config.num_labels)
+    else:
+        assert torch.equal(outputs, found)
+
+
+@options
+def test_every_weight_is_trained(options) -> None:
+    model = made(options)
+    ids, types, layout = batch(model)
+    hidden = model.encode(ids, token_types=types)
+    real = layout.pack(hidden)
+    loss = (real * torch.randn_like(real)).sum()
+    if model.config.num_labels:
+        logits = model.classify(ids, token_types=types)
+        loss = loss + (logits * torch.randn_like(logits)).sum()
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
+
+
+@options
+def test_a_saved_model_is_the_same(options, tmp_path) -> None:
+    model = made(options)
+    ids, types, _ = batch(model)
+    model.save_pretrained(tmp_path)
+    loaded = BERT.from_pretrained(tmp_path)
+    assert loaded.config == model.config
+    assert torch.equal(loaded(ids, token_types=types), model(ids, token_types=types))
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_a_quantised_model_is_saved_small(precision, tmp_path) -> None:
+    model = made(OPTIONS["bert"], torch.float32)
+    ids, types, _ = batch(model)
+    rounded = model.quantize(precision)
+    assert not torch.equal(rounded.encode(ids, token_types=types), model.encode(ids, token_types=types))
+    # A few rows read the pooler and the head, which keep their precision.
+    assert not [name for name in quantized_names(model) if name.startswith(("pooler", "head"))]
+    rounded.save_pretrained(tmp_path)
+    loaded = BERT.from_pretrained(tmp_path)
+    assert loaded.precision == precision
+    assert torch.equal(loaded(ids, token_types=types), rounded(ids, token_types=types))
+
+
+def test_pooling_is_what_it_says() -> None:
+    model = made(OPTIONS["bert"])
+    ids, _, layout = batch(model)
+    hidden = model.encode(ids)
+    hidden[1, 4:] = float("nan")  # what padding holds must not matter
+    expected: dict[str, list[Tensor]] = {}
+    for row, length in enumerate(layout.seqlens.tolist()):
+        own = hidden[row, :length]
+        weight = torch.arange(1, length + 1, dtype=own.dtype)[:, None]
+        for kind, vector in {
+            "cls": own[0],
+            "lasttoken": own[-1],
+            "max": own.max(0)[0],
+            "mean": own.mean(0),
+            "mean_sqrt_len_tokens": own.sum(0) / length**0.5,
+            "weightedmean": (own * weight).sum(0) / weight.sum(),
+            "pooler": torch.tanh(F.linear(own[0], model.pooler.weight, model.pooler.bias)),  # type: ignore[union-attr]
+        }.items():
+            expected.setdefault(kind, []).append(vector)
+    for kind, rows in expected.items():
+        found = model.pooled(hidden, model.layout_of(ids), kind)  # type: ignore[arg-type]
+        torch.testing.assert_close(found, torch.stack(rows), rtol=0, atol=1e-12)
+        assert torch.equal(model.pooled(layout.pack(hidden), layout, kind), found)  # type: ignore[arg-type]
+    whole = model.pooled(hidden[:1], None, "mean")
+    torch.testing.assert_close(whole[0], expected["mean"][0], rtol=0, atol=1e-12)
+    empty = SequenceLayout.packed(torch.tensor([0, 2]), 2)
+    assert not model.pooled(hidden[0, :2], empty, "mean")[0].any()
+
+
+def test_losses_are_those_of_their_labels() -> None:
+    model = made(OPTIONS["bert"])
+    ids, types, _ = batch(model)
+    logits = model(ids, token_types=types)
+    classes, several = torch.tensor([2, -100, 0]), torch.tensor([[1.0, 0, 1], [0, 0, 1], [1, 1, 1]])
+    found = model.loss(ids, classes, token_types=types)
+    torch.testing.assert_close(found, F.cross_entropy(logits[[0, 2]], classes[[0, 2]]))
+    assert model.loss(ids, classes, token_types=types, reduction="none")[1] == 0
+    found = model.loss(ids, several, token_types=types)
+    torch.testing.assert_close(found, F.binary_cross_entropy_with_logits(logits, several.double()))
+    model = made(OPTIONS["electra"])
+    numbers = torch.tensor([0.5, -1, 2])
+    torch.testing.assert_close(model.loss(ids, numbers), (model(ids)[:, 0] - numbers).square().mean())
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"num_labels": 2}, "pooler"),
+        ({"num_labels": 2, "pooler": True, "head_pooling": "mean"}, "head_pooling"),
+        ({"first_norm": False}, "norm_first"),
+        ({"window_layers": [True, False]}, "window_size"),
+        ({"window_size": 2, "window_layers": [True]}, "window_layers"),
+        ({"window_size": 2, "window_layers": 1}, "window_layers"),
+        ({"local_rotary_base": 100.0}, "local_rotary_base"),
+        ({"positions": "rotary", "local_rotary_base": 100.0}, "window_size"),
+        ({"positions": "rotary", "head_dim": 3}, "even"),
+        ({"positions": "sinusoidal", "embedding_size": 5}, "even"),
+        ({"positions": "relative", "num_buckets": 32, "max_distance": 9}, "max_distance"),
+        ({"positions": "absolute"}, "positions"),
+        ({"activation": "tanh"}, "activation"),
+        ({"num_heads": 5}, "num_heads"),
+        ({"token_types": -1}, "token_types"),
+        ({"special_ids": SpecialIds(pad=VOCAB)}, "pad"),
+    ],
+)
+def test_bad_settings_are_named(settings, name) -> None:
+    with pytest.raises(ValueError, match=name):
+        BERTConfig(VOCAB, **SIZES | settings)
+
+
+def test_bad_calls_are_named() -> None:
+    model, plain = made(OPTIONS["bert"]), made(OPTIONS["sines"])
+    ids, types, _ = batch(model)
+    assert types is not None
+    labels = torch.tensor([0, 1, 2])
+    left = ids.flip(1)
+    calls: list[tuple[Any, str]] = [
+        (lambda: model(ids + VOCAB), "token ids"),
+        (lambda: model(ids.repeat(1, 3)), "max_len"),
+        (lambda: model(left), "PAD"),
+        (lambda: model(ids, token_types=types + 2), "token_types"),
+        (lambda: model(ids, token_types=types[:, :3]), "token_types"),
+        (lambda: plain(ids, token_types=types), "token_types"),
+        (lambda: plain.classify(ids), "num_labels"),
+        (lambda: plain.pooled(plain(ids), None, "pooler"), "pooler"),
+        (lambda: plain.pooled(plain(ids), None, "median"), "median"),  # type: ignore[arg-type]
+        (lambda: plain.pooled(plain(ids)[0], None), "shape"),
+        (lambda: plain.pooled(plain(ids), model.layout_of(ids[:2])), "layout"),
+        (lambda: model.loss(ids, labels + 1), "labels"),
+        (lambda: model.loss(ids, labels[:2]), "labels"),
+        (lambda: model.loss(ids, labels.double()), "labels"),
+        (lambda: model.loss(ids, labels, reduction="max"), "reduction"),
+        (lambda: BERT.from_preset("bas", vocab_size=9), "preset"),
+        (lambda: BERT({"vocab_size": 9}), "BERTConfig"),  # type: ignore[arg-type]
+    ]
+    for call, name in calls:
+        with pytest.raises(ValueError, match=name):
+            call()
