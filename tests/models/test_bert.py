@@ -35,7 +35,7 @@ options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def made(options: dict[str, Any], dtype: torch.dtype = torch.float64) -> BERT:
     torch.manual_seed(4)
     config = BERTConfig(VOCAB, **SIZES | options)
-    return randomised(BERT(config, dtype=dtype)).eval()  # type: ignore[return-value]
+    return randomised(BERT(config, dtype=dtype)).eval()
 
 
 def batch(model: BERT, lengths: tuple[int, ...] = (9, 4, 1)) -> tuple[Tensor, Tensor | None, SequenceLayout]:
@@ -126,13 +126,13 @@ def test_pooling_is_what_it_says() -> None:
             "mean": own.mean(0),
             "mean_sqrt_len_tokens": own.sum(0) / length**0.5,
             "weightedmean": (own * weight).sum(0) / weight.sum(),
-            "pooler": torch.tanh(F.linear(own[0], model.pooler.weight, model.pooler.bias)),  # type: ignore[union-attr]
+            "pooler": torch.tanh(F.linear(own[0], model.pooler.weight, model.pooler.bias)),
         }.items():
             expected.setdefault(kind, []).append(vector)
     for kind, rows in expected.items():
-        found = model.pooled(hidden, model.layout_of(ids), kind)  # type: ignore[arg-type]
+        found = model.pooled(hidden, model.layout_of(ids), kind)
         torch.testing.assert_close(found, torch.stack(rows), rtol=0, atol=1e-12)
-        assert torch.equal(model.pooled(layout.pack(hidden), layout, kind), found)  # type: ignore[arg-type]
+        assert torch.equal(model.pooled(layout.pack(hidden), layout, kind), found)
     whole = model.pooled(hidden[:1], None, "mean")
     torch.testing.assert_close(whole[0], expected["mean"][0], rtol=0, atol=1e-12)
     empty = SequenceLayout.packed(torch.tensor([0, 2]), 2)
@@ -195,7 +195,7 @@ def test_bad_calls_are_named() -> None:
         (lambda: plain(ids, token_types=types), "token_types"),
         (lambda: plain.classify(ids), "num_labels"),
         (lambda: plain.pooled(plain(ids), None, "pooler"), "pooler"),
-        (lambda: plain.pooled(plain(ids), None, "median"), "median"),  # type: ignore[arg-type]
+        (lambda: plain.pooled(plain(ids), None, "median"), "median"),
         (lambda: plain.pooled(plain(ids)[0], None), "shape"),
         (lambda: plain.pooled(plain(ids), model.layout_of(ids[:2])), "layout"),
         (lambda: model.loss(ids, labels + 1), "labels"),
@@ -203,7 +203,7 @@ def test_bad_calls_are_named() -> None:
         (lambda: model.loss(ids, labels.double()), "labels"),
         (lambda: model.loss(ids, labels, reduction="max"), "reduction"),
         (lambda: BERT.from_preset("bas", vocab_size=9), "preset"),
-        (lambda: BERT({"vocab_size": 9}), "BERTConfig"),  # type: ignore[arg-type]
+        (lambda: BERT({"vocab_size": 9}), "BERTConfig"),
     ]
     for call, name in calls:
         with pytest.raises(ValueError, match=name):
