@@ -59,15 +59,18 @@ std::vector<int32_t> last_tokens(const std::vector<const Search*>& searches) {
 
 std::unique_ptr<Search> beam_search(int64_t limit, std::vector<int32_t> eos, int64_t num_beams, double alpha,
                                     int64_t num_return, bool early_stopping, int64_t min_tokens,
-                                    std::vector<int32_t> suppressed, bool by_transformers_rules, bool never_stops) {
+                                    std::vector<int32_t> suppressed, bool by_transformers_rules, bool never_stops,
+                                    int64_t begun) {
   constexpr int64_t kMost = 1 << 20;  // of candidates: what is made of them is counted in 64 bits
   if (num_beams > kMost || static_cast<int64_t>(eos.size()) >= kMost / std::max<int64_t>(1, num_beams))
     throw py::value_error("expected fewer beams and ends");
   if (num_return < 1 || num_return > num_beams)
     throw py::value_error("expected num_return from 1 to num_beams = " + std::to_string(num_beams) + ", got " +
                           std::to_string(num_return));
+  if (begun < 0) throw py::value_error("expected begun of at least 0, got " + std::to_string(begun));
   const auto stopping = never_stops ? EarlyStopping::kNever : early_stopping ? EarlyStopping::kYes : EarlyStopping::kNo;
-  auto search = make_beam_search(limit, std::move(eos), num_beams, alpha, num_return, stopping, by_transformers_rules);
+  auto search = make_beam_search(limit, std::move(eos), num_beams, alpha, num_return, stopping, by_transformers_rules,
+                                 begun);
   search->min_tokens = min_tokens, search->suppressed = std::move(suppressed);
   return search;
 }
@@ -173,7 +176,7 @@ void bind_search(py::module_& m) {
         py::arg("suppressed") = std::vector<int32_t>());
   m.def("beam_search", &beam_search, py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(),
         py::arg("min_tokens") = 0, py::arg("suppressed") = std::vector<int32_t>(),
-        py::arg("by_transformers_rules") = false, py::arg("never_stops") = false);
+        py::arg("by_transformers_rules") = false, py::arg("never_stops") = false, py::arg("begun") = 0);
   m.def("last_tokens", &last_tokens);
   m.def("places_of_done", &places_of_done);
   m.def("_stages_check", &stages_check);

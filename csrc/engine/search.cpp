@@ -183,14 +183,15 @@ class BeamSearch : public Search {
 class TransformersBeamSearch final : public BeamSearch {
  public:
   TransformersBeamSearch(int64_t limit, std::vector<int32_t> eos, int64_t num_beams, double alpha, int64_t num_return,
-                         EarlyStopping early_stopping)
+                         EarlyStopping early_stopping, int64_t begun)
       : BeamSearch(limit, std::move(eos), num_beams, alpha, num_return, early_stopping),
-        looks_ahead_(early_stopping == EarlyStopping::kNever && alpha > 0) {
+        looks_ahead_(early_stopping == EarlyStopping::kNever && alpha > 0),
+        begun_(static_cast<double>(begun)) {
     num_ending_ = num_beams;
   }
 
  protected:
-  double penalty_of(int64_t length) const override { return std::pow(static_cast<double>(length), alpha_); }
+  double penalty_of(int64_t length) const override { return std::pow(begun_ + static_cast<double>(length), alpha_); }
 
   bool is_decided() const override {
     if (static_cast<int64_t>(finished_.size()) < num_beams_) return false;
@@ -207,6 +208,7 @@ class TransformersBeamSearch final : public BeamSearch {
 
  private:
   const bool looks_ahead_;
+  const double begun_;  // tokens in front of the new ones that count in lengths
 };
 
 }  // namespace
@@ -241,10 +243,11 @@ std::unique_ptr<Search> make_greedy_search(int64_t limit, std::vector<int32_t> e
 }
 
 std::unique_ptr<Search> make_beam_search(int64_t limit, std::vector<int32_t> eos, int64_t num_beams, double alpha,
-                                         int64_t num_return, EarlyStopping early_stopping, bool by_transformers_rules) {
+                                         int64_t num_return, EarlyStopping early_stopping, bool by_transformers_rules,
+                                         int64_t begun) {
   if (by_transformers_rules)
     return std::make_unique<TransformersBeamSearch>(limit, std::move(eos), num_beams, alpha, num_return,
-                                                    early_stopping);
+                                                    early_stopping, begun);
   return std::make_unique<BeamSearch>(limit, std::move(eos), num_beams, alpha, num_return, early_stopping);
 }
 

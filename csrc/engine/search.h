@@ -81,7 +81,9 @@ enum class EarlyStopping {
   kNever,  // of transformers' rules: nor while a hypothesis may still become better
 };
 
+// begun: tokens in front of the new ones that count in lengths by transformers' rules, as a language that is told does.
 std::unique_ptr<Search> make_beam_search(int64_t limit, std::vector<int32_t> eos, int64_t num_beams, double alpha,
-                                         int64_t num_return, EarlyStopping early_stopping, bool by_transformers_rules);
+                                         int64_t num_return, EarlyStopping early_stopping, bool by_transformers_rules,
+                                         int64_t begun = 0);
 
 }  // namespace fastformer

@@ -48,6 +48,7 @@ class _Extension(Protocol):
         suppressed: Sequence[int],
         by_transformers_rules: bool,
         never_stops: bool,
+        begun: int,
     ) -> SearchHandle: ...
 
     def last_tokens(self, searches: Sequence[SearchHandle]) -> list[int]: ...
@@ -121,8 +122,12 @@ class NativeSearch(Search):
         early_stopping: EarlyStopping = False,
         min_tokens: int = 0,
         suppressed: Sequence[int] = (),
+        begun: int = 0,
     ) -> NativeSearch:
-        """The like of `BeamSearch`, or of `TransformersBeamSearch`; min_tokens and suppressed as for `greedy`."""
+        """The like of `BeamSearch`, or of `TransformersBeamSearch`; min_tokens and suppressed as for `greedy`.
+
+        begun is that of `TransformersBeamSearch`, and counts by its rules alone.
+        """
         handle = _extension_module().beam_search(
             limit,
             sorted(eos),
@@ -134,6 +139,7 @@ class NativeSearch(Search):
             suppressed,
             beam_rules == "transformers",
             early_stopping == "never",
+            begun,
         )
         return cls(handle, SearchRules(num_beams, tuple(sorted(eos)), min_tokens, tuple(sorted(suppressed))))
 

@@ -230,8 +230,8 @@ class RequestBuilder:
         """What makes the search of a request, each time the same one."""
         config, limit = self.config, checked.limit
         told = checked.told if config.beam_rules == "transformers" and config.num_beams > 1 else 0
-        if is_native and not told:
-            return lambda: self._native_search(limit, checked.least)
+        if is_native:
+            return lambda: self._native_search(limit, checked.least, told)
         stop = make_stop(config.stopping_criteria, begin, self.engine.device)
         before = checked.row if self.is_prompted else checked.prefix
         if config.num_beams > 1:
@@ -245,7 +245,7 @@ class RequestBuilder:
         make_end = (lambda: self._end_of_text(before)) if config.stop_strings else None
         return lambda: RowSearch(limit, self._ends, rows, sampling, make_end, stop=stop)
 
-    def _native_search(self, limit: int, least: int) -> Search:
+    def _native_search(self, limit: int, least: int, told: int) -> Search:
         config = self.config
         if config.num_beams == 1:
             return NativeSearch.greedy(limit, self._ends, min_tokens=least, suppressed=config.suppress_tokens)
@@ -259,6 +259,7 @@ class RequestBuilder:
             early_stopping=config.early_stopping,
             min_tokens=least,
             suppressed=config.suppress_tokens,
+            begun=told,
         )
 
     def _beam_search(self, limit: int, stop: Stop | None, told: int) -> Search:

@@ -294,7 +294,7 @@ def searches_or_says_why_not(kind: str, arguments: list[Any], candidates: Any, v
 
 queries = given(
     st.sampled_from(["greedy", "beams"]),
-    st.tuples(ints, lists, ints, st.floats(), ints, st.booleans(), lists, st.booleans(), st.booleans()).map(list),
+    st.tuples(ints, lists, ints, st.floats(), ints, st.booleans(), lists, st.booleans(), st.booleans(), ints).map(list),
     st.lists(st.lists(ints, max_size=9), max_size=5),
     st.lists(st.lists(st.floats(width=32), max_size=9), max_size=5),
     st.integers(-2, 3),

@@ -281,6 +281,9 @@ def test_log_probabilities_are_asked_for_where_somebody_wants_them(monkeypatch) 
     ("settings", "is_native"),
     [
         ({}, True),
+        ({"told": 2, "beam_rules": "transformers", "num_beams": 3, "num_return_sequences": 2}, True),
+        ({"told": 1, "beam_rules": "transformers", "num_beams": 2, "early_stopping": "never"}, True),
+        ({"told": 2, "num_beams": 3, "length_penalty": 2.0}, True),
         ({"num_beams": 3, "num_return_sequences": 2, "length_penalty": 1.7, "early_stopping": True}, True),
         ({"num_beams": 4, "eos_token_id": (1, 7)}, True),
         ({"num_beams": 4, "num_return_sequences": 3, "beam_rules": "transformers"}, True),
@@ -292,11 +295,12 @@ def test_log_probabilities_are_asked_for_where_somebody_wants_them(monkeypatch) 
     ids=str,
 )
 def test_requests_of_such_an_engine_search_in_cpp_where_that_is_known_there(model, settings, is_native) -> None:
-    wanted = GenerationConfig(max_new_tokens=6, **settings)
+    told = [7, 8][: settings.get("told", 0)]
+    wanted = GenerationConfig(max_new_tokens=6, **{name: value for name, value in settings.items() if name != "told"})
     makers = [RequestBuilder(model, wanted, engine=engine(1, vocab=40)) for engine in (RunningEngine, ToyEngine)]
     dice = random.Random(0)
     for _ in range(20):
-        native, plain = (builder.build(builder.check([5, 6])).search for builder in makers)
+        native, plain = (builder.build(builder.check([5, 6], told, told=len(told))).search for builder in makers)
         assert isinstance(native, NativeSearch) == is_native and not isinstance(plain, NativeSearch)
         while is_native and native.num_rows:
             rows = [candidates(dice, 8, plain.num_candidates, VALUES["plain"]) for _ in range(plain.num_rows)]

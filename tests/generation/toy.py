@@ -263,6 +263,7 @@ def plain_transformers_search(
     early_stopping: bool | str,
     *,
     ends: Collection[int] = (EOS,),
+    begun: int = 0,
 ) -> list[Hypothesis]:
     """Beam search by transformers' rules, with lists: a step ends hypotheses, then asks whether it was the last."""
     alive: list[Hypothesis] = [(0.0, ())]
@@ -278,13 +279,13 @@ def plain_transformers_search(
             reverse=True,
         )[: (1 + len(ends)) * beams]
         ending = [one for one in candidates[:beams] if one[1][-1] in ends or length == limit]
-        finished += [(score / length**alpha, tokens) for score, tokens in ending]
+        finished += [(score / (begun + length) ** alpha, tokens) for score, tokens in ending]
         finished = sorted(finished, reverse=True)[:beams]
         alive = [one for one in candidates if one[1][-1] not in ends][:beams]
         is_full = len(finished) == beams
         if is_full and early_stopping is True:
             break
-        far = limit if early_stopping == "never" and alpha > 0 else length
+        far = begun + (limit if early_stopping == "never" and alpha > 0 else length)
         if is_full and not any(score / far**alpha > finished[-1][0] for score, _ in alive[:1]):
             break
     return finished[:returned]
