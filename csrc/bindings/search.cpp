@@ -69,8 +69,8 @@ std::unique_ptr<Search> beam_search(int64_t limit, std::vector<int32_t> eos, int
                           std::to_string(num_return));
   if (begun < 0) throw py::value_error("expected begun of at least 0, got " + std::to_string(begun));
   const auto stopping = never_stops ? EarlyStopping::kNever : early_stopping ? EarlyStopping::kYes : EarlyStopping::kNo;
-  auto search = make_beam_search(limit, std::move(eos), num_beams, alpha, num_return, stopping, by_transformers_rules,
-                                 begun);
+  auto search =
+      make_beam_search(limit, std::move(eos), num_beams, alpha, num_return, stopping, by_transformers_rules, begun);
   search->min_tokens = min_tokens, search->suppressed = std::move(suppressed);
   return search;
 }

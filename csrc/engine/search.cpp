@@ -246,8 +246,8 @@ std::unique_ptr<Search> make_beam_search(int64_t limit, std::vector<int32_t> eos
                                          int64_t num_return, EarlyStopping early_stopping, bool by_transformers_rules,
                                          int64_t begun) {
   if (by_transformers_rules)
-    return std::make_unique<TransformersBeamSearch>(limit, std::move(eos), num_beams, alpha, num_return,
-                                                    early_stopping, begun);
+    return std::make_unique<TransformersBeamSearch>(limit, std::move(eos), num_beams, alpha, num_return, early_stopping,
+                                                    begun);
   return std::make_unique<BeamSearch>(limit, std::move(eos), num_beams, alpha, num_return, early_stopping);
 }
 
