@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from fastformer.generation.model_protocols import check_precision, own_precision
-from fastformer.models import GPT, Transformer
+from fastformer.models import BERT, GPT, Transformer
+from fastformer.models.bert import ClassificationHead, Dense
 from fastformer.nn.attention import MultiheadAttention
 from fastformer.nn.decoder_only import DecoderOnlyLayer
 from fastformer.nn.embedding import Embedding, PositionalEncoding, RelativePositionBias, RotaryEmbedding
@@ -120,7 +121,7 @@ def why_not_now() -> str | None:
 _guards: WeakKeyDictionary[nn.Module, ModelGuards] = WeakKeyDictionary()
 
 
-def find_guards(model: Transformer | GPT) -> tuple[ModelGuards | None, str | None]:
+def find_guards(model: Transformer | GPT | BERT) -> tuple[ModelGuards | None, str | None]:
     """The guards of a model that is what its config makes, the same ones while they hold; or why it isn't."""
     guards = _guards.get(model)
     if guards is not None and guards.hold(model):
@@ -147,7 +148,7 @@ def _why_not_by_classes() -> str | None:
     return None
 
 
-def _why_not_as_made(model: Transformer | GPT) -> str | None:
+def _why_not_as_made(model: Transformer | GPT | BERT) -> str | None:
     try:
         made = _made(cast(Kind, type(model)), tuple(vars(model.config).items()))
     except (TypeError, ValueError) as error:  # a config that was changed afterwards
@@ -276,12 +277,14 @@ def _part(module: nn.Module) -> _Part:
         for name, value in own.items()
         if name not in _INTERNALS | _FREE and (value is None or isinstance(value, int | float | str | tuple))
     }
-    values.pop("activation", None)
+    activation = fused_name(own["activation"]) if "activation" in own else None
+    if activation is not None:  # another one, by its name, is one of the values
+        values.pop("activation", None)
     return _Part(
         kind,
         _methods(cast(Kind, kind)),
         values,
-        fused_name(module.activation) if "activation" in own else None,  # type: ignore[arg-type]
+        activation,
         {name: None if tensor is None else tuple(tensor.shape) for name, tensor in module._parameters.items()},
         {name: None if tensor is None else tuple(tensor.shape) for name, tensor in module._buffers.items()},
         {name: None if child is None else _part(child) for name, child in module._modules.items()},
@@ -298,12 +301,12 @@ def _functions() -> dict[tuple[type, str], object]:
     ours: tuple[type, ...] = (
         *(Transformer, GPT, TransformerEncoder, TransformerDecoder, TransformerEncoderLayer, TransformerDecoderLayer),
         *(DecoderOnlyLayer, MultiheadAttention, Projections, Embedding, PositionalEncoding, RotaryEmbedding),
-        *(RelativePositionBias, AddLayerNorm),
+        *(RelativePositionBias, AddLayerNorm, BERT, Dense, ClassificationHead),
     )
     found: dict[tuple[type, str], object] = {
         (kind, name): value for kind in ours for name, value in [*vars(kind).items()] if name in _methods(kind)
     }
-    torchs: tuple[type, ...] = (nn.Module, nn.Linear, nn.Dropout, nn.ReLU, nn.GELU, nn.SiLU)
+    torchs: tuple[type, ...] = (nn.Module, nn.Linear, nn.Embedding, nn.Identity, nn.Dropout, nn.ReLU, nn.GELU, nn.SiLU)
     for kind in torchs:
         found |= {(kind, name): vars(kind)[name] for name in ("__call__", "forward") if name in vars(kind)}
     return found

@@ -1,0 +1,339 @@
+"""Runs a `models.BERT` for its results alone: the whole encoder in one C++ call, or by its modules."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastformer.generation.engines.cpp import activation_name, arrays_of, bias_by_distance
+from fastformer.generation.engines.cpp_support import PACKED_PRECISIONS, find_guards, why_not_now
+from fastformer.generation.engines.prepack import packed
+from fastformer.generation.model_protocols import check_precision, dtype_precision, own_precision, why_not_by_modules
+from fastformer.models import BERT
+from fastformer.models.pooling import POOLINGS, Pooling
+from fastformer.nn.layout import SequenceLayout
+from fastformer.nn.model_guards import ModelGuards
+from fastformer.ops import _extension
+
+Rows: TypeAlias = Sequence[Sequence[int]]
+Array: TypeAlias = npt.NDArray[np.float32]
+
+_NO_LISTS = "expected ids, and token_types, as a list of integers for each text"
+_MODULE_TOKENS = 8192  # that go through the modules together
+
+
+class _Encoder(Protocol):
+    """csrc/bindings/encoder.cpp's Encoder."""
+
+    def encode(self, ids: Rows, token_types: Rows | None, pooling: str, normalize: bool, threads: int) -> Array: ...
+
+
+class _Packed(NamedTuple):
+    """What is made of a model in a precision. Nothing in it refers to the model."""
+
+    encoder: _Encoder
+    pooler: nn.Module | None  # in fp32
+    head: nn.Module | None
+
+
+class EncoderEngine:
+    """Encodes texts, as ids, with a `models.BERT`: hidden states, a vector for each text, or the logits of its labels.
+
+    On a CPU the whole encoder is one C++ call, from weights that are packed once for all engines of the model. fp32
+    computes what the model does. bf16 rounds the weights and their inputs; int8 has a scale for each output of a
+    weight, and a scale and a zero point for each row of its inputs; int4 takes the same inputs, and has a scale for
+    each 32 weights of an output. The residual stream, norms, softmax, pooling, the pooler and the head are always fp32.
+    A text's bits depend neither on its neighbours nor on the number of threads. Weights that change are packed again
+    with the next call; see `fastformer.generation.repack` for where that may go unnoticed.
+
+    Where the C++ code would compute something else than the modules, or on a GPU, the model's modules run, in their own
+    precision.
+
+    Several threads may call one engine at once.
+
+    Args:
+        model: the encoder, of which the engine holds a reference.
+        precision: "fp32", "bf16", "int8" or "int4"; None: the model's own.
+
+    Raises:
+        ValueError: something else than a BERT; a precision that neither the C++ code nor the modules compute in.
+    """
+
+    def __init__(self, model: BERT, precision: str | None = None) -> None:
+        if not isinstance(model, BERT):
+            raise ValueError(f"expected a models.BERT, got {type(model).__name__}")
+        check_precision(precision)
+        self.model, self.precision = model, precision or own_precision(model)
+        if self._cpp(may_be_old=True) is None:
+            self._check_modules()
+
+    @staticmethod
+    def why_unsupported(model: object, precision: str | None = None) -> str | None:
+        """Why the C++ code would compute something else than the model's modules, or not in this precision.
+
+        Returns:
+            The reason, for people; None where the model runs in C++.
+
+        Raises:
+            ValueError: no such precision.
+        """
+        check_precision(precision)
+        return _why_not(model, precision) or find_guards(cast(BERT, model))[1]
+
+    @property
+    def name(self) -> str:
+        """What runs the model as it is now: "cpp" or "modules"."""
+        return "cpp" if self.why_unsupported(self.model, self.precision) is None else "modules"
+
+    def encode(
+        self,
+        ids: Rows,
+        token_types: Rows | None = None,
+        pooling: Pooling | Literal["none", "pooler"] = "mean",
+        normalize: bool = False,
+    ) -> Array:
+        """Encodes texts of any lengths.
+
+        Args:
+            ids: of each text its tokens, with its special ones and without padding.
+            token_types: of each text the types of its tokens; None: all are 0.
+            pooling: "cls", "lasttoken", "mean", "max", "mean_sqrt_len_tokens", "weightedmean" or "pooler" as
+                `BERT.pooled` says; "none": the states of all tokens, one text after the other.
+            normalize: divide each row by its Euclidean length.
+
+        Returns:
+            (texts, d_model), or (tokens, d_model) for "none", fp32.
+
+        Raises:
+            ValueError: a text without tokens, or longer than the model's max_len; ids or types that the model doesn't
+                have; another pooling.
+        """
+        if pooling not in (*POOLINGS, "none", "pooler"):
+            raise ValueError(f"expected a pooling out of {('none', *POOLINGS, 'pooler')}, got {pooling!r}")
+        if pooling == "pooler" and self.model.pooler is None:
+            raise ValueError("expected a model with a pooler for pooling 'pooler', got one without")
+        return self._encode(self._cpp(), ids, token_types, pooling, normalize)
+
+    def _encode(
+        self, found: _Packed | None, ids: Rows, token_types: Rows | None, pooling: str, normalize: bool
+    ) -> Array:
+        if token_types is not None and not self.model.config.token_types:
+            raise ValueError("expected no token_types: the model has no embeddings of them (config.token_types 0)")
+        if found is None:
+            return self._by_modules(ids, token_types, pooling, normalize)
+        if pooling != "pooler":
+            return _call(found.encoder, ids, token_types, pooling, normalize)
+        first = _call(found.encoder, ids, token_types, "cls", False)
+        rows = _through(cast(nn.Module, found.pooler), first, torch.tanh)
+        return F.normalize(torch.from_numpy(rows)).numpy() if normalize else rows
+
+    def classify(self, ids: Rows, token_types: Rows | None = None) -> Array:
+        """The logits of each text's labels, (texts, num_labels) fp32. See `encode` for the arguments and errors."""
+        if self.model.head is None:
+            raise ValueError("expected a model with a head (config.num_labels), got one without")
+        config = self.model.config
+        found = self._cpp()
+        kind = "pooler" if config.head == "bert" else config.head_pooling
+        rows = self._encode(found, ids, token_types, kind, False)
+        if found is not None:
+            return _through(cast(nn.Module, found.head), rows)
+        dtype, device = self.model.embedding.weight.dtype, self.model.embedding.weight.device
+        with torch.inference_mode():
+            logits: Tensor = self.model.head(torch.from_numpy(rows).to(device, dtype))
+        return _as_array(logits)
+
+    def _cpp(self, *, may_be_old: bool = False) -> _Packed | None:
+        model, precision = self.model, self.precision
+        if _why_not(model, precision) is not None:
+            return None
+        name = f"encoder {precision}"
+        try:
+            return packed(model, name, lambda: _pack(model, precision), find=_guards_of, may_be_old=may_be_old)
+        except _Unsupported:
+            return None
+
+    def _check_modules(self) -> None:
+        reason = why_not_by_modules(self.model, self.precision)
+        if reason is not None and self.precision != dtype_precision(self.model):
+            why = self.why_unsupported(self.model, self.precision)
+            raise ValueError(f"expected a model that computes in {self.precision}; the C++ code doesn't run it: {why}")
+
+    def _by_modules(self, ids: Rows, token_types: Rows | None, pooling: str, normalize: bool) -> Array:
+        self._check_modules()
+        try:
+            _check(ids, token_types, self.model)
+        except TypeError:
+            raise ValueError(_NO_LISTS) from None
+        order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
+        found: list[Array | None] = [None] * len(ids)
+        for part in _parts(order, [len(text) for text in ids]):
+            types = None if token_types is None else [token_types[i] for i in part]
+            for place, rows in zip(part, self._rows([ids[i] for i in part], types, pooling, normalize), strict=True):
+                found[place] = rows
+        if not found:
+            return np.zeros((0, self.model.config.d_model), np.float32)
+        return np.concatenate(cast(list[Array], found))
+
+    def _rows(self, ids: Rows, types: Rows | None, pooling: str, normalize: bool) -> list[Array]:
+        """Of each text its rows."""
+        device = self.model.embedding.weight.device
+        lengths = [len(text) for text in ids]
+        layout = SequenceLayout.packed(torch.tensor(lengths, device="cpu"), max(lengths)).to(device)
+        tokens, of_types = (
+            None if rows is None else torch.tensor([each for text in rows for each in text], device=device)
+            for rows in (ids, types)
+        )
+        with torch.inference_mode():
+            hidden = self.model.encode(cast(Tensor, tokens), layout=layout, token_types=of_types)
+            if pooling != "none":
+                # The pooler's weights have the model's dtype; pooling is in fp32.
+                hidden = hidden if pooling == "pooler" else hidden.float()
+                hidden = self.model.pooled(hidden, layout, cast(Any, pooling))
+            if normalize:
+                hidden = F.normalize(hidden.float(), dim=-1)
+        return np.split(_as_array(hidden), np.cumsum(lengths)[:-1] if pooling == "none" else len(ids))
+
+
+class _Unsupported(Exception):
+    """The model is not what its config makes."""
+
+
+def _guards_of(model: BERT) -> tuple[ModelGuards | None, str | None]:
+    """`find_guards`, whose answer for another model is told apart from a model that can't be packed."""
+    guards, reason = find_guards(model)
+    if guards is None:
+        raise _Unsupported(reason)
+    return guards, None
+
+
+def _why_not(model: object, precision: str | None) -> str | None:
+    """`EncoderEngine.why_unsupported`, but for what the model's modules say."""
+    if (missing := _extension.why_missing("Encoder")) is not None:
+        return missing
+    if type(model) is not BERT:
+        return f"it knows models.BERT alone, and a {type(model).__name__} may compute otherwise"
+    if (reason := why_not_now()) is not None:
+        return reason
+    if precision is None and torch.is_autocast_enabled("cpu"):
+        precision = own_precision(model)
+    if precision is not None and precision not in PACKED_PRECISIONS:
+        return f"it computes in fp32, bf16, int8 and int4, not in {precision}"
+    return None
+
+
+def _call(encoder: _Encoder, ids: Rows, types: Rows | None, pooling: str, normalize: bool) -> Array:
+    try:
+        return encoder.encode(ids, types, pooling, bool(normalize), torch.get_num_threads())
+    except TypeError:
+        raise ValueError(_NO_LISTS) from None
+
+
+def _through(module: nn.Module, rows: Array, activation: Any = None) -> Array:
+    with torch.inference_mode(), torch.autocast("cpu", enabled=False):
+        out: Tensor = module(torch.from_numpy(rows))
+        return _as_array(out if activation is None else activation(out))
+
+
+def _as_array(x: Tensor) -> Array:
+    found: Array = x.float().cpu().numpy()
+    return found
+
+
+def _check(ids: Rows, token_types: Rows | None, model: BERT) -> None:
+    """What the C++ code checks."""
+    config = model.config
+    if token_types is not None and [*map(len, token_types)] != [*map(len, ids)]:
+        raise ValueError("expected token_types of each token of each text")
+    for name, rows, size in (("ids", ids, config.vocab_size), ("token_types", token_types or [], config.token_types)):
+        for i, text in enumerate(rows):
+            if not 1 <= len(text) <= config.max_len:
+                raise ValueError(f"{name}: expected texts of 1 to {config.max_len} tokens, got {len(text)} in text {i}")
+            for token in text:
+                if not isinstance(token, int | np.integer):
+                    raise ValueError(f"{_NO_LISTS}, got {token!r} in text {i}")
+                if not 0 <= token < size:
+                    raise ValueError(f"{name}: expected numbers from 0 to {size - 1}, got {token} in text {i}")
+
+
+def _parts(order: list[int], lengths: list[int]) -> list[list[int]]:
+    """Texts that go through the modules together."""
+    parts: list[list[int]] = []
+    held = 0
+    for i in order:
+        if not parts or held + lengths[i] > _MODULE_TOKENS:
+            parts.append([])
+            held = 0
+        parts[-1].append(i)
+        held += lengths[i]
+    return parts
+
+
+def _pack(model: BERT, precision: str) -> _Packed:
+    extension = cast(Any, _extension.module())
+    encoder = extension.Encoder(extension.PackedModel(pack_options(model, precision), pack_tensors(model, precision)))
+    return _Packed(encoder, _in_fp32(model.pooler), _in_fp32(model.head))
+
+
+def _in_fp32(module: nn.Module | None) -> nn.Module | None:
+    return None if module is None else copy.deepcopy(module).float().requires_grad_(False).eval()
+
+
+def pack_options(model: BERT, precision: str) -> dict[str, object]:
+    """What the tensors don't say: csrc/engine/packed_model.h's ModelOptions."""
+    config, layer = model.config, model.encoder.layers[0]
+    attention, embedding = layer.self_attn, model.embedding
+    return {
+        "precision": precision,
+        "d_model": config.d_model,
+        "num_heads": attention.num_heads,
+        "num_kv_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "num_encoder_layers": len(model.encoder.layers),
+        "num_decoder_layers": 0,
+        "norm_placement": "pre" if config.norm_first else "sum",
+        "rms_norm": config.norm == "rms",
+        "rotary_interleaved": False,
+        "parallel_residual": False,
+        "skips_first_norm": not config.first_norm,
+        "eps": config.layer_norm_eps,
+        "scale": embedding.acting_scale,
+        "attention_scale": attention.head_dim**-0.5,
+        "attention_softcap": 0.0,
+        "logit_softcap": 0.0,
+        "padding_idx": -1 if embedding.padding_idx is None else embedding.padding_idx,
+        "encoder_windows": [config.window_size if has_window else -1 for has_window in config.windows],
+        "decoder_windows": [],
+        "max_len": config.max_len,
+        "activation": activation_name(layer.activation),
+    }
+
+
+def pack_tensors(model: BERT, precision: str) -> dict[str, Any]:
+    """The tensors under the names that csrc/engine/packed_model.h wants; for int4, matrices as whole numbers."""
+    tensors: dict[str, Tensor] = {
+        f"encoder.{name}": p for name, p in model.encoder.named_parameters(remove_duplicate=False)
+    }
+    embedding = model.embedding
+    tensors["source_embedding"] = embedding.weight
+    if embedding.position is not None:
+        tensors["source_positions"] = embedding.position.table
+    if model.token_type_embedding is not None:
+        tensors["source_types"] = model.token_type_embedding.weight
+    for name, module in (("norm", model.embedding_norm), ("projection", model.embedding_projection)):
+        if module is not None:
+            prefix = "source_embedding_norm" if name == "norm" else "source_projection"
+            tensors |= {f"{prefix}.{each}": p for each, p in module.named_parameters()}
+    for prefix, rotary in (("", model.rotary), ("local_", model.local_rotary)):
+        if rotary is not None:
+            tensors[f"{prefix}cos"], tensors[f"{prefix}sin"] = rotary.cos, rotary.sin
+    if model.position_bias is not None:
+        head_dim = model.encoder.layers[0].self_attn.head_dim
+        tensors["encoder_position_bias"] = bias_by_distance(model.position_bias, model.config.max_len, head_dim)
+    return arrays_of(model, tensors, precision)

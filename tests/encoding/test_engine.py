@@ -1,0 +1,183 @@
+"""Encoders run for their results: the C++ call gives what the modules give, and notices when they would differ."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fastformer.encoding.engine import EncoderEngine
+from fastformer.models import BERT
+from fastformer.nn.layout import SequenceLayout
+from tests.checks import assert_accurate
+from tests.generation.small import needs_cpp
+from tests.generation.weights import drawn
+
+SIZES: dict[str, Any] = {"num_layers": 2, "max_len": 300}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "bert": {"token_types": 2, "pooler": True, "num_labels": 3},
+    "roberta": {"num_labels": 2, "head": "roberta"},
+    "distilbert": {"num_labels": 1, "head": "distilbert", "positions": "sinusoidal"},
+    "mpnet": {"positions": "learned-relative", "num_buckets": 8, "max_distance": 20},
+    "electra": {"embedding_size": 20, "token_types": 2, "num_labels": 2, "head": "electra"},
+    "modernbert": {
+        "norm_first": True, "first_norm": False, "positions": "rotary", "activation": "geglu", "window_size": 5,
+        "window_layers": (False, True), "local_rotary_base": 100.0, "bias": False, "num_labels": 2,
+        "head": "modernbert", "head_pooling": "mean",
+    },
+    "t5": {
+        "norm_first": True, "norm": "rms", "positions": "relative", "num_buckets": 8, "max_distance": 20,
+        "activation": "geglu_tanh", "embedding_norm": False, "bias": False,
+    },
+}  # fmt: skip
+
+
+def model_of(name: str, **options: Any) -> Any:
+    return drawn(BERT, **SIZES | CONFIGS[name] | options)
+
+
+def texts_of(model: Any, lengths: list[int], seed: int = 0) -> tuple[list[list[int]], list[list[int]] | None]:
+    dice, config = random.Random(seed), model.config
+    ids = [[dice.randrange(config.vocab_size) for _ in range(length)] for length in lengths]
+    return ids, [[dice.randrange(config.token_types) for _ in text] for text in ids] if config.token_types else None
+
+
+@torch.inference_mode()
+def by_modules(model: Any, ids: list[list[int]], types: list[list[int]] | None, kind: str) -> Tensor:
+    layout = SequenceLayout.packed(torch.tensor([*map(len, ids)]), max(map(len, ids)))
+    flat = [torch.tensor(sum(rows, [])) if rows else None for rows in (ids, types)]
+    hidden = model.encode(flat[0], layout=layout, token_types=flat[1])
+    if kind == "classify":
+        return model.classify_hidden(hidden, layout)
+    return hidden if kind == "none" else model.pooled(hidden, layout, kind)
+
+
+@needs_cpp
+@pytest.mark.parametrize("name", CONFIGS)
+def test_each_family_gives_what_its_modules_give(name: str) -> None:
+    model = model_of(name)
+    ids, types = texts_of(model, [1, 7, 40, 130])
+    exact_model = copy.deepcopy(model).double()
+    kinds = ["none", "mean", *(["pooler"] if model.pooler else []), *(["classify"] if model.head else [])]
+    assert EncoderEngine.why_unsupported(model) is None
+    for precision, bound in (("fp32", 0.0), ("bf16", 0.03), ("int8", 0.1)):
+        engine = EncoderEngine(model, precision)
+        for kind in kinds:
+            exact = by_modules(exact_model, ids, types, kind)
+            rows = engine.classify(ids, types) if kind == "classify" else engine.encode(ids, types, kind)
+            found = torch.from_numpy(rows)
+            if precision == "fp32":
+                assert_accurate(found, by_modules(model, ids, types, kind), exact, kind)
+            else:
+                assert ((found - exact).square().mean() / exact.square().mean()).sqrt() < bound, (precision, kind)
+
+
+@needs_cpp
+def test_int4_computes_what_the_rounded_weights_do() -> None:
+    model = model_of("bert").quantize("int4")
+    ids, types = texts_of(model, [1, 7, 40, 130])
+    engine = EncoderEngine(model)
+    exact = by_modules(copy.deepcopy(model).double(), ids, types, "none")
+    found = torch.from_numpy(engine.encode(ids, types, "none"))
+    assert engine.precision == "int4" and engine.name == "cpp"
+    assert ((found - exact).square().mean() / exact.square().mean()).sqrt() < 0.1
+
+
+@needs_cpp
+def test_a_change_of_the_model_is_noticed() -> None:
+    model = model_of("bert")
+    engine = EncoderEngine(model, "fp32")
+    ids, types = texts_of(model, [5, 30])
+
+    def agrees() -> bool:
+        found = torch.from_numpy(engine.encode(ids, types, "pooler"))
+        return bool(torch.allclose(found, by_modules(model, ids, types, "pooler"), atol=1e-5))
+
+    assert agrees() and engine.name == "cpp"
+    with torch.no_grad():
+        model.encoder.layers[1].linear1.weight.mul_(1.5)
+    assert agrees() and engine.name == "cpp"
+    with torch.no_grad():
+        model.pooler.weight.data[0, 0] += 3
+    assert agrees() and engine.name == "cpp"
+    handle = model.encoder.layers[0].register_forward_hook(lambda module, inputs, out: 2 * out)
+    assert agrees() and engine.name == "modules"
+    assert np.allclose(engine.classify(ids, types), by_modules(model, ids, types, "classify"), atol=1e-5)
+    handle.remove()
+    assert agrees() and engine.name == "cpp"
+    with torch.no_grad():
+        model.head.out.weight.add_(1)
+    assert np.allclose(engine.classify(ids, types), by_modules(model, ids, types, "classify"), atol=1e-5)
+    model.encoder.layers[0].activation = nn.Tanh()
+    assert agrees() and engine.name == "modules"
+
+
+@needs_cpp
+def test_another_gate_is_noticed_at_once() -> None:
+    model = model_of("modernbert")
+    model.encoder.layers[0].activation = "swiglu"
+    assert "swiglu" in (EncoderEngine.why_unsupported(model) or "")
+
+
+@pytest.mark.parametrize("backend", [pytest.param("cpp", marks=needs_cpp), "modules"])
+def test_what_no_text_is_gets_an_error(backend: str) -> None:
+    model = model_of("bert")
+    if backend == "modules":
+        model.register_forward_hook(lambda *_: None)
+    engine = EncoderEngine(model)
+    assert engine.name == backend
+    wrong: list[tuple[Any, Any]] = [
+        ([[1], []], None),
+        ([[1, 70]], None),
+        ([[-1]], None),
+        ([[2**70]], None),
+        ([["a"]], None),
+        ([[1.5]], None),
+        ([1, 2], None),
+        (3, None),
+        ([[1]], 3),
+        ([[1] * 301], None),
+        ([[1, 2]], [[0, 2]]),
+        ([[1, 2]], [[0]]),
+        ([[1, 2]], []),
+    ]
+    for ids, types in wrong:
+        with pytest.raises(ValueError, match=r"\bids\b|\btoken_types\b"):
+            engine.encode(ids, types)
+    with pytest.raises(ValueError, match=r"\bpooling\b"):
+        engine.encode([[1]], pooling="median")
+    for pooling in ("mean", "none"):
+        assert engine.encode([], pooling=pooling).shape == (0, 32)
+    assert engine.encode([[1]]).dtype == np.float32
+
+
+def test_what_a_model_lacks_gets_an_error() -> None:
+    engine = EncoderEngine(model_of("mpnet"))
+    with pytest.raises(ValueError, match=r"\bpooler\b"):
+        engine.encode([[1]], pooling="pooler")
+    with pytest.raises(ValueError, match=r"\bhead\b"):
+        engine.classify([[1]])
+    with pytest.raises(ValueError, match=r"\btoken_types\b"):
+        engine.encode([[1]], [[0]])
+    with pytest.raises(ValueError, match=r"\bBERT\b"):
+        EncoderEngine(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"\bprecision\b"):
+        EncoderEngine(engine.model, "fp64")
+
+
+def test_modules_give_the_same_rows_in_the_same_order() -> None:
+    model = model_of("bert")
+    ids, types = texts_of(model, [7, 1, 40, 3])
+    due = EncoderEngine(model).encode(ids, types, "weightedmean", True)
+    labels = EncoderEngine(model).classify(ids, types)
+    model.register_forward_hook(lambda *_: None)
+    engine = EncoderEngine(model)
+    np.testing.assert_allclose(engine.encode(ids, types, "weightedmean", True), due, atol=1e-5)
+    np.testing.assert_allclose(engine.classify(ids, types), labels, atol=1e-5)
+    with pytest.raises(ValueError, match=r"\bint8\b"):
+        EncoderEngine(model, "int8")
