@@ -65,6 +65,8 @@ def test_forward_and_backward(case, dtype, backend, device) -> None:
         pytest.skip("PyTorch's exponential is right to 20 ulp, which shows where scores are large")
     if backend == "triton" and device == "cpu" and dtype == torch.float16:
         pytest.skip("the interpreter runs fp16 in tests/kernels, where every pair of options is")
+    if backend == "triton" and device == "cpu" and case.name in ("softcap-mask", "softcap-bool-mask-dropout"):
+        pytest.skip("the interpreter runs caps under masks in tests/kernels")
     assert_case_accurate(case, dtype, device, small_draws())
 
 

@@ -58,8 +58,8 @@ STEPS = [
     Step("nothing-cached", (0, 4), seqlen_new=None, is_causal=False),
     Step("scale-head-dim-40", (9, 33), head_dim=40, softmax_scale=0.5),
     Step("softcap-gqa", (30, 1, 12), num_kv_heads=2, softcap=1.5),
-    Step("softcap-several-rotary", (11, 0), seqlen_q=3, seqlen_new=3, rotary_dim=16, softcap=0.7, window_left=9),
-    Step("softcap-prefill", (0, 12), seqlen_q=20, seqlen_new=20, softcap=1.5),
+    Step("softcap-several-rotary", (11, 0), 3, 3, 2, 2, rotary_dim=16, softcap=0.7, window_left=9),
+    Step("softcap-prefill", (0, 12), 20, 20, 2, 2, softcap=1.5),
     Step("head-dim-256", (7, 39), num_kv_heads=1, head_dim=256, softcap=50.0),
     Step("long", (600, 411), max_seqlen=640, num_heads=2, num_kv_heads=1),
     Step("rotary", (0, 7, 39), num_kv_heads=2, rotary_dim=16),
@@ -273,6 +273,10 @@ def test_table_gives_the_bits_of_the_identity(step: Step, dtype: torch.dtype, ba
         pytest.skip("the kernel has no fp64")
     if is_interpreted() and step.name == "table-many-rows":
         pytest.skip("tests/kernels has many rows")
+    if is_interpreted() and step.name in ("softcap-prefill", "softcap-several-rotary"):
+        pytest.skip("a table and a cap meet in softcap-gqa")
+    if is_interpreted() and step.name in ("gqa-many-rows", "gqa-many-rows-several", "head-dim-32"):
+        pytest.skip("the C++ kernels take many rows in another way, and Triton's don't")
     inputs = make_inputs(step, dtype, device)
     tabled, slots = through_table(step, inputs)
     before = {name: tabled[name].clone() for name in ("k_cache", "v_cache")}

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from benchmarks.measure.timing import peak_bytes
 from fastformer.ops import linear_cross_entropy
 from tests.checks import assert_op_accurate
+from tests.covering import by_turns
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 OP = torch.ops.fastformer
@@ -88,8 +89,8 @@ def compare(inputs: dict[str, Tensor | None], *, strided_dy: bool = False, **opt
     )
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("options", OPTIONS)
+# Slow: each of the options with each reduction, which scales what the options give.
+@pytest.mark.parametrize("options, reduction", by_turns(OPTIONS, ["mean", "sum", "none"]))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_accuracy(dtype: torch.dtype, options: dict, reduction: str, backend: str, device: str) -> None:
     inputs = make_inputs((3, 13, 24), 50, device, dtype, ignored=options.get("ignore_index", -100))
@@ -109,8 +110,7 @@ def test_one_class(backend: str, device: str) -> None:
     compare(make_inputs((20, 64), 1, device, bias=False), z_loss=0.1, label_smoothing=0.1)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype, reduction", by_turns([torch.float32, torch.bfloat16], ["mean", "none"]))
 def test_more_rows_than_a_chunk(dtype: torch.dtype, reduction: str, backend: str, device: str) -> None:
     compare(make_inputs((4100, 16), 40, device, dtype), reduction=reduction, label_smoothing=0.1)
 

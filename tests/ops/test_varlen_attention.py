@@ -55,7 +55,7 @@ CASES = [
     Packed("empty-at-the-end", (5, 20, 9, 0, 0), (40, 3, 16, 0, 0), Case("", dropout_p=0.25), slack=(6, 11)),
     Packed("head-dim-40", *SELF, Case("", head_dim=40, is_causal=True)),
     Packed("scale", *SELF, Case("", softmax_scale=0.3)),
-    Packed("softcap-window-gqa", *CROSS, Case("", softcap=1.5, window_size=(9, 4), **GQA)),
+    Packed("softcap-window-gqa", (5, 20), (40, 16), Case("", softcap=1.5, window_size=(9, 4), num_kv_heads=1)),
     Packed("several-blocks", (150, 70), (150, 130), Case("", is_causal=True, num_heads=1, num_kv_heads=1)),
 ]
 
