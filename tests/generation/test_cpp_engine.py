@@ -17,6 +17,7 @@ from fastformer.generation import generate
 from fastformer.generation.engines import Batch, Prompt, Selection
 from fastformer.generation.engines.cpp import CppEngine
 from fastformer.models import GPT, Transformer
+from tests.covering import by_turns, covering
 from tests.generation.small import needs_cpp
 from tests.generation.weights import CONFIGS, FAMILIES, drawn
 
@@ -175,16 +176,16 @@ def test_long_sources_and_prompts_are_read_whole(kind, window) -> None:
     assert torch.equal(other, found[2])
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize(
-    ("kind", "positions"),
-    [
-        (Transformer, {}),
-        (GPT, {"positions": "rotary"}),
-        (Transformer, {"positions": "relative"}),
-        (GPT, {"positions": "rotary", "qk_norm": "all", "norm_placement": "both", "head_dim": 40, "window_size": 9}),
-    ],
-)
+DIVIDED: list[tuple[type, dict[str, Any]]] = [
+    (Transformer, {}),
+    (GPT, {"positions": "rotary"}),
+    (Transformer, {"positions": "relative"}),
+    (GPT, {"positions": "rotary", "qk_norm": "all", "norm_placement": "both", "head_dim": 40, "window_size": 9}),
+]
+
+
+# Slow: each model in each precision. Products are divided by precision, and attention by model.
+@pytest.mark.parametrize(("precision", "kind", "positions"), by_turns(PRECISIONS, DIVIDED))
 def test_bits_depend_neither_on_the_batch_nor_on_the_number_of_threads(kind, positions, precision) -> None:
     # Large enough for a second thread to take part in each step, which begins in the middle of a row's heads.
     sizes: dict[str, Any] = {"d_model": 264, "num_heads": 6, "num_kv_heads": 2, "d_ff": 700, "vocab_size": 1100}
@@ -205,9 +206,8 @@ def test_bits_depend_neither_on_the_batch_nor_on_the_number_of_threads(kind, pos
         assert all(torch.equal(one, other) for one, other in zip(alone, others, strict=True))
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("kind", [Transformer, GPT])
+# Slow: what holds no new pair of a model, a window and a precision.
+@pytest.mark.parametrize(("kind", "window", "precision"), covering([Transformer, GPT], [None, 40], PRECISIONS))
 def test_bits_do_not_depend_on_where_a_long_prompt_is_cut(kind, window, precision) -> None:
     model, dice = long_model(kind, window), random.Random(4)
     long = prompt_of(model, dice, 60, 560)
