@@ -62,8 +62,8 @@ def from_huggingface(model: nn.Module) -> Transformer | GPT | BERT:
             MistralForCausalLM, MinistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Olmo2ForCausalLM,
             Olmo3ForCausalLM or Phi3ForCausalLM; GemmaForCausalLM, Gemma2ForCausalLM or Gemma3ForCausalLM;
             GPTNeoXForCausalLM or Starcoder2ForCausalLM; or an encoder, with the head that classifies texts or without
-            one: BertModel, BertForSequenceClassification, likewise of RoBERTa, XLM-RoBERTa and CamemBERT. The head of
-            their ForMaskedLM is left out.
+            one: BertModel and BertForSequenceClassification, likewise of RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT,
+            MPNet, ELECTRA and ModernBERT. The head of their ForMaskedLM is left out.
 
     Raises:
         ValueError: another class, or settings that our models don't have.

@@ -98,6 +98,52 @@ def pieces(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
 
 
+def distilbert(folder: Path) -> None:
+    """WordPiece without token types, and a head."""
+    tokenizer = words(folder)
+    sizes = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "max_position_embeddings": 40}
+    config = transformers.DistilBertConfig(**sizes, vocab_size=len(tokenizer))
+    vocab = {token: i for token, i in tokenizer.get_vocab().items()}
+    own = transformers.DistilBertTokenizerFast.from_pretrained(folder, model_max_length=32)
+    assert own.get_vocab() == vocab
+    save(folder, transformers.DistilBertForSequenceClassification(config), own)
+
+
+def mpnet(folder: Path) -> None:
+    """A vocab.txt of words, with the special tokens of a RoBERTa."""
+    tokenizer = words(folder)
+    listed = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().__getitem__)
+    kept = [token for token in listed if not token.startswith("[")]
+    lines = ["<s>", "<pad>", "</s>", "<unk>", "[UNK]", *kept, "<mask>"]
+    (folder / "vocab.txt").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    for file in folder.glob("*.json"):
+        file.unlink()
+    own = transformers.MPNetTokenizerFast.from_pretrained(folder)
+    config = transformers.MPNetConfig(**SIZES, vocab_size=len(own))
+    vocab = (folder / "vocab.txt").read_bytes()
+    save(folder, transformers.MPNetModel(config), own)
+    (folder / "vocab.txt").write_bytes(vocab)
+
+
+def modernbert(folder: Path) -> None:
+    """A byte-level BPE with the special tokens of a BERT, and a head."""
+    trained = tokenizers.ByteLevelBPETokenizer()
+    special = ["[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]"]
+    trained.train_from_iterator(ENGLISH, vocab_size=300, special_tokens=special, show_progress=False)
+    backend = trained._tokenizer
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]", pad_token="[PAD]",
+        mask_token="[MASK]", model_input_names=["input_ids", "attention_mask"],
+    )  # fmt: skip
+    ids = {"pad_token_id": 3, "cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1, "eos_token_id": 2}
+    config = transformers.ModernBertConfig(**SIZES, **ids, vocab_size=len(tokenizer), local_attention=6)
+    save(folder, transformers.ModernBertForSequenceClassification(config), tokenizer)
+
+
 FOLDERS: dict[str, Callable[[Path], None]] = {
     "bert": bert, "bert head": bert_head, "roberta": roberta, "xlm-roberta": xlm_roberta, "xlm-roberta pieces": pieces,
+    "distilbert": distilbert, "mpnet": mpnet, "modernbert": modernbert,
 }  # fmt: skip

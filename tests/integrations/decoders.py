@@ -37,7 +37,7 @@ class Wide(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _wide() -> Iterator[None]:
+def made_wide() -> Iterator[None]:
     """In the block a new tensor of plain numbers is of fp64, too."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -62,7 +62,7 @@ class Case(NamedTuple):
     def make(self, *, is_exact: bool = False, scale: float = 0.3, seed: int = 3, **options: Any) -> Any:
         """The model of transformers in fp32; exact: with the same weights in fp64, to be called in `Wide()`."""
         family = FAMILIES[self.kind]
-        with _wide() if is_exact else contextlib.nullcontext():
+        with made_wide() if is_exact else contextlib.nullcontext():
             settings = _of_this_version(SIZES | self.options | options)
             config = getattr(transformers, family.config_class)(**settings)
             config._attn_implementation = "eager"

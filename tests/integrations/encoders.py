@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +12,13 @@ from torch import Tensor
 from fastformer.checkpoints.hf import ENCODER_FORMS, FAMILIES
 from fastformer.models import BERT
 from fastformer.nn import SequenceLayout
+from tests.integrations.decoders import Wide, made_wide
 
 VOCAB, LABELS = 60, 3
+_DISTIL = {
+    "hidden_size": "dim", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads",
+    "intermediate_size": "hidden_dim",
+}  # fmt: skip
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 6, "intermediate_size": 40,
     "max_position_embeddings": 48, "num_labels": LABELS, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2,
@@ -36,8 +42,12 @@ class Case(NamedTuple):
 
     def make(self, dtype: torch.dtype = torch.float64, seed: int = 3, **options: Any) -> Any:
         """The model of transformers, with the same weights in each dtype."""
-        config = getattr(transformers, FAMILIES[self.kind].config_class)(**SIZES | self.options | options)
-        model = getattr(transformers, ENCODER_FORMS[self.kind].classes + self.head)(config).to(dtype).eval()
+        settings = SIZES | self.options | options
+        if self.kind == "distilbert":
+            settings = {_DISTIL.get(name, name): value for name, value in settings.items()}
+        with made_wide() if dtype == torch.float64 else contextlib.nullcontext():
+            config = getattr(transformers, FAMILIES[self.kind].config_class)(**settings)
+            model = getattr(transformers, ENCODER_FORMS[self.kind].classes + self.head)(config).to(dtype).eval()
         torch.manual_seed(seed)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -66,14 +76,15 @@ def padded(theirs: Any, texts: list[list[int]], side: str = "right") -> dict[str
     found = {name: torch.tensor(values) for name, values in rows.items()}
     if getattr(theirs.config, "type_vocab_size", 0) < 2:
         del found["token_type_ids"]
-    if theirs.config.model_type not in ("bert", "electra") or side == "right":
+    if theirs.config.model_type not in ("bert", "electra", "distilbert") or side == "right":
         del found["position_ids"]  # the others count from the first token by themselves
     return found
 
 
 def hidden_of(theirs: Any, batch: dict[str, Tensor]) -> Tensor:
     """The hidden states of the texts of a batch, one after another."""
-    hidden: Tensor = theirs.base_model(**batch).last_hidden_state
+    with Wide() if theirs.dtype == torch.float64 else contextlib.nullcontext():
+        hidden: Tensor = theirs.base_model(**batch).last_hidden_state
     return hidden[batch["attention_mask"].bool()]
 
 
@@ -95,6 +106,7 @@ def gradients_of(ours: BERT, kind: str) -> dict[str, Tensor]:
     return ENCODER_FORMS[kind].from_model(twin)[1]
 
 
+_BIASES = dict.fromkeys(("norm_bias", "mlp_bias", "classifier_bias", "attention_bias"), True)
 _TYPED: dict[str, Any] = {"type_vocab_size": 3}
 CASES = {
     "bert": Case("bert", BASE, {"hidden_act": "gelu_new", "pad_token_id": 0}),
@@ -104,4 +116,13 @@ CASES = {
     "roberta labels": Case("roberta", HEAD, _TYPED),
     "xlm-roberta labels": Case("xlm-roberta", HEAD, {"num_labels": 1}),
     "camembert words": Case("camembert", WORDS, {"hidden_act": "silu"}),
+    "distilbert": Case("distilbert", BASE, {"activation": "relu"}),
+    "distilbert labels": Case("distilbert", HEAD, {"pad_token_id": 0}),
+    "mpnet": Case("mpnet", BASE, {}),
+    "mpnet labels": Case("mpnet", HEAD, {"max_position_embeddings": 21}),
+    "electra": Case("electra", BASE, {"embedding_size": 16}),
+    "modernbert": Case("modernbert", BASE, {"local_attention": 6, "hidden_activation": "silu"}),
+    "modernbert labels": Case("modernbert", HEAD, {"local_attention": 4, "classifier_pooling": "mean"}),
+    "modernbert biases": Case("modernbert", HEAD, {"local_attention": 8, **_BIASES}),
+    "electra labels": Case("electra", HEAD, {"embedding_size": 24, "hidden_act": "gelu_new"}),
 }

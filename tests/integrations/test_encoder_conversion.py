@@ -9,6 +9,7 @@ from fastformer.checkpoints.hf import ENCODER_FORMS
 from fastformer.integrations import from_huggingface, to_huggingface
 from fastformer.models import BERT
 from tests.checks import assert_accurate
+from tests.integrations.decoders import Wide
 from tests.integrations.encoders import BASE, CASES, HEAD, LABELS, gradients_of, hidden_of, packed, padded, texts_of
 from tests.nn.comparing import assert_same
 
@@ -43,7 +44,8 @@ def test_loss_and_gradients_are_the_same(case) -> None:
     batch = padded(theirs, texts)
     if case.head == HEAD:
         labels = torch.tensor([2, 0, 1]) if ours.config.num_labels > 1 else torch.tensor([0.5, -1.0, 2.0]).double()
-        found = theirs(**batch, labels=labels)
+        with Wide():
+            found = theirs(**batch, labels=labels)
         assert_same(ours(**packed(texts, batch)), found.logits, "logits", 1e-11)
         expected, loss = found.loss, ours.loss(**packed(texts, batch), labels=labels)
     else:  # a pooler learns nothing here
@@ -51,7 +53,8 @@ def test_loss_and_gradients_are_the_same(case) -> None:
         expected = (hidden_of(theirs, batch) @ weight).square().sum()
         loss = (ours.encode(**packed(texts, batch)) @ weight).square().sum()
     assert_same(loss, expected, "loss", 1e-11)
-    expected.backward()
+    with Wide():
+        expected.backward()
     loss.backward()
     gradients = gradients_of(ours, case.kind)
     unused = ENCODER_FORMS[case.kind].unused_positions(ours.config.special_ids.pad)
@@ -65,10 +68,10 @@ def test_loss_and_gradients_are_the_same(case) -> None:
         if their.abs().max() > 1e-9:  # a bias of keys has none
             assert_same(own, their, name, 1e-9)
             compared += 1
-    assert compared > 30
+    assert compared >= 20
 
 
-@pytest.mark.parametrize("name", ["bert labels", "roberta labels"])
+@pytest.mark.parametrize("name", ["bert labels", "mpnet labels", "modernbert labels"])
 def test_fp32_errs_by_the_rule(name) -> None:
     case, found = CASES[name], []
     for seed in range(3, 7):
@@ -76,7 +79,9 @@ def test_fp32_errs_by_the_rule(name) -> None:
         ours = from_huggingface(plain)
         texts = texts_of(plain)
         batch = padded(plain, texts)
-        found.append((ours(**packed(texts, batch)), plain(**batch).logits, exact(**batch).logits))
+        with Wide():
+            expected = exact(**batch).logits
+        found.append((ours(**packed(texts, batch)), plain(**batch).logits, expected))
     assert_accurate(*(torch.stack(each) for each in zip(*found, strict=True)))
 
 
@@ -92,7 +97,8 @@ def test_a_model_goes_there_and_back(case, tmp_path) -> None:
         assert torch.equal(twin.state_dict()[name], weight), name
     # With a head it is the class that it was, or one that computes the same; the table of positions was cut.
     texts = texts_of(theirs)
-    assert_same(hidden_of(back, padded(back, texts)), hidden_of(theirs, padded(theirs, texts)), "output", 1e-11)
+    expected = hidden_of(theirs, padded(theirs, texts))
+    assert_same(hidden_of(back, padded(back, texts)), expected, "output", 1e-8)  # which has speeds of fp32
     form = ENCODER_FORMS[case.kind]
     settings, weights = form.from_model(ours)
     same = type(theirs.config)(**{name: value for name, value in settings.items() if name != "architectures"})
@@ -131,6 +137,40 @@ def test_settings_that_it_does_not_have_are_named(settings, name) -> None:
     theirs = CASES["bert"].make()
     with pytest.raises(ValueError, match=name):
         ENCODER_FORMS["bert"].to_model({**theirs.config.to_dict(), **settings}, theirs.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("case", "settings", "name"),
+    [
+        ("mpnet", {"relative_attention_num_buckets": 16}, "relative_attention_num_buckets"),
+        ("distilbert", {"activation": "tanh"}, "activation"),
+        ("modernbert", {"hidden_activation": "relu"}, "hidden_activation"),
+        ("modernbert", {"classifier_activation": "relu"}, "classifier_activation"),
+        ("modernbert", {"attention_dropout": 0.1}, "attention_dropout"),
+        ("modernbert", {"norm_bias": True}, "norm_bias"),
+        ("modernbert", {"layer_types": ["full_attention"]}, "layer_types"),
+        ("modernbert", {"layer_types": None, "global_attn_every_n_layers": 0}, "global_attn_every_n_layers"),
+        ("modernbert", {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_type"),
+        ("electra", {"embedding_size": 8}, "embedding"),
+    ],
+)
+def test_settings_that_its_kin_do_not_have_are_named(case, settings, name) -> None:
+    theirs = CASES[case].make()
+    with pytest.raises(ValueError, match=name):
+        ENCODER_FORMS[case].to_model({**theirs.config.to_dict(), **settings}, theirs.state_dict())
+
+
+def test_settings_of_version_4_say_the_same() -> None:
+    theirs = CASES["modernbert"].make()
+    form, settings = ENCODER_FORMS["modernbert"], theirs.config.to_dict()
+    expected = form.to_model(settings, theirs.state_dict()).config
+    for name in ("layer_types", "rope_parameters"):
+        del settings[name]
+    old = {"global_attn_every_n_layers": 3, "global_rope_theta": 160_000.0, "local_rope_theta": 10_000.0}
+    assert form.to_model(settings | old, theirs.state_dict()).config == expected
+    assert form.to_model(settings, theirs.state_dict()).config == expected
+    assert expected.windows == (False, True, True) and expected.local_rotary_base == 10_000.0
+    assert old.items() <= form.from_model(form.to_model(settings, theirs.state_dict()))[0].items()
 
 
 def test_other_heads_and_options_are_refused() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from fastformer.checkpoints.hf import (
     bart,
     bert,
+    bert_kin,
     encoder_tokenizers,
     gemma,
     gpt2,
@@ -17,6 +18,7 @@ from fastformer.checkpoints.hf import (
     m2m100,
     marian,
     mbart,
+    modernbert,
     neox,
     pegasus,
     prompts,
@@ -35,7 +37,7 @@ from fastformer.models import BERT, GPT, Transformer
 # What a `GPT` may become, the first that has its options.
 FORMS: dict[str, Form] = {"gpt2": gpt2.FORM, **llama.FORMS, **gemma.FORMS, **neox.FORMS}
 # What a `BERT` may become, the first that has its options.
-ENCODER_FORMS: dict[str, EncoderForm] = {**bert.FORMS}
+ENCODER_FORMS: dict[str, EncoderForm] = {**bert.FORMS, **bert_kin.FORMS, "modernbert": modernbert.FORM}
 
 
 def _decoder(kind: str, config_class: str, model_class: str, package: str | None = None) -> Family:
@@ -85,6 +87,10 @@ FAMILIES = {
     "roberta": _encoder("roberta"),
     "xlm-roberta": _encoder("xlm-roberta"),
     "camembert": _encoder("camembert"),
+    "distilbert": _encoder("distilbert"),
+    "mpnet": _encoder("mpnet"),
+    "electra": _encoder("electra", "ForPreTraining"),
+    "modernbert": _encoder("modernbert"),
 }
 # What our models lack for families that you may try.
 UNSUPPORTED = {
@@ -98,6 +104,11 @@ UNSUPPORTED = {
     "qwen2_moe": "Qwen2 MoE has several feed-forward networks, of which it takes some for each token",
     "qwen3_moe": "Qwen3 MoE has several feed-forward networks, of which it takes some for each token",
     "gpt_oss": "gpt-oss has attention sinks and several feed-forward networks",
+    "albert": "ALBERT has one layer that is run many times",
+    "deberta": "DeBERTa attends to positions apart from words",
+    "deberta-v2": "DeBERTa attends to positions apart from words",
+    "roformer": "RoFormer rotates neighbouring features",
+    "nomic_bert": "Nomic BERT is code of its folder",
     "gemma3": "Gemma 3 with pictures has an encoder for them (its text model alone is a gemma3_text)",
 }
 

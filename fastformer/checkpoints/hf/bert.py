@@ -26,7 +26,7 @@ _MODULES = {
     "linear2": ("output.dense",),
     "norm2": ("output.LayerNorm",),
 }
-FREE = (
+_FREE = (
     *("d_ff", "layer_norm_eps", "dropout", "attention_dropout", "head_dropout", "max_len", "token_types"),
     *("pooler", "num_labels"),
 )
@@ -109,7 +109,7 @@ def bert_settings(config: BERTConfig, name: str, **expected: Any) -> dict[str, A
             "attention_bias": (None, True),
             **expected,
         },
-        FREE,
+        [name for name in _FREE if name not in expected],
         name,
     )
     return {
@@ -126,20 +126,21 @@ def bert_settings(config: BERTConfig, name: str, **expected: Any) -> dict[str, A
     }
 
 
-def _check_types(config: BERTConfig, name: str) -> None:
+def check_types(config: BERTConfig, name: str) -> None:
+    """Raises ValueError for a model without types of tokens, of which a family has at least one."""
     if not config.token_types:
         raise ValueError(f"expected a {name}, with token_types of at least 1, got 0")
 
 
 def _bert_settings(config: BERTConfig) -> dict[str, Any]:
     settings = bert_settings(config, "BERT", head="bert")
-    _check_types(config, "BERT")
+    check_types(config, "BERT")
     return {"model_type": "bert", **settings}
 
 
 def _roberta_settings(config: BERTConfig) -> dict[str, Any]:
     settings = bert_settings(config, "RoBERTa", head="roberta" if config.num_labels else ("roberta", "bert"))
-    _check_types(config, "RoBERTa")
+    check_types(config, "RoBERTa")
     if config.num_labels and config.pooler:
         raise ValueError("expected a RoBERTa, without a pooler beside its head, got pooler=True")
     return {"model_type": "roberta", **settings}

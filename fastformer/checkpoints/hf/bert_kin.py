@@ -1,0 +1,186 @@
+"""DistilBERT, MPNet and ELECTRA: `EncoderForm`s that differ from BERT's by names, positions and heads.
+
+MPNet's positions are learned and relative, and count from 2 on, as RoBERTa's; all of its models have 32 buckets, and
+distances beyond 128 are alike. ELECTRA's embeddings may be narrower than its layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastformer.checkpoints.hf.bert import (
+    BERT_FORM,
+    BOTH,
+    activation_of,
+    bert_names,
+    bert_options,
+    bert_settings,
+    check_only,
+    check_types,
+    dense_head,
+    embedding_names,
+)
+from fastformer.checkpoints.hf.common import number_of
+from fastformer.checkpoints.hf.encoder import EncoderForm, encoder_layer_names
+from fastformer.models import BERTConfig
+
+_BUCKETS, _DISTANCE = 32, 128
+_UNUSED = 2  # MPNet's rows before the first position
+_DISTIL_MODULES = {
+    "self_attn.in_proj": tuple(f"attention.{name}_lin" for name in "qkv"),
+    "self_attn.out_proj": ("attention.out_lin",),
+    "norm1": ("sa_layer_norm",),
+    "linear1": ("ffn.lin1",),
+    "linear2": ("ffn.lin2",),
+    "norm2": ("output_layer_norm",),
+}
+_MPNET_MODULES = {
+    "self_attn.in_proj": tuple(f"attention.attn.{name}" for name in "qkv"),
+    "self_attn.out_proj": ("attention.attn.o",),
+    "norm1": ("attention.LayerNorm",),
+    "linear1": ("intermediate.dense",),
+    "linear2": ("output.dense",),
+    "norm2": ("output.LayerNorm",),
+}
+# DistilBERT's settings, by the names of BERT's.
+_DISTIL_SETTINGS = {
+    "dim": "hidden_size",
+    "n_heads": "num_attention_heads",
+    "n_layers": "num_hidden_layers",
+    "hidden_dim": "intermediate_size",
+    "activation": "hidden_act",
+    "dropout": "hidden_dropout_prob",
+    "attention_dropout": "attention_probs_dropout_prob",
+    "seq_classif_dropout": "classifier_dropout",
+}
+
+
+def _distil_options(settings: Mapping[str, Any]) -> dict[str, Any]:
+    check_only(settings)
+    return {
+        "d_model": number_of(settings, "dim"),
+        "num_heads": number_of(settings, "n_heads"),
+        "num_layers": number_of(settings, "n_layers"),
+        "d_ff": number_of(settings, "hidden_dim"),
+        "activation": activation_of(settings, "activation"),
+        "dropout": settings.get("dropout", 0.1),
+        "attention_dropout": settings.get("attention_dropout", 0.1),
+        "head_dropout": settings.get("seq_classif_dropout", 0.2),
+        "head": "distilbert",
+        "max_len": number_of(settings, "max_position_embeddings"),
+    }
+
+
+def _distil_settings(config: BERTConfig) -> dict[str, Any]:
+    kind = "distilbert" if config.num_labels else ("distilbert", "bert")
+    settings = bert_settings(
+        config, "DistilBERT", head=kind, token_types=0, pooler=False, layer_norm_eps=1e-12
+    )  # which it doesn't say
+    return {"model_type": "distilbert", **{name: settings[theirs] for name, theirs in _DISTIL_SETTINGS.items()}}
+
+
+def _distil_names(config: BERTConfig) -> dict[str, tuple[str, ...]]:
+    return {
+        **embedding_names(has_types=False),
+        **encoder_layer_names(config, "transformer.layer", _DISTIL_MODULES),
+    }
+
+
+def _distil_head(config: BERTConfig) -> dict[str, str]:
+    parts = {"dense": "pre_classifier", "out": "classifier"}
+    return {f"head.{ours}.{kind}": f"{name}.{kind}" for ours, name in parts.items() for kind in BOTH}
+
+
+def _mpnet_options(settings: Mapping[str, Any]) -> dict[str, Any]:
+    buckets = settings.get("relative_attention_num_buckets", _BUCKETS)
+    if buckets != _BUCKETS:
+        raise ValueError(f"expected relative_attention_num_buckets {_BUCKETS}, as all MPNets use, got {buckets!r}")
+    options = bert_options({**settings, "type_vocab_size": 0}, _UNUSED)
+    # Its head drops out as its layers do.
+    positions = {"positions": "learned-relative", "num_buckets": _BUCKETS, "max_distance": _DISTANCE}
+    return {**options, **positions, "head": "roberta", "head_dropout": options["dropout"]}
+
+
+def _mpnet_settings(config: BERTConfig) -> dict[str, Any]:
+    expected: dict[str, Any] = {
+        "positions": "learned-relative",
+        "num_buckets": _BUCKETS,
+        "max_distance": _DISTANCE,
+        "token_types": 0,
+        "head": "roberta" if config.num_labels else ("roberta", "bert"),
+    }
+    if config.num_labels:
+        expected |= {"pooler": False, "head_dropout": config.dropout}
+    settings = bert_settings(config, "MPNet", **expected)
+    unread = ("classifier_dropout", "type_vocab_size")
+    kept = {name: value for name, value in settings.items() if name not in unread}
+    return {"model_type": "mpnet", **kept, "relative_attention_num_buckets": _BUCKETS}
+
+
+def _mpnet_names(config: BERTConfig) -> dict[str, tuple[str, ...]]:
+    return {
+        **embedding_names(has_types=False),
+        "position_bias.table": ("encoder.relative_attention_bias.weight",),
+        **encoder_layer_names(config, "encoder.layer", _MPNET_MODULES),
+    }
+
+
+def _electra_options(settings: Mapping[str, Any]) -> dict[str, Any]:
+    size = settings.get("embedding_size", 128)
+    return {**bert_options(settings), "head": "electra", "embedding_size": size}
+
+
+def _electra_settings(config: BERTConfig) -> dict[str, Any]:
+    settings = bert_settings(
+        config,
+        "ELECTRA",
+        head="electra" if config.num_labels else ("electra", "bert"),
+        embedding_size=config.embedding_size,
+        pooler=False,
+    )
+    check_types(config, "ELECTRA")
+    return {"model_type": "electra", **settings, "embedding_size": config.width}
+
+
+def _electra_names(config: BERTConfig) -> dict[str, tuple[str, ...]]:
+    names = bert_names(config)
+    if config.embedding_size is not None:
+        names |= {f"embedding_projection.{kind}": (f"embeddings_project.{kind}",) for kind in BOTH}
+    return names
+
+
+FORMS = {
+    "distilbert": EncoderForm(
+        "DistilBERT",
+        "distilbert.",
+        "DistilBert",
+        0,
+        _distil_options,
+        _distil_settings,
+        _distil_names,
+        _distil_head,
+        pooler=None,
+    ),
+    "mpnet": EncoderForm(
+        "MPNet",
+        "mpnet.",
+        "MPNet",
+        1,
+        _mpnet_options,
+        _mpnet_settings,
+        _mpnet_names,
+        dense_head,
+        unused_positions=lambda pad: _UNUSED,
+    ),
+    "electra": BERT_FORM._replace(
+        name="ELECTRA",
+        prefix="electra.",
+        classes="Electra",
+        options=_electra_options,
+        settings=_electra_settings,
+        names=_electra_names,
+        head=dense_head,
+        pooler=None,
+    ),
+}

@@ -1,0 +1,183 @@
+"""ModernBERT (Warner et al. 2024): a pre-norm `BERT` with rotary positions, gated layers, and windows in most of them.
+
+Its first layer has no norm before its attention. Layers with a window see 64 neighbours to each side
+(local_attention // 2), and rotate at another speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastformer.checkpoints.hf.bert import check_only
+from fastformer.checkpoints.hf.common import flag_of, number_of
+from fastformer.checkpoints.hf.decoder import check_form
+from fastformer.checkpoints.hf.encoder import EMBEDDING, EncoderForm, encoder_layer_names
+from fastformer.models import BERTConfig
+
+_ACTIVATIONS = {
+    "gelu": "geglu",
+    "gelu_new": "geglu_tanh",
+    "gelu_pytorch_tanh": "geglu_tanh",
+    "silu": "swiglu",
+    "swish": "swiglu",
+}
+_THEIRS = {"geglu": "gelu", "geglu_tanh": "gelu_new", "swiglu": "silu"}
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_BASES = {_FULL: ("global_rope_theta", 160_000.0), _SLIDING: ("local_rope_theta", 10_000.0)}
+_MODULES = {
+    "self_attn.in_proj": ("attn.Wqkv",),
+    "self_attn.out_proj": ("attn.Wo",),
+    "norm1": ("attn_norm",),
+    "linear1": ("mlp.Wi",),
+    "linear2": ("mlp.Wo",),
+    "norm2": ("mlp_norm",),
+}
+_FREE = (
+    *("d_ff", "layer_norm_eps", "bias", "attention_bias", "rotary_base", "local_rotary_base", "window_size"),
+    *("window_layers", "max_len", "activation_dropout", "head_dropout", "head_pooling", "num_labels"),
+)
+
+
+def _options(settings: Mapping[str, Any]) -> dict[str, Any]:
+    check_only(settings)
+    activation = settings.get("hidden_activation", "gelu")
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"expected hidden_activation to be one of {(*_ACTIVATIONS,)}, got {activation!r}")
+    if settings.get("classifier_activation", "gelu") != "gelu":
+        raise ValueError(f"expected a classifier_activation of 'gelu', got {settings['classifier_activation']!r}")
+    for name in ("embedding_dropout", "attention_dropout"):  # which act elsewhere than a `BERT`'s
+        if settings.get(name, 0.0):
+            raise ValueError(f"expected {name} to be 0, got {settings[name]!r}")
+    biases = {name: flag_of(settings, name, False) for name in ("mlp_bias", "norm_bias", "classifier_bias")}
+    if len({*biases.values()}) > 1:
+        raise ValueError(f"expected one answer to mlp_bias, norm_bias and classifier_bias, got {biases}")
+    bias, attention_bias = biases["mlp_bias"], flag_of(settings, "attention_bias", False)
+    layers = number_of(settings, "num_hidden_layers")
+    windows = _windows(settings, layers)
+    base, local = (_base(settings, kind) for kind in (_FULL, _SLIDING))
+    window = number_of(settings, "local_attention") if "local_attention" in settings else 128
+    options: dict[str, Any] = {
+        "d_model": number_of(settings, "hidden_size"),
+        "num_heads": number_of(settings, "num_attention_heads"),
+        "num_layers": layers,
+        "d_ff": number_of(settings, "intermediate_size"),
+        "layer_norm_eps": settings.get("norm_eps", 1e-5),
+        "activation": _ACTIVATIONS[activation],
+        "norm_first": True,
+        "first_norm": False,
+        "bias": bias,
+        "attention_bias": None if attention_bias == bias else attention_bias,
+        "positions": "rotary",
+        "rotary_base": base,
+        "max_len": number_of(settings, "max_position_embeddings"),
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+        "activation_dropout": settings.get("mlp_dropout", 0.0),
+        "head": "modernbert",
+        "head_pooling": settings.get("classifier_pooling", "cls"),
+        "head_dropout": settings.get("classifier_dropout", 0.0),
+    }
+    if any(windows):
+        options |= {"window_size": window // 2, "window_layers": None if all(windows) else windows}
+        options["local_rotary_base"] = None if local == base else local
+    return options
+
+
+def _windows(settings: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
+    """Of each layer, whether it has a window."""
+    kinds = settings.get("layer_types")
+    if kinds is None:
+        every = settings.get("global_attn_every_n_layers", 3)
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise ValueError(f"expected global_attn_every_n_layers to be an integer of at least 1, got {every!r}")
+        return tuple(bool(layer % every) for layer in range(layers))
+    if not isinstance(kinds, list | tuple) or len(kinds) != layers or {*kinds} - {_FULL, _SLIDING}:
+        raise ValueError(f"expected layer_types to name {layers} kinds, {_FULL} or {_SLIDING}, got {kinds!r:.80}")
+    return tuple(kind == _SLIDING for kind in kinds)
+
+
+def _base(settings: Mapping[str, Any], kind: str) -> Any:
+    """The base of the rotary positions of a kind of layers."""
+    name, usual = _BASES[kind]
+    listed = settings.get("rope_parameters") or {}
+    found = listed.get(kind) or {}
+    for scaling in (found, settings.get("rope_scaling") or {}):
+        if (said := scaling.get("rope_type", scaling.get("type", "default"))) != "default":
+            raise ValueError(f"expected a rope_type of 'default', got {said!r}")
+    own = settings.get(name)
+    return found.get("rope_theta", usual if own is None else own)
+
+
+def _settings(config: BERTConfig) -> dict[str, Any]:
+    expected = {
+        "activation": (*_THEIRS,),
+        "head_dim": (None, config.d_model // config.num_heads),
+        "norm_first": True,
+        "first_norm": False,
+        "positions": "rotary",
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+        "head": "modernbert" if config.num_labels else ("modernbert", "bert"),
+    }
+    check_form(config, expected, _FREE, "ModernBERT")
+    local = config.rotary_base if config.local_rotary_base is None else config.local_rotary_base
+    parameters = {
+        kind: {"rope_type": "default", "rope_theta": base}
+        for kind, base in ((_FULL, config.rotary_base), (_SLIDING, local))
+    }
+    return {
+        "model_type": "modernbert",
+        "hidden_size": config.d_model,
+        "num_attention_heads": config.num_heads,
+        "num_hidden_layers": config.num_layers,
+        "intermediate_size": config.d_ff,
+        "norm_eps": config.layer_norm_eps,
+        "hidden_activation": _THEIRS[config.activation],
+        "norm_bias": config.bias,
+        "mlp_bias": config.bias,
+        "classifier_bias": config.bias,
+        "attention_bias": config.bias if config.attention_bias is None else config.attention_bias,
+        "max_position_embeddings": config.max_len,
+        "embedding_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "mlp_dropout": config.activation_dropout,
+        "classifier_dropout": config.head_dropout,
+        "classifier_pooling": config.head_pooling,
+        "local_attention": 128 if config.window_size is None else 2 * config.window_size,
+        "layer_types": [_SLIDING if has_window else _FULL for has_window in config.windows],
+        "rope_parameters": parameters,
+        **_before_version_5(config, local),
+    }
+
+
+def _before_version_5(config: BERTConfig, local: float) -> dict[str, Any]:
+    """What version 4 of transformers reads in place of layer_types and rope_parameters."""
+    layers = range(config.num_layers)
+    periods = range(1, config.num_layers + 2)
+    every = next((n for n in periods if config.windows == tuple(bool(layer % n) for layer in layers)), None)
+    own = {} if every is None else {"global_attn_every_n_layers": every}
+    return {**own, "global_rope_theta": config.rotary_base, "local_rope_theta": local}
+
+
+def _names(config: BERTConfig) -> dict[str, tuple[str, ...]]:
+    norm = _kinds(config.bias)
+    attention = _kinds(config.bias if config.attention_bias is None else config.attention_bias)
+    return {
+        EMBEDDING: ("embeddings.tok_embeddings.weight",),
+        **{f"embedding_norm.{kind}": (f"embeddings.norm.{kind}",) for kind in norm},
+        **encoder_layer_names(config, "layers", _MODULES, lambda name: attention if "self_attn" in name else norm),
+        **{f"encoder.norm.{kind}": (f"final_norm.{kind}",) for kind in norm},
+    }
+
+
+def _kinds(bias: bool) -> tuple[str, ...]:
+    return ("weight", "bias") if bias else ("weight",)
+
+
+def _head(config: BERTConfig) -> dict[str, str]:
+    names = {f"head.{part}.{kind}": f"head.{part}.{kind}" for part in ("dense", "norm") for kind in _kinds(config.bias)}
+    return {**names, **{f"head.out.{kind}": f"classifier.{kind}" for kind in ("weight", "bias")}}
+
+
+FORM = EncoderForm("ModernBERT", "model.", "ModernBert", 50283, _options, _settings, _names, _head, pooler=None)
