@@ -2,8 +2,9 @@
 
 `fastformer.nn` has the modules of torch.nn; `Transformer` and `GPT` are whole models, `generate` decodes with them, a
 `Translator` reads and writes text, an `AsyncTranslator` does so for many tasks at once, and a `Chat` holds a
-conversation. `accelerate` makes a model that already exists compute on the same ops, in place, `report` says how, and
-`restore` undoes it. These and the packages below are loaded on first use: importing the package alone stays cheap.
+conversation. An `Encoder` computes embeddings of texts, and a `CrossEncoder` scores pairs of them. `accelerate` makes a
+model that already exists compute on the same ops, in place, `report` says how, and `restore` undoes it. These and the
+packages below are loaded on first use: importing the package alone stays cheap.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from fastformer.encoding import CrossEncoder as CrossEncoder
+    from fastformer.encoding import Encoder as Encoder
     from fastformer.functional import activate as activate
     from fastformer.functional import deactivate as deactivate
     from fastformer.generation import AsyncTranslator as AsyncTranslator
@@ -31,6 +34,8 @@ __all__ = [
     "AsyncTranslator",
     "Chat",
     "ChatTemplate",
+    "CrossEncoder",
+    "Encoder",
     "Transformer",
     "Translator",
     "__version__",
@@ -46,6 +51,8 @@ _HOMES = {
     "AsyncTranslator": "fastformer.generation",
     "Chat": "fastformer.generation",
     "ChatTemplate": "fastformer.generation",
+    "CrossEncoder": "fastformer.encoding",
+    "Encoder": "fastformer.encoding",
     "GPT": "fastformer.models",
     "Transformer": "fastformer.models",
     "Translator": "fastformer.generation",
@@ -58,7 +65,7 @@ _HOMES = {
 }
 
 # As torch.nn is there once torch is imported.
-_PACKAGES = ("data", "functional", "generation", "integrations", "models", "nn", "ops", "training")
+_PACKAGES = ("data", "encoding", "functional", "generation", "integrations", "models", "nn", "ops", "training")
 
 
 def __getattr__(name: str) -> object:

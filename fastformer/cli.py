@@ -26,6 +26,8 @@ COMMANDS = {
     "translate": "Translates a text, a file, or standard input line by line.",
     "generate": "Continues a prompt with a language model.",
     "chat": "Chats with a language model.",
+    "embed": "Computes the embeddings of texts, a line each, with an encoder.",
+    "rank": "Ranks passages by how well they answer a query, with a cross-encoder.",
     "score": "Scores translations: against references, or by the probability that a model gives them.",
     "average": "Averages the weights of a run's last checkpoints into its model.",
     "quantize": "Rounds a model's weights to int8 or int4, into a folder of its own.",

@@ -32,6 +32,7 @@ ALLOWED = {
     "number_words": set(),
     "plots": set(),
     "checkpoints": {"baseline", "data", "files", "languages", "models", "ops", "special_ids"},
+    "encoding": {"checkpoints", "files", "generation", "models", "nn", "ops", "settings"},
     "generation": {
         "cache",
         "checkpoints",

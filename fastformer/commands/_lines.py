@@ -60,6 +60,34 @@ def good_lines(file: str) -> list[str]:
     return found
 
 
+def each_line(file: str | None) -> Iterator[str]:
+    """The lines of a file, or of standard input, one at a time.
+
+    Args:
+        file: None or "-": standard input.
+
+    Raises:
+        ValueError: standard input is closed; what `file_lines` raises.
+        TextError: a line that is no UTF-8, named by its number.
+    """
+    lines: Iterable[bytes | BadLine]
+    if file is None or file == files.STDIN:
+        file, lines = files.STDIN, _waited(arriving())
+    else:
+        lines = file_lines(file)
+    for number, line in enumerate(lines, 1):
+        text = _as_text(line, file, number)
+        if not isinstance(text, str):
+            raise text
+        yield text
+
+
+def _waited(source: Source[bytes]) -> Iterator[bytes]:
+    with contextlib.suppress(EOFError):
+        while (line := source.get(wait=True)) is not None:
+            yield line
+
+
 class Texts:
     """Lines as texts. One that is no UTF-8 is a bad text, which becomes an empty one when it is skipped."""
 

@@ -1,4 +1,14 @@
 """Encoders from the texts to the numbers: embeddings of texts, scores of pairs, classes.
 
-engine.py          the model on the C++ engine, or by its modules
+folder.py          what sentence-transformers and transformers wrote, as it lies on disk
+tokens.py          texts as ids, cut to what the model takes
+batches.py         which texts are computed together
+engine.py          `EncoderEngine`: the model in one C++ call, or by its modules
+modules.py         what stands behind the model: pooling, linear layers, norms
+encoder.py         `Encoder`: embeddings
+cross_encoder.py   `CrossEncoder`: scores and classes
 """
+
+from fastformer.encoding.cross_encoder import CrossEncoder as CrossEncoder
+from fastformer.encoding.encoder import Encoder as Encoder
+from fastformer.encoding.engine import EncoderEngine as EncoderEngine

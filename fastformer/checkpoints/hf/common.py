@@ -152,7 +152,7 @@ def load_folder(
     unk, make_tokenizer = family.read_tokenizer(folder, settings)  # small files first: their errors come at once
     try:
         rounded = quantization_settings(folder, settings)
-        state, matrices = _read_weights(folder), None
+        state, matrices = read_weights(folder), None
         if rounded is not None:
             settings, state, matrices = dequantized(settings, rounded, state)
         is_half = any(tensor.dtype == torch.float16 for tensor in state.values())
@@ -315,7 +315,7 @@ def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _read_weights(folder: Path) -> dict[str, Tensor]:
+def read_weights(folder: Path) -> dict[str, Tensor]:
     old = folder / _OLD_WEIGHTS
     index = index_of(old)
     if (folder / WEIGHTS).is_file() or index_of(folder / WEIGHTS) or not (old.is_file() or index):

@@ -1,0 +1,145 @@
+"""`fastformer embed`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
+
+from fastformer.console import OutputLostError, is_terminal
+from fastformer.settings import Range
+
+if TYPE_CHECKING:
+    from fastformer.encoding.modules import Array
+
+TEXTS = ("prompt", "prompt_name")
+_HEADER = 128  # bytes of a .npy file in front of its numbers
+
+
+def embed(
+    folder: str,
+    *,
+    file: str | None = None,
+    out: str | None = None,
+    prompt_name: str | None = None,
+    prompt: str | None = None,
+    normalize: bool | None = None,
+    precision: Literal["fp32", "bf16", "int8", "int4"] | None = None,
+    device: str = "auto",
+    batch_tokens: Annotated[int, Range(1)] = 16384,
+) -> None:
+    """Computes the embeddings of texts, a line each, with an encoder.
+
+    They become a .npy file, which numpy.load reads: an array (lines, dim) in fp32, in the order of the lines. An empty
+    line is an empty text, which has an embedding too. Memory does not grow with the number of lines.
+
+    Args:
+        folder: of the encoder, as sentence-transformers or transformers saves it
+        file: a UTF-8 file, one text a line; compressed or not; - is standard input, FILE.jsonl:COLUMN a column of JSON
+            lines, as of .parquet, .csv and .tsv; without it, the lines of standard input
+        out: the .npy file to write; without it the array goes to standard output, which must not be a terminal
+        prompt_name: of one of the folder's prompts, which is put in front of each text, such as query
+        prompt: put this text in front of each
+        normalize: divide each embedding by its length; false does not do so where the folder would; by default as the
+            folder says
+        precision: convert the weights to this; int8 and int4 are for a CPU; by default they stay as they were saved
+        device: auto (a GPU if there is one), cpu, cuda, cuda:1, ...
+        batch_tokens: that are computed together; fewer take less memory
+    """
+    from fastformer.commands._lines import each_line
+    from fastformer.devices import choose_device
+    from fastformer.encoding import Encoder
+
+    if out is None and is_terminal(sys.stdout):
+        raise ValueError("expected --out FILE, or standard output to go to a file (> vectors.npy), got a terminal")
+    encoder = Encoder.from_pretrained(folder, precision=precision, device=choose_device(device, precision))
+    total = 0
+    with _written(out) as write, _progress() as advance:
+        for rows in encoder.stream(
+            each_line(file), prompt_name, prompt, normalize=normalize, batch_tokens=batch_tokens
+        ):
+            write(rows)
+            total += len(rows)
+            advance(len(rows))
+        if not total:
+            write(encoder.encode([]))
+    cut = f", of which {encoder.num_cut:,} were cut to {encoder.max_seq_length} tokens" if encoder.num_cut else ""
+    print(f"embedded {total:,} text{'s' * (total != 1)}{cut}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[int], object]]:
+    """Counts lines on standard error, where a person sees it."""
+    try:
+        from tqdm import tqdm
+    except ImportError:  # a bar is no reason to stop
+        yield lambda lines: None
+        return
+    with tqdm(unit="text", file=sys.stderr, disable=not is_terminal(sys.stderr)) as bar:
+        yield bar.update
+
+
+@contextlib.contextmanager
+def _written(out: str | None) -> Iterator[Callable[[Array], None]]:
+    """What writes the next rows of a .npy file. It is there as a whole at the end, or not at all.
+
+    How many rows there are is known at the end alone, and stands at the beginning: rows go to another file first.
+
+    Args:
+        out: the file; None: standard output.
+    """
+    path = None if out is None else Path(out)
+    if path is not None and not path.parent.is_dir():
+        raise ValueError(f"expected --out in a folder that is there, got {out}")
+    with tempfile.NamedTemporaryFile(dir=None if path is None else path.parent, delete=False) as rows:
+        try:
+            rows.write(bytes(_HEADER))
+            shape: list[int] = []
+
+            def write(part: Array) -> None:
+                shape[:] = [part.shape[0] + (shape[0] if shape else 0), part.shape[1]]
+                part.tofile(rows)
+
+            yield write
+            rows.seek(0)
+            rows.write(_header((shape[0], shape[1])))
+            rows.seek(0)
+            if path is None:
+                _to_output(rows)
+            else:
+                rows.flush()
+                os.chmod(rows.name, 0o666 & ~_umask())
+                os.replace(rows.name, path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(rows.name)
+
+
+def _header(shape: tuple[int, int]) -> bytes:
+    """The beginning of a .npy file of fp32 (format 1.0), filled up to _HEADER bytes."""
+    text = repr({"descr": "<f4", "fortran_order": False, "shape": shape})
+    start = b"\x93NUMPY\x01\x00" + (_HEADER - 10).to_bytes(2, "little")
+    return start + text.encode().ljust(_HEADER - 11) + b"\n"
+
+
+def _to_output(rows: IO[bytes]) -> None:
+    output: Any = sys.stdout
+    try:
+        output.flush()
+        shutil.copyfileobj(rows, output.buffer)
+        output.buffer.flush()
+    except (OSError, ValueError, AttributeError) as error:  # a ValueError for a stream that was closed meanwhile
+        reason = getattr(error, "strerror", None) or str(error)
+        raise OutputLostError("standard output", reason, has_left=isinstance(error, BrokenPipeError)) from error
+
+
+def _umask() -> int:
+    """What files that a program writes are not allowed; it can be read by setting it alone."""
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,292 @@
+"""Scores of pairs of texts, and classes of texts: a model with a head, its tokenizer, its folder's activation."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, TypeAlias, overload
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fastformer.encoding.batches import BATCH_TOKENS, check_limits, check_several, chunks, packed, progress
+from fastformer.encoding.engine import EncoderEngine
+from fastformer.encoding.folder import Folder, read_folder
+from fastformer.encoding.modules import Array
+from fastformer.encoding.tokens import Pair, Reader, Rows
+from fastformer.settings import Positive, check_value
+
+logger = logging.getLogger("fastformer")
+
+# A pair; a text by itself, for a classifier, is a sequence of one.
+Input: TypeAlias = Sequence[str]
+Activation: TypeAlias = Callable[[Tensor], Tensor]
+
+
+class CrossEncoder:
+    """Scores pairs of texts, or classifies texts. Methods and arguments are called as in sentence-transformers.
+
+    Args:
+        folder: of a model with a head for classification, that sentence-transformers or transformers saved.
+        precision: of the weights: "fp32", "bf16", "int8" or "int4", the latter two on a CPU; None: as they were saved.
+            Scores are fp32 always.
+        device: where the model goes; None: the CPU.
+        activation_fn: on the logits, in place of what the folder says; by default a sigmoid for one label, and
+            nothing for several.
+
+    Attributes:
+        activation_fn: as above.
+        labels: what the folder calls the labels, by their places.
+
+    Raises:
+        ImportError: a library that the folder needs is not installed.
+        ValueError: a file is missing or damaged, or the model has no such head, or isn't known.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | Folder,
+        *,
+        precision: str | None = None,
+        device: torch.device | str | None = None,
+        activation_fn: Activation | None = None,
+    ) -> None:
+        found = folder if isinstance(folder, Folder) else read_folder(folder, device=device)
+        if not found.model.config.num_labels:
+            raise ValueError(
+                f"expected a model with a head for classification, got one without in {found.path}: "
+                "fastformer.Encoder computes its embeddings"
+            )
+        if found.pooling is not None:
+            raise ValueError(f"expected no Pooling behind the model of a CrossEncoder, got one in {found.path}")
+        self._folder, self._reader = found, found.reader
+        self._engine = EncoderEngine(found.model, precision)
+        usual = nn.Sigmoid() if self.num_labels == 1 else nn.Identity()
+        self.activation_fn: Activation = activation_fn or found.activation or usual
+        named = found.labels if len(found.labels) == self.num_labels else ()
+        self.labels = named or tuple(f"LABEL_{place}" for place in range(self.num_labels))
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        precision: str | None = None,
+        device: torch.device | str | None = None,
+        **options: Any,
+    ) -> CrossEncoder:
+        """The cross-encoder of a folder; the same as the class itself, which documents it."""
+        return cls(folder, precision=precision, device=device, **options)
+
+    @property
+    def num_labels(self) -> int:
+        """The numbers that the head gives for a pair."""
+        return int(self._folder.model.config.num_labels)
+
+    @property
+    def max_seq_length(self) -> int:
+        """Tokens of a pair at most, special ones among them; of a longer one the longer text is cut. It may be set."""
+        return self._reader.max_len
+
+    @max_seq_length.setter
+    def max_seq_length(self, value: int) -> None:
+        self._reader.set_max_len(value, self._folder.model.config.max_len)
+
+    @property
+    def num_cut(self) -> int:
+        """How many pairs were longer than max_seq_length so far, and were cut."""
+        return self._reader.num_cut
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        found: torch.device = next(self._folder.model.parameters()).device
+        return found
+
+    @overload
+    def predict(
+        self, sentences: str | Input | Iterable[Input], *args: Any, convert_to_tensor: Literal[True], **options: Any
+    ) -> Tensor: ...
+
+    @overload
+    def predict(self, sentences: str | Input | Iterable[Input], *args: Any, **options: Any) -> Any: ...
+
+    def predict(
+        self,
+        sentences: str | Input | Iterable[Input],
+        *,
+        batch_size: int | None = None,
+        show_progress_bar: bool | None = None,
+        activation_fn: Activation | None = None,
+        apply_softmax: bool = False,
+        convert_to_numpy: bool = True,
+        convert_to_tensor: bool = False,
+        batch_tokens: int = BATCH_TOKENS,
+    ) -> Any:
+        """The scores of pairs, or of texts, in their order.
+
+        Args:
+            sentences: pairs of texts, read a few thousand at a time; for a classifier of texts, lists of one text each.
+                Two texts in a list or tuple are one pair, and a str is one text.
+            batch_size: pairs that are computed together at most; None: as many as batch_tokens allows.
+            show_progress_bar: whether there is one on standard error.
+            activation_fn: on the logits, (pairs, num_labels); None: the class's.
+            apply_softmax: make the scores of several labels sum up to 1, behind the activation.
+            convert_to_numpy: give an array; False gives a list of tensors.
+            convert_to_tensor: give a tensor.
+            batch_tokens: that are computed together at most.
+
+        Returns:
+            (pairs,) in fp32 for one label, (pairs, num_labels) for several; of one pair or text without the first
+            dimension.
+
+        Raises:
+            ValueError: something that is no pair and no text (named by its place).
+        """
+        limits = check_limits(batch_tokens, batch_size)
+        is_one, inputs = _inputs(sentences)
+        activation = activation_fn or self.activation_fn
+        parts = []
+        with progress(inputs, show_progress_bar) as advance:
+            for logits in self._logits(inputs, limits, advance):
+                scores = self._activated(torch.from_numpy(logits), activation)
+                parts.append(scores.softmax(1) if apply_softmax and scores.dim() > 1 else scores)
+        shape = (0,) if self.num_labels == 1 else (0, self.num_labels)
+        found = torch.cat(parts) if parts else torch.zeros(shape)
+        given: Any = found.numpy()
+        if convert_to_tensor:
+            given = found.to(self.device)
+        elif not convert_to_numpy:
+            given = list(found)
+        return given[0] if is_one else given
+
+    def rank(
+        self,
+        query: str,
+        documents: Iterable[str],
+        top_k: int | None = None,
+        return_documents: bool = False,
+        *,
+        batch_size: int | None = None,
+        show_progress_bar: bool | None = None,
+        activation_fn: Activation | None = None,
+        batch_tokens: int = BATCH_TOKENS,
+    ) -> list[dict[str, Any]]:
+        """Documents by their scores for a query, the best first; of equal scores the first document.
+
+        Args:
+            query: a text.
+            documents: texts.
+            top_k: how many are given; None: all.
+            return_documents: whether the texts are given along.
+            batch_size, show_progress_bar, activation_fn, batch_tokens: see `predict`.
+
+        Returns:
+            For each document "corpus_id", its place; "score"; and, if it is asked for, "text".
+
+        Raises:
+            ValueError: a model of several labels; something that is no text.
+        """
+        if self.num_labels != 1:
+            raise ValueError(f"expected a model of one label to rank with, got one of {self.num_labels}: see predict")
+        check_several("documents", documents)
+        check_value("top_k", top_k, Positive | None)
+        if not isinstance(query, str):
+            raise ValueError(f"expected query as a str, got {type(query).__name__}")
+        kept: list[str] = []
+
+        def pairs() -> Iterator[Pair]:
+            for place, document in enumerate(documents):
+                if not isinstance(document, str):
+                    got = f"{type(document).__name__} {document!r:.40}"
+                    raise ValueError(f"documents[{place}]: expected a str, got {got}")
+                if return_documents:
+                    kept.append(document)
+                yield query, document
+
+        scores = self.predict(
+            pairs(),
+            batch_size=batch_size,
+            show_progress_bar=show_progress_bar,
+            activation_fn=activation_fn,
+            batch_tokens=batch_tokens,
+        )
+        order = sorted(range(len(scores)), key=lambda place: -scores[place])[:top_k]
+        found: list[dict[str, Any]] = [{"corpus_id": place, "score": float(scores[place])} for place in order]
+        for each in found if return_documents else ():
+            each["text"] = kept[each["corpus_id"]]
+        return found
+
+    def _activated(self, logits: Tensor, activation: Activation) -> Tensor:
+        """Scores of logits (pairs, num_labels); (pairs,) for one label."""
+        with torch.inference_mode():
+            found = activation(logits)
+        if self.num_labels == 1 and found.dim() > 1:
+            found = found.squeeze(-1)
+        if found.dim() == 0 or len(found) != len(logits):
+            raise ValueError(f"expected activation_fn to keep the {len(logits)} rows, got {tuple(found.shape)}")
+        return found.clone()
+
+    def _logits(
+        self, inputs: Iterable[Input], limits: tuple[int, int | None], advance: Callable[[int], object]
+    ) -> Iterator[Array]:
+        """(pairs, num_labels) of the next pairs."""
+        numbers = itertools.count()
+        for chunk in chunks(inputs):
+            for each, number in zip(chunk, numbers, strict=False):
+                _check_input(each, number)
+            rows = _rows(self._reader, chunk)
+            found = np.zeros((len(chunk), self.num_labels), np.float32)
+            for places in packed(list(map(len, rows.ids)), *limits):
+                some = rows.some(places)
+                found[places] = self._engine.classify(some.ids, some.types)
+                advance(len(places))
+            yield found
+
+
+def _inputs(sentences: str | Input | Iterable[Input]) -> tuple[bool, Iterable[Input]]:
+    """Whether it is one pair or one text, and the inputs."""
+    if isinstance(sentences, str):
+        return True, [[sentences]]
+    if isinstance(sentences, np.ndarray):
+        sentences = sentences.tolist()
+    check_several("sentences", sentences)
+    if isinstance(sentences, list | tuple) and sentences and isinstance(sentences[0], str):
+        if len(sentences) != 2:
+            raise ValueError(
+                f"expected a pair of texts, or a list of pairs, got {len(sentences)} texts: texts by themselves are "
+                "lists of one text each"
+            )
+        return True, [sentences]
+    return False, sentences  # type: ignore[return-value]  # each is checked in its turn
+
+
+def _check_input(each: object, number: int) -> None:
+    if isinstance(each, str) or not isinstance(each, Sequence) or not 1 <= len(each) <= 2:
+        raise ValueError(f"sentences[{number}]: expected a pair of texts, or a list of one text, got {each!r:.60}")
+    for text in each:
+        if not isinstance(text, str):
+            raise ValueError(f"sentences[{number}]: expected texts, got {type(text).__name__} {text!r:.40}")
+
+
+def _rows(reader: Reader, inputs: Sequence[Input]) -> Rows:
+    """A row of each pair or text, in their order."""
+    pairs = [place for place, each in enumerate(inputs) if len(each) == 2]
+    single = [place for place, each in enumerate(inputs) if len(each) == 1]
+    if not single:
+        return reader.pairs([(each[0], each[1]) for each in inputs])
+    found, alone = (
+        reader.pairs([(inputs[place][0], inputs[place][1]) for place in pairs]),
+        reader.texts([inputs[place][0] for place in single]),
+    )
+    ids: list[list[int]] = [[]] * len(inputs)
+    types: list[list[int]] = [[]] * len(inputs)
+    for place, row in zip(single, alone.ids, strict=True):
+        ids[place], types[place] = row, [0] * len(row)
+    for index, place in enumerate(pairs):
+        ids[place] = found.ids[index]
+        types[place] = [0] * len(found.ids[index]) if found.types is None else found.types[index]
+    return Rows(ids, types if reader.tokenizer.has_token_types else None)

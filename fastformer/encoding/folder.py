@@ -1,0 +1,284 @@
+"""The folders of sentence-transformers and transformers, as they lie on disk.
+
+modules.json                          what stands behind what, each with its folder
+config_sentence_transformers.json     prompts, the similarity, the activation of a cross-encoder
+sentence_bert_config.json             max_seq_length, do_lower_case (beside the model)
+1_Pooling/config.json, 2_Dense/...    the modules behind the model
+
+A folder of transformers alone has none of these. Nothing in a folder is run: its modules are known by their names.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastformer.checkpoints.hf import FAMILIES, load_folder, model_type
+from fastformer.checkpoints.hf.common import flag_of, number_of, read_weights
+from fastformer.encoding.modules import ACTIVATIONS, POOLINGS, Dense, LayerNorm, Normalize, Pooling, Step
+from fastformer.encoding.tokens import Reader
+from fastformer.files import read_json, read_small
+from fastformer.models.pretrained import CONFIG
+from fastformer.settings import suggestion
+
+logger = logging.getLogger("fastformer")
+
+_MODULES = "modules.json"
+_SETTINGS = "config_sentence_transformers.json"
+# Beside the model; older folders name the family.
+_MODEL_SETTINGS = tuple(
+    f"sentence_{name}_config.json"
+    for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+_PACKAGE = "sentence_transformers."
+_KNOWN = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout")
+_SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
+_ROW = "sentence_embedding"  # what modules behind the pooling read and write
+_LEGACY = "pooling_mode_"
+_LEGACY_POOLINGS = {"cls_token": "cls", "max_tokens": "max", "mean_tokens": "mean"} | {
+    "mean_sqrt_len_tokens": "mean_sqrt_len_tokens", "weightedmean_tokens": "weightedmean", "lasttoken": "lasttoken"
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Folder:
+    """What a folder holds.
+
+    Attributes:
+        path: of it.
+        model: a `models.BERT`, in evaluation mode.
+        reader: makes rows of texts.
+        pooling: of the model's rows; None: the folder doesn't say.
+        steps: what stands behind the pooling.
+        prompts: by their names.
+        default_prompt_name: of the one that texts get where a call names none.
+        similarity: "cosine", "dot", "euclidean" or "manhattan".
+        truncate_dim: the numbers of a row that are kept; None: all.
+        activation: of a cross-encoder's scores, where the folder says; else None.
+        labels: of a classifier, by their places; empty where the folder names none.
+    """
+
+    path: Path
+    model: Any
+    reader: Reader
+    pooling: Pooling | None = None
+    steps: tuple[Step, ...] = ()
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt_name: str | None = None
+    similarity: str = "cosine"
+    truncate_dim: int | None = None
+    activation: nn.Module | None = None
+    labels: tuple[str, ...] = ()
+
+
+def read_folder(path: str | os.PathLike[str], *, device: torch.device | str | None = None) -> Folder:
+    """Reads a folder whole.
+
+    Args:
+        path: of the folder.
+        device: where the model goes; None: the CPU.
+
+    Raises:
+        ImportError: a library that the files need is not installed.
+        ValueError: a file is missing or damaged, a model or module that isn't known, or files that don't belong
+            together.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ValueError(f"expected the folder of an encoder, but there is no folder {folder}: nothing is downloaded")
+    settings = _read(folder / _SETTINGS)
+    modules = _modules(folder)
+    place = modules[0][1] if modules else folder
+    model_settings = next((found for name in _MODEL_SETTINGS if (found := _read(place / name))), {})
+    max_len = model_settings.get("max_seq_length")
+    if max_len is not None and number_of(model_settings, "max_seq_length") < 1:
+        raise ValueError(f"expected {place} to have a max_seq_length of at least 1, got {max_len}")
+    prompts = _prompts(folder, settings)
+    model, tokenizer = _load(place, device)
+    most = min(tokenizer.max_len if max_len is None else max_len, model.config.max_len)
+    reader = Reader(tokenizer, most, lowers=flag_of(model_settings, "do_lower_case", False))
+    pooling, steps = _behind(folder, modules, model)
+    foreign = _read(place / CONFIG)
+    similarity = settings.get("similarity_fn_name") or "cosine"
+    if similarity not in _SIMILARITIES:
+        raise ValueError(
+            f"expected {folder / _SETTINGS} to name a similarity out of {_SIMILARITIES}, got {similarity!r}"
+        )
+    truncate_dim = None if settings.get("truncate_dim") is None else number_of(settings, "truncate_dim")
+    return Folder(
+        path=folder,
+        model=model,
+        reader=reader,
+        pooling=pooling,
+        steps=steps,
+        prompts=prompts,
+        default_prompt_name=settings.get("default_prompt_name"),
+        similarity=similarity,
+        truncate_dim=truncate_dim,
+        activation=_score_activation(folder, settings, foreign),
+        labels=_labels(foreign),
+    )
+
+
+def _load(place: Path, device: torch.device | str | None) -> tuple[Any, Any]:
+    if not (place / CONFIG).is_file():
+        raise ValueError(f"expected the file {place / CONFIG}, which isn't there: was the model saved completely?")
+    kind = model_type(place)
+    family = None if kind is None else FAMILIES.get(kind)
+    if family is None or family.kind != "encoder" or family.read_tokenizer is None:
+        known = ", ".join(f.name for f in FAMILIES.values() if f.kind == "encoder")
+        raise ValueError(f"expected the folder of an encoder, one of {known}, got one of {kind!r}: {place}")
+    return load_folder(place, family, device=device)
+
+
+def _modules(folder: Path) -> list[tuple[str, Path]]:
+    """The modules of modules.json, each with its folder; none where there is no such file."""
+    file = folder / _MODULES
+    if not file.is_file():
+        return []
+    try:
+        listed = json.loads(read_small(file).decode("utf-8"))
+        found = [(str(each["type"]), str(each["path"])) for each in listed]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{file} is damaged, or no list of modules ({error!r}): copy it again") from error
+    modules = []
+    for kind, name in found:
+        last = kind.rpartition(".")[2]
+        if not kind.startswith(_PACKAGE) or last not in _KNOWN:
+            raise ValueError(f"expected {file} to have modules out of {', '.join(_KNOWN)}, got {kind!r}")
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"expected {file} to name folders within {folder}, got {name!r}")
+        modules.append((last, folder / name))
+    if not modules or [kind for kind, _ in modules].count("Transformer") != 1 or modules[0][0] != "Transformer":
+        raise ValueError(
+            f"expected {file} to begin with a Transformer, its only one, got {[kind for kind, _ in modules]}"
+        )
+    return modules
+
+
+def _behind(folder: Path, modules: Sequence[tuple[str, Path]], model: Any) -> tuple[Pooling | None, tuple[Step, ...]]:
+    """The pooling and what stands behind it."""
+    kinds = [kind for kind, _ in modules]
+    if "Pooling" not in kinds:
+        if len(kinds) > 1:
+            raise ValueError(f"expected {folder / _MODULES} to have a Pooling behind the Transformer, got {kinds}")
+        return None, ()
+    if kinds[1] != "Pooling" or kinds.count("Pooling") != 1:
+        raise ValueError(f"expected {folder / _MODULES} to have one Pooling, behind the Transformer, got {kinds}")
+    pooling, width = _pooling(modules[1][1], model.config.d_model)
+    steps: list[Step] = []
+    for kind, place in modules[2:]:
+        step = _step(kind, place, width)
+        if step is not None:
+            steps.append(step)
+            width = step.out_features or width
+    return pooling, tuple(steps)
+
+
+def _pooling(place: Path, d_model: int) -> tuple[Pooling, int]:
+    """The pooling of a folder, and how wide its rows are."""
+    file = place / CONFIG
+    settings = read_json(file)
+    kinds = settings.get("pooling_mode")
+    if kinds is None:
+        known = {_LEGACY + name for name in _LEGACY_POOLINGS}
+        asked = {name for name, value in settings.items() if name.startswith(_LEGACY) and value is True}
+        if asked - known:
+            raise ValueError(f"expected {file} to have poolings out of {sorted(known)}, got {sorted(asked - known)}")
+        kinds = [kind for name, kind in _LEGACY_POOLINGS.items() if _LEGACY + name in asked] or ["mean"]
+    kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+    for kind in kinds:
+        if kind not in POOLINGS:
+            raise ValueError(f"expected {file} to have a pooling_mode out of {POOLINGS}, got {kind!r}")
+    said = settings.get("embedding_dimension", settings.get("word_embedding_dimension", d_model))
+    if said != d_model:
+        raise ValueError(f"expected {file} to fit the model, whose rows have {d_model} numbers, got {said!r}")
+    return Pooling(kinds, flag_of(settings, "include_prompt", True)), len(kinds) * d_model
+
+
+def _step(kind: str, place: Path, width: int) -> Step | None:
+    settings = _read(place / CONFIG)
+    for name in ("module_input_name", "module_output_name"):
+        if settings.get(name) not in (None, _ROW):
+            raise ValueError(f"expected {place / CONFIG} to have {name} {_ROW}, got {settings[name]!r}")
+    if kind == "Dropout":
+        return None
+    if kind == "Normalize":
+        return Normalize()
+    settings = read_json(place / CONFIG)  # which has to be there
+    weights = {name: tensor.float() for name, tensor in read_weights(place).items()}
+    if kind == "LayerNorm":
+        return LayerNorm(_take(weights, place, "norm.weight", (width,)), _take(weights, place, "norm.bias", (width,)))
+    into, out = number_of(settings, "in_features"), number_of(settings, "out_features")
+    if into != width:
+        raise ValueError(f"expected {place / CONFIG} to have in_features {width}, as the rows have, got {into}")
+    bias = _take(weights, place, "linear.bias", (out,)) if flag_of(settings, "bias", True) else None
+    residual: Tensor | bool | None = flag_of(settings, "use_residual", False)
+    if residual and into != out:
+        residual = _take(weights, place, "residual.weight", (out, into))
+    activation = activation_named(settings.get("activation_function", "Tanh"), place / CONFIG)
+    return Dense(_take(weights, place, "linear.weight", (out, into)), bias, activation, residual)
+
+
+def _take(weights: Mapping[str, Tensor], place: Path, name: str, shape: tuple[int, ...]) -> Tensor:
+    found = weights.get(name)
+    if found is None or tuple(found.shape) != shape:
+        got = "none" if found is None else f"one of {tuple(found.shape)}"
+        raise ValueError(f"expected the weights in {place} to have a {name} of {shape}, got {got}")
+    return found
+
+
+def activation_named(name: object, file: Path) -> nn.Module:
+    """The module of torch.nn that a folder names, such as "torch.nn.modules.activation.Tanh".
+
+    Raises:
+        ValueError: another one, whose code the folder may want to bring along.
+    """
+    last = str(name).rpartition(".")[2]
+    if not isinstance(name, str) or last not in ACTIVATIONS or (last != name and not name.startswith("torch.nn.")):
+        raise ValueError(f"expected {file} to name an activation of torch.nn, out of {(*ACTIVATIONS,)}, got {name!r}")
+    return ACTIVATIONS[last]()
+
+
+def _score_activation(folder: Path, settings: Mapping[str, Any], foreign: Mapping[str, Any]) -> nn.Module | None:
+    """The activation of scores, from one of the places where versions of sentence-transformers wrote it."""
+    nested = foreign.get("sentence_transformers")
+    places: list[tuple[object, Path]] = [
+        (settings.get("activation_fn"), folder / _SETTINGS),
+        (nested.get("activation_fn") if isinstance(nested, Mapping) else None, folder / CONFIG),
+        (foreign.get("sbert_ce_default_activation_function"), folder / CONFIG),
+    ]
+    return next((activation_named(name, file) for name, file in places if name is not None), None)
+
+
+def _prompts(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    prompts = settings.get("prompts") or {}
+    default = settings.get("default_prompt_name")
+    if not isinstance(prompts, dict) or not all(isinstance(each, str) for each in prompts.values()):
+        raise ValueError(f"expected {folder / _SETTINGS} to have prompts by name, got {prompts!r:.60}")
+    if default is not None and default not in prompts:
+        hint = suggestion(str(default), prompts)
+        raise ValueError(
+            f"expected {folder / _SETTINGS} to have a default_prompt_name out of {[*prompts]}, got {default!r}{hint}"
+        )
+    return prompts
+
+
+def _labels(foreign: Mapping[str, Any]) -> tuple[str, ...]:
+    named = foreign.get("id2label")
+    if not isinstance(named, Mapping) or not all(str(place).isdecimal() for place in named):
+        return ()
+    by_place = {int(place): str(label) for place, label in named.items()}
+    return tuple(by_place[place] for place in sorted(by_place))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return read_json(file) if file.is_file() else {}

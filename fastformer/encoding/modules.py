@@ -1,0 +1,159 @@
+"""What sentence-transformers puts behind a model: pooling, and layers on the rows that it gives. All of it is in fp32.
+
+Each row is computed by itself, so that its bits don't depend on the texts beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Array = npt.NDArray[np.float32]
+
+# By sentence-transformers' names, in the order in which it concatenates several.
+POOLINGS = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
+_LEAST = 1e-12  # the least length that a row is divided by, as in torch.nn.functional.normalize
+
+# The modules of torch.nn that folders name, by the last part of their names.
+ACTIVATIONS: dict[str, type[nn.Module]] = {
+    kind.__name__: kind
+    for kind in (nn.Identity, nn.Tanh, nn.Sigmoid, nn.ReLU, nn.GELU, nn.SiLU, nn.Softplus, nn.LeakyReLU, nn.ELU)
+}
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """How the states of a text's tokens become one row.
+
+    Attributes:
+        kinds: some of POOLINGS; several are concatenated.
+        includes_prompt: whether the tokens of a prompt count.
+    """
+
+    kinds: tuple[str, ...] = ("mean",)
+    includes_prompt: bool = True
+
+
+def pooled(hidden: Array, lengths: Sequence[int], kinds: Sequence[str], skipped: int = 0) -> Array:
+    """A row for each text.
+
+    Args:
+        hidden: (total, d_model), the states of the tokens, text after text.
+        lengths: tokens of each text.
+        kinds: some of POOLINGS; what they give is concatenated.
+        skipped: tokens at the beginning of each text that don't count.
+
+    Returns:
+        (texts, d_model * kinds). A text of which no token counts gives zeros.
+    """
+    rows = np.zeros((len(lengths), len(kinds) * hidden.shape[1]), np.float32)
+    begin = 0
+    for row, length in zip(rows, lengths, strict=True):
+        states = hidden[begin : begin + length]
+        begin += length
+        parts = np.split(row, len(kinds))  # views
+        for part, kind in zip(parts, kinds, strict=True):
+            # The weights of "weightedmean" stay those of the places in the text; "lasttoken" is the last in any case.
+            part[:] = _one(states, kind, min(skipped, length))
+    return rows
+
+
+def _one(states: Array, kind: str, skipped: int) -> Array | float:
+    kept = states[skipped:]
+    if kind == "lasttoken":
+        return states[-1] if len(states) else 0.0
+    if kind == "cls":
+        return kept[0] if len(kept) else states[0] if len(states) else 0.0
+    if not len(kept):
+        return 0.0
+    if kind == "max":
+        return np.asarray(kept.max(0))
+    if kind == "weightedmean":
+        weights = np.arange(skipped + 1, len(states) + 1, dtype=np.float32)[:, None]
+        return np.asarray((kept * weights).sum(0) / weights.sum())
+    divisor = len(kept) if kind == "mean" else np.sqrt(np.float32(len(kept)))
+    return np.asarray(kept.sum(0) / np.float32(divisor))
+
+
+def normalized(rows: Array) -> Array:
+    """Each row (dimension 1) divided by its Euclidean length."""
+    lengths = np.sqrt((rows * rows).sum(1, keepdims=True))
+    return np.asarray(rows / np.maximum(lengths, np.float32(_LEAST)))
+
+
+class Step(Protocol):
+    """A layer on rows: (rows, in_features) -> (rows, out_features)."""
+
+    @property
+    def out_features(self) -> int | None:
+        """None: as many as come in."""
+
+    def __call__(self, rows: Array) -> Array: ...
+
+
+class Normalize:
+    """`normalized`."""
+
+    out_features = None
+
+    def __call__(self, rows: Array) -> Array:
+        return normalized(rows)
+
+
+@dataclass(frozen=True)
+class LayerNorm:
+    """torch.nn.LayerNorm, with its usual epsilon.
+
+    Attributes:
+        weight, bias: (features,).
+    """
+
+    weight: Tensor
+    bias: Tensor
+
+    out_features = None
+
+    def __call__(self, rows: Array) -> Array:
+        with torch.inference_mode():
+            return F.layer_norm(torch.from_numpy(rows), self.weight.shape, self.weight, self.bias).numpy()
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A linear layer and its activation.
+
+    Attributes:
+        weight: (out_features, in_features).
+        bias: (out_features,) or None.
+        activation: on what comes out.
+        residual: None: nothing is added; or the matrix whose product with the input is, (out_features, in_features),
+            or True for the input itself.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    activation: nn.Module
+    residual: Tensor | bool | None = None
+
+    @property
+    def out_features(self) -> int:
+        return int(self.weight.shape[0])
+
+    def __call__(self, rows: Array) -> Array:
+        with torch.inference_mode():
+            # Row by row: products of another number of rows add up in another order.
+            found = [self._one(row) for row in torch.from_numpy(rows).split(1)]
+            return torch.cat(found).numpy() if found else np.zeros((0, self.out_features), np.float32)
+
+    def _one(self, row: Tensor) -> Tensor:
+        found: Tensor = self.activation(F.linear(row, self.weight, self.bias))
+        if self.residual is None or self.residual is False:
+            return found
+        return found + (row if self.residual is True else F.linear(row, self.residual))

@@ -1,0 +1,56 @@
+"""Similarities of embeddings, by sentence-transformers' names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Embeddings: TypeAlias = Tensor | npt.NDArray[Any] | Sequence[Tensor | npt.NDArray[Any]]
+
+
+def _cosine(first: Tensor, second: Tensor) -> Tensor:
+    return F.normalize(first) @ F.normalize(second).T
+
+
+def _paired_cosine(first: Tensor, second: Tensor) -> Tensor:
+    return (F.normalize(first) * F.normalize(second)).sum(-1)
+
+
+# Of each row of one with each row of the other, and of each row with the one in its place. Distances are negative.
+ALL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cosine": _cosine,
+    "dot": lambda first, second: first @ second.T,
+    "euclidean": lambda first, second: -torch.cdist(first, second),
+    "manhattan": lambda first, second: -torch.cdist(first, second, p=1.0),
+}
+PAIRED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cosine": _paired_cosine,
+    "dot": lambda first, second: (first * second).sum(-1),
+    "euclidean": lambda first, second: -torch.linalg.vector_norm(first - second, dim=-1),
+    "manhattan": lambda first, second: -(first - second).abs().sum(-1),
+}
+
+
+def as_rows(embeddings: Embeddings) -> Tensor:
+    """Embeddings as (rows, features) in fp32 at least; one embedding is a row.
+
+    Raises:
+        ValueError: other dimensions.
+    """
+    if isinstance(embeddings, Tensor):
+        found = embeddings
+    elif isinstance(embeddings, np.ndarray):
+        found = torch.from_numpy(np.ascontiguousarray(embeddings))
+    else:
+        found = torch.stack([each if isinstance(each, Tensor) else torch.as_tensor(each) for each in embeddings])
+    if found.dim() == 1:
+        found = found[None]
+    if found.dim() != 2:
+        raise ValueError(f"expected embeddings of shape (rows, features), got {tuple(found.shape)}")
+    return found if found.dtype in (torch.float32, torch.float64) else found.float()

@@ -1,0 +1,127 @@
+"""Texts and pairs of texts as ids, cut to what a model takes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from fastformer.settings import Positive, check_value
+
+logger = logging.getLogger("fastformer")
+
+_WHOLE = 10**9  # tokens; no text has as many
+Pair = tuple[str, str]
+
+
+class Tokenizer(Protocol):
+    """What encoding asks of a `data.encoder_tokenizers.EncoderTokenizer`, which documents it."""
+
+    @property
+    def max_len(self) -> int: ...
+
+    @property
+    def has_token_types(self) -> bool: ...
+
+    def encode_batch(self, texts: Sequence[str], max_len: int | None = None) -> list[list[int]]: ...
+
+    def encode_pairs(self, pairs: Sequence[Pair], max_len: int | None = None) -> list[tuple[list[int], list[int]]]: ...
+
+
+class Rows(NamedTuple):
+    """Texts as a model reads them.
+
+    Attributes:
+        ids: of each text, special tokens among them.
+        types: of each of these tokens; None: all are 0.
+    """
+
+    ids: list[list[int]]
+    types: list[list[int]] | None = None
+
+    def some(self, places: Sequence[int]) -> Rows:
+        """Those at some places."""
+        types = None if self.types is None else [self.types[place] for place in places]
+        return Rows([self.ids[place] for place in places], types)
+
+
+class Reader:
+    """Makes rows of texts. Several threads may use one.
+
+    Args:
+        tokenizer: of the model's folder.
+        max_len: tokens of a row at most; what is longer is cut at its end.
+        lowers: whether texts become lower case first.
+
+    Attributes:
+        max_len: as above.
+        num_cut: how many texts were cut so far.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, max_len: int, *, lowers: bool = False) -> None:
+        self.tokenizer, self.max_len, self._lowers = tokenizer, max_len, lowers
+        self.num_cut = 0
+        self._lock = threading.Lock()
+
+    def set_max_len(self, value: int, most: int) -> None:
+        """Sets max_len.
+
+        Args:
+            value: the new one.
+            most: positions of the model.
+
+        Raises:
+            ValueError: no integer from 1 to most.
+        """
+        check_value("max_seq_length", value, Positive)
+        if value > most:
+            raise ValueError(f"expected max_seq_length of at most {most}, the model's positions, got {value}")
+        self.max_len = value
+
+    def texts(self, texts: Sequence[str]) -> Rows:
+        """A row of each text.
+
+        Raises:
+            ValueError: a lone surrogate, which is no character.
+        """
+        if self._lowers:
+            texts = [lowered(text) for text in texts]
+        max_len, tokenizer = self.max_len, self.tokenizer
+        ids = tokenizer.encode_batch(texts, _WHOLE)
+        long = [place for place, row in enumerate(ids) if len(row) > max_len]
+        for place, row in zip(long, tokenizer.encode_batch([texts[place] for place in long], max_len), strict=True):
+            ids[place] = row
+        self._count(len(long), max_len)
+        return Rows(ids)
+
+    def pairs(self, pairs: Sequence[Pair]) -> Rows:
+        """A row of each pair, with the types of its tokens where the model has types.
+
+        Raises:
+            ValueError: a lone surrogate, which is no character.
+        """
+        if self._lowers:
+            pairs = [(lowered(first), lowered(second)) for first, second in pairs]
+        max_len, tokenizer = self.max_len, self.tokenizer
+        rows = tokenizer.encode_pairs(pairs, _WHOLE)
+        long = [place for place, (ids, _) in enumerate(rows) if len(ids) > max_len]
+        for place, row in zip(long, tokenizer.encode_pairs([pairs[place] for place in long], max_len), strict=True):
+            rows[place] = row
+        self._count(len(long), max_len)
+        return Rows([ids for ids, _ in rows], [types for _, types in rows] if tokenizer.has_token_types else None)
+
+    def _count(self, cut: int, max_len: int) -> None:
+        if not cut:
+            return
+        with self._lock:
+            is_first, self.num_cut = self.num_cut == 0, self.num_cut + cut
+        if is_first:
+            logger.warning(
+                "cut a text to max_seq_length, %d tokens; num_cut counts such texts, and this is said once", max_len
+            )
+
+
+def lowered(text: str) -> str:
+    """A text in lower case, character by character, as the tokenizers library does it: no final sigma."""
+    return text.lower() if text.isascii() else "".join(map(str.lower, text))

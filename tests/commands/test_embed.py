@@ -1,0 +1,114 @@
+"""`fastformer embed` and `fastformer rank`: what they write, and where to."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fastformer
+from fastformer.cli import main
+from tests.encoding.folders import D_MODEL, TEXTS, bert
+
+pytest.importorskip("transformers", reason="the folders are written by transformers")
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("encoder")
+    bert(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranker(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("ranker")
+    bert(folder, num_labels=1)
+    return folder
+
+
+def given(monkeypatch, texts) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("".join(f"{text}\n" for text in texts).encode())))
+
+
+def test_lines_become_an_array(encoder, tmp_path, monkeypatch, capfdbinary) -> None:
+    due = fastformer.Encoder(encoder).encode(TEXTS)
+    out, file = tmp_path / "vectors.npy", tmp_path / "texts"
+    file.write_text("\n".join(TEXTS))
+    assert main(["embed", str(encoder), "--file", str(file), "--out", str(out), "--batch_tokens", "9"]) == 0
+    assert np.array_equal(np.load(out), due) and [*tmp_path.iterdir()] in ([out, file], [file, out])
+    given(monkeypatch, TEXTS)
+    assert main(["embed", str(encoder), "--normalize"]) == 0
+    said = capfdbinary.readouterr()
+    rows = np.load(io.BytesIO(said.out))
+    assert np.allclose(rows, due / np.linalg.norm(due, axis=1, keepdims=True), atol=1e-6)
+    assert f"{len(TEXTS)} texts" in said.err.decode()
+
+
+def test_no_lines_are_an_empty_array(encoder, tmp_path, monkeypatch) -> None:
+    given(monkeypatch, [])
+    assert main(["embed", str(encoder), "--out", str(tmp_path / "v.npy")]) == 0
+    assert np.load(tmp_path / "v.npy").shape == (0, D_MODEL)
+
+
+def test_an_error_leaves_the_old_file(encoder, tmp_path, capsys) -> None:
+    out, file = tmp_path / "v.npy", tmp_path / "texts"
+    out.write_bytes(b"old")
+    file.write_bytes(b"a\n\xff\n")
+    assert main(["embed", str(encoder), "--file", str(file), "--out", str(out)]) == 1
+    assert "line 2" in capsys.readouterr().err and out.read_bytes() == b"old" and len([*tmp_path.iterdir()]) == 2
+    assert main(["embed", str(encoder), "--file", str(file), "--prompt_name", "query"]) == 1
+    assert "prompt_name" in capsys.readouterr().err
+    assert main(["embed", str(encoder), "--out", str(tmp_path / "none" / "v.npy")]) == 1
+    assert "--out" in capsys.readouterr().err
+
+
+def test_cut_texts_are_counted(encoder, tmp_path, monkeypatch, capsys) -> None:
+    given(monkeypatch, ["bird " * 50, "a", "bird " * 60])
+    assert main(["embed", str(encoder), "--out", str(tmp_path / "v.npy")]) == 0
+    assert "2 were cut" in capsys.readouterr().err
+
+
+def test_passages_are_ranked(ranker, tmp_path, monkeypatch, capsys) -> None:
+    due = fastformer.CrossEncoder(ranker).rank("a bird", TEXTS, return_documents=True)
+    given(monkeypatch, TEXTS)
+    assert main(["rank", str(ranker), "--query", "a bird"]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"{each['score']:.6f}\t{each['text']}" for each in due]
+    file = tmp_path / "passages.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    flags = ["--file", f"{file}:text", "--top_k", "3", "--json_lines"]
+    assert main(["rank", str(ranker), "--query", "a bird", *flags]) == 0
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == due[:3]
+
+
+def test_what_ranks_is_a_cross_encoder(encoder, ranker, monkeypatch, capsys) -> None:
+    given(monkeypatch, TEXTS)
+    assert main(["rank", str(encoder), "--query", "a"]) == 1
+    assert "Encoder" in capsys.readouterr().err
+    assert main(["rank", str(ranker), "--query", " "]) == 1
+    assert "query" in capsys.readouterr().err
+    assert main(["rank", str(ranker)]) == 2
+
+
+@pytest.mark.slow
+def test_many_lines_take_no_more_memory(encoder, tmp_path) -> None:
+    """100,000 lines through a pipe, in a process of its own: its peak is that of 20,000."""
+    peaks = []
+    for count in (20_000, 100_000):
+        program = (
+            "import resource, sys\nfrom fastformer.cli import main\n"
+            f"assert main(['embed', {str(encoder)!r}, '--out', {str(tmp_path / 'v.npy')!r}]) == 0\n"
+            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)"
+        )
+        lines = "".join(f"the bird sings over {number} hills\n" for number in range(count)).encode()
+        done = subprocess.run([sys.executable, "-c", program], input=lines, capture_output=True, env={**os.environ})
+        assert done.returncode == 0, done.stderr.decode()
+        assert np.load(tmp_path / "v.npy", mmap_mode="r").shape == (count, D_MODEL)
+        peaks.append(int(done.stdout))
+    assert peaks[1] < peaks[0] + 40, peaks

@@ -1,0 +1,141 @@
+"""`CrossEncoder`: the logits of transformers, the activations and the results of sentence-transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fastformer
+from tests.checks import assert_accurate
+from tests.encoding.folders import MANY, MAX_LEN, TEXTS, bert, ids_of, modules, write
+
+pytest.importorskip("transformers", reason="the folders are written by transformers")
+
+PAIRS = [("a bird", text) for text in MANY] + [("the slow river sings over the hills", "birds " * 30)]
+LABELS = {"id2label": {"0": "good", "1": "bad", "2": "odd"}, "label2id": {"good": 0, "bad": 1, "odd": 2}}
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory) -> tuple[Path, Any]:
+    """A folder with a head of one label."""
+    folder = tmp_path_factory.mktemp("one")
+    return folder, bert(folder, num_labels=1)
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("three")
+    return folder, bert(folder, num_labels=3, **LABELS)
+
+
+def logits(made, inputs, dtype=torch.float32) -> torch.Tensor:
+    model = made[1].to(dtype)
+    with torch.inference_mode():
+        found = torch.cat([model(**each).logits for each in ids_of(made[0], inputs)])
+    model.float()
+    return found
+
+
+def check(found, made, inputs, activation=lambda x: x) -> None:
+    rows = [activation(logits(made, inputs, dtype)) for dtype in (torch.float32, torch.float64)]
+    assert_accurate(torch.as_tensor(found).reshape(rows[0].shape), *rows)
+
+
+def test_scores_of_pairs(one) -> None:
+    ranker = fastformer.CrossEncoder.from_pretrained(one[0])
+    assert (ranker.num_labels, ranker.max_seq_length) == (1, MAX_LEN)
+    found = ranker.predict(PAIRS)
+    assert isinstance(found, np.ndarray) and found.shape == (len(PAIRS),) and found.dtype == np.float32
+    check(found, one, PAIRS, torch.sigmoid)
+    assert ranker.num_cut == 1
+    alone = ranker.predict(PAIRS[3])
+    assert np.shape(alone) == () and alone == pytest.approx(found[3], abs=1e-6)
+    assert ranker.predict([]).shape == (0,)
+    tensor = ranker.predict([list(pair) for pair in PAIRS], convert_to_tensor=True, batch_size=2)
+    assert torch.allclose(tensor, torch.from_numpy(found), atol=1e-6)
+    raw = ranker.predict(PAIRS, activation_fn=torch.nn.Identity())
+    check(raw, one, PAIRS)
+
+
+def test_ranking_is_sentence_transformers(one) -> None:
+    ranker = fastformer.CrossEncoder(one[0])
+    scores = torch.sigmoid(logits(one, [("a bird", text) for text in TEXTS])).flatten()
+    order = sorted(range(len(TEXTS)), key=lambda place: -scores[place])
+    found = ranker.rank("a bird", TEXTS)
+    assert [each["corpus_id"] for each in found] == order
+    assert [each["score"] for each in found] == pytest.approx(scores[order].tolist(), abs=1e-5)
+    assert all(type(each["score"]) is float and set(each) == {"corpus_id", "score"} for each in found)
+    best = ranker.rank("a bird", iter(TEXTS), top_k=2, return_documents=True)
+    assert [each["text"] for each in best] == [TEXTS[place] for place in order[:2]]
+    assert ranker.rank("a bird", []) == []
+
+
+def test_labels_of_single_texts_and_pairs(three) -> None:
+    classifier = fastformer.CrossEncoder(three[0])
+    assert classifier.labels == ("good", "bad", "odd") and classifier.num_labels == 3
+    singles = [[text] for text in MANY]
+    found = classifier.predict(singles)
+    assert found.shape == (len(MANY), 3)
+    check(found, three, MANY)
+    soft = classifier.predict(singles, apply_softmax=True)
+    check(soft, three, MANY, lambda rows: rows.softmax(1))
+    mixed = [["a bird"], ("a", "bird"), ["birds"]]
+    assert np.allclose(classifier.predict(mixed), logits(three, mixed), atol=1e-5)
+    assert classifier.predict("a bird").shape == (3,) and classifier.predict([]).shape == (0, 3)
+    with pytest.raises(ValueError, match="one label"):
+        classifier.rank("a", ["b"])
+
+
+def test_the_activation_is_the_folders(one, tmp_path) -> None:
+    for file in one[0].iterdir():
+        if file.name != "config.json":
+            (tmp_path / file.name).symlink_to(file)
+    config = json.loads((one[0] / "config.json").read_text())
+    tanh, identity = "torch.nn.modules.activation.Tanh", "torch.nn.modules.linear.Identity"
+    for key, value, activation in (
+        ("sentence_transformers", {"activation_fn": identity}, lambda x: x),
+        ("sbert_ce_default_activation_function", tanh, torch.tanh),
+    ):
+        write(tmp_path / "config.json", {**config, key: value})
+        check(fastformer.CrossEncoder(tmp_path).predict(PAIRS), one, PAIRS, activation)
+    write(tmp_path / "config_sentence_transformers.json", {"activation_fn": identity})
+    check(fastformer.CrossEncoder(tmp_path).predict(PAIRS), one, PAIRS)
+    for wrong in ("mine.Tanh", "torch.nn.modules.loss.L1Loss", "os.system"):
+        write(tmp_path / "config_sentence_transformers.json", {"activation_fn": wrong})
+        with pytest.raises(ValueError, match="activation"):
+            fastformer.CrossEncoder(tmp_path)
+
+
+def test_wrong_inputs_are_named(one, tmp_path) -> None:
+    ranker = fastformer.CrossEncoder(one[0])
+    for wrong, named in (
+        ([("a", "b"), "c"], r"sentences\[1\]"),
+        ([("a", "b"), ("a", 5)], r"sentences\[1\].*int"),
+        ([("a", "b", "c")], r"sentences\[0\]"),
+        (["a", "b", "c"], "pair"),
+        ({"a": "b"}, "dict"),
+        (7, "int"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            ranker.predict(wrong)
+    for wrong, named in ((["a", None], r"documents\[1\]"), ("text", "documents")):
+        with pytest.raises(ValueError, match=named):
+            ranker.rank("query", wrong)
+    with pytest.raises(ValueError, match=r"\btop_k\b"):
+        ranker.rank("query", ["a"], top_k=0)
+    with pytest.raises(ValueError, match=r"\bactivation_fn\b"):
+        ranker.predict(PAIRS, activation_fn=torch.sum)
+    bert(tmp_path)
+    with pytest.raises(ValueError, match="head"):
+        fastformer.CrossEncoder(tmp_path)
+    bert(tmp_path, num_labels=1)
+    modules(tmp_path)
+    assert fastformer.CrossEncoder(tmp_path).predict(PAIRS[0]) > 0
+    modules(tmp_path, ("Pooling", {"pooling_mode": "mean"}))
+    with pytest.raises(ValueError, match="Pooling"):
+        fastformer.CrossEncoder(tmp_path)

@@ -1,0 +1,235 @@
+"""`Encoder`: the embeddings of transformers and of sentence-transformers' modules, whatever the order and the batch."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fastformer
+from fastformer.encoding.batches import READ_AHEAD
+from tests.checks import assert_accurate
+from tests.encoding.folders import D_MODEL, MANY, MAX_LEN, TEXTS, bert, dense, mean, modules, states, write
+
+pytest.importorskip("transformers", reason="the folders are written by transformers")
+
+MEAN = {"word_embedding_dimension": D_MODEL, "pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> tuple[Path, Any]:
+    """A folder of transformers alone."""
+    folder = tmp_path_factory.mktemp("plain")
+    return folder, bert(folder)
+
+
+@pytest.fixture
+def folder(tmp_path, plain) -> Path:
+    """One of sentence-transformers with the same model, whose modules a test writes."""
+    for file in plain[0].iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    return tmp_path
+
+
+def due(plain, dtype=torch.float32, texts=TEXTS, **options):
+    return mean(states(plain[1], plain[0], texts, dtype), **options)
+
+
+def check(found, plain_rows, exact) -> None:
+    assert_accurate(torch.as_tensor(found), plain_rows, exact)
+
+
+def test_a_folder_of_transformers_gives_means_of_states_and_says_so(plain, caplog) -> None:
+    caplog.set_level(logging.INFO, logger="fastformer")
+    encoder = fastformer.Encoder.from_pretrained(plain[0])
+    assert "mean" in caplog.text and (encoder.max_seq_length, encoder.get_embedding_dimension()) == (MAX_LEN, D_MODEL)
+    check(encoder.encode(MANY), due(plain, texts=MANY), due(plain, torch.float64, MANY))
+    found = encoder.encode(TEXTS)
+    assert isinstance(found, np.ndarray) and found.dtype == np.float32
+    assert encoder.encode(TEXTS[0]).shape == (D_MODEL,)
+    tensor = encoder.encode(TEXTS, convert_to_tensor=True)
+    assert isinstance(tensor, torch.Tensor) and torch.equal(tensor, torch.from_numpy(found))
+    rows = encoder.encode(TEXTS, convert_to_numpy=False)
+    assert isinstance(rows, list) and torch.equal(torch.stack(rows), tensor)
+
+
+def test_a_text_has_the_same_bits_in_any_batch(plain) -> None:
+    encoder = fastformer.Encoder(plain[0])
+    whole = encoder.encode(TEXTS)
+    for options in ({"batch_tokens": 1}, {"batch_tokens": 20}, {"batch_size": 1}, {"batch_size": 3}):
+        assert encoder.encode(TEXTS, **options).tobytes() == whole.tobytes(), options
+    assert encoder.encode(TEXTS[::-1]).tobytes() == np.ascontiguousarray(whole[::-1]).tobytes()
+    assert encoder.encode(text for text in TEXTS).tobytes() == whole.tobytes()
+    assert encoder.encode(TEXTS[3]).tobytes() == whole[3].tobytes()
+
+
+@pytest.mark.parametrize("place", ["", "0_Transformer"])
+def test_a_folder_of_sentence_transformers(folder, plain, place) -> None:
+    if place:
+        (folder / place).mkdir()
+        for file in list(folder.glob("*.json")) + list(folder.glob("*.safetensors")):
+            file.rename(folder / place / file.name)
+    modules(folder, ("Pooling", MEAN), ("Normalize", {}), transformer=place)
+    write(folder / place / "sentence_bert_config.json", {"max_seq_length": 7, "do_lower_case": False})
+    encoder = fastformer.Encoder(folder)
+    assert encoder.max_seq_length == 7
+    found = encoder.encode(TEXTS)
+    reference = [
+        mean(states(plain[1], plain[0], TEXTS, dtype, 7), normalizes=True) for dtype in (torch.float32, torch.float64)
+    ]
+    check(found, *reference)
+    raw = encoder.encode(TEXTS, normalize=False)
+    check(raw, *(mean(states(plain[1], plain[0], TEXTS, dtype, 7)) for dtype in (torch.float32, torch.float64)))
+
+
+def test_poolings_are_those_of_sentence_transformers(folder, plain) -> None:
+    exact = states(plain[1], plain[0], TEXTS, torch.float64)
+    weights = [torch.arange(1, len(each) + 1, dtype=torch.float64)[:, None] for each in exact]
+    rows = {
+        "cls": [each[0] for each in exact],
+        "max": [each.amax(0) for each in exact],
+        "mean": [each.mean(0) for each in exact],
+        "mean_sqrt_len_tokens": [each.sum(0) / len(each) ** 0.5 for each in exact],
+        "weightedmean": [(each * w).sum(0) / w.sum() for each, w in zip(exact, weights, strict=True)],
+        "lasttoken": [each[-1] for each in exact],
+    }
+    for kind, expected in rows.items():
+        modules(folder, ("Pooling", {"embedding_dimension": D_MODEL, "pooling_mode": kind}))
+        torch.testing.assert_close(
+            torch.from_numpy(fastformer.Encoder(folder).encode(TEXTS)), torch.stack(expected).float(), atol=2e-5, rtol=0
+        )
+    several = {**MEAN, "pooling_mode_cls_token": True, "pooling_mode_lasttoken": True}
+    modules(folder, ("Pooling", several))
+    encoder = fastformer.Encoder(folder)
+    expected = torch.cat([torch.stack(rows[kind]) for kind in ("cls", "mean", "lasttoken")], 1).float()
+    torch.testing.assert_close(torch.from_numpy(encoder.encode(TEXTS)), expected, atol=2e-5, rtol=0)
+    assert encoder.get_embedding_dimension() == 3 * D_MODEL
+
+
+def test_layers_behind_the_pooling(folder, plain) -> None:
+    place = modules(folder, ("Pooling", MEAN), ("Dense", {}), ("Normalize", {}))[1]
+    weights = dense(place, D_MODEL, 12)
+    encoder = fastformer.Encoder(folder)
+    found = encoder.encode(TEXTS)
+
+    def expected(dtype):
+        rows = due(plain, dtype)
+        return F.normalize(torch.tanh(F.linear(rows, *(weights[f"linear.{n}"].to(dtype) for n in ("weight", "bias")))))
+
+    check(found, expected(torch.float32), expected(torch.float64))
+    assert encoder.get_embedding_dimension() == 12 and encoder.encode(TEXTS[1]).tobytes() == found[1].tobytes()
+    short = encoder.encode(TEXTS, truncate_dim=5, normalize_embeddings=True)
+    check(short, *(F.normalize(expected(dtype)[:, :5]) for dtype in (torch.float32, torch.float64)))
+
+
+def test_a_prompt_stands_in_front_of_each_text(folder, plain) -> None:
+    modules(folder, ("Pooling", MEAN))
+    settings = {"prompts": {"query": "query : ", "passage": "answer : "}, "default_prompt_name": None}
+    write(folder / "config_sentence_transformers.json", {**settings, "similarity_fn_name": "dot"})
+    encoder = fastformer.Encoder(folder)
+    bare, query = encoder.encode(TEXTS), encoder.encode(["query : " + text for text in TEXTS])
+    assert np.array_equal(encoder.encode(TEXTS, prompt_name="query"), query) and not np.array_equal(query, bare)
+    assert np.array_equal(encoder.encode(TEXTS, prompt="query : "), query)
+    assert np.array_equal(encoder.encode_query(TEXTS), query)
+    answer = encoder.encode(TEXTS, "passage")
+    assert np.array_equal(encoder.encode_document(TEXTS), answer) and not np.array_equal(answer, query)
+    with pytest.raises(ValueError, match=r"\bprompt_name\b.*'qery'.*'query'"):
+        encoder.encode(TEXTS, prompt_name="qery")
+    assert np.array_equal(fastformer.Encoder(folder, default_prompt_name="query").encode(TEXTS), query)
+    torch.testing.assert_close(encoder.similarity(bare, query), torch.from_numpy(bare @ query.T))
+    pairwise = encoder.similarity_pairwise(bare, query)
+    torch.testing.assert_close(pairwise, torch.from_numpy((bare * query).sum(1)))
+
+    modules(folder, ("Pooling", {**MEAN, "include_prompt": False}))
+    found = fastformer.Encoder(folder).encode(TEXTS, prompt_name="query")
+    exact = [each[3:] for each in states(plain[1], plain[0], ["query : " + text for text in TEXTS], torch.float64)]
+    torch.testing.assert_close(torch.from_numpy(found), mean(exact).float(), atol=2e-5, rtol=0)
+
+
+def test_a_long_text_is_cut_counted_and_said_once(plain, caplog) -> None:
+    encoder = fastformer.Encoder(plain[0])
+    long = "bird " * 50
+    found = encoder.encode([long, "a", long])
+    check(found, due(plain, texts=[long, "a", long]), due(plain, torch.float64, [long, "a", long]))
+    encoder.encode(long)
+    assert encoder.num_cut == 3
+    assert len([record for record in caplog.records if "max_seq_length" in record.getMessage()]) == 1
+    encoder.max_seq_length = 5
+    assert np.array_equal(encoder.encode(long), encoder.encode("bird bird bird")) and encoder.num_cut == 4
+    for wrong in (0, MAX_LEN + 1, "5"):
+        with pytest.raises(ValueError, match=r"\bmax_seq_length\b"):
+            encoder.max_seq_length = wrong
+
+
+def test_nothing_and_no_text(plain) -> None:
+    encoder = fastformer.Encoder(plain[0])
+    for nothing in ([], iter(())):
+        assert encoder.encode(nothing).shape == (0, D_MODEL)
+    assert (
+        encoder.encode([], convert_to_tensor=True).shape == (0, D_MODEL)
+        and encoder.encode([], output_value="token_embeddings") == []
+    )
+    check(encoder.encode([""]), due(plain, texts=[""]), due(plain, torch.float64, [""]))
+    for wrong, named in (
+        (["a", 5], r"sentences\[1\].*int"),
+        (b"a", "bytes"),
+        ({"a": 1}, "dict"),
+        (7, "int"),
+        ([None], "None"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            encoder.encode(wrong)
+    with pytest.raises(ValueError, match="surrogate"):
+        encoder.encode(["a", "\ud800"])
+    for name, value in (("batch_tokens", 0), ("batch_size", 0), ("truncate_dim", 0), ("output_value", "rows")):
+        with pytest.raises(ValueError, match=rf"\b{name}\b"):
+            encoder.encode(["a"], **{name: value})
+
+
+def test_states_of_tokens(plain) -> None:
+    found = fastformer.Encoder(plain[0]).encode(TEXTS, output_value="token_embeddings", batch_tokens=16)
+    expected = [states(plain[1], plain[0], TEXTS, dtype) for dtype in (torch.float32, torch.float64)]
+    assert [each.shape for each in found] == [each.shape for each in expected[0]]
+    check(torch.cat(found), *map(torch.cat, expected))
+
+
+def test_a_stream_reads_ahead_a_little(plain) -> None:
+    encoder, read = fastformer.Encoder(plain[0]), 0
+
+    def texts():
+        nonlocal read
+        for number in range(3 * READ_AHEAD):
+            read = number + 1
+            yield "a"
+
+    parts = encoder.stream(texts())
+    assert len(next(parts)) <= READ_AHEAD and read <= READ_AHEAD + 1
+
+
+def test_threads_share_an_encoder(plain) -> None:
+    encoder = fastformer.Encoder(plain[0])
+    expected, found = encoder.encode(TEXTS).tobytes(), [b""] * 6
+
+    def work(place: int) -> None:
+        found[place] = encoder.encode(TEXTS[place % 2 :] + TEXTS[: place % 2], batch_size=1 + place).tobytes()
+
+    rotated = encoder.encode(TEXTS[1:] + TEXTS[:1]).tobytes()
+    threads = [threading.Thread(target=work, args=(place,)) for place in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [expected, rotated] * 3
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_other_precisions_are_near(plain, precision) -> None:
+    exact = torch.from_numpy(fastformer.Encoder(plain[0]).encode(TEXTS))
+    found = torch.from_numpy(fastformer.Encoder(plain[0], precision=precision).encode(TEXTS))
+    assert not torch.equal(found, exact) and F.cosine_similarity(found, exact).min() > 0.98

@@ -1,0 +1,141 @@
+"""Folders with something missing, damaged or unknown: each is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fastformer.encoding.folder import read_folder
+from tests.encoding.folders import D_MODEL, bert, dense, modules, write
+
+pytest.importorskip("transformers", reason="the folders are written by transformers")
+
+POOLING = ("Pooling", {"embedding_dimension": D_MODEL, "pooling_mode": "mean"})
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("plain")
+    bert(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path, plain) -> Path:
+    for file in plain.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    return tmp_path
+
+
+def refused(folder: Path, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        read_folder(folder)
+
+
+def test_no_folder_no_model_another_architecture(tmp_path) -> None:
+    refused(tmp_path / "none", "none")
+    refused(tmp_path, "config.json")
+    write(tmp_path / "config.json", {"model_type": "gpt2"})
+    refused(tmp_path, "'gpt2'")
+    write(tmp_path / "config.json", {"model_type": "unheard"})
+    refused(tmp_path, "'unheard'")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_missing_file_is_named(folder, name) -> None:
+    (folder / name).unlink()
+    refused(folder, name)
+
+
+def test_weights_that_are_not_finite(folder, plain) -> None:
+    from safetensors.torch import load_file
+
+    state = load_file(plain / "model.safetensors")
+    state["encoder.layer.1.output.dense.weight"][3, 4] = float("nan")
+    (folder / "model.safetensors").unlink()
+    save_file(state, folder / "model.safetensors")
+    refused(folder, "encoder.layer.1.output.dense.weight")
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [
+        "{", '"text"', "[]", "[{}]", '[{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}]',
+        '[{"type": "mine.Transformer", "path": ""}]', '[{"type": "sentence_transformers.models.CNN", "path": ""}]',
+        '[{"type": "sentence_transformers.models.Transformer", "path": "../other"}]',
+        '[{"type": "sentence_transformers.models.Transformer", "path": "/"}]',
+        '[{"type": "sentence_transformers.models.Transformer", "path": ""},'
+        ' {"type": "sentence_transformers.models.Normalize", "path": ""}]',
+    ],
+)  # fmt: skip
+def test_modules_that_are_none_or_unknown(folder, listed) -> None:
+    (folder / "modules.json").write_text(listed)
+    refused(folder, "modules.json")
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"pooling_mode": "median"}, "median"),
+        ({"pooling_mode_median_tokens": True}, "median"),
+        ({"pooling_mode": "mean", "embedding_dimension": D_MODEL + 1}, str(D_MODEL)),
+        ({"pooling_mode": "mean", "include_prompt": "no"}, "include_prompt"),
+    ],
+)
+def test_poolings_that_do_not_fit(folder, settings, named) -> None:
+    modules(folder, ("Pooling", settings))
+    refused(folder, named)
+
+
+def test_layers_that_do_not_fit(folder) -> None:
+    place = modules(folder, POOLING, ("Dense", {}))[1]
+    refused(folder, "2_Dense")
+    dense(place, D_MODEL, 8)
+    read_folder(folder)
+    settings = json.loads((place / "config.json").read_text())
+    for changes, named in (
+        ({"in_features": 7}, "in_features"),
+        ({"out_features": 9}, "linear"),
+        ({"activation_function": "mine.Act"}, "mine.Act"),
+        ({"use_residual": True}, "residual.weight"),
+        ({"module_input_name": "token_embeddings"}, "module_input_name"),
+    ):
+        write(place / "config.json", {**settings, **changes})
+        refused(folder, named)
+    write(place / "config.json", settings)
+    save_file({"linear.weight": torch.zeros(8, D_MODEL)}, place / "model.safetensors")
+    refused(folder, "linear.bias")
+    (place / "model.safetensors").unlink()
+    refused(folder, "2_Dense")
+
+
+@pytest.mark.parametrize(
+    ("file", "settings", "named"),
+    [
+        ("config_sentence_transformers.json", {"prompts": ["a"]}, "prompts"),
+        ("config_sentence_transformers.json", {"prompts": {"query": ""}, "default_prompt_name": "qery"}, "'query'"),
+        ("config_sentence_transformers.json", {"similarity_fn_name": "maxsim"}, "maxsim"),
+        ("config_sentence_transformers.json", {"truncate_dim": "8"}, "truncate_dim"),
+        ("sentence_bert_config.json", {"max_seq_length": 0}, "max_seq_length"),
+        ("sentence_bert_config.json", {"max_seq_length": "9"}, "max_seq_length"),
+        ("sentence_bert_config.json", {"do_lower_case": "yes"}, "do_lower_case"),
+    ],
+)
+def test_settings_that_are_none(folder, file, settings, named) -> None:
+    write(folder / file, settings)
+    refused(folder, named)
+
+
+def test_what_a_folder_says(folder) -> None:
+    modules(folder, POOLING, ("Dropout", {}), ("Normalize", {}))
+    write(folder / "sentence_bert_config.json", {"max_seq_length": 99, "do_lower_case": True})
+    said = {"prompts": {"query": "q: "}, "default_prompt_name": "query", "similarity_fn_name": "euclidean"}
+    write(folder / "config_sentence_transformers.json", {**said, "truncate_dim": 4})
+    found = read_folder(folder)
+    assert (found.prompts, found.default_prompt_name, found.similarity) == ({"query": "q: "}, "query", "euclidean")
+    assert found.truncate_dim == 4 and len(found.steps) == 1 and found.reader.max_len == found.model.config.max_len
+    assert found.reader.texts(["A Bird"]) == found.reader.texts(["a bird"])
