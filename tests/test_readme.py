@@ -6,6 +6,7 @@ import importlib
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,6 +59,19 @@ def test_a_model_that_exists_is_accelerated(capsys: pytest.CaptureFixture[str]) 
     small = "BertModel(__import__('transformers').BertConfig(vocab_size=60, num_hidden_layers=2))"
     exec(block_with("accelerate(model)").replace('BertModel.from_pretrained("bert-base-uncased")', small), names)
     assert "2 BertLayer" in capsys.readouterr().out
+
+
+def test_embeddings_and_rerankers(tmp_path: Path) -> None:
+    """Small models with random weights take the places of those that are named."""
+    from tests.encoding.folders import bert
+
+    for name, labels in (("all-MiniLM-L6-v2", None), ("ms-marco-MiniLM-L6-v2", 1)):
+        (tmp_path / name).mkdir()
+        bert(tmp_path / name, num_labels=labels)
+    block = block_with("CrossEncoder.from_pretrained")
+    names: dict[str, Any] = {}
+    exec(re.sub(r'from_pretrained\("', f'from_pretrained("{tmp_path}/', block), names)
+    assert names["embeddings"].shape[0] == names["scores"].shape[1] == 3
 
 
 def test_attention_under_pytorchs_name() -> None:
