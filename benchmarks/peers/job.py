@@ -41,9 +41,11 @@ class Step:
 
     Attributes:
         results: a file to write what comes out to, with dropout off, as `models.Results`; None: it is timed alone.
+        order: of sentences, one of `models.ORDERS`; None where there are none.
     """
 
     results: str | None = None
+    order: str | None = None
 
 
 @dataclass(frozen=True)

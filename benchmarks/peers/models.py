@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,11 @@ from torch import Tensor, nn
 from benchmarks.peers.job import Missing
 
 _DROPOUT = 0.1  # where a model learns: the default of all of them
+# In which sentences come where their embeddings are computed: each alone, or in batches of which all are full.
+ORDERS = ("one by one", "sorted", "mixed")
+CLS, SEP, FIRST = 2, 3, 5  # ids around a sentence, and the first one of a word
+
+Batch = tuple[Tensor, Tensor]  # ids and mask, (batch, seqlen)
 
 
 @dataclass
@@ -24,6 +29,8 @@ class Work:
         keep: (batch, seqlen), True at real tokens.
         inputs: the batch for peers that run another form of the model, the mask last; empty where none does.
         learns: whether a turn is a training step.
+        orders: of an encoder of sentences its batches, by their order.
+        order: the one that is asked for.
     """
 
     model: nn.Module
@@ -31,6 +38,26 @@ class Work:
     keep: Tensor
     inputs: tuple[Tensor, ...]
     learns: bool
+    orders: dict[str, list[Batch]] = field(default_factory=dict)
+    order: str | None = None
+
+    @property
+    def batches(self) -> list[Batch]:
+        """Those of the order that is asked for."""
+        assert self.order is not None
+        return self.orders[self.order]
+
+    def through(self, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """What a forward pass gives, by something that gives the states (batch, seqlen, d_model) of ids and mask.
+
+        Returns:
+            The states of real tokens; or, of each sentence, their mean.
+        """
+        if not self.orders:
+            ids, mask = self.inputs
+            return run(ids, mask)[self.keep]
+        rows = [means(run(ids, mask).float(), mask) for ids, mask in self.batches]
+        return torch.cat(rows)
 
     def step(self, model: nn.Module) -> Tensor:
         """Outputs at real tokens; or the loss, with gradients left in the parameters."""
@@ -40,6 +67,12 @@ class Work:
         loss = self.call(model)
         loss.backward()
         return loss.detach()
+
+
+def means(states: Tensor, mask: Tensor) -> Tensor:
+    """The mean of the states of real tokens: (batch, seqlen, d_model), (batch, seqlen) -> (batch, d_model)."""
+    kept = mask[..., None].to(states.dtype)
+    return (states * kept).sum(1) / kept.sum(1)
 
 
 class Results(NamedTuple):
@@ -98,8 +131,11 @@ def kept(case: dict[str, Any]) -> Tensor:
 
 
 def padding(case: dict[str, Any]) -> float:
-    """The share of a case's tokens that are padding."""
-    return 1 - float(kept(case).float().mean())
+    """The share of a case's tokens that are padding; of sentences, of those in the order of the case."""
+    if not is_embedding(case):
+        return 1 - float(kept(case).float().mean())
+    masks = [mask for _, mask in _in_order(_sentences(case, 1000), case["order"], case["batch"])]
+    return 1 - sum(float(mask.sum()) for mask in masks) / sum(mask.numel() for mask in masks)
 
 
 def _ids(keep: Tensor, vocab_size: int) -> Tensor:
@@ -130,6 +166,47 @@ def _encoder(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes
         return found[keep][:, : width // 4].float().sum(1).square().mean() if learns else found
 
     return Work(model.train(learns), call, keep, (), learns)
+
+
+def _sentences(case: dict[str, Any], vocab_size: int) -> list[list[int]]:
+    """The ids of a case's sentences, of lengths as those of sentences are: half of them have at most 20 tokens."""
+    low, high = bounds(case["seqlen"])
+    generator = torch.Generator().manual_seed(1)
+    lengths = (torch.randn(case["sentences"], generator=generator) * 0.6 + 3.0).exp().long().clamp(low, high)
+    lengths[0] = high
+    words = [
+        torch.randint(FIRST, vocab_size, (length - 2,), generator=generator).tolist() for length in lengths.tolist()
+    ]
+    return [[CLS, *ids, SEP] for ids in words]
+
+
+def _in_order(sentences: list[list[int]], order: str, size: int) -> list[Batch]:
+    """Batches of sentences, each as long as its longest one."""
+    if order == "sorted":
+        sentences = sorted(sentences, key=len)
+    size = 1 if order == "one by one" else size
+    batches = []
+    for begin in range(0, len(sentences), size):
+        rows = [torch.tensor(ids) for ids in sentences[begin : begin + size]]
+        ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        batches.append((ids, nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)))
+    return batches
+
+
+def _embedder(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes: int) -> Work:
+    """A BERT, and the mean of the states of each sentence's tokens."""
+    library = _transformers()
+    config = library.BertConfig(attn_implementation="sdpa", **sizes)
+    model = library.BertModel(config, add_pooling_layer=False).to(dtype).eval()
+    sentences = _sentences(case, config.vocab_size)
+    orders = {order: _in_order(sentences, order, case["batch"]) for order in ORDERS}
+
+    def call(m: Any) -> Tensor:
+        return work.through(lambda ids, mask: m(ids, attention_mask=mask).last_hidden_state)
+
+    keep = torch.ones(len(sentences), dtype=torch.bool)
+    work = Work(model, call, keep, orders["mixed"][0], False, orders, ORDERS[0])
+    return work
 
 
 def _bert(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes: int) -> Work:
@@ -177,25 +254,32 @@ def _marian(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes:
     return Work(model.train(), call, keep, (), True)
 
 
+_MINILM = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
 _SMALL_BERT = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 512,
                "vocab_size": 1000}  # fmt: skip
 # name -> (how the model is made, its sizes)
 _MODELS: dict[str, tuple[Callable[..., Work], dict[str, int]]] = {
     "bert_base": (_bert, {}),
+    "minilm": (_embedder, _MINILM),
     "gpt2_small": (_gpt2, {}),
     "marian_base": (_marian, {"num_layers": 6, "d_model": 512}),
     "torch_nn_encoder": (_encoder, {"num_layers": 6, "d_model": 512, "num_heads": 8}),
     "bert_tiny": (_bert, _SMALL_BERT),
+    "minilm_tiny": (_embedder, _SMALL_BERT),
     "torch_nn_tiny": (_encoder, {"num_layers": 2, "d_model": 64, "num_heads": 4}),
     "gpt2_tiny": (_gpt2, {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 1000}),
 }
 MODELS = tuple(_MODELS)
 
 _FORWARD, _LEARNS = {"mode": "forward"}, {"mode": "training"}
+# Sentences of so many tokens, in batches of so many where not each is alone.
+_EMBEDS = {"mode": "embedding", "seqlen": "4 to 128"}
 # What is compared, and what `--quick` compares.
 CASES: list[dict[str, Any]] = [
     {"name": "bert_base", "batch": 8, "seqlen": "32 to 128", **_FORWARD},
     {"name": "bert_base", "batch": 8, "seqlen": "512", **_FORWARD},
+    {"name": "bert_base", "batch": 32, "seqlen": "128", **_FORWARD},
+    {"name": "minilm", "batch": 32, "sentences": 128, **_EMBEDS},
     {"name": "gpt2_small", "batch": 4, "seqlen": "256", **_LEARNS},
     {"name": "gpt2_small", "batch": 4, "seqlen": "16 to 256", **_LEARNS},
     {"name": "marian_base", "batch": 16, "seqlen": "8 to 64", **_LEARNS},
@@ -207,6 +291,7 @@ CASES: list[dict[str, Any]] = [
 ]
 QUICK: list[dict[str, Any]] = [
     {"name": "bert_tiny", "batch": 8, "seqlen": "8 to 64", **_FORWARD},
+    {"name": "minilm_tiny", "batch": 4, "sentences": 12, **_EMBEDS},
     {"name": "torch_nn_tiny", "batch": 8, "seqlen": "8 to 64", **_LEARNS},
     {"name": "gpt2_tiny", "batch": 8, "seqlen": "8 to 64", **_LEARNS},
 ]
@@ -214,7 +299,17 @@ QUICK: list[dict[str, Any]] = [
 
 def is_exported(case: dict[str, Any]) -> bool:
     """Whether runtimes are compared that take a model apart: those of transformers, forward."""
-    return case["mode"] == "forward" and _MODELS[case["name"]][0] is _bert
+    return case["mode"] != "training" and _MODELS[case["name"]][0] in (_bert, _embedder)
+
+
+def is_embedding(case: dict[str, Any]) -> bool:
+    """Whether sentences get embeddings."""
+    return bool(case["mode"] == "embedding")
+
+
+def in_orders(case: dict[str, Any]) -> list[dict[str, Any]]:
+    """A case in each of its orders; itself where it has none."""
+    return [{**case, "order": order} for order in ORDERS] if is_embedding(case) else [case]
 
 
 def has_vocabulary(case: dict[str, Any]) -> bool:
@@ -224,7 +319,10 @@ def has_vocabulary(case: dict[str, Any]) -> bool:
 
 def shape_of(case: dict[str, Any]) -> dict[str, Any]:
     """What varies between the cases of a model."""
-    return {key: case[key] for key in ("batch", "seqlen", "mode")}
+    shape = {key: case[key] for key in ("batch", "seqlen", "mode")}
+    if is_embedding(case):
+        shape |= {"order": case["order"], "batch": 1 if case["order"] == "one by one" else case["batch"]}
+    return shape
 
 
 def make_work(case: dict[str, Any], dtype: torch.dtype, *, drops: bool = True) -> Work:

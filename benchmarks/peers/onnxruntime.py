@@ -48,13 +48,17 @@ class OnnxRuntime(Runtime):
         settings = onnxruntime.SessionOptions()
         settings.intra_op_num_threads, settings.inter_op_num_threads = self.threads, 1
         settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
+        shapes = None
+        if work.orders:
+            sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("seqlen", max=512)}
+            shapes = {"input_ids": sizes, "attention_mask": sizes}
         with tempfile.TemporaryDirectory(prefix="fastformer-onnx-") as folder:
             file = Path(folder) / "model.onnx"
             with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
                 warnings.simplefilter("ignore")
                 torch.onnx.export(
                     FirstOutput(copy.deepcopy(work.model)).eval(), work.inputs, file, dynamo=True, verbose=False,
-                    input_names=["input_ids", "attention_mask"], output_names=["hidden"],
+                    input_names=["input_ids", "attention_mask"], output_names=["hidden"], dynamic_shapes=shapes,
                 )  # fmt: skip
             if self.precision == "int8":
                 rounded = file.with_name("int8.onnx")
@@ -63,6 +67,8 @@ class OnnxRuntime(Runtime):
             return onnxruntime.InferenceSession(str(file), settings, providers=["CPUExecutionProvider"])
 
     def run(self, work: Work, prepared: Any) -> Tensor:
-        ids, mask = (each.numpy() for each in work.inputs)
-        (found,) = prepared.run(None, {"input_ids": ids, "attention_mask": mask})
-        return torch.from_numpy(found)[work.keep]
+        def states(ids: Tensor, mask: Tensor) -> Tensor:
+            (found,) = prepared.run(None, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()})
+            return torch.from_numpy(found)
+
+        return work.through(states)

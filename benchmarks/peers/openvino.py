@@ -1,4 +1,4 @@
-"""OpenVINO on a forward pass, converted from the PyTorch model for the one shape that there is."""
+"""OpenVINO on a forward pass, converted from the PyTorch model for its shape, or for any where it has several."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class OpenVino(Runtime):
         except ImportError as error:
             raise Missing("not installed: pip install openvino") from error
         plain = FirstOutput(copy.deepcopy(work.model).float()).eval()
-        shapes = [list(each.shape) for each in work.inputs]
+        shapes = [[-1, -1] if work.orders else list(each.shape) for each in work.inputs]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             converted = openvino.convert_model(plain, example_input=work.inputs, input=shapes)
@@ -47,5 +47,4 @@ class OpenVino(Runtime):
         return openvino.Core().compile_model(converted, "CPU", settings)
 
     def run(self, work: Work, prepared: Any) -> Tensor:
-        found = prepared([each.numpy() for each in work.inputs])[0]
-        return torch.from_numpy(found)[work.keep]
+        return work.through(lambda ids, mask: torch.from_numpy(prepared([ids.numpy(), mask.numpy()])[0]))

@@ -48,6 +48,7 @@ class Runtime(Peer):
             prepared = self.prepare(work)
         else:
             work, prepared = self.work, self.prepared
+        work.order = job.order
         torch.manual_seed(0)
         began = time.perf_counter()
         result = self.run(work, prepared)

@@ -99,7 +99,7 @@ def _first_turns(workers: Workers, job: Job | Step) -> _First:
                 continue
             try:
                 if isinstance(job, Step):
-                    worker.turn(Step(str(file)))
+                    worker.turn(Step(str(file), job.order))
                     first.found[thing] = Results(*torch.load(file))
                     worker.turn(job)  # one that is not checked may still have to be compiled
                 else:
@@ -145,10 +145,10 @@ def _times(found: Best, thing: Thing, measured: Mapping[Any, list[float]], again
     }
 
 
-def models(workers: Workers, rounds: int) -> Iterator[Row]:
-    """A row of each way to run a model, against the model as it is."""
+def models(workers: Workers, rounds: int, order: str | None = None) -> Iterator[Row]:
+    """A row of each way to run a model, against the model as it is; of sentences in one order."""
     base = next(thing for thing, _ in workers if thing.peer == "as it is")
-    first = _first_turns(workers, Step())
+    first = _first_turns(workers, Step(order=order))
     errors = {thing: found.error(first.found[base]) for thing, found in first.found.items()}
     wrong = [thing for thing, error in errors.items() if not error <= _TOLERANCES[thing.precision]]
     for thing, why in first.refused.items():
@@ -156,7 +156,7 @@ def models(workers: Workers, rounds: int) -> Iterator[Row]:
     for thing in wrong:
         how = f"its results are off by {errors[thing]:.2g} of their size"
         yield {"provider": thing.peer, "dtype": thing.precision, "wrong": how}
-    measured = _timed(workers, Step(), first, wrong, {}, rounds)
+    measured = _timed(workers, Step(order=order), first, wrong, {}, rounds)
     best = better_threads(measured)
     for thing, found in sorted(best.items(), key=lambda item: item[0].precision == "int8"):
         row: Row = {"provider": thing.peer, "dtype": thing.precision, "baseline": base.peer, "error": errors[thing]}

@@ -79,7 +79,7 @@ def plans(suite: str, *, quick: bool) -> list[Plan]:
                 "openvino",
             )  # compiling takes longer than all else
             return [Plan(case, ("fp32",), (cores,), only=small) for case in models.QUICK]
-        return [Plan(case, USUAL if case["mode"] == "forward" else ("fp32",), (cores,)) for case in models.CASES]
+        return [Plan(case, ("fp32",) if case["mode"] == "training" else USUAL, (cores,)) for case in models.CASES]
     raise ValueError(f"expected a suite that has peers, one of {', '.join(SUITES)}, got {suite!r}")
 
 
@@ -109,13 +109,11 @@ def measure(plan: Plan, rounds: int) -> Iterator[Row]:
 
 
 def _models(plan: Plan, rounds: int) -> Iterator[Row]:
-    shared = {
-        "suite": "model",
-        "op": "drop_in",
-        "model": plan.case["name"],
-        "shape": models.shape_of(plan.case),
-        "padding": models.padding(plan.case),
-    }
+    def shared(case: dict[str, Any]) -> Row:
+        model, shape = case["name"], models.shape_of(case)
+        return {"suite": "model", "op": "drop_in", "model": model, "shape": shape, "padding": models.padding(case)}
+
+    cases = models.in_orders(plan.case)
     # int8 stands beside fp32, of which it is made; bf16 apart, for half as many processes take half the memory.
     for base, group in (("fp32", {"fp32", "int8"}), ("bf16", {"bf16"})):
         asked = group.intersection(plan.precisions)
@@ -128,9 +126,11 @@ def _models(plan: Plan, rounds: int) -> Iterator[Row]:
             continue
         workers, missing = side_by_side.start(places)
         try:
-            yield from (shared | row for row in _absent(missing, "dtype"))
-            if workers:
-                yield from (shared | row for row in side_by_side.models(workers, rounds))
+            for case in cases:
+                yield from (shared(case) | row for row in _absent(missing, "dtype"))
+                if workers:
+                    found = side_by_side.models(workers, rounds, case.get("order"))
+                    yield from (shared(case) | row for row in found)
         finally:
             side_by_side.close(workers)
 

@@ -104,10 +104,15 @@ def peers(case: dict[str, Any]) -> dict[str, type[Peer]]:
         from benchmarks.peers.onnxruntime import OnnxRuntime
         from benchmarks.peers.openvino import OpenVino
         from benchmarks.peers.pytorch import Accelerated, AcceleratedCompiled, AsItIs, Compiled, FusedLoss
+        from benchmarks.peers.sentences import EncoderPeer, EngineAlone, SentenceTransformers
 
-        compared: list[type[Peer]] = [AsItIs, Accelerated, Compiled, AcceleratedCompiled]
+        compared: list[type[Peer]] = [AsItIs, Accelerated]
+        if models.is_embedding(case):  # compiling again for each length would be all that is timed
+            compared += [EncoderPeer, SentenceTransformers]
+        else:
+            compared += [Compiled, AcceleratedCompiled]
         if models.is_exported(case):
-            compared += [OnnxRuntime, OpenVino]
+            compared += [EngineAlone, OnnxRuntime, OpenVino]
         if models.has_vocabulary(case):
             compared.append(FusedLoss)
     else:

@@ -1,0 +1,136 @@
+"""Our encoder on a forward pass, by ids and by texts; and sentence-transformers, by texts.
+
+A text is made of words, each of which is one token: it gets the ids that the others get.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from abc import abstractmethod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.peers.job import Missing
+from benchmarks.peers.models import CLS, FIRST, SEP, Batch, Work
+from benchmarks.peers.pytorch import Runtime
+
+_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+def _rows(batch: Batch) -> list[list[int]]:
+    ids, mask = batch
+    return [row[:length] for row, length in zip(ids.tolist(), mask.sum(1).tolist(), strict=True)]
+
+
+class EngineAlone(Runtime):
+    """`fastformer.encoding.engine.EncoderEngine`, from ids."""
+
+    name = "encoder engine"
+
+    def prepare(self, work: Work) -> Any:
+        from fastformer.encoding.engine import EncoderEngine
+
+        from fastformer.integrations import from_huggingface
+
+        engine = EncoderEngine(from_huggingface(work.model.float()), self.precision)
+        if engine.name != "cpp":
+            raise Missing(f"the model runs by its modules: {engine.why_unsupported(engine.model, self.precision)}")
+        orders = {order: [_rows(batch) for batch in batches] for order, batches in work.orders.items()}
+        return engine, orders or _rows((work.inputs[0], work.inputs[1]))
+
+    def run(self, work: Work, prepared: Any) -> Tensor:
+        engine, rows = prepared
+        if work.order is None:
+            return torch.from_numpy(engine.encode(rows, pooling="none"))
+        return torch.cat([torch.from_numpy(engine.encode(batch, pooling="mean")) for batch in rows[work.order]])
+
+
+class OfTexts(Runtime):
+    """A library that takes texts. They come one by one, or all at once: it makes its batches by itself."""
+
+    precisions: tuple[str, ...] = ("fp32",)
+
+    def prepare(self, work: Work) -> Any:
+        self.texts = {
+            order: [text for batch in found for text in _texts(batch)] for order, found in work.orders.items()
+        }
+        with tempfile.TemporaryDirectory(prefix="fastformer-sentences-") as folder:
+            _write_folder(Path(folder), work.model)
+            return self.load(folder)
+
+    @abstractmethod
+    def load(self, folder: str) -> Any:
+        """The library's encoder."""
+
+    def run(self, work: Work, prepared: Any) -> Tensor:
+        assert work.order is not None
+        texts = self.texts[work.order]
+        if work.order == "one by one":
+            return torch.stack([torch.from_numpy(prepared.encode(text)) for text in texts])
+        return torch.from_numpy(prepared.encode(texts))
+
+
+class EncoderPeer(OfTexts):
+    """`fastformer.Encoder`."""
+
+    name = "fastformer.Encoder"
+    precisions = ("int8", "bf16", "fp32")
+
+    def load(self, folder: str) -> Any:
+        import fastformer
+
+        return fastformer.Encoder.from_pretrained(folder, precision=self.precision)
+
+
+class SentenceTransformers(OfTexts):
+    """SentenceTransformer, with its batches of 32."""
+
+    name = "sentence-transformers"
+
+    def load(self, folder: str) -> Any:
+        try:
+            from sentence_transformers import SentenceTransformer
+        except ImportError as error:
+            raise Missing("not installed: pip install sentence-transformers") from error
+        return SentenceTransformer(folder, device="cpu")
+
+
+def _texts(batch: Batch) -> list[str]:
+    return [" ".join(f"t{i}" for i in row[1:-1]) for row in _rows(batch)]  # without the ids around it
+
+
+def _write_folder(folder: Path, model: Any) -> None:
+    """A folder of sentence-transformers, with a tokenizer whose words are "t5", "t6", ..."""
+    import tokenizers
+    from tokenizers import models, pre_tokenizers, processors
+
+    model.save_pretrained(folder)
+    words = [f"t{i}" for i in range(FIRST, model.config.vocab_size)]
+    vocab = {token: i for i, token in enumerate([*_SPECIAL, *words])}
+    assert (vocab["[CLS]"], vocab["[SEP]"]) == (CLS, SEP)
+    backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    ends = [("[CLS]", CLS), ("[SEP]", SEP)]
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=ends
+    )
+    backend.save(str(folder / "tokenizer.json"))
+    named = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
+    listed = [("Transformer", ""), ("Pooling", "1_Pooling")]
+    files = {
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 512, **named},
+        "modules.json": [
+            {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+            for i, (kind, path) in enumerate(listed)
+        ],
+        "1_Pooling/config.json": {
+            "word_embedding_dimension": model.config.hidden_size, "pooling_mode_mean_tokens": True
+        },
+    }  # fmt: skip
+    for name, values in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(values))
