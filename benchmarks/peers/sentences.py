@@ -9,7 +9,7 @@ import json
 import tempfile
 from abc import abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -33,10 +33,10 @@ class EngineAlone(Runtime):
 
     def prepare(self, work: Work) -> Any:
         from fastformer.encoding.engine import EncoderEngine
-
         from fastformer.integrations import from_huggingface
 
-        engine = EncoderEngine(from_huggingface(work.model.float()), self.precision)
+        model: Any = from_huggingface(work.model.float())
+        engine = EncoderEngine(model, self.precision)
         if engine.name != "cpp":
             raise Missing(f"the model runs by its modules: {engine.why_unsupported(engine.model, self.precision)}")
         orders = {order: [_rows(batch) for batch in batches] for order, batches in work.orders.items()}
@@ -52,7 +52,7 @@ class EngineAlone(Runtime):
 class OfTexts(Runtime):
     """A library that takes texts. They come one by one, or all at once: it makes its batches by itself."""
 
-    precisions: tuple[str, ...] = ("fp32",)
+    precisions: ClassVar[tuple[str, ...]] = ("fp32",)
 
     def prepare(self, work: Work) -> Any:
         self.texts = {

@@ -6,7 +6,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -105,14 +105,6 @@ class CrossEncoder:
         """Where the model is."""
         found: torch.device = next(self._folder.model.parameters()).device
         return found
-
-    @overload
-    def predict(
-        self, sentences: str | Input | Iterable[Input], *args: Any, convert_to_tensor: Literal[True], **options: Any
-    ) -> Tensor: ...
-
-    @overload
-    def predict(self, sentences: str | Input | Iterable[Input], *args: Any, **options: Any) -> Any: ...
 
     def predict(
         self,
@@ -247,7 +239,7 @@ class CrossEncoder:
             yield found
 
 
-def _inputs(sentences: str | Input | Iterable[Input]) -> tuple[bool, Iterable[Input]]:
+def _inputs(sentences: Any) -> tuple[bool, Iterable[Input]]:
     """Whether it is one pair or one text, and the inputs."""
     if isinstance(sentences, str):
         return True, [[sentences]]
@@ -261,7 +253,7 @@ def _inputs(sentences: str | Input | Iterable[Input]) -> tuple[bool, Iterable[In
                 "lists of one text each"
             )
         return True, [sentences]
-    return False, sentences  # type: ignore[return-value]  # each is checked in its turn
+    return False, sentences  # each is checked in its turn
 
 
 def _check_input(each: object, number: int) -> None:

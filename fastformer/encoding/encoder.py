@@ -6,7 +6,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -118,19 +118,6 @@ class Encoder:
     def get_sentence_embedding_dimension(self) -> int:
         """The numbers of an embedding, by the method's older name."""
         return self.get_embedding_dimension()
-
-    @overload
-    def encode(
-        self, sentences: str | Iterable[str], prompt_name: str | None = ..., prompt: str | None = ...
-    ) -> Array: ...
-
-    @overload
-    def encode(
-        self, sentences: str | Iterable[str], *args: Any, convert_to_tensor: Literal[True], **options: Any
-    ) -> Tensor: ...
-
-    @overload
-    def encode(self, sentences: str | Iterable[str], *args: Any, **options: Any) -> Any: ...
 
     def encode(
         self,
@@ -278,7 +265,7 @@ class Encoder:
             for places in self._batches(rows, limits):
                 some = rows.some(places)
                 if len(kinds) == 1 and not skipped:
-                    found[places] = self._engine.encode(some.ids, pooling=kinds[0])
+                    found[places] = self._engine.encode(some.ids, pooling=cast(Any, kinds[0]))
                 else:
                     hidden = self._engine.encode(some.ids, pooling="none")
                     found[places] = pooled(hidden, list(map(len, some.ids)), kinds, skipped)

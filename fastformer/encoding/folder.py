@@ -23,9 +23,10 @@ from torch import Tensor, nn
 
 from fastformer.checkpoints.hf import FAMILIES, load_folder, model_type
 from fastformer.checkpoints.hf.common import flag_of, number_of, read_weights
-from fastformer.encoding.modules import ACTIVATIONS, POOLINGS, Dense, LayerNorm, Normalize, Pooling, Step
+from fastformer.encoding.modules import ACTIVATIONS, Dense, LayerNorm, Normalize, Pooling, Step
 from fastformer.encoding.tokens import Reader
 from fastformer.files import read_json, read_small
+from fastformer.models.pooling import POOLINGS
 from fastformer.models.pretrained import CONFIG
 from fastformer.settings import suggestion
 

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 Array = npt.NDArray[np.float32]
 
-# By sentence-transformers' names, in the order in which it concatenates several.
-POOLINGS = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 _LEAST = 1e-12  # the least length that a row is divided by, as in torch.nn.functional.normalize
 
 # The modules of torch.nn that folders name, by the last part of their names.
@@ -33,7 +31,7 @@ class Pooling:
     """How the states of a text's tokens become one row.
 
     Attributes:
-        kinds: some of POOLINGS; several are concatenated.
+        kinds: some of `models.pooling.POOLINGS`; several are concatenated.
         includes_prompt: whether the tokens of a prompt count.
     """
 
@@ -47,7 +45,7 @@ def pooled(hidden: Array, lengths: Sequence[int], kinds: Sequence[str], skipped:
     Args:
         hidden: (total, d_model), the states of the tokens, text after text.
         lengths: tokens of each text.
-        kinds: some of POOLINGS; what they give is concatenated.
+        kinds: some of `models.pooling.POOLINGS`; what they give is concatenated.
         skipped: tokens at the beginning of each text that don't count.
 
     Returns:

@@ -113,6 +113,7 @@ def test_the_activation_is_the_folders(one, tmp_path) -> None:
 
 def test_wrong_inputs_are_named(one, tmp_path) -> None:
     ranker = fastformer.CrossEncoder(one[0])
+    wrong: Any
     for wrong, named in (
         ([("a", "b"), "c"], r"sentences\[1\]"),
         ([("a", "b"), ("a", 5)], r"sentences\[1\].*int"),

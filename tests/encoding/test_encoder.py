@@ -107,8 +107,8 @@ def test_poolings_are_those_of_sentence_transformers(folder, plain) -> None:
     several = {**MEAN, "pooling_mode_cls_token": True, "pooling_mode_lasttoken": True}
     modules(folder, ("Pooling", several))
     encoder = fastformer.Encoder(folder)
-    expected = torch.cat([torch.stack(rows[kind]) for kind in ("cls", "mean", "lasttoken")], 1).float()
-    torch.testing.assert_close(torch.from_numpy(encoder.encode(TEXTS)), expected, atol=2e-5, rtol=0)
+    joined = torch.cat([torch.stack(rows[kind]) for kind in ("cls", "mean", "lasttoken")], 1).float()
+    torch.testing.assert_close(torch.from_numpy(encoder.encode(TEXTS)), joined, atol=2e-5, rtol=0)
     assert encoder.get_embedding_dimension() == 3 * D_MODEL
 
 
@@ -162,6 +162,7 @@ def test_a_long_text_is_cut_counted_and_said_once(plain, caplog) -> None:
     assert len([record for record in caplog.records if "max_seq_length" in record.getMessage()]) == 1
     encoder.max_seq_length = 5
     assert np.array_equal(encoder.encode(long), encoder.encode("bird bird bird")) and encoder.num_cut == 4
+    wrong: Any
     for wrong in (0, MAX_LEN + 1, "5"):
         with pytest.raises(ValueError, match=r"\bmax_seq_length\b"):
             encoder.max_seq_length = wrong
@@ -169,6 +170,7 @@ def test_a_long_text_is_cut_counted_and_said_once(plain, caplog) -> None:
 
 def test_nothing_and_no_text(plain) -> None:
     encoder = fastformer.Encoder(plain[0])
+    nothing: Any
     for nothing in ([], iter(())):
         assert encoder.encode(nothing).shape == (0, D_MODEL)
     assert (
