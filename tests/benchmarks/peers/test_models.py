@@ -18,7 +18,7 @@ from benchmarks.peers.models import Results, gradients, make_work, outputs
 from benchmarks.peers.pytorch import Accelerated, AsItIs, FusedLoss
 from fastformer.ops import record_backends
 
-BERT, ENCODER, GPT2 = models.QUICK
+BERT, MINILM, ENCODER, GPT2 = models.QUICK
 
 
 def results(peer: type, case: dict, file: Path) -> Results:
@@ -55,6 +55,19 @@ def test_an_accelerated_model_is_right_and_a_wrong_one_is_seen(
     monkeypatch.setattr(fastformer, "accelerate", lambda model, **options: model)
     with pytest.raises(ValueError, match="left all of it"):
         Accelerated(case, "fp32", 1, {})
+
+
+@pytest.mark.parametrize("order", models.ORDERS)
+def test_encoders_of_sentences_are_right_in_each_order(tmp_path: Path, order: str) -> None:
+    pytest.importorskip("transformers", reason="not installed: pip install transformers")
+    from benchmarks.peers.sentences import EncoderPeer, EngineAlone
+
+    found = []
+    for peer in (AsItIs, EngineAlone, EncoderPeer):
+        peer(MINILM, "fp32", torch.get_num_threads(), {}).turn(Step(str(tmp_path / "results.pt"), order))
+        found.append(Results(*torch.load(tmp_path / "results.pt")))
+    assert [each.error(found[0]) < 2e-3 for each in found] == [True] * 3
+    assert found[0].values.shape == (MINILM["sentences"], 128)
 
 
 def test_a_fused_loss_is_one_and_right(tmp_path: Path) -> None:
@@ -104,7 +117,7 @@ def test_padding_is_drawn_once() -> None:
     keep = models.kept(BERT)
     assert keep.shape == (8, 64) and keep[0].all() and keep.sum(1).min() >= 8
     assert models.padding(BERT) == pytest.approx(1 - int(keep.sum()) / 512)
-    assert models.padding({"batch": 2, "seqlen": "16"}) == 0.0
+    assert models.padding({"batch": 2, "seqlen": "16", "mode": "forward"}) == 0.0
     work = make_work(ENCODER, torch.float32)
     assert work.call(work.model.eval()).ndim == 0 and work.keep.shape == (8, 64)
 

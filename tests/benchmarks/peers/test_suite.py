@@ -101,9 +101,9 @@ def test_decoders_take_turns_and_are_ranked() -> None:
 
 def test_models_are_measured_against_the_model_as_it_is() -> None:
     found = rows(BERT)
-    others = {"torch.compile", "accelerated, torch.compile", "openvino", "onnxruntime"}
+    others = {"torch.compile", "accelerated, torch.compile", "openvino", "onnxruntime", "encoder engine"}
     assert {peer for peer, precision in found if precision == "fp32"} == {"as it is", "accelerated", *others}
-    assert {peer for peer, precision in found if precision == "int8"} == {"openvino", "onnxruntime"}
+    assert {peer for peer, precision in found if precision == "int8"} == {"openvino", "onnxruntime", "encoder engine"}
     assert ("onnxruntime", "bf16") not in found and ("openvino", "bf16") in found
     assert found["accelerated", "fp32"]["speedup"] == 0.5 and found["as it is", "fp32"]["speedup"] == 1.0
     assert found["as it is", "fp32"]["ours"] == 0.5 and found["torch.compile", "fp32"]["ours"] == 1.5
@@ -117,7 +117,25 @@ def test_models_are_measured_against_the_model_as_it_is() -> None:
         Fake.turns.index("as it is bf16 2") :
     ]  # the second group of processes: a check, two turns, three
     each = list(dict.fromkeys(timed))
-    assert len(each) == 5 and timed[15:] == [*each, *each[::-1], *each]
+    assert len(each) == 6 and timed[18:] == [*each, *each[::-1], *each]
+
+
+def test_sentences_are_measured_in_each_order() -> None:
+    plan = Plan(models.QUICK[1], ("fp32",), (2,), only=("fastformer.Encoder", "sentence-transformers"))
+    Fake.says = {"sentence-transformers": "absent"}
+    found = [
+        (row["provider"], row["shape"]["order"], row["shape"]["batch"], row["padding"])
+        for row in suite.measure(plan, 1)
+    ]
+    assert {(provider, order) for provider, order, _, _ in found} == {
+        (provider, order)
+        for provider in ("as it is", "fastformer.Encoder", "sentence-transformers")
+        for order in models.ORDERS
+    }
+    assert {batch for _, order, batch, _ in found if order == "one by one"} == {1}
+    padding = {order: share for _, order, _, share in found}
+    assert padding["one by one"] == 0.0 < padding["sorted"] < padding["mixed"]
+    assert sum("as it is" in turn for turn in Fake.turns) == 3 * 4  # a check, two turns and one that counts
 
 
 def test_int8_alone_stands_beside_fp32() -> None:
@@ -172,6 +190,6 @@ def test_suites() -> None:
         for quick in (True, False):
             assert all(plan.places(plan.precisions) and plan.threads for plan in suite.plans(name, quick=quick))
     names = {plan.case["name"] for plan in suite.plans("model", quick=False)}
-    assert names == {"bert_base", "gpt2_small", "marian_base", "torch_nn_encoder"}
+    assert names == {"bert_base", "minilm", "gpt2_small", "marian_base", "torch_nn_encoder"}
     with pytest.raises(ValueError, match="decoding, model, got 'ops'"):
         next(suite.run("ops"))
