@@ -18,6 +18,7 @@ from transformers import GenerationMixin, LogitsProcessorList
 
 from fastformer.generation.engines.cpp import CppBatch
 from fastformer.integrations import accelerate, engine_models, from_huggingface, report, restore
+from tests.covering import by_turns
 from tests.integrations.engine_calls import Pair, counted, pair_of
 
 MOST = {"max_new_tokens": 6, "num_beams": 2}
@@ -182,8 +183,7 @@ def compiled(model: Any) -> Any:
     return torch.compile(model, backend="eager")
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, roundtrip, compiled])
-@pytest.mark.parametrize("name", ["MBart real", "gpt2 plain"])
+@pytest.mark.parametrize("how, name", by_turns([copy.deepcopy, roundtrip, compiled], ["MBart real", "gpt2 plain"]))
 def test_copies_and_wrappers_decode_on_the_engine(name, how):
     pair = pair_of(name, left=name == "gpt2 plain")
     agree(pair, is_served=True)

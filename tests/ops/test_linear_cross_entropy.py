@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from benchmarks.measure.timing import peak_bytes
 from fastformer.ops import linear_cross_entropy
-from tests.checks import assert_op_accurate
+from tests.checks import assert_op_accurate, is_interpreted
 from tests.covering import by_turns
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -112,11 +112,12 @@ def test_one_class(backend: str, device: str) -> None:
 
 @pytest.mark.parametrize("dtype, reduction", by_turns([torch.float32, torch.bfloat16], ["mean", "none"]))
 def test_more_rows_than_a_chunk(dtype: torch.dtype, reduction: str, backend: str, device: str) -> None:
+    if is_interpreted() and dtype == torch.bfloat16:
+        pytest.skip("the interpreter goes through chunks in fp32")
     compare(make_inputs((4100, 16), 40, device, dtype), reduction=reduction, label_smoothing=0.1)
 
 
-@pytest.mark.parametrize("vocab_size", [32000, 50257])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype, vocab_size", by_turns([torch.float32, torch.bfloat16], [50257, 32000]))
 def test_large_vocabularies(vocab_size: int, dtype: torch.dtype, backend: str, device: str) -> None:
     compare(make_inputs((5, 8), vocab_size, device, dtype), label_smoothing=0.1)
 
