@@ -271,7 +271,6 @@ PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : o
     if (target_.embedding.rows() < vocab) throw std::invalid_argument("expected an embedding of each token to say");
     output = names.weight("output", "output_bias", 0, vocab, vocab, o.d_model, o.precision);
   }
-  if (!max_len_) max_len_ = o.max_len;
   const auto rotary = [&](const std::string& prefix) -> RotaryTable {
     if (!names.find(prefix + "cos")) return {};
     const ModelTensor& cos = names.table(prefix + "cos");
@@ -281,7 +280,8 @@ PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : o
     return {cos, sin, o.rotary_interleaved};
   };
   rotary_ = rotary(""), local_rotary_ = rotary("local_");
-  if (rotary_) max_len_ = rotary_.rows();
+  if (rotary_) max_len_ = max_len_ ? std::min(max_len_, rotary_.rows()) : rotary_.rows();
+  if (!max_len_) max_len_ = o.max_len;
   if (local_rotary_ && local_rotary_.rows() != rotary_.rows())
     throw std::invalid_argument("expected two rotary tables of as many positions");
 }

@@ -1,6 +1,6 @@
 // For ThreadSanitizer (`make sanitize`): callers who run stages at once, and sessions of one model on several threads,
 // each of which takes helpers where it gets them, for few rows and for so many that they are split among the threads: a
-// decoder alone in fp32 and bf16, and one with an encoder in int8.
+// decoder alone in fp32 and bf16, and one with an encoder in int8. So do callers of one encoder.
 // Exits with 1 where a number isn't the one that one thread finds.
 
 #include <atomic>
@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "engine/decoder.h"
+#include "engine/encoder.h"
 
 using namespace fastformer;
 
@@ -42,7 +43,7 @@ uint64_t add_up(int threads, int rounds) {
 }
 
 // It keeps no tensor: each is copied as it is packed.
-std::shared_ptr<const PackedModel> make_model(Precision precision, bool has_encoder) {
+std::shared_ptr<const PackedModel> make_model(Precision precision, bool has_encoder, bool has_decoder = true) {
   std::map<std::string, std::vector<float>> memory;
   ModelTensors tensors;
   std::mt19937 generator(1);
@@ -60,8 +61,10 @@ std::shared_ptr<const PackedModel> make_model(Precision precision, bool has_enco
     add_attention(name + ".self_attn");
     add(name + ".linear1.weight", {kInner, kDim}), add(name + ".linear2.weight", {kDim, kInner});
   };
-  add("target_embedding", {kVocab, kDim}), add("output", {kVocab, kDim}), add("target_positions", {kMaxLen, kDim});
-  add_layer("decoder.layers.0");
+  if (has_decoder) {
+    add("target_embedding", {kVocab, kDim}), add("output", {kVocab, kDim}), add("target_positions", {kMaxLen, kDim});
+    add_layer("decoder.layers.0");
+  }
   if (has_encoder) {
     add("source_embedding", {kVocab, kDim}), add("source_positions", {kMaxLen, kDim});
     add_layer("encoder.layers.0"), add_attention("decoder.layers.0.multihead_attn");
@@ -72,7 +75,7 @@ std::shared_ptr<const PackedModel> make_model(Precision precision, bool has_enco
                              .num_kv_heads = 4,
                              .head_dim = kDim / 4,
                              .num_encoder_layers = has_encoder ? 1 : -1,
-                             .num_decoder_layers = 1,
+                             .num_decoder_layers = has_decoder ? 1 : 0,
                              .norm_placement = NormPlacement::pre,
                              .rms_norm = false,
                              .rotary_interleaved = false,
@@ -85,7 +88,7 @@ std::shared_ptr<const PackedModel> make_model(Precision precision, bool has_enco
                              .logit_softcap = 0.f,
                              .padding_idx = -1,
                              .encoder_windows = std::vector<int64_t>(has_encoder ? 1 : 0, -1),
-                             .decoder_windows = {-1},
+                             .decoder_windows = std::vector<int64_t>(has_decoder ? 1 : 0, -1),
                              .max_len = 0,
                              .activation = Activation::relu};
   return std::make_shared<PackedModel>(options, tensors);
@@ -195,6 +198,20 @@ std::vector<float> decode_many(const std::shared_ptr<const PackedModel>& model, 
   return said;
 }
 
+// Few texts and many, pooled and not.
+std::vector<float> encode(Encoder& encoder, int threads) {
+  std::vector<float> said;
+  for (const int32_t count : {1, 3, 40})
+    for (const Pooling pooling : {Pooling::mean, Pooling::max, Pooling::none}) {
+      Texts texts;
+      for (int32_t i = 0; i < count; ++i) texts.ids.push_back(Ids(1 + i * 7 % kMaxLen, i + 3));
+      std::vector<float> rows(encoder.num_rows(texts, pooling) * kDim);
+      encoder.encode(texts, pooling, count > 1, threads, rows.data());
+      said.insert(said.end(), rows.begin(), rows.end());
+    }
+  return said;
+}
+
 }  // namespace
 
 int main() {
@@ -214,6 +231,9 @@ int main() {
     wrong += decode(model, 3, 2) != cases.back().first, wrong += decode_many(model, 2) != cases.back().many;
     wrong += share(model, 3, 2) != cases.back().shared;
   }
+  Encoder encoder(make_model(Precision::bf16, true, false));
+  const std::vector<float> encoded = encode(encoder, 1);
+  wrong += encode(encoder, 2) != encoded;
   std::vector<std::thread> callers;
   for (int caller = 0; caller < 5; ++caller)
     callers.emplace_back([&, caller] {
@@ -222,6 +242,7 @@ int main() {
         if (caller < 2) wrong += add_up(2 + turn % 3, 300) != sum;
         else if (caller < 4) wrong += decode(one.model, caller + 1, 1 + turn) != (caller == 2 ? one.first : one.second);
         else wrong += decode_many(one.model, 2 + turn % 2) != one.many, wrong += share(one.model, 3, 2) != one.shared;
+        if (caller != 2) wrong += encode(encoder, 1 + (caller + turn) % 3) != encoded;
       }
     });
   for (std::thread& caller : callers) caller.join();

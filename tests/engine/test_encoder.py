@@ -7,17 +7,21 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from fastformer.ops import _extension
 from tests.checks import assert_accurate
 from tests.engine.plain_encoder import CONFIGS, drawn, packed, pooled, states
+from tests.engine.test_boundary import ERRORS, FEW, MANY, arrays, ints, odd
 from tests.generation.small import needs_cpp
 
 pytestmark = needs_cpp
@@ -162,23 +166,83 @@ def test_a_nan_stays_one() -> None:
         assert np.isnan(found[0]).all() and not np.isnan(found[1]).any()
 
 
+def test_other_threads_of_python_go_on_meanwhile() -> None:
+    o, t = drawn(d_model=264, heads=6, head_dim=44, d_ff=700)
+    encoder, ids = packed(EXT, o, t), [[1] * 100] * 100
+    caller = threading.Thread(target=lambda: encoder.encode(ids, None, "mean", False, 1))
+    caller.start()
+    turns = 0
+    while caller.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 3
+
+
+@pytest.mark.parametrize("left_out", ["source_embedding", "encoder.layers.1.linear2.weight", "local_sin", "sin"])
+def test_a_model_without_one_of_its_tensors_is_refused(left_out: str) -> None:
+    o, t = drawn(**CONFIGS["modernbert"])
+    with pytest.raises(ValueError):
+        packed(EXT, o, {name: tensor for name, tensor in t.items() if name != left_out})
+
+
+def test_a_text_is_as_long_as_the_shorter_of_two_tables() -> None:
+    o, t = drawn(**CONFIGS["one base"])
+    for rows in (20, 700):
+        encoder = packed(EXT, o, {**t, "source_positions": torch.zeros(rows, 32)})
+        assert encoder.max_len == min(rows, 600)
+        encoder.encode([[1] * encoder.max_len], None, "mean", False, 1)
+        with pytest.raises(ValueError, match=r"\bids\b"):
+            encoder.encode([[1] * (encoder.max_len + 1)], None, "mean", False, 1)
+
+
+def encodes_or_says_why_not(
+    name: str, precision: str, wrong: dict[str, Any], other: dict[int, Any], ids: Any, types: Any, call: tuple[Any, ...]
+) -> None:
+    o, t = drawn(precision=precision, **CONFIGS[name] | {"max_len": 9})
+    tensors: dict[str, Any] = {key: tensor.numpy() for key, tensor in t.items()}
+    names = sorted(tensors)
+    tensors |= {names[place % len(names)]: value for place, value in other.items()}
+    try:
+        encoder = EXT.Encoder(EXT.PackedModel(o | wrong, tensors))
+        encoder.encode([[1, 2], [3]], None, "mean", False, 2)
+        encoder.encode(ids, types, *call)
+    except ERRORS:
+        return
+
+
+lists = st.lists(st.lists(ints, max_size=11), max_size=4)
+calls = given(
+    st.sampled_from(sorted(CONFIGS)),
+    st.sampled_from(["fp32", "bf16", "int8", "int4"]),
+    st.dictionaries(st.sampled_from(sorted(drawn()[0])), odd | st.lists(ints, max_size=3), max_size=1),
+    st.dictionaries(st.integers(0, 60), arrays, max_size=1),
+    lists | odd,
+    lists | odd,
+    st.tuples(st.sampled_from(["none", *POOLINGS]), st.booleans(), st.integers(-1, 3)),
+)
+test_a_text_is_encoded_or_it_is_said_why_not = FEW(calls(encodes_or_says_why_not))
+test_many_texts_are_encoded_or_it_is_said_why_not = pytest.mark.slow(MANY(calls(encodes_or_says_why_not)))
+
+
+def encoded_in_int8() -> np.ndarray:
+    o, t = drawn(precision="int8", types=2)
+    ids, types = texts_of(random.Random(0), o, t, [5, 1, 33, 70])
+    found: np.ndarray = packed(EXT, o, t).encode(ids, types, "mean", True, 2)
+    return found
+
+
 CODE = """
 import sys
-from tests.engine.test_encoder import EXT, drawn, packed, random, texts_of
-o, t = drawn(precision=sys.argv[1], types=2)
-ids, types = texts_of(random.Random(0), o, t, [5, 1, 33, 70])
-sys.stdout.buffer.write(packed(EXT, o, t).encode(ids, types, "mean", True, 2).tobytes())
+from tests.engine.test_encoder import encoded_in_int8
+sys.stdout.buffer.write(encoded_in_int8().tobytes())
 """
 
 
-@pytest.mark.parametrize("features", ["", pytest.param("avx512_vnni", marks=pytest.mark.slow)])
+@pytest.mark.slow  # a process more for what test_packed_gemm.py holds of each product: a whole model without VNNI
+@pytest.mark.parametrize("features", ["", "avx512_vnni"])
 def test_int8_gives_the_same_without_instructions_for_it(features: str) -> None:
-    def run(**variables: str) -> bytes:
-        done = subprocess.run(
-            [sys.executable, "-c", CODE, "int8"], env=os.environ | variables, capture_output=True, check=True
-        )
-        return done.stdout
-
-    found, due = (np.frombuffer(bits, np.float32) for bits in (run(FASTFORMER_CPU_FEATURES=features), run()))
+    environment = os.environ | {"FASTFORMER_CPU_FEATURES": features}
+    done = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, check=True)
+    found, due = np.frombuffer(done.stdout, np.float32), encoded_in_int8().ravel()
     assert found.shape == due.shape == (4 * 32,)
     assert np.abs(found - due).max() < 0.02
