@@ -248,12 +248,12 @@ def test_poison_beyond_each_length(repeatable: None, device: str) -> None:
 @pytest.mark.parametrize("deterministic_form", [False, True])
 def test_poison_beyond_the_bound(deterministic_form: bool, small_tiles: None, device: str) -> None:
     """NaN in key blocks from J on: rows before J don't feel it. NaN in rows before J: dk, dv from J on don't."""
-    case = Case(batch=1, heads=1, kv_heads=1, head_dim=16, seqlen_q=128, seqlen_k=128, window=(None, 0))
+    case = Case(batch=1, heads=1, kv_heads=1, head_dim=16, seqlen_q=96, seqlen_k=96, window=(None, 0))
     inputs = make_inputs(case, torch.float32, device)
     torch.use_deterministic_algorithms(deterministic_form)
     try:
         clean = run_triton(case, inputs)
-        for edge in (32, 64, 96):
+        for edge in (32, 64):
             poisoned = dict(inputs) | {key: inputs[key].clone() for key in ("k", "v")}
             poisoned["k"][:, edge:] = poisoned["v"][:, edge:] = float("nan")
             results = run_triton(case, poisoned)
