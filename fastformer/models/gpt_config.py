@@ -135,7 +135,7 @@ class GPTConfig:
                 f"of {self.size_of_head} (d_model {self.d_model}, num_heads {self.num_heads})"
             )
         if (scaling := self.scaling) is not None:
-            scaling.check(self.rotary_dim, self.max_len)
+            scaling.check(self.rotary_dim, self.rotary_base, self.max_len)
         if self.local_rotary_base is not None and not any(self.windows):
             raise ValueError("expected a window_size, and layers that have it, for local_rotary_base")
 

@@ -7,6 +7,7 @@ down, and may lengthen queries and keys. The names of the parameters are those o
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
@@ -87,11 +88,12 @@ class RotaryScaling(dict[str, Any]):
             )
         super().__init__(given)
 
-    def check(self, rotary_dim: int, max_len: int) -> None:
+    def check(self, rotary_dim: int, base: float, max_len: int) -> None:
         """Holds the parameters against a model's sizes.
 
         Raises:
-            ValueError: factors for another number of pairs; sequences so long that the speeds would change as a
+            ValueError: factors for another number of pairs; a base of 1 for "yarn", by which all pairs turn alike,
+                where it tells them apart by how often they turn; sequences so long that the speeds would change as a
                 sequence grows, so that what a token is depends on how many tokens its batch has.
         """
         kind = self["kind"]
@@ -101,6 +103,8 @@ class RotaryScaling(dict[str, Any]):
                     f"expected {rotary_dim // 2} numbers in {name} of rotary_scaling, one for each pair of the "
                     f"{rotary_dim} rotated features, got {len(self[name])}"
                 )
+        if kind == "yarn" and base == 1:
+            raise ValueError(f"expected a rotary_base above 1 for rotary_scaling of kind {kind!r}, got {base}")
         if kind in ("dynamic", "longrope") and max_len > self[_LENGTH]:
             raise ValueError(
                 f"expected max_len of at most {_LENGTH} = {self[_LENGTH]} for rotary_scaling of kind {kind!r}, got "
@@ -198,14 +202,15 @@ def _checked(name: str, value: Any) -> Any:
             raise ValueError(f"expected {name} of rotary_scaling to be a list of numbers, got {shown(value)}")
         return tuple(_number(name, each) for each in value)
     if name == _LENGTH:
-        if isinstance(value, int) and not isinstance(value, bool) and value > 1:
+        if isinstance(value, int) and not isinstance(value, bool) and 1 < value < 2**63:
             return value
-        raise ValueError(f"expected {name} of rotary_scaling to be an integer of at least 2, got {shown(value)}")
+        raise ValueError(f"expected {name} of rotary_scaling to be an integer of 2 to 2^63 - 1, got {shown(value)}")
     return _number(name, value)
 
 
 def _number(name: str, value: Any) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # Compared, for math.isfinite takes no integer of hundreds of digits.
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if not is_number or (value <= 0 and not name.startswith("mscale")):
         raise ValueError(f"expected {name} of rotary_scaling to be a number above 0, got {shown(value)}")
     return float(value)

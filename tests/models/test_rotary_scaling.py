@@ -142,7 +142,23 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+HUGE = 10**400  # JSON may hold it, and a float may not
+WRONG += [
+    ({"kind": "linear", "factor": HUGE}, "factor"),
+    ({"kind": "yarn", "factor": 2, LENGTH: HUGE}, LENGTH),
+    ({"kind": "longrope", "short_factor": [HUGE], "long_factor": [1], LENGTH: 2000, "factor": 1}, "short_factor"),
+]
+
+
 @pytest.mark.parametrize(("scaling", "named"), WRONG, ids=lambda part: str(part)[:40])
 def test_what_a_scaling_cannot_be(scaling, named):
     with pytest.raises(ValueError, match=rf"\b{named}\b"):
         GPTConfig(9, d_model=32, num_heads=4, positions="rotary", rotary_scaling=scaling)
+
+
+def test_pairs_that_turn_alike_cannot_be_told_apart_by_yarn():
+    """Which finds them by the logarithm of the base, and would divide by it."""
+    sizes: dict[str, Any] = {"d_model": 32, "num_heads": 4, "positions": "rotary", "rotary_base": 1.0}
+    with pytest.raises(ValueError, match=r"\brotary_base\b"):
+        GPTConfig(9, **sizes, rotary_scaling={"kind": "yarn", "factor": 4, LENGTH: 16})
+    assert GPT(GPTConfig(9, **sizes, num_layers=1, rotary_scaling={"kind": "linear", "factor": 4})).rotary is not None

@@ -173,10 +173,6 @@ def keep_groups(model: nn.Module, matrices: list[Groups]) -> None:
     holder.precision, holder.int4_groups = INT4, kept
 
 
-def _zeros(groups: Groups) -> Tensor:
-    return torch.full_like(groups.scale, 8, dtype=torch.uint8) if groups.zero is None else groups.zero
-
-
 def _digests(matrix: Tensor) -> list[bytes]:
     """What each row is known by."""
     # Adding 0 makes -0 and 0 the same.
