@@ -95,7 +95,7 @@ def pieces(folder: Path) -> None:
     """A SentencePiece model alone."""
     xlm_roberta(folder)
     (folder / "sentencepiece.bpe.model").write_bytes(sentencepiece_model(ENGLISH))
-    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").unlink(missing_ok=True)  # which version 4 doesn't write
 
 
 def distilbert(folder: Path) -> None:

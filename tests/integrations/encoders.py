@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from typing import Any, NamedTuple
 
 import torch
@@ -104,6 +105,36 @@ def gradients_of(ours: BERT, kind: str) -> dict[str, Tensor]:
         for parameter, own in zip(twin.parameters(), ours.parameters(), strict=True):
             parameter.copy_(torch.zeros_like(own) if own.grad is None else own.grad)
     return ENCODER_FORMS[kind].from_model(twin)[1]
+
+
+def drawn(kind: str, seed: int) -> Case:
+    """A family with unusual sizes and options."""
+    draw = random.Random(f"{kind} {seed}")
+    heads = draw.choice([1, 2, 3, 5])
+    options: dict[str, Any] = {
+        "hidden_size": heads * draw.choice([2, 6, 8, 14]),
+        "num_attention_heads": heads,
+        "num_hidden_layers": draw.randint(1, 4),
+        "intermediate_size": draw.choice([1, 7, 33, 64]),
+        "max_position_embeddings": draw.randint(36, 60),
+        "num_labels": draw.choice([1, 2, 7]),
+        "pad_token_id": 1 if kind == "mpnet" else draw.choice([0, 1, 4]),
+        "eos_token_id": draw.choice([2, 3]),
+        "bos_token_id": None,
+    }
+    activation = draw.choice(["gelu", "gelu_new", "silu"] if kind == "modernbert" else ["relu", "gelu", "gelu_new"])
+    name = {"modernbert": "hidden_activation", "distilbert": "activation"}.get(kind, "hidden_act")
+    options[name] = activation
+    if kind == "modernbert":
+        options |= {name: draw.choice([True, False]) for name in ("norm_bias", "attention_bias")}
+        options |= dict.fromkeys(("mlp_bias", "classifier_bias"), options["norm_bias"])
+        options |= {"local_attention": draw.choice([2, 8, 30]), "global_attn_every_n_layers": draw.choice([1, 2, 3])}
+        options["classifier_pooling"] = draw.choice(["cls", "mean"])
+    elif kind not in ("distilbert", "mpnet"):
+        options["type_vocab_size"] = draw.choice([1, 2, 5])
+    if kind == "electra":
+        options["embedding_size"] = draw.choice([3, 16, options["hidden_size"]])
+    return Case(kind, draw.choice([BASE, HEAD, WORDS]), options)
 
 
 _BIASES = dict.fromkeys(("norm_bias", "mlp_bias", "classifier_bias", "attention_bias"), True)
