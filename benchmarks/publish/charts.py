@@ -44,6 +44,7 @@ _NAMES = {
     "openvino": "OpenVINO",
     "onnxruntime": "ONNX Runtime",
     "ctranslate2": "CTranslate2",
+    "converted": "the converted model",
 }
 
 

@@ -234,6 +234,22 @@ DROP_IN = (
     ),
 )
 
+# Of the rivals, the converted model is ours, without transformers in front of it.
+GENERATE = tuple(
+    Case(
+        f"Marian's base shape, {search}, {precision}",
+        {"op": "accelerated_generate", "batch": 1, "num_beams": num_beams},
+        against,
+        ours,
+        (FP32,),
+    )
+    for num_beams, search in ((1, "greedy"), (4, "4 beams"))
+    for precision, ours, against in (
+        ("fp32", "accelerated", ("transformers", "converted")),
+        ("int8 against fp32", "accelerated, int8", ("transformers",)),
+    )
+)
+
 _PRECISIONS = (
     Panel("int8", {"precision": "int8"}, {"precision": "int8"}),
     Panel("bf16 against its int8", {"precision": "bf16"}, {"precision": "int8"}),

@@ -18,6 +18,7 @@ from benchmarks.publish.summary import (
     AVX2,
     AVX2_PEERS,
     DROP_IN,
+    GENERATE,
     LLAMA,
     MODELS,
     MODULES,
@@ -184,7 +185,7 @@ def losses(numbers: Numbers) -> str:
     slower = sorted(
         (
             found
-            for case in (*OPS, *MODULES, *MODELS, *DROP_IN, *PEERS, *small)
+            for case in (*OPS, *MODULES, *MODELS, *DROP_IN, *GENERATE, *PEERS, *small)
             for found in case.comparisons(numbers.results.rows)
             if float(two_digits(found.ratio).replace(",", "")) < 1
         ),
@@ -236,6 +237,18 @@ def llama(numbers: Numbers) -> str:
     return table(["", *head], lines)
 
 
+def accelerated_generate(numbers: Numbers) -> str:
+    """`generate` of accelerated models; "" until it was measured."""
+    rows = numbers.results.rows
+    measured = [case for case in GENERATE if list(case.comparisons(rows))]
+    rivals = dict.fromkeys(rival for case in measured for rival in case.against)
+    lines = [
+        [case.label, *(numbers.ratio(case, "fp32", rival) if rival in case.against else "" for rival in rivals)]
+        for case in measured
+    ]
+    return table(["times faster than", *map(name_of, rivals)], lines) if lines else ""
+
+
 def precisions(numbers: Numbers) -> str:
     """What the smaller ones cost in quality."""
 
@@ -284,6 +297,7 @@ TABLES: dict[str, Callable[[Numbers], str]] = {
     "llama": llama,
     "precisions": precisions,
     "accelerated": functools.partial(times_faster, DROP_IN),
+    "accelerated_generate": accelerated_generate,
     "accelerated_full_rate": functools.partial(elsewhere, AT_FULL_RATE, functools.partial(_measured, DROP_IN)),
     "ops": functools.partial(times_faster, OPS),
     "avx2": functools.partial(elsewhere, WITHOUT_AVX512, functools.partial(_measured, AVX2)),

@@ -125,6 +125,21 @@ def test_what_was_measured_elsewhere_stands_apart(folder: Path, kind: str, name:
     assert numbers.figures[0].origin == f"{kind}.jsonl:1, {kind}.jsonl:2"
 
 
+def test_accelerated_generate_stands_beside_what_it_is_held_against(folder: Path) -> None:
+    table = TABLES["accelerated_generate"]
+    assert table(Numbers(Results(folder))) == ""
+    same = {"op": "accelerated_generate", "shape": {"batch": 1, "num_beams": 4}, "dtype": "float32",
+            "baseline": "transformers", "quiet": True}  # fmt: skip
+    write(folder, [line("accelerated", 2.0, ours=1.0, speedup=4.0, **same),
+                   line("accelerated, int8", 1.0, ours=0.5, speedup=8.0, **same),
+                   line("converted", 1.0, ours=0.5, speedup=8.1, **same),
+                   line("transformers", 8.1, ours=4.0, speedup=1.0, **same)])  # fmt: skip
+    numbers = Numbers(Results(folder))
+    found = [[cell.strip() for cell in row.split("|")[2:4]] for row in table(numbers).splitlines()[2:]]
+    assert found == [["4.0", "0.50"], ["8.0", ""]]
+    assert "0.50" in losses(numbers) and not numbers.missing
+
+
 def run(folder: Path, *arguments: str) -> int:
     return main([*arguments, "--results", str(folder), "--readme", str(folder / "README.md")])
 
