@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextvars
 import inspect
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -294,6 +295,11 @@ def _decoding(call: Call, name: str, input_ids: Tensor, kwargs: dict[str, Any]) 
     }  # fmt: skip
     if unknown:
         raise _DeclinedError(f"the model is to read {', '.join(sorted(unknown))}")
+    if kwargs.get("use_cache") is not True:  # None, too: transformers reads the ids then as if there were a cache
+        raise _DeclinedError(f"the call says use_cache={kwargs.get('use_cache')!r}")
+    # Of a mask that is all ones transformers keeps the length alone.
+    if getattr(config, "_mask_length", None) not in (None, input_ids.shape[1]):
+        raise _DeclinedError("the attention_mask is no mask of the ids")
     engine = call.found.engine(call.model, _precision(call))
     inputs = _inputs(call, engine, input_ids, kwargs)
     vocab_size = engine.shape.config.vocab_size
@@ -342,7 +348,7 @@ def _inputs(call: Call, engine: ForeignEngine, input_ids: Tensor, kwargs: dict[s
     copies = max(config.num_beams, config.num_return_sequences)
     limits = [config.max_length, *(one.max_length for one in kwargs["stopping_criteria"] if hasattr(one, "max_length"))]
     begun, mask = input_ids.shape[1], kwargs.get("attention_mask")
-    limit = max(limits) - begun
+    limit = math.ceil(max(limits)) - begun
     sizes: Any = engine.shape.config
     mask = None if mask is None else mask[::copies]
     rows = _ids(input_ids[::copies], sizes.vocab_size)

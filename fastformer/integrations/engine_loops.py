@@ -120,7 +120,8 @@ def whole_search(
             case logits_process.ForcedEOSTokenLogitsProcessor if one.eos_token_id.numel() == 1:
                 at_lengths.append(ForcedToken(int(one.eos_token_id), one.max_length - 1))
             case logits_process.SuppressTokensAtBeginLogitsProcessor:
-                at_lengths.append(SuppressTokensAt(tuple(one.begin_suppress_tokens.tolist()), one.begin_index))
+                if one.begin_suppress_tokens.numel():
+                    at_lengths.append(SuppressTokensAt(tuple(one.begin_suppress_tokens.tolist()), one.begin_index))
             case logits_process.LogitNormalization if place == len(processors) - 1:
                 renormalizes = True
             case _:
