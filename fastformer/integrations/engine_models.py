@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -35,17 +36,24 @@ from fastformer.integrations.known import (
     replaced_function,
     sources_of,
 )
-from fastformer.integrations.replace import is_accelerated, original_class
+from fastformer.integrations.replace import has_own_class, original_class
 from fastformer.models import BERT, GPT, Transformer
 from fastformer.nn.guards import Kept, is_written_as_known, is_written_in
 from fastformer.nn.model_guards import ModelGuards
 
 _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _SCALARS = (bool, int, float, str, tuple, types.NoneType)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
 # Positions of tables that end nowhere: the engine counts tokens in 32 bits.
 _NO_END = 2**20
 # Numbers of a module that say nothing about what it computes in evaluation; and all that have "drop" in their names.
-_FREE = frozenset({"training", "gradient_checkpointing", "name_or_path", "loss_type", "inplace", "p", "layer_idx"})
+# Sizes are those of the parameters, which are compared: resizing embeddings leaves some as they were.
+_FREE = frozenset(
+    {
+        *("training", "gradient_checkpointing", "name_or_path", "loss_type", "inplace", "p"),
+        *("vocab_size", "num_embeddings", "in_features", "out_features"),
+    }
+)
 
 
 class UnfitError(Exception):
@@ -65,16 +73,20 @@ class EngineModel:
     Args:
         model: one that is what its config makes.
         guards: hold for as long as it is that.
+        precision: of the parameters.
 
     Attributes:
         guards: see above.
         precision: of the parameters.
-        modules: the model and all that is inside of it, without the model itself.
+        modules: what is inside of the model, but for maps and embeddings, which do the same in training.
     """
 
     def __init__(self, model: nn.Module, guards: ModelGuards, precision: str) -> None:
         self.guards, self.precision = guards, precision
-        self.modules = [module for module in model.modules() if module is not model]
+        inside = (module for module in model.modules() if module is not model)
+        self.modules = [module for module in inside if not isinstance(module, nn.Linear | nn.Embedding)]
+        # Tables that a conversion makes from the config. A change of one in place is none of the config.
+        self._tables = [(table, table.clone()) for table in _tables(model)]
         self._unfit: dict[str, str] = {}
 
     def why_not(self, precision: str) -> str | None:
@@ -106,6 +118,8 @@ class EngineModel:
     def _pack(self, model: nn.Module, precision: str) -> PackedWeights:
         # Tensors of inference mode don't count their changes, by which the engine notices that it has to pack again.
         with torch.inference_mode(False), torch.no_grad():
+            if not all(torch.equal(table, before) for table, before in self._tables):
+                raise UnfitError("one of its buffers has other numbers than its config says")
             try:
                 converted = from_huggingface(model)
             except ValueError as error:
@@ -140,6 +154,19 @@ class ForeignEngine(CppEngine):
     def prepacked(self, *, may_be_old: bool = False) -> object:
         """See `CppEngine`."""
         return self._weights
+
+
+class _Guards(ModelGuards):
+    """`ModelGuards` of a model of transformers, and of the lists and dictionaries in its configs."""
+
+    def __init__(self, model: nn.Module, functions: Iterable[tuple[object, str]]) -> None:
+        super().__init__(model, functions)
+        values = [value for config in _configs(model) for value in vars(config).values()]
+        self._held = [(value, copy.deepcopy(value)) for value in values if isinstance(value, list | dict)]
+
+    def hold(self, model: nn.Module) -> bool:
+        """See `ModelGuards`."""
+        return super().hold(model) and all(value == before for value, before in self._held)
 
 
 # The attribute in which a model keeps what was found out about it.
@@ -195,21 +222,26 @@ def loaded_classes() -> Iterator[type[nn.Module]]:
             yield found
 
 
-def _guards_of(model: nn.Module) -> ModelGuards:
+def _guards_of(model: nn.Module) -> _Guards:
     kinds = {type(module) for module in model.modules()}
     places: list[tuple[object, str]] = [(space, name) for space, functions in sources_of(kinds) for name in functions]
     places += [(vars(kind), name) for kind, name in _methods(type(model))]
-    for config in {id(each): each for each in _configs(model)}.values():
+    for config in _configs(model):
         places += [(vars(config), name) for name in vars(config)]
-        nested = [value for value in vars(config).values() if isinstance(value, dict)]
-        places += [(value, name) for value in nested for name in value if isinstance(name, str)]
-    return ModelGuards(model, places)
+    return _Guards(model, places)
 
 
-def _configs(model: nn.Module) -> Iterator[Any]:
+def _configs(model: nn.Module) -> list[Any]:
+    found = [vars(module).get("config") for module in model.modules()]
+    return [*{id(config): config for config in found if config is not None}.values()]
+
+
+def _tables(model: nn.Module) -> Iterator[Tensor]:
+    """The buffers that no state_dict has."""
     for module in model.modules():
-        if (config := vars(module).get("config")) is not None:
-            yield config
+        for name in module._non_persistent_buffers_set:
+            if (table := module._buffers.get(name)) is not None:
+                yield table
 
 
 def _methods(kind: type) -> Iterator[tuple[type, str]]:
@@ -272,7 +304,7 @@ def _why_not_as_made(model: nn.Module, kind: Any) -> str | None:
     except Exception as error:
         return f"its config makes no model: {type(error).__name__}: {error}"
     compared: set[tuple[int, int]] = set()
-    found, expected = dict(model.named_modules()), dict(made.named_modules())
+    found, expected = dict(_named(model)), dict(_named(made))
     if found.keys() != expected.keys():
         return f"it has other modules than its config makes: {sorted(found.keys() ^ expected.keys())[:3]}"
     for name, module in found.items():
@@ -288,14 +320,21 @@ def _why_not_as_made(model: nn.Module, kind: Any) -> str | None:
     return None
 
 
+def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules by name. Several names may have one embedding, or each its own with the same weight."""
+    seen = set[nn.Module]()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if module not in seen or isinstance(module, nn.Embedding):
+            seen.add(module)
+            yield name, module
+
+
 def _why_not_module(module: nn.Module, made: nn.Module) -> str | None:
     kind = original_class(module)
     if kind is not original_class(made):
         return f"is a {kind.__module__}.{kind.__name__}, not a {original_class(made).__name__}"
-    if is_accelerated(module) and not isinstance(module, kind):
+    if has_own_class(module):
         return f"has another class, {type(module).__name__}, than accelerate gave it"
-    if not is_accelerated(module) and type(module) is not kind:
-        return f"is a {type(module).__name__}, which may compute otherwise"
     if not is_written_as_known(type(module)):
         return f"has a class whose forward was replaced, {type(module).__name__}"
     if not is_unhooked_or_recorded(module):
@@ -308,11 +347,22 @@ def _why_not_module(module: nn.Module, made: nn.Module) -> str | None:
         if name not in theirs and callable(value) and not isinstance(value, nn.Module) and hasattr(kind, name):
             return f"has a {name} of its own"
     for name, value in theirs.items():
+        if isinstance(value, _FUNCTIONS) and _bare(value) != _bare(ours.get(name)):
+            return f"has another {name} than its config says"
         if name[0] == "_" or name in _FREE or "drop" in name or not isinstance(value, _SCALARS):
+            continue
+        # Of embeddings, and of stacks, which give it to them, it says what learns nothing.
+        if name == "padding_idx" and (isinstance(module, nn.Embedding) or module._modules):
             continue
         if ours.get(name) != value or type(ours.get(name)) is not type(value):
             return f"has {name} {ours.get(name)!r}, while its config says {value!r}"
     return None
+
+
+def _bare(function: Any) -> object:
+    if isinstance(function, functools.partial):
+        return function.func, function.args, function.keywords
+    return getattr(function, "__func__", function)
 
 
 def _why_not_shapes(module: nn.Module, made: nn.Module) -> str | None:

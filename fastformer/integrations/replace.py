@@ -90,6 +90,12 @@ def is_derived(module: nn.Module) -> bool:
     return type(module) is not replacement and isinstance(module, replacement)
 
 
+def has_own_class(module: nn.Module) -> bool:
+    """Whether a module has a class that is neither its original one nor the one that it was given for that."""
+    memory = module.__dict__.get(_MEMORY)
+    return isinstance(memory, _Memory) and type(module) not in (memory.original, memory.replacement)
+
+
 def own_methods(module: nn.Module) -> list[str]:
     """The methods of our class that were overridden on an accelerated module itself, by functions that may call ours.
 

@@ -97,6 +97,64 @@ CHANGES = [hook_of, other_activation, other_layer, own_forward, own_method, own_
            with_adapter]  # fmt: skip
 
 
+def other_table(model: Any) -> None:
+    next(table for name, table in model.named_buffers() if name.endswith("inv_freq")).mul_(3.0)
+
+
+def other_window(model: Any) -> None:
+    model.config.layer_types[0] = "full_attention"  # which the model's forward reads
+
+
+def other_class(model: Any) -> None:
+    kind = type(model)
+
+    class Turned(kind):  # type: ignore[misc, valid-type]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out = super().forward(*args, **kwargs)
+            out.logits = out.logits.flip(-1)
+            return out
+
+    model.__class__ = Turned
+
+
+def other_function(model: Any) -> None:
+    model.model.layers[0].mlp.act_fn.act = torch.sin
+
+
+def other_place(model: Any) -> None:
+    model.model.layers[0].self_attn.layer_idx = 1
+    model.model.layers[1].self_attn.layer_idx = 0
+
+
+@pytest.mark.parametrize("change", [other_table, other_window, other_class, other_function, other_place])
+def test_what_changed_in_place_goes_transformers_way(change):
+    pair = pair_of("gemma3_text two bases", left=True)
+    for is_served in (True, False):
+        if not is_served:
+            for model in (pair.plain, pair.ours):
+                change(model)
+        outcomes = []
+        with counted() as opened:
+            for model in (pair.plain, pair.ours):
+                try:
+                    outcomes.append(model.generate(**pair.inputs, **MOST).tolist())
+                except RuntimeError as error:
+                    outcomes.append(type(error))
+        assert outcomes[0] == outcomes[1] and bool(opened[0]) == is_served
+
+
+@pytest.mark.parametrize("name", ["Marian real", "llama grouped heads"])
+def test_a_resized_vocabulary_stays_on_the_engine(name):
+    pair = pair_of(name, left=name.startswith("llama"))
+    agree(pair, is_served=True)
+    for model in (pair.plain, pair.ours):
+        torch.manual_seed(1)
+        model.resize_token_embeddings(71)
+        if name.startswith("llama"):
+            model.config.pad_token_id = model.config.eos_token_id
+    agree(pair, is_served=True)
+
+
 @pytest.mark.parametrize("is_late", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["later", "before"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_model_goes_transformers_way(pair, change, is_late):
