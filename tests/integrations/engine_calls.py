@@ -77,7 +77,8 @@ class Pair:
             self._compare(tokens, expected, options, is_beam=is_beam)
         if torch.equal(found.sequences, expected.sequences) and not is_beam:
             for one, other in zip(found.scores, expected.scores, strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+                # In fp32 transformers' own scores are up to 1.3e-3 from those in fp64 (BART with scaled embeddings).
+                torch.testing.assert_close(one, other, rtol=1e-3, atol=4e-3)
 
     def _compare(self, tokens: Tensor, expected: Any, options: dict[str, Any], *, is_beam: bool) -> None:
         self.rows += len(tokens)
