@@ -71,10 +71,18 @@ def _check_number(value: object) -> None:
 
 
 def _checked(value: Any) -> Any:
-    """A value that isn't too long."""
-    if isinstance(value, str | list | tuple | dict | set):
-        _check_length(len(value))
-    elif isinstance(value, int) and value.bit_length() > _MAX_BITS:
+    """A value that isn't too long, with all that is inside of it: that is what writing or comparing it takes."""
+    length, pending = 0, [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, str | list | tuple | dict | set):
+            length += len(item)
+            _check_length(length)
+        if isinstance(item, dict):
+            pending += [*item.keys(), *item.values()]
+        elif isinstance(item, list | tuple | set):
+            pending += item
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
         raise BoundExceeded("it makes a number of too many digits")
     return value
 
@@ -220,6 +228,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """What ~ gives."""
         return _bounded_concat(parts)
 
+    def made(self, value: Any) -> Any:
+        """What a list, tuple or mapping that stands in a template gives."""
+        return _checked(value)
+
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         """The syntax tree, in which loops and macros are counted."""
         tree = super()._parse(source, name, filename)
@@ -228,7 +240,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 assert isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock)
                 count = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
                 node.body.insert(0, nodes.ExprStmt(count).set_lineno(node.lineno))
-        _bound_concats(tree)
+        _bound_lengths(tree)
         tree.set_environment(self)
         return tree
 
@@ -272,21 +284,24 @@ class Sandbox(ImmutableSandboxedEnvironment):
         raise jinja2.exceptions.SecurityError(f"it reads the attribute {attribute!r} of a {type(obj).__name__}")
 
 
-def _bound_concats(node: nodes.Node) -> None:
-    """Replaces each a ~ b by a call that checks the length."""
+def _bound_lengths(node: nodes.Node) -> None:
+    """Replaces each a ~ b, and each list, tuple and mapping, by a call that checks the length."""
     for field, value in node.iter_fields():
         if isinstance(value, nodes.Node):
-            _bound_concats(value)
+            _bound_lengths(value)
             setattr(node, field, _as_call(value))
         elif isinstance(value, list):
             for place, item in enumerate(value):
                 if isinstance(item, nodes.Node):
-                    _bound_concats(item)
+                    _bound_lengths(item)
                     value[place] = _as_call(item)
 
 
 def _as_call(node: nodes.Node) -> nodes.Node:
-    if not isinstance(node, nodes.Concat):
+    if isinstance(node, nodes.Concat):
+        call = nodes.Call(nodes.EnvironmentAttribute("joined"), node.nodes, [], None, None)
+    elif isinstance(node, nodes.List | nodes.Dict) or (isinstance(node, nodes.Tuple) and node.ctx == "load"):
+        call = nodes.Call(nodes.EnvironmentAttribute("made"), [node], [], None, None)
+    else:
         return node
-    call = nodes.Call(nodes.EnvironmentAttribute("joined"), node.nodes, [], None, None)
     return call.set_lineno(node.lineno)

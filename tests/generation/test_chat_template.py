@@ -99,6 +99,16 @@ def test_a_template_without_end_is_stopped(source, monkeypatch) -> None:
     assert time.process_time() - began < 5
 
 
+@pytest.mark.parametrize(
+    "step", ["[ns.x, ns.x]", "(ns.x, ns.x)", "[ns.x] * 2", "{'a': ns.x, 'b': ns.x}", "dict(a=ns.x, b=ns.x)"]
+)
+def test_values_inside_of_values_count_towards_a_length(step, monkeypatch) -> None:
+    monkeypatch.setattr("fastformer.generation.chat_sandbox.MAX_LENGTH", 50_000)
+    source = "{% set ns = namespace(x='ab') %}{% for i in range(18) %}{% set ns.x = " + step + " %}{% endfor %}"
+    with pytest.raises(ValueError, match="stopped"):
+        ChatTemplate(source + "{{ ns.x | tojson | length }}").render([])
+
+
 def test_the_clock_stops_a_slow_template(monkeypatch) -> None:
     monkeypatch.setattr("fastformer.generation.chat_sandbox.MAX_SECONDS", 0.05)
     with pytest.raises(ValueError, match="longer than"):
