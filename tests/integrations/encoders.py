@@ -154,6 +154,6 @@ CASES = {
     "electra": Case("electra", BASE, {"embedding_size": 16}),
     "modernbert": Case("modernbert", BASE, {"local_attention": 6, "hidden_activation": "silu"}),
     "modernbert labels": Case("modernbert", HEAD, {"local_attention": 4, "classifier_pooling": "mean"}),
-    "modernbert biases": Case("modernbert", HEAD, {"local_attention": 8, **_BIASES}),
+    "modernbert biases": Case("modernbert", HEAD, {"local_attention": 8, "hidden_activation": "gelu_new", **_BIASES}),
     "electra labels": Case("electra", HEAD, {"embedding_size": 24, "hidden_act": "gelu_new"}),
 }

@@ -139,6 +139,20 @@ def test_pooling_is_what_it_says() -> None:
     assert not model.pooled(hidden[0, :2], empty, "mean")[0].any()
 
 
+@pytest.mark.parametrize("kind", ["bert", "mpnet", "electra", "modernbert", "pre-norm"])
+def test_heads_drop_out_where_they_are_to(kind) -> None:
+    own = {"dropout": 0.0, "attention_dropout": 0.0, "head_dropout": 0.5}
+    model = made({**OPTIONS[kind], **own})
+    ids, types, _ = batch(model)
+    seen: list[tuple[int, ...]] = []
+    assert model.head is not None
+    model.head.dropout.register_forward_hook(lambda module, args, out: seen.append(tuple(out.shape)))
+    expected = model(ids, token_types=types)
+    assert not torch.equal(model.train()(ids, token_types=types), expected)
+    # RoBERTa and ELECTRA drop out what their head reads, too.
+    assert seen == [(3, 32)] * (4 if model.config.head in ("roberta", "electra") else 2)
+
+
 def test_losses_are_those_of_their_labels() -> None:
     model = made(OPTIONS["bert"])
     ids, types, _ = batch(model)
