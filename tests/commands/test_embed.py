@@ -14,6 +14,7 @@ import pytest
 
 import fastformer
 from fastformer.cli import main
+from fastformer.encoding.batches import READ_AHEAD
 from tests.encoding.folders import D_MODEL, TEXTS, bert
 
 pytest.importorskip("transformers", reason="the folders are written by transformers")
@@ -49,6 +50,13 @@ def test_lines_become_an_array(encoder, tmp_path, monkeypatch, capfdbinary) -> N
     rows = np.load(io.BytesIO(said.out))
     assert np.allclose(rows, due / np.linalg.norm(due, axis=1, keepdims=True), atol=1e-6)
     assert f"{len(TEXTS)} texts" in said.err.decode()
+
+
+def test_more_lines_than_are_held_at_a_time(encoder, tmp_path, monkeypatch) -> None:
+    given(monkeypatch, [*TEXTS, *["a"] * READ_AHEAD])
+    assert main(["embed", str(encoder), "--out", str(tmp_path / "v.npy")]) == 0
+    rows = np.load(tmp_path / "v.npy")
+    assert rows.shape == (len(TEXTS) + READ_AHEAD, D_MODEL) and np.array_equal(rows[-1], rows[TEXTS.index("a")])
 
 
 def test_no_lines_are_an_empty_array(encoder, tmp_path, monkeypatch) -> None:

