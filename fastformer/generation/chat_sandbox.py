@@ -25,10 +25,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 MAX_ROUNDS = 100_000  # of loops and macros together
-MAX_LENGTH = 4_000_000  # characters of a text, items of a list
+MAX_LENGTH = 4_000_000  # characters of a text
+MAX_ITEMS = 200_000  # of a list or a mapping, with all that is inside of it
 MAX_SECONDS = 5.0
 MAX_NUMBER = 100_000  # that a method or filter is given, such as a width
 _MAX_BITS = 4096  # of an integer
+_MAX_INDENT = 64  # characters of JSON's lines
 _LONG_NUMBER = re.compile(r"\d{6}")  # in a format, whose widths are numbers
 
 _FILTERS = (
@@ -58,9 +60,13 @@ class _Budget:
 _budget: ContextVar[_Budget] = ContextVar("budget")
 
 
-def _check_length(length: int) -> None:
-    if length > MAX_LENGTH:
-        raise BoundExceeded(f"it makes a text or a list longer than {MAX_LENGTH:,}")
+def _check_length(length: int, most: int = MAX_LENGTH) -> None:
+    if length > most:
+        raise BoundExceeded(f"it makes a text of more than {MAX_LENGTH:,} characters or a list of {MAX_ITEMS:,} items")
+
+
+def _most(value: object) -> int:
+    return MAX_LENGTH if isinstance(value, str) else MAX_ITEMS
 
 
 def _check_number(value: object) -> None:
@@ -72,12 +78,15 @@ def _check_number(value: object) -> None:
 
 def _checked(value: Any) -> Any:
     """A value that isn't too long, with all that is inside of it: that is what writing or comparing it takes."""
-    length, pending = 0, [value]
+    length, items, pending = 0, 0, [value]
     while pending:
         item = pending.pop()
-        if isinstance(item, str | list | tuple | dict | set):
+        if isinstance(item, str):
             length += len(item)
-            _check_length(length)
+        elif isinstance(item, list | tuple | dict | set):
+            items += len(item)
+        _check_length(length)
+        _check_length(items, MAX_ITEMS)
         if isinstance(item, dict):
             pending += [*item.keys(), *item.values()]
         elif isinstance(item, list | tuple | set):
@@ -107,6 +116,8 @@ def _before_call(name: str, subject: Any, args: Sequence[Any], kwargs: Mapping[s
         _check_length(len(subject) + times * max(0, len(new) - len(old)))
     elif name == "format" and isinstance(subject, str) and _LONG_NUMBER.search(subject):
         raise BoundExceeded("it formats to a width above 99,999")
+    elif name == "translate":  # a table may give any text for any character
+        raise BoundExceeded("it calls translate, whose result has no bound")
     elif name == "expandtabs" and isinstance(subject, str):
         _check_length(len(subject) * 8)
 
@@ -172,10 +183,13 @@ def _raise_exception(message: object) -> None:
 def _tojson(
     value: Any,
     ensure_ascii: bool = False,
-    indent: int | None = None,
+    indent: int | str | None = None,
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    width = len(indent) if isinstance(indent, str) else indent or 0
+    if max(width, sum(map(len, separators or ()))) > _MAX_INDENT:
+        raise BoundExceeded(f"it writes JSON with an indent or separators longer than {_MAX_INDENT}")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -240,6 +254,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 assert isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock)
                 count = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
                 node.body.insert(0, nodes.ExprStmt(count).set_lineno(node.lineno))
+                if isinstance(node, nodes.For) and node.test is not None:  # asked also where no round follows
+                    node.test = nodes.Or(count, node.test).set_lineno(node.lineno)
         _bound_lengths(tree)
         tree.set_environment(self)
         return tree
@@ -249,7 +265,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if operator == "*":
             for text, times in ((left, right), (right, left)):
                 if isinstance(text, str | list | tuple) and isinstance(times, int):
-                    _check_length(len(text) * max(0, times))
+                    _check_length(len(text) * max(0, times), _most(text))
         elif operator == "**":
             _check_number(left)
             if isinstance(right, int | float) and abs(right) > 64:
@@ -257,7 +273,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         elif operator == "%" and isinstance(left, str) and (_LONG_NUMBER.search(left) or "*" in left):
             raise BoundExceeded("it formats to a width above 99,999")
         elif operator == "+" and isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
-            _check_length(len(left) + len(right))
+            _check_length(len(left) + len(right), _most(left))
         return _checked(super().call_binop(context, operator, left, right))
 
     def call(self, context: Context, obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: D102 (the base class's)

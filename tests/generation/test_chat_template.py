@@ -87,6 +87,11 @@ def test_what_a_template_refuses_is_said() -> None:
                 "{% set ns.x = [ns.x, ns.x] | string %}",
             )
         ),
+        "{{ ('a' * 100000).translate('a'.maketrans({'a': 'b' * 100000})) | length }}",
+        "{{ range(100000) | list | tojson(indent=99999) | length }}",
+        "{{ range(100000) | list | tojson(separators=('b' * 99999, ':')) | length }}",
+        "{% for i in range(99999) if i < 0 %}{% endfor %}",
+        "{{ ((range(99999) | list) * 9) | unique | first }}",
         "{% set ns = namespace(x=3) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
         "{% for i in range(4000) %}{{ 'abcdefghijklmnopqrstuvwxyz' * 9999 }}{% endfor %}",
     ],
