@@ -33,6 +33,8 @@ def _accelerate_what_is_made() -> None:
         finish(self)
         accelerate(self)
 
+    # As transformers' own: a patch of its classes would keep generate off the engine.
+    post_init.__module__, post_init.__qualname__ = finish.__module__, finish.__qualname__
     PreTrainedModel.post_init = post_init
 
 

@@ -210,6 +210,7 @@ def test_dropout_acts_on_what_is_added(options):
         if hooked:
             model.decoder.layers[0].linear1.register_forward_hook(lambda *_: None)
             model.decoder.layers[0].dropout1.register_forward_hook(lambda *_: None)
+        assert model.rotary is not None
         added = model.decoder.layers[0](x, is_causal=True, rotary=model.rotary()) - x
         assert 0.9 < (added.abs() < 1e-12).double().mean() < 1
     assert model.eval()(tokens).isfinite().all()

@@ -223,7 +223,7 @@ def test_sinusoidal_positions_may_begin_later(kind: str) -> None:
     assert torch.equal(sinusoidal_positions(48, 6, kind, first=2), table[2:])
     for first in (-1, 0.5):
         with pytest.raises(ValueError, match=r"\bfirst\b"):
-            sinusoidal_positions(50, 6, kind, first=first)  # type: ignore[arg-type]
+            sinusoidal_positions(50, 6, kind, first=first)
 
 
 @pytest.mark.parametrize("kind, column, angle", [("interleaved", 2, 1e5 / 1e4 ** (2 / 6)), ("concatenated", 1, 1e3)])
