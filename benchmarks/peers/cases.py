@@ -20,7 +20,15 @@ _NEW_GPT = 128
 _NEW_LLAMA = 32
 # The prompts that are decoded together, and the tokens of each.
 _LLAMA_PROMPTS = ((1, 32), (1, 512), (16, 32))
-_LLAMA = {"norm": "rms", "activation": "swiglu", "positions": "rotary", "bias": False, "num_kv_heads": 4}
+_LLAMA = {
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+    "norm": "rms",
+    "activation": "swiglu",
+    "positions": "rotary",
+    "bias": False,
+    "num_kv_heads": 4,
+}
 
 _MODELS: dict[str, tuple[type[Transformer] | type[GPT], str, dict[str, Any]]] = {
     "base": (Transformer, "base", {"vocab_size": 32000}),
