@@ -243,32 +243,14 @@ void rows_times_groups(const GroupedTile& tile) {
     }
 }
 
-// The kernels of a path: by shape, number of rows - 1, and whether they fetch 0, 2 or 5 lines a block.
-constexpr int kFetches = 3;
-struct GroupedKernels {
-  using OfRows = std::array<GroupedKernel, kFetches>;
-  std::array<Shape, 3> shapes{};
-  int num_shapes = 0;
-  std::array<std::array<OfRows, kMostRows>, 3> table{};
-};
+using GroupedKernels = KernelTable<GroupedKernel, 3>;  // 0, 2 or 5 lines a block
 
 template <typename Path>
 GroupedKernels grouped_kernels_of() {
-  constexpr int kNumShapes = Path::kShapes.size();
-  GroupedKernels all;
-  all.num_shapes = kNumShapes;
-  const auto add_shape = [&]<int s, int... r>(std::integral_constant<int, s>, std::integer_sequence<int, r...>) {
-    constexpr int v = Path::kShapes[s].vecs;
-    all.shapes[s] = Path::kShapes[s];
-    ((all.table[s][r] = {rows_times_groups<Path, v, r + 1, 0>, rows_times_groups<Path, v, r + 1, 2>,
-                         rows_times_groups<Path, v, r + 1, 5>}),
-     ...);
-  };
-  const auto add_shapes = [&]<int... s>(std::integer_sequence<int, s...>) {
-    (add_shape(std::integral_constant<int, s>{}, std::make_integer_sequence<int, Path::kShapes[s].rows>{}), ...);
-  };
-  add_shapes(std::make_integer_sequence<int, kNumShapes>{});
-  return all;
+  return kernel_table<Path, GroupedKernels>([]<int v, int r>() {
+    return GroupedKernels::OfRows{rows_times_groups<Path, v, r, 0>, rows_times_groups<Path, v, r, 2>,
+                                  rows_times_groups<Path, v, r, 5>};
+  });
 }
 
 }  // namespace fastformer

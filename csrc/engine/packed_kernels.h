@@ -310,32 +310,41 @@ void rows_times_panel(const Tile& tile) {
   } while (rest > 0);
 }
 
-// The kernels of a path: by shape, number of rows - 1, and lines that are fetched a step (0, 1, 2; 4 at index 3).
+// The kernels of a path: by shape, number of rows - 1, and how much is fetched meanwhile.
 constexpr int kMostRows = 13;
-struct Kernels {
-  using OfRows = std::array<Kernel, 4>;
+template <typename K, int kFetches>
+struct KernelTable {
+  using OfRows = std::array<K, kFetches>;
   std::array<Shape, 3> shapes{};
   int num_shapes = 0;
   std::array<std::array<OfRows, kMostRows>, 3> table{};
 };
 
-template <typename Path>
-Kernels kernels_of() {
+// of_rows.operator()<vecs, rows>() gives the kernels of a number of rows.
+template <typename Path, typename Table, typename F>
+Table kernel_table(F of_rows) {
   constexpr int kNumShapes = Path::kShapes.size();
-  Kernels all;
+  Table all;
   all.num_shapes = kNumShapes;
   const auto add_shape = [&]<int s, int... r>(std::integral_constant<int, s>, std::integer_sequence<int, r...>) {
-    constexpr int v = Path::kShapes[s].vecs;
     all.shapes[s] = Path::kShapes[s];
-    ((all.table[s][r] = {rows_times_panel<Path, v, r + 1, 0>, rows_times_panel<Path, v, r + 1, 1>,
-                         rows_times_panel<Path, v, r + 1, 2>, rows_times_panel<Path, v, r + 1, 4>}),
-     ...);
+    ((all.table[s][r] = of_rows.template operator()<Path::kShapes[s].vecs, r + 1>()), ...);
   };
   const auto add_shapes = [&]<int... s>(std::integer_sequence<int, s...>) {
     (add_shape(std::integral_constant<int, s>{}, std::make_integer_sequence<int, Path::kShapes[s].rows>{}), ...);
   };
   add_shapes(std::make_integer_sequence<int, kNumShapes>{});
   return all;
+}
+
+using Kernels = KernelTable<Kernel, 4>;  // 0, 1, 2 or 4 lines a step
+
+template <typename Path>
+Kernels kernels_of() {
+  return kernel_table<Path, Kernels>([]<int v, int r>() {
+    return Kernels::OfRows{rows_times_panel<Path, v, r, 0>, rows_times_panel<Path, v, r, 1>,
+                           rows_times_panel<Path, v, r, 2>, rows_times_panel<Path, v, r, 4>};
+  });
 }
 
 }  // namespace fastformer

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.encoding.batches import BATCH_TOKENS, check_limits, check_several, chunks, packed, progress
-from fastformer.encoding.engine import EncoderEngine
-from fastformer.encoding.folder import Folder, read_folder
+from fastformer.encoding.folder import Folder
+from fastformer.encoding.folder_model import FolderModel
 from fastformer.encoding.modules import Array
 from fastformer.encoding.tokens import Pair, Reader, Rows
 from fastformer.settings import Positive, check_value
@@ -26,7 +26,7 @@ Input: TypeAlias = Sequence[str]
 Activation: TypeAlias = Callable[[Tensor], Tensor]
 
 
-class CrossEncoder:
+class CrossEncoder(FolderModel):
     """Scores pairs of texts, or classifies texts. Methods and arguments are called as in sentence-transformers.
 
     Args:
@@ -54,7 +54,8 @@ class CrossEncoder:
         device: torch.device | str | None = None,
         activation_fn: Activation | None = None,
     ) -> None:
-        found = folder if isinstance(folder, Folder) else read_folder(folder, device=device)
+        super().__init__(folder, precision, device)
+        found = self._folder
         if not found.model.config.num_labels:
             raise ValueError(
                 f"expected a model with a head for classification, got one without in {found.path}: "
@@ -62,49 +63,15 @@ class CrossEncoder:
             )
         if found.pooling is not None:
             raise ValueError(f"expected no Pooling behind the model of a CrossEncoder, got one in {found.path}")
-        self._folder, self._reader = found, found.reader
-        self._engine = EncoderEngine(found.model, precision)
         usual = nn.Sigmoid() if self.num_labels == 1 else nn.Identity()
         self.activation_fn: Activation = activation_fn or found.activation or usual
         named = found.labels if len(found.labels) == self.num_labels else ()
         self.labels = named or tuple(f"LABEL_{place}" for place in range(self.num_labels))
 
-    @classmethod
-    def from_pretrained(
-        cls,
-        folder: str | os.PathLike[str],
-        *,
-        precision: str | None = None,
-        device: torch.device | str | None = None,
-        **options: Any,
-    ) -> CrossEncoder:
-        """The cross-encoder of a folder; the same as the class itself, which documents it."""
-        return cls(folder, precision=precision, device=device, **options)
-
     @property
     def num_labels(self) -> int:
         """The numbers that the head gives for a pair."""
         return int(self._folder.model.config.num_labels)
-
-    @property
-    def max_seq_length(self) -> int:
-        """Tokens of a pair at most, special ones among them; of a longer one the longer text is cut. It may be set."""
-        return self._reader.max_len
-
-    @max_seq_length.setter
-    def max_seq_length(self, value: int) -> None:
-        self._reader.set_max_len(value, self._folder.model.config.max_len)
-
-    @property
-    def num_cut(self) -> int:
-        """How many pairs were longer than max_seq_length so far, and were cut."""
-        return self._reader.num_cut
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        found: torch.device = next(self._folder.model.parameters()).device
-        return found
 
     def predict(
         self,

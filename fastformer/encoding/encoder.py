@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fastformer.encoding.batches import BATCH_TOKENS, check_limits, check_several, chunks, packed, progress
-from fastformer.encoding.engine import EncoderEngine
-from fastformer.encoding.folder import Folder, read_folder
+from fastformer.encoding.folder import Folder
+from fastformer.encoding.folder_model import FolderModel
 from fastformer.encoding.modules import Array, Normalize, Pooling, normalized, pooled
 from fastformer.encoding.similarity import ALL, PAIRED, Embeddings, as_rows
 from fastformer.encoding.tokens import Rows
@@ -25,7 +25,7 @@ logger = logging.getLogger("fastformer")
 Output = Literal["sentence_embedding", "token_embeddings"]
 
 
-class Encoder:
+class Encoder(FolderModel):
     """Computes embeddings of texts. Methods and arguments are called as in sentence-transformers.
 
     Args:
@@ -58,10 +58,9 @@ class Encoder:
         similarity_fn_name: str | None = None,
         truncate_dim: int | None = None,
     ) -> None:
-        found = folder if isinstance(folder, Folder) else read_folder(folder, device=device)
         check_value("truncate_dim", truncate_dim, Positive | None)
-        self._folder, self._reader = found, found.reader
-        self._engine = EncoderEngine(found.model, precision)
+        super().__init__(folder, precision, device)
+        found = self._folder
         self.prompts = dict(found.prompts if prompts is None else prompts)
         self.default_prompt_name = found.default_prompt_name if default_prompt_name is None else default_prompt_name
         self.similarity_fn_name = found.similarity if similarity_fn_name is None else similarity_fn_name
@@ -75,38 +74,6 @@ class Encoder:
                 "%s says nothing of a pooling: an embedding is the mean of the states of its tokens", found.path
             )
         self._pooling = found.pooling or Pooling()
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        folder: str | os.PathLike[str],
-        *,
-        precision: str | None = None,
-        device: torch.device | str | None = None,
-        **options: Any,
-    ) -> Encoder:
-        """The encoder of a folder; the same as the class itself, which documents it."""
-        return cls(folder, precision=precision, device=device, **options)
-
-    @property
-    def max_seq_length(self) -> int:
-        """Tokens of a text at most, special ones among them; longer texts are cut. It may be set."""
-        return self._reader.max_len
-
-    @max_seq_length.setter
-    def max_seq_length(self, value: int) -> None:
-        self._reader.set_max_len(value, self._folder.model.config.max_len)
-
-    @property
-    def num_cut(self) -> int:
-        """How many texts were longer than max_seq_length so far, and were cut."""
-        return self._reader.num_cut
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        found: torch.device = next(self._folder.model.parameters()).device
-        return found
 
     def get_embedding_dimension(self) -> int:
         """The numbers of an embedding."""

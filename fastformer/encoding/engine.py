@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.generation.engines.cpp import activation_name, arrays_of, bias_by_distance
-from fastformer.generation.engines.cpp_support import PACKED_PRECISIONS, find_guards, why_not_now
+from fastformer.generation.engines.cpp_support import find_guards, why_not_in, why_not_now
 from fastformer.generation.engines.prepack import packed
 from fastformer.generation.model_protocols import check_precision, dtype_precision, own_precision, why_not_by_modules
 from fastformer.models import BERT
@@ -219,13 +219,7 @@ def _why_not(model: object, precision: str | None) -> str | None:
         return missing
     if type(model) is not BERT:
         return f"it knows models.BERT alone, and a {type(model).__name__} may compute otherwise"
-    if (reason := why_not_now()) is not None:
-        return reason
-    if precision is None and torch.is_autocast_enabled("cpu"):
-        precision = own_precision(model)
-    if precision is not None and precision not in PACKED_PRECISIONS:
-        return f"it computes in fp32, bf16, int8 and int4, not in {precision}"
-    return None
+    return why_not_now() or why_not_in(precision, model)
 
 
 def _call(encoder: _Encoder, ids: Rows, types: Rows | None, pooling: str, normalize: bool) -> Array:

@@ -20,7 +20,7 @@ _OLD_HEAD = "embed_out.weight"  # of a GPT-NeoX, before version 5
 
 
 def from_huggingface(model: nn.Module) -> Transformer | GPT | BERT:
-    """A model of ours that computes what a model of transformers does, with copies of its weights.
+    """A model of this library that computes what a model of transformers does, with copies of its weights.
 
     An encoder-decoder becomes a `models.Transformer`, a decoder-only model a `models.GPT`, an encoder-only model a
     `models.BERT`. Dtype, device and mode are
@@ -114,7 +114,7 @@ def _copy_sines(module: Any, table: torch.Tensor, first: int) -> None:
 
 
 def to_huggingface(model: Transformer | GPT | BERT) -> PreTrainedModel:
-    """A model of transformers that computes what a model of ours does, with copies of its weights.
+    """A model of transformers that computes what a model of this library does, with copies of its weights.
 
     Args:
         model: a `GPT` becomes the first decoder in the list of `from_huggingface` that has its options, a `BERT` the

@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.models.bert_config import BERTConfig as BERTConfig
-from fastformer.models.common import IGNORE_INDEX, check_ids, trailing_padding
+from fastformer.models.common import IGNORE_INDEX, check_ids, draw, trailing_padding
 from fastformer.models.pooling import POOLINGS, Pooling, pool
 from fastformer.models.pretrained import PretrainedModel, placement
-from fastformer.nn.attention import MultiheadAttention
 from fastformer.nn.embedding import (
     Embedding,
     PositionalEncoding,
@@ -163,18 +162,11 @@ class BERT(PretrainedModel):
     def reset_parameters(self) -> None:
         """N(0, 0.02) for matrices, 0 for biases, 1 for norms, as BERT."""
         for module in self.modules():
-            if isinstance(module, nn.Linear | Dense):
+            draw(module, 0.02)
+            if isinstance(module, Dense):
                 nn.init.normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-            elif isinstance(module, MultiheadAttention):
-                nn.init.normal_(module.in_proj_weight, std=0.02)
-                if module.in_proj_bias is not None:
-                    nn.init.zeros_(module.in_proj_bias)
-            elif isinstance(module, nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
-            elif isinstance(module, nn.LayerNorm | PositionalEncoding | RelativePositionBias):
-                module.reset_parameters()
 
     def encode(
         self, tokens: Tensor, *, layout: SequenceLayout | None = None, token_types: Tensor | None = None

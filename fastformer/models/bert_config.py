@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from fastformer.models.common import Norm, as_flags, check_heads
+from fastformer.models.common import Norm, as_flags, check_heads, check_window_layers, inner_size, windows_of
 from fastformer.nn.embedding import check_buckets
-from fastformer.nn.feed_forward import is_gated
 from fastformer.settings import Amount, Convert, Count, Positive, Probability, Range, check_settings
 from fastformer.special_ids import SpecialIds
 
@@ -106,21 +104,14 @@ class BERTConfig:
         self._check_positions()
         if not self.first_norm and not self.norm_first:
             raise ValueError("expected norm_first where there is no first_norm, got a post-norm model")
-        if self.window_layers is not None and self.window_size is None:
-            raise ValueError("expected a window_size for the window_layers, got None")
-        if self.window_layers is not None and len(self.window_layers) != self.num_layers:
-            raise ValueError(
-                f"expected window_layers to say of each of the {self.num_layers} layers whether it has the window, got "
-                f"{len(self.window_layers)}"
-            )
+        check_window_layers(self.window_size, self.window_layers, self.num_layers)
         if self.num_labels and self.head == "bert" and not (self.pooler and self.head_pooling == "cls"):
             raise ValueError(
                 f"expected a pooler, and head_pooling 'cls', for a head of 'bert', got pooler={self.pooler} and "
                 f"{self.head_pooling!r}"
             )
         if self.d_ff is None:
-            wide = 4 * self.d_model
-            self.d_ff = math.ceil(wide * 2 / 3 / 64) * 64 if is_gated(self.activation) else wide
+            self.d_ff = inner_size(self.d_model, self.activation)
 
     def _check_positions(self) -> None:
         if self.positions == "sinusoidal" and self.width % 2:
@@ -156,6 +147,4 @@ class BERTConfig:
     @property
     def windows(self) -> tuple[bool, ...]:
         """Of each layer, whether it has a window."""
-        if self.window_size is None:
-            return (False,) * self.num_layers
-        return (True,) * self.num_layers if self.window_layers is None else self.window_layers
+        return windows_of(self.window_size, self.window_layers, self.num_layers)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fastformer.nn.attention import MultiheadAttention
+from fastformer.nn.embedding import PositionalEncoding, RelativePositionBias
+from fastformer.nn.feed_forward import is_gated
 from fastformer.nn.layout import SequenceLayout
 from fastformer.settings import shown
 
@@ -30,6 +34,52 @@ def as_flags(name: str, value: Any) -> tuple[bool, ...] | None:
     if not is_list or not all(isinstance(each, bool) for each in value):
         raise ValueError(f"expected {name} to be a list of true and false, one for each layer, got {shown(value)}")
     return tuple(value)
+
+
+def check_window_layers(window_size: int | None, window_layers: tuple[bool, ...] | None, num_layers: int) -> None:
+    """Checks the setting that says which layers have a window.
+
+    Raises:
+        ValueError: it is there without a window, or says nothing of some layers.
+    """
+    if window_layers is None:
+        return
+    if window_size is None:
+        raise ValueError("expected a window_size for the window_layers, got None")
+    if len(window_layers) != num_layers:
+        raise ValueError(
+            f"expected window_layers to say of each of the {num_layers} layers whether it has the window, got "
+            f"{len(window_layers)}"
+        )
+
+
+def windows_of(window_size: int | None, window_layers: tuple[bool, ...] | None, num_layers: int) -> tuple[bool, ...]:
+    """Of each layer, whether it has a window."""
+    if window_size is None or window_layers is None:
+        return (window_size is not None,) * num_layers
+    return window_layers
+
+
+def inner_size(d_model: int, activation: str) -> int:
+    """The usual d_ff; gated, with three matrices instead of two, about as many weights."""
+    wide = 4 * d_model
+    return math.ceil(wide * 2 / 3 / 64) * 64 if is_gated(activation) else wide
+
+
+def draw(module: nn.Module, std: float) -> None:
+    """Initialises a module's own parameters: N(0, std) for matrices, 0 for biases, as the module does for the rest."""
+    if isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight, std=std)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+    elif isinstance(module, MultiheadAttention):
+        nn.init.normal_(module.in_proj_weight, std=std)
+        if module.in_proj_bias is not None:
+            nn.init.zeros_(module.in_proj_bias)
+    elif isinstance(module, nn.Embedding):
+        nn.init.normal_(module.weight, std=std)
+    elif isinstance(module, nn.LayerNorm | PositionalEncoding | RelativePositionBias):
+        module.reset_parameters()
 
 
 def check_heads(d_model: int, num_heads: int, num_kv_heads: int | None) -> None:

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.cache.kv_cache import KVCache
-from fastformer.models.common import IGNORE_INDEX, cache_dtype, check_ids, chosen_log_probs
+from fastformer.models.common import IGNORE_INDEX, cache_dtype, check_ids, chosen_log_probs, draw
 from fastformer.models.gpt_config import GPTConfig as GPTConfig
 from fastformer.models.pretrained import PretrainedModel, placement
 from fastformer.models.rotary_scaling import RotarySpeeds
-from fastformer.nn.attention import MultiheadAttention
 from fastformer.nn.decoder_only import DecoderOnlyLayer
 from fastformer.nn.embedding import Embedding, PositionalEncoding, RotaryEmbedding, RotaryPositions
 from fastformer.nn.layout import SequenceLayout
@@ -114,18 +113,7 @@ class GPT(PretrainedModel):
         """N(0, 0.02), the projections back into the residual stream divided by sqrt(2 * num_layers), as GPT-2."""
         into_residual = 0.02 / math.sqrt(2 * self.config.num_layers)
         for name, module in self.named_modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=into_residual if name.endswith(("out_proj", "linear2")) else 0.02)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-            elif isinstance(module, MultiheadAttention):
-                nn.init.normal_(module.in_proj_weight, std=0.02)
-                if module.in_proj_bias is not None:
-                    nn.init.zeros_(module.in_proj_bias)
-            elif isinstance(module, nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
-            elif isinstance(module, nn.LayerNorm | PositionalEncoding):
-                module.reset_parameters()
+            draw(module, into_residual if name.endswith(("out_proj", "linear2")) else 0.02)
 
     @property
     def output_weight(self) -> Tensor:

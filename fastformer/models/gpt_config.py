@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
-from fastformer.models.common import Activation, Norm, as_flags, check_heads
+from fastformer.models.common import (
+    Activation,
+    Norm,
+    as_flags,
+    check_heads,
+    check_window_layers,
+    inner_size,
+    windows_of,
+)
 from fastformer.models.rotary_scaling import RotaryScaling
-from fastformer.nn.feed_forward import is_gated
 from fastformer.settings import Amount, Convert, Count, Positive, Probability, Range, check_settings
 from fastformer.special_ids import SpecialIds
 
@@ -108,18 +114,11 @@ class GPTConfig:
         if self.positions == "sinusoidal" and self.d_model % 2:
             raise ValueError(f"expected an even d_model (sines and cosines in pairs), got {self.d_model}")
         self._check_rotary()
-        if self.window_layers is not None and self.window_size is None:
-            raise ValueError("expected a window_size for the window_layers, got None")
-        if self.window_layers is not None and len(self.window_layers) != self.num_layers:
-            raise ValueError(
-                f"expected window_layers to say of each of the {self.num_layers} layers whether it has the window, got "
-                f"{len(self.window_layers)}"
-            )
+        check_window_layers(self.window_size, self.window_layers, self.num_layers)
         if self.parallel_residual and self.norm_placement != "pre":
             raise ValueError(f"expected norm_placement 'pre' for parallel_residual, got {self.norm_placement!r}")
         if self.d_ff is None:
-            wide = 4 * self.d_model
-            self.d_ff = math.ceil(wide * 2 / 3 / 64) * 64 if is_gated(self.activation) else wide
+            self.d_ff = inner_size(self.d_model, self.activation)
 
     def _check_rotary(self) -> None:
         if self.positions != "rotary":
@@ -157,6 +156,4 @@ class GPTConfig:
     @property
     def windows(self) -> tuple[bool, ...]:
         """Of each layer, whether it has a window."""
-        if self.window_size is None:
-            return (False,) * self.num_layers
-        return (True,) * self.num_layers if self.window_layers is None else self.window_layers
+        return windows_of(self.window_size, self.window_layers, self.num_layers)

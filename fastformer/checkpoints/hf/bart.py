@@ -110,7 +110,7 @@ def transformer_from_bart(
 ) -> Transformer:
     """See `ToModel`; the model_type of the settings is one of `FORMS`."""
     form, left = FORMS[settings["model_type"]], _with_prefix(state)
-    check_floating(left)
+    check_floating(settings, left)
     start, pad, eos = (_id(settings, f"{name}_token_id", form) for name in ("decoder_start", "pad", "eos"))
     special_ids = SpecialIds(pad=pad, eos=eos, unk=unk, start=start)
     source_embedding, target_embedding, output = _embeddings(settings, left, form)

@@ -340,8 +340,11 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
     return state
 
 
-def check_floating(state: Mapping[str, Tensor]) -> None:
-    """Raises ValueError for weights that aren't floating-point numbers."""
+def check_floating(settings: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
+    """Raises ValueError for weights that aren't floating-point numbers, or that the settings say are rounded."""
+    if (rounded := settings.get("quantization_config")) is not None:
+        how = rounded.get("quant_method") if isinstance(rounded, Mapping) else rounded
+        raise ValueError(f"expected weights that are not quantised, got a quantization_config of {how!r}")
     for name, tensor in state.items():
         if tensor.dtype not in FLOATING:
             raise ValueError(f"expected floating-point weights, got {name} of {tensor.dtype}")

@@ -75,10 +75,7 @@ class Form(NamedTuple):
             logger.warning(
                 "the model forbids the ids %s, which is not applied: pass bad_words_ids to generate", forbidden
             )
-        if (quantised := settings.get("quantization_config")) is not None:
-            how = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
-            raise ValueError(f"expected weights that are not quantised, got a quantization_config of {how!r}")
-        check_floating(state)
+        check_floating(settings, state)
         left = self._with_prefix(state)
         theirs = self.names(_ANY)[EMBEDDING][0]
         embedding, output = left.get(self.prefix + theirs), None

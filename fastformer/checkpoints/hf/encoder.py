@@ -69,10 +69,7 @@ class EncoderForm(NamedTuple):
         dtype: torch.dtype | None = None,
     ) -> BERT:
         """See `ToModel`. Of the settings' `architectures` the first says whether the head classifies texts."""
-        if (quantised := settings.get("quantization_config")) is not None:
-            how = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
-            raise ValueError(f"expected weights that are not quantised, got a quantization_config of {how!r}")
-        check_floating({name: tensor for name, tensor in state.items() if not name.endswith(_BUFFERS)})
+        check_floating(settings, {name: tensor for name, tensor in state.items() if not name.endswith(_BUFFERS)})
         left = self._with_prefix(state)
         theirs = self.prefix + self.names(_ANY)[EMBEDDING][0]
         embedding = left.get(theirs)

@@ -99,7 +99,7 @@ def transformer_from_t5(
     if forbidden := [*never]:  # the config has no output bias to hold them
         logger.warning("the model forbids the ids %s, which is not applied: pass bad_words_ids to generate", forbidden)
     name, left = NAMES[settings["model_type"]], dict(state)
-    check_floating(left)
+    check_floating(settings, left)
     left.pop(_UNREAD, None)
     pad, eos = settings.get("pad_token_id"), settings.get("eos_token_id")
     if pad is None or eos is None:

@@ -96,8 +96,11 @@ def why_not_supported(model: object, precision: str | None) -> str | None:
     if type(model) not in (Transformer, GPT):
         return f"it knows models.Transformer and models.GPT alone, and a {type(model).__name__} may compute otherwise"
     assert isinstance(model, Transformer | GPT)
-    if (reason := why_not_now() or find_guards(model)[1]) is not None:
-        return reason
+    return why_not_now() or find_guards(model)[1] or why_not_in(precision, model)
+
+
+def why_not_in(precision: str | None, model: object) -> str | None:
+    """Why C++ code doesn't compute a model in this precision, its own for None; None: it does."""
     if precision is None and torch.is_autocast_enabled("cpu"):
         precision = own_precision(model)
     if precision is not None and precision not in PACKED_PRECISIONS:
