@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint bench peers report sanitize sanitize-memory sanitize-threads format clean
+.PHONY: demo test lint docs bench peers report sanitize sanitize-memory sanitize-threads format clean
 
 demo: $(INSTALLED)
 	$(BIN)/fastformer demo --out demo
@@ -18,6 +18,10 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror csrc/*/*.cpp csrc/*/*.h
 	$(BIN)/mypy
+
+# The site in build/docs, without a network; a warning is an error.
+docs: $(INSTALLED)
+	$(BIN)/python -m sphinx -W -n --keep-going -b html docs build/docs
 
 # Ours beside its rivals at a few small shapes, within ten minutes on two cores: a summary, and lines of JSON.
 bench: $(INSTALLED)

@@ -33,17 +33,7 @@ def parse(module: ModuleType, name: str, words: Sequence[str]) -> dict[str, Any]
         argparse.ArgumentError: flags that don't exist or don't fit, in one line.
     """
     function = getattr(module, name)
-    parser = ArgumentParser(
-        prog=f"fastformer {name}",
-        usage=getattr(module, "USAGE", None) or _usage(name, function),
-        description=inspect.getdoc(function).partition("\n")[0],  # type: ignore[union-attr]
-        formatter_class=Help,
-        epilog=_words.HELP,
-        exit_on_error=False,
-        allow_abbrev=False,
-    )
-    hints = _add_signature(parser, function)
-    hints |= module.add_settings(parser) if hasattr(module, "add_settings") else {}
+    parser, hints = make_parser(module, name)
     short = getattr(module, "SHORT", {})
     parameters = [p for p in inspect.signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     places = _words.Places(
@@ -74,6 +64,23 @@ def parse(module: ModuleType, name: str, words: Sequence[str]) -> dict[str, Any]
             text = list(map(console.typed, text)) if isinstance(text, list) else console.typed(text)
         _put(values, key, text)
     return values
+
+
+def make_parser(module: ModuleType, name: str) -> tuple[ArgumentParser, dict[str, Any]]:
+    """The parser of a command, as `parse` describes it, and the type of each of its arguments and flags."""
+    function = getattr(module, name)
+    parser = ArgumentParser(
+        prog=f"fastformer {name}",
+        usage=getattr(module, "USAGE", None) or _usage(name, function),
+        description=inspect.getdoc(function).partition("\n")[0],  # type: ignore[union-attr]
+        formatter_class=Help,
+        epilog=_words.HELP,
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
+    hints = _add_signature(parser, function)
+    hints |= module.add_settings(parser) if hasattr(module, "add_settings") else {}
+    return parser, hints
 
 
 def _check_listed(flags: Sequence[tuple[str, str | None]], listed: Collection[str]) -> None:

@@ -1,0 +1,232 @@
+"""The pages of the reference that are made when the site is built: from the parser, the dataclasses and public names.
+
+`write(docs)` puts them into `docs/reference/generated/`, which git ignores. Each function returns one page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import json
+from collections.abc import Iterable
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from docstring_parser import parse as parse_docstring
+
+from fastformer.cli import COMMANDS
+from fastformer.commands import _parsing
+from fastformer.generation.config import GenerationConfig
+from fastformer.models import BERT, GPT, Transformer
+from fastformer.settings import describe_bounds
+from fastformer.training.sections import SECTIONS
+
+ROOT = Path(__file__).parents[1]
+NAMES = ROOT / "tests" / "frozen" / "public_names.json"
+MODELS = {"transformer": Transformer, "gpt": GPT, "bert": BERT}
+_MEMBERS_OF_MODULES = {"forward"}  # documented by their class
+
+
+def commands() -> str:
+    """The command line: every command with its arguments and flags."""
+    parts = [
+        "# Command line\n",
+        "This page is made from the parsers, so it is what `fastformer COMMAND --help` prints. Options of the program"
+        " itself stand before the command: `--version` prints the version, and `--debug` shows the traceback of an"
+        " error. After a success the exit status is 0, after an error 1, after wrong flags 2, and after a signal 128"
+        " plus its number (130 for Ctrl-C).\n",
+    ]
+    for name, summary in COMMANDS.items():
+        parts.append(f"## fastformer {name}\n\n{summary}\n")
+        if name == "doctor":  # it takes no flags, and has no parser, so that it works where nothing else does
+            continue
+        parser, _ = _parsing.make_parser(importlib.import_module(f"fastformer.commands.{name}"), name)
+        parts.append(f"```text\n{parser.format_usage().removeprefix('usage: ').strip()}\n```\n")
+        for group in parser._action_groups:
+            rows = [_flag(parser, action) for action in group._group_actions if action.help != argparse.SUPPRESS]
+            if not rows:
+                continue
+            if group.title not in ("positional arguments", "options"):
+                parts.append(f"**{_text(group.title)}**\n")
+            if group.description:
+                parts.append(f"{_text(group.description)}\n")
+            parts.append(_table(("argument" if group.title == "positional arguments" else "flag", "meaning"), rows))
+    return "\n".join(parts)
+
+
+def _flag(parser: argparse.ArgumentParser, action: argparse.Action) -> tuple[str, str]:
+    formatter = parser._get_formatter()
+    spelled = [word for word in action.option_strings if not word.endswith("+")] or [str(action.dest).upper()]
+    return ", ".join(f"`{word}`" for word in spelled), _text(formatter._expand_help(action))
+
+
+def settings() -> str:
+    """The settings of training: a table for each section."""
+    parts = [
+        "# Settings of training\n",
+        "Each setting is a field of `TrainConfig`, a flag of `fastformer train` and a key of the"
+        " YAML file that `--config` names. A setting of the model, such as `dropout`, is the flag `--model.dropout 0.1`"
+        " and the YAML `model: {dropout: 0.1}`. This page is made from the dataclasses.\n",
+    ]
+    for section in SECTIONS:
+        parts.append(f"## {section.__name__}\n\n{_text(_summary(section))}\n")
+        parts.append(_fields(section))
+    return "\n".join(parts)
+
+
+def model_settings() -> str:
+    """The settings of the models and the presets' names."""
+    parts = [
+        "# Settings of the models\n",
+        "`Transformer.from_preset(name, **settings)` and its like take these; `fastformer train` takes them as"
+        " `--model.NAME`, and `fastformer train --model.help gpt` prints them. Special ids and the size of the"
+        " vocabulary come from the tokenizer when you train. This page is made from the dataclasses.\n",
+    ]
+    for name, model in MODELS.items():
+        config = get_type_hints(model.__init__)["config"]  # type: ignore[misc]
+        parts.append(f"## {name}\n\n{_text(_summary(config))}\n")
+        parts.append(_fields(config))
+    return "\n".join(parts)
+
+
+def decoding_options() -> str:
+    """The options of decoding: the fields of `GenerationConfig`."""
+    return "\n".join(
+        [
+            "# Options of decoding\n",
+            "`fastformer.generate` and `Translator.translate` take these by name, or as a"
+            " `GenerationConfig`; the commands take those that are flags, and all of them from"
+            " a YAML file. This page is made from the dataclass.\n",
+            _fields(GenerationConfig),
+        ]
+    )
+
+
+def _fields(config: type[Any]) -> str:
+    hints = get_type_hints(config, include_extras=True)
+    texts = {
+        each.arg_name: each.description or ""
+        for owner in reversed(config.__mro__)
+        for each in parse_docstring(owner.__doc__ or "").params
+    }
+    own = [each for each in fields(config) if not each.name.startswith("_")]
+    rows = [
+        (f"`{each.name}`", _kind(hints[each.name]), _default(each), _text(texts.get(each.name, ""))) for each in own
+    ]
+    return _table(("name", "value", "default", "meaning"), rows)
+
+
+def _kind(hint: Any) -> str:
+    try:
+        return _text(describe_bounds(hint))
+    except (TypeError, ValueError, AttributeError, KeyError):
+        return _text(inspect.formatannotation(hint))
+
+
+def _default(each: Field[Any]) -> str:
+    if each.default is not MISSING:
+        return f"`{each.default!r}`" if not isinstance(each.default, str) else f"`{each.default}`"
+    if each.default_factory is not MISSING:
+        return f"`{each.default_factory()!r}`"
+    return "required"
+
+
+def public_names() -> dict[str, Any]:
+    """Package -> name -> what is promised of it; `tests/frozen/` holds the code to this."""
+    found: dict[str, Any] = json.loads(NAMES.read_text(encoding="utf-8"))
+    return found
+
+
+def python_pages() -> dict[str, str]:
+    """A page for each public package, in reStructuredText, for autodoc."""
+    home: dict[int, str] = {}
+    pages = {}
+    for package, names in public_names().items():
+        module = importlib.import_module(package)
+        parts = [package, "=" * len(package), "", *_module_text(module), ""]
+        for name, promised in names.items():
+            value, full = getattr(module, name), f"{package}.{name}"
+            if promised == "value" or inspect.ismodule(value):
+                parts += [f".. py:data:: {full}", f"   :value: {value!r}"[:90], ""]
+                continue
+            if id(value) in home:
+                parts += [f".. py:data:: {full}", "", f"   See :py:obj:`{home[id(value)]}`.", ""]
+                continue
+            home[id(value)] = full
+            if inspect.isclass(value):
+                members = (
+                    [each for each in promised if each not in ("()", *_MEMBERS_OF_MODULES)]
+                    if isinstance(promised, dict)
+                    else []
+                )
+                own = [each for each in members if getattr(getattr(value, each), "__doc__", None)]
+                parts += [f".. autoclass:: {full}", *([f"   :members: {', '.join(own)}"] if own else []), ""]
+            else:
+                parts += [f".. autofunction:: {full}", ""]
+        pages[package] = "\n".join(parts) + "\n"
+    return pages
+
+
+def _module_text(module: Any) -> list[str]:
+    return [f".. py:module:: {module.__name__}", "", *(inspect.getdoc(module) or "").splitlines()]
+
+
+def python_index(packages: Iterable[str]) -> str:
+    """The list of the packages."""
+    lines = [
+        "# Python\n",
+        "These packages and names are public: see [what SemVer covers here](../../project/public.md). Every other"
+        " module is internal and may change in any release.\n",
+        "```{toctree}\n:maxdepth: 1\n",
+        *packages,
+        "```\n",
+    ]
+    return "\n".join(lines)
+
+
+def _summary(config: type[Any]) -> str:
+    return (parse_docstring(config.__doc__ or "").short_description or "").strip()
+
+
+def _text(text: str | None) -> str:
+    """Words of a docstring or a help text as they stand in a cell of a Markdown table."""
+    words = " ".join((text or "").split())
+    for sign in "|<>*_[]$":
+        words = "`".join(
+            part.replace(sign, f"\\{sign}") if i % 2 == 0 else part for i, part in enumerate(words.split("`"))
+        )
+    return "`".join(part if i % 2 == 0 else part.replace("|", "\\|") for i, part in enumerate(words.split("`")))
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def pages() -> dict[str, str]:
+    """File name -> text."""
+    python = python_pages()
+    return {
+        "commands.md": commands(),
+        "settings.md": settings(),
+        "model-settings.md": model_settings(),
+        "decoding-options.md": decoding_options(),
+        "python.md": python_index(python),
+        **{f"{package}.rst": text for package, text in python.items()},
+    }
+
+
+def write(docs: Path) -> None:
+    """Writes all pages; a file that is as it should be keeps its time, so that Sphinx leaves it alone."""
+    folder = docs / "reference" / "generated"
+    folder.mkdir(parents=True, exist_ok=True)
+    made = pages()
+    for path in folder.iterdir():
+        if path.name not in made:
+            path.unlink()
+    for name, text in made.items():
+        path = folder / name
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
