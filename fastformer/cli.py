@@ -28,6 +28,7 @@ COMMANDS = {
     "chat": "Chats with a language model.",
     "embed": "Computes the embeddings of texts, a line each, with an encoder.",
     "rank": "Ranks passages by how well they answer a query, with a cross-encoder.",
+    "serve": "Serves a model over HTTP, to many clients at once.",
     "score": "Scores translations: against references, or by the probability that a model gives them.",
     "average": "Averages the weights of a run's last checkpoints into its model.",
     "quantize": "Rounds a model's weights to int8 or int4, into a folder of its own.",
@@ -39,7 +40,15 @@ COMMANDS = {
 SAVING = {"train", "average", "quantize", "demo"}
 
 # Which extra of the installation has a package; the others are in "train".
-EXTRAS = {"matplotlib": "plot", "transformers": "hf", "jinja2": "chat"}
+EXTRAS = {
+    "matplotlib": "plot",
+    "transformers": "hf",
+    "jinja2": "chat",
+    **dict.fromkeys(
+        ("fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client", "python_multipart", "bs4", "py3langid"),
+        "serve",
+    ),
+}
 OUT_OF_MEMORY = re.compile("out of memory|not enough memory|can't allocate memory", re.IGNORECASE)
 
 

@@ -45,6 +45,7 @@ ALLOWED = {
         "settings",
         "special_ids",
     },
+    "serving": {"__version__", "checkpoints", "encoding", "files", "generation", "models", "settings"},
     "training": {
         "baseline",
         "checkpoints",

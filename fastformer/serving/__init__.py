@@ -1,0 +1,13 @@
+"""A model folder as an HTTP service: one process, one event loop, one thread that decodes, one model.
+
+limits.py          `Limits`, and the middlewares that hold them: size and time of a body, keys
+service.py         `Service`: what a folder does, without HTTP; `open_service` finds out which kind it is
+answers.py         answers and errors as HTTP: until_gone, server-sent events, the status of an error
+translate.py       our own routes of a translator
+app.py             `make_app`: the routes that the service's kind has, health, errors in each format's shape
+"""
+
+from fastformer.serving.app import make_app as make_app
+from fastformer.serving.limits import Limits as Limits
+from fastformer.serving.service import Service as Service
+from fastformer.serving.service import open_service as open_service

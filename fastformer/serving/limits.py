@@ -1,0 +1,44 @@
+"""What a server takes at most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastformer.settings import Amount, Count, Positive, Range, check_settings
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a server takes at most. Each is a flag of `fastformer serve`.
+
+    Attributes:
+        max_waiting: requests that wait in front of the batch; one more is answered 429
+        max_waiting_tokens: tokens of the sources and prompts that wait in front of the batch
+        max_body_bytes: of a request; a larger one is answered 413
+        max_texts: in one request
+        max_text_chars: of each text
+        max_new_tokens: that a request may ask for
+        max_alternatives: further answers for one text
+        max_beams: of a search; also the most samples, and the most of both together
+        timeout_s: seconds that a request may take; a request may ask for less by its field `timeout`
+        body_s: seconds in which the body of a request has to come
+        drain_s: seconds that running requests get to end after SIGTERM
+        drain_delay_s: seconds between SIGTERM, when /ready begins to say no, and the end of new requests
+    """
+
+    max_waiting: Positive = 256
+    max_waiting_tokens: Positive = 65_536
+    max_body_bytes: Positive = 2 << 20
+    max_texts: Positive = 64
+    max_text_chars: Positive = 20_000
+    max_new_tokens: Positive = 1_024
+    max_alternatives: Count = 4
+    max_beams: Positive = 8
+    timeout_s: Annotated[float, Range(above=0)] = 60.0
+    body_s: Annotated[float, Range(above=0)] = 30.0
+    drain_s: Amount = 30.0
+    drain_delay_s: Amount = 2.0
+
+    def __post_init__(self) -> None:
+        check_settings(self)
