@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fastformer.baseline import LSTMSeq2Seq
 from fastformer.checkpoints import load_model
 from fastformer.checkpoints.lock import LOCK, RunLock
 from fastformer.checkpoints.training_state import checkpoint_folder, checkpoints, latest_checkpoint
-from fastformer.data import BPETokenizer, ByteTokenizer, PairTokenizer, Tokenizer, load_tokenizer, plan_epoch
+from fastformer.data import BPETokenizer, ByteTokenizer, PairTokenizer, Tokenizer, load_tokenizer
+from fastformer.data.order import Order
 from fastformer.data.tokenizer import NUM_BYTES, TOKENIZER
 from fastformer.devices import choose_device
 from fastformer.files import check_places, remove_left_overs
@@ -170,7 +171,7 @@ def _start(
     trainer = Trainer(config, folder, model, data, device, lock=lock, interrupts=interrupts, log=log)
     trainer.init_weights = None if weights is None else digest_of(weights)
     if config.epochs:
-        steps = count_updates(config, trainer.lengths, data.weights)
+        steps = count_updates(config, trainer.order)
         logger.info(
             "%g epoch%s %s %d update%s",
             config.epochs, "" if config.epochs == 1 else "s", "is" if config.epochs == 1 else "are", steps,
@@ -207,25 +208,17 @@ def _start(
     return trainer
 
 
-def count_updates(config: TrainConfig, lengths: Tensor, weights: Tensor | None = None) -> int:
+def count_updates(config: TrainConfig, order: Order) -> int:
     """How many updates `epochs` passes over the data are, at least one.
 
     Args:
         config: the settings.
-        lengths: (examples, 2) source and target lengths of the training data.
-        weights: (examples,) how often an epoch has each example; None: once.
+        order: of the training data.
     """
     batches = 0.0
     for epoch in range(math.ceil(config.epochs)):
-        plan = plan_epoch(
-            lengths,
-            max_tokens=config.max_tokens,
-            batching=config.batching,
-            seed=config.seed,
-            epoch=epoch,
-            weights=weights,
-        )
-        batches += len(plan) * min(1.0, config.epochs - epoch)
+        planned = sum(len(order.plan(epoch, window)) for window in range(order.num_windows))
+        batches += planned * min(1.0, config.epochs - epoch)
     # The batches of an update may come from two epochs, so that only the very last ones can be too few.
     return max(1, math.floor(batches / config.accumulate + 1e-9))
 

@@ -38,6 +38,7 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
         "counters": {
             "step": trainer.step,
             "epoch": trainer.epoch,
+            "window": trainer.window,
             "batch": trainer.batch,
             "validated": trainer.validated,
             "finished": trainer.finished,
@@ -70,8 +71,10 @@ def restore(trainer: Trainer, state: dict[str, Any], origin: object) -> None:
             trainer.scaler.load_state_dict(state["scaler"])
         if trainer.ema is not None:
             _load_weights(trainer.ema, state["ema"], origin)
-        counters = {name: _count(name, value) for name, value in state["counters"].items()}
+        # Checkpoints of earlier versions know no windows: all examples were one.
+        counters = {name: _count(name, value) for name, value in {"window": 0, **state["counters"]}.items()}
         trainer.step, trainer.epoch, trainer.batch = counters["step"], counters["epoch"], counters["batch"]
+        trainer.window = counters["window"]
         trainer.validated, trainer.finished = counters["validated"], bool(counters["finished"])
         batches = trainer.step * trainer.config.accumulate
         for name, most in (("epoch", batches), ("batch", batches), ("validated", trainer.step), ("finished", 1)):

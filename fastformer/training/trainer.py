@@ -17,8 +17,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from fastformer.checkpoints.lock import RunLock
 from fastformer.checkpoints.training_state import average_weights, checkpoints, describe_average, save_checkpoint
-from fastformer.data import Batch, collate, plan_epoch
-from fastformer.data.batching import longest_sides
+from fastformer.data import Batch, collate
+from fastformer.data.order import Order
 from fastformer.generation import Translator
 from fastformer.graphs import Graphs
 from fastformer.models.pretrained import save_model
@@ -100,15 +100,21 @@ class Trainer:
         if config.cuda_graphs:
             check_device(device)
             self._begin_graphs()
-        self.lengths, self.fingerprint = lengths_of(data.train), fingerprint(data.train)
-        longest_sides(self.lengths, config.max_tokens)  # before anything is written
+        self.order = Order(
+            data.train,
+            max_tokens=config.max_tokens,
+            batching=config.batching,
+            seed=config.seed,
+            weights=data.weights,
+        )
+        self.fingerprint = fingerprint(data.train)
         self.pairs = data.val_texts[: config.val_examples]
         self.best = Best(
             choose_measure(config, [target for _, target in self.pairs]),
             str(fingerprint(data.val)["sha256"]),
             len(self.pairs),
         )
-        self.step, self.epoch, self.batch = 0, 0, 0  # of the epoch, batches done
+        self.step, self.epoch, self.window, self.batch = 0, 0, 0, 0  # of the epoch's window, batches done
         self.validated = 0  # the update of the last validation
         self.finished = False  # nothing is left to do, with the settings as they are
         self.trained_seconds = 0.0
@@ -208,18 +214,13 @@ class Trainer:
         """The batches of each update, from where the run stands on."""
         group: list[Batch] = []
         while self.step < self.config.steps:
-            plan = plan_epoch(
-                self.lengths,
-                max_tokens=self.config.max_tokens,
-                batching=self.config.batching,
-                seed=self.config.seed,
-                epoch=self.epoch,
-                weights=self.data.weights,
-            )
-            if self.batch > len(plan):
+            windows = self.order.num_windows
+            plan = self.order.plan(self.epoch, self.window) if self.window < windows else []
+            if self.window >= windows or self.batch > len(plan):
                 raise ValueError(
-                    f"expected at most {len(plan)} batches of epoch {self.epoch} to be done, as it has, got "
-                    f"{self.batch} batches: the checkpoint that training went on from is of other data"
+                    f"expected at most {len(plan)} batches of epoch {self.epoch}, window {self.window} of {windows}, "
+                    f"to be done, as it has, got {self.batch} batches: the checkpoint that training went on from is of "
+                    "other data"
                 )
             while self.batch < len(plan):
                 examples = [self.data.train[i] for i in plan[self.batch]]
@@ -228,7 +229,9 @@ class Trainer:
                 if len(group) == self.config.accumulate:
                     yield self.place(group)
                     group = []
-            self.epoch, self.batch = self.epoch + 1, 0
+            self.window, self.batch = self.window + 1, 0
+            if self.window == windows:
+                self.epoch, self.window = self.epoch + 1, 0
 
     def place(self, batches: list[Batch]) -> list[Batch]:
         """The batches of an update where it takes them: on the device, or, for a graph, in a size that it has."""

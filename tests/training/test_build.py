@@ -11,7 +11,8 @@ import torch
 
 from fastformer.checkpoints import load_model
 from fastformer.checkpoints.training_state import checkpoints
-from fastformer.data import plan_epoch, train_bpe
+from fastformer.data import Example, Examples, plan_epoch, train_bpe
+from fastformer.data.order import Order
 from fastformer.training import TrainConfig, start
 from fastformer.training.build import build_model, count_updates
 from fastformer.training.settings import load_config
@@ -104,7 +105,7 @@ def test_epochs_are_passes_over_the_data(config, tmp_path, caplog, epochs, accum
     del (values := config.to_dict())["steps"]
     with caplog.at_level(logging.INFO):
         trainer = start(TrainConfig.from_dict(values | {"epochs": epochs}), tmp_path / "run")
-    lengths = trainer.lengths
+    lengths = trainer.data.train.lengths
     plans = [plan_epoch(lengths, max_tokens=64, batching="packed", seed=0, epoch=epoch) for epoch in range(3)]
     batches = sum(len(plan) for plan in plans[: int(epochs)]) + len(plans[int(epochs)]) * (epochs % 1)
     assert trainer.config.steps == max(1, int(batches / accumulate))
@@ -114,8 +115,8 @@ def test_epochs_are_passes_over_the_data(config, tmp_path, caplog, epochs, accum
 
 
 def test_less_than_an_update_is_one(config) -> None:
-    lengths = torch.tensor([[3, 3]])
-    assert count_updates(changed(config, epochs=0.1), lengths) == 1
+    order = Order(Examples([Example([3], [3])]), max_tokens=64, batching="packed", seed=0)
+    assert count_updates(changed(config, epochs=0.1), order) == 1
 
 
 # Fine-tuning.

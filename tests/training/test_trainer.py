@@ -109,7 +109,7 @@ def test_batches_of_an_update_and_of_an_epoch(config, tmp_path) -> None:
     # Groups go on across the end of an epoch: nothing is left out, nothing is seen twice.
     trainer = start(changed(config, accumulate=3), tmp_path / "run")
     tokens: list[int] = []
-    total = int(trainer.lengths.sum())
+    total = int(trainer.data.train.lengths.sum())
     update = trainer.update
 
     def count(batches):
