@@ -17,7 +17,7 @@ def serve(
     precision: Precision | None = None,
     engine: str | None = None,
 ) -> None:
-    """Serves a model over HTTP.
+    """Serves a model over HTTP, to many clients at once.
 
     Args:
         folder: of a run, or as transformers or sentence-transformers saves it
