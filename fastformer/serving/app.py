@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import compile_path
 
 from fastformer import __version__
-from fastformer.serving import answers, translate
+from fastformer.serving import answers, page, translate
 from fastformer.serving.answers import answer
 from fastformer.serving.limits import Limits
 from fastformer.serving.service import Service, TranslateService
@@ -54,6 +54,7 @@ def make_app(
         routes = module.router(service, limits)
         app.include_router(routes)
         app.state.formats += [(compile_path(route.path)[0], module) for route in routes.routes]
+    app.include_router(page.router(service, limits))
     _add_state_routes(app, service, limits)
     _add_errors(app)
     return app
