@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
-import atexit
-import contextlib
-import threading
-import time
-import weakref
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+from fastformer.generation.async_front import Answers, AsyncFront, Stats
 from fastformer.generation.config import GenerationConfig
 from fastformer.generation.engines import choose_engine
-from fastformer.generation.model_protocols import Evaluation, evaluating
-from fastformer.generation.paragraphs import check_split, parts_of
+from fastformer.generation.model_protocols import evaluating
+from fastformer.generation.paragraphs import Part, check_split, parts_of
 from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.requests import Request
-from fastformer.generation.scheduler import Scheduler
 from fastformer.generation.streaming import TextPieces
-from fastformer.generation.text_io import Answer, Item, as_form, failure
+from fastformer.generation.text_io import Answer, Item, as_form
 from fastformer.generation.translator import Translator, check_one_stream
-from fastformer.settings import Positive, check_value
 
 _SHOWN = 40  # characters of a text that an error names
 
-_open: weakref.WeakSet[AsyncTranslator] = weakref.WeakSet()  # those whose threads may run
+
+class PartAnswer(NamedTuple):
+    """What became of a sentence, or of a whole text, and the white space behind it; None: there was nothing to do."""
+
+    answer: Answer | None
+    space: str
 
 
 class AsyncTranslator:
@@ -44,39 +41,44 @@ class AsyncTranslator:
 
     Args:
         translator: whose model, tokenizer and limits of memory these are.
-        max_waiting: how many requests may wait for room in the batch. A task that asks for more waits for a place.
+        max_waiting: how many requests may wait for room in the batch. A task that asks for more waits for a place. The
+            sentences of a text, each a request, take their places together.
         engine: how to decode, one of `engines.ENGINES`; None: the fastest that can.
+        max_waiting_tokens: how many source tokens those may have; None: any number.
+        when_full: "refuse" raises QueueFull where a task would wait for a place.
+
+    Attributes:
+        front: what runs the requests.
 
     Raises:
-        ValueError: a max_waiting below 1, or an engine that can't decode the model.
+        ValueError: a max_waiting below 1, another when_full, or an engine that can't decode the model.
     """
 
-    def __init__(self, translator: Translator, *, max_waiting: int = 1024, engine: str | None = None) -> None:
+    def __init__(
+        self,
+        translator: Translator,
+        *,
+        max_waiting: int = 1024,
+        engine: str | None = None,
+        max_waiting_tokens: int | None = None,
+        when_full: Literal["wait", "refuse"] = "wait",
+    ) -> None:
         if not isinstance(translator, Translator):
             raise ValueError(f"expected a Translator, got {type(translator).__name__}")
-        check_value("max_waiting", max_waiting, Positive)
         self.translator, self.max_waiting = translator, max_waiting
+        self.front: AsyncFront[Request] = AsyncFront(
+            translator.model,
+            lambda: translator.new_scheduler(self._engine, is_endless=True),
+            name=type(self).__name__,
+            max_waiting=max_waiting,
+            max_waiting_tokens=max_waiting_tokens,
+            when_full=when_full,
+        )
         with evaluating(translator.model):
             self._engine = choose_engine(translator.model, engine, translator.precision)
-        self._changed = threading.Condition()  # guards all that follows
-        self._thread: threading.Thread | None = None
-        self._is_closing = self._is_cancelling = False
-        self._failure: BaseException | None = None  # what ended the thread before its time
-        self._inbox: deque[_Job] = deque()  # have a place in the queue
-        self._parked: deque[_Job] = deque()  # wait for one
-        self._jobs: dict[Request, _Job] = {}  # what the scheduler holds; the thread's own
-        self._waiting = 0  # requests that the scheduler holds and hasn't begun
 
     async def __aenter__(self) -> AsyncTranslator:
-        with self._changed:
-            if self._thread is not None:
-                raise RuntimeError("expected an AsyncTranslator that is closed, got one that is open already")
-            self._is_closing = self._is_cancelling = False
-            self._failure = None
-            # A daemon: the interpreter doesn't wait for it, and `_stop_all` ends it where the program forgot to.
-            self._thread = threading.Thread(target=self._work, name="AsyncTranslator", daemon=True)
-            self._thread.start()
-            _open.add(self)
+        await self.front.__aenter__()
         return self
 
     async def __aexit__(
@@ -93,31 +95,21 @@ class AsyncTranslator:
             cancel: end what runs and what waits, whose tasks get a RuntimeError; without, they get their translations
                 first.
         """
-        thread = self._ask_to_end(cancel=cancel)
-        if thread is None:
-            return
-        await asyncio.to_thread(thread.join)
-        with self._changed:
-            if self._thread is thread:
-                self._thread = None
-                _open.discard(self)
+        await self.front.close(cancel=cancel)
 
-    def _ask_to_end(self, *, cancel: bool) -> threading.Thread | None:
-        """Has the thread end when its work is done, or at once; the thread, None where there is none."""
-        with self._changed:
-            if self._thread is not None:
-                self._is_closing = True
-                self._is_cancelling = self._is_cancelling or cancel
-                self._changed.notify()
-            return self._thread
+    @property
+    def num_queued(self) -> int:
+        """How many requests have a place in the queue and haven't begun."""
+        return self.front.num_queued
 
-    def _stop(self) -> None:
-        """Ends the thread, whatever it does, and waits for that; for the end of the program."""
-        thread = self._thread
-        # In a process that was forked the thread isn't there, and it may have held the lock.
-        if thread is not None and thread.is_alive():
-            self._ask_to_end(cancel=True)
-            thread.join()
+    @property
+    def num_blocked(self) -> int:
+        """How many requests wait for a place in the queue."""
+        return self.front.num_blocked
+
+    def stats(self) -> Stats:
+        """Its counters as they are now."""
+        return self.front.stats()
 
     async def translate(
         self,
@@ -141,49 +133,70 @@ class AsyncTranslator:
 
         Raises:
             ValueError: see `Translator.translate`.
+            QueueFull: there is no place for it now, and when_full is "refuse".
             RuntimeError: this is closed, or was closed meanwhile with cancel; the model or a processor failed.
         """
-        config = self._config(options, config)
+        config = self.settings(options, config)
         form = as_form(config, return_scores, return_token_scores)
         check_split(split, form, target_prefix)
         item = Item(text, target_prefix, source_lang, target_lang)
+        (parts,) = await self.answers([item], config, log_probs=form.log_probs, split=split)
         if split:
-            return "".join([piece async for piece in self._sentences(item, config)])
-        builder = self._builder(config, log_probs=form.log_probs)
-        checked = self.translator.encode_item(item, 1, builder)
-        return form.of(await self._answer(text, builder.build(checked, place=0)))
+            return joined_texts(parts)[0]
+        assert parts[0].answer is not None
+        return form.of(parts[0].answer)
 
-    async def _answer(self, text: str, request: Request) -> Answer:
-        """Waits for a request of a text."""
-        job = _Job(text)
-        job.request = request
-        self._submit(job)
-        try:
-            await job.events.get()
-            return Answer(self.translator.tokenizer, job.finished())
-        finally:
-            self._leave(job)
+    async def answers(
+        self,
+        items: Sequence[Item],
+        config: GenerationConfig,
+        *,
+        log_probs: bool = False,
+        split: bool = False,
+        deadline: float | None = None,
+    ) -> list[list[PartAnswer]]:
+        """The answers of several texts, which are asked for together.
 
-    async def _sentences(self, item: Item, config: GenerationConfig) -> AsyncIterator[str]:
-        """The translations of a text's sentences, which decode together, with the white space behind each."""
-        # All are encoded first, so that a bad one is named before the work.
-        builder = self._builder(config, log_probs=False)
-        parts = parts_of(self.translator, item, 1, builder)
-        tasks = [
-            None
-            if part.checked is None
-            else asyncio.ensure_future(self._answer(item.text, builder.build(part.checked, place=place)))
-            for place, part in enumerate(parts)
+        Args:
+            items: the texts.
+            config: from `settings`.
+            log_probs: whether scores are wanted.
+            split: cut each text into sentences.
+            deadline: a time of `time.monotonic`; None: it may take as long as it takes.
+
+        Returns:
+            For each text what became of its sentences, or of it as a whole.
+
+        Raises:
+            ValueError: a text that can't be translated.
+            QueueFull, TooLate, NotRunning, RuntimeError: see `AsyncFront.ask`.
+        """
+        builder = self._builder(config, log_probs=log_probs)
+        size = sum(len(item.text) for item in items if isinstance(item.text, str))
+        texts = await self.front.aside(
+            lambda: [self._parts(item, number, builder, split) for number, item in enumerate(items, 1)], size
+        )
+        names = [
+            _name_of(item.text) for item, parts in zip(items, texts, strict=True) for part in parts if part.checked
         ]
+        requests = self._requests(builder, [part for parts in texts for part in parts])
+        if not requests:
+            return [[PartAnswer(None, part.space) for part in parts] for parts in texts]
+        asked = self.front.submit(requests, deadline=deadline, names=names)
         try:
-            for part, task in zip(parts, tasks, strict=True):
-                said = "" if task is None else "".join((await task).texts())
-                if said or part.space:
-                    yield said + part.space
+            found: list[list[PartAnswer]] = []
+            place = 0
+            for parts in texts:
+                found.append([])
+                for part in parts:
+                    answer = None
+                    if part.checked is not None:
+                        answer = Answer(self.translator.tokenizer, await asked.ended(place))
+                        place += 1
+                    found[-1].append(PartAnswer(answer, part.space))
+            return found
         finally:
-            for task in tasks:
-                if task is not None:
-                    task.cancel()
+            asked.leave()
 
     def stream(
         self,
@@ -208,32 +221,107 @@ class AsyncTranslator:
         Raises:
             ValueError, RuntimeError: see `translate`; the first at once.
         """
-        config = self._config(options, config)
+        config = self.settings(options, config)
         form = as_form(config, False, False)
         check_split(split, form, target_prefix)
+        if not split:
+            check_one_stream(form, config)
         item = Item(text, target_prefix, source_lang, target_lang)
-        if split:
-            return self._sentences(item, config)
-        check_one_stream(form, config)
         builder = self._builder(config, log_probs=False)
-        checked = self.translator.encode_item(item, 1, builder)
+        parts = self._parts(item, 1, builder, split)
 
         async def pieces() -> AsyncIterator[str]:
-            job = _Job(text)
-            job.request = builder.build(checked, place=0, on_token=job.notify)
-            found = TextPieces(self.translator.tokenizer, checked.prefix, stop=config.stop_strings)
-            self._submit(job)
-            try:
-                while (token := await job.events.get()) is not None:
-                    if piece := found.add([token]):
-                        yield piece
-                job.finished()
-                if piece := found.end():
-                    yield piece
-            finally:
-                self._leave(job)
+            async for piece in self._pieces(text, parts, builder, by_token=not split):
+                yield piece
 
         return pieces()
+
+    async def begin(
+        self, item: Item, config: GenerationConfig, *, split: bool = False, deadline: float | None = None
+    ) -> AsyncIterator[str]:
+        """As `stream`, but the request has its place in the queue when this returns, and the sentences of a split text
+        come piece by piece as well.
+
+        Args:
+            item: the text.
+            config: from `settings`.
+            split, deadline: see `answers`.
+
+        Raises:
+            ValueError, QueueFull, NotRunning: at once; see `answers`.
+            TooLate, RuntimeError: from the iterator.
+        """
+        by_token = config.num_beams == 1 and config.samples == 1
+        if not split:
+            check_one_stream(as_form(config, False, False), config)
+        builder = self._builder(config, log_probs=False)
+        parts = await self.front.aside(lambda: self._parts(item, 1, builder, split), len(item.text))
+        return self._pieces(item.text, parts, builder, by_token=by_token, deadline=deadline)
+
+    def _pieces(
+        self,
+        text: str,
+        parts: Sequence[Part],
+        builder: RequestBuilder,
+        *,
+        by_token: bool,
+        deadline: float | None = None,
+    ) -> AsyncIterator[str]:
+        """The translations of a text's parts, which decode together, with the white space behind each."""
+        requests = self._requests(builder, parts)
+        asked: Answers[Request] | None = None
+        if requests:
+            asked = self.front.submit(
+                requests,
+                deadline=deadline,
+                names=[_name_of(text)] * len(requests),
+                listen=range(len(requests)) if by_token else (),
+            )
+        return self._told(parts, asked, by_token, builder.config)
+
+    async def _told(
+        self, parts: Sequence[Part], asked: Answers[Request] | None, by_token: bool, config: GenerationConfig
+    ) -> AsyncIterator[str]:
+        """What `asked` brings, in the order of the parts."""
+        place = 0
+        try:
+            for part in parts:
+                if part.checked is None or asked is None:
+                    if part.space:
+                        yield part.space
+                    continue
+                if by_token:
+                    found = TextPieces(self.translator.tokenizer, part.checked.prefix, stop=config.stop_strings)
+                    async for tokens in asked.tokens(place):
+                        for token in tokens:  # each by itself, however late this task is
+                            if piece := found.add([token]):
+                                yield piece
+                    if piece := found.end() + part.space:
+                        yield piece
+                else:
+                    said = "".join(Answer(self.translator.tokenizer, await asked.ended(place)).texts())
+                    if said or part.space:
+                        yield said + part.space
+                place += 1
+        finally:
+            if asked is not None:
+                asked.leave()
+
+    def _parts(self, item: Item, number: int, builder: RequestBuilder, split: bool) -> list[Part]:
+        """A text's sentences, or all of it, as ids.
+
+        Raises:
+            ValueError: a text that can't be translated.
+        """
+        # All are encoded before the first is translated, so that a bad one is named before the work.
+        if split:
+            return parts_of(self.translator, item, number, builder)
+        return [Part(str(number), self.translator.encode_item(item, number, builder), "", True)]
+
+    def _requests(self, builder: RequestBuilder, parts: Sequence[Part]) -> list[Request]:
+        return [
+            builder.build(part.checked, place=place) for place, part in enumerate(parts) if part.checked is not None
+        ]
 
     def _builder(self, config: GenerationConfig, *, log_probs: bool) -> RequestBuilder:
         translator = self.translator
@@ -241,8 +329,12 @@ class AsyncTranslator:
             translator.model, config, log_probs=log_probs, engine=self._engine, tokenizer=translator.tokenizer
         )
 
-    def _config(self, options: Mapping[str, Any], config: GenerationConfig | None) -> GenerationConfig:
-        """The config of a request; all of them decode in one batch, with one engine in one precision."""
+    def settings(self, options: Mapping[str, Any], config: GenerationConfig | None = None) -> GenerationConfig:
+        """The config of a request; all of them decode in one batch, with one engine in one precision.
+
+        Raises:
+            ValueError: see `Translator.settings`; another engine or precision.
+        """
         found = self.translator.settings(options, config)
         if found.precision != self.translator.precision:
             raise ValueError(
@@ -256,190 +348,20 @@ class AsyncTranslator:
             )
         return found
 
-    # What the tasks do
 
-    def _submit(self, job: _Job) -> None:
-        """Hands a request over; as long as the queue has no place for it, it is parked in front of it."""
-        with self._changed:
-            if self._thread is None or self._is_closing:
-                raise RuntimeError("expected an AsyncTranslator that is open: use it inside of `async with`")
-            if self._failure is not None:
-                raise _broken(self._failure)
-            if self._has_room():  # then no request is parked
-                self._inbox.append(job)
-                self._changed.notify()
-                return
-            self._parked.append(job)
-        if job.request.deadline is not None:
-            job.end_at(job.request.deadline, lambda: self._unpark(job))
+def joined_texts(parts: Sequence[PartAnswer]) -> list[str]:
+    """The translations of a text, best first, of what became of its sentences.
 
-    def _unpark(self, job: _Job) -> None:
-        """Ends a request whose time is over before it has found a place."""
-        with self._changed:
-            if job not in self._parked:
-                return  # it has a place, and the scheduler ends it
-            self._parked.remove(job)
-        job.request.finish()
-        job.events.put_nowait(None)
-
-    def _leave(self, job: _Job) -> None:
-        """Ends a request whose task no longer waits for it."""
-        job.forget_end()
-        if job.request.is_done:
-            return
-        job.request.cancel()
-        with self._changed:
-            if job in self._parked:
-                self._parked.remove(job)
-
-    def _has_room(self) -> bool:
-        return self.num_queued < self.max_waiting
-
-    @property
-    def num_queued(self) -> int:
-        """How many requests have a place in the queue and haven't begun; at most max_waiting."""
-        return len(self._inbox) + self._waiting
-
-    @property
-    def num_blocked(self) -> int:
-        """How many requests wait for a place in the queue."""
-        return len(self._parked)
-
-    # What the thread does
-
-    def _work(self) -> None:
-        try:
-            self._serve()
-        except BaseException as error:  # or its tasks would wait for ever
-            self._give_up(error)
-
-    def _serve(self) -> None:
-        scheduler = self.translator.new_scheduler(self._engine, is_endless=True)
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._inbox or self._is_closing)
-                if not self._inbox:
-                    return
-            with evaluating(self.translator.model) as mode:
-                scheduler = self._run(scheduler, mode)
-
-    def _run(self, scheduler: Scheduler, mode: Evaluation) -> Scheduler:
-        """Steps until there is nothing to do; the scheduler that it ends with."""
-        while True:
-            with self._changed:
-                self._waiting = len(scheduler.waiting)
-                while self._parked and self._has_room():
-                    self._inbox.append(self._parked.popleft())
-                arrived = list(self._inbox)
-                self._jobs |= {job.request: job for job in arrived}
-                self._inbox.clear()
-                self._waiting += len(arrived)
-                is_cancelling = self._is_cancelling
-            scheduler.submit(job.request for job in arrived)
-            if is_cancelling:
-                for request in self._jobs:
-                    request.cancel()
-            if scheduler.is_idle:
-                return scheduler
-            try:
-                mode.hold()
-                ended = scheduler.step()
-            except BaseException as error:  # of the model: the thread outlives it
-                ended, scheduler = self._recover(error, scheduler)
-            for request in ended:
-                self._jobs.pop(request).notify(None)
-
-    def _recover(self, error: BaseException, scheduler: Scheduler) -> tuple[list[Request], Scheduler]:
-        """After an error of the model, those that had begun fail; the others begin with an engine that starts anew."""
-        waiting = list(scheduler.waiting)
-        held = set(waiting)
-        ended = [request for request in self._jobs if request not in held]
-        if not ended:  # the first one can't even begin
-            ended = [waiting.pop(0)]
-        for request in ended:
-            if not request.is_done:
-                wrapped = RuntimeError(f"the model failed: {type(error).__name__}: {error}")
-                wrapped.__cause__ = error
-                request.fail(wrapped)
-        scheduler.clear()  # the error's traceback holds it, and there may be no memory for two batches
-        # The limits that it had: a device that has failed may not even say how much memory is free.
-        anew = Scheduler(
-            self._engine, max_rows=scheduler.max_rows, max_bytes=scheduler.max_bytes, is_endless=scheduler.is_endless
-        )
-        anew.submit(waiting)
-        return ended, anew
-
-    def _give_up(self, error: BaseException) -> None:
-        """Fails every request, and refuses new ones: the thread can't go on."""
-        with self._changed:
-            self._failure = error
-            jobs = [*self._jobs.values(), *self._inbox, *self._parked]
-            self._jobs.clear()
-            self._inbox.clear()
-            self._parked.clear()
-            self._waiting = 0
-        for job in jobs:
-            if not job.request.is_done:
-                job.request.fail(_broken(error))
-            job.notify(None)
-
-
-@atexit.register
-def _stop_all() -> None:
-    """Ends the threads of what was left open.
-
-    An interpreter that ends kills its daemons when they come back from C++, which C++ answers by aborting the program.
-    The threads that aren't daemons have ended by now: those may use a translator until then.
+    The n-th best one has the n-th best of each sentence, or the last that there is.
     """
-    for front in list(_open):
-        front._stop()
+    said = [[""] if part.answer is None else part.answer.texts() or [""] for part in parts]
+    most = max(map(len, said), default=1)
+    texts = [
+        "".join(one[min(n, len(one) - 1)] + part.space for one, part in zip(said, parts, strict=True))
+        for n in range(most)
+    ]
+    return list(dict.fromkeys(texts))
 
 
-def _broken(error: BaseException) -> RuntimeError:
-    found = RuntimeError(
-        f"the AsyncTranslator can't go on, close it and open it again: {type(error).__name__}: {error}"
-    )
-    found.__cause__ = error
-    return found
-
-
-class _Job:
-    """A request, and the task that waits for it.
-
-    Attributes:
-        request: what is asked for.
-        events: the new tokens of a stream, and None at the end.
-    """
-
-    request: Request
-
-    def __init__(self, text: str) -> None:
-        self._name, self._loop = f"text {text!r:.{_SHOWN}}", asyncio.get_running_loop()
-        self._end: asyncio.TimerHandle | None = None
-        self.events: asyncio.Queue[int | None] = asyncio.Queue()
-
-    def notify(self, event: int | None) -> None:
-        """Passes an event from the thread to the task."""
-        with contextlib.suppress(RuntimeError):  # its loop is closed: no task waits
-            self._loop.call_soon_threadsafe(self.events.put_nowait, event)
-
-    def end_at(self, deadline: float, end: Callable[[], object]) -> None:
-        """Calls `end` at a time of `time.monotonic`."""
-        self._end = self._loop.call_later(deadline - time.monotonic(), end)
-
-    def forget_end(self) -> None:
-        """Calls nothing at that time."""
-        if self._end is not None:
-            self._end.cancel()
-
-    def finished(self) -> Request:
-        """The request, which has ended well; otherwise what went wrong is raised."""
-        if self.request.error is not None:
-            raise failure(self._name, self.request.error) from self.request.error
-        if self.request.is_cancelled:
-            raise self.closed()
-        return self.request
-
-    def closed(self) -> RuntimeError:
-        """The error of a request that `close` has ended."""
-        return RuntimeError(f"{self._name}: cancelled: the AsyncTranslator was closed")
+def _name_of(text: str) -> str:
+    return f"text {text!r:.{_SHOWN}}"

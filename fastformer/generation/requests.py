@@ -80,8 +80,28 @@ class Request:
         self.num_told = self._steps = self._kept_steps = self.cached_tokens = 0
         self._kept: list[Hypothesis] = []  # the results at the restart
         self.search = make_search()
-        if on_token is not None and self.search.peak_rows != 1:
+        if on_token is not None:
+            self.listen(on_token)
+
+    def listen(self, on_token: Callable[[int], object]) -> None:
+        """Has each new token told, before it begins.
+
+        Raises:
+            ValueError: it has several rows.
+        """
+        if self.search.peak_rows != 1:
             raise ValueError("expected one row to stream: beams and samples can't be told token by token")
+        self.on_token = on_token
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens of its source or prompt have to be read."""
+        return self.prompt.num_tokens
+
+    @property
+    def num_new_tokens(self) -> int:
+        """How many tokens were found, in all results."""
+        return sum(len(found.tokens) for found in self.results)
 
     @property
     def num_rows(self) -> int:

@@ -40,6 +40,28 @@ class Stats(NamedTuple):
     cached_tokens: int
 
 
+class Load(NamedTuple):
+    """What something that batches has to do, and what it has done.
+
+    Attributes:
+        running, waiting: requests in the batch, and in the queue.
+        waiting_tokens: what those in the queue have to read.
+        rows: of the batch.
+        free_tokens, capacity_tokens: of the batch's memory, as far as it has any.
+        read_tokens: the tokens of sources and prompts that were read, so far.
+        cached_tokens: those that were not, because they had been before.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+    rows: int = 0
+    free_tokens: int = 0
+    capacity_tokens: int = 0
+    read_tokens: int = 0
+    cached_tokens: int = 0
+
+
 class Scheduler:
     """Admits requests as rows and memory become free, steps them together, and removes those that are done.
 
@@ -66,6 +88,7 @@ class Scheduler:
 
     Attributes:
         waiting: requests that haven't begun, the next one first.
+        waiting_tokens: of their sources and prompts.
     """
 
     def __init__(self, engine: Engine, *, max_rows: int, max_bytes: int, is_endless: bool = False) -> None:
@@ -73,8 +96,10 @@ class Scheduler:
         self.max_tokens = max_bytes // engine.token_bytes if engine.token_bytes else max_bytes
         self._batch: Batch | None = None
         self._capacity_rows = self._capacity_tokens = 0
+        self._free_at_first = 0  # tokens, in whole blocks
         self._reserved_tokens = self._min_capacity = 0  # the latter: of the next batch, in tokens
         self.waiting: deque[Request] = deque()
+        self.waiting_tokens = 0
         self._running = Running()
         self._waiting_rows = self._running_rows = 0
         self._has_cancelled = self._has_deadlines = False  # requests that may have to leave the queue
@@ -90,6 +115,7 @@ class Scheduler:
         for request in requests:
             self.waiting.append(request)
             self._waiting_rows += request.search.peak_rows
+            self.waiting_tokens += request.num_tokens
             request.on_cancel = self._note_cancel
             self._has_cancelled = self._has_cancelled or request.is_cancelled
             self._has_deadlines = self._has_deadlines or request.deadline is not None
@@ -105,6 +131,18 @@ class Scheduler:
     def stats(self) -> Stats:
         """Its counters as they are now; any thread may ask."""
         return Stats(len(self.running), len(self.waiting), self._read_tokens, self._cached_tokens)
+
+    def load(self) -> Load:
+        """Its counters and the state of its memory, for the thread that steps it."""
+        free = 0 if self._batch is None else self._batch.free_tokens()
+        return Load(
+            len(self.running), len(self.waiting), self.waiting_tokens, self._running_rows, free, self._free_at_first,
+            self._read_tokens, self._cached_tokens,
+        )  # fmt: skip
+
+    def renewed(self) -> Scheduler:
+        """Another one within the same limits; a device that has failed may not even say how much memory is free."""
+        return Scheduler(self.engine, max_rows=self.max_rows, max_bytes=self.max_bytes, is_endless=self.is_endless)
 
     @property
     def wants_more(self) -> bool:
@@ -150,8 +188,8 @@ class Scheduler:
         self._batch = None
         self.running.clear()
         self.waiting.clear()
-        self._waiting_rows = self._running_rows = self._reserved_tokens = 0
-        self._capacity_rows = self._capacity_tokens = 0
+        self._waiting_rows = self._running_rows = self._reserved_tokens = self.waiting_tokens = 0
+        self._capacity_rows = self._capacity_tokens = self._free_at_first = 0
 
     def cancel_all(self) -> None:
         """Ends all requests without results; the batch stays, with what it has read."""
@@ -188,6 +226,7 @@ class Scheduler:
             leaving = set(map(id, waiting))
             self.waiting = deque(request for request in self.waiting if id(request) not in leaving)
             self._waiting_rows -= sum(request.search.peak_rows for request in waiting)
+            self.waiting_tokens -= sum(request.num_tokens for request in waiting)
         ended = waiting + self._free([place for place, request in enumerate(self.running) if request.is_cancelled])
         for request in ended:
             request.finish()
@@ -248,6 +287,7 @@ class Scheduler:
             self._read_tokens += request.prompt.num_tokens - count
             self.waiting.popleft()
             self._waiting_rows -= request.search.peak_rows
+            self.waiting_tokens -= request.num_tokens
             self._running_rows += request.search.peak_rows
             self._reserved_tokens += self._likely_tokens(request)
 
@@ -293,6 +333,7 @@ class Scheduler:
         if self._batch is None or (rows, tokens) != (self._capacity_rows, self._capacity_tokens):
             self._batch = None  # there may be no memory for two
             self._batch = self.engine.open(rows, tokens)
+            self._free_at_first = self._batch.free_tokens()
             self._capacity_rows, self._capacity_tokens = rows, tokens
 
     def _make_room(self) -> None:
@@ -312,6 +353,7 @@ class Scheduler:
         """Puts a request that has left the batch at the head of the queue."""
         self.waiting.appendleft(request)
         self._waiting_rows += request.search.peak_rows
+        self.waiting_tokens += request.num_tokens
 
 
 def run(scheduler: Scheduler, requests: list[Request], before_step: Callable[[], object] | None = None) -> None:

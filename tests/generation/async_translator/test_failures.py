@@ -143,7 +143,7 @@ def test_when_the_thread_cannot_go_on_no_task_waits_for_it(translator, monkeypat
     async def main() -> None:
         front, engine = watched(translator, max_waiting=2)
         engine.gate, engine.error = threading.Semaphore(0), RuntimeError("broken")
-        monkeypatch.setattr("fastformer.generation.async_translator.Scheduler", fails)
+        monkeypatch.setattr("fastformer.generation.scheduler.Scheduler.renewed", fails)
         big = {"do_sample": True, "num_return_sequences": 16, "seed": 1, **FEW}
         await front.__aenter__()
         tasks = [asyncio.create_task(front.translate("a", **big))]

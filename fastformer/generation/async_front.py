@@ -1,0 +1,469 @@
+"""`AsyncFront`: requests of many tasks in one batch, which a thread of its own steps.
+
+What is asked for doesn't matter: translations, completions, embeddings. A front needs something that batches requests
+(`Batching`; `Scheduler` is one), and the requests themselves (`Asked`; `requests.Request` is one).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import functools
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Generic, Literal, TypeVar
+
+from fastformer.generation.async_jobs import Answers as Answers
+from fastformer.generation.async_jobs import Asked as Asked
+from fastformer.generation.async_jobs import Batching, Box, Call, Event, R, deliver
+from fastformer.generation.async_jobs import NotRunning as NotRunning
+from fastformer.generation.async_jobs import QueueFull as QueueFull
+from fastformer.generation.async_jobs import Stats as Stats
+from fastformer.generation.async_jobs import TooLate as TooLate
+from fastformer.generation.model_protocols import Evaluation, Model, evaluating
+from fastformer.generation.scheduler import Load
+from fastformer.settings import Positive, check_value
+
+T = TypeVar("T")
+
+_INLINE = 2_000  # characters that are made into tokens on the event loop, in a millisecond or two
+_RATE_SECONDS = 1.0  # of work after which it is known anew how fast the queue goes
+_RETRY = (1.0, 30.0)  # the least and the most seconds that a client is told to wait
+
+_open: weakref.WeakSet[AsyncFront[Any]] = weakref.WeakSet()  # those whose threads may run
+
+
+class AsyncFront(Generic[R]):
+    """Runs the requests of many tasks in one batch, in a thread of its own.
+
+        async with AsyncFront(model, new_scheduler) as front:
+            request = await front.ask(builder.build(checked))
+
+    A task that is cancelled releases its memory. Tasks of several event loops may share a front. Don't use the model
+    elsewhere meanwhile; `call` runs a function in the thread, between two steps.
+
+    Args:
+        model: is set to evaluation while it works.
+        new_batching: makes what the thread steps; it is called in the thread.
+        name: what the front is called, in messages and as a thread.
+        max_waiting: how many requests may wait for room in the batch. Those of one call take their places together, so
+            the last call that finds one may go beyond.
+        max_waiting_tokens: how many tokens those may have to read; one call alone may have more. None: any number.
+        when_full: "wait" has a task wait for a place, "refuse" raises QueueFull.
+
+    Raises:
+        ValueError: a limit below 1, another when_full.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        new_batching: Callable[[], Batching[R]],
+        *,
+        name: str = "AsyncFront",
+        max_waiting: int = 1024,
+        max_waiting_tokens: int | None = None,
+        when_full: Literal["wait", "refuse"] = "wait",
+    ) -> None:
+        check_value("max_waiting", max_waiting, Positive)
+        check_value("max_waiting_tokens", max_waiting_tokens, Positive | None)
+        check_value("when_full", when_full, Literal["wait", "refuse"])
+        self.model, self.name, self.when_full = model, name, when_full
+        self.max_waiting, self.max_waiting_tokens = max_waiting, max_waiting_tokens
+        self._new_batching = new_batching
+        self._changed = threading.Condition()  # guards all that follows
+        self._thread: threading.Thread | None = None
+        self._is_closing = self._is_cancelling = False
+        self._failure: BaseException | None = None  # what ended the thread before its time
+        self._inbox: deque[Box[R]] = deque()  # have a place in the queue
+        self._parked: deque[Box[R]] = deque()  # wait for one
+        self._calls: deque[Call[Any]] = deque()
+        self._boxes: dict[R, tuple[Box[R], int]] = {}  # whose requests these are; the thread's own
+        self._told: list[Event[R]] = []  # what the tasks have yet to hear; the thread's own
+        self._load = Load()
+        self._new_tokens = self._ended = self._refused = self._late = self._cancelled = self._steps = 0
+        self._step_seconds = 0.0
+        self._rate, self._rate_tokens, self._rate_seconds = 0.0, 0, 0.0  # tokens a second that leave the queue
+        self._aside: ThreadPoolExecutor | None = None
+
+    # Opening and closing
+
+    async def __aenter__(self) -> AsyncFront[R]:
+        with self._changed:
+            if self._thread is not None:
+                raise RuntimeError(f"expected an {self.name} that is closed, got one that is open already")
+            self._is_closing = self._is_cancelling = False
+            self._failure = None
+            # A daemon: the interpreter doesn't wait for it, and `_stop_all` ends it where the program forgot to.
+            self._thread = threading.Thread(target=self._work, name=self.name, daemon=True)
+            self._thread.start()
+            _open.add(self)
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        await self.close(cancel=error is not None)
+
+    async def close(self, *, cancel: bool = False) -> None:
+        """Takes no more requests, and returns when its thread has ended.
+
+        Args:
+            cancel: end what runs and what waits, whose tasks get NotRunning; without, they get their answers first.
+        """
+        thread = self._ask_to_end(cancel=cancel)
+        if thread is None:
+            return
+        await asyncio.to_thread(thread.join)
+        with self._changed:
+            if self._thread is thread:
+                self._thread = None
+                _open.discard(self)
+                if self._aside is not None:
+                    self._aside.shutdown(wait=False)
+                    self._aside = None
+
+    def _ask_to_end(self, *, cancel: bool) -> threading.Thread | None:
+        """Has the thread end when its work is done, or at once; the thread, None where there is none."""
+        with self._changed:
+            if self._thread is not None:
+                self._is_closing = True
+                self._is_cancelling = self._is_cancelling or cancel
+                self._changed.notify()
+            return self._thread
+
+    def _stop(self) -> None:
+        """Ends the thread, whatever it does, and waits for that; for the end of the program."""
+        thread = self._thread
+        # In a process that was forked the thread isn't there, and it may have held the lock.
+        if thread is not None and thread.is_alive():
+            self._ask_to_end(cancel=True)
+            thread.join()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it is open and its thread goes on."""
+        thread = self._thread
+        return thread is not None and thread.is_alive() and self._failure is None
+
+    # What the tasks do
+
+    async def ask(self, request: R, *, deadline: float | None = None, name: str = "the request") -> R:
+        """Runs a request to its end.
+
+        Args:
+            request: of the front's model.
+            deadline: a time of `time.monotonic`; None: it may take as long as it takes.
+            name: of the request, in messages.
+
+        Returns:
+            The request, which has ended well.
+
+        Raises:
+            QueueFull: there is no place for it now, and the front refuses.
+            TooLate: the deadline came first.
+            NotRunning: the front is closed, or was closed meanwhile with cancel.
+            ValueError, RuntimeError: the request has failed.
+        """
+        answers = self.submit([request], deadline=deadline, names=[name])
+        try:
+            return await answers.ended(0)
+        finally:
+            answers.leave()
+
+    def stream(
+        self, request: R, *, deadline: float | None = None, name: str = "the request"
+    ) -> AsyncIterator[list[int]]:
+        """Gives the new tokens of a request, those that came together as a list.
+
+        The request has its place when this returns. It is cancelled when the iterator is deleted.
+
+        Raises:
+            ValueError: a request whose tokens aren't known before its end.
+            Exception: see `ask`; QueueFull and NotRunning at once.
+        """
+        return self.submit([request], deadline=deadline, names=[name], listen=[0]).tokens(0)
+
+    def submit(
+        self,
+        requests: Sequence[R],
+        *,
+        deadline: float | None = None,
+        names: Sequence[str] = (),
+        listen: Collection[int] = (),
+    ) -> Answers[R]:
+        """Hands requests over together.
+
+        Args:
+            requests: which decode in one batch, beside others.
+            deadline: see `ask`; for all of them.
+            names: of each, in messages.
+            listen: the places of those whose tokens are wanted as they come.
+
+        Raises:
+            QueueFull, NotRunning, ValueError: see `stream`.
+        """
+        box = Box(requests, names or ["the request"] * len(requests))
+        for place in listen:
+            requests[place].listen(functools.partial(self._note, box, place))
+        with self._changed:
+            if self._thread is None or self._is_closing:
+                raise NotRunning(f"expected an {self.name} that is open: use it inside of `async with`")
+            if self._failure is not None:
+                raise self._broken(self._failure)
+            if not self._parked and self._has_room(box):
+                self._inbox.append(box)
+                self._changed.notify()
+            elif self.when_full == "refuse":
+                self._refused += 1
+                raise QueueFull(
+                    f"{self.num_queued} requests of {self._waiting_tokens:,} tokens are waiting: try again later",
+                    self._retry_after(),
+                )
+            else:
+                self._parked.append(box)
+                box.end_parked_at(lambda: self._end_parked(box))
+        answers = Answers(box, self._leave, self.name)
+        if deadline is not None:
+            box.end_at(deadline, functools.partial(self._expire, box))
+        return answers
+
+    async def aside(self, work: Callable[[], T], size: int) -> T:
+        """Runs a function of text that the event loop may have to wait for: at once where the text is short, else in
+        a thread that all such functions share.
+
+        Args:
+            work: to do.
+            size: characters that it reads.
+        """
+        if size <= _INLINE:
+            return work()
+        with self._changed:
+            if self._aside is None:
+                self._aside = ThreadPoolExecutor(1, thread_name_prefix=f"{self.name}-texts")
+            executor = self._aside
+        return await asyncio.get_running_loop().run_in_executor(executor, work)
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Runs a function in the thread that has the model, between two steps; what waits and runs waits for it.
+
+        Raises:
+            NotRunning: see `ask`.
+        """
+        call = Call(function)
+        with self._changed:
+            if self._thread is None or self._is_closing:
+                raise NotRunning(f"expected an {self.name} that is open: use it inside of `async with`")
+            if self._failure is not None:
+                raise self._broken(self._failure)
+            self._calls.append(call)
+            self._changed.notify()
+        return await call.future
+
+    def stats(self) -> Stats:
+        """Its counters as they are now; any thread may ask."""
+        with self._changed:
+            load = self._load
+            return Stats(
+                load.running, self.num_queued + self.num_blocked, self._waiting_tokens, load.rows, load.free_tokens,
+                load.capacity_tokens, load.read_tokens, load.cached_tokens, self._new_tokens, self._ended,
+                self._refused, self._late, self._cancelled, self._steps, self._step_seconds,
+            )  # fmt: skip
+
+    @property
+    def num_queued(self) -> int:
+        """How many requests have a place in the queue and haven't begun."""
+        return sum(len(box.requests) for box in list(self._inbox)) + self._load.waiting
+
+    @property
+    def num_blocked(self) -> int:
+        """How many requests wait for a place in the queue."""
+        return sum(len(box.requests) for box in list(self._parked))
+
+    @property
+    def _waiting_tokens(self) -> int:
+        return sum(box.num_tokens for box in list(self._inbox)) + self._load.waiting_tokens
+
+    def _has_room(self, box: Box[R]) -> bool:
+        if self.num_queued >= self.max_waiting:
+            return False
+        waiting = self._waiting_tokens
+        return self.max_waiting_tokens is None or not waiting or waiting + box.num_tokens <= self.max_waiting_tokens
+
+    def _retry_after(self) -> float:
+        """Seconds in which what waits is likely to begin."""
+        least, most = _RETRY
+        return min(most, max(least, self._waiting_tokens / self._rate)) if self._rate else least
+
+    def _expire(self, box: Box[R]) -> None:
+        """Ends a call whose deadline has come."""
+        if all(box.has_ended):
+            return
+        self._late += 1
+        box.error = TooLate(f"{box.names[0]}: expected an answer within the time that it has, which is over")
+        self._take_back(box)
+        box.woken.set()
+
+    def _end_parked(self, box: Box[R]) -> None:
+        """Ends requests whose time is over before they have found a place."""
+        with self._changed:
+            if box not in self._parked:
+                return  # they have a place, and the thread ends them
+            self._parked.remove(box)
+        for place, request in enumerate(box.requests):
+            request.finish()
+            box.has_ended[place] = True
+        box.woken.set()
+
+    def _leave(self, box: Box[R]) -> None:
+        """Ends requests whose task no longer waits for them."""
+        box.forget_ends()
+        if not all(request.is_done or request.is_cancelled for request in box.requests):
+            self._cancelled += 1
+            self._take_back(box)
+
+    def _take_back(self, box: Box[R]) -> None:
+        for request in box.requests:
+            if not request.is_done:
+                request.cancel()
+        with self._changed:
+            if box in self._parked:
+                self._parked.remove(box)
+            self._changed.notify()
+
+    # What the thread does
+
+    def _work(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:  # or its tasks would wait for ever
+            self._give_up(error)
+
+    def _serve(self) -> None:
+        batching = self._new_batching()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._inbox or self._calls or self._is_closing)
+                if not self._inbox and not self._calls:
+                    return
+            with evaluating(self.model) as mode:
+                batching = self._run(batching, mode)
+
+    def _run(self, batching: Batching[R], mode: Evaluation) -> Batching[R]:
+        """Steps until there is nothing to do; what it steps at the end."""
+        while True:
+            with self._changed:
+                self._load = load = batching.load()
+                while self._parked and self._has_room(self._parked[0]):
+                    self._inbox.append(self._parked.popleft())
+                arrived = list(self._inbox)
+                self._inbox.clear()
+                calls = list(self._calls)
+                self._calls.clear()
+                self._load = load._replace(
+                    waiting=load.waiting + sum(len(box.requests) for box in arrived),
+                    waiting_tokens=load.waiting_tokens + sum(box.num_tokens for box in arrived),
+                )
+                is_cancelling = self._is_cancelling
+            for box in arrived:
+                self._boxes |= {request: (box, place) for place, request in enumerate(box.requests)}
+                batching.submit(box.requests)
+            if is_cancelling:
+                for request in self._boxes:
+                    request.cancel()
+            for call in calls:
+                mode.hold()
+                call.run()
+            if batching.is_idle:
+                return batching
+            began = time.monotonic()
+            try:
+                mode.hold()
+                ended = batching.step()
+            except BaseException as error:  # of the model: the thread outlives it
+                ended, batching = self._recover(error, batching)
+            self._count(load, batching, time.monotonic() - began)
+            for request in ended:
+                box, place = self._boxes.pop(request)
+                self._told.append(Event(box, place, None))
+                self._ended += 1
+                self._new_tokens += request.num_new_tokens
+            self._tell()
+
+    def _count(self, before: Load, batching: Batching[R], seconds: float) -> None:
+        """Notes how long a step took, and how fast the queue goes."""
+        after = batching.load()
+        self._steps += 1
+        self._step_seconds += seconds
+        self._rate_seconds += seconds
+        self._rate_tokens += max(0, after.read_tokens + after.cached_tokens - before.read_tokens - before.cached_tokens)
+        if self._rate_seconds >= _RATE_SECONDS:
+            self._rate = self._rate_tokens / self._rate_seconds
+            self._rate_tokens, self._rate_seconds = 0, 0.0
+
+    def _note(self, box: Box[R], place: int, token: int) -> None:
+        self._told.append(Event(box, place, token))
+
+    def _tell(self) -> None:
+        """Passes on what has happened: once for each event loop, since each call wakes one up."""
+        told, self._told = self._told, []
+        loops: dict[asyncio.AbstractEventLoop, list[Event[R]]] = {}
+        for event in told:
+            loops.setdefault(event.box.loop, []).append(event)
+        for loop, events in loops.items():
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no task waits
+                loop.call_soon_threadsafe(deliver, events)
+
+    def _recover(self, error: BaseException, batching: Batching[R]) -> tuple[list[R], Batching[R]]:
+        """After an error of the model, those that had begun fail; the others begin with a batch that starts anew."""
+        waiting = list(batching.waiting)
+        held = set(waiting)
+        ended = [request for request in self._boxes if request not in held]
+        if not ended:  # the first one can't even begin
+            ended = [waiting.pop(0)]
+        for request in ended:
+            if not request.is_done:
+                wrapped = RuntimeError(f"the model failed: {type(error).__name__}: {error}")
+                wrapped.__cause__ = error
+                request.fail(wrapped)
+        batching.clear()  # the error's traceback holds it, and there may be no memory for two batches
+        anew = batching.renewed()
+        anew.submit(waiting)
+        return ended, anew
+
+    def _give_up(self, error: BaseException) -> None:
+        """Fails every request, and refuses new ones: the thread can't go on."""
+        with self._changed:
+            self._failure = error
+            boxes = [*dict.fromkeys(box for box, _ in self._boxes.values()), *self._inbox, *self._parked]
+            calls = list(self._calls)
+            for held in (self._boxes, self._inbox, self._parked, self._calls):
+                held.clear()
+            self._load = Load()
+        for box in boxes:
+            for place, request in enumerate(box.requests):
+                if not request.is_done:
+                    request.fail(self._broken(error))
+                self._told.append(Event(box, place, None))
+        self._tell()
+        for call in calls:
+            call.fail(self._broken(error))
+
+    def _broken(self, error: BaseException) -> NotRunning:
+        found = NotRunning(f"the {self.name} can't go on, close it and open it again: {type(error).__name__}: {error}")
+        found.__cause__ = error
+        return found
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Ends the threads of what was left open.
+
+    An interpreter that ends kills its daemons when they come back from C++, which C++ answers by aborting the program.
+    The threads that aren't daemons have ended by now: those may use a front until then.
+    """
+    for front in list(_open):
+        front._stop()

@@ -1,0 +1,172 @@
+"""A front refuses when it is full, ends what is late with an error, and counts."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+
+import pytest
+
+from fastformer.generation import AsyncTranslator
+from fastformer.generation.async_front import NotRunning, QueueFull, TooLate
+from fastformer.generation.text_io import Item
+from tests.generation.async_translator.front import FEW, MANY, play, until, watched
+
+BIG = {"do_sample": True, "num_return_sequences": 16, "seed": 1, **FEW}  # fills the batch
+LONG = {"max_new_tokens": 60, "min_new_tokens": 60, "suppress_tokens": [i for i in range(259) if not 100 <= i <= 120]}
+
+
+@pytest.mark.parametrize(
+    ("limits", "least"), [({"max_waiting": 2}, 2), ({"max_waiting_tokens": 12, "max_waiting": 99}, 3)], ids=str
+)
+def test_a_full_queue_refuses_at_once(translator, limits, least) -> None:
+    async def main() -> None:
+        front, engine = watched(translator, when_full="refuse", **limits)
+        engine.gate = threading.Semaphore(0)
+        async with front:
+            first = asyncio.create_task(front.translate("a", **BIG))
+            await until(lambda: engine.entered == 1)
+            tasks = [asyncio.create_task(front.translate(text, **BIG)) for text in "bcdefg"]
+            done, _ = await asyncio.wait(tasks, timeout=5, return_when=asyncio.FIRST_EXCEPTION)
+            refused = [task for task in tasks if task.done()]
+            assert done and len(tasks) - len(refused) <= least
+            for task in refused:
+                with pytest.raises(QueueFull) as caught:
+                    await task
+                assert 1 <= caught.value.retry_after <= 30
+            with pytest.raises(QueueFull):
+                await front.begin(Item("h"), front.settings(FEW))
+            assert front.stats().refused == len(refused) + 1
+            engine.gate.release(MANY)
+            kept = [task for task in tasks if task not in refused]
+            for task, text in zip([first, *kept], "abcdefg", strict=False):
+                assert await task == translator.translate(text, **BIG)
+            await until(lambda: engine.is_empty)
+            stats = front.stats()
+            assert stats.running == stats.waiting == stats.waiting_tokens == 0
+            assert stats.free_tokens == stats.capacity_tokens > 0
+
+    play(main())
+
+
+def test_sentences_take_their_places_together(translator) -> None:
+    text = "One. Two. Three. Four. Five."
+
+    async def main() -> None:
+        async with AsyncTranslator(translator, max_waiting=1, max_waiting_tokens=3, when_full="refuse") as front:
+            assert await front.translate(text, split=True, **FEW) == translator.translate(text, split=True, **FEW)
+
+    play(main())
+
+
+def test_what_is_late_ends_with_an_error(translator) -> None:
+    async def main() -> None:
+        front, engine = watched(translator, max_waiting=1)
+        engine.gate = threading.Semaphore(0)
+        async with front:
+            soon = time.monotonic() + 0.05
+            config, items = front.settings(LONG), [Item("a")]
+            running = asyncio.create_task(front.answers(items, config, deadline=soon))
+            await until(lambda: engine.entered == 1)
+            calls = [front.answers(items, config, deadline=soon) for _ in range(3)]
+            stream = await front.begin(Item("b"), config, deadline=soon)
+            waiting = [asyncio.create_task(call) for call in calls]
+            for task in (running, *waiting):
+                with pytest.raises(TooLate):
+                    await task
+            with pytest.raises(TooLate):
+                [piece async for piece in stream]
+            assert front.num_blocked == 0 and front.stats().late == 5 and front.stats().cancelled == 0
+            engine.gate.release(MANY)
+            await until(lambda: engine.is_empty and front.num_queued == 0)
+            assert engine.entered == 1
+            assert await front.translate("a", **FEW) == translator.translate("a", **FEW)
+
+    play(main())
+
+
+def test_a_stream_that_is_never_read_leaves_when_it_is_deleted(translator) -> None:
+    async def main() -> None:
+        front, engine = watched(translator)
+        engine.gate = threading.Semaphore(0)
+        async with front:
+            stream = await front.begin(Item("a"), front.settings(LONG))
+            await until(lambda: engine.entered == 1)
+            del stream
+            gc.collect()
+            engine.gate.release(1)
+            await until(lambda: engine.is_empty)
+            assert engine.entered == 1 and front.stats().cancelled == 1
+
+    play(main())
+
+
+def test_streams_of_sentences_come_in_order_and_piece_by_piece(translator) -> None:
+    text = " One two. Three!\n\nFour five six? "
+
+    async def main() -> None:
+        async with AsyncTranslator(translator) as front:
+            expected = translator.translate(text, split=True, max_new_tokens=20)
+            pieces = [
+                piece
+                async for piece in await front.begin(Item(text), front.settings({"max_new_tokens": 20}), split=True)
+            ]
+            assert "".join(pieces) == expected and len(pieces) > 6
+            beams = front.settings({"max_new_tokens": 20, "num_beams": 2})
+            pieces = [piece async for piece in await front.begin(Item(text), beams, split=True)]
+            assert "".join(pieces) == translator.translate(text, split=True, num_beams=2, max_new_tokens=20)
+
+    play(main())
+
+
+def test_functions_run_in_the_thread_between_steps(translator) -> None:
+    async def main() -> None:
+        async with AsyncTranslator(translator) as front:
+            task = asyncio.create_task(front.translate("a", **LONG))
+            assert await front.front.call(lambda: threading.current_thread().name) == "AsyncTranslator"
+            with pytest.raises(KeyError, match="broken"):
+                await front.front.call(lambda: {}["broken"])
+            assert await task == translator.translate("a", **LONG)
+        with pytest.raises(NotRunning):
+            await front.front.call(lambda: None)
+
+    play(main())
+
+
+def test_long_texts_are_read_beside_the_event_loop(translator, monkeypatch) -> None:
+    monkeypatch.setattr("fastformer.generation.async_front._INLINE", 5)
+    threads: list[str] = []
+    encode = translator.encode
+
+    def watched_encode(*arguments):
+        threads.append(threading.current_thread().name)
+        return encode(*arguments)
+
+    monkeypatch.setattr(translator, "encode", watched_encode)
+
+    async def main() -> None:
+        async with AsyncTranslator(translator) as front:
+            for text in ("short", "a longer one"):
+                assert await front.translate(text, **FEW) == translator.translate(text, **FEW)
+
+    play(main())
+    assert threads[0] == threads[1] == threads[3] == threading.current_thread().name != threads[2]
+
+
+def test_it_is_alive_as_long_as_its_thread(translator) -> None:
+    async def main() -> None:
+        front = AsyncTranslator(translator)
+        assert not front.front.is_alive
+        async with front:
+            assert front.front.is_alive
+            await front.front.call(lambda: setattr(front.front, "_run", None))  # the next turn of the thread fails
+            with pytest.raises(NotRunning):
+                await front.translate("a", **FEW)
+            assert not front.front.is_alive
+            with pytest.raises(NotRunning):
+                await front.translate("a", **FEW)
+        assert not front.front.is_alive
+
+    play(main())
