@@ -23,10 +23,10 @@ lint: $(INSTALLED)
 docs: $(INSTALLED)
 	$(BIN)/python -m sphinx -W -n --keep-going -b html docs build/docs
 
-# Ours beside its rivals at a few small shapes, within ten minutes on two cores: a summary, and lines of JSON.
+# fastformer beside its rivals at a few small shapes, within ten minutes on two cores: a summary, and lines of JSON.
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.run --suite ops modules model decoding --quick --seconds 4 --out build/bench.jsonl
-	@echo; echo "Of these, README's tables have:"; $(BIN)/python -m benchmarks.readme --tables build
+	@echo; echo "Of these, the published tables have:"; $(BIN)/python -m benchmarks.readme --tables build
 
 # The programs that the benchmarks compare with, those that a CPU runs; llama-bench is built from its sources.
 LLAMA := llama_cpp_python-0.3.36

@@ -1,11 +1,11 @@
-"""README's tables out of the committed results: checks that they are theirs, or writes them.
+"""The tables of README.md and docs/benchmarks/ out of the committed results: checks them, or writes them.
 
-    python -m benchmarks.readme           # what differs, and what was not measured; 1 where README is stale
+    python -m benchmarks.readme           # what differs, and what was not measured; 1 if a page is stale
     python -m benchmarks.readme --write
     python -m benchmarks.readme --list    # each figure with its file, line and command
-    python -m benchmarks.readme --tables build  # README's tables out of the lines of your own runs in build/
+    python -m benchmarks.readme --tables build  # the tables out of the lines of your own runs in build/
 
-They stand between `<!-- numbers: NAME -->` and `<!-- end -->`; `benchmarks/publish/tables.py` makes them. A figure
+A table stands between `<!-- numbers: NAME -->` and `<!-- end -->`; `benchmarks/publish/tables.py` makes it. A figure
 whose line is missing reads "not measured".
 """
 
@@ -14,27 +14,28 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.publish.latest import RESULTS, Results
 from benchmarks.publish.tables import TABLES, Numbers, tables_of
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs" / "benchmarks").glob("*.md")))
 _BLOCK = re.compile(r"<!-- numbers: (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
 
 
 def written(text: str, numbers: Numbers) -> str:
-    """README with its tables as the results have them.
+    """A page with its tables as the results have them.
 
     Raises:
-        ValueError: a block that has no table, or a table that README doesn't have, or has twice.
+        ValueError: a block without a table of its name, a block that the page has twice, or one that doesn't end.
     """
     names = [name for name, _ in _BLOCK.findall(text)]
-    if sorted(names) != sorted(TABLES):
-        raise ValueError(f"expected README's blocks to be {sorted(TABLES)}, each once; got {sorted(names)}")
+    if len(names) != len(set(names)) or not set(names) <= TABLES.keys():
+        raise ValueError(f"expected blocks out of {sorted(TABLES)}, each once in a page; got {sorted(names)}")
     if len(names) != text.count("<!-- numbers:") or len(names) != text.count("<!-- end -->"):
-        raise ValueError("expected every block of README's numbers to begin on a line of its own and to end")
+        raise ValueError("expected every block of numbers to begin on a line of its own and to end, each once")
 
     def block(found: re.Match[str]) -> str:
         made = TABLES[found.group(1)](numbers)
@@ -43,34 +44,62 @@ def written(text: str, numbers: Numbers) -> str:
     return _BLOCK.sub(block, text)
 
 
-def differences(text: str, numbers: Numbers) -> str:
-    """What of README is not as the results have it; "" where nothing is."""
-    right = written(text, numbers)
-    lines = difflib.unified_diff(text.splitlines(), right.splitlines(), "README.md", "results", lineterm="", n=0)
-    return "\n".join(lines)
+def all_written(texts: Mapping[Path, str], numbers: Numbers) -> dict[Path, str]:
+    """All pages with their tables as the results have them.
+
+    Raises:
+        ValueError: a block that is wrong, or a table that no page shows.
+    """
+    found = {}
+    for path, text in texts.items():
+        try:
+            found[path] = written(text, numbers)
+        except ValueError as error:
+            raise ValueError(f"{path.name}: {error}") from error
+    shown = {name for text in texts.values() for name, _ in _BLOCK.findall(text)}
+    if lacking := sorted(TABLES.keys() - shown):
+        raise ValueError(f"expected the pages to show {sorted(TABLES)}, got no block for {lacking}")
+    return found
+
+
+def differences(texts: Mapping[Path, str], numbers: Numbers) -> str:
+    """The lines of pages that are not as the results have them; "" if there are none."""
+    found: list[str] = []
+    for path, right in all_written(texts, numbers).items():
+        found += difflib.unified_diff(
+            texts[path].splitlines(), right.splitlines(), path.name, "results", lineterm="", n=0
+        )
+    return "\n".join(found)
+
+
+def read(paths: Sequence[Path]) -> dict[Path, str]:
+    """The pages' texts."""
+    return {path: path.read_text(encoding="utf-8") for path in paths}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Does what was asked for. Returns 1 where README is stale."""
+    """Does what the arguments say. Returns 1 if a page is stale."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.readme", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--write", action="store_true", help="write the tables")
     parser.add_argument("--list", action="store_true", help="print each figure with its line and its command")
-    parser.add_argument("--tables", type=Path, help="a folder whose lines to print as README's tables, quick ones too")
+    parser.add_argument("--tables", type=Path, help="a folder whose lines to print as tables, quick ones too")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of JSON lines")
-    parser.add_argument("--readme", type=Path, default=README, help="the file to check or to write")
+    parser.add_argument("--pages", type=Path, nargs="+", default=PAGES, help="the files to check or to write")
     options = parser.parse_args(arguments)
     say: Callable[[str], None] = print
     try:
         if options.tables:
             tables = tables_of(Results(options.tables, with_quick=True))
-            say(tables or f"{options.tables} has no line of README's tables")
+            say(tables or f"{options.tables} has no line of the published tables")
             return 0
         numbers = Numbers(Results(options.results))
-        text = options.readme.read_text(encoding="utf-8")
+        texts = read(options.pages)
         if options.write:
-            options.readme.write_text(written(text, numbers), encoding="utf-8")
+            for path, text in all_written(texts, numbers).items():
+                if text != texts[path]:
+                    path.write_text(text, encoding="utf-8")
             return 0
-        stale = differences(text, numbers)
+        stale = differences(texts, numbers)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     if options.list:
@@ -79,7 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
     for what in dict.fromkeys(numbers.missing):
         say(f"not measured: {what}")
     if stale:
-        say(f"{stale}\nREADME is not as the results have it: python -m benchmarks.readme --write")
+        say(f"{stale}\nthe pages are not as the results have them: python -m benchmarks.readme --write")
     return 1 if stale else 0
 
 

@@ -6,7 +6,7 @@
     python -m benchmarks.run --suite scaling --list        what would run, with what is missing and why
     python -m benchmarks.run --out benchmarks/results/cpu.jsonl
     python -m benchmarks.run --compare old.jsonl new.jsonl
-    python -m benchmarks.run --op small_work small_work_training --publish   record, then write README's tables
+    python -m benchmarks.run --op small_work small_work_training --publish   record, then write the tables
 
 Cases are checked, and then timed in passes over all of them (24 at most at once), so that what a case gave in one
 minute is held against others; their rows are written when the last pass is over, or when you stop the run
@@ -217,7 +217,7 @@ def _parser(ops: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument(
         "--publish",
         action="store_true",
-        help="append to benchmarks/results/cpu.jsonl, then write README's tables and the pictures",
+        help="append to benchmarks/results/cpu.jsonl, then write the tables of README.md and docs, and the pictures",
     )
     parser.add_argument("--list", action="store_true", help="print what would run, and what is missing and why")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("OLD", "NEW"), help="compare two files of results")

@@ -102,7 +102,7 @@ FIELDS: dict[str, Field] = {
     "unit": Field(_TEXT, "of `value`"),
     "finding": Field(_TEXT, "what an experiment's figures say, in one sentence; only in older lines"),
     "verdict": Field(_TEXT, "of the sources' claim: supports, contradicts or undecided"),
-    "quick": Field(_FLAG, "whether it is of a run with little time, which README and pictures don't take"),
+    "quick": Field(_FLAG, "whether it is of a run with little time, which tables and pictures don't take"),
     "sacrebleu_test2016": Field(_NUMBER, "BLEU on Multi30k's test2016"),
     "chrf_test2016": Field(_NUMBER, "chrF on it"),
     "beam_4": Field(_TABLE, "the same with four beams"),

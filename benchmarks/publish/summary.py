@@ -1,4 +1,4 @@
-"""The cases that README's table and pictures show, out of all that were measured: ours against each rival.
+"""The cases that the published tables and pictures show, out of all that were measured: ours against each rival.
 
 To show another case, add a line; to show another rival, add its name where it takes part.
 """
@@ -68,7 +68,7 @@ class Case:
     Attributes:
         label: what is measured.
         where: the fields of its rows; those of the shape may be named without it (`benchmarks.publish.latest.matches`).
-        against: the providers that ours has to be compared with: README says where one was not measured. Others that
+        against: the providers that ours has to be compared with: a table says if one was not measured. Others that
             were measured beside them are shown, too.
         ours: the provider that is ours.
         panels: the formats.
@@ -315,12 +315,16 @@ def _case(cases: Sequence[Case], label: str) -> Case:
     return found
 
 
-# (case, rival, formats) of README's first table.
+# (case, rival, formats) of README's table.
 SUMMARY = (
+    (_case(DROP_IN, "BERT-base, 8 sequences of 32 to 128 tokens"), "as it is", ("fp32", "bf16")),
+    (_case(DROP_IN, "BERT-base, 8 sequences of 32 to 128 tokens"), "openvino", ("fp32", "bf16")),
+    (_case(DROP_IN, "GPT-2 small, 16 to 256 tokens, with the fused loss"), "as it is", ("fp32",)),
+    (_case(DROP_IN, "torch.nn's encoder, 6 layers, training step, 8 of 1 to 512 tokens"), "as it is", ("fp32",)),
     (_case(MODELS, "training step of base, 64 sentences of mixed length"), "baseline", ("fp32", "bf16")),
     (_case(MODELS, "training step of base, 64 sentences of mixed length"), "torch.compile", ("fp32", "bf16")),
-    (_case(DROP_IN, "BERT-base, 8 sequences of 32 to 128 tokens"), "as it is", ("fp32", "bf16")),
-    (_case(OPS, "causal attention (2, 8, 2048, 64), training"), "sdpa", ("fp32", "bf16")),
+    (_case(GENERATE, "Marian's base shape, greedy, fp32"), "transformers", ("fp32",)),
     (_case(PEERS, "base, greedy, 1 source"), "ctranslate2", ("int8", "fp32")),
     (_case(PEERS, "GPT-2's small shape, one prompt"), "llama.cpp", ("int8",)),
+    (_case(OPS, "causal attention (2, 8, 2048, 64), training"), "sdpa", ("fp32", "bf16")),
 )

@@ -1,4 +1,4 @@
-"""README's tables out of the committed results: `TABLES` has a function for each, which writes Markdown.
+"""The tables of README.md and docs/benchmarks/: `TABLES` has a function for each, which makes Markdown of the results.
 
 A cell is a field of one line, or the ratio of two lines of one run. What stands around a table is written by hand.
 """
@@ -6,6 +6,7 @@ A cell is a field of one line, or the ratio of two lines of one run. What stands
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ NOT_MEASURED = "not measured"
 
 
 class Figure(NamedTuple):
-    """One that README shows."""
+    """One that a page shows."""
 
     text: str
     what: str
@@ -171,12 +172,20 @@ def elsewhere(kind: str, make: Callable[[Numbers], str], numbers: Numbers) -> st
 
 
 def summary(numbers: Numbers) -> str:
-    """What a newcomer wants to know."""
+    """Ten numbers for a newcomer, each with the command that measures it."""
     lines = []
     for case, against, panels in SUMMARY:
+        first = len(numbers.figures)
         figures = ", ".join(f"{numbers.ratio(case, panel, against)} ({panel})" for panel in panels)
-        lines.append([case.label, figures, name_of(against)])
-    return table(["", "times faster", "than"], lines)
+        commands = dict.fromkeys(_without_output(figure.command) for figure in numbers.figures[first:])
+        command = "; ".join(f"`{command}`" for command in commands)
+        lines.append([case.label, figures, name_of(against), command or NOT_MEASURED])
+    return table(["", "times faster", "than", "command"], lines)
+
+
+def _without_output(command: str) -> str:
+    """A command without the file that its result went to."""
+    return re.sub(r" --out \S+", "", command)
 
 
 def losses(numbers: Numbers) -> str:
@@ -307,7 +316,7 @@ TABLES: dict[str, Callable[[Numbers], str]] = {
 
 
 def tables_of(results: Results) -> str:
-    """README's tables out of the lines of a run of one's own, as far as they have them; "" where they have none."""
+    """The tables that the lines of your own runs give; "" if they give none."""
     numbers = Numbers(results)
     found = [*(_measured(cases, numbers) for cases in (MODELS, MODULES, OPS)), small_work(numbers)]
     return "\n\n".join(each for each in found if each)
