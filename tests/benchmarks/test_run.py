@@ -451,7 +451,7 @@ def test_a_published_run_is_recorded_and_then_written_up(tmp_path: Path, monkeyp
     done: list[str] = []
 
     def write(arguments: list[str]) -> int:
-        done.append(f"README, after {len(record.read(tmp_path / 'cpu.jsonl'))} rows")
+        done.append(f"tables, after {len(record.read(tmp_path / 'cpu.jsonl'))} rows")
         return 0
 
     monkeypatch.setattr(run_module, "benchmarks", lambda: {"toy": TOY})
@@ -459,8 +459,8 @@ def test_a_published_run_is_recorded_and_then_written_up(tmp_path: Path, monkeyp
     monkeypatch.setattr("benchmarks.readme.main", write)
     monkeypatch.setattr("benchmarks.plot.main", lambda arguments: done.append("pictures"))
     command = "--op toy --mode fwd --dtype float32 --device cpu --rounds 3 --seconds 0 --publish"
-    assert main(command.split()) == 0 and done == ["README, after 2 rows", "pictures"]
-    for more in ("--quick", "--out x.jsonl"):  # neither is what README shows
+    assert main(command.split()) == 0 and done == ["tables, after 2 rows", "pictures"]
+    for more in ("--quick", "--out x.jsonl"):  # neither is published
         with pytest.raises(SystemExit):
             main([*command.split(), *more.split()])
     assert len(done) == 2

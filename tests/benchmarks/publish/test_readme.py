@@ -1,4 +1,4 @@
-"""README's tables and the committed pictures are those of the committed results, and a change of either shows."""
+"""The published tables and pictures are those of the committed results, and a change of either shows."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from benchmarks.publish.latest import AT_FULL_RATE, WITHOUT_AVX512, Results
 from benchmarks.publish.style import PICTURES, digest, stamp_of
 from benchmarks.publish.summary import Case
 from benchmarks.publish.tables import NOT_MEASURED, TABLES, Numbers, losses, small_work
-from benchmarks.readme import README, differences, main, written
+from benchmarks.readme import PAGES, all_written, differences, main, read
 
-TEXT = README.read_text(encoding="utf-8")
+TEXTS = read(PAGES)
 STALE = "python -m benchmarks.readme --write (and python -m benchmarks.plot)"
 
 
@@ -26,13 +26,20 @@ def results() -> Results:
     return Results()
 
 
-def test_every_table_of_readme_is_that_of_the_results(results: Results) -> None:
-    assert not differences(TEXT, Numbers(results)), STALE
+def test_every_table_is_that_of_the_results(results: Results) -> None:
+    assert not differences(TEXTS, Numbers(results)), STALE
 
 
-def test_readme_shows_the_pictures_that_there_are() -> None:
-    shown = set(re.findall(r"\(benchmarks/pictures/(\w+)\.svg\)", TEXT))
-    assert shown and all((PICTURES / f"{name}.svg").is_file() for name in shown)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_shows_pictures_that_there_are(page: Path) -> None:
+    for found in re.findall(r"\((\S*benchmarks/pictures/\w+\.svg)\)", TEXTS[page]):
+        path = (page.parent / found).resolve()
+        assert path.parent == PICTURES.resolve() and path.is_file()
+
+
+def test_every_picture_is_shown() -> None:
+    shown = {name for text in TEXTS.values() for name in re.findall(r"pictures/(\w+)\.svg\)", text)}
+    assert shown == {path.stem for path in PICTURES.iterdir()}
 
 
 @pytest.mark.parametrize("name", charts())
@@ -47,7 +54,7 @@ def test_each_picture_has_a_chart() -> None:
     assert {path.stem for path in PICTURES.iterdir()} <= charts().keys()
 
 
-# The same, on results and a README of their own.
+# The same, on results and a page of their own.
 
 SHARED = {"device": "EPYC", "capability": "AVX512", "cores": 2, "threads": 2, "torch": "2.13", "command": "python -m x",
           "time": "2026-01-02"}  # fmt: skip
@@ -64,7 +71,7 @@ TOY = Case("toy", {"op": "toy"}, ("eager",))
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A README with one block, up to date with one file of results."""
+    """A page with one block, up to date with one file of results."""
     monkeypatch.setattr("benchmarks.readme.TABLES", {"toy": lambda n: f"{n.ratio(TOY, 'fp32', 'eager')} times"})
     (tmp_path / "README.md").write_text(
         "# x\n\n## Numbers\n\nWords.\n\n<!-- numbers: toy -->\n<!-- end -->\n\n## Next\n\n3\n"
@@ -141,7 +148,7 @@ def test_accelerated_generate_stands_beside_what_it_is_held_against(folder: Path
 
 
 def run(folder: Path, *arguments: str) -> int:
-    return main([*arguments, "--results", str(folder), "--readme", str(folder / "README.md")])
+    return main([*arguments, "--results", str(folder), "--pages", str(folder / "README.md")])
 
 
 def edit(folder: Path, old: str, new: str) -> None:
@@ -187,7 +194,7 @@ def test_a_missing_line_is_said_and_listed(folder: Path, capsys: pytest.CaptureF
     write(
         folder, [LINES[0], SHARED | {"op": "toy", "mode": "fwd", "provider": "eager", "missing": "pip install eager"}]
     )
-    assert run(folder) == 1  # README still says 2.5
+    assert run(folder) == 1  # the page still says 2.5
     assert run(folder, "--write") == 0 and run(folder) == 0
     assert "not measured: toy, fp32, against eager" in capsys.readouterr().out
     assert "not measured times" in (folder / "README.md").read_text()
@@ -201,6 +208,7 @@ def test_a_missing_line_is_said_and_listed(folder: Path, capsys: pytest.CaptureF
         ("<!-- end -->", "", "each once"),
         ("numbers: toy", "numbers: boy", "boy"),
         ("<!-- numbers: toy -->", "<!-- numbers: toy -->\n<!-- end -->\n<!-- numbers: toy -->", "each once"),
+        ("<!-- numbers: toy -->\n2.5 times\n<!-- end -->", "", "toy"),
     ],
 )
 def test_blocks_that_are_not_whole(
@@ -236,11 +244,11 @@ def test_fields_that_fit_several_cases_are_refused(tmp_path: Path) -> None:
 
 def test_all_blocks_can_be_written_without_any_result(tmp_path: Path) -> None:
     numbers = Numbers(Results(tmp_path))
-    assert NOT_MEASURED in written(TEXT, numbers) and len(numbers.missing) > 20
+    assert NOT_MEASURED in "".join(all_written(TEXTS, numbers).values()) and len(numbers.missing) > 20
     assert {name for name, block in TABLES.items() if NOT_MEASURED in block(numbers)} >= {"models", "ops", "decoding"}
 
 
-def test_a_quick_run_has_tables_of_its_own_and_no_figure_of_readme(
+def test_a_quick_run_has_tables_of_its_own_and_no_published_figure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     norm = {"op": "add_layer_norm", "mode": "fwdbwd", "shape": {"rows": 4096, "dim": 512, "dropout_p": 0.1}}
@@ -251,6 +259,6 @@ def test_a_quick_run_has_tables_of_its_own_and_no_figure_of_readme(
         "| add_layer_norm (4096, 512), dropout, training | 2.5 |\n"
     )
     assert not Results(tmp_path).rows
-    write(tmp_path, LINES)  # of no case that README shows
+    write(tmp_path, LINES)  # of no case that a table shows
     assert main(["--tables", str(tmp_path)]) == 0
-    assert "has no line of README's tables" in capsys.readouterr().out
+    assert "has no line of" in capsys.readouterr().out

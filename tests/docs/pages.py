@@ -1,0 +1,87 @@
+"""The code blocks of a page, and how they run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sybil = pytest.importorskip("sybil", reason='not installed: pip install "fastformer[docs]"')
+from sybil.document import Document
+from sybil.example import Example
+from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(page for page in DOCS.rglob("*.md") if "generated" not in page.parts and "tutorials" not in page.parts)
+TIMEOUT = 120  # seconds for one console block
+_FENCE = re.compile(r"^ *```+(\S[^\n]*)?$", re.MULTILINE)
+
+
+def run_console(example: Example) -> None:
+    """Runs the lines of a block that begin with `$ `, and those that continue them, in bash; each has to succeed."""
+    script = "\n".join(commands(example.parsed))
+    assert script, f"expected a line that begins with '$ ', got {example.parsed!r}"
+    found = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script], capture_output=True, text=True, timeout=TIMEOUT, env=environment(),
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert found.returncode == 0, f"{example.path}:{example.line}\n{script}\n{found.stdout}{found.stderr}"
+
+
+def environment() -> dict[str, str]:
+    """That of this process, with this Python's commands first and without a network."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {
+        **os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+        "COLUMNS": "100",
+    }  # fmt: skip
+
+
+def commands(block: str) -> list[str]:
+    """The commands of a console block, each with the lines that continue it."""
+    found: list[str] = []
+    is_open = False
+    for line in block.splitlines():
+        if line.startswith("$ "):
+            found.append(line[2:])
+        elif is_open:
+            found[-1] += "\n" + line.removeprefix("> ")
+        else:
+            continue  # what the command prints
+        is_open = found[-1].endswith("\\")
+    return found
+
+
+def examples(page: Path) -> Iterator[Example]:
+    """The blocks of a page that run, in order; Python blocks share their names."""
+    document = Document.parse(str(page), PythonCodeBlockParser(), CodeBlockParser("console", run_console))
+    yield from document.examples()
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """Each fenced block: what stands behind the fence, and its text."""
+    found, opened, start = [], None, 0
+    text = page.read_text(encoding="utf-8")
+    for fence in _FENCE.finditer(text):
+        if opened is None:
+            opened, start = (fence[1] or "").strip(), fence.end() + 1
+        elif not fence[1]:
+            found.append((opened, text[start : fence.start()]))
+            opened = None
+    assert opened is None, f"{page}: a block doesn't end"
+    return found
+
+
+def own_commands(text: str) -> Iterator[list[str]]:
+    """The words of every `fastformer` command in a block, without redirections and what a pipe leads to."""
+    for command in text.replace("\\\n", " ").splitlines():
+        for part in re.split(r"\s(?:\||&&|;)\s", command.removeprefix("$ ")):
+            if part.startswith("fastformer "):
+                yield shlex.split(re.sub(r"\s\d?[<>]\s*\S+", "", part), comments=True)[1:]

@@ -1,0 +1,46 @@
+"""The folder in which the documentation's examples run: small models under the names that pages use, and small texts.
+
+A page says `from_pretrained("bert-base-uncased")`; here that is a folder beside it with random weights, so that nothing
+is downloaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import tempfile
+from pathlib import Path
+
+FROZEN = Path(__file__).parents[1] / "frozen"
+
+
+@functools.cache
+def _made() -> Path:
+    """One folder a process, which `workshop` copies."""
+    from tests.checkpoints import decoders, families, multilingual
+    from tests.encoding import folders
+
+    made = Path(tempfile.mkdtemp(prefix="fastformer-docs-"))
+    for name, labels in (("bert-base-uncased", None), ("all-MiniLM-L6-v2", None), ("ms-marco-MiniLM-L6-v2", 1)):
+        (made / name).mkdir()
+        folders.bert(made / name, num_labels=labels)
+    families.marian(made / "opus-mt-en-de")
+    families.bart(made / "bart-base")
+    families.t5(made / "t5-small")
+    multilingual.nllb(made / "nllb-200")
+    decoders.llama3(made / "llama")
+    decoders.gpt2(made / "gpt2")
+    shutil.copytree(FROZEN / "run", made / "numbers")
+    pairs = [line.split("\t") for line in (FROZEN / "pairs.tsv").read_text(encoding="utf-8").splitlines()]
+    for name, some in (("train", pairs), ("val", pairs[:20]), ("test", pairs[:7])):
+        for side, ending in enumerate(("en", "de")):
+            (made / f"{name}.{ending}").write_text("".join(f"{pair[side]}\n" for pair in some), encoding="utf-8")
+    (made / "train.tsv").write_text("".join("\t".join(pair) + "\n" for pair in pairs), encoding="utf-8")
+    (made / "book.txt").write_text("To be, or not to be, that is the question.\n" * 200, encoding="utf-8")
+    (made / "passages.txt").write_text("A bird sings over the hills.\nThe river is slow.\n", encoding="utf-8")
+    return made
+
+
+def workshop(folder: Path) -> Path:
+    """A folder of its own for a page."""
+    return Path(shutil.copytree(_made(), folder / "workshop"))
