@@ -1,4 +1,4 @@
-"""The lines of `benchmarks/results/` that count: those of each case's latest run. The tables and the pictures use these.
+"""The lines of `benchmarks/results/` that count: those of each case's latest run. Tables and pictures use these.
 
 The lines of a run share their time, and its providers took turns, so their ratios mean something. Lines of an earlier
 run of the same case are history, even those of a provider that the latest run left out. Decoding beside one engine and
