@@ -2,7 +2,7 @@
 
     python examples/logits_processor.py MODEL "a text" --without e
 
-A processor gets the ids so far, (rows, length), and the logits of the next token, (rows, vocab_size). It returns logits.
+A processor gets the ids so far, (rows, length), and the logits of the next token, (rows, vocab_size), and gives logits.
 The search (greedy, beams or samples) goes on with what it returns.
 """
 
@@ -39,9 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     translator = fastformer.Translator.from_pretrained(options.model)
-    tokenizer = translator.tokenizer
-    size = translator.model.config.vocab_size
-    tokens = ["" if i == tokenizer.special_ids.eos else tokenizer.decode([i]) for i in range(size)]
+    tokens = [translator.tokenizer.decode([i]) for i in range(translator.model.config.vocab_size)]
     print(translator.translate(options.text))
     print(translator.translate(options.text, logits_processor=[Without(tokens, options.without)], max_new_tokens=24))
     return 0
