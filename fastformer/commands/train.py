@@ -19,6 +19,7 @@ from fastformer.training.config import check_names, merged, unused, whole_number
 from fastformer.training.interrupts import Interrupts
 from fastformer.training.sections import ARCHITECTURES, OF_TOKENIZER, SECTIONS, SEVERAL, Architecture, Model
 from fastformer.training.settings import run_config
+from fastformer.training.world import World, restarts
 from fastformer.training.yaml_file import read_yaml
 
 logger = logging.getLogger("fastformer")
@@ -44,12 +45,21 @@ def train(run: str, *, config: str | None = None, resume: bool | Literal["auto"]
     """
     with Interrupts() as interrupts:
         given = merged(read_settings(config), settings) if config else settings
-        trainer = start(run_config(run, given, resume), run, resume=resume, interrupts=interrupts)
-        for sentence in unused(trainer.config, given):
-            logger.warning(sentence)
-        trainer.train()
+        resume = resume or ("auto" if restarts() else False)  # torchrun starts the same command anew
+        known = run_config(run, given, resume)
+        with World.join(known.device, known.rank_timeout) as world:
+            interrupts.ignores_second = world.is_launched
+            # Machines may have been restarted a different number of times, and what one of them knows holds for all.
+            resume = next(filter(None, world.gather(resume)), False)
+            known = world.first(lambda: run_config(run, given, resume))
+            trainer = start(known, run, resume=resume, interrupts=interrupts, world=world)
+            for sentence in unused(trainer.config, given):
+                logger.warning(sentence)
+            trainer.train()
     if trainer.interrupted:
         return interrupts.exit_code
+    if world.rank:
+        return 0
     command = "generate" if trainer.config.model == "gpt" else "translate"
     print(f"the model is in {run}: {command_line(command, run)} 'some text'")
     return 0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -16,9 +17,15 @@ from torch import nn
 from fastformer.baseline import LSTMSeq2Seq
 from fastformer.checkpoints import load_model
 from fastformer.checkpoints.lock import LOCK, RunLock
-from fastformer.checkpoints.training_state import checkpoint_folder, checkpoints, latest_checkpoint
+from fastformer.checkpoints.training_state import (
+    checkpoint_folder,
+    checkpoints,
+    latest_checkpoint,
+    load_checkpoint,
+)
 from fastformer.data import BPETokenizer, ByteTokenizer, PairTokenizer, Tokenizer, load_tokenizer
 from fastformer.data.order import Order
+from fastformer.data.pair import contents
 from fastformer.data.tokenizer import NUM_BYTES, TOKENIZER
 from fastformer.devices import choose_device
 from fastformer.files import check_places, remove_left_overs
@@ -38,7 +45,9 @@ from fastformer.training.run_log import RunLog
 from fastformer.training.schedule import surprises
 from fastformer.training.sections import OF_TOKENIZER, Architecture
 from fastformer.training.settings import CONFIG, absolute_paths, check_unchanged, save_config
+from fastformer.training.state import fingerprint
 from fastformer.training.trainer import Trainer
+from fastformer.training.world import World
 
 logger = logging.getLogger("fastformer")
 
@@ -77,6 +86,7 @@ def start(
     *,
     resume: bool | str = False,
     interrupts: Interrupts | None = None,
+    world: World | None = None,
 ) -> Trainer:
     """A trainer at its first update, or at the one after the last checkpoint.
 
@@ -87,6 +97,7 @@ def start(
         run: the folder. It must be new, unless resuming.
         resume: go on with what is in it; "auto": go on if there is something, else begin.
         interrupts: who catches signals from now on; by default the trainer does while it trains.
+        world: the processes that train together; each of them calls this. By default this one is alone.
 
     Raises:
         ValueError: a folder that holds a run already, or, to resume, none, or one of other settings or data; a folder
@@ -106,9 +117,32 @@ def start(
         raise ValueError(f"expected a run folder, got the file {os.fspath(run)}")
     if resume not in (False, True, "auto"):
         raise ValueError(f"expected resume to be true, false or 'auto', got {resume!r}")
-    folder, device = Path(run), choose_device(config.device)
+    world = world or World.none()
+    folder, device = Path(run), world.device_of(choose_device(config.device))
     if config.cuda_graphs:
+        if world.size > 1:
+            raise ValueError(
+                f"expected no cuda_graphs for {world.size} processes, whose messages no graph holds: leave cuda_graphs "
+                "out, or train with one process"
+            )
         check_device(device)
+    world.check_accumulate(config.accumulate)
+    lock = RunLock(folder)
+    going_on, made = world.first(lambda: _enter(folder, resume, lock))
+    try:
+        world.each(lambda: _check_visible(folder))
+        log = RunLog(folder)
+        with log.listening():
+            return _start(absolute_paths(config), folder, device, lock, going_on, interrupts, log, world)
+    except BaseException:
+        lock.release()
+        if world.rank == 0 and made:  # a mistake leaves no folder behind
+            _leave(folder)
+        raise
+
+
+def _enter(folder: Path, resume: bool | str, lock: RunLock) -> tuple[bool, bool]:
+    """Makes the run folder, and takes its lock. Returns whether there is a run to go on with, and whether it is new."""
     going_on = bool(checkpoints(folder)) and bool(resume)
     if not going_on and resume is True:
         raise ValueError(f"expected a run to go on with, but {folder} has no checkpoints")
@@ -122,19 +156,27 @@ def start(
             )
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    lock = RunLock(folder)
     try:
         lock.acquire()
-        log = RunLog(folder)
-        with log.listening():
-            return _start(absolute_paths(config), folder, device, lock, going_on, interrupts, log)
     except BaseException:
-        lock.release()
-        if made:  # a mistake leaves no folder behind
-            (folder / LOCK).unlink(missing_ok=True)
-            if not any(folder.iterdir()):
-                folder.rmdir()
+        if made:
+            _leave(folder)
         raise
+    return going_on, made
+
+
+def _leave(folder: Path) -> None:
+    """Removes a run folder that nothing was written into."""
+    (folder / LOCK).unlink(missing_ok=True)
+    if not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def _check_visible(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ValueError(
+            f"expected the run folder {folder} on a file system that all machines share, but it isn't there"
+        )
 
 
 def _start(
@@ -145,13 +187,12 @@ def _start(
     resume: bool,
     interrupts: Interrupts | None,
     log: RunLog,
+    world: World,
 ) -> Trainer:
-    check_places(folder, WRITTEN)
-    remove_left_overs(folder, WRITTEN)
-    remove_left_overs(checkpoint_folder(folder), ["step-*.pt"])
+    world.first(lambda: _tidy(folder))
     found, tokenizer, weights = None, None, None
     if resume:
-        found = latest_checkpoint(folder)
+        found = _latest(folder, world)
         if found is None:
             raise ValueError(f"every checkpoint in {folder} is damaged: train anew in another folder")
         before = check_unchanged(config, found[1]["config"], found[0])
@@ -163,12 +204,20 @@ def _start(
     elif config.init_from:
         config, source, tokenizer = take_over(config)
         weights = source.state_dict()
-    data = load_data(config, tokenizer)
+    config = replace(config, dropout_seeds=_dropout_seeds(config, world))
+    data = world.each(lambda: load_data(config, tokenizer))
+    if world.size > 1:
+        found_here: dict[str, object] = {
+            "training data": fingerprint(data.train),
+            "validation data": fingerprint(data.val),
+            "tokenizer": hashlib.sha256(repr(contents(data.tokenizer)).encode()).hexdigest(),
+        }
+        world.check_same(found_here, "give all machines the same files")
     source_vocab_size = getattr(data.tokenizer, "source_vocab_size", None)
     model = build_model(config, data.tokenizer.vocab_size, data.tokenizer.special_ids, source_vocab_size)
     if weights is not None:
         model.load_state_dict(weights)
-    trainer = Trainer(config, folder, model, data, device, lock=lock, interrupts=interrupts, log=log)
+    trainer = Trainer(config, folder, model, data, device, lock=lock, interrupts=interrupts, log=log, world=world)
     trainer.init_weights = None if weights is None else digest_of(weights)
     if config.epochs:
         steps = count_updates(config, trainer.order)
@@ -181,12 +230,12 @@ def _start(
     done, rate = 0, 0.0
     if found is not None:
         path, state = found
-        trainer.load_state_dict(state, path)
+        world.each(lambda: trainer.load_state_dict(state, path))
         logger.info("going on from %s", path)
         done, rate = trainer.step, trainer.rate
     else:
-        data.tokenizer.save(folder)
-    save_config(folder, config)
+        world.first(lambda: data.tokenizer.save(folder))
+    world.first(lambda: save_config(folder, config))
     for sentence in surprises(config, model.config.d_model, done, rate):  # type: ignore[union-attr, arg-type]
         logger.warning(sentence)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -202,10 +251,41 @@ def _start(
                 "batching": config.batching,
                 "precision": config.precision,
                 "best_by": trainer.best.measure,
+                **({"processes": world.size} if world.size > 1 else {}),
             }
         ),
     )
     return trainer
+
+
+def _tidy(folder: Path) -> None:
+    check_places(folder, WRITTEN)
+    remove_left_overs(folder, WRITTEN)
+    remove_left_overs(checkpoint_folder(folder), ["step-*.pt"])
+
+
+def _latest(folder: Path, world: World) -> tuple[Path, dict[str, Any]] | None:
+    """The last whole checkpoint, which rank 0 decides on."""
+    found: list[tuple[Path, dict[str, Any]] | None] = [None]
+
+    def read() -> Path | None:
+        found[0] = latest_checkpoint(folder)
+        return None if found[0] is None else found[0][0]
+
+    path = world.first(read)
+    if path is None:
+        return None
+    return world.each(lambda: found[0] or (path, load_checkpoint(path)))
+
+
+def _dropout_seeds(config: TrainConfig, world: World) -> Literal["auto", "run", "batch"]:
+    """What dropout is drawn from, from here on: several processes have no generator in common."""
+    if config.dropout_seeds == "auto" and world.is_launched and not config.cuda_graphs:
+        return "batch"
+    if config.dropout_seeds == "run" and world.size > 1:
+        logger.info("from here on dropout_seeds is batch, for there are %d processes", world.size)
+        return "batch"
+    return config.dropout_seeds
 
 
 def count_updates(config: TrainConfig, order: Order) -> int:

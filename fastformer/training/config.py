@@ -65,6 +65,8 @@ class TrainConfig(Machine, Validation, Optimisation, Tokens, Filters, Data, Mode
                 if getattr(self, name) not in fits:
                     expected = " or ".join(str(value) for value in fits)
                     raise ValueError(f"expected {name} {expected} for cuda_graphs, got {getattr(self, name)}")
+            if self.dropout_seeds == "batch":
+                raise ValueError("expected dropout_seeds run for cuda_graphs, which replay a whole update, got batch")
         if self.average_last > 1 and not self.save_every:
             raise ValueError(f"expected save_every above 0, for average_last {self.average_last} needs checkpoints")
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from fastformer.data import Batch, Example, Examples, collate, plan_epoch
-from fastformer.generation import Translator
 from fastformer.settings import BleuTokenize
 from fastformer.special_ids import SpecialIds
+from fastformer.training.updates import places_of
 
 _MODELS = ("flores101", "flores200", "spBLEU-1K")
 # Scripts without spaces, as Unicode calls them, and what finds their words.
@@ -76,30 +76,65 @@ def lengths_of(examples: Sequence[Example]) -> torch.Tensor:
     return torch.tensor([example.lengths for example in examples], device="cpu")
 
 
-@torch.inference_mode()
 def negative_log_likelihood(
     model: nn.Module, examples: Sequence[Example], *, max_tokens: int, packed: bool, device: torch.device
 ) -> float:
     """Mean NLL of a real target token, in nats."""
+    return mean_of(losses_of(model, examples, max_tokens=max_tokens, packed=packed, device=device), examples)
+
+
+@torch.inference_mode()
+def losses_of(
+    model: nn.Module,
+    examples: Sequence[Example],
+    *,
+    max_tokens: int,
+    packed: bool,
+    device: torch.device,
+    rank: int = 0,
+    size: int = 1,
+) -> dict[int, float]:
+    """The summed NLL of each batch that one of several processes computes, by the batch's place in the plan.
+
+    Args:
+        model: the model.
+        examples: what it is measured on.
+        max_tokens, packed: of the batches.
+        device: of the model.
+        rank, size: the process, and how many there are.
+    """
     was_training = model.training
     model.eval()
-    plan = plan_epoch(
-        lengths_of(examples), max_tokens=max_tokens, batching="packed" if packed else "bucketed", seed=0, epoch=0
-    )
-    special_ids = SpecialIds.of(model.config)
-    total, tokens = 0.0, 0
+    lengths, special_ids = lengths_of(examples), SpecialIds.of(model.config)
+    plan = plan_epoch(lengths, max_tokens=max_tokens, batching="packed" if packed else "bucketed", seed=0, epoch=0)
+    mine = places_of([lengths[indices] for indices in plan], model.config, rank, size, padded=not packed)
+    losses = {}
     try:
-        for indices in plan:
-            batch = collate([examples[i] for i in indices], packed=packed, special_ids=special_ids).to(device)
-            total += float(model_loss(model, batch))
-            tokens += batch.num_target_tokens
+        for place in sorted(mine):
+            batch = collate([examples[i] for i in plan[place]], packed=packed, special_ids=special_ids).to(device)
+            losses[place] = float(model_loss(model, batch))
     finally:
         model.train(was_training)
-    return total / max(tokens, 1)
+    return losses
+
+
+def mean_of(losses: Mapping[int, float], examples: Sequence[Example]) -> float:
+    """The mean of a target token, of the losses of all batches by their places, in nats."""
+    total = 0.0
+    for place in range(len(losses)):  # in this order, so that any number of processes gets the same bits
+        total += losses[place]
+    return total / max(int(lengths_of(examples)[:, 1].sum()), 1)
+
+
+class Translates(Protocol):
+    """What translates: a `Translator`, or what knows the answers."""
+
+    def translate(self, sources: Any, **options: Any) -> Any:
+        """The translations, in order."""
 
 
 def translate_and_score(
-    translator: Translator,
+    translator: Translates,
     pairs: list[tuple[str, str]],
     nll: float,
     num_samples: int,

@@ -38,10 +38,13 @@ class Interrupts:
 
     Attributes:
         signum: the first signal that came; None if none did.
+        ignores_second: whether a second signal changes nothing inside `held`. Where several processes train, a
+            launcher hands on what its processes also got themselves, and kills those that don't end in time.
     """
 
     def __init__(self) -> None:
         self.signum: int | None = None
+        self.ignores_second = False
         self._depth = 0
         self._held = False
         self._previous: dict[int, signal._HANDLER] = {}
@@ -98,5 +101,5 @@ class Interrupts:
         first = self.signum is None
         if first:
             self.signum = signum
-        if not (first and self._held):
+        if not (self._held and (first or self.ignores_second)):
             raise Interrupted(signum)

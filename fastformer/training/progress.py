@@ -19,6 +19,7 @@ from fastformer.data import Batch
 from fastformer.files import write_atomically
 from fastformer.training.evaluate import Scores
 from fastformer.training.run_log import RunLog
+from fastformer.training.updates import Update
 
 logger = logging.getLogger("fastformer")
 
@@ -42,10 +43,11 @@ class Meter:
         self._updates = self._tokens = self._slots = 0
 
     def count(self, batches: list[Batch]) -> None:
-        """Counts one update; its loss is the caller's to add to `loss`."""
+        """Counts one update, of all processes; its loss is the caller's to add to `loss`."""
+        update = batches if isinstance(batches, Update) else Update(batches)
         self._updates += 1
-        self._tokens += sum(batch.num_tokens for batch in batches)
-        self._slots += sum(batch.num_slots for batch in batches)
+        self._tokens += update.num_tokens
+        self._slots += update.num_slots
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -211,6 +213,25 @@ class Progress:
             except OSError as error:
                 self._board = None
                 logger.warning("TensorBoard gets nothing from update %d on: %s", step, error.strerror)
+
+
+class Silence:
+    """The progress of a process that another one speaks for."""
+
+    def advance(self, step: int) -> None:
+        """Nothing."""
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Nothing."""
+
+    def validation(self, step: int, scores: Scores, *, kept: bool, average: bool = False) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+    def say(self, line: str) -> None:
+        """Nothing."""
 
 
 def duration(seconds: float) -> str:

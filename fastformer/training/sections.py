@@ -225,6 +225,12 @@ class Machine:
             when models or batches are small. Packed batches are rounded up to a few sizes, by at most a sixteenth.
         seed: of the weights, the data order and dropout.
         device: "auto", "cpu", "cuda".
+        sharding: what several processes, which torchrun starts, do with the weights: "ddp": each has all of them;
+            "fsdp": each keeps a part of weights, gradients and averages, and borrows the rest layer by layer.
+        dropout_seeds: what dropout is drawn from: "batch": the seed, the update and the batch, so that any number of
+            processes drops the same; "run": one generator from beginning to end, as one process can; "auto": as
+            run, until torchrun starts the run or goes on with it, and as batch from there on.
+        rank_timeout: seconds that a process waits for the others before it gives up.
     """
 
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -232,6 +238,9 @@ class Machine:
     cuda_graphs: bool = False
     seed: Seed = 0
     device: str = "auto"
+    sharding: Literal["ddp", "fsdp"] = "ddp"
+    dropout_seeds: Literal["auto", "run", "batch"] = "auto"
+    rank_timeout: Positive = 600
 
 
 # The settings that name data, by kind, and what validates which.

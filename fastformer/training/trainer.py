@@ -19,21 +19,23 @@ from fastformer.checkpoints.lock import RunLock
 from fastformer.checkpoints.training_state import average_weights, checkpoints, describe_average, save_checkpoint
 from fastformer.data import Batch, collate
 from fastformer.data.order import Order
-from fastformer.generation import Translator
 from fastformer.graphs import Graphs
 from fastformer.models.pretrained import save_model
 from fastformer.models.weights import WEIGHTS
 from fastformer.special_ids import SpecialIds
 from fastformer.training.best import Best, choose_measure
 from fastformer.training.config import TrainConfig
-from fastformer.training.evaluate import Scores, lengths_of, model_loss, negative_log_likelihood, translate_and_score
+from fastformer.training.evaluate import Scores, lengths_of, model_loss
 from fastformer.training.examples import Data
 from fastformer.training.graph_updates import GraphUpdates, check_device, pad_batch, size_of, why_uncapturable
 from fastformer.training.interrupts import Interrupted, Interrupts
-from fastformer.training.progress import Meter, Progress
+from fastformer.training.progress import Meter, Progress, Silence
 from fastformer.training.run_log import RunLog
 from fastformer.training.schedule import rate_of
 from fastformer.training.state import fingerprint, restore, state_of
+from fastformer.training.updates import Update, dropout_seed, places_of
+from fastformer.training.validation import Part, scores_of, validate_part
+from fastformer.training.world import World
 
 logger = logging.getLogger("fastformer")
 
@@ -56,6 +58,7 @@ class Trainer:
         lock: of the run folder; by default one that is taken when training starts.
         interrupts: who catches signals; by default this trainer, while it trains.
         log: what the run says; by default what it says from now on.
+        world: the processes that train together, this one among them; by default it is alone.
 
     Raises:
         ValueError: settings that this model can't take.
@@ -72,13 +75,16 @@ class Trainer:
         lock: RunLock | None = None,
         interrupts: Interrupts | None = None,
         log: RunLog | None = None,
+        world: World | None = None,
     ) -> None:
-        self.log = log or RunLog(run)
+        self.log, self.world = log or RunLog(run), world or World.none()
         self.config, self.run, self.data, self.device = config, run, data, device
         self.special_ids = SpecialIds.of(model.config)
         self.special_ids.check_tokenizer(data.tokenizer.special_ids, "the model")
         self.lock, self.interrupts = lock or RunLock(run), interrupts or Interrupts()
+        self.signum: int | None = None  # of the signal that all processes know of
         self.model = model.to(device)
+        self.runner = self.world.wrap(self.model)
         self.packed = config.batching == "packed"
         self.optimizer = torch.optim.AdamW(
             model.parameters(),
@@ -144,13 +150,20 @@ class Trainer:
         self.finished = False
         if self.graphs is not None:
             self._check_capturable()
-        with self.lock, self.interrupts, self.interrupts.held(), self.log, contextlib.ExitStack() as stack:
-            progress = Progress(self.config.steps, self.step, self.validated, self.run, self.log)
+        speaks = self.world.rank == 0
+        with contextlib.ExitStack() as stack:
+            for each in (self.lock, self.interrupts, self.interrupts.held(), self.log):
+                if speaks or each not in (self.lock, self.log):
+                    stack.enter_context(each)
+            progress: Progress | Silence = Silence()
+            if speaks:
+                progress = Progress(self.config.steps, self.step, self.validated, self.run, self.log)
             stack.callback(progress.close)
+            stack.enter_context(self.world.reporting_loss())
             scores = self._run_updates(progress)
             return self._finish(progress, scores)
 
-    def _run_updates(self, progress: Progress) -> Scores | None:
+    def _run_updates(self, progress: Progress | Silence) -> Scores | None:
         """The loop. Returns the scores of the last validation in it, if there was one."""
         config, scores = self.config, None
         self.finite.fill_(True)
@@ -180,7 +193,9 @@ class Trainer:
                 progress.advance(self.step)
             if validating:
                 with self.meter.paused():
-                    if not checkpoints(self.run):  # a model that is kept belongs to a run that can go on
+                    if not self.world.first(
+                        lambda: checkpoints(self.run)
+                    ):  # a model that is kept belongs to a run that can go on
                         self.save()
                     scores = self._validate_and_keep(progress) or scores
                 self.model.train()
@@ -191,16 +206,16 @@ class Trainer:
                 break
         return scores
 
-    def _finish(self, progress: Progress, scores: Scores | None) -> Scores | None:
+    def _finish(self, progress: Progress | Silence, scores: Scores | None) -> Scores | None:
         """Saves; then, unless a signal ended the run, validates what was not yet, and averages."""
         self.save()
-        if self.interrupts.signum is None and self.validated != self.step:
+        if not self._is_signalled() and self.validated != self.step:
             scores = self._validate_and_keep(progress)
-        if self.interrupts.signum is None and self.config.average_last > 1:
+        if not self._is_signalled() and self.config.average_last > 1:
             scores = self._average(progress) or scores
-        if self.interrupts.signum is not None:
-            if not (self.run / WEIGHTS).exists():
-                save_model(self._model(), self.run, self.data.tokenizer, notes=self._notes("not validated"))
+        if self._is_signalled():
+            if not self.world.first((self.run / WEIGHTS).exists):
+                self._save_model(self._model(), self._notes("not validated"))
             logger.warning("%s: saved at update %d; go on with --resume", self.interrupts.name, self.step)
             return scores
         self.finished = True
@@ -210,9 +225,9 @@ class Trainer:
             progress.say(f"the model in {self.run} is update {best.step}: {best.show(self.best.measure)}")
         return scores
 
-    def updates(self) -> Iterator[list[Batch]]:
-        """The batches of each update, from where the run stands on."""
-        group: list[Batch] = []
+    def updates(self) -> Iterator[Update]:
+        """The batches of each update that this process computes, from where the run stands on."""
+        group: list[list[int]] = []
         while self.step < self.config.steps:
             windows = self.order.num_windows
             plan = self.order.plan(self.epoch, self.window) if self.window < windows else []
@@ -223,15 +238,24 @@ class Trainer:
                     "other data"
                 )
             while self.batch < len(plan):
-                examples = [self.data.train[i] for i in plan[self.batch]]
-                group.append(collate(examples, packed=self.packed, special_ids=self.special_ids))
+                group.append(plan[self.batch])
                 self.batch += 1
                 if len(group) == self.config.accumulate:
-                    yield self.place(group)
+                    yield self._share_of(group)
                     group = []
             self.window, self.batch = self.window + 1, 0
             if self.window == windows:
                 self.epoch, self.window = self.epoch + 1, 0
+
+    def _share_of(self, group: list[list[int]]) -> Update:
+        """This process's part of an update, of which the plan says what examples each batch has."""
+        world, lengths, padded = self.world, [self.order.lengths(indices) for indices in group], not self.packed
+        mine = places_of(lengths, self.model.config, world.rank, world.size, padded=padded)
+        batches = self.place([
+            collate([self.data.train[i] for i in group[place]], packed=self.packed, special_ids=self.special_ids)
+            for place in mine
+        ])  # fmt: skip
+        return Update(batches) if world.size == 1 else Update(batches, mine, lengths, padded=padded)
 
     def place(self, batches: list[Batch]) -> list[Batch]:
         """The batches of an update where it takes them: on the device, or, for a graph, in a size that it has."""
@@ -242,14 +266,14 @@ class Trainer:
 
     def update(self, batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
         """One optimizer step over some batches. Returns the mean loss of a target token, and the gradient's norm."""
-        config = self.config
-        # Every token of the update weighs the same, in whichever batch it stands.
-        tokens = sum(batch.num_target_tokens for batch in batches)
+        config, update = self.config, batches if isinstance(batches, Update) else Update(batches)
+        # Every token of the update weighs the same, in whichever batch it stands, and whichever process has it.
+        tokens = update.num_target_tokens
         self.rate = rate_of(config, self.step + 1, self.model.config.d_model)  # type: ignore[union-attr, arg-type]
         if self.graphs is not None:
             self.graphs(batches, [tokens, self.rate, self._share()])
             return self.loss, self.norm
-        loss, norm = self._descend(batches, tokens, self.rate)
+        loss, norm = self._descend(update, tokens, self.rate)
         self._move_average(self._share())
         return loss, norm
 
@@ -257,16 +281,21 @@ class Trainer:
         self, batches: list[Batch], tokens: int | torch.Tensor, rate: float | torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Forward, backward, clipping, the optimizer's step; nothing waits for the device. Returns loss and norm."""
-        config = self.config
+        config, runner = self.config, self.runner
         total = torch.zeros((), device=self.device)
-        for batch in batches:
-            with self._autocast():
-                loss = model_loss(
-                    self.model, batch, label_smoothing=config.label_smoothing, smooth_others=config.smooth_others
-                )
-                loss = loss / tokens
-            torch.autograd.backward(self.scaler.scale(loss))
-            total += loss.detach()
+        places = batches.places if isinstance(batches, Update) else range(len(batches))
+        for i, (place, batch) in enumerate(zip(places, batches, strict=True)):
+            if config.dropout_seeds == "batch":
+                torch.manual_seed(dropout_seed(config.seed, self.step, place))
+            with contextlib.nullcontext() if i + 1 == len(batches) else runner.waiting():
+                with self._autocast():
+                    loss = model_loss(
+                        runner.module, batch, label_smoothing=config.label_smoothing, smooth_others=config.smooth_others
+                    )
+                    loss = loss / tokens
+                total += loss.detach()
+                torch.autograd.backward(self.scaler.scale(loss if runner.factor == 1 else loss * runner.factor))
+        self.world.add_up(total)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.scaler.unscale_(self.optimizer)
@@ -337,24 +366,15 @@ class Trainer:
 
     def validate(self, model: nn.Module) -> Scores:
         """The scores of a model on the validation data."""
-        with self._autocast():
-            nll = negative_log_likelihood(
-                model, self.data.val, max_tokens=self.config.max_tokens, packed=self.packed, device=self.device
-            )
-        if not self.pairs:
-            characters, tokens = self.data.val_characters, int(lengths_of(self.data.val)[:, 1].sum())
-            return Scores(nll, nll_per_character=nll * tokens / characters if characters else None)
-        scores = translate_and_score(
-            Translator(model, self.data.tokenizer),
-            self.pairs,
-            nll,
-            self.config.samples,
-            bleu_tokenize=self.config.bleu_tokenize,
-        )
-        scores.lines = len(self.data.val_texts)
-        return scores
+        return scores_of([self._validate_part(model)], self.data, self.pairs, self.config)
 
-    def _validate_and_keep(self, progress: Progress) -> Scores | None:
+    def _validate_part(self, model: nn.Module) -> Part:
+        with self._autocast():
+            return validate_part(
+                model, self.data, self.pairs, self.config, self.device, self.world.rank, self.world.size
+            )
+
+    def _validate_and_keep(self, progress: Progress | Silence) -> Scores | None:
         """Validates; the run folder gets the weights if they are the best so far. None if a signal broke it off."""
         scores = self._validate_unless_interrupted(self._model())
         if scores is None:
@@ -365,49 +385,76 @@ class Trainer:
         record, measure = self.best.record, self.best.measure
         assert record is not None
         if kept:
-            save_model(self._model(), self.run, self.data.tokenizer, notes=self._notes(record.show(measure)))
+            self._save_model(self._model(), self._notes(record.show(measure)))
             progress.say(f"kept update {self.step}: {record.show(measure)}; best so far")
         else:
             progress.say(f"not kept: update {record.step} is better ({record.show(measure)})")
         return scores
 
-    def _average(self, progress: Progress) -> Scores | None:
+    def _average(self, progress: Progress | Silence) -> Scores | None:
         """The run folder gets the mean of the last checkpoints, for that is what was asked for, better or not."""
-        paths = checkpoints(self.run)[-self.config.average_last :]
+        paths = self.world.first(lambda: checkpoints(self.run)[-self.config.average_last :])
         if len(paths) == 1:
             logger.warning("average_last %d: there is one checkpoint alone to average", self.config.average_last)
             return None
         model = copy.deepcopy(self.model)
-        model.load_state_dict(average_weights(paths))
+        model.load_state_dict(self.world.each(lambda: average_weights(paths)))
         scores = self._validate_unless_interrupted(model)
         if scores is None:
             return None
         progress.validation(self.step, scores, kept=True, average=True)
         best, shown = self.best.record, self.best.of(self.step, scores).show(self.best.measure)
         what = describe_average(paths)
-        save_model(model, self.run, self.data.tokenizer, notes={"model": what, "scores": shown})
+        self._save_model(model, {"model": what, "scores": shown})
         single = f"; the best single update, {best.step}: {best.show(self.best.measure)}" if best else ""
         progress.say(f"the model in {self.run} is {what}: {shown}{single}")
         return scores
 
     def _validate_unless_interrupted(self, model: nn.Module) -> Scores | None:
         # It may take minutes and can be done again, so that a signal need not wait for its end.
+        part: Part | None = None
         try:
             with self.interrupts.at_once():
-                return self.validate(model)
+                if self.world.size == 1:
+                    return self.validate(model)
+                part = self._validate_part(model)
         except Interrupted:
+            if self.world.size == 1:
+                return None
+        parts = self.world.gather(part)
+        whole = [each for each in parts if each is not None]
+        if len(whole) < len(parts):  # a process was interrupted, and so all are
+            self._is_signalled()
             return None
+        return self.world.first(lambda: scores_of(whole, self.data, self.pairs, self.config))
 
     def _notes(self, scores: str) -> dict[str, str]:
         return {"model": f"update {self.step}", "scores": scores}
 
+    def _save_model(self, model: nn.Module, notes: dict[str, str]) -> None:
+        self.world.first(lambda: save_model(model, self.run, self.data.tokenizer, notes=notes))
+
+    def _is_signalled(self) -> bool:
+        """Whether a signal ends the training; all processes hear of it in the same moment."""
+        return self._agree()[0]
+
+    def _agree(self) -> tuple[bool, bool]:
+        """Whether a signal came to some process, and whether the time is over for some."""
+        minutes = self.config.max_minutes
+        late = bool(minutes and self.trained_seconds > 60 * minutes)
+        signum, late_somewhere = self.world.most(self.interrupts.signum or 0, late)
+        if signum and self.signum is None:
+            self.signum = self.interrupts.signum = self.interrupts.signum or int(signum)
+        return self.signum is not None, bool(late_somewhere)
+
     def _end(self) -> str | None:
         """Why no further update is to be made; None if one is."""
-        if self.interrupts.signum is not None:
+        is_signalled, is_late = self._agree()
+        if is_signalled:
             return self.interrupts.name
         if self.step >= self.config.steps:
             return f"update {self.step} of {self.config.steps} is done; give more --steps to go on"
-        if self.config.max_minutes and self.trained_seconds > 60 * self.config.max_minutes:
+        if is_late:
             return f"it trained for its {self.config.max_minutes:g} minutes; give more --max_minutes to go on"
         if self.config.patience and self.best.bad_validations >= self.config.patience:
             return f"{self.best.bad_validations} validations brought nothing better; give more --patience to go on"
@@ -426,16 +473,21 @@ class Trainer:
     @property
     def interrupted(self) -> bool:
         """Whether a signal ended the training."""
-        return self.interrupts.signum is not None
+        return self.signum is not None
 
     def save(self) -> None:
         """Writes a checkpoint that training goes on from."""
-        save_checkpoint(
-            self.run,
-            self.step,
-            self.state_dict(),
-            keep_last=max(self.config.keep_last, self.config.average_last),
-            regular=lambda step: due(step, self.config.save_every) or not self.config.save_every,
+        self.world.first(
+            lambda: (
+                save_checkpoint(
+                    self.run,
+                    self.step,
+                    self.state_dict(),
+                    keep_last=max(self.config.keep_last, self.config.average_last),
+                    regular=lambda step: due(step, self.config.save_every) or not self.config.save_every,
+                )
+                and None
+            )
         )
 
     def state_dict(self) -> dict[str, Any]:

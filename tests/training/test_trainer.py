@@ -12,7 +12,6 @@ from fastformer.checkpoints import load_model
 from fastformer.data import collate, load_tokenizer
 from fastformer.generation import Translator, generate
 from fastformer.training import Trainer, start
-from fastformer.training import trainer as module
 from fastformer.training.config import TrainConfig
 from fastformer.training.evaluate import Scores, negative_log_likelihood
 from fastformer.training.schedule import learning_rate
@@ -215,7 +214,7 @@ def test_as_many_are_translated_as_val_examples_says(config, tmp_path, monkeypat
         counts.append(len(pairs))
         return Scores(nll)
 
-    monkeypatch.setattr(module, "translate_and_score", count)
+    monkeypatch.setattr("fastformer.training.validation.translate_and_score", count)
     start(changed(config, steps=1, val_examples=val_examples), tmp_path / "run").train()
     assert counts == ([] if expected is None else [expected])
 

@@ -1,0 +1,67 @@
+"""Which of an update's batches each process computes, so that all of them are ready at the same time."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from torch import Tensor
+
+
+def cost(lengths: Tensor, *, d_model: int, layers: int = 1, vocab_size: int = 0, padded: bool = False) -> float:
+    """How long a batch takes, in multiples of d_model**2 multiplications of its forward pass.
+
+    A layer has 12 * d_model**2 weights, four of them per token in a second attention where a decoder reads a source.
+    Attention compares each token with every other one, so that long sequences cost more than their tokens tell
+    (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters", appendix).
+
+    Args:
+        lengths: (examples, 2) source and target lengths of the batch; sources of length 0 in a language model.
+        d_model, layers, vocab_size: of the model.
+        padded: whether every example is as long as the longest one.
+    """
+    sides = lengths.double()
+    if padded and len(lengths):
+        sides = sides.amax(dim=0).expand_as(sides)
+    source, target = sides.unbind(1)
+    in_layers = 12 * source.sum() + 12 * target.sum() + 4 * target[source > 0].sum()
+    in_attention = 2 * (source.square() + target.square() / 2 + source * target).sum() / d_model
+    return float(layers * (in_layers + in_attention) + target.sum() * vocab_size / d_model)
+
+
+def share_out(costs: Sequence[float], world: int) -> list[list[int]]:
+    """Deals work to processes: the longest first, each to the process that has the least so far (Graham 1969, LPT).
+
+    All get the same number of batches, for each batch of sharded weights is a conversation of all processes; where the
+    number doesn't divide, some get one more. The first batches of all processes are about as long as each other, and so
+    are the second ones.
+
+    Args:
+        costs: of each batch; at least 0.
+        world: the number of processes.
+
+    Returns:
+        For each process the places of its batches in `costs`, the longest first; for one process in their order.
+
+    Raises:
+        ValueError: no process.
+    """
+    if world < 1:
+        raise ValueError(f"expected at least one process to share work, got {world}")
+    if world == 1:
+        return [[*range(len(costs))]]
+    shares: list[list[int]] = [[] for _ in range(world)]
+    least, more = divmod(len(costs), world)
+    waiting = [(0.0, rank) for rank in range(world)]
+    for place in sorted(range(len(costs)), key=lambda place: -costs[place]):
+        load, rank = heapq.heappop(waiting)
+        shares[rank].append(place)
+        room = least - len(shares[rank])
+        if room == -1:
+            more -= 1
+        if room > 0 or (room == 0 and more):
+            heapq.heappush(waiting, (load + costs[place], rank))
+        if not more:  # those that wait for one more than the others get none
+            waiting = [each for each in waiting if len(shares[each[1]]) < least]
+            heapq.heapify(waiting)
+    return shares

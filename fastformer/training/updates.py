@@ -1,0 +1,75 @@
+"""What an update computes, and what of it this process does."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fastformer.data import Batch
+from fastformer.data.sharing import cost, share_out
+
+
+class Update(list[Batch]):
+    """The batches of an update that this process computes, and what there is of them in all processes.
+
+    Args:
+        batches: of this process.
+        places: where each stands among all batches of the update, by which its dropout is drawn; None: there are no
+            others.
+        lengths: (examples, 2) source and target lengths of each batch of the update, of all processes; None: likewise.
+        padded: whether every example is as long as the longest of its batch.
+
+    Attributes:
+        num_target_tokens: of all processes: what the sum of the losses is divided by.
+        num_tokens, num_slots: of all processes; see `Batch`.
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[Batch],
+        places: Sequence[int] | None = None,
+        lengths: Sequence[Tensor] | None = None,
+        *,
+        padded: bool = False,
+    ) -> None:
+        super().__init__(batches)
+        self.places = [*range(len(self))] if places is None else [*places]
+        if lengths is None:
+            self.num_target_tokens = sum(batch.num_target_tokens for batch in self)
+            self.num_tokens = sum(batch.num_tokens for batch in self)
+            self.num_slots = sum(batch.num_slots for batch in self)
+        else:
+            self.num_target_tokens = sum(int(each[:, 1].sum()) for each in lengths)
+            self.num_tokens = sum(int(each.sum()) for each in lengths)
+            slots = (len(each) * each.amax(0) if padded else each for each in lengths)
+            self.num_slots = sum(int(each.sum()) for each in slots)
+
+
+def places_of(lengths: Sequence[Tensor], model: Any, rank: int, size: int, *, padded: bool) -> list[int]:
+    """Which batches of an update a process computes; see `share_out`.
+
+    Args:
+        lengths: (examples, 2) source and target lengths of each batch.
+        model: the settings of the model, which say what a token costs.
+        rank, size: the process, and how many there are.
+        padded: whether every example is as long as the longest of its batch.
+    """
+    if size == 1:
+        return [*range(len(lengths))]
+    layers: int = getattr(model, "num_layers", 0) or getattr(model, "num_encoder_layers", 1)
+    d_model, vocab_size = model.d_model, model.vocab_size
+    costs = [cost(each, d_model=d_model, layers=layers, vocab_size=vocab_size, padded=padded) for each in lengths]
+    return share_out(costs, size)[rank]
+
+
+def dropout_seed(seed: int, step: int, place: int) -> int:
+    """The seed of a batch's dropout: a function of the run's seed, the update and the batch's place in it.
+
+    It is the same whichever process computes the batch. A hash, for neighbouring seeds, updates and places must have no
+    dropout in common.
+    """
+    digest = hashlib.sha256(f"{seed} {step} {place}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1  # a generator takes 63 bits for certain

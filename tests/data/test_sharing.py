@@ -1,0 +1,52 @@
+"""Who computes which batch: each one once, as many everywhere, and nearly the same work."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastformer.data.sharing import cost, share_out
+
+COSTS = st.lists(st.floats(0, 1e6), max_size=40)
+
+
+@given(COSTS, st.integers(1, 9))
+def test_each_batch_is_dealt_once_and_counts_are_equal(costs, world) -> None:
+    shares = share_out(costs, world)
+    assert sorted(place for share in shares for place in share) == [*range(len(costs))]
+    counts = [len(share) for share in shares]
+    assert len(counts) == world and max(counts) - min(counts) <= (len(costs) % world > 0)
+
+
+@given(COSTS.filter(len), st.integers(2, 9))
+def test_turns_are_alike_and_no_share_is_far_above_the_mean(costs, world) -> None:
+    shares = share_out(costs, world)
+    for share in shares:
+        assert [costs[place] for place in share] == sorted((costs[place] for place in share), reverse=True)
+    loads = [sum(costs[place] for place in share) for share in shares]
+    assert max(loads) <= sum(costs) / world + max(costs) * (1 + 1e-9)
+
+
+def test_the_longest_first_evens_out() -> None:
+    shares = share_out([9.0, 8.0, 2.0, 1.0, 7.0, 3.0], 2)
+    assert sorted(sum((9.0, 8.0, 2.0, 1.0, 7.0, 3.0)[place] for place in share) for share in shares) == [14.0, 16.0]
+    assert share_out([1.0, 5.0, 3.0], 1) == [[0, 1, 2]]  # one process keeps the order
+
+
+def test_no_process_is_refused() -> None:
+    with pytest.raises(ValueError, match="process"):
+        share_out([1.0], 0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 50)), min_size=1, max_size=8))
+def test_cost_grows_with_tokens_padding_and_length(sides) -> None:
+    lengths = torch.tensor(sides)
+    sizes = {"d_model": 64, "layers": 2, "vocab_size": 1000}
+    plain = cost(lengths, **sizes)
+    assert cost(lengths, padded=True, **sizes) >= plain * (1 - 1e-9)
+    assert cost(torch.cat([lengths, lengths]), **sizes) == pytest.approx(2 * plain)
+    # As many tokens in one sequence take longer: attention compares all of them.
+    if not lengths[:, 0].any():
+        assert cost(lengths.sum(0, keepdim=True), **sizes) >= plain * (1 - 1e-9)

@@ -1,0 +1,70 @@
+"""What torchrun starts in tests: `fastformer train` in fp64, with what a test wants to know, or to go wrong.
+
+    launched.py OPTIONS train RUN ...
+
+OPTIONS is JSON: "updates": a folder for a file of each process, with a line for each batch of an update that it began;
+"nan": [rank, step]: that loss is NaN; "full": the disk has no room for that checkpoint; "freeze": [rank, step]: this
+process says no more; "count": CPU seconds and tokens are written into that file in the end.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import sys
+import time
+
+import torch
+
+torch.set_default_dtype(torch.float64)
+torch.set_num_threads(1)
+
+from fastformer.cli import main  # noqa: E402
+from fastformer.data import Batch  # noqa: E402
+from fastformer.training import trainer as module  # noqa: E402
+from fastformer.training.trainer import Trainer  # noqa: E402
+
+RANK = int(os.environ.get("RANK", "0"))
+
+
+def digest(batch: Batch) -> str:
+    found = hashlib.sha256()
+    for tensor in (batch.source, batch.target_in, batch.target_out, batch.target_layout.seqlens):
+        found.update(b"" if tensor is None else tensor.numpy().tobytes())
+    return found.hexdigest()
+
+
+def install(options: dict) -> None:
+    inner = Trainer.update
+
+    def update(self, batches):
+        if "updates" in options:
+            with open(os.path.join(options["updates"], f"{RANK}.jsonl"), "a") as file:
+                for place, batch in zip(batches.places, batches, strict=True):
+                    file.write(json.dumps([self.step, place, digest(batch)]) + "\n")
+        if options.get("freeze") == [RANK, self.step]:
+            time.sleep(1000)
+        if options.get("nan") == [RANK, self.step]:
+            loss = self.model.loss
+            self.model.loss = lambda *inputs, **others: loss(*inputs, **others) * float("nan")
+        if options.get("pace"):
+            time.sleep(options["pace"])
+        return inner(self, batches)
+
+    Trainer.update = update
+    if "full" in options:
+        save = module.save_checkpoint
+
+        def full(run, step, *arguments, **others):
+            if step == options["full"]:
+                raise OSError(errno.ENOSPC, "No space left on device", str(run))
+            return save(run, step, *arguments, **others)
+
+        module.save_checkpoint = full
+
+
+if __name__ == "__main__":
+    install(json.loads(sys.argv[1]))
+    sys.exit(main(sys.argv[2:]))

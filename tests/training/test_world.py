@@ -1,0 +1,123 @@
+"""One process, and two that torchrun starts: the same training, and the same end."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastformer.cli import main
+from fastformer.data import Example, collate
+from fastformer.training import start
+from fastformer.training.settings import load_config
+from fastformer.training.updates import Update, dropout_seed, places_of
+from fastformer.training.world import World
+from tests.training import worlds
+from tests.training.tiny import changed
+
+ROOT = Path(__file__).parents[2]
+TOLERANCE = 1e-9
+
+
+def test_one_process_is_the_identity(monkeypatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    tensor, model = torch.ones(3), torch.nn.Linear(2, 2)
+    with World.join("cpu") as world:
+        assert world == World.none() and not world.is_launched
+        assert world.most(3, True) == [3, True] and world.gather("x") == ["x"]
+        assert world.add_up(tensor) is tensor and world.wrap(model).module is model
+        assert world.first(lambda: 5) == world.each(lambda: 5) == 5
+        with pytest.raises(KeyError):
+            world.first(lambda: {}["missing"])
+
+
+def test_half_a_launcher_is_named(monkeypatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "two", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"\bLOCAL_RANK\b"):
+        World.join("cpu")
+
+
+@pytest.mark.parametrize(("accumulate", "size"), [(1, 2), (3, 2), (4, 8)])
+def test_batches_that_do_not_divide_are_refused(accumulate, size) -> None:
+    with pytest.raises(ValueError, match=r"\baccumulate\b"):
+        World(size=size).check_accumulate(accumulate)
+    World(size=size).check_accumulate(2 * size)
+
+
+def test_cuda_graphs_are_for_one_process(config, tmp_path) -> None:
+    with pytest.raises(ValueError, match=r"\bcuda_graphs\b"):
+        start(changed(config, cuda_graphs=True, accumulate=2), tmp_path / "run", world=World(size=2))
+    assert not (tmp_path / "run").exists()
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=4, max_size=12), st.integers(2, 4))
+def test_all_processes_together_have_the_update_of_one(sides, size) -> None:
+    class Model:
+        d_model, vocab_size, num_layers = 8, 10, 1
+
+    groups = [[*range(i, len(sides), 4)] for i in range(4)]
+    examples = [Example([5] * source, [6] * target) for source, target in sides]
+    for padded in (True, False):
+        batches = [collate([examples[i] for i in group], packed=not padded) for group in groups]
+        lengths = [torch.tensor([sides[i] for i in group]) for group in groups]
+        whole, dealt = Update(batches), []
+        for rank in range(size):
+            places = places_of(lengths, Model, rank, size, padded=padded)
+            part = Update([batches[place] for place in places], places, lengths, padded=padded)
+            assert (part.num_target_tokens, part.num_tokens, part.num_slots) == (
+                *(whole.num_target_tokens, whole.num_tokens, whole.num_slots),
+            )
+            dealt += places
+        assert sorted(dealt) == whole.places == [0, 1, 2, 3]
+
+
+def test_dropout_seeds_differ() -> None:
+    seeds = {dropout_seed(seed, step, place) for seed in range(9) for step in range(30) for place in range(9)}
+    assert len(seeds) == 9 * 30 * 9 and all(0 <= seed < 2**63 for seed in seeds)
+    torch.manual_seed(max(seeds))
+
+
+def test_without_a_launcher_dropout_follows_one_generator(config, tmp_path) -> None:
+    trainer = start(config, tmp_path / "run")
+    assert trainer.config.dropout_seeds == "auto"
+    state = torch.get_rng_state()
+    trainer.model.train()
+    trainer.update(next(trainer.updates()))
+    drawn = torch.get_rng_state()
+    assert not torch.equal(drawn, state)
+    trainer.config = changed(trainer.config, dropout_seeds="batch")
+    ends = []
+    for _ in range(2):
+        torch.manual_seed(len(ends))  # what was drawn before makes no difference
+        trainer.update(next(trainer.updates()))
+        ends.append(torch.get_rng_state())
+    assert torch.equal(*ends)
+
+
+def test_nothing_else_talks_to_torch_distributed() -> None:
+    for path in (ROOT / "fastformer").rglob("*.py"):
+        if path.name != "world.py" and "torch.distributed" in path.read_text():
+            for node in ast.walk(ast.parse(path.read_text())):
+                names = [alias.name for alias in getattr(node, "names", ())] + [getattr(node, "module", None) or ""]
+                assert not any(name.startswith("torch.distributed") for name in names), path
+
+
+def test_two_processes_are_one_run(tmp_path, capsys) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with worlds.two(tmp_path / "two", steps=3) as words:
+            assert main(words) == 0
+        assert main([*words[:1], str(tmp_path / "one"), *words[2:], "--dropout_seeds", "batch"]) == 0
+    finally:
+        torch.set_default_dtype(before)
+    assert worlds.difference(tmp_path / "one", tmp_path / "two") <= TOLERANCE
+    one, two = (worlds.lines(tmp_path / name, "validation") for name in ("one", "two"))
+    assert len(one) == len(two) == 1 and abs(one[0]["nll"] - two[0]["nll"]) <= TOLERANCE
+    assert load_config(tmp_path / "two").dropout_seeds == "batch"  # with any number of processes

@@ -1,0 +1,110 @@
+"""Trainings of several processes on this machine, started by torchrun as a person starts them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastformer.checkpoints.training_state import checkpoints, load_checkpoint
+from tests.training.tiny import lines
+
+PAIRS = [(" ".join(["ab", "cde", "f", "ghij"][(i * k) % 4] for k in range(1, 2 + i % 9)), "xyz"[i % 3] * (1 + i % 13))
+         for i in range(120)]  # fmt: skip
+FLAGS = {
+    **{"tokenizer": "bytes", "max_tokens": 128, "max_len": 96, "accumulate": 4, "steps": 20},
+    **{"warmup": 5, "log_every": 1, "val_examples": 8, "rank_timeout": 40, "device": "cpu", "model.d_model": 32, "model.d_ff": 64},
+    **{"model.num_heads": 2, "model.dropout": 0.1, "model.attention_dropout": 0.1, "model.activation_dropout": 0.1},
+    **{"model.num_encoder_layers": 2, "model.num_decoder_layers": 2, "save_every": 0, "val_every": 0},
+}  # fmt: skip
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHELASTIC_ERROR_FILE": "", "PYTHONPATH": os.getcwd()}
+
+
+def command(
+    processes: int, run: Path, *, options: dict[str, Any] | None = None, restarts: int = 0, **flags: Any
+) -> list[str]:
+    """`torchrun` with a training; for 0 processes one without torchrun."""
+    data = {"train_tsv": run.parent / "train.tsv", "val_tsv": run.parent / "val.tsv"}
+    settings = {key.replace("__", "."): value for key, value in {**FLAGS, **data, **flags}.items()}
+    words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    for path in data.values():
+        if not path.exists():
+            path.write_text("".join(f"{source}\t{target}\n" for source, target in PAIRS))
+    script = [str(Path(__file__).with_name("launched.py")), json.dumps(options or {}), "train", str(run), *words]
+    if processes == 0:
+        return [sys.executable, *script]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--max-restarts", str(restarts)]
+    launcher += ["--monitor-interval", "0.2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    return [sys.executable, *launcher, *script]
+
+
+@contextlib.contextmanager
+def two(run: Path, **flags: Any) -> Iterator[list[str]]:
+    """Another process as rank 1, and this one as rank 0, without torchrun, which takes longer to start than they take.
+
+    Yields:
+        The words of the command line for this process.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    script = command(0, run, **flags)
+    ranks = [{**address, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    before = {name: os.environ.get(name) for name in ranks[0]}
+    other = subprocess.Popen(script, env={**ENVIRONMENT, **ranks[1]}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        os.environ.update(ranks[0])
+        yield script[script.index("train") :]
+        said, _ = other.communicate(timeout=60)
+        assert other.returncode == 0 and not said, said.decode()
+    finally:
+        other.kill()
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def train(processes: int, run: Path, *, fails: bool = False, **others: Any) -> str:
+    """Runs a training to its end. Returns what it said."""
+    done = subprocess.run(
+        command(processes, run, **others), env=ENVIRONMENT, capture_output=True, text=True, timeout=180
+    )
+    said = done.stdout + done.stderr
+    assert (done.returncode != 0) == fails, said
+    return said
+
+
+def weights(run: Path) -> dict[str, Tensor]:
+    """Those of the last checkpoint."""
+    found: dict[str, Tensor] = load_checkpoint(checkpoints(run)[-1])["model"]
+    return found
+
+
+def difference(run: Path, other: Path) -> float:
+    """The largest of any weight, and of any loss."""
+    mine, others = weights(run), weights(other)
+    ours, theirs = ([line["loss"] for line in lines(each, "train")] for each in (run, other))
+    assert len(ours) == len(theirs) and mine.keys() == others.keys()
+    assert all(weight.dtype == torch.float64 for weight in mine.values())
+    return max(
+        *(float((mine[name] - others[name]).abs().max()) for name in mine),
+        *(abs(a - b) for a, b in zip(ours, theirs, strict=True)),
+    )
+
+
+def batches(folder: Path) -> dict[tuple[int, int], set[str]]:
+    """What was computed: of each update and place the digests of its batches, of all processes and attempts."""
+    found: dict[tuple[int, int], set[str]] = {}
+    for file in sorted(folder.glob("*.jsonl")):
+        for line in file.read_text().splitlines():
+            step, place, digest = json.loads(line)
+            found.setdefault((step, place), set()).add(digest)
+    return found
