@@ -21,6 +21,7 @@ import torch
 torch.set_default_dtype(torch.float64)
 torch.set_num_threads(1)
 
+from fastformer.checkpoints.training_state import save_checkpoint  # noqa: E402
 from fastformer.cli import main  # noqa: E402
 from fastformer.data import Batch  # noqa: E402
 from fastformer.training import trainer as module  # noqa: E402
@@ -55,14 +56,14 @@ def install(options: dict) -> None:
 
     Trainer.update = update
     if "full" in options:
-        save = module.save_checkpoint
+        save = save_checkpoint
 
         def full(run, step, *arguments, **others):
             if step == options["full"]:
                 raise OSError(errno.ENOSPC, "No space left on device", str(run))
             return save(run, step, *arguments, **others)
 
-        module.save_checkpoint = full
+        module.save_checkpoint = full  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from fastformer.training.settings import load_config
 from fastformer.training.updates import Update, dropout_seed, places_of
 from fastformer.training.world import World
 from tests.training import worlds
-from tests.training.tiny import changed
+from tests.training.tiny import changed, lines
 
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-9
@@ -92,7 +92,7 @@ def test_without_a_launcher_dropout_follows_one_generator(config, tmp_path) -> N
     drawn = torch.get_rng_state()
     assert not torch.equal(drawn, state)
     trainer.config = changed(trainer.config, dropout_seeds="batch")
-    ends = []
+    ends: list[torch.Tensor] = []
     for _ in range(2):
         torch.manual_seed(len(ends))  # what was drawn before makes no difference
         trainer.update(next(trainer.updates()))
@@ -118,6 +118,6 @@ def test_two_processes_are_one_run(tmp_path, capsys) -> None:
     finally:
         torch.set_default_dtype(before)
     assert worlds.difference(tmp_path / "one", tmp_path / "two") <= TOLERANCE
-    one, two = (worlds.lines(tmp_path / name, "validation") for name in ("one", "two"))
+    one, two = (lines(tmp_path / name, "validation") for name in ("one", "two"))
     assert len(one) == len(two) == 1 and abs(one[0]["nll"] - two[0]["nll"]) <= TOLERANCE
     assert load_config(tmp_path / "two").dropout_seeds == "batch"  # with any number of processes

@@ -22,9 +22,10 @@ PAIRS = [(" ".join(["ab", "cde", "f", "ghij"][(i * k) % 4] for k in range(1, 2 +
          for i in range(120)]  # fmt: skip
 FLAGS = {
     **{"tokenizer": "bytes", "max_tokens": 128, "max_len": 96, "accumulate": 4, "steps": 20},
-    **{"warmup": 5, "log_every": 1, "val_examples": 8, "rank_timeout": 40, "device": "cpu", "model.d_model": 32, "model.d_ff": 64},
+    **{"warmup": 5, "log_every": 1, "val_examples": 8, "rank_timeout": 40, "device": "cpu"},
+    **{"model.d_model": 32, "model.d_ff": 64, "save_every": 0, "val_every": 0},
     **{"model.num_heads": 2, "model.dropout": 0.1, "model.attention_dropout": 0.1, "model.activation_dropout": 0.1},
-    **{"model.num_encoder_layers": 2, "model.num_decoder_layers": 2, "save_every": 0, "val_every": 0},
+    **{"model.num_encoder_layers": 2, "model.num_decoder_layers": 2},
 }  # fmt: skip
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHELASTIC_ERROR_FILE": "", "PYTHONPATH": os.getcwd()}
 
