@@ -25,7 +25,7 @@ from fastformer.models.weights import WEIGHTS
 from fastformer.special_ids import SpecialIds
 from fastformer.training.best import Best, choose_measure
 from fastformer.training.config import TrainConfig
-from fastformer.training.evaluate import Scores, lengths_of, model_loss
+from fastformer.training.evaluate import Scores, model_loss
 from fastformer.training.examples import Data
 from fastformer.training.graph_updates import GraphUpdates, check_device, pad_batch, size_of, why_uncapturable
 from fastformer.training.interrupts import Interrupted, Interrupts
