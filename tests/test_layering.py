@@ -62,7 +62,7 @@ ALLOWED = {
         "settings",
         "special_ids",
     },
-    "integrations": {"checkpoints", "functional", "generation", "models", "nn", "ops", "training"},
+    "integrations": {"checkpoints", "encoding", "functional", "generation", "models", "nn", "ops", "training"},
 }
 # Rooms that the table leaves out (cli, commands, demo, doctor, the package itself) stand on top and may import any.
 

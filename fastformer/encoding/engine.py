@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastformer.generation.engines.cpp import activation_name, arrays_of, bias_by_distance
-from fastformer.generation.engines.cpp_support import find_guards, why_not_in, why_not_now
+from fastformer.generation.engines.cpp_support import find_guards, forget_guards, why_not_in, why_not_now
 from fastformer.generation.engines.prepack import packed
 from fastformer.generation.model_protocols import check_precision, dtype_precision, own_precision, why_not_by_modules
 from fastformer.models import BERT
@@ -41,6 +41,24 @@ class _Packed(NamedTuple):
     encoder: _Encoder
     pooler: nn.Module | None  # in fp32
     head: nn.Module | None
+
+
+class PackedEncoder(NamedTuple):
+    """The packed weights of a model in a precision, without its pooler and head. It doesn't refer to the model.
+
+    Attributes:
+        encoder: the C++ object.
+        max_len: the most tokens of a text.
+        token_types: how many there are.
+    """
+
+    encoder: _Encoder
+    max_len: int
+    token_types: int
+
+    def states(self, ids: Rows, token_types: Rows | None) -> Array:
+        """(tokens, d_model) of texts, one after the other, in fp32. See `EncoderEngine.encode`."""
+        return _call(self.encoder, ids, token_types, "none", False)
 
 
 class EncoderEngine:
@@ -215,11 +233,26 @@ def _guards_of(model: BERT) -> tuple[ModelGuards | None, str | None]:
 
 def _why_not(model: object, precision: str | None) -> str | None:
     """`EncoderEngine.why_unsupported`, but for what the model's modules say."""
-    if (missing := _extension.why_missing("Encoder")) is not None:
+    if (missing := why_no_encoder()) is not None:
         return missing
     if type(model) is not BERT:
         return f"it knows models.BERT alone, and a {type(model).__name__} may compute otherwise"
     return why_not_now() or why_not_in(precision, model)
+
+
+def why_no_encoder() -> str | None:
+    """Why the C++ code encodes nothing on this machine, whatever the model; None where it does."""
+    return _extension.why_missing("Encoder")
+
+
+def pack_encoder(model: BERT, precision: str) -> PackedEncoder | str:
+    """The packed weights of a model, which may be freed behind it; or why the C++ code doesn't compute it."""
+    reason = EncoderEngine.why_unsupported(model, precision)
+    if reason is not None:
+        return reason
+    found = PackedEncoder(_packed_encoder(model, precision), model.config.max_len, model.config.token_types)
+    forget_guards(model)
+    return found
 
 
 def _call(encoder: _Encoder, ids: Rows, types: Rows | None, pooling: str, normalize: bool) -> Array:
@@ -270,9 +303,13 @@ def _parts(order: list[int], lengths: list[int]) -> list[list[int]]:
 
 
 def _pack(model: BERT, precision: str) -> _Packed:
+    return _Packed(_packed_encoder(model, precision), _in_fp32(model.pooler), _in_fp32(model.head))
+
+
+def _packed_encoder(model: BERT, precision: str) -> _Encoder:
     extension = cast(Any, _extension.module())
-    encoder = extension.Encoder(extension.PackedModel(pack_options(model, precision), pack_tensors(model, precision)))
-    return _Packed(encoder, _in_fp32(model.pooler), _in_fp32(model.head))
+    weights = extension.PackedModel(pack_options(model, precision), pack_tensors(model, precision))
+    return cast(_Encoder, extension.Encoder(weights))
 
 
 def _in_fp32(module: nn.Module | None) -> nn.Module | None:

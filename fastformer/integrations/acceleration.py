@@ -47,6 +47,8 @@ class Report:
             why.
         generate: for each model of transformers that `from_huggingface` converts, how its `generate` decodes, and why.
             Options of a call that send it transformers' own way are in the debug log.
+        encode: for each encoder of transformers that `from_huggingface` converts, what computes it in evaluation
+            without gradients, and why. What sends a call to the modules is in the debug log.
     """
 
     swapped: dict[str, str] = field(default_factory=dict)
@@ -55,6 +57,7 @@ class Report:
     hooked: dict[str, str] = field(default_factory=dict)
     padding: dict[str, str] = field(default_factory=dict)
     generate: dict[str, str] = field(default_factory=dict)
+    encode: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         counts = Counter(self.swapped.values())
@@ -66,6 +69,7 @@ class Report:
             "hooked, and called as before": self.hooked,
             "padding": self.padding,
             "generate": self.generate,
+            "encode": self.encode,
         }
         for what, reasons_by_name in noted.items():
             names_by_reason: dict[str, list[str]] = {}
@@ -83,6 +87,7 @@ def accelerate(
     fused_loss: bool = False,
     padding: Padding = "auto",
     generate: bool = True,
+    encode: bool = True,
     precision: Precision | None = None,
 ) -> Model:
     """Makes the modules of a model that this library knows compute on its ops, in place.
@@ -103,11 +108,18 @@ def accelerate(
     second of one core and at the peak 540 MiB in fp32 and 320 in int8. As long as the model lives, 300 MiB stay in
     fp32, 144 in bf16 and 86 in int8, once glibc has given back what packing freed (`malloc_trim`).
 
+    Encoders of transformers that `from_huggingface` converts (BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, MPNet,
+    ELECTRA, ModernBERT) run on the engine, too, in evaluation without gradients on a CPU: one call from ids to hidden
+    states, which poolers and heads read as before. A call with inputs_embeds, position_ids, hidden states or attentions
+    to return, padding on the left or with holes, or padding that something may read, goes by the modules. The packed
+    copy holds about as much as the model's matrices in the engine's precision, beside the model itself, and nothing is
+    packed before the first such call: of MiniLM's 87 MiB (6 layers, d_model 384) about 87 MiB in fp32.
+
     Args:
         model: any module. Known are those of torch.nn (`MultiheadAttention`, `TransformerEncoderLayer`,
             `TransformerDecoderLayer`, `TransformerEncoder`, `TransformerDecoder`, `Transformer`), and of transformers
-            the layers of BART, BERT, GPT-2, Llama, Marian and T5. In any model of transformers the linear maps are
-            accelerated, and attention "sdpa" runs on the ops of this library.
+            the layers of BART, BERT, GPT-2, Llama, Marian and T5, and the encoders named above. In any model of
+            transformers the linear maps are accelerated, and attention "sdpa" runs on the ops of this library.
         fused_loss: for training: BartForConditionalGeneration, GPT2LMHeadModel, LlamaForCausalLM, MarianMTModel and
             T5ForConditionalGeneration (of transformers 5) compute the loss of their labels without ever holding the
             logits: in training the output's `logits` is None. In evaluation, without labels, and under torch.compile
@@ -118,11 +130,14 @@ def accelerate(
             padding as the plain model does. "skip" leaves it out everywhere: you promise that nothing reads padded
             positions. "compute" leaves it out nowhere.
         generate: whether `generate` runs on the engine where it can; False leaves transformers' own.
-        precision: what the engine computes in, such as "int8". None: the dtype of the parameters, or autocast's where
-            it is on. It changes nothing outside of `generate`.
+        encode: whether encoders run on the engine where they can; False leaves them to their modules, and packs none.
+        precision: what the engine computes in, in `generate` and in encoders: "fp32", "bf16", "int8" or "int4". None:
+            the dtype of the parameters, or autocast's where it is on. It changes nothing that the engine doesn't
+            compute: embeddings, norms, softmax and the residual stream stay fp32 there, and poolers, heads, training
+            and calls that go by the modules stay in the dtype of the parameters.
 
     Returns:
-        The model itself. A second call changes nothing but `generate` and a precision that you name.
+        The model itself. A second call changes nothing but `generate`, `encode` and a precision that you name.
 
     Raises:
         ValueError: `model` is no module or has no head whose loss can be fused; an unknown `padding` or `precision`.
@@ -139,13 +154,14 @@ def accelerate(
         if by is not None and why_left(module, {by.original: by}) is None:
             replace_class(module, by)
     if "transformers" in sys.modules:
-        from fastformer.integrations import engine_generate
+        from fastformer.integrations import engine_encode, engine_generate
         from fastformer.integrations.attention_interface import patch_attention
         from fastformer.integrations.padding import decide
 
         patch_attention(model)
         decide(model, padding)
         engine_generate.decide(model, precision, wanted=generate)
+        engine_encode.decide(model, precision, wanted=encode)
     return model
 
 
@@ -174,13 +190,14 @@ def report(model: nn.Module) -> Report:
         if reason is not None:
             found.left[name] = reason
     if "transformers" in sys.modules:
-        from fastformer.integrations import engine_generate
+        from fastformer.integrations import engine_encode, engine_generate
         from fastformer.integrations.attention_interface import patched_attention
         from fastformer.integrations.padding import described
 
         found.attention = patched_attention(model)
         found.padding = described(model)
         found.generate = engine_generate.described(model)
+        found.encode = engine_encode.described(model)
     inside = {inner for module in model.modules() if is_accelerated(module) for inner in module.modules()}
     for name, module in model.named_modules():
         if module in inside and (replaced := replacement(type(module))) is not None:
@@ -221,9 +238,10 @@ def restore(model: nn.Module) -> list[str]:
                 f"{name or 'the model'}, which may call ours: remove it first"
             )
     if "transformers" in sys.modules:
-        from fastformer.integrations import engine_generate
+        from fastformer.integrations import engine_encode, engine_generate
 
         engine_generate.forget(model)
+        engine_encode.forget(model)
     restored = [name for name, module in found if restore_class(module)]
     for module in model.modules():
         forget_plans(module)
@@ -283,9 +301,9 @@ def known_replacements() -> dict[type[nn.Module], Replacement]:
     """The replacements for classes of torch.nn and of loaded families, by the class that they replace."""
     known = [*torch_nn.REPLACEMENTS]
     if "transformers" in sys.modules:
-        from fastformer.integrations import decoders
+        from fastformer.integrations import decoders, encoders
 
-        known += decoders.replacements()
+        known += [*decoders.replacements(), *encoders.replacements()]
     return by_original([*known, *chain.from_iterable(family.REPLACEMENTS for family in _families())])
 
 

@@ -30,12 +30,11 @@ from fastformer.generation.engines.cpp_support import PACKED_PRECISIONS, why_not
 from fastformer.generation.model_protocols import is_decoder_only
 from fastformer.integrations.engine_loops import Inputs, Stepper, search_whole, whole_search
 from fastformer.integrations.engine_models import (
+    ENGINE_MODELS,
     EngineModel,
     ForeignEngine,
     UnfitError,
     counts_words,
-    engine_model,
-    forget_engine_model,
 )
 from fastformer.integrations.known import attends_as_known, is_recording
 from fastformer.models import GPT
@@ -194,8 +193,8 @@ def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
     setting = vars(model).get(_SETTING)
     if not isinstance(setting, Setting):
         return None
-    found = _why_not_options(model, args, kwargs) or _why_not_here(model) or engine_model(model)
-    if isinstance(found, EngineModel) and any(module.training for module in found.modules):
+    found = _why_not_options(model, args, kwargs) or _why_not_here(model) or ENGINE_MODELS.of(model)
+    if isinstance(found, EngineModel) and found.trains:
         found = "a module inside of it is in training"
     if isinstance(found, str):
         _note(model, found)
@@ -441,7 +440,7 @@ def forget(model: nn.Module) -> None:
     """Undoes `decide`, and drops the weights that were packed."""
     for module in model.modules():
         if vars(module).pop(_SETTING, None) is not None:
-            forget_engine_model(module)
+            ENGINE_MODELS.forget(module)
 
 
 def described(model: nn.Module) -> dict[str, str]:
@@ -454,7 +453,7 @@ def described(model: nn.Module) -> dict[str, str]:
         if not isinstance(setting, Setting):
             found[name] = "transformers' own: you asked for it"
             continue
-        plan = engine_model(cast(nn.Module, module))
+        plan = ENGINE_MODELS.of(cast(nn.Module, module))
         reason = plan if isinstance(plan, str) else plan.why_not(setting.precision or plan.precision)
         if reason is not None:
             found[name] = f"transformers' own: {reason}"

@@ -1,59 +1,34 @@
 """Which models of transformers `generate` decodes on the C++ engine, and their weights as the engine reads them.
 
-The engine computes what a model's modules would, and calls none of them. So a model must be what its config makes: a
-class in the table of `checkpoints.hf`, made of transformers' modules (or those that `accelerate` put in their place)
-with the settings that a new model of this config has, without hooks and patches. That is found out once and holds for
-as long as the model's guards do.
+A model must be of a class in the table of `checkpoints.hf`, and what its config makes (`as_made`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import functools
 import sys
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import ref
 
 import torch
 import transformers
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import nn
 
 from fastformer.checkpoints.hf import FAMILIES, UNSUPPORTED
 from fastformer.checkpoints.hf.bart import FORMS
 from fastformer.generation.engines.cpp import CppEngine, pack
 from fastformer.generation.engines.cpp_support import forget_guards, why_no_cpp_engine, why_not_supported
 from fastformer.generation.engines.prepack import packed, repack
+from fastformer.integrations.as_made import PRECISIONS, guards_of, tables_of, why_not_as_made
 from fastformer.integrations.conversion import from_huggingface
-from fastformer.integrations.known import (
-    code_of,
-    is_unhooked_or_recorded,
-    own_function,
-    register,
-    replaced_function,
-    sources_of,
-)
-from fastformer.integrations.replace import has_own_class, original_class
-from fastformer.models import BERT, GPT, Transformer
-from fastformer.nn.guards import Kept, is_written_as_known, is_written_in
+from fastformer.integrations.replace import original_class
+from fastformer.models import GPT, Transformer
+from fastformer.nn.guards import Kept
 from fastformer.nn.model_guards import ModelGuards
 
-_PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-_SCALARS = (bool, int, float, str, tuple, types.NoneType)
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
 # Positions of tables that end nowhere: the engine counts tokens in 32 bits.
 _NO_END = 2**20
-# Numbers of a module that say nothing about what it computes in evaluation; and all that have "drop" in their names.
-# Sizes are those of the parameters, which are compared: resizing embeddings leaves some as they were.
-_FREE = frozenset(
-    {
-        *("training", "gradient_checkpointing", "name_or_path", "loss_type", "inplace", "p"),
-        *("vocab_size", "num_embeddings", "in_features", "out_features"),
-    }
-)
+Weights = TypeVar("Weights")
 
 
 class UnfitError(Exception):
@@ -67,34 +42,34 @@ class PackedWeights(NamedTuple):
     shape: Transformer | GPT
 
 
-class EngineModel:
-    """What was found out about one model, and its engines.
+class FoundModel(Generic[Weights]):
+    """What was found out about one model, and its packed weights.
 
     Args:
         model: one that is what its config makes.
         guards: hold for as long as it is that.
-        precision: of the parameters.
 
     Attributes:
         guards: see above.
         precision: of the parameters.
-        modules: what is inside of the model, but for maps and embeddings, which do the same in training.
+        trains: whether a module inside of it is in training, apart from maps and embeddings, which do the same then.
     """
 
-    def __init__(self, model: nn.Module, guards: ModelGuards, precision: str) -> None:
-        self.guards, self.precision = guards, precision
+    def __init__(self, model: nn.Module, guards: ModelGuards) -> None:
+        self.guards, self.precision = guards, PRECISIONS[next(model.parameters()).dtype]
+        # The guards watch the mode of what is inside of the model, and not its own.
         inside = (module for module in model.modules() if module is not model)
-        self.modules = [module for module in inside if not isinstance(module, nn.Linear | nn.Embedding)]
+        self.trains = any(module.training for module in inside if not isinstance(module, nn.Linear | nn.Embedding))
         # Tables that a conversion makes from the config. A change of one in place is none of the config.
-        self._tables = [(table, table.clone()) for table in _tables(model)]
+        self._tables = [(table, table.clone()) for table in tables_of(model)]
         self._unfit: dict[str, str] = {}
 
     def why_not(self, precision: str) -> str | None:
         """Why its weights don't convert or pack, if that was tried and failed."""
         return self._unfit.get(precision)
 
-    def engine(self, model: nn.Module, precision: str) -> ForeignEngine:
-        """The engine in a precision, with the model's weights as they are now.
+    def weights(self, model: nn.Module, precision: str) -> Weights:
+        """The packed weights in a precision, as the model's are now.
 
         Raises:
             UnfitError: the weights or the config don't convert, or the engine lacks an option of the model.
@@ -103,37 +78,55 @@ class EngineModel:
             raise UnfitError(self._unfit[precision])
         owner = ref(model)
 
-        def make() -> PackedWeights:
+        def make() -> Weights:
             alive = owner()
             assert alive is not None
-            return self._pack(alive, precision)
+            # Tensors of inference mode don't count their changes, by which the engine notices that it has to pack
+            # again.
+            with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+                if not all(torch.equal(table, before) for table, before in self._tables):
+                    raise UnfitError("one of its buffers has other numbers than its config says")
+                try:
+                    converted = from_huggingface(alive)
+                except ValueError as error:
+                    raise UnfitError(str(error)) from error
+                return self.pack(converted.eval(), precision)
 
         try:
-            found = packed(model, precision, make, find=lambda each: (self.guards, None))
+            return packed(model, f"{self.name} {precision}", make, find=lambda each: (self.guards, None))
         except UnfitError as error:
             self._unfit[precision] = str(error)
             raise
-        return ForeignEngine(found, precision)
 
-    def _pack(self, model: nn.Module, precision: str) -> PackedWeights:
-        # Tensors of inference mode don't count their changes, by which the engine notices that it has to pack again.
-        with torch.inference_mode(False), torch.no_grad():
-            if not all(torch.equal(table, before) for table, before in self._tables):
-                raise UnfitError("one of its buffers has other numbers than its config says")
-            try:
-                converted = from_huggingface(model)
-            except ValueError as error:
-                raise UnfitError(str(error)) from error
-            assert not isinstance(converted, BERT)  # which `is_convertible` leaves out
-            converted.eval()
-            reason = why_not_supported(converted, precision)
-            if reason is not None:
-                raise UnfitError(reason)
-            if not isinstance(converted, GPT) and converted.config.positions == "relative":
-                converted.config.max_len = _NO_END  # their tables end nowhere
-            weights = pack(converted, precision)
-            forget_guards(converted)
-            return PackedWeights(weights, converted.to("meta"))
+    # What is packed, beside the precision.
+    name = "engine"
+
+    def pack(self, converted: Any, precision: str) -> Weights:
+        """The packed weights of a converted model.
+
+        Raises:
+            UnfitError: see `weights`.
+        """
+        raise NotImplementedError
+
+
+class EngineModel(FoundModel[PackedWeights]):
+    """A model that the engine decodes."""
+
+    def engine(self, model: nn.Module, precision: str) -> ForeignEngine:
+        """The engine in a precision; see `weights`."""
+        return ForeignEngine(self.weights(model, precision), precision)
+
+    def pack(self, converted: Any, precision: str) -> PackedWeights:
+        """See `FoundModel`."""
+        reason = why_not_supported(converted, precision)
+        if reason is not None:
+            raise UnfitError(reason)
+        if not isinstance(converted, GPT) and converted.config.positions == "relative":
+            converted.config.max_len = _NO_END  # their tables end nowhere
+        weights = pack(converted, precision)
+        forget_guards(converted)
+        return PackedWeights(weights, converted.to("meta"))
 
 
 class ForeignEngine(CppEngine):
@@ -156,43 +149,52 @@ class ForeignEngine(CppEngine):
         return self._weights
 
 
-class _Guards(ModelGuards):
-    """`ModelGuards` of a model of transformers, and of the lists and dictionaries in its configs."""
-
-    def __init__(self, model: nn.Module, functions: Iterable[tuple[object, str]]) -> None:
-        super().__init__(model, functions)
-        values = [value for config in _configs(model) for value in vars(config).values()]
-        self._held = [(value, copy.deepcopy(value)) for value in values if isinstance(value, list | dict)]
-
-    def hold(self, model: nn.Module) -> bool:
-        """See `ModelGuards`."""
-        return super().hold(model) and all(value == before for value, before in self._held)
+Found = TypeVar("Found", bound=FoundModel[Any])
 
 
-# The attribute in which a model keeps what was found out about it.
-_PLAN = "_fastformer_engine_plan"
+class FoundModels(Generic[Found]):
+    """What was found out about models. Each keeps its own, for as long as its guards hold.
+
+    Args:
+        attribute: in which a model keeps it.
+        kind: of what is found.
+        find: (model) -> why the engine would compute something else than the model's modules, or None.
+    """
+
+    def __init__(self, attribute: str, kind: type[Found], find: Callable[[Any], str | None]) -> None:
+        self._attribute, self._kind, self._find = attribute, kind, find
+
+    def of(self, model: nn.Module) -> Found | str:
+        """What was found out about a model as it is now, or why the engine can't run it."""
+        own = vars(model)
+        kept: Any = own.get(self._attribute)
+        if kept is None:
+            kept = own[self._attribute] = Kept()
+        plan: tuple[Found | str, ModelGuards] | None = kept.get(True)
+        if plan is None or not plan[1].hold(model):
+            reason = self._find(model)
+            guards = guards_of(model)
+            plan = kept[True] = (self._kind(model, guards) if reason is None else reason, guards)
+        return plan[0]
+
+    def forget(self, model: nn.Module) -> None:
+        """Drops what was found out about a model, and its packed weights."""
+        vars(model).pop(self._attribute, None)
+        repack(model)
 
 
-def engine_model(model: nn.Module) -> EngineModel | str:
-    """What was found out about a model as it is now, or why the engine can't decode it."""
-    own = vars(model)
-    kept: Any = own.get(_PLAN)
-    if kept is None:
-        kept = own[_PLAN] = Kept()
-    plan: tuple[EngineModel | str, ModelGuards] | None = kept.get(True)
-    if plan is None or not plan[1].hold(model):
-        reason = _why_not(model)
-        guards = _guards_of(model)
-        precision = "" if reason is not None else _PRECISIONS[next(model.parameters()).dtype]
-        plan = (EngineModel(model, guards, precision) if reason is None else reason, guards)
-        kept[True] = plan
-    return plan[0]
+def _why_not(model: Any) -> str | None:
+    """Why the engine would decode otherwise than a model's modules; None where it would not."""
+    if (missing := why_no_cpp_engine()) is not None:
+        return f"there is no C++ engine: {missing}"
+    kind, model_type = original_class(model), getattr(getattr(model, "config", None), "model_type", None)
+    if not is_convertible(kind) or model_type != model_type_of(kind):
+        lacks = f": {UNSUPPORTED[model_type]}" if model_type in UNSUPPORTED else ""
+        return f"{kind.__name__} is no class that from_huggingface converts{lacks}"
+    return why_not_as_made(model)
 
 
-def forget_engine_model(model: nn.Module) -> None:
-    """Drops what was found out about a model, and its packed weights."""
-    vars(model).pop(_PLAN, None)
-    repack(model)
+ENGINE_MODELS = FoundModels("_fastformer_engine_plan", EngineModel, _why_not)
 
 
 def counts_words(model: Any) -> bool:
@@ -203,11 +205,12 @@ def counts_words(model: Any) -> bool:
 
 def is_convertible(kind: type) -> bool:
     """Whether a class of transformers is one of those in the table of `checkpoints.hf`."""
-    family = FAMILIES.get(_model_type(kind) or "")
+    family = FAMILIES.get(model_type_of(kind) or "")
     return family is not None and family.generates and kind is getattr(transformers, family.model_class, None)
 
 
-def _model_type(kind: type) -> str | None:
+def model_type_of(kind: type) -> str | None:
+    """The model_type of a class of transformers."""
     return getattr(getattr(kind, "config_class", None), "model_type", None)
 
 
@@ -220,189 +223,3 @@ def loaded_classes() -> Iterator[type[nn.Module]]:
         found = None if source is None else getattr(source, family.model_class, None)
         if found is not None:
             yield found
-
-
-def _guards_of(model: nn.Module) -> _Guards:
-    kinds = {type(module) for module in model.modules()}
-    places: list[tuple[object, str]] = [(space, name) for space, functions in sources_of(kinds) for name in functions]
-    places += [(vars(kind), name) for kind, name in _methods(type(model))]
-    for config in _configs(model):
-        places += [(vars(config), name) for name in vars(config)]
-    return _Guards(model, places)
-
-
-def _configs(model: nn.Module) -> list[Any]:
-    found = [vars(module).get("config") for module in model.modules()]
-    return [*{id(config): config for config in found if config is not None}.values()]
-
-
-def _tables(model: nn.Module) -> Iterator[Tensor]:
-    """The buffers that no state_dict has."""
-    for module in model.modules():
-        for name in module._non_persistent_buffers_set:
-            if (table := module._buffers.get(name)) is not None:
-                yield table
-
-
-def _methods(kind: type) -> Iterator[tuple[type, str]]:
-    """The functions of a model's class, and of those that it is derived from in transformers."""
-    for each in kind.__mro__:
-        if each.__module__.startswith(("transformers.", "fastformer.")):
-            yield from ((each, name) for name, value in vars(each).items() if isinstance(value, types.FunctionType))
-
-
-def _why_not(model: Any) -> str | None:
-    """Why the engine would compute something else than the modules of a model; None where it would not."""
-    if (missing := why_no_cpp_engine()) is not None:
-        return f"there is no C++ engine: {missing}"
-    kind = original_class(model)
-    config: Any = getattr(model, "config", None)
-    model_type = getattr(config, "model_type", None)
-    if not is_convertible(kind) or model_type != _model_type(kind):
-        lacks = f": {UNSUPPORTED[model_type]}" if model_type in UNSUPPORTED else ""
-        return f"{kind.__name__} is no class that from_huggingface converts{lacks}"
-    register(sys.modules[kind.__module__])
-    for each, name in _methods(kind):
-        if not _is_theirs(vars(each)[name]):
-            return f"{each.__name__}.{name} was replaced"
-    if (replaced := replaced_function(sources_of({type(module) for module in model.modules()}))) is not None:
-        return replaced
-    if config._attn_implementation not in ("eager", "sdpa"):
-        return f"its attention is {config._attn_implementation!r}, and not 'eager' or 'sdpa'"
-    return _why_not_tensors(model) or _why_not_as_made(model, kind)
-
-
-def _is_theirs(function: Any) -> bool:
-    """Whether a method is written in transformers or torch, also where a decorator of contextlib stands in front."""
-    if getattr(function, "__code__", None) is not None and function.__code__.co_filename == contextlib.__file__:
-        function = getattr(function, "__wrapped__", function)
-    return is_written_in(code_of(function), transformers, torch)
-
-
-def _why_not_tensors(model: nn.Module) -> str | None:
-    dtypes = set()
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if type(tensor) not in (nn.Parameter, Tensor) or tensor.layout != torch.strided:
-            return f"its {name} is a {type(tensor).__name__} of layout {tensor.layout}"
-        if tensor.device.type != "cpu":
-            return f"its {name} is on {tensor.device}: the engine runs on a CPU"
-        if tensor.is_inference():
-            return f"its {name} was made in inference mode, whose changes could not be noticed"
-        if isinstance(tensor, nn.Parameter):
-            dtypes.add(tensor.dtype)
-    if len(dtypes) != 1 or not dtypes <= _PRECISIONS.keys():
-        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        return f"its parameters are of {names or 'no dtype'}: the engine packs models in float32 or bfloat16"
-    return None
-
-
-def _why_not_as_made(model: nn.Module, kind: Any) -> str | None:
-    """What of a model is other than in a new one of its config."""
-    try:
-        with torch.inference_mode(False), torch.random.fork_rng(devices=()), _Weightless():
-            made = kind(copy.deepcopy(model.config))
-    except Exception as error:
-        return f"its config makes no model: {type(error).__name__}: {error}"
-    compared: set[tuple[int, int]] = set()
-    found, expected = dict(_named(model)), dict(_named(made))
-    if found.keys() != expected.keys():
-        return f"it has other modules than its config makes: {sorted(found.keys() ^ expected.keys())[:3]}"
-    for name, module in found.items():
-        other = expected[name]
-        reason = _why_not_module(module, other) or _why_not_shapes(module, other)
-        if reason is not None:
-            return f"{'its ' + name if name else 'it'} {reason}"
-        pair: tuple[Any, Any] = (vars(module).get("config"), vars(other).get("config"))
-        if None not in pair and (key := (id(pair[0]), id(pair[1]))) not in compared:
-            compared.add(key)
-            if pair[0].to_dict() != pair[1].to_dict():
-                return f"{'its ' + name if name else 'it'} has a config of its own, other than the model's"
-    return None
-
-
-def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules by name. Several names may have one embedding, or each its own with the same weight."""
-    seen = set[nn.Module]()
-    for name, module in model.named_modules(remove_duplicate=False):
-        if module not in seen or isinstance(module, nn.Embedding):
-            seen.add(module)
-            yield name, module
-
-
-def _why_not_module(module: nn.Module, made: nn.Module) -> str | None:
-    kind = original_class(module)
-    if kind is not original_class(made):
-        return f"is a {kind.__module__}.{kind.__name__}, not a {original_class(made).__name__}"
-    if has_own_class(module):
-        return f"has another class, {type(module).__name__}, than accelerate gave it"
-    if not is_written_as_known(type(module)):
-        return f"has a class whose forward was replaced, {type(module).__name__}"
-    if not is_unhooked_or_recorded(module):
-        return "has a hook, or a forward of its own, which the engine would not call"
-    if (own := own_function(module)) is not None:
-        return f"has a function of yours, {own}"
-    ours, theirs = vars(module), vars(made)
-    for name, value in ours.items():
-        # A method of the class that stands on the instance, such as a patched prepare_inputs_for_generation.
-        if name not in theirs and callable(value) and not isinstance(value, nn.Module) and hasattr(kind, name):
-            return f"has a {name} of its own"
-    for name, value in theirs.items():
-        if isinstance(value, _FUNCTIONS) and _bare(value) != _bare(ours.get(name)):
-            return f"has another {name} than its config says"
-        if name[0] == "_" or name in _FREE or "drop" in name or not isinstance(value, _SCALARS):
-            continue
-        # Of embeddings, and of stacks, which give it to them, it says what learns nothing.
-        if name == "padding_idx" and (isinstance(module, nn.Embedding) or module._modules):
-            continue
-        if ours.get(name) != value or type(ours.get(name)) is not type(value):
-            return f"has {name} {ours.get(name)!r}, while its config says {value!r}"
-    return None
-
-
-def _bare(function: Any) -> object:
-    if isinstance(function, functools.partial):
-        return function.func, function.args, function.keywords
-    return getattr(function, "__func__", function)
-
-
-def _why_not_shapes(module: nn.Module, made: nn.Module) -> str | None:
-    for kind, found, expected in (
-        ("parameters", module._parameters, made._parameters),
-        ("buffers", module._buffers, made._buffers),
-    ):
-        if found.keys() != expected.keys():
-            return f"has the {kind} {[*found]}, while its config says {[*expected]}"
-        for name, tensor in found.items():
-            other = expected[name]
-            if (tensor is None) != (other is None):
-                return f"has {'no' if tensor is None else 'a'} {name}, other than its config says"
-            if tensor is None or other is None:
-                continue
-            if tensor.shape != other.shape:
-                return f"has a {name} of shape {tuple(tensor.shape)}, while its config says {tuple(other.shape)}"
-            is_saved = kind == "parameters" or name not in module._non_persistent_buffers_set
-            if not is_saved and not other.is_meta and not (tensor.dtype == other.dtype and torch.equal(tensor, other)):
-                return (
-                    f"has a {name} with other numbers than its config says: load a model with dtype=, and don't cast it"
-                )
-    return None
-
-
-class _Weightless(TorchFunctionMode):
-    """Makes tensors that are to be filled with weights on "meta", and fills none. Others, such as tables, are made."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> object:
-        """See `TorchFunctionMode`."""
-        options, name = dict(kwargs or {}), func.__name__
-        if func in (torch.empty, torch.randn, torch.rand):
-            options["device"] = "meta"
-        target = args[0] if args else options.get("tensor")
-        if name.endswith("_") and not name.endswith("__") and isinstance(target, Tensor) and target.is_meta:
-            return target
-        return func(*args, **options)

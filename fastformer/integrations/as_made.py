@@ -1,0 +1,243 @@
+"""Is a model of transformers what its config makes: made of transformers' modules (or of those that `accelerate` put in
+their place), with the settings that a new model of this config has, without hooks and patches?
+
+The engine computes what a model's modules would, and calls none of them, so it takes no other model. That is found out
+once, and holds for as long as the model's guards do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fastformer.integrations.known import (
+    code_of,
+    is_unhooked_or_recorded,
+    own_function,
+    register,
+    replaced_function,
+    sources_of,
+)
+from fastformer.integrations.replace import has_own_class, original_class
+from fastformer.nn.guards import is_written_as_known, is_written_in
+from fastformer.nn.model_guards import ModelGuards
+
+PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+_SCALARS = (bool, int, float, str, tuple, types.NoneType)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
+# Numbers of a module that say nothing about what it computes in evaluation; and all that have "drop" in their names.
+# Sizes are those of the parameters, which are compared: resizing embeddings leaves some as they were.
+_FREE = frozenset(
+    {
+        *("training", "gradient_checkpointing", "name_or_path", "loss_type", "inplace", "p"),
+        *("vocab_size", "num_embeddings", "in_features", "out_features"),
+    }
+)
+
+
+class ConfigGuards(ModelGuards):
+    """`ModelGuards` of a model of transformers, and of the lists and dictionaries in its configs."""
+
+    def __init__(self, model: nn.Module, functions: Iterable[tuple[object, str]]) -> None:
+        super().__init__(model, functions)
+        values = [value for config in _configs(model) for value in vars(config).values()]
+        self._held = [(value, copy.deepcopy(value)) for value in values if isinstance(value, list | dict)]
+
+    def hold(self, model: nn.Module) -> bool:
+        """See `ModelGuards`."""
+        return super().hold(model) and all(value == before for value, before in self._held)
+
+
+def guards_of(model: nn.Module) -> ConfigGuards:
+    """What holds for as long as nothing of what `why_not_as_made` looked at has changed."""
+    kinds = {type(module) for module in model.modules()}
+    places: list[tuple[object, str]] = [(space, name) for space, functions in sources_of(kinds) for name in functions]
+    places += [(vars(kind), name) for kind, name in _methods(type(model))]
+    for config in _configs(model):
+        places += [(vars(config), name) for name in vars(config)]
+    return ConfigGuards(model, places)
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    found = [vars(module).get("config") for module in model.modules()]
+    return [*{id(config): config for config in found if config is not None}.values()]
+
+
+def tables_of(model: nn.Module) -> Iterator[Tensor]:
+    """The buffers that no state_dict has."""
+    for module in model.modules():
+        for name in module._non_persistent_buffers_set:
+            if (table := module._buffers.get(name)) is not None:
+                yield table
+
+
+def _methods(kind: type) -> Iterator[tuple[type, str]]:
+    """The functions of a model's class, and of those that it is derived from in transformers."""
+    for each in kind.__mro__:
+        if each.__module__.startswith(("transformers.", "fastformer.")):
+            yield from ((each, name) for name, value in vars(each).items() if isinstance(value, types.FunctionType))
+
+
+def why_not_as_made(model: Any, **options: Any) -> str | None:
+    """Why the engine would compute something else than the modules of a model; None where it would not.
+
+    Args:
+        model: of a class of transformers.
+        options: of the class, beside the config.
+    """
+    kind = original_class(model)
+    register(sys.modules[kind.__module__])
+    for each, name in _methods(kind):
+        if not _is_theirs(vars(each)[name]):
+            return f"{each.__name__}.{name} was replaced"
+    if (replaced := replaced_function(sources_of({type(module) for module in model.modules()}))) is not None:
+        return replaced
+    if model.config._attn_implementation not in ("eager", "sdpa"):
+        return f"its attention is {model.config._attn_implementation!r}, and not 'eager' or 'sdpa'"
+    return _why_not_tensors(model) or _why_not_parts(model, kind, options)
+
+
+def _is_theirs(function: Any) -> bool:
+    """Whether a method is written in transformers or torch, also where a decorator of contextlib stands in front."""
+    if getattr(function, "__code__", None) is not None and function.__code__.co_filename == contextlib.__file__:
+        function = getattr(function, "__wrapped__", function)
+    return is_written_in(code_of(function), transformers, torch)
+
+
+def _why_not_tensors(model: nn.Module) -> str | None:
+    dtypes = set()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if type(tensor) not in (nn.Parameter, Tensor) or tensor.layout != torch.strided:
+            return f"its {name} is a {type(tensor).__name__} of layout {tensor.layout}"
+        if tensor.device.type != "cpu":
+            return f"its {name} is on {tensor.device}: the engine runs on a CPU"
+        if tensor.is_inference():
+            return f"its {name} was made in inference mode, whose changes could not be noticed"
+        if isinstance(tensor, nn.Parameter):
+            dtypes.add(tensor.dtype)
+    if len(dtypes) != 1 or not dtypes <= PRECISIONS.keys():
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        return f"its parameters are of {names or 'no dtype'}: the engine packs models in float32 or bfloat16"
+    return None
+
+
+def _why_not_parts(model: nn.Module, kind: Any, options: dict[str, Any]) -> str | None:
+    """What of a model is other than in a new one of its config."""
+    try:
+        with torch.inference_mode(False), torch.random.fork_rng(devices=()), _Weightless():
+            made = kind(copy.deepcopy(model.config), **options)
+    except Exception as error:
+        return f"its config makes no model: {type(error).__name__}: {error}"
+    compared: set[tuple[int, int]] = set()
+    found, expected = dict(_named(model)), dict(_named(made))
+    if found.keys() != expected.keys():
+        return f"it has other modules than its config makes: {sorted(found.keys() ^ expected.keys())[:3]}"
+    for name, module in found.items():
+        other = expected[name]
+        reason = _why_not_module(module, other) or _why_not_shapes(module, other)
+        if reason is not None:
+            return f"{'its ' + name if name else 'it'} {reason}"
+        pair: tuple[Any, Any] = (vars(module).get("config"), vars(other).get("config"))
+        if None not in pair and (key := (id(pair[0]), id(pair[1]))) not in compared:
+            compared.add(key)
+            if pair[0].to_dict() != pair[1].to_dict():
+                return f"{'its ' + name if name else 'it'} has a config of its own, other than the model's"
+    return None
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules by name. Several names may have one embedding, or each its own with the same weight."""
+    seen = set[nn.Module]()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if module not in seen or isinstance(module, nn.Embedding):
+            seen.add(module)
+            yield name, module
+
+
+def _why_not_module(module: nn.Module, made: nn.Module) -> str | None:
+    kind = original_class(module)
+    if kind is not original_class(made):
+        return f"is a {kind.__module__}.{kind.__name__}, not a {original_class(made).__name__}"
+    if has_own_class(module):
+        return f"has another class, {type(module).__name__}, than accelerate gave it"
+    if not is_written_as_known(type(module)):
+        return f"has a class whose forward was replaced, {type(module).__name__}"
+    if not is_unhooked_or_recorded(module):
+        return "has a hook, or a forward of its own, which the engine would not call"
+    if (own := own_function(module)) is not None:
+        return f"has a function of yours, {own}"
+    ours, theirs = vars(module), vars(made)
+    for name, value in ours.items():
+        # A method of the class that stands on the instance, such as a patched prepare_inputs_for_generation.
+        if name not in theirs and callable(value) and not isinstance(value, nn.Module) and hasattr(kind, name):
+            return f"has a {name} of its own"
+    for name, value in theirs.items():
+        if isinstance(value, _FUNCTIONS) and _bare(value) != _bare(ours.get(name)):
+            return f"has another {name} than its config says"
+        if name[0] == "_" or name in _FREE or "drop" in name or not isinstance(value, _SCALARS):
+            continue
+        # Of embeddings, and of stacks, which give it to them, it says what learns nothing.
+        if name == "padding_idx" and (isinstance(module, nn.Embedding) or module._modules):
+            continue
+        if ours.get(name) != value or type(ours.get(name)) is not type(value):
+            return f"has {name} {ours.get(name)!r}, while its config says {value!r}"
+    return None
+
+
+def _bare(function: Any) -> object:
+    if isinstance(function, functools.partial):
+        return function.func, function.args, function.keywords
+    return getattr(function, "__func__", function)
+
+
+def _why_not_shapes(module: nn.Module, made: nn.Module) -> str | None:
+    for kind, found, expected in (
+        ("parameters", module._parameters, made._parameters),
+        ("buffers", module._buffers, made._buffers),
+    ):
+        if found.keys() != expected.keys():
+            return f"has the {kind} {[*found]}, while its config says {[*expected]}"
+        for name, tensor in found.items():
+            other = expected[name]
+            if (tensor is None) != (other is None):
+                return f"has {'no' if tensor is None else 'a'} {name}, other than its config says"
+            if tensor is None or other is None:
+                continue
+            if tensor.shape != other.shape:
+                return f"has a {name} of shape {tuple(tensor.shape)}, while its config says {tuple(other.shape)}"
+            is_saved = kind == "parameters" or name not in module._non_persistent_buffers_set
+            if not is_saved and not other.is_meta and not (tensor.dtype == other.dtype and torch.equal(tensor, other)):
+                return (
+                    f"has a {name} with other numbers than its config says: load a model with dtype=, and don't cast it"
+                )
+    return None
+
+
+class _Weightless(TorchFunctionMode):
+    """Makes tensors that are to be filled with weights on "meta", and fills none. Others, such as tables, are made."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        """See `TorchFunctionMode`."""
+        options, name = dict(kwargs or {}), func.__name__
+        if func in (torch.empty, torch.randn, torch.rand):
+            options["device"] = "meta"
+        target = args[0] if args else options.get("tensor")
+        if name.endswith("_") and not name.endswith("__") and isinstance(target, Tensor) and target.is_meta:
+            return target
+        return func(*args, **options)

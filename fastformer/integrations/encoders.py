@@ -1,0 +1,75 @@
+"""Encoder-only models of transformers beside BERT: in evaluation the engine computes them, and else their own modules.
+
+`checkpoints.hf` says which they are. Their classes are made when `accelerate` asks for them, or pickle, which finds
+them in this module by their names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from fastformer.checkpoints.hf import ENCODER_FORMS, FAMILIES
+from fastformer.integrations.engine_encode import EncoderStack
+from fastformer.integrations.heads import EncoderHead, KeepsPadding, TokenLabels, derive
+from fastformer.integrations.known import register
+from fastformer.integrations.padding import Owner
+from fastformer.integrations.positionwise import register_parts
+from fastformer.integrations.replace import Replacement
+
+_TOKENS = (EncoderHead, TokenLabels)
+# What a class is, by how its name ends; see `heads`.
+_TABLE: dict[str, tuple[type, ...]] = {
+    "Model": (EncoderStack,),
+    "ForSequenceClassification": (Owner,),
+    "ForMultipleChoice": (Owner,),
+    "ForMaskedLM": _TOKENS,
+    "ForPreTraining": _TOKENS,
+    "ForTokenClassification": _TOKENS,
+    "ForQuestionAnswering": (EncoderHead, KeepsPadding),
+}
+# An ELECTRA's may summarize all positions.
+_OTHERS = frozenset({"ElectraForMultipleChoice"})
+# Parts of heads that read one position at a time, or the first one.
+_PARTS = (
+    *("Pooler", "LMHead", "ClassificationHead", "DiscriminatorPredictions", "GeneratorPredictions", "PredictionHead"),
+)
+
+
+def replacements() -> Iterator[Replacement]:
+    """A replacement for each class of the families that were imported."""
+    for kind, classes in _classes():
+        source = sys.modules.get(FAMILIES[kind].source(kind))
+        if source is None:
+            continue
+        register(source)  # a forward that was a foreign one at the first call may be transformers' again
+        for end in _TABLE:
+            original = getattr(source, classes + end, None)
+            if original is not None and original.__name__ not in _OTHERS:
+                yield Replacement(original, _derived(source, classes, end))
+
+
+def _classes() -> Iterator[tuple[str, str]]:
+    """The model_types, each with what its classes begin with. BERT has a file of its own."""
+    return ((kind, form.classes) for kind, form in ENCODER_FORMS.items() if kind != "bert")
+
+
+def _derived(source: ModuleType, classes: str, end: str) -> Any:
+    name = classes + end
+    if name not in globals():
+        register(source)
+        parts = (getattr(source, classes + part, None) for part in _PARTS)
+        register_parts(*(part for part in parts if part is not None))
+        globals()[name] = derive(__name__, getattr(source, name), *_TABLE[end])
+    return globals()[name]
+
+
+def __getattr__(name: str) -> Any:
+    for kind, classes in _classes():
+        end = name.removeprefix(classes)
+        if end != name and end in _TABLE and name not in _OTHERS:
+            return _derived(importlib.import_module(FAMILIES[kind].source(kind)), classes, end)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,328 @@
+"""Encoders of transformers on the C++ engine: in evaluation without gradients one call computes all their layers.
+
+The engine takes over the forward of a model without a head, such as BertModel, between the ids and the hidden states. A
+pooler and the heads around the model are called as before. Whether it may is decided by a list of what is known, at two
+points: about the model when it is handed over, and again when it has changed (`ENCODERS`, by its guards); and about a
+call by its arguments and where it happens. Everything else goes the modules' way.
+
+Padding is left out where `padding.py` allows it, and zeros stand there then. Where it doesn't, a batch without padding
+still runs here.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import sys
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from fastformer.checkpoints.hf import ENCODER_FORMS, FAMILIES
+from fastformer.encoding.engine import PackedEncoder, pack_encoder, why_no_encoder
+from fastformer.generation.engines.cpp_support import PACKED_PRECISIONS, why_not_now
+from fastformer.integrations.as_made import why_not_as_made
+from fastformer.integrations.engine_models import FoundModel, FoundModels, UnfitError, model_type_of
+from fastformer.integrations.known import RETURNS_TUPLES, attends_as_known, gives_tuple, is_recording
+from fastformer.integrations.padding import PackingStack
+from fastformer.integrations.replace import original_class
+from fastformer.models import BERT
+from fastformer.nn.guards import is_traced, is_watched
+
+logger = logging.getLogger("fastformer")
+
+# Arguments of a forward that an engine's call reads, or that change nothing of what an encoder computes.
+_READ = frozenset({"input_ids", "attention_mask", "token_type_ids", "return_dict", "use_cache"})
+# The attribute in which an accelerated model keeps its setting.
+_SETTING = "_fastformer_encode"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What `accelerate` was asked for an encoder.
+
+    Attributes:
+        precision: of the engine; None: the model's.
+    """
+
+    precision: str | None = None
+
+
+class EncoderModel(FoundModel[PackedEncoder]):
+    """An encoder that the engine runs.
+
+    Attributes:
+        pad: the id that positions don't count; None: they count all ids.
+    """
+
+    name = "encoder"
+
+    def __init__(self, model: Any, guards: Any) -> None:
+        super().__init__(model, guards)
+        form = ENCODER_FORMS[model.config.model_type]
+        pad = model.config.pad_token_id
+        self.pad = pad if pad is not None and form.unused_positions(pad) else None
+
+    def pack(self, converted: Any, precision: str) -> PackedEncoder:
+        """See `FoundModel`."""
+        assert isinstance(converted, BERT)
+        found = pack_encoder(converted, precision)
+        if isinstance(found, str):
+            raise UnfitError(found)
+        return found
+
+
+def is_encoder(kind: type) -> bool:
+    """Whether a class of transformers is an encoder without a head that can be converted."""
+    family = FAMILIES.get(model_type_of(kind) or "")
+    if family is None or family.generates:
+        return False
+    source = sys.modules.get(family.source(cast(str, model_type_of(kind))))
+    return kind is getattr(source, family.model_class, None)
+
+
+def _why_not(model: Any) -> str | None:
+    """Why the engine would compute something else than a model's modules; None where it would not."""
+    if (missing := why_no_encoder()) is not None:
+        return f"there is no C++ engine: {missing}"
+    kind, model_type = original_class(model), getattr(getattr(model, "config", None), "model_type", None)
+    if not is_encoder(kind) or model_type != model_type_of(kind):
+        return f"{kind.__name__} is no encoder that from_huggingface converts"
+    if getattr(model.config, "is_causal", False):
+        return "its config says is_causal"
+    has_pooler = "add_pooling_layer" in inspect.signature(kind).parameters
+    return why_not_as_made(model, **({"add_pooling_layer": model.pooler is not None} if has_pooler else {}))
+
+
+ENCODERS = FoundModels("_fastformer_encoder_plan", EncoderModel, _why_not)
+
+
+class OnEncoder(nn.Module):
+    """A model of transformers without a head, whose layers the engine computes where it can."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """See transformers."""
+        if self.training or torch.is_grad_enabled():  # the usual reasons cost the least
+            return super().forward(*args, **kwargs)
+        found = _encoded(self, args, kwargs)
+        if isinstance(found, str):
+            logger.debug("%s runs by its modules: %s", type(self).__name__, found)
+            return super().forward(*args, **kwargs)
+        return found
+
+    def reads_no_padding(self) -> bool:
+        """Whether the running call reads nothing of the hidden states at padding."""
+        return any(module.may_leave_out() for module in self.children() if isinstance(module, PackingStack))
+
+
+class EncoderStack(OnEncoder, PackingStack):
+    """`OnEncoder` of a family whose modules compute padding."""
+
+    def reads_no_padding(self) -> bool:
+        """See `OnEncoder`."""
+        return self.may_leave_out()
+
+    def has_known_layers(self) -> bool:
+        """Whether the engine runs it, which leaves padding out."""
+        return isinstance(vars(self).get(_SETTING), Setting) and isinstance(ENCODERS.of(self), EncoderModel)
+
+
+class _Texts(NamedTuple):
+    """Of a call's texts the tokens, without padding.
+
+    Attributes:
+        ids, types: of each text.
+        real: (batch, seqlen), where tokens are; None: everywhere.
+        shape: of the ids.
+    """
+
+    ids: list[list[int]]
+    types: list[list[int]] | None
+    real: Tensor | None
+    shape: torch.Size
+
+
+def _encoded(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The output of a call, or why it goes the modules' way."""
+    setting = vars(model).get(_SETTING)
+    if not isinstance(setting, Setting):
+        return "you asked for it"
+    given = {**dict(zip(_names(cast(Any, original_class(model))), args, strict=False)), **kwargs} if args else kwargs
+    reason = _why_not_call(model, given) or _why_not_here()
+    if reason is not None:
+        return reason
+    found = ENCODERS.of(model)
+    if isinstance(found, str):
+        return found
+    if found.trains:
+        return "a module inside of it is in training"
+    precision = setting.precision or _autocast() or found.precision
+    if precision not in PACKED_PRECISIONS:
+        return f"the engine has no autocast to {precision}"
+    texts = _texts(model, found, given)
+    if isinstance(texts, str):
+        return texts
+    try:
+        weights = found.weights(model, precision)
+    except UnfitError as error:
+        return str(error)
+    if max(map(len, texts.ids)) > weights.max_len:
+        return f"a text is longer than the model's {weights.max_len} positions"
+    if texts.types is not None and not weights.token_types:
+        return "the model has no token types"
+    try:
+        rows = weights.states(texts.ids, texts.types)
+    except ValueError as error:  # ids or types out of range, for which the modules have this exception
+        raise IndexError(str(error)) from None
+    hidden = _padded(torch.from_numpy(rows), texts)
+    if found.precision != "fp32":
+        hidden = hidden.to(model.dtype)
+    return _as_asked(model, hidden, given)
+
+
+@functools.cache
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
+
+
+def _why_not_call(model: Any, given: dict[str, Any]) -> str | None:
+    """Why a call with these arguments goes the modules' way, from their names and kinds alone."""
+    for name, value in given.items():
+        if name not in _READ and value is not None and value is not False:
+            return f"the engine doesn't know {name}"
+    ids = given.get("input_ids")
+    if type(ids) is not Tensor or ids.device.type != "cpu":
+        return "the ids are no tensor of the CPU"
+    if ids.dim() != 2 or not ids.numel() or ids.dtype not in (torch.int64, torch.int32):
+        return f"the ids are {ids.dtype} of shape {tuple(ids.shape)}"
+    for name in ("attention_mask", "token_type_ids"):
+        value = given.get(name)
+        if value is not None and (type(value) is not Tensor or value.shape != ids.shape or value.device != ids.device):
+            return f"{name} is no tensor of the ids' shape"
+    config = model.config
+    if config.output_hidden_states or config.output_attentions:
+        return "its config asks for hidden states or attentions"
+    return None
+
+
+def _why_not_here() -> str | None:
+    """Why no call runs on the engine at this moment."""
+    if is_traced():
+        return "it is being traced"
+    if (reason := why_not_now()) is not None:
+        return reason
+    if is_watched() or is_recording() or not attends_as_known():
+        return "a mode, a global hook, a recording or a replaced function would see none of the engine's work"
+    return None
+
+
+def _autocast() -> str | None:
+    """The precision of CPU autocast; None where it is off."""
+    if not torch.is_autocast_enabled("cpu"):
+        return None
+    dtype = torch.get_autocast_dtype("cpu")
+    return "bf16" if dtype == torch.bfloat16 else str(dtype)
+
+
+def _texts(model: Any, found: EncoderModel, given: dict[str, Any]) -> _Texts | str:
+    """The texts of a call, or why the engine can't compute them."""
+    ids, mask, types = given["input_ids"], given.get("attention_mask"), given.get("token_type_ids")
+    if types is not None and types.dtype not in (torch.int64, torch.int32):
+        return f"token_type_ids are {types.dtype}"
+    rows, real = ids.tolist(), None
+    if mask is not None:
+        is_token = mask != 0
+        if mask.dtype != torch.bool and not bool((mask == is_token).all()):
+            return "the attention_mask has other numbers than 0 and 1"
+        if not bool(is_token.all()):
+            real = is_token
+            if bool((real[:, 1:] & ~real[:, :-1]).any()) or not bool(real[:, 0].all()):
+                return "the attention_mask isn't ones and then zeros in each row"
+    kinds = None if types is None else types.tolist()
+    if real is not None:
+        if not model.reads_no_padding():
+            return "padding may be read, which the engine leaves out"
+        ends = real.sum(1).tolist()
+        rows = [row[:end] for row, end in zip(rows, ends, strict=True)]
+        kinds = None if kinds is None else [row[:end] for row, end in zip(kinds, ends, strict=True)]
+    if found.pad is not None and any(found.pad in row for row in rows):
+        return "its positions count ids that are not PAD, and there is one among the tokens"
+    return _Texts(rows, kinds, real, ids.shape)
+
+
+def _padded(rows: Tensor, texts: _Texts) -> Tensor:
+    """The states (tokens, d_model) as (batch, seqlen, d_model), zeros at padding."""
+    if texts.real is None:
+        return rows.view(*texts.shape, -1)
+    out = rows.new_zeros(*texts.shape, rows.shape[-1])
+    out[texts.real] = rows
+    return out
+
+
+# By the model_type: the class of the output in the module of the model.
+_OUTPUTS = {
+    "distilbert": "BaseModelOutput",
+    "modernbert": "BaseModelOutput",
+    "electra": "BaseModelOutputWithPastAndCrossAttentions",
+    "mpnet": "BaseModelOutputWithPooling",
+}
+
+
+def _as_asked(model: Any, hidden: Tensor, given: dict[str, Any]) -> Any:
+    kind = model.config.model_type
+    has_pooler = ENCODER_FORMS[kind].pooler is not None
+    pooled = model.pooler(hidden) if has_pooler and model.pooler is not None else None
+    if gives_tuple(model.config, given):
+        if has_pooler and (RETURNS_TUPLES or kind == "mpnet"):
+            return hidden, pooled
+        return (hidden,) if pooled is None else (hidden, pooled)
+    source = sys.modules[original_class(model).__module__]
+    output = getattr(source, _OUTPUTS.get(kind, "BaseModelOutputWithPoolingAndCrossAttentions"))
+    return output(hidden, pooled) if has_pooler else output(hidden)
+
+
+def decide(model: nn.Module, precision: str | None, *, wanted: bool) -> None:
+    """Gives the encoders of transformers inside of a module their setting.
+
+    Args:
+        model: the argument of `accelerate`.
+        precision: see there, a known one; None leaves that of an earlier call.
+        wanted: whether they are to run on the engine at all.
+    """
+    for module in _encoders(model).values():
+        if not wanted:
+            if vars(module).pop(_SETTING, None) is not None:
+                ENCODERS.forget(module)
+        elif precision is not None or _SETTING not in vars(module):
+            vars(module)[_SETTING] = Setting(precision)
+
+
+def forget(model: nn.Module) -> None:
+    """Undoes `decide`, and drops the weights that were packed."""
+    for module in _encoders(model).values():
+        if vars(module).pop(_SETTING, None) is not None:
+            ENCODERS.forget(module)
+
+
+def described(model: nn.Module) -> dict[str, str]:
+    """For each encoder of transformers inside of a module, by its name: what computes it in evaluation, and why."""
+    found = {}
+    for name, module in _encoders(model).items():
+        setting = vars(module).get(_SETTING)
+        if not isinstance(setting, Setting):
+            found[name] = "by its modules: you asked for it"
+            continue
+        plan = ENCODERS.of(module)
+        reason = plan if isinstance(plan, str) else plan.why_not(setting.precision or plan.precision)
+        if reason is not None:
+            found[name] = f"by its modules: {reason}"
+        elif isinstance(plan, EncoderModel):
+            found[name] = f"on the C++ engine in {setting.precision or plan.precision}, in evaluation without gradients"
+    return found
+
+
+def _encoders(model: nn.Module) -> dict[str, OnEncoder]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, OnEncoder)}

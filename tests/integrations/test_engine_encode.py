@@ -1,0 +1,439 @@
+"""Encoders of transformers on the C++ engine: what they compute, when they run there, and when their modules run."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import pickle
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fastformer.checkpoints.hf import ENCODER_FORMS
+from fastformer.encoding.engine import PackedEncoder
+from fastformer.integrations import accelerate, report, restore
+from tests.checks import assert_accurate
+from tests.integrations.decoders import IS_OLD, Wide
+from tests.integrations.encoders import BASE, CASES, HEAD, VOCAB, Case, drawn, padded, texts_of
+
+TOKEN_HEADS = ("ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering")
+CHOICE = "ForMultipleChoice"
+SEVERAL = 6  # draws
+HEADS = (HEAD, CHOICE, *TOKEN_HEADS)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often the engine was called."""
+    found, plain = [0], PackedEncoder.states
+
+    def counting(self: Any, *args: Any) -> Any:
+        found[0] += 1
+        return plain(self, *args)
+
+    monkeypatch.setattr(PackedEncoder, "states", counting)
+    return found
+
+
+def made(case: Case, **options: Any) -> Any:
+    attention = "eager" if case.kind == "mpnet" else "sdpa"  # the only one that it has
+    return case.make(torch.float32, **{"attn_implementation": attention, **options})
+
+
+TYPED = Case("bert", BASE, {"pad_token_id": 0, "type_vocab_size": 3})
+
+
+def pair(name: str = "bert types", **options: Any) -> tuple[Any, Any]:
+    """A model as it is, and accelerated."""
+    plain = made(TYPED if name == "bert types" else CASES[name])
+    return plain, accelerate(copy.deepcopy(plain), **options)
+
+
+def tensors(out: Any) -> dict[str, Tensor]:
+    found = {f"{i}": each for i, each in enumerate(out)} if isinstance(out, tuple) else dict(out.items())
+    return {name: each for name, each in found.items() if isinstance(each, Tensor)}
+
+
+def check(
+    case: Case, batch: dict[str, Tensor], mask: Tensor | None = None, *, several: bool = False, **options: Any
+) -> None:
+    """Compares an accelerated model by the rule, its hidden states where tokens are."""
+    # Of few numbers, plain PyTorch's may be lucky once.
+    seeds = range(3, 3 + SEVERAL) if several or case.head in (HEAD, CHOICE) else (3,)
+    outs: list[tuple[Any, Any, Any]] = []
+    for seed in seeds:
+        plain = made(case, seed=seed)
+        ours = accelerate(copy.deepcopy(plain))
+        with torch.no_grad():
+            found, expected = ours(**batch, **options), plain(**batch, **options)
+            with Wide():
+                outs.append((found, expected, case.make(seed=seed)(**batch, **options)))
+    found, expected, _ = outs[0]
+    assert type(found) is type(expected)
+    if not isinstance(found, tuple):
+        assert [*found.keys()] == [*expected.keys()]
+    assert len(tensors(found)) == len(tensors(expected)) > 0
+    for name in tensors(found):
+        one, other, exact = (torch.stack([tensors(each)[name] for each in line]) for line in zip(*outs, strict=True))
+        assert one.dtype == other.dtype and one.shape == other.shape
+        if mask is not None and one.shape[1:3] == mask.shape:
+            one, other, exact = one[:, mask], other[:, mask], exact[:, mask]
+        assert_accurate(one, other, exact)
+
+
+names = pytest.mark.parametrize(
+    "name",
+    [
+        # slow: more options of each family
+        pytest.param(name, marks=pytest.mark.slow if case.head == HEAD else ())
+        for name, case in CASES.items()
+        if not (IS_OLD and case.kind == "distilbert")
+    ],
+)
+
+
+def batch_of(case: Case, side: str = "right") -> dict[str, Tensor]:
+    theirs = made(case)
+    batch = padded(theirs, texts_of(theirs), side)
+    batch.pop("position_ids", None)
+    return batch
+
+
+@names
+def test_every_family_computes_what_its_modules_do(name: str, calls: list[int]) -> None:
+    case = CASES[name]
+    batch = batch_of(case)
+    check(case, batch, batch["attention_mask"].bool())
+    several = SEVERAL if case.head == HEAD else 1
+    assert calls == [several]
+    one = {key: value[:1] for key, value in batch.items() if key != "attention_mask"}  # without padding
+    check(case, one, return_dict=False)
+    assert calls == [2 * several]
+
+
+# Heads that read padding (a softmax over all positions) or may do so for all that is known.
+READS_PADDING = {("distilbert", "ForMaskedLM"), ("electra", CHOICE)}
+_FEW = {("bert", HEAD), ("distilbert", "ForMaskedLM"), ("modernbert", "ForTokenClassification"),
+        ("roberta", "ForQuestionAnswering")}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "end"),
+    [
+        # slow: each head of each family
+        pytest.param(kind, end, marks=() if (kind, end) in _FEW else pytest.mark.slow)
+        for kind in ENCODER_FORMS
+        for end in HEADS
+    ],
+)
+def test_heads_read_the_engines_states(kind: str, end: str, calls: list[int]) -> None:
+    case = Case(kind, end, {"num_labels": 2} if end == "ForQuestionAnswering" else {})
+    batch = batch_of(case)
+    if end == CHOICE:
+        batch = {key: value[None] for key, value in batch.items()}
+    reads_padding = end == "ForQuestionAnswering" or (kind, end) in READS_PADDING
+    several = SEVERAL if end in (HEAD, CHOICE) else 1
+    is_by_token = end in TOKEN_HEADS and not reads_padding
+    check(case, batch, batch["attention_mask"].bool() if is_by_token else None)
+    assert calls == [0 if reads_padding else several]
+    calls[0] = 0
+    check(case, {key: value[..., :1, :] for key, value in batch.items()})
+    assert calls == [several]
+
+
+@pytest.mark.parametrize(
+    ("name", "side"),
+    [("bert words", "left"), ("roberta", "left"), ("mpnet", "left"), ("modernbert", "left"), ("roberta", "holes")],
+)
+def test_other_masks_go_the_modules_way(name: str, side: str, calls: list[int]) -> None:
+    case = CASES[name]
+    batch = batch_of(case, "left" if side == "left" else "right")
+    if side == "holes":
+        batch["attention_mask"][0, 3] = 0
+    check(case, batch, batch["attention_mask"].bool())
+    assert calls == [0]
+
+
+@pytest.mark.slow  # every option with every other, at unusual sizes
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("kind", ENCODER_FORMS)
+def test_random_configs_compute_the_same(kind: str, seed: int, calls: list[int]) -> None:
+    case = drawn(kind, seed)._replace(head=BASE)
+    batch = batch_of(case, ("right", "right", "left")[seed % 3])
+    check(case, batch, batch["attention_mask"].bool(), several=True)
+    assert calls == [SEVERAL * int(seed % 3 != 2)]
+
+
+def inputs(batch: int = 3, seqlen: int = 9) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return {"input_ids": torch.randint(5, VOCAB, (batch, seqlen), generator=generator)}
+
+
+@torch.no_grad()
+def agree(plain: Any, ours: Any, batch: dict[str, Tensor] | None = None) -> None:
+    batch = inputs() if batch is None else batch
+    found, expected = ours(**batch)[0], plain(**batch)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def hooked(model: Any) -> None:
+    model.encoder.layer[1].output.register_forward_hook(lambda module, args, out: out * 0.5)
+
+
+def other_activation(model: Any) -> None:
+    model.encoder.layer[0].intermediate.intermediate_act_fn = nn.Tanh()
+
+
+def fewer_layers(model: Any) -> None:
+    model.encoder.layer = model.encoder.layer[:1]
+
+
+def own_forward(model: Any) -> None:
+    forward = model.encoder.layer[0].forward
+    model.encoder.layer[0].forward = lambda *args, **kwargs: forward(*args, **kwargs) * 2
+
+
+def own_eps(model: Any) -> None:
+    model.encoder.layer[0].output.LayerNorm.eps = 0.5
+
+
+def parametrised(model: Any) -> None:
+    nn.utils.parametrizations.weight_norm(model.encoder.layer[0].intermediate.dense)
+
+
+def other_weight(model: Any) -> None:
+    model.encoder.layer[0].intermediate.dense.weight = nn.Parameter(torch.zeros(40, 24))
+
+
+def written(model: Any) -> None:
+    with torch.no_grad():
+        model.encoder.layer[0].intermediate.dense.weight.mul_(0.5)
+
+
+def written_unseen(model: Any) -> None:
+    model.embeddings.LayerNorm.weight.data.numpy()[:] += 0.5
+
+
+def written_types(model: Any) -> None:
+    model.embeddings.token_type_ids.fill_(1)
+
+
+CHANGES = [
+    (hooked, 0), (other_activation, 0), (fewer_layers, 0), (own_forward, 0), (own_eps, 0), (parametrised, 0),
+    (other_weight, 1), (written, 1), (written_unseen, 1), (written_types, 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "served"), CHANGES)
+def test_a_changed_model_computes_what_it_says(change: Any, served: int, calls: list[int]) -> None:
+    plain, ours = pair("bert types")
+    before = ours(**inputs())[0].detach()
+    agree(plain, ours)
+    assert calls == [1]
+    change(plain)
+    change(ours)
+    agree(plain, ours)
+    assert calls == [1 + served]
+    with torch.no_grad():
+        assert not torch.allclose(ours(**inputs())[0], before)
+
+
+def test_training_and_gradients_go_the_modules_way(calls: list[int]) -> None:
+    plain, ours = pair()
+    assert ours(**inputs())[0].requires_grad
+    with torch.no_grad():
+        ours.train()(**inputs())
+        assert calls == [0]
+        ours.eval()
+        ours.encoder.layer[0].train()
+        ours(**inputs())
+        assert calls == [0]
+        ours.eval()(**inputs())
+    assert calls == [1]
+    optimizer = torch.optim.SGD(ours.parameters(), 0.1)
+    for model in (plain, ours):
+        model(**inputs())[0].square().mean().backward()
+    optimizer.step()
+    with torch.no_grad():
+        for one, other in zip(plain.parameters(), ours.parameters(), strict=True):
+            one.copy_(other)
+    agree(plain, ours)
+    assert calls == [2]
+
+
+def test_what_a_call_asks_for_beside_the_states_is_there(calls: list[int]) -> None:
+    plain, ours = pair()
+    for options in (
+        {"output_hidden_states": True}, {"output_attentions": True},
+        {"position_ids": torch.arange(9).flip(0)[None]},
+    ):  # fmt: skip
+        with torch.no_grad():
+            found, expected = ours(**inputs(), **options), plain(**inputs(), **options)
+        assert [*found.keys()] == [*expected.keys()]
+        torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        embeds = plain.embeddings.word_embeddings(inputs()["input_ids"])
+    agree(plain, ours, {"inputs_embeds": embeds})
+    agree(plain, ours, {**inputs(), "attention_mask": torch.ones(3, 9, 9)})
+    agree(plain, ours, {**inputs(), "attention_mask": torch.full((3, 9), 2)})
+    assert calls == [0]
+    agree(plain, ours, {**inputs(), "attention_mask": torch.ones(3, 9), "token_type_ids": torch.ones(3, 9).long()})
+    with torch.inference_mode():
+        agree(plain, ours, {name: value.clone() for name, value in inputs().items()})
+    for model in (plain, ours):
+        model.config.return_dict = False
+    with torch.no_grad():
+        assert type(ours(**inputs())) is type(plain(**inputs())) is tuple
+    assert calls == [3]
+    for model in (plain, ours):
+        model.config.output_hidden_states = True
+    with torch.no_grad():
+        assert len(ours(**inputs())) == len(plain(**inputs())) == 3
+    assert calls == [3]
+
+
+def test_padding_is_computed_where_you_ask_for_it(calls: list[int]) -> None:
+    plain, ours = pair("bert types", padding="compute")
+    batch = inputs() | {"attention_mask": torch.tensor([[1] * 9, [1] * 4 + [0] * 5, [1] + [0] * 8])}
+    agree(plain, ours, batch)
+    assert calls == [0]
+    agree(plain, ours)
+    assert calls == [1]
+
+
+def test_a_token_that_positions_do_not_count(calls: list[int]) -> None:
+    plain, ours = pair("roberta")
+    batch = inputs()
+    batch["input_ids"][1, 4] = plain.config.pad_token_id
+    agree(plain, ours, batch)
+    assert calls == [0]
+
+
+def test_bad_ids_are_named() -> None:
+    _, ours = pair()
+    for name, value in (("input_ids", VOCAB), ("input_ids", -1), ("token_type_ids", 3)):
+        batch = {"input_ids": torch.full((1, 4), 5), "token_type_ids": torch.zeros(1, 4).long()}
+        batch[name][0, 2] = value
+        with (
+            torch.no_grad(),
+            pytest.raises(IndexError, match=r"\bids\b" if name == "input_ids" else r"\btoken_types\b"),
+        ):
+            ours(**batch)
+
+
+def test_no_text_and_longer_texts_are_the_modules_affair(calls: list[int]) -> None:
+    plain, ours = pair()
+    with torch.no_grad():
+        assert ours(input_ids=torch.zeros(0, 4).long())[0].shape == (0, 4, 24)
+        for model in (plain, ours):
+            with pytest.raises((RuntimeError, IndexError)):
+                model(input_ids=torch.full((1, 60), 5))
+    plain, ours = pair("modernbert")  # whose rotary positions end nowhere
+    agree(plain, ours, {"input_ids": torch.full((1, 60), 5)})
+    assert calls == [0]
+
+
+def test_nan_weights_give_nan(calls: list[int]) -> None:
+    plain, ours = pair()
+    for model in (plain, ours):
+        with torch.no_grad():
+            model.embeddings.word_embeddings.weight[7] = float("nan")
+    batch = {"input_ids": torch.tensor([[5, 6, 8], [5, 7, 8]])}
+    with torch.no_grad():
+        found, expected = ours(**batch)[0], plain(**batch)[0]
+    assert torch.equal(found.isnan(), expected.isnan()) and found[1].isnan().any() and not found[0].isnan().any()
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
+def test_a_precision_is_that_of_evaluation(precision: Any, calls: list[int]) -> None:
+    plain, ours = pair("bert types", precision=precision)
+    with torch.no_grad():
+        found, expected = ours(**inputs()), plain(**inputs())
+    assert calls == [1] and found[0].dtype == torch.float32
+    assert not torch.equal(found[0], expected[0])
+    cosine = nn.functional.cosine_similarity(found[0], expected[0], dim=-1)
+    assert cosine.min() > (0.9 if precision == "int4" else 0.98)
+    # A pooler stays what it is.
+    torch.testing.assert_close(found[1], ours.pooler(found[0]))
+    accelerate(ours)  # which leaves it
+    with torch.no_grad():
+        assert torch.equal(ours(**inputs())[0], found[0])
+
+
+def test_bf16_is_that_of_autocast_and_of_the_parameters(calls: list[int]) -> None:
+    plain, ours = pair()
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            found, expected = ours(**inputs()), plain(**inputs())
+        assert [each.dtype for each in tensors(found).values()] == [each.dtype for each in tensors(expected).values()]
+        half = accelerate(copy.deepcopy(plain).bfloat16())
+        assert half(**inputs())[0].dtype == torch.bfloat16
+        assert calls == [2]
+        torch.testing.assert_close(half(**inputs())[0].float(), found[0], rtol=0.05, atol=0.05)
+    assert calls == [3]
+
+
+def test_an_option_does_without(calls: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    plain, ours = pair("bert types", encode=False)
+    assert "asked" in report(ours).encode[""]
+    agree(plain, ours)
+    assert calls == [0]
+    accelerate(ours)
+    assert "C++" in report(ours).encode[""]
+    agree(plain, ours)
+    assert calls == [1]
+    hooked(plain), hooked(ours)
+    with caplog.at_level(logging.DEBUG, "fastformer"):
+        agree(plain, ours)
+    assert "hook" in caplog.text and "hook" in report(ours).encode[""] and "hook" in str(report(ours))
+
+
+def test_restore_gives_the_model_back(calls: list[int]) -> None:
+    plain, ours = pair("roberta labels")
+    agree(plain, ours)
+    restore(ours)
+    assert type(ours) is type(plain) and vars(ours.roberta).keys() == vars(plain.roberta).keys()
+    agree(plain, ours)
+    assert calls == [1]
+
+
+def test_a_copy_and_a_pickle_pack_their_own(calls: list[int]) -> None:
+    plain, ours = pair("electra labels")
+    agree(plain, ours)
+    for twin in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        agree(plain, twin)
+    assert calls == [3]
+
+
+def test_a_dropped_model_is_freed() -> None:
+    _, ours = pair()
+    with torch.no_grad():
+        ours(**inputs())
+    packed = weakref.ref(ours.encoder.layer[0])
+    del ours
+    gc.collect()
+    assert packed() is None
+
+
+def test_several_threads_get_the_same(calls: list[int]) -> None:
+    _, ours = pair("roberta labels")
+    with torch.no_grad():
+        due = ours(**inputs()).logits
+    found: list[Tensor] = []
+
+    def run() -> None:
+        with torch.no_grad():
+            found.extend(ours(**inputs()).logits for _ in range(5))
+
+    threads = [threading.Thread(target=run) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 40 and all(torch.equal(each, due) for each in found)
