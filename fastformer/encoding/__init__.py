@@ -7,6 +7,8 @@ engine.py          `EncoderEngine`: the model in one C++ call, or by its modules
 modules.py         what stands behind the model: pooling, linear layers, norms
 encoder.py         `Encoder`: embeddings
 cross_encoder.py   `CrossEncoder`: scores and classes
+requests.py        texts of one of several callers, and what becomes of them
+scheduler.py       the requests of many callers, computed together
 """
 
 from fastformer.encoding.cross_encoder import CrossEncoder as CrossEncoder

@@ -196,8 +196,8 @@ class CrossEncoder(FolderModel):
         numbers = itertools.count()
         for chunk in chunks(inputs):
             for each, number in zip(chunk, numbers, strict=False):
-                _check_input(each, number)
-            rows = _rows(self._reader, chunk)
+                check_input(each, number)
+            rows = rows_of(self._reader, chunk)
             found = np.zeros((len(chunk), self.num_labels), np.float32)
             for places in packed(list(map(len, rows.ids)), *limits):
                 some = rows.some(places)
@@ -223,7 +223,7 @@ def _inputs(sentences: Any) -> tuple[bool, Iterable[Input]]:
     return False, sentences  # each is checked in its turn
 
 
-def _check_input(each: object, number: int) -> None:
+def check_input(each: object, number: int) -> None:
     if isinstance(each, str) or not isinstance(each, Sequence) or not 1 <= len(each) <= 2:
         raise ValueError(f"sentences[{number}]: expected a pair of texts, or a list of one text, got {each!r:.60}")
     for text in each:
@@ -231,15 +231,15 @@ def _check_input(each: object, number: int) -> None:
             raise ValueError(f"sentences[{number}]: expected texts, got {type(text).__name__} {text!r:.40}")
 
 
-def _rows(reader: Reader, inputs: Sequence[Input]) -> Rows:
-    """A row of each pair or text, in their order."""
+def rows_of(reader: Reader, inputs: Sequence[Input], *, cuts: bool = True) -> Rows:
+    """A row of each pair or text, in their order; see `Reader.texts`."""
     pairs = [place for place, each in enumerate(inputs) if len(each) == 2]
     single = [place for place, each in enumerate(inputs) if len(each) == 1]
     if not single:
-        return reader.pairs([(each[0], each[1]) for each in inputs])
+        return reader.pairs([(each[0], each[1]) for each in inputs], cuts=cuts)
     found, alone = (
-        reader.pairs([(inputs[place][0], inputs[place][1]) for place in pairs]),
-        reader.texts([inputs[place][0] for place in single]),
+        reader.pairs([(inputs[place][0], inputs[place][1]) for place in pairs], cuts=cuts),
+        reader.texts([inputs[place][0] for place in single], cuts=cuts),
     )
     ids: list[list[int]] = [[]] * len(inputs)
     types: list[list[int]] = [[]] * len(inputs)

@@ -225,19 +225,25 @@ class Encoder(FolderModel):
         finish: _Finish,
         advance: Callable[[int], object],
     ) -> Iterator[Array]:
-        skipped = 0 if self._pooling.includes_prompt or not prompt else self._prompt_tokens(prompt)
-        kinds = self._pooling.kinds
+        skipped = self._skipped(prompt)
         for rows in self._rows(texts, prompt):
-            found = np.zeros((len(rows.ids), len(kinds) * int(self._folder.model.config.d_model)), np.float32)
+            found = np.zeros((len(rows.ids), finish.width), np.float32)
             for places in self._batches(rows, limits):
-                some = rows.some(places)
-                if len(kinds) == 1 and not skipped:
-                    found[places] = self._engine.encode(some.ids, pooling=cast(Any, kinds[0]))
-                else:
-                    hidden = self._engine.encode(some.ids, pooling="none")
-                    found[places] = pooled(hidden, list(map(len, some.ids)), kinds, skipped)
+                found[places] = self._pooled(rows.some(places), skipped)
                 advance(len(places))
             yield finish(found)
+
+    def _skipped(self, prompt: str) -> int:
+        """The tokens at the beginning of each text behind a prompt that don't count in its embedding."""
+        return 0 if self._pooling.includes_prompt or not prompt else self._prompt_tokens(prompt)
+
+    def _pooled(self, rows: Rows, skipped: int) -> Array:
+        """(texts, d_model * kinds) of texts, each of which has tokens."""
+        kinds = self._pooling.kinds
+        if len(kinds) == 1 and not skipped:
+            return self._engine.encode(rows.ids, pooling=cast(Any, kinds[0]))
+        hidden = self._engine.encode(rows.ids, pooling="none")
+        return pooled(hidden, list(map(len, rows.ids)), kinds, skipped)
 
     def _states(
         self,
@@ -282,16 +288,20 @@ class Encoder(FolderModel):
 
 
 class _Finish:
-    """What becomes of pooled rows."""
+    """What becomes of pooled rows.
+
+    Attributes:
+        width: of the rows.
+    """
 
     def __init__(
         self, width: int, steps: Sequence[Callable[[Array], Array]], kept: int | None, normalizes: bool
     ) -> None:
-        self._width, self._steps, self._kept, self._normalizes = width, steps, kept, normalizes
+        self.width, self._steps, self._kept, self._normalizes = width, steps, kept, normalizes
 
     def __call__(self, rows: Array | None) -> Array:
         """(rows, dim) of (rows, d_model * kinds); of None, no rows."""
-        found = np.zeros((0, self._width), np.float32) if rows is None else rows
+        found = np.zeros((0, self.width), np.float32) if rows is None else rows
         for step in self._steps:
             found = step(found)
         if self._kept is not None:

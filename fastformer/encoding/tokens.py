@@ -79,33 +79,45 @@ class Reader:
             raise ValueError(f"expected max_seq_length of at most {most}, the model's positions, got {value}")
         self.max_len = value
 
-    def texts(self, texts: Sequence[str]) -> Rows:
+    def texts(self, texts: Sequence[str], *, cuts: bool = True) -> Rows:
         """A row of each text.
 
+        Args:
+            texts: see above.
+            cuts: whether texts of more than max_len tokens are cut; without, they are an error.
+
         Raises:
-            ValueError: a lone surrogate, which is no character.
+            ValueError: a lone surrogate, which is no character; a text that is too long.
         """
         if self._lowers:
             texts = [lowered(text) for text in texts]
         max_len, tokenizer = self.max_len, self.tokenizer
         ids = tokenizer.encode_batch(texts, _WHOLE)
         long = [place for place, row in enumerate(ids) if len(row) > max_len]
+        if long and not cuts:
+            raise _too_long(long[0], len(ids[long[0]]), max_len)
         for place, row in zip(long, tokenizer.encode_batch([texts[place] for place in long], max_len), strict=True):
             ids[place] = row
         self._count(len(long), max_len)
         return Rows(ids)
 
-    def pairs(self, pairs: Sequence[Pair]) -> Rows:
+    def pairs(self, pairs: Sequence[Pair], *, cuts: bool = True) -> Rows:
         """A row of each pair, with the types of its tokens where the model has types.
 
+        Args:
+            pairs: see above.
+            cuts: as for `texts`.
+
         Raises:
-            ValueError: a lone surrogate, which is no character.
+            ValueError: a lone surrogate, which is no character; a pair that is too long.
         """
         if self._lowers:
             pairs = [(lowered(first), lowered(second)) for first, second in pairs]
         max_len, tokenizer = self.max_len, self.tokenizer
         rows = tokenizer.encode_pairs(pairs, _WHOLE)
         long = [place for place, (ids, _) in enumerate(rows) if len(ids) > max_len]
+        if long and not cuts:
+            raise _too_long(long[0], len(rows[long[0]][0]), max_len)
         for place, row in zip(long, tokenizer.encode_pairs([pairs[place] for place in long], max_len), strict=True):
             rows[place] = row
         self._count(len(long), max_len)
@@ -120,6 +132,13 @@ class Reader:
             logger.warning(
                 "cut a text to max_seq_length, %d tokens; num_cut counts such texts, and this is said once", max_len
             )
+
+
+def _too_long(place: int, length: int, max_len: int) -> ValueError:
+    return ValueError(
+        f"expected texts of at most {max_len:,} tokens, got one of {length:,} at place {place}: shorten it, or ask for "
+        "truncation"
+    )
 
 
 def lowered(text: str) -> str:

@@ -71,6 +71,8 @@ class RequestBuilder:
         log_probs: whether scores are wanted.
         engine: what decodes them; None: the one that the config names, or the fastest that can.
         tokenizer: of the outputs, where the config has stop_strings.
+        num_alternatives: how many of the likeliest tokens are wanted at each place, with their log-probabilities;
+            without beams.
 
     Attributes:
         engine: what decodes them.
@@ -89,6 +91,7 @@ class RequestBuilder:
         log_probs: bool = True,
         engine: Engine | None = None,
         tokenizer: Detokenizer | None = None,
+        num_alternatives: int = 0,
     ) -> None:
         self.is_prompted = is_decoder_only(model)
         config.check_model(model.config.vocab_size)
@@ -106,7 +109,10 @@ class RequestBuilder:
                 f"expected no decoder_start_token_id for {type(model).__name__}: its prompts are the beginning"
             )
         self.model, self.config, self._tokenizer = model, config, tokenizer
-        self.log_probs = log_probs or config.num_beams > 1
+        if num_alternatives and config.num_beams > 1:
+            raise ValueError(f"expected num_beams 1 along with num_alternatives, got {config.num_beams}")
+        self._num_alternatives = min(num_alternatives, model.config.vocab_size)
+        self.log_probs = log_probs or config.num_beams > 1 or num_alternatives > 0
         self.ids = special_ids(model, config)
         name = config.engine if config.use_cache else "recompute"
         self.engine: Engine = engine or choose_engine(model, name, config.precision)
@@ -120,7 +126,7 @@ class RequestBuilder:
             self.engine.runs_searches()
             and _extension.module() is not None
             and not (config.do_sample or config.num_beam_groups > 1)
-            and not (config.stop_strings or config.stopping_criteria or self._may_rise)
+            and not (config.stop_strings or config.stopping_criteria or self._may_rise or num_alternatives)
         )
         unsaid = {*config.suppress_tokens, *self.ids.eos}
         allowed = len({*config.shortlist} - unsaid) if config.shortlist else model.config.vocab_size - len(unsaid)
@@ -243,7 +249,8 @@ class RequestBuilder:
             if sample is not None:
                 sampling, rows = replace(sampling, sample=sample, num_samples=rows), 1
         make_end = (lambda: self._end_of_text(before)) if config.stop_strings else None
-        return lambda: RowSearch(limit, self._ends, rows, sampling, make_end, stop=stop)
+        noted = self._num_alternatives
+        return lambda: RowSearch(limit, self._ends, rows, sampling, make_end, stop=stop, num_alternatives=noted)
 
     def _native_search(self, limit: int, least: int, told: int) -> Search:
         config = self.config

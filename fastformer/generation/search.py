@@ -25,11 +25,14 @@ class Hypothesis:
         tokens: the new ones, without what the request began with.
         log_probs: of each token.
         score: the sum of the log-probabilities; in the results of a beam search divided by the length penalty.
+        alternatives: at the place of each token the likeliest tokens with their log-probabilities, the best first,
+            where a `RowSearch` was asked for them; else empty.
     """
 
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     score: float = 0.0
+    alternatives: list[list[tuple[int, float]]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -121,9 +124,8 @@ class RowSearch(Search):
         sampling: None: the best token.
         make_end: makes for each row a function that takes each new token and returns whether the row ends with it.
         stop: None: EOS alone ends a row.
+        num_alternatives: how many of the likeliest tokens are noted at each place.
     """
-
-    num_candidates = 1
 
     def __init__(
         self,
@@ -134,8 +136,13 @@ class RowSearch(Search):
         make_end: Callable[[], Callable[[int], bool]] | None = None,
         *,
         stop: Stop | None = None,
+        num_alternatives: int = 0,
     ) -> None:
         self.limit, self.eos, self.sampling, self._stop = limit, eos, sampling, stop
+        self._noted = num_alternatives
+        # The first candidate of a sampled row is the token that was drawn, and the best ones stand behind it.
+        self._first_noted = int(sampling is not None)
+        self.num_candidates = max(1, num_alternatives + self._first_noted)
         self._ends = None if make_end is None else [make_end() for _ in range(num_rows)]
         self.num_rows = self.peak_rows = num_rows
         self._rows = [Hypothesis() for _ in range(num_rows)]
@@ -172,6 +179,9 @@ class RowSearch(Search):
             token = ids[first + parent][0]
             row.tokens.append(token)
             row.log_probs.append(value[0])
+            if self._noted:
+                noted = slice(self._first_noted, self._first_noted + self._noted)
+                row.alternatives.append([*zip(ids[first + parent][noted], value[noted], strict=True)])
             is_ended = self._ends is not None and self._ends[place](token)
             if token not in self.eos and len(row.tokens) < self.limit and not is_ended:
                 parents.append(parent)

@@ -65,7 +65,8 @@ class Selection:
             has rounded.
         process: edits the logits of logit_rows first, also in place: (len(logit_rows), vocab_size) fp32 in and out.
         samples: for each of logit_rows how its token is sampled, or None to take the best ones; None: no row is
-            sampled. A sampled row has one candidate, with its log-probability before warping.
+            sampled. The first candidate of a sampled row is the token that was drawn, with its log-probability before
+            warping; the best ones stand behind it.
         keeps: for each of logit_rows whether the output of `process` is returned as it is, without a log-softmax;
             None: no row's.
     """

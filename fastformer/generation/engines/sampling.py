@@ -34,6 +34,7 @@ def choose(logits: Tensor, selection: Selection) -> Candidates:
     if sampled:
         rows = torch.tensor(list(sampled), device=logits.device)
         tokens = sample(logits[rows], list(sampled.values()))
+        ids[rows, 1:], values[rows, 1:] = ids[rows, :-1], values[rows, :-1]
         ids[rows, 0] = tokens
         values[rows, 0] = logits[rows, tokens]
     if selection.log_probs:
