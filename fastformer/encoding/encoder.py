@@ -75,6 +75,11 @@ class Encoder(FolderModel):
             )
         self._pooling = found.pooling or Pooling()
 
+    @property
+    def pooling(self) -> str:
+        """How the states of a text's tokens become its embedding, several ways with + between them."""
+        return "+".join(self._pooling.kinds)
+
     def get_embedding_dimension(self) -> int:
         """The numbers of an embedding."""
         whole = int(self._folder.model.config.d_model) * len(self._pooling.kinds)

@@ -55,6 +55,16 @@ class FolderModel:
         return self._reader.num_cut
 
     @property
+    def model(self) -> Any:
+        """The `models.BERT`."""
+        return self._folder.model
+
+    @property
+    def precision(self) -> str:
+        """What the model is computed in."""
+        return self._engine.precision
+
+    @property
     def device(self) -> torch.device:
         """Where the model is."""
         found: torch.device = next(self._folder.model.parameters()).device

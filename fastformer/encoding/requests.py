@@ -42,13 +42,12 @@ class EncodeRequest:
         is_done: whether it has ended, well or not.
         is_cancelled: set by `cancel`.
         on_cancel: called when it is cancelled; set by the scheduler that runs it.
-        on_token: None: it has no tokens to tell of.
         deadline: in the time of `time.monotonic`, or None.
         num_tokens: of its texts.
         num_taken: how many of its texts have been computed.
     """
 
-    on_token: Callable[[int], object] | None = None
+    num_new_tokens = 0  # of an answer
 
     def __init__(
         self, rows: Rows, compute: Compute, finish: Callable[[Array], Any], *, max_time: float | None = None
@@ -94,6 +93,10 @@ class EncodeRequest:
     def is_late(self, now: float) -> bool:
         """Whether its time is over before it has begun."""
         return self.deadline is not None and now >= self.deadline and not self.num_taken
+
+    def listen(self, on_token: Callable[[int], object]) -> None:
+        """Raises a ValueError: it has no tokens to tell of."""
+        raise ValueError("expected a request of new tokens to listen to, got one of embeddings or scores")
 
     def cancel(self) -> None:
         """Ends it before the next step, without results. Any thread may call this."""

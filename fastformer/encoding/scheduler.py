@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from fastformer.encoding.requests import EncodeRequest
 from fastformer.encoding.tokens import Rows
-from fastformer.generation.scheduler import Stats
+from fastformer.generation.scheduler import Load
 from fastformer.settings import Positive, check_value
 
 # Of a step: as much as keeps the cores busy, and little enough that the next step, which takes what has come meanwhile
@@ -46,9 +46,15 @@ class EncodingScheduler:
         """Appends requests to the queue."""
         self.waiting.extend(requests)
 
-    def stats(self) -> Stats:
-        """Its counters as they are now; any thread may ask."""
-        return Stats(len(self.running), len(self.waiting), self._read_tokens, 0)
+    def load(self) -> Load:
+        """Its counters as they are now."""
+        waiting = sum(request.num_tokens for request in self.waiting)
+        rows = sum(len(request.rows.ids) for request in self.running)
+        return Load(len(self.running), len(self.waiting), waiting, rows, read_tokens=self._read_tokens)
+
+    def renewed(self) -> EncodingScheduler:
+        """Another one within the same limits."""
+        return EncodingScheduler(self.step_tokens)
 
     def step(self) -> list[EncodeRequest]:
         """Computes the next texts.

@@ -86,7 +86,7 @@ class Chat:
         self.config = config or GenerationConfig()
         self.drop_oldest, self.system = drop_oldest, system
         self._max_len = int(self._generator.model.config.max_len)
-        self._ends = self._end_ids()
+        self._ends = self.template.end_ids(self.tokenizer, SpecialIds.of(self._generator.model.config).eos)
         self._turns = 0
         self.messages: list[dict[str, Any]] = []
         self.reset()
@@ -233,10 +233,3 @@ class Chat:
         ends = config.eos_token_id or self._ends
         pad = SpecialIds.of(self._generator.model.config).pad if config.pad_token_id is None else config.pad_token_id
         return ids, replace(config, max_new_tokens=limit, seed=seed, eos_token_id=ends or None, pad_token_id=pad)
-
-    def _end_ids(self) -> tuple[int, ...]:
-        """What ends an answer: the model's ends, and the end that the tokenizer names, if it is one token."""
-        own = SpecialIds.of(self._generator.model.config).eos
-        name = self.template.tokens.get("eos_token")
-        ids = [] if name is None else self.tokenizer.encode_template(name)
-        return tuple(dict.fromkeys((*own, *ids))) if len(ids) == 1 else own

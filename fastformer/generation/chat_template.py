@@ -143,6 +143,12 @@ class ChatTemplate:
 
         return tokenizer.encode_template(self.render(_mapped(messages, marked), tools, **options), mark)
 
+    def end_ids(self, tokenizer: TemplateTokenizer, own: tuple[int, ...]) -> tuple[int, ...]:
+        """What ends an answer: the model's own ends, and the end that the tokenizer names, if it is one token."""
+        name = self.tokens.get("eos_token")
+        ids = [] if name is None else tokenizer.encode_template(name)
+        return tuple(dict.fromkeys((*own, *ids))) if len(ids) == 1 else own
+
     def _guarded(self, run: Callable[[], Any]) -> Any:
         """Runs jinja2, whose errors become one line that says what is wrong with the template."""
         import jinja2

@@ -118,6 +118,38 @@ class RepetitionPenalty(RowWise):
 
 
 @dataclass(frozen=True)
+class CountPenalties(RowWise):
+    """Subtracts from the scores of tokens that were there, behind some that don't count, as OpenAI's API defines it.
+
+    A token that was there n times loses frequency * n + presence.
+    """
+
+    presence: float
+    frequency: float
+    ignored: int
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        history = input_ids[:, self.ignored :]
+        counts = torch.zeros_like(scores).scatter_add_(1, history, torch.ones_like(history, dtype=scores.dtype))
+        return scores - (self.frequency * counts + self.presence * (counts > 0))
+
+
+@dataclass(frozen=True)
+class TokenBias(RowWise):
+    """Adds a number to the score of each of some tokens.
+
+    Attributes:
+        biases: ids of the vocabulary, each with its number.
+    """
+
+    biases: tuple[tuple[int, float], ...]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        ids = torch.tensor([i for i, _ in self.biases], device=scores.device)
+        return scores.index_add(1, ids, scores.new_tensor([[bias for _, bias in self.biases]]).expand(len(scores), -1))
+
+
+@dataclass(frozen=True)
 class NoRepeatNgrams(RowWise):
     """Forbids each token that would complete an n-gram for a second time, behind some tokens that don't count."""
 

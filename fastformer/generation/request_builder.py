@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -17,9 +17,11 @@ from fastformer.generation.native_search import NativeSearch
 from fastformer.generation.processors import any_of, does_search, make_processors, make_stop
 from fastformer.generation.requests import Request, window_end
 from fastformer.generation.search import BeamSearch, RowSearch, Sampling, Search, Stop, TransformersBeamSearch
-from fastformer.generation.streaming import Detokenizer, StopTexts, TextPieces
+from fastformer.generation.streaming import Detokenizer, StopTexts, TextPieces, behind_ends
 from fastformer.ops import _extension
 from fastformer.special_ids import SpecialIds
+
+R = TypeVar("R", bound=Request)
 
 EXTRA_LENGTH = 100  # a translation may be this much longer than its source (tensor2tensor)
 
@@ -191,7 +193,8 @@ class RequestBuilder:
         place: int | None = None,
         sample: int | None = None,
         on_token: Callable[[int], object] | None = None,
-    ) -> Request:
+        kind: type[R] = Request,  # type: ignore[assignment]
+    ) -> R:
         """The request of an input.
 
         Args:
@@ -199,6 +202,7 @@ class RequestBuilder:
             place: of the input among all, which decides what it draws; None: behind the last one built.
             sample: which of its samples the request is for; None: all.
             on_token: receives each new token.
+            kind: its class.
         """
         config, limit = self.config, checked.limit
         window, max_len = None, self.model.config.max_len
@@ -216,7 +220,7 @@ class RequestBuilder:
             config, self.ids.eos, len(begin), limit, min_tokens=checked.least, has_shortlist=self._has_shortlist
         )
         search_does = does_search(processors, keeps_scores=config.keeps_scores)
-        return Request(
+        return kind(
             prompt,
             self._search_maker(checked, begin, place, sample, is_native=self._is_native and window is None),
             processors=processors,
@@ -311,7 +315,8 @@ class RequestBuilder:
 
     def _pieces(self, before: Sequence[int]) -> TextPieces:
         assert self._tokenizer is not None
-        return TextPieces(self._tokenizer, before, is_told=True, stop=self.config.stop_strings)
+        ends = SpecialIds.of(self.model.config).eos
+        return TextPieces(self._tokenizer, behind_ends(before, ends), is_told=True, stop=self.config.stop_strings)
 
 
 def special_ids(model: Model, config: GenerationConfig) -> DecodingIds:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -247,6 +247,15 @@ class StopTexts:
         for token in row if before is None else row[-1:]:
             pieces.add([token])
         return pieces
+
+
+def behind_ends(ids: Sequence[int], ends: Collection[int]) -> Sequence[int]:
+    """The ids behind the last of those that end a text: what stands before it, a tokenizer leaves out or ends at.
+
+    The prompt of a chat has such ids, one behind each turn.
+    """
+    place = next((place for place in range(len(ids), 0, -1) if ids[place - 1] in ends), 0)
+    return ids[place:]
 
 
 def find_stop(text: str, stop: Sequence[str], start: int = 0) -> int:

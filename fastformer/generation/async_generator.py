@@ -1,0 +1,481 @@
+"""`AsyncGenerator`: an asyncio interface to a language model, which decodes the requests of many tasks in one batch."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
+
+import torch
+from torch import nn
+
+from fastformer.generation.async_front import Answers, AsyncFront, Stats
+from fastformer.generation.chat import MAX_NEW_TOKENS
+from fastformer.generation.chat_template import ChatTemplate, Message, TemplateTokenizer
+from fastformer.generation.config import GenerationConfig, Precision
+from fastformer.generation.engines import choose_engine
+from fastformer.generation.folder_options import folder_options, with_folder_options
+from fastformer.generation.generate import new_scheduler
+from fastformer.generation.model_protocols import (
+    DTYPES,
+    Model,
+    as_model,
+    asked_precision,
+    check_precision,
+    evaluating,
+    is_decoder_only,
+)
+from fastformer.generation.request_builder import CheckedInput, RequestBuilder
+from fastformer.generation.requests import Request
+from fastformer.generation.search import Hypothesis
+from fastformer.generation.streaming import Detokenizer, TextPieces, behind_ends
+from fastformer.settings import Count, check_value
+from fastformer.special_ids import SpecialIds
+
+FinishReason: TypeAlias = Literal["stop", "length"]
+Prompt: TypeAlias = str | Sequence[int]
+
+T = TypeVar("T")
+
+_SHOWN = 40  # characters of a prompt that an error names
+_ONE_ANSWER = ("num_beams", "num_return_sequences", "max_length")  # what a folder asks for in vain
+
+
+class ScoredToken(NamedTuple):
+    """A new token.
+
+    Attributes:
+        token: its id.
+        log_prob: its log-probability, before temperature, top_k and top_p; it means nothing where none was asked for.
+        alternatives: the likeliest tokens at its place with theirs, the best first; as many as were asked for.
+    """
+
+    token: int
+    log_prob: float
+    alternatives: Sequence[tuple[int, float]] = ()
+
+
+class Completion(NamedTuple):
+    """What was generated for a prompt.
+
+    Attributes:
+        text: without the stop text that may have ended it.
+        tokens: the new tokens; the id that ends a text is among them, and so are those of the stop text.
+        finish_reason: "stop": the model ended it, or a stop text did; "length": it was cut.
+        cached_tokens: tokens of the prompt that were not read, because an earlier prompt begins alike.
+    """
+
+    text: str
+    tokens: list[ScoredToken]
+    finish_reason: FinishReason
+    cached_tokens: int
+
+
+class Piece(NamedTuple):
+    """What a stream gives: a piece of the text, which may be empty, and the tokens that came.
+
+    Attributes:
+        sample: which of num_return_sequences samples it belongs to.
+        text: none of it is taken back.
+        tokens: the new ones; with one of them a piece of the text may come late.
+        finish_reason: of a sample's last piece (see `Completion`), else None.
+        cached_tokens: of a sample's last piece; see `Completion`.
+    """
+
+    sample: int
+    text: str
+    tokens: list[ScoredToken]
+    finish_reason: FinishReason | None = None
+    cached_tokens: int = 0
+
+
+class AsyncGenerator:
+    """Continues prompts, and answers in chats, for many tasks at once.
+
+        async with AsyncGenerator.from_pretrained("folder-of-a-llama") as front:
+            [found] = await front.complete("Once upon a time", max_new_tokens=64)
+            async for piece in front.stream(front.chat_ids([{"role": "user", "content": "Hello!"}])):
+                print(piece.text, end="")
+
+    A task asks for one prompt at a time, with options of its own. All requests decode in one batch, in a thread of
+    their own, and what their prompts have in common is read once, as a `Generator` does; don't use the model elsewhere
+    meanwhile. A result depends on no other request: the same seed draws the same tokens. A task that is cancelled, or
+    that leaves its stream, releases its memory.
+
+    Args:
+        model: a `models.GPT`.
+        tokenizer: of its folder.
+        template: of its chats; None: that of the tokenizer's folder, if there is one.
+        config: the options that a request's own go before.
+        precision: what it computes in; see `Generator`.
+        engine: one of `engines.ENGINES`; None: the fastest that can.
+        max_rows, max_bytes: see `Generator`.
+        max_waiting, max_waiting_tokens, when_full: see `AsyncFront`.
+
+    Attributes:
+        template: of its chats, or None.
+
+    Raises:
+        ImportError: the tokenizer has a chat template, and jinja2 is not installed.
+        ValueError: a model that reads sources, a damaged template, no such engine, a limit that is out of its range.
+    """
+
+    def __init__(
+        self,
+        model: Model | nn.Module,
+        tokenizer: Any,
+        *,
+        template: ChatTemplate | None = None,
+        config: GenerationConfig | None = None,
+        precision: Precision | None = None,
+        engine: str | None = None,
+        max_rows: int | None = None,
+        max_bytes: int | None = None,
+        max_waiting: int = 1024,
+        max_waiting_tokens: int | None = None,
+        when_full: Literal["wait", "refuse"] = "wait",
+    ) -> None:
+        check_precision(precision)
+        self.model: Model = as_model(model)
+        if not is_decoder_only(self.model):
+            raise ValueError(f"expected a language model, got {type(model).__name__}, which reads a source")
+        for name in ("encode", "decode"):
+            if not callable(getattr(tokenizer, name, None)):
+                raise ValueError(f"expected a tokenizer with encode and decode, got {type(tokenizer).__name__}")
+        self.tokenizer: Any = tokenizer
+        self.config, self.precision = config or GenerationConfig(), precision
+        has_template = "chat_template" in (getattr(tokenizer, "chat", None) or {})
+        self.template = ChatTemplate.of(tokenizer) if template is None and has_template else template
+        with evaluating(self.model):
+            self._engine = choose_engine(self.model, engine, precision)
+        self._ends = frozenset(SpecialIds.of(self.model.config).eos)
+        self._chat_ends = self._find_chat_ends()
+        self._front: AsyncFront[_Scored] = AsyncFront(
+            self.model,
+            lambda: new_scheduler(self._engine, max_rows, max_bytes, is_endless=True),
+            name=type(self).__name__,
+            max_waiting=max_waiting,
+            max_waiting_tokens=max_waiting_tokens,
+            when_full=when_full,
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        device: torch.device | str | None = None,
+        precision: Precision | None = None,
+        options: Mapping[str, Any] | None = None,
+        **limits: Any,
+    ) -> AsyncGenerator:
+        """That of a run folder, or of a language model's folder as transformers saves it.
+
+        Args:
+            folder: with the model and its tokenizer. Its generation_config.json has the options of decoding that
+                `options` don't name.
+            device: where it runs; None: the CPU.
+            precision: see `Translator.from_pretrained`.
+            options: fields of `GenerationConfig`.
+            limits: the other arguments of the class.
+
+        Raises:
+            ImportError, ValueError: see the class; a folder that holds no language model, or is damaged.
+        """
+        from fastformer.checkpoints import load_model
+
+        check_precision(precision)
+        theirs = {name: value for name, value in folder_options(folder).items() if name not in _ONE_ANSWER}
+        model, tokenizer = load_model(folder, ("GPT",), device=device, dtype=DTYPES.get(precision or ""))
+        config = with_folder_options(theirs, options or {}, model.config.max_len)
+        return cls(model, tokenizer, config=config, precision=asked_precision(model, precision), **limits)
+
+    async def __aenter__(self) -> AsyncGenerator:
+        await self._front.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._front.__aexit__(kind, error, traceback)
+
+    async def close(self, *, cancel: bool = False) -> None:
+        """Takes no more requests, and returns when its thread has ended; see `AsyncFront.close`."""
+        await self._front.close(cancel=cancel)
+
+    def stats(self) -> Stats:
+        """What runs, what waits, and what was read so far; any thread may ask."""
+        return self._front.stats()
+
+    async def aside(self, work: Callable[[], T], size: int) -> T:
+        """Runs a function of so many characters of text without holding the event loop up; see `AsyncFront.aside`."""
+        return await self._front.aside(work, size)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it is open, and can go on."""
+        return self._front.is_alive
+
+    @property
+    def max_len(self) -> int:
+        """The model's positions, which a prompt and what follows it share."""
+        return int(self.model.config.max_len)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The ids of a prompt; a list of ids is one already.
+
+        Raises:
+            ValueError: an empty prompt, or one that the model can't take.
+        """
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise ValueError("expected a prompt of at least one token, got an empty one")
+        if len(ids) >= self.max_len and self.config.window == "stop":
+            raise ValueError(
+                f"expected a prompt of fewer tokens than the model's {self.max_len:,} positions, got {len(ids):,}"
+            )
+        return ids
+
+    def chat_ids(self, messages: Iterable[Message], **variables: Any) -> ChatIds:
+        """The ids of a chat, as its template writes them.
+
+        Args:
+            messages, variables: see `ChatTemplate.encode`.
+
+        Raises:
+            ValueError: a model without a template, messages that it refuses, a chat that leaves no room for an answer.
+        """
+        if self.template is None:
+            raise ValueError("expected a model that was trained to chat, whose folder has a chat_template")
+        tokenizer: TemplateTokenizer = self.tokenizer
+        return ChatIds(self.encode(self.template.encode(messages, tokenizer, **variables)))
+
+    async def complete(
+        self,
+        prompt: Prompt,
+        config: GenerationConfig | None = None,
+        *,
+        log_probs: bool = False,
+        num_alternatives: int = 0,
+        deadline: float | None = None,
+        **options: Any,
+    ) -> list[Completion]:
+        """Continues a prompt.
+
+        Args:
+            prompt: a text, the ids of one, or what `chat_ids` gave.
+            config: the options; None: the object's. Those given by name go before it.
+            log_probs: whether the tokens' log-probabilities are wanted.
+            num_alternatives: how many of the likeliest tokens are wanted at each place.
+            deadline: in the time of `time.monotonic`: a request that isn't done by then is an error; None: no end.
+            options: fields of `GenerationConfig`. num_return_sequences samples are requests of their own, and those
+                of a seed are what `generate` draws with it.
+
+        Returns:
+            num_return_sequences completions.
+
+        Raises:
+            ValueError: an unknown option, a prompt that is empty or too long.
+            QueueFull: there is no room, and when_full is "refuse".
+            TooLate: the deadline has passed.
+            RuntimeError: this is closed; the model or a processor failed.
+        """
+        asks = self._asks(prompt, config, options, log_probs, num_alternatives)
+        answers = self._submit(asks, deadline, listen=())
+        try:
+            return [ask.completion(await answers.ended(place)) for place, ask in enumerate(asks)]
+        finally:
+            answers.leave()
+
+    def stream(
+        self,
+        prompt: Prompt,
+        config: GenerationConfig | None = None,
+        *,
+        log_probs: bool = False,
+        num_alternatives: int = 0,
+        deadline: float | None = None,
+        **options: Any,
+    ) -> AsyncIterator[Piece]:
+        """Continues a prompt, piece by piece. The request has its place when this returns.
+
+        Leaving the loop over it cancels the request, as soon as the iterator is closed or deleted.
+
+        Args:
+            prompt, config, log_probs, num_alternatives, deadline, options: see `complete`.
+
+        Yields:
+            The pieces; those of several samples come as they are made, and the last one of each has a finish_reason.
+
+        Raises:
+            ValueError, QueueFull, RuntimeError: see `complete`; at once.
+            TooLate: see `complete`.
+        """
+        asks = self._asks(prompt, config, options, log_probs, num_alternatives)
+        answers = self._submit(asks, deadline, listen=range(len(asks)))
+        return _pieces(asks, answers)
+
+    def _submit(self, asks: Sequence[_Ask], deadline: float | None, listen: Sequence[int]) -> Answers[_Scored]:
+        requests = [ask.build() for ask in asks]
+        return self._front.submit(requests, deadline=deadline, names=[ask.name for ask in asks], listen=listen)
+
+    def _asks(
+        self,
+        prompt: Prompt,
+        config: GenerationConfig | None,
+        options: Mapping[str, Any],
+        log_probs: bool,
+        num_alternatives: int,
+    ) -> list[_Ask]:
+        """A request for each sample."""
+        check_value("num_alternatives", num_alternatives, Count)
+        config = GenerationConfig.from_options(options, self.config if config is None else config)
+        if config.num_beams > 1:
+            raise ValueError(f"expected num_beams 1, got {config.num_beams}: a beam search has no stream of tokens")
+        if config.precision not in (None, self.precision):
+            raise ValueError(
+                f"expected no precision: AsyncGenerator(..., precision=) chooses it, got {config.precision!r}"
+            )
+        if config.engine not in (None, self._engine.name) or not config.use_cache:
+            raise ValueError(
+                f"expected neither engine nor use_cache: AsyncGenerator(..., engine=) chooses, here {self._engine.name}"
+            )
+        ids, is_chat = self.encode(prompt), isinstance(prompt, ChatIds)
+        if config.max_new_tokens is None and config.max_length is None:
+            config = replace(config, max_new_tokens=min(MAX_NEW_TOKENS, self.max_len - len(ids)))
+        if is_chat and config.eos_token_id is None:
+            config = replace(config, eos_token_id=self._chat_ends or None, pad_token_id=self._pad(config))
+        builder = RequestBuilder(
+            self.model,
+            config,
+            log_probs=log_probs or num_alternatives > 0,
+            engine=self._engine,
+            tokenizer=self.tokenizer,
+            num_alternatives=num_alternatives,
+        )
+        checked = builder.check(ids)
+        begin = () if is_chat else behind_ends(ids, self._ends)
+        shown = f"prompt {prompt!r:.{_SHOWN}}" if isinstance(prompt, str) else f"a prompt of {len(ids):,} tokens"
+        samples = range(config.samples) if config.samples > 1 else [None]
+        return [_Ask(builder, checked, sample, begin, self.tokenizer, shown) for sample in samples]
+
+    def _pad(self, config: GenerationConfig) -> int:
+        return SpecialIds.of(self.model.config).pad if config.pad_token_id is None else config.pad_token_id
+
+    def _find_chat_ends(self) -> tuple[int, ...]:
+        own = SpecialIds.of(self.model.config).eos
+        return own if self.template is None else self.template.end_ids(self.tokenizer, own)
+
+
+class ChatIds(list[int]):
+    """The ids of a chat, which an answer follows: its text is by itself, and ends where a turn does."""
+
+
+class _Ask:
+    """A request of one row, and what becomes of it."""
+
+    def __init__(
+        self,
+        builder: RequestBuilder,
+        checked: CheckedInput,
+        sample: int | None,
+        begin: Sequence[int],
+        tokenizer: Detokenizer,
+        name: str,
+    ) -> None:
+        self._builder, self._checked, self._sample = builder, checked, sample
+        self._begin, self._tokenizer, self.name = begin, tokenizer, name
+
+    def build(self) -> _Scored:
+        # Place 0 for all: what is drawn depends on the seed and the sample alone.
+        return self._builder.build(self._checked, place=0, sample=self._sample, kind=_Scored)
+
+    def pieces(self) -> TextPieces:
+        stop = self._builder.config.stop_strings
+        return TextPieces(self._tokenizer, self._begin, is_told=True, stop=stop)
+
+    def completion(self, request: _Scored) -> Completion:
+        found, pieces = request.results[0], self.pieces()
+        text = pieces.add(found.tokens) + pieces.end()
+        tokens = [request.scored(found, place) for place in range(len(found.tokens))]
+        return Completion(text, tokens, self.reason(found, pieces), request.cached_tokens)
+
+    def reason(self, found: Hypothesis, pieces: TextPieces) -> FinishReason:
+        ends = self._builder.ids.eos
+        is_cut = len(found.tokens) >= self._checked.limit and found.tokens[-1] not in ends
+        return "length" if is_cut and not pieces.is_stopped else "stop"
+
+
+class _Scored(Request):
+    """A request whose tokens are told with their log-probabilities, if it has them."""
+
+    def listen(self, on_token: Callable[[Any], object]) -> None:
+        numbers = itertools.count()
+        # In the thread that decodes, where the row doesn't grow meanwhile.
+        super().listen(lambda token: on_token(self._told(token, next(numbers))))
+
+    def _told(self, token: int, place: int) -> ScoredToken:
+        return self.scored(self.search.results()[0], place) if self.log_probs else ScoredToken(token, 0.0)
+
+    def scored(self, row: Hypothesis, place: int) -> ScoredToken:
+        """One of the tokens of a row."""
+        alternatives = row.alternatives[place] if row.alternatives else ()
+        return ScoredToken(row.tokens[place], row.log_probs[place] if self.log_probs else 0.0, alternatives)
+
+
+async def _pieces(asks: Sequence[_Ask], answers: Answers[_Scored]) -> AsyncIterator[Piece]:
+    """The pieces of all samples, as they come."""
+    streams = [_told(ask, answers, place) for place, ask in enumerate(asks)]
+    try:
+        if len(streams) == 1:
+            async for piece in streams[0]:
+                yield piece
+        else:
+            async for _, piece in merged(streams):
+                yield piece
+    finally:
+        answers.leave()
+
+
+async def _told(ask: _Ask, answers: Answers[_Scored], place: int) -> AsyncIterator[Piece]:
+    """The pieces of a sample."""
+    pieces = ask.pieces()
+    async for new in answers.tokens(place):
+        scored = cast(list[ScoredToken], new)  # what `_Scored` tells
+        yield Piece(place, pieces.add([one.token for one in scored]), scored)
+    request = await answers.ended(place)
+    yield Piece(place, pieces.end(), [], ask.reason(request.results[0], pieces), request.cached_tokens)
+
+
+async def merged(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T]]:
+    """What several streams give, as it comes, each with the place of its stream; the first error ends all of them."""
+    coming: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue()
+
+    async def pass_on(place: int, stream: AsyncIterator[T]) -> None:
+        try:
+            async for one in stream:
+                coming.put_nowait((place, one))
+        except Exception as error:
+            coming.put_nowait(error)
+        else:
+            coming.put_nowait(None)
+
+    tasks = [asyncio.ensure_future(pass_on(place, stream)) for place, stream in enumerate(streams)]
+    try:
+        left = len(tasks)
+        while left:
+            found = await coming.get()
+            if isinstance(found, Exception):
+                raise found
+            if found is None:
+                left -= 1
+            else:
+                yield found
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,155 @@
+"""An encoder as a service, without HTTP: texts in, embeddings, scores or classes out, many callers at once."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fastformer.encoding import CrossEncoder, Encoder
+from fastformer.encoding.cross_encoder import Activation, Input
+from fastformer.encoding.modules import Array
+from fastformer.encoding.requests import EncodeRequest, embed_request, score_request
+from fastformer.encoding.scheduler import EncodingScheduler
+from fastformer.generation.async_front import AsyncFront, Stats
+from fastformer.serving.limits import Limits
+from fastformer.serving.service import Kind, Service
+
+
+class Encoded(NamedTuple):
+    """What came of texts.
+
+    Attributes:
+        rows: (texts, numbers) fp32, or (texts,) for the scores of one label.
+        num_tokens: of all texts.
+    """
+
+    rows: Array
+    num_tokens: int
+
+
+class _EncoderService(Service):
+    """What both kinds have in common: the front, and when a request has to be done."""
+
+    def __init__(self, encoder: Encoder | CrossEncoder, name: str, limits: Limits | None) -> None:
+        super().__init__(name, limits or Limits())
+        self.front: AsyncFront[EncodeRequest] = AsyncFront(
+            encoder.model,
+            EncodingScheduler,
+            name="encoder",
+            max_waiting=self.limits.max_waiting,
+            max_waiting_tokens=self.limits.max_waiting_tokens,
+            when_full="refuse",
+        )
+
+    @property
+    @abstractmethod
+    def max_seq_length(self) -> int:
+        """Tokens of a text at most."""
+
+    async def open(self) -> None:
+        await self.front.__aenter__()
+
+    async def close(self, *, cancel: bool = False) -> None:
+        await self.front.close(cancel=cancel)
+
+    @property
+    def is_alive(self) -> bool:
+        return self.front.is_alive
+
+    def stats(self) -> Stats:
+        return self.front.stats()
+
+    async def _ask(self, build: Callable[[], EncodeRequest], size: int, timeout: float | None) -> Encoded:
+        most = self.limits.timeout_s
+        deadline = time.monotonic() + min(most, timeout or most)
+        request = await self.front.aside(build, size)
+        await self.front.ask(request, deadline=deadline, name="the texts")
+        return Encoded(request.results, request.num_tokens)
+
+
+class EmbedService(_EncoderService):
+    """An encoder of embeddings as a service.
+
+    Args:
+        encoder: whose embeddings these are.
+        name: of the model.
+        limits: see `Limits`.
+    """
+
+    kind: Kind = "encoder"
+
+    def __init__(self, encoder: Encoder, name: str, *, limits: Limits | None = None) -> None:
+        super().__init__(encoder, name, limits)
+        self.encoder = encoder
+
+    @property
+    def max_seq_length(self) -> int:
+        return self.encoder.max_seq_length
+
+    async def embed(self, texts: Sequence[str], *, timeout: float | None = None, **options: Any) -> Encoded:
+        """The embeddings of texts, those of `Encoder.encode`.
+
+        Args:
+            texts: see above.
+            timeout: seconds after which it is an error; the limit where it is less.
+            options: prompt_name, normalize, truncate_dim, cuts; see `embed_request`.
+
+        Raises:
+            ValueError: see `embed_request`.
+            QueueFull, TooLate, RuntimeError: see `AsyncFront.ask`.
+        """
+        size = sum(map(len, texts))
+        return await self._ask(lambda: embed_request(self.encoder, texts, **options), size, timeout)
+
+
+class RankService(_EncoderService):
+    """A cross-encoder or a classifier as a service.
+
+    Args:
+        encoder: whose scores these are.
+        name: of the model.
+        limits: see `Limits`.
+    """
+
+    kind: Kind = "cross-encoder"
+
+    def __init__(self, encoder: CrossEncoder, name: str, *, limits: Limits | None = None) -> None:
+        super().__init__(encoder, name, limits)
+        self.encoder = encoder
+
+    @property
+    def max_seq_length(self) -> int:
+        return self.encoder.max_seq_length
+
+    async def scores(
+        self,
+        inputs: Sequence[Input],
+        *,
+        activation: Activation,
+        softmax: bool = False,
+        cuts: bool = False,
+        timeout: float | None = None,
+    ) -> Encoded:
+        """The scores of pairs or texts, those of `CrossEncoder.predict`.
+
+        Args:
+            inputs: pairs of texts, or lists of one text each.
+            activation, softmax, cuts: see `score_request`.
+            timeout: see `EmbedService.embed`.
+
+        Raises:
+            ValueError: see `score_request`.
+            QueueFull, TooLate, RuntimeError: see `AsyncFront.ask`.
+        """
+
+        def build() -> EncodeRequest:
+            return score_request(self.encoder, inputs, activation_fn=activation, apply_softmax=softmax, cuts=cuts)
+
+        return await self._ask(build, sum(len(text) for each in inputs for text in each), timeout)
+
+
+SIGMOID, NOTHING = torch.nn.Sigmoid(), torch.nn.Identity()

@@ -1,0 +1,82 @@
+"""A language model as a service, without HTTP: prompts and chats in, completions out, many at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from fastformer.generation.async_front import Stats
+from fastformer.generation.async_generator import AsyncGenerator, ChatIds, Completion, Piece, Prompt
+from fastformer.serving.limits import Limits
+from fastformer.serving.service import Kind, Service
+
+
+class GenerateService(Service):
+    """A language model as a service.
+
+    Args:
+        generator: what completes.
+        name: of the model.
+        limits: see `Limits`.
+    """
+
+    kind: Kind = "generator"
+
+    def __init__(self, generator: AsyncGenerator, name: str, *, limits: Limits | None = None) -> None:
+        super().__init__(name, limits or Limits())
+        self.generator = generator
+
+    async def open(self) -> None:
+        await self.generator.__aenter__()
+
+    async def close(self, *, cancel: bool = False) -> None:
+        await self.generator.close(cancel=cancel)
+
+    @property
+    def is_alive(self) -> bool:
+        return self.generator.is_alive
+
+    def stats(self) -> Stats:
+        return self.generator.stats()
+
+    @property
+    def has_chat(self) -> bool:
+        """Whether the model's folder has a chat template."""
+        return self.generator.template is not None
+
+    def deadline(self, timeout: float | None) -> float:
+        """When a request has to be done, in the time of `time.monotonic`.
+
+        Args:
+            timeout: the seconds that it asks for; None: the limit.
+        """
+        return time.monotonic() + min(self.limits.timeout_s, timeout or self.limits.timeout_s)
+
+    async def prompt_ids(self, prompt: Prompt) -> list[int]:
+        """The ids of a prompt.
+
+        Raises:
+            ValueError: see `AsyncGenerator.encode`.
+        """
+        return await self.generator.aside(lambda: self.generator.encode(prompt), len(prompt))
+
+    async def chat_ids(self, messages: Sequence[Mapping[str, Any]]) -> ChatIds:
+        """The ids of a chat.
+
+        Raises:
+            ValueError: see `AsyncGenerator.chat_ids`.
+        """
+        # A template is a program: even for a short chat it may take seconds, until its bounds end it.
+        return await self.generator.aside(lambda: self.generator.chat_ids(messages), _A_LOT)
+
+    async def complete(self, ids: list[int], options: Mapping[str, Any], **asked: Any) -> list[Completion]:
+        """See `AsyncGenerator.complete`."""
+        return await self.generator.complete(ids, **options, **asked)
+
+    def stream(self, ids: list[int], options: Mapping[str, Any], **asked: Any) -> AsyncIterator[Piece]:
+        """See `AsyncGenerator.stream`."""
+        return self.generator.stream(ids, **options, **asked)
+
+
+_A_LOT = 1_000_000  # characters

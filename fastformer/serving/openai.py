@@ -1,0 +1,378 @@
+"""OpenAI's routes: GET /v1/models, POST /v1/completions, /v1/chat/completions and /v1/embeddings."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from fastformer import __version__
+from fastformer.generation.async_generator import ChatIds, Completion, Piece, ScoredToken, merged
+from fastformer.serving.answers import EventStream, answer, event, until_gone
+from fastformer.serving.embeddings import add_embeddings
+from fastformer.serving.encoder_service import EmbedService
+from fastformer.serving.generator_service import GenerateService
+from fastformer.serving.limits import Limits
+from fastformer.serving.openai_bodies import (
+    ChatBody,
+    ChatCompletion,
+    CompletionBody,
+    GenerateBody,
+    MessageBody,
+    ModelBody,
+    ModelsBody,
+    TextCompletion,
+)
+from fastformer.serving.openai_errors import ERRORS, ApiError, check_model, check_supported, error_fields
+from fastformer.serving.openai_errors import error_response as error_response
+from fastformer.serving.openai_options import check_length, new_tokens, options_of
+from fastformer.serving.service import Service
+
+_LEAST = -9999.0  # a log-probability of JSON, which has no infinity
+
+_STREAMED: dict[str, Any] = {
+    "description": "JSON, or with stream the same in pieces as server-sent events, of which the last is [DONE].",
+    "content": {"text/event-stream": {"schema": {"type": "string"}}},
+}
+_DONE = b"data: [DONE]\n\n"
+
+
+def router(service: Service, limits: Limits) -> APIRouter:
+    """The routes that a model has."""
+    found = APIRouter()
+    _add_models(found, service)
+    if isinstance(service, GenerateService):
+        _add_completions(found, service, limits)
+        _add_chat(found, service, limits)
+    if isinstance(service, EmbedService):
+        add_embeddings(found, service, limits)
+    return found
+
+
+def _add_models(found: APIRouter, service: Service) -> None:
+    began = int(time.time())
+    model = {"id": service.name, "object": "model", "created": began, "owned_by": "fastformer"}
+    known = {status: ERRORS[status] for status in (401, 404, 503)}
+
+    @found.get("/v1/models", response_model=None, responses={200: {"model": ModelsBody}, **known})
+    async def models() -> Response:
+        """The model that is served."""
+        return answer({"object": "list", "data": [model]})
+
+    @found.get("/v1/models/{name:path}", response_model=None, responses={200: {"model": ModelBody}, **known})
+    async def one_model(name: str) -> Response:
+        """The model of that name."""
+        check_model(name, service.name)
+        return answer(model)
+
+
+def _add_completions(found: APIRouter, service: GenerateService, limits: Limits) -> None:
+    responses = {200: {"model": TextCompletion, **_STREAMED}, **ERRORS}
+
+    @found.post("/v1/completions", response_model=None, responses=responses)
+    async def completions(body: CompletionBody, http: Request) -> Response:
+        """Continues prompts."""
+        check_model(body.model, service.name)
+        check_supported(body)
+        if body.best_of not in (None, body.n or 1):
+            raise ApiError(f"expected best_of to be n, {body.n or 1}, got {body.best_of}", param="best_of")
+        prompts = _prompts(body.prompt)
+        if len(prompts) * (body.n or 1) > limits.max_texts:
+            raise ApiError(f"expected at most {limits.max_texts} completions in a request", param="prompt")
+        for prompt in prompts:
+            check_length(prompt, limits, "prompt")
+        rows = await until_gone(http, _encoded(service, prompts))
+        asked = _Asked(
+            service, body, rows, [new_tokens(body, row, service, body.max_tokens, 16) for row in rows], body.logprobs
+        )
+        return await _respond(asked, http, _TextForm(asked))
+
+
+def _add_chat(found: APIRouter, service: GenerateService, limits: Limits) -> None:
+    responses = {200: {"model": ChatCompletion, **_STREAMED}, **ERRORS}
+
+    @found.post("/v1/chat/completions", response_model=None, responses=responses)
+    async def chat(body: ChatBody, http: Request) -> Response:
+        """Answers in a chat."""
+        check_model(body.model, service.name)
+        check_supported(body)
+        if not service.has_chat:
+            raise ApiError(
+                f"expected a model that was trained to chat; the folder of {service.name!r} has no chat template: see "
+                "/v1/completions",
+                param="messages",
+            )
+        if body.top_logprobs and not body.logprobs:
+            raise ApiError("expected logprobs to be true along with top_logprobs", param="top_logprobs")
+        messages = [_message(message, place, limits) for place, message in enumerate(body.messages)]
+        try:
+            ids = await until_gone(http, service.chat_ids(messages))
+        except ValueError as error:
+            raise ApiError(str(error), param="messages") from error
+        most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        alternatives = (body.top_logprobs or 0) if body.logprobs else None
+        asked = _Asked(service, body, [ids], [new_tokens(body, ids, service, most, None)], alternatives)
+        return await _respond(asked, http, _ChatForm(asked))
+
+
+def _prompts(given: str | list[Any]) -> list[str | list[int]]:
+    """The prompts of a request: texts, or lists of ids."""
+    if isinstance(given, str) or isinstance(given[0], int):
+        return [given]
+    return given
+
+
+async def _encoded(service: GenerateService, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+    try:
+        return [await service.prompt_ids(prompt) for prompt in prompts]
+    except ValueError as error:
+        is_long = "positions" in str(error)
+        raise ApiError(str(error), param="prompt", code="context_length_exceeded" if is_long else None) from error
+
+
+def _message(message: MessageBody, place: int, limits: Limits) -> dict[str, Any]:
+    """A message as templates read it."""
+    where = f"messages.{place}"
+    for name in ("tool_calls", "function_call"):
+        if getattr(message, name):
+            raise ApiError(f"expected no {name}, which this server can't honour", param=f"{where}.{name}")
+    parts = message.content if isinstance(message.content, list) else []
+    for part in parts:
+        if part.type != "text" or part.text is None:
+            raise ApiError(f"expected content of text alone, got {part.type!r:.40}", param=f"{where}.content")
+    content = "\n".join(part.text or "" for part in parts) if parts else message.content
+    assert isinstance(content, str)
+    check_length(content, limits, f"{where}.content")
+    role = "system" if message.role == "developer" else message.role
+    return {"role": role, "content": content, **({} if message.name is None else {"name": message.name})}
+
+
+class _Asked:
+    """A request, and what its answers share.
+
+    Args:
+        service: what completes.
+        body: of the request.
+        rows: the ids of its prompts.
+        most: new tokens of each.
+        alternatives: how many likely tokens are wanted at each place, with log-probabilities; None: no
+            log-probabilities at all.
+    """
+
+    def __init__(
+        self,
+        service: GenerateService,
+        body: GenerateBody,
+        rows: Sequence[list[int]],
+        most: Sequence[int],
+        alternatives: int | None,
+    ) -> None:
+        self.service, self.body, self.rows = service, body, rows
+        self.alternatives, self.count = alternatives, body.n or 1
+        self.is_chat = isinstance(rows[0], ChatIds)
+        self._options = [
+            {**options_of(body, service, len(row)), "max_new_tokens": each}
+            for row, each in zip(rows, most, strict=True)
+        ]
+        # What is greedy comes out the same each time: it is computed once.
+        self.copies = 1 if self._options[0]["do_sample"] else self.count
+        self._asked = {
+            "log_probs": alternatives is not None,
+            "num_alternatives": alternatives or 0,
+            "deadline": service.deadline(body.timeout),
+        }
+        self.head = {
+            "id": ("chatcmpl-" if self.is_chat else "cmpl-") + uuid.uuid4().hex,
+            "created": int(time.time()),
+            "model": service.name,
+            "system_fingerprint": f"fastformer-{__version__}",
+        }
+
+    async def complete(self) -> list[list[Completion]]:
+        """The answers of each prompt."""
+        # All are handed over before the first is waited for.
+        streams = [self._collected(row, options) for row, options in zip(self.rows, self._options, strict=True)]
+        found: list[list[Completion]] = [[] for _ in streams]
+        async for place, one in merged(streams):
+            found[place] = one
+        return [each * self.copies for each in found]
+
+    async def _collected(self, row: list[int], options: dict[str, Any]) -> AsyncIterator[list[Completion]]:
+        yield await self.service.complete(row, options, **self._asked)
+
+    def stream(self) -> AsyncIterator[tuple[int, Piece]]:
+        """The pieces of all prompts, each with the place of its prompt; all have their places when this returns."""
+        streams = [
+            self.service.stream(row, options, **self._asked)
+            for row, options in zip(self.rows, self._options, strict=True)
+        ]
+        return merged(streams)
+
+    def usage(self, new_tokens: int, cached: int) -> dict[str, Any]:
+        """How many tokens the request took."""
+        prompts = sum(map(len, self.rows))
+        return {
+            "prompt_tokens": prompts,
+            "completion_tokens": new_tokens,
+            "total_tokens": prompts + new_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def token_text(self, token: int) -> str:
+        """The text of a token, or its name where it has none."""
+        tokenizer = self.service.generator.tokenizer
+        text: str = tokenizer.decode([token])
+        if not text and hasattr(tokenizer, "tokens"):
+            text = tokenizer.tokens([token])[0]
+        return text
+
+
+class _TextForm:
+    """Completions as OpenAI writes them."""
+
+    kind = chunk = "text_completion"
+
+    def __init__(self, asked: _Asked) -> None:
+        self._asked = asked
+        self._offsets: dict[int, int] = {}  # of each choice, the characters of its tokens so far
+
+    def whole(self, index: int, found: Completion) -> dict[str, Any]:
+        """A choice."""
+        return {
+            "index": index,
+            "text": found.text,
+            "logprobs": self._logprobs(index, found.tokens),
+            "finish_reason": found.finish_reason,
+        }
+
+    def first(self, index: int) -> Iterator[dict[str, Any]]:
+        """What a choice of a stream begins with."""
+        return iter(())
+
+    def piece(self, index: int, piece: Piece) -> dict[str, Any]:
+        """A piece of a choice."""
+        logprobs = self._logprobs(index, piece.tokens)
+        return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
+
+    def _logprobs(self, index: int, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:
+        if self._asked.alternatives is None:
+            return None
+        names = [self._asked.token_text(one.token) for one in tokens]
+        offsets, offset = [], self._offsets.get(index, 0)
+        for name in names:
+            offsets.append(offset)
+            offset += len(name)
+        self._offsets[index] = offset
+        tops = [
+            self._top(one, name) if self._asked.alternatives else {} for one, name in zip(tokens, names, strict=True)
+        ]
+        return {
+            "tokens": names,
+            "token_logprobs": [max(_LEAST, one.log_prob) for one in tokens],
+            "top_logprobs": tops if self._asked.alternatives else None,
+            "text_offset": offsets,
+        }
+
+    def _top(self, one: ScoredToken, name: str) -> dict[str, float]:
+        found = {name: max(_LEAST, one.log_prob)}
+        for token, log_prob in one.alternatives:
+            found.setdefault(self._asked.token_text(token), max(_LEAST, log_prob))
+        return found
+
+
+class _ChatForm:
+    """Answers of a chat as OpenAI writes them."""
+
+    kind, chunk = "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, asked: _Asked) -> None:
+        self._asked = asked
+
+    def whole(self, index: int, found: Completion) -> dict[str, Any]:
+        """See `_TextForm`, for this and the others."""
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": found.text, "refusal": None},
+            "logprobs": self._logprobs(found.tokens),
+            "finish_reason": found.finish_reason,
+        }
+
+    def first(self, index: int) -> Iterator[dict[str, Any]]:
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        yield {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def piece(self, index: int, piece: Piece) -> dict[str, Any]:
+        delta = {"content": piece.text} if piece.text or piece.finish_reason is None else {}
+        logprobs = self._logprobs(piece.tokens) if piece.tokens else None
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": piece.finish_reason}
+
+    def _logprobs(self, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:
+        if self._asked.alternatives is None:
+            return None
+        content = []
+        for one in tokens:
+            top = [self._entry(token, log_prob) for token, log_prob in one.alternatives]
+            content.append({**self._entry(one.token, one.log_prob), "top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: int, log_prob: float) -> dict[str, Any]:
+        text = self._asked.token_text(token)
+        # A part of a character has no bytes that its text would tell.
+        spelled = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode("utf-8", "replace"))
+        return {"token": text, "logprob": max(_LEAST, log_prob), "bytes": spelled}
+
+
+async def _respond(asked: _Asked, http: Request, form: _TextForm | _ChatForm) -> Response:
+    """The answer to a request, whole or as a stream."""
+    if asked.body.stream:
+        pieces = asked.stream()
+        # What goes wrong before the first piece is an error of HTTP.
+        first = await until_gone(http, anext(pieces))  # type: ignore[arg-type]
+        return EventStream(_events(asked, form, first, pieces))
+    found = await until_gone(http, asked.complete())
+    everything = [one for answers in found for one in answers]
+    choices = [form.whole(index, one) for index, one in enumerate(everything)]
+    usage = asked.usage(sum(len(one.tokens) for one in everything), sum(answers[0].cached_tokens for answers in found))
+    return answer({**asked.head, "object": form.kind, "choices": choices, "usage": usage})
+
+
+async def _events(
+    asked: _Asked, form: _TextForm | _ChatForm, first: tuple[int, Piece], pieces: AsyncIterator[tuple[int, Piece]]
+) -> AsyncIterator[bytes]:
+    """The events of a stream. An error is an event too, and no [DONE] follows it."""
+    options = asked.body.stream_options
+    counts = bool(options and options.include_usage)
+    head = {**asked.head, "object": form.chunk}
+    new_tokens, cached = 0, {}
+
+    def chunk(choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
+        return event({**head, "choices": choices, **({"usage": usage} if counts else {})})
+
+    async def everything() -> AsyncIterator[tuple[int, Piece]]:
+        yield first
+        async for one in pieces:
+            yield one
+
+    try:
+        for index in range(len(asked.rows) * asked.count):
+            for choice in form.first(index):
+                yield chunk([choice])
+        async for place, piece in everything():
+            new_tokens += len(piece.tokens) * asked.copies
+            if piece.finish_reason is not None and piece.sample == 0:
+                cached[place] = piece.cached_tokens
+            if not piece.text and piece.finish_reason is None and asked.alternatives is None:
+                continue
+            for copy in range(asked.copies):
+                yield chunk([form.piece(place * asked.count + piece.sample + copy, piece)])
+        if counts:
+            yield chunk([], asked.usage(new_tokens, sum(cached.values())))
+        yield _DONE
+    except Exception as error:
+        yield event(error_fields(500, str(error)))
+        raise
+    finally:
+        await pieces.aclose()  # type: ignore[attr-defined]

@@ -1,0 +1,310 @@
+"""The bodies of OpenAI's routes: what a request may hold, and what an answer does.
+
+A field that a request may hold and that can't be honoured stands in `UNSUPPORTED` with the values that ask for nothing;
+any other value is an error, since an answer that ignores it would be another than the client believes. Fields that
+aren't known at all are ignored, as OpenAI's clients send new ones before servers know them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MOST_ALTERNATIVES = 20  # of a token, with their log-probabilities
+_MOST_STOPS = 16
+_MOST_BIASES = 1024
+
+# Fields of the standard that can't be honoured, with the values that ask for nothing; None asks for nothing in any.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+
+Temperature: TypeAlias = Annotated[float, Field(ge=0, le=2)]
+Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
+Text: TypeAlias = Annotated[str, Field(min_length=1)]
+Stop: TypeAlias = Annotated[str, Field(min_length=1, max_length=1000)]
+Token: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class Body(BaseModel):
+    """What a request may hold."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    """Of a stream.
+
+    Attributes:
+        include_usage: end with a chunk that counts the tokens.
+    """
+
+    include_usage: bool | None = None
+
+
+class GenerateBody(Body):
+    """What completions and chats have in common; top_k, repetition_penalty, min_tokens and timeout aren't OpenAI's."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Temperature | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=_MOST_BIASES)] | None
+    ) = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    timeout: Annotated[float, Field(gt=0)] | None = None
+    response_format: Any = None
+    store: Any = None
+
+
+class CompletionBody(GenerateBody):
+    """Of POST /v1/completions."""
+
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1)]
+        | Annotated[list[Token], Field(min_length=1)]
+        | Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1)]
+    )
+    logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)] | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    echo: Any = None
+    suffix: Any = None
+
+
+class ContentPart(Body):
+    """A part of a message; other types than text aren't honoured."""
+
+    type: str
+    text: str | None = None
+
+
+class MessageBody(Body):
+    """A message of a chat."""
+
+    role: Literal["developer", "system", "user", "assistant"]
+    content: str | Annotated[list[ContentPart], Field(min_length=1)]
+    name: str | None = None
+    tool_calls: Any = None
+    function_call: Any = None
+    refusal: Any = None
+
+
+class ChatBody(GenerateBody):
+    """Of POST /v1/chat/completions."""
+
+    messages: Annotated[list[MessageBody], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)] | None = None
+    audio: Any = None
+    function_call: Any = None
+    functions: Any = None
+    modalities: Any = None
+    moderation: Any = None
+    prediction: Any = None
+    reasoning_effort: Any = None
+    tool_choice: Any = None
+    tools: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+
+
+class EmbeddingsBody(Body):
+    """Of POST /v1/embeddings; prompt_name, truncate and timeout aren't OpenAI's.
+
+    Attributes:
+        input: a text or several. Ids are refused: clients that send them made them for another model.
+        truncate: cut texts that are too long; without, they are an error.
+    """
+
+    input: (
+        Text
+        | Annotated[list[Text], Field(min_length=1)]
+        | Annotated[list[int], Field(min_length=1)]
+        | Annotated[list[list[int]], Field(min_length=1)]
+    )
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    prompt_name: str | None = None
+    truncate: bool = False
+    timeout: Annotated[float, Field(gt=0)] | None = None
+
+
+# What comes back.
+
+
+class ErrorFields(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """Of an answer that is none."""
+
+    error: ErrorFields
+
+
+class ModelBody(BaseModel):
+    """A model that is served."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class ModelsBody(BaseModel):
+    """Of GET /v1/models."""
+
+    object: Literal["list"]
+    data: list[ModelBody]
+
+
+class CachedTokens(BaseModel):
+    """Of a prompt."""
+
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    """How many tokens a request took."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class LegacyLogprobs(BaseModel):
+    """Of a completion's tokens."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None
+    text_offset: list[int]
+
+
+class TextChoice(BaseModel):
+    """A completion."""
+
+    index: int
+    text: str
+    logprobs: LegacyLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class TextCompletion(BaseModel):
+    """Of POST /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[TextChoice]
+    usage: Usage
+
+
+class TopLogprob(BaseModel):
+    """A token that was likely."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    """A token that came."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """Of an answer's tokens."""
+
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class ChatMessage(BaseModel):
+    """An answer."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(BaseModel):
+    """An answer and how it ended."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"]
+
+
+class ChatCompletion(BaseModel):
+    """Of POST /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class EmbeddingRow(BaseModel):
+    """An embedding: numbers, or the base64 of their fp32 in little endian."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingsUsage(BaseModel):
+    """How many tokens the texts had."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(BaseModel):
+    """Of POST /v1/embeddings."""
+
+    object: Literal["list"]
+    data: list[EmbeddingRow]
+    model: str
+    usage: EmbeddingsUsage

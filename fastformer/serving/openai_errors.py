@@ -1,0 +1,98 @@
+"""Errors in OpenAI's shape, and what each of its routes says of them in the schema."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Response
+from starlette.exceptions import HTTPException
+
+from fastformer.serving.answers import answer
+from fastformer.serving.openai_bodies import UNSUPPORTED, Body, ErrorBody
+
+_TYPES = {
+    401: ("authentication_error", "invalid_api_key"),
+    403: ("permission_error", None),
+    404: ("not_found_error", None),
+    413: ("invalid_request_error", "request_too_large"),
+    429: ("rate_limit_error", "rate_limit_exceeded"),
+    503: ("service_unavailable_error", "service_unavailable"),
+    504: ("timeout_error", "timeout"),
+}
+
+# What clients of Hugging Face send where they are told a URL and no model.
+_PLACEHOLDERS = ("dummy", "tgi")
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorBody, "description": "The request is wrong; `param` says where."},
+    401: {"model": ErrorBody, "description": "No key, or a wrong one."},
+    404: {"model": ErrorBody, "description": "Another model than the one that is served."},
+    408: {"model": ErrorBody, "description": "The body came too slowly."},
+    413: {"model": ErrorBody, "description": "The body is too large."},
+    422: {"model": ErrorBody, "description": "Not used: a body that breaks the schema is a 400."},
+    429: {"model": ErrorBody, "description": "There is no place in the queue; Retry-After says when there may be."},
+    503: {"model": ErrorBody, "description": "The server ends, or the model can't go on."},
+    504: {"model": ErrorBody, "description": "The request's time was over."},
+}
+
+
+class ApiError(HTTPException):
+    """An error with the fields of OpenAI's.
+
+    Args:
+        message: what was expected, and what came.
+        param: the field of the request that is wrong.
+        code: a word for programs.
+        status: of HTTP.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
+        super().__init__(status, message)
+        self.fields = {"param": param, "code": code}
+
+
+def error_fields(status: int, message: str, **detail: Any) -> dict[str, Any]:
+    """The body of an error."""
+    usual = ("server_error", None) if status >= 500 else ("invalid_request_error", None)
+    kind, code = _TYPES.get(status, usual)
+    return {
+        "error": {
+            "message": message,
+            "type": kind,
+            "param": detail.get("param"),
+            "code": code if detail.get("code") is None else detail["code"],
+        }
+    }
+
+
+def error_response(status: int, message: str, **detail: Any) -> Response:
+    """An error as OpenAI's clients read it.
+
+    Args:
+        status, message: see `ApiError`.
+        detail: param and code, as for `ApiError`; headers of the response.
+    """
+    return answer(error_fields(status, message, **detail), status, detail.get("headers"))
+
+
+def check_model(asked: str | None, served: str) -> None:
+    """Raises an ApiError for another model than the one that is served."""
+    if asked not in (None, served, *_PLACEHOLDERS):
+        raise ApiError(
+            f"expected the model {served!r}, which is served here, got {asked!r:.80}",
+            param="model",
+            code="model_not_found",
+            status=404,
+        )
+
+
+def check_supported(body: Body) -> None:
+    """Raises an ApiError for a field that can't be honoured and asks for something."""
+    for name, neutral in UNSUPPORTED.items():
+        value = getattr(body, name, None)
+        if value is not None and value not in neutral:
+            raise ApiError(
+                f"expected no {name}, which this server can't honour: leave it out",
+                param=name,
+                code="unsupported_parameter",
+            )

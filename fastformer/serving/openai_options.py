@@ -1,0 +1,102 @@
+"""From the fields of OpenAI's requests to the options of decoding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastformer.generation.processors import CountPenalties, TokenBias
+from fastformer.serving.generator_service import GenerateService
+from fastformer.serving.limits import Limits
+from fastformer.serving.openai_bodies import GenerateBody
+from fastformer.serving.openai_errors import ApiError
+
+_LEAST_TOP_P = 1e-9  # holds one token, as 0 does for OpenAI
+_DIGITS = 9  # of a token's id
+
+
+def check_length(text: str | list[int], limits: Limits, param: str) -> None:
+    """Raises an ApiError for a text of more characters than the limits allow."""
+    if isinstance(text, str) and len(text) > limits.max_text_chars:
+        raise ApiError(
+            f"expected a text of at most {limits.max_text_chars:,} characters, got {len(text):,}",
+            param=param,
+            code="string_above_max_length",
+        )
+
+
+def new_tokens(
+    body: GenerateBody, ids: list[int], service: GenerateService, asked: int | None, usual: int | None
+) -> int:
+    """How many new tokens a prompt gets.
+
+    Args:
+        body: of the request.
+        ids: of the prompt.
+        service: whose model has so many positions.
+        asked: what the request says.
+        usual: what it gets where it says nothing; None: all that there is room for.
+    """
+    limits = service.limits
+    name = "max_completion_tokens" if getattr(body, "max_completion_tokens", None) is not None else "max_tokens"
+    if asked is not None and asked > limits.max_new_tokens:
+        raise ApiError(f"expected {name} of at most {limits.max_new_tokens:,}, got {asked:,}", param=name)
+    room = service.generator.max_len - len(ids)
+    if asked is not None and asked > room:
+        raise ApiError(
+            f"expected {name} of at most {room:,} behind a prompt of {len(ids):,} tokens, for the model has "
+            f"{service.generator.max_len:,} positions; got {asked:,}",
+            param=name,
+            code="context_length_exceeded",
+        )
+    return asked or min(room, limits.max_new_tokens, usual or room)
+
+
+def options_of(body: GenerateBody, service: GenerateService, prompt_length: int) -> dict[str, Any]:
+    """The options of decoding that a request asks for; what it leaves open, its model's folder decides.
+
+    Without a word of either, tokens are drawn at temperature 1, as OpenAI does. Temperature 0 takes the best ones.
+
+    Args:
+        body: of the request.
+        service: what completes.
+        prompt_length: tokens of the prompt, which penalties don't count.
+    """
+    count = body.n or 1
+    if count > service.limits.max_beams:
+        raise ApiError(f"expected n of at most {service.limits.max_beams}, got {count:,}", param="n")
+    found: dict[str, Any] = {"seed": body.seed}
+    if body.temperature == 0:
+        found |= {"do_sample": False, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    else:
+        found |= {"do_sample": True, "num_return_sequences": count}
+        if body.temperature is not None:
+            found["temperature"] = body.temperature
+        if body.top_p is not None:
+            found["top_p"] = max(body.top_p, _LEAST_TOP_P)
+        if body.top_k is not None:
+            found["top_k"] = body.top_k
+    if body.stop:
+        found["stop_strings"] = [body.stop] if isinstance(body.stop, str) else body.stop
+    if body.repetition_penalty is not None:
+        found["repetition_penalty"] = body.repetition_penalty
+    if body.min_tokens is not None:
+        found["min_new_tokens"] = body.min_tokens
+    if processors := _processors(body, service, prompt_length):
+        found["logits_processor"] = processors
+    return found
+
+
+def _processors(body: GenerateBody, service: GenerateService, prompt_length: int) -> list[Any]:
+    found: list[Any] = []
+    if body.presence_penalty or body.frequency_penalty:
+        found.append(CountPenalties(body.presence_penalty or 0.0, body.frequency_penalty or 0.0, prompt_length))
+    if body.logit_bias:
+        size = service.generator.model.config.vocab_size
+        biases = []
+        for name, bias in body.logit_bias.items():
+            is_number = name.isascii() and name.isdecimal() and len(name) <= _DIGITS
+            if not is_number or int(name) >= size:
+                raise ApiError(f"expected ids of tokens below {size:,}, got {name!r:.40}", param="logit_bias")
+            biases.append((int(name), bias))
+        found.append(TokenBias(tuple(sorted(biases))))
+    return found

@@ -1,0 +1,287 @@
+"""The routes of Hugging Face's text-embeddings-inference: POST /embed, /rerank, /predict, GET /info."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeAlias
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+
+from fastformer import __version__
+from fastformer.encoding.scheduler import STEP_TOKENS
+from fastformer.serving.answers import answer, until_gone
+from fastformer.serving.encoder_service import NOTHING, SIGMOID, EmbedService, RankService
+from fastformer.serving.limits import Limits
+from fastformer.serving.service import Service
+
+# What its types of errors are as statuses of HTTP, and the other way round for those that come from elsewhere.
+_STATUS = {"empty": 400, "validation": 422, "tokenizer": 422, "backend": 424, "overloaded": 429, "unhealthy": 503}
+_TYPES = {400: "validation", 401: "unauthorized", 404: "not_found", 413: "validation", 503: "unhealthy"}
+_TYPES |= {status: kind for kind, status in _STATUS.items() if status > 400 and kind != "tokenizer"}
+
+Timeout: TypeAlias = Annotated[float, Field(gt=0)] | None
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+
+
+class EmbedBody(_Body):
+    """Of POST /embed. Ids of tokens are refused: clients that send them made them for another model.
+
+    Attributes:
+        truncate: cut texts that are too long; without, they are an error. truncation_direction "left" is refused.
+        normalize: divide each embedding by its length.
+    """
+
+    inputs: str | list[str]
+    truncate: bool | None = None
+    truncation_direction: Literal["left", "right", "Left", "Right"] = "right"
+    prompt_name: str | None = None
+    normalize: bool | None = True
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    timeout: Timeout = None
+
+
+class RerankBody(_Body):
+    """Of POST /rerank; see `EmbedBody`.
+
+    Attributes:
+        raw_scores: give the model's scores as they are; without, a sigmoid makes them numbers from 0 to 1.
+        return_text: give each text back with its score.
+    """
+
+    query: str
+    texts: list[str]
+    truncate: bool | None = None
+    truncation_direction: Literal["left", "right", "Left", "Right"] = "right"
+    raw_scores: bool = False
+    return_text: bool = False
+    timeout: Timeout = None
+
+
+Single: TypeAlias = Annotated[list[str], Field(min_length=1, max_length=2)]
+
+
+class PredictBody(_Body):
+    """Of POST /predict; see `EmbedBody` and `RerankBody`.
+
+    Attributes:
+        inputs: a text; two texts, which are one pair; or a list of lists of one text or two.
+    """
+
+    inputs: str | Single | list[Single]
+    truncate: bool | None = None
+    truncation_direction: Literal["left", "right", "Left", "Right"] = "right"
+    raw_scores: bool = False
+    timeout: Timeout = None
+
+
+class ErrorBody(BaseModel):
+    """Of an answer that is none."""
+
+    error: str
+    error_type: str
+
+
+class Rank(BaseModel):
+    """A text's place in the list of those that were given, and its score."""
+
+    index: int
+    score: float
+    text: str | None = None
+
+
+class Prediction(BaseModel):
+    """A label and its score."""
+
+    label: str
+    score: float
+
+
+class ClassifierInfo(BaseModel):
+    """What the places of a classifier's numbers mean."""
+
+    id2label: dict[str, str]
+    label2id: dict[str, int]
+
+
+class Info(BaseModel):
+    """Of GET /info."""
+
+    model_id: str
+    model_sha: str | None
+    model_dtype: str
+    served_model_name: str
+    model_type: dict[str, Any]
+    max_concurrent_requests: int
+    max_input_length: int
+    max_batch_tokens: int
+    max_batch_requests: int | None
+    max_client_batch_size: int
+    auto_truncate: bool
+    tokenization_workers: int
+    version: str
+
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorBody, "description": "The request is empty."},
+    401: {"model": ErrorBody, "description": "No key, or a wrong one."},
+    404: {"model": ErrorBody, "description": "There is no such route."},
+    408: {"model": ErrorBody, "description": "The body came too slowly."},
+    413: {"model": ErrorBody, "description": "The body is too large."},
+    422: {"model": ErrorBody, "description": "The request is wrong."},
+    424: {"model": ErrorBody, "description": "The model can't do that, or has failed."},
+    429: {"model": ErrorBody, "description": "There is no place in the queue; Retry-After says when there may be."},
+    503: {"model": ErrorBody, "description": "The server ends, or the model can't go on."},
+    504: {"model": ErrorBody, "description": "The request's time was over."},
+}
+
+
+class TeiError(HTTPException):
+    """An error of one of TEI's types, which decides the status."""
+
+    def __init__(self, error_type: str, message: str) -> None:
+        super().__init__(_STATUS[error_type], message)
+        self.fields = {"error_type": error_type}
+
+
+def error_response(status: int, message: str, **detail: Any) -> Response:
+    """An error as TEI's clients read it.
+
+    Args:
+        status: of HTTP; a request that breaks the schema is a 422 here.
+        message: what was expected, and what came.
+        detail: error_type, if it is known; param, the field that is wrong; headers of the response.
+    """
+    kind = detail.get("error_type") or _TYPES.get(status, "backend" if status >= 500 else "validation")
+    status = 422 if kind == "validation" and status == 400 else status
+    return answer({"error": message, "error_type": kind}, status, detail.get("headers"))
+
+
+def router(service: Service, limits: Limits) -> APIRouter:
+    """The routes that a model has."""
+    found = APIRouter()
+    if isinstance(service, EmbedService):
+        _add_embed(found, service, limits)
+    if isinstance(service, RankService):
+        _add_predict(found, service, limits)
+        _add_rerank(found, service, limits)
+    return found
+
+
+def _add_embed(found: APIRouter, service: EmbedService, limits: Limits) -> None:
+    _add_info(found, service, limits, {"embedding": {"pooling": service.encoder.pooling}})
+
+    @found.post("/embed", response_model=None, responses={200: {"model": list[list[float]]}, **_ERRORS})
+    async def embed(body: EmbedBody, http: Request) -> Response:
+        """The embeddings of texts."""
+        texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
+        _check(body, [[text] for text in texts], limits)
+        width = service.encoder.get_embedding_dimension()
+        if body.dimensions is not None and body.dimensions > width:
+            raise TeiError("validation", f"expected dimensions of at most {width}, got {body.dimensions:,}")
+        # Without normalize they are as the layers behind the pooling give them.
+        work = service.embed(
+            texts,
+            prompt_name=body.prompt_name,
+            normalize=body.normalize is not False,
+            truncate_dim=body.dimensions,
+            cuts=bool(body.truncate),
+            timeout=body.timeout,
+        )
+        encoded = await until_gone(http, work)
+        return answer(encoded.rows.tolist())
+
+
+def _add_predict(found: APIRouter, service: RankService, limits: Limits) -> None:
+    labels = service.encoder.labels
+    kind = "reranker" if service.encoder.num_labels == 1 else "classifier"
+    names = {str(place): label for place, label in enumerate(labels)}
+    of_labels = {"id2label": names, "label2id": {label: place for place, label in enumerate(labels)}}
+    _add_info(found, service, limits, {kind: of_labels})
+
+    responses: dict[int | str, Any] = {200: {"model": list[Prediction] | list[list[Prediction]]}, **_ERRORS}
+
+    @found.post("/predict", response_model=None, responses=responses)
+    async def predict(body: PredictBody, http: Request) -> Response:
+        """The classes of texts or pairs."""
+        is_one = isinstance(body.inputs, str) or bool(body.inputs and isinstance(body.inputs[0], str))
+        inputs: list[Any] = [[body.inputs] if isinstance(body.inputs, str) else body.inputs] if is_one else body.inputs
+        _check(body, inputs, limits)
+        squashes = not body.raw_scores
+        work = service.scores(
+            inputs,
+            activation=SIGMOID if squashes and len(labels) == 1 else NOTHING,
+            softmax=squashes and len(labels) > 1,
+            cuts=bool(body.truncate),
+            timeout=body.timeout,
+        )
+        encoded = await until_gone(http, work)
+        given = [_predictions(row, labels) for row in encoded.rows.reshape(len(inputs), len(labels)).tolist()]
+        return answer(given[0] if is_one else given)
+
+
+def _add_rerank(found: APIRouter, service: RankService, limits: Limits) -> None:
+    @found.post("/rerank", response_model=None, responses={200: {"model": list[Rank]}, **_ERRORS})
+    async def rerank(body: RerankBody, http: Request) -> Response:
+        """Texts by how well they answer a query, the best first."""
+        if service.encoder.num_labels != 1:
+            raise TeiError("backend", f"expected a model of one label to rank with, got {service.encoder.num_labels}")
+        pairs = [[body.query, text] for text in body.texts]
+        _check(body, pairs, limits)
+        activation = NOTHING if body.raw_scores else SIGMOID
+        work = service.scores(pairs, activation=activation, cuts=bool(body.truncate), timeout=body.timeout)
+        scores = (await until_gone(http, work)).rows.tolist()
+        order = sorted(range(len(scores)), key=lambda place: -scores[place])
+        ranks: list[dict[str, Any]] = [{"index": place, "score": scores[place]} for place in order]
+        for rank in ranks if body.return_text else ():
+            rank["text"] = body.texts[rank["index"]]
+        return answer(ranks)
+
+
+def _add_info(found: APIRouter, service: EmbedService | RankService, limits: Limits, kind: dict[str, Any]) -> None:
+    info = Info(
+        model_id=service.name,
+        model_sha=None,
+        model_dtype=service.encoder.precision,
+        served_model_name=service.name,
+        model_type=kind,
+        max_concurrent_requests=limits.max_waiting,
+        max_input_length=service.max_seq_length,
+        max_batch_tokens=STEP_TOKENS,
+        max_batch_requests=None,
+        max_client_batch_size=limits.max_texts,
+        auto_truncate=False,
+        tokenization_workers=1,
+        version=__version__,
+    ).model_dump()
+    known = {status: _ERRORS[status] for status in (401, 503)}
+
+    @found.get("/info", response_model=None, responses={200: {"model": Info}, **known})
+    async def of_model() -> Response:
+        """The model and its limits."""
+        return answer(info)
+
+
+def _predictions(row: Sequence[float], labels: Sequence[str]) -> list[dict[str, Any]]:
+    """The labels of an input with their scores, the best first."""
+    order = sorted(range(len(labels)), key=lambda place: -row[place])
+    return [{"score": row[place], "label": labels[place]} for place in order]
+
+
+def _check(body: EmbedBody | RerankBody | PredictBody, inputs: Sequence[Sequence[str]], limits: Limits) -> None:
+    """What all bodies are checked for."""
+    if not inputs:
+        raise TeiError("empty", "expected at least one text, got none")
+    if len(inputs) > limits.max_texts:
+        raise TeiError("validation", f"expected at most {limits.max_texts} texts, got {len(inputs):,}")
+    longest = max(len(text) for each in inputs for text in each)
+    if longest > limits.max_text_chars:
+        raise TeiError(
+            "validation", f"expected texts of at most {limits.max_text_chars:,} characters, got one of {longest:,}"
+        )
+    if body.truncate and body.truncation_direction.lower() == "left":
+        raise TeiError("validation", "expected truncation_direction right: texts are cut at their end")
