@@ -13,13 +13,15 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 import torch
 from torch import nn
 
-from fastformer.generation.async_front import Answers, AsyncFront, Stats
+from fastformer.generation.async_front import AsyncFront
+from fastformer.generation.async_jobs import Answers, Stats
 from fastformer.generation.chat import MAX_NEW_TOKENS
 from fastformer.generation.chat_template import ChatTemplate, Message, TemplateTokenizer
 from fastformer.generation.config import GenerationConfig, Precision
 from fastformer.generation.engines import choose_engine
 from fastformer.generation.folder_options import folder_options, with_folder_options
 from fastformer.generation.generate import new_scheduler
+from fastformer.generation.inputs import check_vocabulary
 from fastformer.generation.model_protocols import (
     DTYPES,
     Model,
@@ -154,7 +156,7 @@ class AsyncGenerator:
             self._engine = choose_engine(self.model, engine, precision)
         self._ends = frozenset(SpecialIds.of(self.model.config).eos)
         self._chat_ends = self._find_chat_ends()
-        self._front: AsyncFront[_Scored] = AsyncFront(
+        self._front: AsyncFront[Request] = AsyncFront(
             self.model,
             lambda: new_scheduler(self._engine, max_rows, max_bytes, is_endless=True),
             name=type(self).__name__,
@@ -234,6 +236,7 @@ class AsyncGenerator:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise ValueError("expected a prompt of at least one token, got an empty one")
+        check_vocabulary(ids, self.model.config.vocab_size, "token")
         if len(ids) >= self.max_len and self.config.window == "stop":
             raise ValueError(
                 f"expected a prompt of fewer tokens than the model's {self.max_len:,} positions, got {len(ids):,}"
@@ -319,7 +322,7 @@ class AsyncGenerator:
         answers = self._submit(asks, deadline, listen=range(len(asks)))
         return _pieces(asks, answers)
 
-    def _submit(self, asks: Sequence[_Ask], deadline: float | None, listen: Sequence[int]) -> Answers[_Scored]:
+    def _submit(self, asks: Sequence[_Ask], deadline: float | None, listen: Sequence[int]) -> Answers[Request]:
         requests = [ask.build() for ask in asks]
         return self._front.submit(requests, deadline=deadline, names=[ask.name for ask in asks], listen=listen)
 
@@ -390,7 +393,7 @@ class _Ask:
         self._builder, self._checked, self._sample = builder, checked, sample
         self._begin, self._tokenizer, self.name = begin, tokenizer, name
 
-    def build(self) -> _Scored:
+    def build(self) -> Request:
         # Place 0 for all: what is drawn depends on the seed and the sample alone.
         return self._builder.build(self._checked, place=0, sample=self._sample, kind=_Scored)
 
@@ -398,10 +401,10 @@ class _Ask:
         stop = self._builder.config.stop_strings
         return TextPieces(self._tokenizer, self._begin, is_told=True, stop=stop)
 
-    def completion(self, request: _Scored) -> Completion:
+    def completion(self, request: Request) -> Completion:
         found, pieces = request.results[0], self.pieces()
         text = pieces.add(found.tokens) + pieces.end()
-        tokens = [request.scored(found, place) for place in range(len(found.tokens))]
+        tokens = [_scored(request, found, place) for place in range(len(found.tokens))]
         return Completion(text, tokens, self.reason(found, pieces), request.cached_tokens)
 
     def reason(self, found: Hypothesis, pieces: TextPieces) -> FinishReason:
@@ -419,15 +422,16 @@ class _Scored(Request):
         super().listen(lambda token: on_token(self._told(token, next(numbers))))
 
     def _told(self, token: int, place: int) -> ScoredToken:
-        return self.scored(self.search.results()[0], place) if self.log_probs else ScoredToken(token, 0.0)
-
-    def scored(self, row: Hypothesis, place: int) -> ScoredToken:
-        """One of the tokens of a row."""
-        alternatives = row.alternatives[place] if row.alternatives else ()
-        return ScoredToken(row.tokens[place], row.log_probs[place] if self.log_probs else 0.0, alternatives)
+        return _scored(self, self.search.results()[0], place) if self.log_probs else ScoredToken(token, 0.0)
 
 
-async def _pieces(asks: Sequence[_Ask], answers: Answers[_Scored]) -> AsyncIterator[Piece]:
+def _scored(request: Request, row: Hypothesis, place: int) -> ScoredToken:
+    """One of the tokens of a request's row."""
+    alternatives = row.alternatives[place] if row.alternatives else ()
+    return ScoredToken(row.tokens[place], row.log_probs[place] if request.log_probs else 0.0, alternatives)
+
+
+async def _pieces(asks: Sequence[_Ask], answers: Answers[Request]) -> AsyncIterator[Piece]:
     """The pieces of all samples, as they come."""
     streams = [_told(ask, answers, place) for place, ask in enumerate(asks)]
     try:
@@ -441,7 +445,7 @@ async def _pieces(asks: Sequence[_Ask], answers: Answers[_Scored]) -> AsyncItera
         answers.leave()
 
 
-async def _told(ask: _Ask, answers: Answers[_Scored], place: int) -> AsyncIterator[Piece]:
+async def _told(ask: _Ask, answers: Answers[Request], place: int) -> AsyncIterator[Piece]:
     """The pieces of a sample."""
     pieces = ask.pieces()
     async for new in answers.tokens(place):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
@@ -20,8 +20,6 @@ from fastformer.generation.search import BeamSearch, RowSearch, Sampling, Search
 from fastformer.generation.streaming import Detokenizer, StopTexts, TextPieces, behind_ends
 from fastformer.ops import _extension
 from fastformer.special_ids import SpecialIds
-
-R = TypeVar("R", bound=Request)
 
 EXTRA_LENGTH = 100  # a translation may be this much longer than its source (tensor2tensor)
 
@@ -193,8 +191,8 @@ class RequestBuilder:
         place: int | None = None,
         sample: int | None = None,
         on_token: Callable[[int], object] | None = None,
-        kind: type[R] = Request,  # type: ignore[assignment]
-    ) -> R:
+        kind: type[Request] = Request,
+    ) -> Request:
         """The request of an input.
 
         Args:

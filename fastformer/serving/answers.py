@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 from fastapi import Request, Response
 from starlette.responses import StreamingResponse
 
+from fastformer.generation.async_jobs import NotRunning, QueueFull, TooLate
+
 T = TypeVar("T")
 
 _PING_SECONDS = 15.0  # without a byte for longer, proxies give a connection up
@@ -41,6 +43,14 @@ def error_response(status: int, message: str, **detail: Any) -> Response:
     """
     headers = detail.pop("headers", None)
     return answer({"error": {"message": message, "code": status, **detail}}, status, headers)
+
+
+def status_of(error: Exception) -> int:
+    """The status of HTTP that tells of an error."""
+    for kind, status in ((QueueFull, 429), (TooLate, 504), (NotRunning, 503), (ValueError, 400)):
+        if isinstance(error, kind):
+            return status
+    return 500
 
 
 async def until_gone(http: Request, work: Awaitable[T]) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
@@ -14,12 +15,19 @@ from starlette.exceptions import HTTPException
 from starlette.routing import compile_path
 
 from fastformer import __version__
-from fastformer.serving import answers, page, translate
-from fastformer.serving.answers import answer
+from fastformer.generation.async_jobs import NotRunning, QueueFull, TooLate
+from fastformer.serving import answers, openai, page, tei, translate
+from fastformer.serving.answers import ClientGone, answer
 from fastformer.serving.limits import Limits
-from fastformer.serving.service import Service, TranslateService
+from fastformer.serving.service import Service
 
-_MODULES = {"translator": (translate,)}  # the formats of each kind of service
+# The formats of each kind of service.
+_MODULES: dict[str, tuple[ModuleType, ...]] = {
+    "translator": (translate,),
+    "generator": (openai,),
+    "encoder": (openai, tei),
+    "cross-encoder": (openai, tei),
+}
 
 
 def make_app(
@@ -50,7 +58,6 @@ def make_app(
     app.state.service, app.state.limits = service, limits
     app.state.formats = []  # the module of each route, by a pattern of its path
     for module in _MODULES.get(service.kind, ()):
-        assert isinstance(service, TranslateService)
         routes = module.router(service, limits)
         app.include_router(routes)
         app.state.formats += [(compile_path(route.path)[0], module) for route in routes.routes]
@@ -87,25 +94,41 @@ def format_of(http: Request) -> ModuleType:
 def _add_errors(app: FastAPI) -> None:
     async def of_http(http: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        found: Response = format_of(http).error_response(error.status_code, str(error.detail), headers=error.headers)
+        fields = getattr(error, "fields", {})  # what a format's errors have besides
+        found: Response = format_of(http).error_response(
+            error.status_code, str(error.detail), headers=error.headers, **fields
+        )
         return found
 
     async def of_schema(http: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        found: Response = format_of(http).error_response(400, schema_message(error))
+        message, param = schema_message(error)
+        found: Response = format_of(http).error_response(400, message, **({"param": param} if param else {}))
         return found
 
     async def of_value(http: Request, error: Exception) -> Response:
         found: Response = format_of(http).error_response(400, str(error))
         return found
 
+    async def of_front(http: Request, error: Exception) -> Response:
+        seconds = str(math.ceil(error.retry_after)) if isinstance(error, QueueFull) else "1"
+        headers = {"Retry-After": seconds} if isinstance(error, QueueFull | NotRunning) else None
+        found: Response = format_of(http).error_response(answers.status_of(error), str(error), headers=headers)
+        return found
+
+    async def of_gone(http: Request, error: Exception) -> Response:
+        return Response(status_code=499)  # as nginx calls it, in the log alone: the client has left
+
     app.add_exception_handler(HTTPException, of_http)
     app.add_exception_handler(RequestValidationError, of_schema)
     app.add_exception_handler(ValueError, of_value)
+    for kind in (QueueFull, TooLate, NotRunning, RuntimeError):
+        app.add_exception_handler(kind, of_front)
+    app.add_exception_handler(ClientGone, of_gone)
 
 
-def schema_message(error: RequestValidationError) -> str:
-    """The first thing that is wrong with a body, in one line, without what the body holds."""
+def schema_message(error: RequestValidationError) -> tuple[str, str]:
+    """The first thing that is wrong with a body, in one line, without what the body holds; and where it is."""
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"] if part != "body")
-    return f"{place}: {first['msg']}" if place else str(first["msg"])
+    return f"{place}: {first['msg']}" if place else str(first["msg"]), place

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from fastformer.encoding import CrossEncoder, Encoder
 from fastformer.encoding.cross_encoder import Activation, Input
+from fastformer.encoding.folder import read_folder
 from fastformer.encoding.modules import Array
 from fastformer.encoding.requests import EncodeRequest, embed_request, score_request
 from fastformer.encoding.scheduler import EncodingScheduler
-from fastformer.generation.async_front import AsyncFront, Stats
+from fastformer.generation.async_front import AsyncFront
+from fastformer.generation.async_jobs import Stats
 from fastformer.serving.limits import Limits
 from fastformer.serving.service import Kind, Service
 
@@ -150,6 +154,25 @@ class RankService(_EncoderService):
             return score_request(self.encoder, inputs, activation_fn=activation, apply_softmax=softmax, cuts=cuts)
 
         return await self._ask(build, sum(len(text) for each in inputs for text in each), timeout)
+
+
+def open_encoder(
+    folder: str | os.PathLike[str], name: str, *, precision: str | None, device: Any, limits: Limits | None
+) -> EmbedService | RankService:
+    """The service of an encoder's folder: one with a head for classification and without a pooling scores texts.
+
+    Args:
+        folder: see `Encoder` and `CrossEncoder`, also for precision and device.
+        name: of the model.
+        limits: see `Limits`.
+
+    Raises:
+        ImportError, ValueError: see `Encoder`.
+    """
+    found = read_folder(Path(folder), device=device)
+    if found.model.config.num_labels and found.pooling is None:
+        return RankService(CrossEncoder(found, precision=precision), name, limits=limits)
+    return EmbedService(Encoder(found, precision=precision), name, limits=limits)
 
 
 SIGMOID, NOTHING = torch.nn.Sigmoid(), torch.nn.Identity()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from fastformer.generation.async_front import Stats
 from fastformer.generation.async_generator import AsyncGenerator, ChatIds, Completion, Piece, Prompt
+from fastformer.generation.async_jobs import Stats
+from fastformer.generation.config import Precision
 from fastformer.serving.limits import Limits
 from fastformer.serving.service import Kind, Service
 
@@ -77,6 +79,38 @@ class GenerateService(Service):
     def stream(self, ids: list[int], options: Mapping[str, Any], **asked: Any) -> AsyncIterator[Piece]:
         """See `AsyncGenerator.stream`."""
         return self.generator.stream(ids, **options, **asked)
+
+
+def open_generator(
+    folder: str | os.PathLike[str],
+    name: str,
+    *,
+    precision: Precision | None,
+    device: Any,
+    engine: str | None,
+    limits: Limits | None,
+) -> GenerateService:
+    """The service of a language model's folder.
+
+    Args:
+        folder: see `AsyncGenerator.from_pretrained`, also for precision, device and engine.
+        name: of the model.
+        limits: see `Limits`.
+
+    Raises:
+        ImportError, ValueError: see `AsyncGenerator.from_pretrained`.
+    """
+    limits = limits or Limits()
+    generator = AsyncGenerator.from_pretrained(
+        folder,
+        device=device,
+        precision=precision,
+        engine=engine,
+        max_waiting=limits.max_waiting,
+        max_waiting_tokens=limits.max_waiting_tokens,
+        when_full="refuse",
+    )
+    return GenerateService(generator, name, limits=limits)
 
 
 _A_LOT = 1_000_000  # characters

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from fastformer import __version__
 from fastformer.generation.async_generator import ChatIds, Completion, Piece, ScoredToken, merged
-from fastformer.serving.answers import EventStream, answer, event, until_gone
+from fastformer.serving.answers import EventStream, answer, event, status_of, until_gone
 from fastformer.serving.embeddings import add_embeddings
 from fastformer.serving.encoder_service import EmbedService
 from fastformer.serving.generator_service import GenerateService
@@ -28,7 +28,7 @@ from fastformer.serving.openai_bodies import (
 )
 from fastformer.serving.openai_errors import ERRORS, ApiError, check_model, check_supported, error_fields
 from fastformer.serving.openai_errors import error_response as error_response
-from fastformer.serving.openai_options import check_length, new_tokens, options_of
+from fastformer.serving.openai_options import check_count, check_length, new_tokens, options_of
 from fastformer.serving.service import Service
 
 _LEAST = -9999.0  # a log-probability of JSON, which has no infinity
@@ -55,7 +55,7 @@ def router(service: Service, limits: Limits) -> APIRouter:
 def _add_models(found: APIRouter, service: Service) -> None:
     began = int(time.time())
     model = {"id": service.name, "object": "model", "created": began, "owned_by": "fastformer"}
-    known = {status: ERRORS[status] for status in (401, 404, 503)}
+    known: dict[int | str, Any] = {status: ERRORS[status] for status in (401, 404, 503)}
 
     @found.get("/v1/models", response_model=None, responses={200: {"model": ModelsBody}, **known})
     async def models() -> Response:
@@ -70,7 +70,7 @@ def _add_models(found: APIRouter, service: Service) -> None:
 
 
 def _add_completions(found: APIRouter, service: GenerateService, limits: Limits) -> None:
-    responses = {200: {"model": TextCompletion, **_STREAMED}, **ERRORS}
+    responses: dict[int | str, Any] = {200: {"model": TextCompletion, **_STREAMED}, **ERRORS}
 
     @found.post("/v1/completions", response_model=None, responses=responses)
     async def completions(body: CompletionBody, http: Request) -> Response:
@@ -79,6 +79,7 @@ def _add_completions(found: APIRouter, service: GenerateService, limits: Limits)
         check_supported(body)
         if body.best_of not in (None, body.n or 1):
             raise ApiError(f"expected best_of to be n, {body.n or 1}, got {body.best_of}", param="best_of")
+        check_count(body, limits)
         prompts = _prompts(body.prompt)
         if len(prompts) * (body.n or 1) > limits.max_texts:
             raise ApiError(f"expected at most {limits.max_texts} completions in a request", param="prompt")
@@ -92,7 +93,7 @@ def _add_completions(found: APIRouter, service: GenerateService, limits: Limits)
 
 
 def _add_chat(found: APIRouter, service: GenerateService, limits: Limits) -> None:
-    responses = {200: {"model": ChatCompletion, **_STREAMED}, **ERRORS}
+    responses: dict[int | str, Any] = {200: {"model": ChatCompletion, **_STREAMED}, **ERRORS}
 
     @found.post("/v1/chat/completions", response_model=None, responses=responses)
     async def chat(body: ChatBody, http: Request) -> Response:
@@ -105,6 +106,7 @@ def _add_chat(found: APIRouter, service: GenerateService, limits: Limits) -> Non
                 "/v1/completions",
                 param="messages",
             )
+        check_count(body, limits)
         if body.top_logprobs and not body.logprobs:
             raise ApiError("expected logprobs to be true along with top_logprobs", param="top_logprobs")
         messages = [_message(message, place, limits) for place, message in enumerate(body.messages)]
@@ -221,13 +223,12 @@ class _Asked:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
-    def token_text(self, token: int) -> str:
-        """The text of a token, or its name where it has none."""
+    def token_text(self, token: int) -> tuple[str, bool]:
+        """The text of a token; or its name, and False, where it is a part of a character or has no text."""
         tokenizer = self.service.generator.tokenizer
         text: str = tokenizer.decode([token])
-        if not text and hasattr(tokenizer, "tokens"):
-            text = tokenizer.tokens([token])[0]
-        return text
+        is_text = bool(text) and "\N{REPLACEMENT CHARACTER}" not in text
+        return (text, True) if is_text or not hasattr(tokenizer, "tokens") else (tokenizer.tokens([token])[0], False)
 
 
 class _TextForm:
@@ -260,7 +261,7 @@ class _TextForm:
     def _logprobs(self, index: int, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:
         if self._asked.alternatives is None:
             return None
-        names = [self._asked.token_text(one.token) for one in tokens]
+        names = [self._asked.token_text(one.token)[0] for one in tokens]
         offsets, offset = [], self._offsets.get(index, 0)
         for name in names:
             offsets.append(offset)
@@ -279,7 +280,7 @@ class _TextForm:
     def _top(self, one: ScoredToken, name: str) -> dict[str, float]:
         found = {name: max(_LEAST, one.log_prob)}
         for token, log_prob in one.alternatives:
-            found.setdefault(self._asked.token_text(token), max(_LEAST, log_prob))
+            found.setdefault(self._asked.token_text(token)[0], max(_LEAST, log_prob))
         return found
 
 
@@ -319,9 +320,8 @@ class _ChatForm:
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int, log_prob: float) -> dict[str, Any]:
-        text = self._asked.token_text(token)
-        # A part of a character has no bytes that its text would tell.
-        spelled = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode("utf-8", "replace"))
+        text, is_text = self._asked.token_text(token)
+        spelled = list(text.encode("utf-8", "replace")) if is_text else None
         return {"token": text, "logprob": max(_LEAST, log_prob), "bytes": spelled}
 
 
@@ -330,7 +330,7 @@ async def _respond(asked: _Asked, http: Request, form: _TextForm | _ChatForm) ->
     if asked.body.stream:
         pieces = asked.stream()
         # What goes wrong before the first piece is an error of HTTP.
-        first = await until_gone(http, anext(pieces))  # type: ignore[arg-type]
+        first = await until_gone(http, anext(pieces))
         return EventStream(_events(asked, form, first, pieces))
     found = await until_gone(http, asked.complete())
     everything = [one for answers in found for one in answers]
@@ -372,7 +372,7 @@ async def _events(
             yield chunk([], asked.usage(new_tokens, sum(cached.values())))
         yield _DONE
     except Exception as error:
-        yield event(error_fields(500, str(error)))
+        yield event(error_fields(status_of(error), str(error)))
         raise
     finally:
         await pieces.aclose()  # type: ignore[attr-defined]

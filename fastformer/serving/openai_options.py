@@ -24,6 +24,12 @@ def check_length(text: str | list[int], limits: Limits, param: str) -> None:
         )
 
 
+def check_count(body: GenerateBody, limits: Limits) -> None:
+    """Raises an ApiError for more answers to a prompt than the limits allow."""
+    if (body.n or 1) > limits.max_beams:
+        raise ApiError(f"expected n of at most {limits.max_beams}", param="n")
+
+
 def new_tokens(
     body: GenerateBody, ids: list[int], service: GenerateService, asked: int | None, usual: int | None
 ) -> int:
@@ -61,14 +67,11 @@ def options_of(body: GenerateBody, service: GenerateService, prompt_length: int)
         service: what completes.
         prompt_length: tokens of the prompt, which penalties don't count.
     """
-    count = body.n or 1
-    if count > service.limits.max_beams:
-        raise ApiError(f"expected n of at most {service.limits.max_beams}, got {count:,}", param="n")
     found: dict[str, Any] = {"seed": body.seed}
     if body.temperature == 0:
         found |= {"do_sample": False, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     else:
-        found |= {"do_sample": True, "num_return_sequences": count}
+        found |= {"do_sample": True, "num_return_sequences": body.n or 1}
         if body.temperature is not None:
             found["temperature"] = body.temperature
         if body.top_p is not None:

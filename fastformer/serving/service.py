@@ -9,8 +9,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeAlias
 
+from fastformer.checkpoints.hf import FAMILIES, model_type
 from fastformer.generation import AsyncTranslator, Translator
 from fastformer.generation.config import Precision
+from fastformer.models import read_architecture
 from fastformer.serving.limits import Limits
 
 Kind: TypeAlias = Literal["translator", "generator", "encoder", "cross-encoder"]
@@ -135,5 +137,27 @@ def open_service(
         ValueError: a folder that holds no model that can be served.
     """
     name = Path(folder).resolve().name
+    kind = _kind_of(Path(folder))
+    if kind == "encoder":
+        from fastformer.serving.encoder_service import open_encoder
+
+        return open_encoder(folder, name, precision=precision, device=device, limits=limits)
+    if kind == "generator":
+        from fastformer.serving.generator_service import open_generator
+
+        return open_generator(folder, name, precision=precision, device=device, engine=engine, limits=limits)
     translator = Translator.from_pretrained(folder, device=device, precision=precision)
     return TranslateService(translator, name, engine=engine, limits=limits)
+
+
+def _kind_of(folder: Path) -> Kind:
+    """What a folder's model does, as far as the folder says; a translator reads the rest, and says what is wrong."""
+    if (folder / "modules.json").is_file():  # of sentence-transformers
+        return "encoder"
+    kind = model_type(folder)
+    family = None if kind is None else FAMILIES.get(kind)
+    if family is not None:
+        return {"encoder": "encoder", "decoder": "generator"}.get(family.kind, "translator")  # type: ignore[return-value]
+    if kind is None and (folder / "config.json").is_file() and read_architecture(folder) == "GPT":
+        return "generator"
+    return "translator"

@@ -208,8 +208,7 @@ def _add_predict(found: APIRouter, service: RankService, limits: Limits) -> None
     @found.post("/predict", response_model=None, responses=responses)
     async def predict(body: PredictBody, http: Request) -> Response:
         """The classes of texts or pairs."""
-        is_one = isinstance(body.inputs, str) or bool(body.inputs and isinstance(body.inputs[0], str))
-        inputs: list[Any] = [[body.inputs] if isinstance(body.inputs, str) else body.inputs] if is_one else body.inputs
+        is_one, inputs = _inputs(body.inputs)
         _check(body, inputs, limits)
         squashes = not body.raw_scores
         work = service.scores(
@@ -258,12 +257,20 @@ def _add_info(found: APIRouter, service: EmbedService | RankService, limits: Lim
         tokenization_workers=1,
         version=__version__,
     ).model_dump()
-    known = {status: _ERRORS[status] for status in (401, 503)}
+    known: dict[int | str, Any] = {status: _ERRORS[status] for status in (401, 503)}
 
     @found.get("/info", response_model=None, responses={200: {"model": Info}, **known})
     async def of_model() -> Response:
         """The model and its limits."""
         return answer(info)
+
+
+def _inputs(given: str | list[Any]) -> tuple[bool, list[list[str]]]:
+    """Whether it is one text or pair, and the texts and pairs."""
+    if isinstance(given, str):
+        return True, [[given]]
+    is_one = bool(given) and isinstance(given[0], str)
+    return is_one, [given] if is_one else given
 
 
 def _predictions(row: Sequence[float], labels: Sequence[str]) -> list[dict[str, Any]]:

@@ -1,0 +1,64 @@
+"""Small models of random weights as folders: a language model with a chat template, encoders, a classifier."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastformer.data.prompt_tokenizers import PromptTokenizer
+from fastformer.models import GPT
+from fastformer.special_ids import SpecialIds
+from tests.encoding import folders
+
+LINES = ["two men walk the dog in the park", "a woman reads a book", "the dog sees two birds", "men read in the park"]
+TEMPLATE = """{% for m in messages %}{% if m.role == 'assistant' and m.content == 'loop' %}
+{% for i in range(99999) %}{% for j in range(99999) %}{{ m.content }}{% endfor %}{% endfor %}{% endif %}
+{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+MAX_LEN = 512
+
+
+def tokenizer(template: str | None = TEMPLATE) -> PromptTokenizer:
+    """Bytes and a few merges, and a chat template that loops if an assistant has said "loop"."""
+    import tokenizers
+
+    trained = tokenizers.ByteLevelBPETokenizer()
+    special = ["<|im_start|>", "<|im_end|>", "<|pad|>"]
+    trained.train_from_iterator(LINES, vocab_size=300, special_tokens=special, show_progress=False)
+    chat = {} if template is None else {"chat_template": template, "eos_token": "<|im_end|>"}
+    ids = SpecialIds(pad=2, eos=1, unk=None)
+    return PromptTokenizer(trained._tokenizer, trained.get_vocab_size(), ids, None, chat=chat)
+
+
+@torch.inference_mode(False)  # whichever test comes first
+def generator(folder: Path, *, template: str | None = TEMPLATE, num_layers: int = 2, max_len: int = MAX_LEN) -> Path:
+    """A language model that says more than one thing."""
+    own = tokenizer(template)
+    torch.manual_seed(3)
+    sizes = {"d_model": 32, "num_heads": 4, "num_layers": num_layers, "max_len": max_len, "tie_embeddings": False}
+    model = GPT.from_preset("tiny", vocab_size=own.vocab_size, special_ids=own.special_ids, **sizes).eval()
+    for parameter in model.parameters():
+        parameter.data *= 8 if parameter.dim() == 2 else 1
+    model.save_pretrained(folder)
+    own.save(folder)
+    return folder
+
+
+def encoder(folder: Path, **settings: Any) -> Path:
+    """A BERT with mean pooling and a norm behind it, and a prompt."""
+    folders.bert(folder)
+    folders.modules(
+        folder, ("Pooling", {"pooling_mode": "mean", "embedding_dimension": folders.D_MODEL}), ("Normalize", {})
+    )
+    folders.write(folder / "config_sentence_transformers.json", {"prompts": {"query": "query : "}, **settings})
+    return folder
+
+
+def classifier(folder: Path, num_labels: int = 3) -> Path:
+    """A BERT with a head."""
+    names = ["good", "bad", "odd"][:num_labels]
+    labels = {"id2label": dict(enumerate(names)), "label2id": {name: place for place, name in enumerate(names)}}
+    folders.bert(folder, num_labels=num_labels, **(labels if num_labels > 1 else {}))
+    return folder

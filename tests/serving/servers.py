@@ -1,0 +1,57 @@
+"""A real server in a thread, on a port of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fastformer.serving import Limits, Service, make_app, open_service
+
+
+class Running(NamedTuple):
+    """A server that runs.
+
+    Attributes:
+        url: without a slash behind it.
+        service: what it serves.
+    """
+
+    url: str
+    service: Any
+
+
+@contextlib.contextmanager
+def running(served: Path | Service, limits: Limits | None = None, **options: Any) -> Iterator[Running]:
+    """Serves a folder or a service as long as the context is open; options are those of `make_app`."""
+    import uvicorn
+
+    service = open_service(served, limits=limits) if isinstance(served, Path) else served
+    app = make_app(service, service.limits, **options)
+    config = uvicorn.Config(app, log_level="critical", lifespan="on", timeout_graceful_shutdown=5)
+    server = uvicorn.Server(config)
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    try:
+        until(lambda: server.started)
+        yield Running(f"http://127.0.0.1:{listener.getsockname()[1]}", service)
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        listener.close()
+    assert not thread.is_alive(), "the server doesn't end"
+
+
+def until(condition: Callable[[], object], seconds: float = 20.0) -> float:
+    """Waits for a condition; the seconds that it took."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() < began + seconds, "it doesn't come"
+        time.sleep(0.005)
+    return time.monotonic() - began

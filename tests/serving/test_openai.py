@@ -1,0 +1,317 @@
+"""OpenAI's routes of a language model through OpenAI's client, against what the library itself gives."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import urllib.parse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastformer import Chat
+from fastformer.checkpoints import load_model
+from fastformer.generation import generate
+from fastformer.serving import Limits
+from tests.serving import models
+from tests.serving.servers import Running, running, until
+
+httpx = pytest.importorskip("httpx", reason="the httpx library is not installed")
+openai = pytest.importorskip("openai", reason="the openai library is not installed")
+pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
+pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
+
+PROMPTS = ["the dog reads", "two birds", "a woman in the park walks 漢"]
+MESSAGES: list[Any] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "two birds"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return models.generator(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def server(folder) -> Iterator[Running]:
+    with running(folder) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(server) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def library(folder) -> tuple[Any, Any]:
+    return load_model(folder, ("GPT",))
+
+
+def said(library, prompt, **options) -> list[tuple[str, int]]:
+    """What `generate` says behind a prompt, and how many tokens that took."""
+    model, tokenizer = library
+    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    out = generate(model, [ids], tokenizer=tokenizer, return_dict_in_generate=True, **options)
+    begun = tokenizer.decode(ids)
+    counts = (out.token_log_probs != 0).sum(1).tolist()
+    rows = [row[: len(ids) + count] for row, count in zip(out.sequences.tolist(), counts, strict=True)]
+    return [(tokenizer.decode(row)[len(begun) :], count) for row, count in zip(rows, counts, strict=True)]
+
+
+def test_models(client) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").object == "model"
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.models.retrieve("other")
+    assert caught.value.code == "model_not_found"
+
+
+def test_completions_are_the_librarys(client, library) -> None:
+    found = client.completions.create(model="tiny", prompt=PROMPTS, temperature=0, max_tokens=9)
+    expected = [said(library, prompt, max_new_tokens=9)[0] for prompt in PROMPTS]
+    assert [choice.text for choice in found.choices] == [text for text, _ in expected]
+    assert [choice.index for choice in found.choices] == [0, 1, 2]
+    ids = [library[1].encode(prompt) for prompt in PROMPTS]
+    assert found.usage.prompt_tokens == sum(map(len, ids))
+    assert found.usage.completion_tokens == sum(count for _, count in expected)
+    by_ids = client.completions.create(model="tiny", prompt=ids, temperature=0, max_tokens=9)
+    assert [choice.text for choice in by_ids.choices] == [choice.text for choice in found.choices]
+    assert client.completions.create(model="tiny", prompt=PROMPTS[0], temperature=0).usage.completion_tokens <= 16
+
+
+def test_samples_are_the_librarys_whatever_else_runs(client, server, library) -> None:
+    options = {"temperature": 0.7, "top_p": 0.9, "seed": 11}
+    expected = said(library, PROMPTS[0], do_sample=True, max_new_tokens=9, num_return_sequences=3, **options)
+
+    async def ask(clients: Any, seed: int) -> Any:
+        return await clients.completions.create(
+            model="tiny", prompt=PROMPTS[0], max_tokens=9, n=3, **options | {"seed": seed}
+        )
+
+    async def everything() -> list[Any]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as clients:
+            return list(await asyncio.gather(*(ask(clients, seed) for seed in [11, 5, 11, 6, 7])))
+
+    answers = asyncio.run(everything())
+    for answer in (answers[0], answers[2]):
+        assert [choice.text for choice in answer.choices] == [text for text, _ in expected]
+    assert len({tuple(choice.text for choice in answer.choices) for answer in answers}) == 4
+    stream = client.completions.create(
+        model="tiny",
+        prompt=PROMPTS[0],
+        max_tokens=9,
+        n=3,
+        stream=True,
+        stream_options={"include_usage": True},
+        **options,
+    )
+    texts, usage, reasons = ["", "", ""], None, {}
+    for chunk in stream:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            reasons[choice.index] = choice.finish_reason
+    assert texts == [text for text, _ in expected] and set(reasons.values()) <= {"stop", "length"}
+    assert usage is not None and usage.completion_tokens == sum(count for _, count in expected)
+
+
+def test_log_probabilities_are_those_of_the_model(client, library) -> None:
+    model, tokenizer = library
+    found = client.completions.create(model="tiny", prompt=PROMPTS[0], seed=1, max_tokens=6, logprobs=3)
+    ids = tokenizer.encode(PROMPTS[0])
+    logits = model(torch.tensor([ids])).float()[0, -1].log_softmax(-1)
+    first = found.choices[0].logprobs
+    best = logits.topk(3)
+    assert sorted(first.top_logprobs[0].values(), reverse=True)[:3] == pytest.approx(best.values.tolist(), abs=1e-4)
+    assert len(first.tokens) == len(first.token_logprobs) == len(first.text_offset) == found.usage.completion_tokens
+    chat = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, temperature=0, max_tokens=5, logprobs=True, top_logprobs=2
+    )
+    content = chat.choices[0].logprobs.content
+    assert all(each.logprob == each.top_logprobs[0].logprob and len(each.top_logprobs) == 2 for each in content)
+    streamed = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, temperature=0, max_tokens=5, logprobs=True, top_logprobs=2, stream=True
+    )
+    entries = [
+        each for chunk in streamed for choice in chunk.choices if choice.logprobs for each in choice.logprobs.content
+    ]
+    assert entries == content
+
+
+def test_chats_are_those_of_the_library(client, folder) -> None:
+    talk = Chat.from_pretrained(folder, system="be brief", do_sample=False, max_new_tokens=12)
+    expected = talk.ask("two birds")
+    options: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 12}
+    found = client.chat.completions.create(**options)
+    assert found.choices[0].message.content == expected and found.choices[0].message.role == "assistant"
+    parts = [{"role": "user", "content": [{"type": "text", "text": "two birds"}]}]
+    again = client.chat.completions.create(**options | {"messages": [MESSAGES[0], *parts]})
+    assert again.choices[0].message.content == expected
+    chunks = [*client.chat.completions.create(**options, n=2, stream=True)]
+    for index in (0, 1):
+        own = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+        assert "".join(choice.delta.content or "" for choice in own) == expected
+        assert own[0].delta.role == "assistant" and own[-1].finish_reason == found.choices[0].finish_reason
+    # What a conversation repeats is read once.
+    third = client.chat.completions.create(**options)
+    assert third.usage.prompt_tokens_details.cached_tokens > 0
+
+
+def test_a_stop_text_ends_an_answer_and_its_work(client, server, library) -> None:
+    whole = client.completions.create(model="tiny", prompt=PROMPTS[0], temperature=0, max_tokens=60).choices[0].text
+    stop = whole[10:12]
+    found = client.completions.create(model="tiny", prompt=PROMPTS[0], temperature=0, max_tokens=60, stop=["no", stop])
+    assert found.choices[0].text == whole[: whole.index(stop)] and found.choices[0].finish_reason == "stop"
+    assert found.usage.completion_tokens < 60
+    # Behind the turns of a chat, which end with the token that ends answers too.
+    chat = client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=0, max_tokens=60)
+    said = chat.choices[0].message.content
+    cut = client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=0, max_tokens=60, stop=said[5:7])
+    assert cut.choices[0].message.content == said[: said.index(said[5:7])]
+    assert cut.usage.completion_tokens < chat.usage.completion_tokens
+
+
+def test_penalties_and_biases_change_what_is_said(client, library) -> None:
+    options: dict[str, Any] = {"model": "tiny", "prompt": PROMPTS[1], "temperature": 0, "max_tokens": 12}
+    token = library[1].encode("d")[0]
+    forced = client.completions.create(**options, logit_bias={str(token): 100})
+    assert forced.choices[0].text == "d" * 12
+    varied = client.completions.create(**options, logit_bias={str(token): 20}, presence_penalty=2, frequency_penalty=2)
+    assert varied.choices[0].text != forced.choices[0].text
+    plain = client.completions.create(**options)
+    assert client.completions.create(**options, presence_penalty=0, logit_bias={}).choices == plain.choices
+
+
+COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "a", "max_tokens": 2}
+CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("completions", COMPLETION | {"n": 10**9}, "n"),
+    ("completions", COMPLETION | {"n": 10**300}, "n"),
+    ("completions", COMPLETION | {"n": 0}, "n"),
+    ("completions", COMPLETION | {"n": True}, "n"),
+    ("completions", COMPLETION | {"n": "2"}, "n"),
+    ("completions", COMPLETION | {"max_tokens": 10**9}, "max_tokens"),
+    ("completions", COMPLETION | {"temperature": -1}, "temperature"),
+    ("completions", COMPLETION | {"temperature": float("nan")}, "temperature"),
+    ("completions", COMPLETION | {"top_p": float("inf")}, "top_p"),
+    ("completions", COMPLETION | {"seed": 2**70}, "seed"),
+    ("completions", COMPLETION | {"logprobs": 21}, "logprobs"),
+    ("completions", COMPLETION | {"echo": True}, "echo"),
+    ("completions", COMPLETION | {"suffix": "end"}, "suffix"),
+    ("completions", COMPLETION | {"best_of": 3}, "best_of"),
+    ("completions", COMPLETION | {"logit_bias": {"99999": 1}}, "logit_bias"),
+    ("completions", COMPLETION | {"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+    ("completions", COMPLETION | {"stop": [""]}, "stop"),
+    ("completions", COMPLETION | {"prompt": ""}, "prompt"),
+    ("completions", COMPLETION | {"prompt": []}, "prompt"),
+    ("completions", COMPLETION | {"prompt": [10**6]}, "prompt"),
+    ("completions", COMPLETION | {"prompt": ["a"] * 65}, "prompt"),
+    ("completions", COMPLETION | {"prompt": "a " * 600}, "prompt"),
+    ("completions", COMPLETION | {"prompt": "a" * 20_001}, "prompt"),
+    ("completions", COMPLETION | {"prompt": "\ud800"}, "prompt"),
+    ("completions", COMPLETION | {"prompt": {"text": "a"}}, "prompt"),
+    ("completions", {"model": "tiny"}, "prompt"),
+    ("completions", COMPLETION | {"model": "other"}, "model"),
+    ("chat/completions", CHAT | {"messages": []}, "messages"),
+    ("chat/completions", CHAT | {"messages": [{"role": "wizard", "content": "a"}]}, "messages"),
+    ("chat/completions", CHAT | {"messages": [{"role": "user", "content": None}]}, "messages"),
+    ("chat/completions", CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+    ("chat/completions", CHAT | {"messages": [{"role": "assistant", "content": "loop"}]}, "messages"),
+    ("chat/completions", CHAT | {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ("chat/completions", CHAT | {"response_format": {"type": "json_object"}}, "response_format"),
+    ("chat/completions", CHAT | {"top_logprobs": 2}, "top_logprobs"),
+    ("chat/completions", CHAT | {"stream": "yes"}, "stream"),
+]
+
+
+@pytest.mark.parametrize("path, body, param", WRONG, ids=[f"{param}-{i}" for i, (*_, param) in enumerate(WRONG)])
+def test_what_is_wrong_is_named(path, body, param, server) -> None:
+    text = json.dumps(body)  # NaN and lone surrogates too
+    answer = httpx.post(
+        f"{server.url}/v1/{path}", content=text, headers={"content-type": "application/json"}, timeout=20
+    )
+    assert answer.status_code == (404 if param == "model" else 400), answer.text
+    error = answer.json()["error"]
+    assert str(error["param"]).partition(".")[0] == param and error["message"] and "code" in error and error["type"]
+
+
+def test_fields_that_ask_for_nothing_and_unknown_ones_are_taken(client) -> None:
+    neutral = {"tools": [], "response_format": {"type": "text"}, "store": False, "user": "me", "tool_choice": "auto"}
+    found = client.chat.completions.create(**CHAT, extra_body=neutral | {"newest_field": {"a": 1}})
+    assert found.choices
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"\xff\xfe{}", b"[" * 100_000, b'{"prompt": 1e999}', b'{"n": ' + b"9" * 5000 + b"}", b"null"]
+)
+def test_what_is_no_body_is_an_error_of_the_format(body, server) -> None:
+    headers = {"content-type": "application/json"}
+    answer = httpx.post(f"{server.url}/v1/completions", content=body, headers=headers, timeout=20)
+    assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error", answer.text
+
+
+def test_a_model_without_a_template_has_no_chat(tmp_path) -> None:
+    with running(models.generator(tmp_path / "plain", template=None)) as found:
+        answer = httpx.post(f"{found.url}/v1/chat/completions", json=CHAT | {"model": "plain"})
+        assert answer.status_code == 400 and "/v1/completions" in answer.json()["error"]["message"]
+        answer = httpx.post(f"{found.url}/v1/completions", json={"prompt": "a", "temperature": 0, "max_tokens": 3})
+        assert answer.status_code == 200
+
+
+def open_request(url: str, path: str, body: dict[str, Any]) -> socket.socket:
+    """Sends a request and gives its connection, of which nothing has been read."""
+    found = urllib.parse.urlsplit(url)
+    content = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    )
+    connection = socket.create_connection((found.hostname, found.port))
+    connection.sendall(head.encode() + content)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_takes_its_request_along(stream, tmp_path) -> None:
+    # So many layers and positions that an answer takes seconds.
+    folder = models.generator(tmp_path / "slow", num_layers=24, max_len=2048)
+    limits = Limits(max_new_tokens=2000)
+    with running(folder, limits) as found:
+        body = {"prompt": "the dog", "max_tokens": 1900, "stream": stream, "min_tokens": 1900, "n": 2, "logprobs": 2}
+        for _ in range(3):
+            connection = open_request(found.url, "/v1/completions", body)
+            until(lambda: found.service.stats().running == 2)
+            connection.close()
+            assert until(lambda: found.service.stats().running == 0) < 0.5
+        until(lambda: found.service.stats().free_tokens >= found.service.stats().capacity_tokens)
+        assert found.service.stats().cancelled == 3
+
+
+def test_a_full_queue_and_a_deadline_are_said_in_the_format(folder) -> None:
+    with running(folder, Limits(max_waiting=2)) as found, httpx.Client(base_url=found.url, timeout=60) as http:
+        body = {"prompt": "the dog", "max_tokens": 400, "min_tokens": 400}
+
+        async def everything() -> list[Any]:
+            async with httpx.AsyncClient(
+                base_url=found.url, timeout=60, limits=httpx.Limits(max_connections=40)
+            ) as many:
+                return list(await asyncio.gather(*(many.post("/v1/completions", json=body) for _ in range(40))))
+
+        answers = asyncio.run(everything())
+        assert {answer.status_code for answer in answers} == {200, 429}
+        refused = next(answer for answer in answers if answer.status_code == 429)
+        assert 1 <= int(refused.headers["retry-after"]) <= 30
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        late = http.post("/v1/completions", json=body | {"timeout": 0.001})
+        assert late.status_code == 504 and late.json()["error"]["code"] == "timeout"
+        said = b""
+        with http.stream("POST", "/v1/completions", json=body | {"timeout": 0.1, "stream": True}) as stream:
+            with contextlib.suppress(httpx.RemoteProtocolError):  # it ends where the time does, and isn't whole
+                for part in stream.iter_raw():
+                    said += part
+        assert b'"timeout_error"' in said and b"[DONE]" not in said
+        until(lambda: found.service.stats().running == 0 == found.service.stats().waiting)
