@@ -1,5 +1,6 @@
 """Decoding: one search, engines behind it, and the Translator for text."""
 
+from fastformer.generation.async_generator import AsyncGenerator as AsyncGenerator
 from fastformer.generation.async_translator import AsyncTranslator as AsyncTranslator
 from fastformer.generation.chat import Chat as Chat
 from fastformer.generation.chat_template import ChatTemplate as ChatTemplate

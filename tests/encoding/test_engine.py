@@ -78,6 +78,17 @@ def test_each_family_gives_what_its_modules_give(name: str) -> None:
 
 
 @needs_cpp
+@pytest.mark.parametrize("name", ["bert", "roberta"])
+def test_neighbours_change_no_bit_of_a_label(name: str) -> None:
+    # So wide that products of another number of rows add up in another order.
+    engine = EncoderEngine(model_of(name, d_model=256, num_layers=1, num_heads=4, d_ff=64))
+    ids, types = texts_of(engine.model, [5, 9, 3, 17, 8, 2, 11])
+    together = engine.classify(ids, types)
+    for place, text in enumerate(ids):
+        np.testing.assert_array_equal(engine.classify([text], types and [types[place]])[0], together[place])
+
+
+@needs_cpp
 def test_int4_computes_what_the_rounded_weights_do() -> None:
     model = model_of("bert").quantize("int4")
     ids, types = texts_of(model, [1, 7, 40, 130])

@@ -309,9 +309,10 @@ def test_a_full_queue_and_a_deadline_are_said_in_the_format(folder) -> None:
         late = http.post("/v1/completions", json=body | {"timeout": 0.001})
         assert late.status_code == 504 and late.json()["error"]["code"] == "timeout"
         said = b""
-        with http.stream("POST", "/v1/completions", json=body | {"timeout": 0.1, "stream": True}) as stream:
-            with contextlib.suppress(httpx.RemoteProtocolError):  # it ends where the time does, and isn't whole
-                for part in stream.iter_raw():
-                    said += part
+        late = http.stream("POST", "/v1/completions", json=body | {"timeout": 0.1, "stream": True})
+        # It ends where the time does, and isn't whole.
+        with contextlib.suppress(httpx.RemoteProtocolError), late as stream:
+            for part in stream.iter_raw():
+                said += part
         assert b'"timeout_error"' in said and b"[DONE]" not in said
         until(lambda: found.service.stats().running == 0 == found.service.stats().waiting)

@@ -1,0 +1,152 @@
+"""`AsyncGenerator`: each task gets what `generate` gives it alone, with log-probabilities and alternatives."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from fastformer.data import ByteTokenizer
+from fastformer.generation import AsyncGenerator, generate
+from fastformer.generation.async_jobs import QueueFull, TooLate
+from fastformer.generation.processors import CountPenalties, TokenBias
+from fastformer.models import GPT, Transformer
+from tests.generation.small import needs_cpp, next_logits
+
+TOKENIZER = ByteTokenizer()
+ENGINES = [pytest.param("cpp", marks=needs_cpp), "kv_cache"]
+GREEDY: dict[str, Any] = {"max_new_tokens": 12}
+DRAWN: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "temperature": 1.3, "top_k": 40}
+
+
+@pytest.fixture(scope="module")
+@torch.inference_mode(False)  # whichever test comes first
+def lm() -> GPT:
+    torch.manual_seed(0)
+    model = GPT.from_preset("tiny", vocab_size=259, d_model=32, num_layers=1, num_heads=4, max_len=512)
+    model.embedding.weight.data *= 3
+    return model.eval()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_each_task_gets_what_generate_gives(lm, engine) -> None:
+    asks: list[tuple[str, dict[str, Any]]] = [
+        ("ab", GREEDY), ("a longer one", DRAWN | {"seed": 5}), ("c", DRAWN | {"seed": 5, "num_return_sequences": 3}),
+        ("ab", GREEDY | {"repetition_penalty": 1.3}), ("ab", DRAWN | {"seed": 6}),
+    ]  # fmt: skip
+
+    async def main() -> tuple[list[Any], list[Any]]:
+        async with AsyncGenerator(lm, TOKENIZER, engine=engine) as front:
+            found = await asyncio.gather(*(front.complete(text, log_probs=True, **options) for text, options in asks))
+            told: list[Any] = []
+            for text, options in asks:
+                told.append([piece async for piece in front.stream(text, **options)])
+            return found, told
+
+    found, told = asyncio.run(main())
+    for (text, options), completions, pieces in zip(asks, found, told, strict=True):
+        ids = TOKENIZER.encode(text)
+        expected = generate(lm, [ids], engine=engine, return_dict_in_generate=True, **options)
+        for sample, completion in enumerate(completions):
+            row = expected.sequences[sample, len(ids) :].tolist()[: len(completion.tokens)]
+            assert [one.token for one in completion.tokens] == row
+            scores = expected.token_log_probs[sample, : len(row)].tolist()
+            exact = 0.0 if engine == "cpp" else 1e-5  # others' products depend on how many rows there are
+            assert [one.log_prob for one in completion.tokens] == pytest.approx(scores, abs=exact, rel=exact)
+            assert completion.text == TOKENIZER.decode([*ids, *row])[len(text) :]
+            own = [piece for piece in pieces if piece.sample == sample]
+            assert "".join(piece.text for piece in own) == completion.text
+            assert [one.token for piece in own for one in piece.tokens] == row
+            reasons = [piece.finish_reason for piece in own]
+            assert reasons == [None] * (len(own) - 1) + [completion.finish_reason]
+            assert (completion.finish_reason == "stop") == (row[-1] == 1)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("options", [GREEDY, DRAWN | {"seed": 3}], ids=["greedy", "drawn"])
+def test_alternatives_are_the_likeliest_tokens(lm, engine, options) -> None:
+    async def main() -> Any:
+        async with AsyncGenerator(lm, TOKENIZER, engine=engine) as front:
+            plain, found, other = await asyncio.gather(
+                front.complete("ab", log_probs=True, **options),
+                front.complete("ab", num_alternatives=4, **options),
+                front.complete("cd", num_alternatives=100, **options),
+            )
+            assert len(other[0].tokens[0].alternatives) == 100
+            return plain[0], found[0]
+
+    plain, found = asyncio.run(main())
+    tokens = [one.token for one in found.tokens]
+    assert tokens == [one.token for one in plain.tokens]
+    assert [one.log_prob for one in found.tokens] == pytest.approx([one.log_prob for one in plain.tokens], abs=1e-5)
+    log_probs = next_logits(lm, TOKENIZER.encode("ab"), tokens[:-1]).log_softmax(-1)
+    best = log_probs.topk(4)
+    for one, values, ids in zip(found.tokens, best.values.tolist(), best.indices.tolist(), strict=True):
+        assert [token for token, _ in one.alternatives] == ids
+        assert [value for _, value in one.alternatives] == pytest.approx(values, abs=1e-4)
+
+
+def test_a_full_queue_a_deadline_and_what_leaves_it(lm) -> None:
+    long = {"max_new_tokens": 400, "min_new_tokens": 400}
+
+    async def main() -> None:
+        async with AsyncGenerator(lm, TOKENIZER, max_rows=1, max_waiting=1, when_full="refuse") as front:
+            stream = front.stream("ab", num_alternatives=1, **long)
+            await anext(stream)  # type: ignore[arg-type]
+            waiting = asyncio.ensure_future(front.complete("ab", **long))
+            await asyncio.sleep(0)
+            with pytest.raises(QueueFull):
+                await front.complete("ab", **long)
+            with pytest.raises(QueueFull):
+                front.stream("ab", **long)
+            waiting.cancel()
+            await stream.aclose()  # type: ignore[attr-defined]
+            while front.stats().running or front.stats().waiting:
+                await asyncio.sleep(0.01)
+            with pytest.raises(TooLate):
+                await front.complete("ab", deadline=time.monotonic() + 0.01, num_alternatives=1, **long)
+            with pytest.raises(TooLate):
+                late = front.stream("ab", deadline=time.monotonic() + 0.05, num_alternatives=1, **long)
+                assert [piece async for piece in late]
+            [found] = await front.complete("ab", max_new_tokens=3)
+            assert len(found.tokens) <= 3
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "prompt, options",
+    [
+        ("", {}), ([], {}), ("a" * 600, {}), ([259], {}), ([-1], {}), ("a", {"num_beams": 2}),
+        ("a", {"precision": "int8"}), ("a", {"engine": "recompute"}), ("a", {"num_alternatives": -1}),
+        ("a", {"num_return_sequences": 2}), ("a", {"max_new_tokens": 600}),
+    ],
+)  # fmt: skip
+def test_wrong_calls_are_errors_at_once(prompt, options, lm) -> None:
+    async def main() -> None:
+        async with AsyncGenerator(lm, TOKENIZER) as front:
+            with pytest.raises(ValueError, match="expected"):
+                await front.complete(prompt, **options)
+            with pytest.raises(ValueError, match="expected"):
+                front.stream(prompt, **options)
+            with pytest.raises(ValueError, match="chat_template"):
+                front.chat_ids([{"role": "user", "content": "a"}])
+
+    asyncio.run(main())
+
+
+def test_it_is_for_language_models() -> None:
+    sizes = {"d_model": 16, "d_ff": 16, "num_heads": 2, "num_encoder_layers": 1, "num_decoder_layers": 1}
+    with pytest.raises(ValueError, match="language model"):
+        AsyncGenerator(Transformer.from_preset("tiny", vocab_size=259, max_len=32, **sizes), TOKENIZER)
+
+
+def test_count_penalties_and_biases() -> None:
+    scores = torch.zeros(2, 6)
+    history = torch.tensor([[5, 1, 1, 2], [5, 3, 3, 3]])
+    found = CountPenalties(0.5, 0.25, 1)(history, scores)  # what stands in the prompt doesn't count
+    assert found.tolist() == [[0, -1.0, -0.75, 0, 0, 0], [0, 0, 0, -1.25, 0, 0]]
+    assert TokenBias(((1, 2.0), (4, -3.0)))(history, scores).tolist() == [[0, 2, 0, 0, -3, 0]] * 2
