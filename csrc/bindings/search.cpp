@@ -13,9 +13,12 @@
 #include <string>
 #include <thread>
 #include <tuple>
+#include <utility>
+#include <vector>
 
 #include "bindings/bindings.h"
 #include "common/contention.h"
+#include "common/parallel.h"
 #include "common/thread_team.h"
 
 namespace fastformer {
@@ -136,6 +139,32 @@ int64_t stages_threads(int64_t tasks, int64_t rounds, int threads) {
   return most;
 }
 
+// How the ops that are called from now on share out their tasks among the threads.
+void set_sharing_named(const std::string& name) {
+  if (name != "by_load" && name != "openmp" && name != "team")
+    throw std::invalid_argument("expected 'by_load', 'openmp' or 'team', got '" + name + "'");
+  set_sharing(name == "team" ? Sharing::team : name == "openmp" ? Sharing::openmp : Sharing::by_load);
+}
+
+// How often each of an op's tasks runs, and on how many threads, in the round of `rounds` with the most of them. From
+// task `breaks` on they throw.
+std::pair<std::vector<int64_t>, int64_t> tasks_check(int64_t tasks, int64_t rounds, int64_t breaks) {
+  std::vector<int64_t> counts(tasks);
+  std::vector<std::thread::id> ids(tasks);
+  const py::gil_scoped_release released;
+  int64_t most = 0;
+  for (int64_t round = 0; round < rounds; ++round) {
+    for_each_task(tasks, true, [&](int64_t task) {
+      if (task >= breaks) throw std::runtime_error("a task broke");
+      ++counts[task];
+      ids[task] = std::this_thread::get_id();
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    });
+    most = std::max<int64_t>(most, std::set(ids.begin(), ids.end()).size());
+  }
+  return {counts, most};
+}
+
 // Which of runs, of (milliseconds, tasks, whether the caller waited long, milliseconds by one), are the caller's alone.
 std::vector<bool> contention_check(const std::vector<std::tuple<int64_t, int64_t, bool, int64_t>>& runs) {
   using Milliseconds = std::chrono::milliseconds;
@@ -183,6 +212,8 @@ void bind_search(py::module_& m) {
   m.def("_contention_check", &contention_check);
   m.def("_stages_break", &stages_break);
   m.def("_stages_threads", &stages_threads);
+  m.def("_set_sharing", &set_sharing_named);
+  m.def("_tasks_check", &tasks_check);
 }
 
 }  // namespace fastformer

@@ -13,14 +13,15 @@
 #include <cstdint>
 
 #include "common/gemm.h"
+#include "common/share_out.h"
 
 namespace fastformer {
 
 constexpr int64_t kSerialFlops = 1 << 20;     // of products, below which they run on one thread
 constexpr int64_t kSerialElements = 1 << 15;  // read or written, likewise, where memory is what counts
 
-// Calls worker(next) once per thread; next() gives out 0, 1, ... and ends at n or beyond. A thread that the machine
-// holds up, or that meets a long task, takes fewer.
+// Calls worker(next) once per thread that takes part; next() gives out 0, 1, ... and ends at n or beyond. A thread that
+// the machine holds up, or that meets a long task, takes fewer, and one that comes when all are taken is not called.
 template <typename F>
 void for_each_worker(int64_t n, bool parallel, F&& worker) {
   std::atomic<int64_t> taken{0};
@@ -28,9 +29,11 @@ void for_each_worker(int64_t n, bool parallel, F&& worker) {
     worker([&] { return taken.fetch_add(1, std::memory_order_relaxed); });
     gemm_release();
   };
-  if (!parallel || n <= 1) return work();
+  const int64_t threads = parallel ? std::min<int64_t>(n, at::get_num_threads()) : 1;
+  if (threads <= 1) return work();
   const auto profiler = c10::ThreadLocalDebugInfo::current();
-  at::parallel_for(0, std::min<int64_t>(n, at::get_num_threads()), 1, [&](int64_t, int64_t) {
+  share_out(static_cast<int>(threads), [&] {
+    if (taken.load(std::memory_order_relaxed) >= n) return;
     const c10::DebugInfoGuard guard(profiler);
     work();
   });
@@ -44,10 +47,14 @@ void for_each_task(int64_t n, bool parallel, F&& task) {
   });
 }
 
-// Calls range(begin, end) for equal parts of [0, rows), of `elements` each: rows that lie side by side stay together.
+// Calls range(begin, end) for parts of [0, rows), of `elements` each: rows that lie side by side stay together.
 template <typename F>
 void for_row_ranges(int64_t rows, int64_t elements, F&& range) {
-  at::parallel_for(0, rows, std::max<int64_t>(1, kSerialElements / std::max<int64_t>(elements, 1)), range);
+  constexpr int64_t kTurns = 4;  // that a thread takes, so that one that is held up delays the others less
+  const int64_t least = std::max<int64_t>(1, kSerialElements / std::max<int64_t>(elements, 1));
+  const int64_t parts = std::min((rows + least - 1) / least, kTurns * at::get_num_threads());
+  if (parts > 1) for_each_task(parts, true, [&](int64_t i) { range(rows * i / parts, rows * (i + 1) / parts); });
+  else if (rows > 0) range(0, rows);
 }
 
 }  // namespace fastformer

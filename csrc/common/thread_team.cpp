@@ -2,9 +2,11 @@
 
 #include <immintrin.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <exception>
@@ -21,8 +23,10 @@ using Clock = std::chrono::steady_clock;
 using Duration = Clock::duration;
 
 constexpr int kMostThreads = 256;
-constexpr int kSpins = 10000;                               // of 10 to 50 ns, before a waiting thread sleeps
-constexpr Duration kIdle = std::chrono::microseconds(300);  // that a helper waits for more before it sleeps for good
+constexpr int kSpins = 10000;                                // of 10 to 50 ns, before a waiting thread sleeps
+constexpr Duration kIdle = std::chrono::microseconds(300);   // that a helper waits for more before it sleeps for good
+constexpr Duration kSlice = std::chrono::microseconds(500);  // shorter than any that a scheduler gives
+constexpr Duration kStay = std::chrono::milliseconds(1);     // that a thread has, at the least, on a core it moved to
 
 // Waits for another thread, which is done within microseconds, or within milliseconds if it has no core just now. After
 // a while it sleeps instead of yielding: a thread that yields gives up its share of the core, and Linux may not return
@@ -70,6 +74,7 @@ class ThreadTeam {
     const int helpers = meets && contention_.prefers_one_thread() ? 0 : grow(std::min(threads, kMostThreads) - 1);
     stages_ = &stages;
     place_ = 0;
+    note_core(0);
     is_finished_.store(false, std::memory_order_relaxed);
     wanted_.store(helpers, std::memory_order_seq_cst);  // before looking which helpers sleep: see idle()
     for (int i = 0; i < helpers; ++i) {
@@ -107,6 +112,10 @@ class ThreadTeam {
   struct alignas(64) Helper {
     std::atomic<uint32_t> is_asleep{0};
   };
+  struct alignas(64) Core {
+    std::atomic<int> number{-1};
+    Clock::time_point yielded{}, moved{};  // by the thread itself
+  };
 
   bool is_open() const { return next_.load(std::memory_order_relaxed) < end_.load(std::memory_order_acquire); }
 
@@ -118,11 +127,52 @@ class ThreadTeam {
       // The order matters: wanted_ is what goes with end_, or it is newer, and then the task is taken already.
       if (task >= end_.load(std::memory_order_acquire)) return worked;
       if (wanted_.load(std::memory_order_relaxed) < place) return worked;
+      note_core(place);
+      if (place > 0) settle(place);
       if (!next_.compare_exchange_weak(task, task + 1, std::memory_order_relaxed)) continue;
       call(*stage_, task - start_);
       ++worked;
       worked += finish_task();
     }
+  }
+
+  void note_core(int place) {
+    const int core = sched_getcpu();
+    std::atomic<int>& noted = cores_[place].number;
+    if (noted.load(std::memory_order_relaxed) != core) noted.store(core, std::memory_order_relaxed);
+  }
+
+  // What a helper does beside busy processes while it holds no task, for which others would wait.
+  void settle(int place) {
+    Core& own = cores_[place];
+    auto now = Clock::now();
+    if (now - own.yielded > kSlice) {
+      // Its slice ends now or soon. In the middle of a task the caller would wait for as long as the others' slices.
+      sched_yield();
+      own.yielded = now = Clock::now();
+      note_core(place);
+    }
+    const int core = own.number.load(std::memory_order_relaxed);
+    if (cores_[0].number.load(std::memory_order_relaxed) == core && now - own.moved > kStay) {
+      own.moved = now;
+      leave_core();
+    }
+  }
+
+  // Moves a helper away from the caller's core, where one of them waits for the other. The system leaves them there: it
+  // wakes a thread where the one that wakes it runs, and to its balance a process that has a core to itself beside two
+  // threads on the other is as good as any.
+  void leave_core() {
+    cpu_set_t allowed;
+    if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
+    cpu_set_t others = allowed;
+    const int threads = wanted_.load(std::memory_order_relaxed) + 1;
+    for (int i = 0; i < threads; ++i) {
+      const int core = cores_[i].number.load(std::memory_order_relaxed);
+      if (core >= 0 && core < CPU_SETSIZE) CPU_CLR(core, &others);
+    }
+    if (CPU_COUNT(&others) == 0) return;
+    if (sched_setaffinity(0, sizeof others, &others) == 0) sched_setaffinity(0, sizeof allowed, &allowed);
   }
 
   // Runs a task. An exception must not end a helper, nor leave helpers in a run that the caller has left.
@@ -219,6 +269,7 @@ class ThreadTeam {
   std::atomic<bool> is_finished_{false};
   std::atomic<bool> has_thrown_{false};  // a task of this run; what, stands in thrown_
   std::exception_ptr thrown_;
+  std::array<Core, kMostThreads> cores_;  // that the caller and the helpers were on when they took their last task
 
   // Used by callers, not by helpers.
   alignas(64) std::atomic<bool> is_busy_{false};
@@ -243,6 +294,10 @@ ThreadTeam& team() {
 
 void run_stages(const std::vector<Stage>& stages, int threads) {
   if (threads <= 1 || !team().run(stages, threads, true)) run_alone(stages);
+}
+
+bool run_together(int threads, const std::function<void()>& work) {
+  return team().run({{threads, [&work](int64_t) { work(); }}}, threads, false);
 }
 
 bool run_workers(const Stage& tasks) { return team().run({tasks}, static_cast<int>(tasks.tasks), false); }

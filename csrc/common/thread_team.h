@@ -29,4 +29,8 @@ void run_stages(const std::vector<Stage>& stages, int threads);
 // while the team works for another caller. Exceptions: see run_stages.
 bool run_workers(const Stage& tasks);
 
+// Calls work() on up to so many threads at once, the caller's included, and returns when the calls that have begun are
+// done: a thread that has no core is not waited for. Returns false as run_workers does. Exceptions: see run_stages.
+bool run_together(int threads, const std::function<void()>& work);
+
 }  // namespace fastformer

@@ -19,6 +19,7 @@
 #include <tuple>
 #include <vector>
 
+#include "common/share_out.h"
 #include "ops/forward.h"
 
 namespace fastformer {
@@ -154,6 +155,8 @@ std::optional<Tensor> encoder_stack(const Tensor& x, const c10::List<std::option
   if (!is_vector(final_weight, x, x.size(-1)) || !is_vector(final_bias, x, x.size(-1))) return std::nullopt;
 
   const at::AutoDispatchBelowADInplaceOrView without_autograd;
+  std::optional<OpsAlone> ops_alone;
+  if (multiplies[0] && multiplies[1]) ops_alone.emplace();
   const auto end = [&](const Tensor& y, const OptionalTensor& residual) {
     return std::get<0>(stack.normalise(y, residual, final_weight, final_bias, eps.back(), *final_rms_norm));
   };

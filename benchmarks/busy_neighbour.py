@@ -1,0 +1,127 @@
+"""What is left of an encoder's speed beside a busy process: its training step and its evaluation.
+
+    python -m benchmarks.busy_neighbour [--threads 2] [--neighbours 1] [--out benchmarks/results/cpu.jsonl]
+
+Each provider computes alone and beside the neighbours in turn, in whole turns of a second: many slices of the system's
+scheduler. A fair share is what is left if every thread gets as much of the cores (`peers.compare.fair_share`). Run it
+where nothing else runs: another process is one more neighbour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.cases.models.bench_small_work import KINDS, Call, make_inputs
+from benchmarks.measure import record
+from benchmarks.measure.timing import Timing
+from benchmarks.peers.compare import PAUSE, busy_neighbours, fair_share, take_turns
+
+SHAPE = {"dim": 256, "layers": 6, "heads": 4, "batch": 16, "seqlen": 128}
+MODES = ("step", "fwd")
+
+
+def turn(call: Callable[[], object], neighbours: int, seconds: float) -> float:
+    """The mean seconds of a call, beside so many busy processes, over a turn of at least so many seconds."""
+    with busy_neighbours(neighbours):
+        call()  # what has just been asleep is slow at first
+        began = time.perf_counter()
+        for count in itertools.count(1):
+            call()
+            if (passed := time.perf_counter() - began) >= seconds:
+                return passed / count
+    raise AssertionError
+
+
+def work(provider: str, mode: str, shape: dict[str, Any]) -> Callable[[], object]:
+    """A training step or an evaluation without gradients."""
+    call, inputs = Call(provider, training=mode == "step"), make_inputs(shape, "cpu")
+    if mode == "step":
+        return lambda: call(inputs, shape)
+
+    def evaluate() -> object:
+        with torch.inference_mode():
+            return call(inputs, shape)
+
+    return evaluate
+
+
+def measure(
+    providers: list[str], threads: int, neighbours: int, rounds: int, seconds: float, shape: dict[str, Any]
+) -> Iterator[record.Row]:
+    """A row for each mode and provider."""
+    shape = {**shape, "threads": threads}
+    for mode in MODES:
+        given = {**shape, "dropout_p": 0.1} if mode == "step" else shape
+        calls = {provider: work(provider, mode, given) for provider in providers}
+        for call in calls.values():
+            call()
+        turns = {
+            (provider, count): functools.partial(turn, call, count, seconds)
+            for provider, call in calls.items()
+            for count in (0, neighbours)
+        }
+        measured = take_turns(turns, rounds, PAUSE)
+        for provider in providers:
+            quiet, busy = (Timing.of(measured[provider, count]) for count in (0, neighbours))
+            yield {
+                "suite": "modules",
+                "op": "busy_neighbour",
+                "mode": mode,
+                "dtype": "float32",
+                "shape": given,
+                "provider": provider,
+                "neighbours": neighbours,
+                "ms_p50": 1e3 * busy.p50,
+                "ms_p20": 1e3 * busy.p20,
+                "ms_p80": 1e3 * busy.p80,
+                "ms_quiet": 1e3 * quiet.p50,
+                "speedup": quiet.p50 / busy.p50,
+                "baseline": "quiet",
+                "fair_share": fair_share(threads, neighbours, os.cpu_count() or 1),
+                "rounds": rounds,
+            }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints a line for each mode and provider, and appends it to a file."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.busy_neighbour", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--provider", nargs="+", choices=KINDS, default=list(KINDS), help="which ones")
+    parser.add_argument("--threads", type=int, default=2, help="of torch (default 2)")
+    parser.add_argument("--neighbours", type=int, default=1, help="busy processes (default 1)")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each, alone and not (default 5)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of a turn (default 1)")
+    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
+    for name, size in SHAPE.items():
+        parser.add_argument(f"--{name}", type=int, default=size, help=f"of the encoder (default {size})")
+    options = parser.parse_args(arguments)
+    for name in ("threads", "neighbours", "rounds", *SHAPE):
+        if getattr(options, name) < 1:
+            parser.error(f"expected --{name} of at least 1, got {getattr(options, name)}")
+    torch.set_num_threads(options.threads)
+    shared = record.environment("cpu")
+    sizes = {name: getattr(options, name) for name in SHAPE}
+    given = options.provider, options.threads, options.neighbours, options.rounds, options.seconds, sizes
+    for row in measure(*given):
+        kept, fair = row["speedup"], row["fair_share"]
+        print(
+            f"{row['mode']:4} {row['provider']:12} {row['ms_quiet']:8.1f} ms alone, {row['ms_p50']:8.1f} ms beside "
+            f"{row['neighbours']}: {100 * kept:.0f} % is left, {kept / fair:.2f} of a fair share"
+        )
+        if options.out is not None:
+            record.append(options.out, {**shared, **row})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

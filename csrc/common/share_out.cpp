@@ -1,0 +1,139 @@
+#include "common/share_out.h"
+
+#include <ATen/Parallel.h>
+#include <omp.h>
+#include <pthread.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "common/thread_team.h"
+
+namespace fastformer {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Duration = Clock::duration;
+using std::chrono::microseconds;
+using std::chrono::milliseconds;
+
+// Longer than a thread that has a core takes to come, or to end its task, and shorter than a scheduler's slice.
+constexpr Duration kLongWait = microseconds(500);
+constexpr Duration kTwice = milliseconds(100);  // two long waits within it are no accident
+constexpr Duration kLeastHold = milliseconds(250), kMostHold = milliseconds(4000);
+constexpr int kMostIdle = 16;  // threads that OpenMP is given to manage in addition
+
+// Has OpenMP's threads sleep between their regions for a while. libgomp's spin for some milliseconds, unless it manages
+// more threads than there are processors: then they sleep at once. So a thread has some started, which do nothing but
+// exist. Other OpenMP libraries go on as they do.
+class Hush {
+ public:
+  void until(Clock::time_point end) {
+    const std::lock_guard lock(mutex_);
+    end_ = end;
+    const int idle = omp_get_num_procs() - omp_get_max_threads() + 1;
+    if (is_on_ || idle > kMostIdle) return;
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads of the program
+    try {
+      std::thread([this, idle] { hold(std::max(idle, 1) + 1); }).detach();
+      is_on_ = true;
+    } catch (const std::exception&) {  // no more threads: OpenMP's go on spinning
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  }
+
+ private:
+  void hold(int threads) {
+    std::atomic<int> begun{0};  // a region that does nothing would be left out by the compiler
+#pragma omp parallel num_threads(threads)
+    begun.fetch_add(1, std::memory_order_relaxed);
+    std::unique_lock lock(mutex_);
+    while (Clock::now() < end_) changed_.wait_until(lock, end_);
+    is_on_ = false;
+  }  // its threads end along with it
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  Clock::time_point end_;
+  bool is_on_ = false;
+};
+
+// Whether callers wait for OpenMP's threads. Never deleted: a thread of Hush uses it. A child of fork makes a new one.
+class Load {
+ public:
+  bool prefers_team() const { return Clock::now().time_since_epoch().count() < team_until_.load(kAnyOrder); }
+
+  // What a region took the caller, and how long it waited for the other threads then.
+  void record(Duration worked, Duration waited) {
+    if (waited < kLongWait || 4 * waited < worked) return;
+    const Clock::time_point now = Clock::now();
+    const std::lock_guard lock(mutex_);
+    const bool is_second = now - last_ < kTwice;
+    last_ = now;
+    const auto before = Clock::time_point(Duration(team_until_.load(kAnyOrder)));
+    if (!is_second || now < before) return;
+    hold_ = now - before < 2 * kTwice ? std::min(2 * hold_, kMostHold) : kLeastHold;
+    team_until_.store((now + hold_).time_since_epoch().count(), kAnyOrder);
+    hush_.until(now + hold_);
+  }
+
+ private:
+  static constexpr auto kAnyOrder = std::memory_order_relaxed;
+
+  std::atomic<Duration::rep> team_until_{0};
+  std::mutex mutex_;
+  Clock::time_point last_{};
+  Duration hold_ = kLeastHold;
+  Hush hush_;
+};
+
+std::atomic<Load*> the_load{nullptr};
+[[maybe_unused]] const int watches_fork =
+    pthread_atfork(nullptr, nullptr, [] { the_load.store(nullptr, std::memory_order_relaxed); });
+
+Load& load() {
+  Load* found = the_load.load(std::memory_order_acquire);
+  if (found != nullptr) return *found;
+  auto made = std::make_unique<Load>();
+  if (the_load.compare_exchange_strong(found, made.get(), std::memory_order_acq_rel)) return *made.release();
+  return *found;
+}
+
+std::atomic<Sharing> the_sharing{Sharing::by_load};
+thread_local int ops_alone = 0;
+
+void by_openmp(int threads, const std::function<void()>& work) {
+  const auto begun = Clock::now();
+  auto done = begun;
+  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t) {
+    work();
+    if (begin == 0) done = Clock::now();  // the caller's own part
+  });
+  load().record(done - begun, Clock::now() - done);
+}
+
+}  // namespace
+
+OpsAlone::OpsAlone() { ++ops_alone; }
+OpsAlone::~OpsAlone() { --ops_alone; }
+
+void set_sharing(Sharing sharing) { the_sharing.store(sharing, std::memory_order_relaxed); }
+
+void share_out(int threads, const std::function<void()>& work) {
+  if (threads <= 1 || at::in_parallel_region()) return work();
+  const Sharing sharing = the_sharing.load(std::memory_order_relaxed);
+  const bool by_team =
+      sharing == Sharing::team || (sharing == Sharing::by_load && (ops_alone > 0 || load().prefers_team()));
+  if (!by_team || !run_together(threads, work)) by_openmp(threads, work);
+}
+
+}  // namespace fastformer
