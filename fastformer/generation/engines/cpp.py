@@ -323,6 +323,11 @@ def _target_embedding(model: Transformer | GPT) -> Embedding:
 
 def pack_tensors(model: Transformer | GPT, precision: str) -> dict[str, Array]:
     """The tensors under the names that csrc/engine/packed_model.h wants; for int4, matrices as whole numbers."""
+    return arrays_of(model, named_tensors(model), precision)
+
+
+def named_tensors(model: Transformer | GPT) -> dict[str, Tensor]:
+    """The model's tensors under the names that csrc/engine/packed_model.h wants."""
     tensors: dict[str, Tensor] = {
         f"decoder.{name}": p for name, p in model.decoder.named_parameters(remove_duplicate=False)
     }
@@ -356,7 +361,7 @@ def pack_tensors(model: Transformer | GPT, precision: str) -> dict[str, Array]:
             tensors["local_cos"], tensors["local_sin"] = model.local_rotary.cos, model.local_rotary.sin
     elif position is not None:
         tensors["target_positions"] = position.table
-    return arrays_of(model, tensors, precision)
+    return tensors
 
 
 def arrays_of(model: nn.Module, tensors: dict[str, Tensor], precision: str) -> dict[str, Array]:

@@ -1,0 +1,125 @@
+"""The encoder of a Transformer in one C++ call: what its `encode` gives in every family, and errors for all else."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fastformer.encoding.source_engine import SourceEngine
+from fastformer.models import Transformer
+from fastformer.nn.layout import SequenceLayout
+from tests.checks import assert_accurate
+from tests.generation.small import needs_cpp
+from tests.generation.weights import drawn
+
+SIZES: dict[str, Any] = {"max_len": 300}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "tensor2tensor": {},
+    "the paper": {"norm_first": False, "positions": "interleaved", "attention_bias": True},
+    "bart": {
+        "norm_first": False, "positions": "learned", "embedding_norm": True, "scale_embedding": False,
+        "attention_bias": True, "activation": "gelu", "embed_pad": True,
+    },
+    "marian": {
+        "norm_first": False, "positions": "halves", "attention_bias": True, "activation": "silu", "output_bias": True,
+    },
+    "m2m100": {"positions": "halves", "first_position": 2, "attention_bias": True},
+    "t5": {
+        "norm": "rms", "positions": "relative", "num_buckets": 8, "max_distance": 20, "bias": False, "head_dim": 12,
+        "activation": "geglu_tanh", "scale_embedding": False, "scale_output": True, "embed_pad": True,
+    },
+    "apart": {"tie_embeddings": False, "source_vocab_size": 61, "window_size": 5, "num_kv_heads": 2},
+}  # fmt: skip
+
+
+def model_of(name: str, **options: Any) -> Any:
+    return drawn(Transformer, **SIZES | CONFIGS[name] | options)
+
+
+def sources_of(model: Any, lengths: list[int], seed: int = 0) -> list[list[int]]:
+    dice, config = random.Random(seed), model.config
+    size = config.source_vocab_size or config.vocab_size
+    return [[dice.randrange(size) for _ in range(length)] for length in lengths]
+
+
+@torch.inference_mode()
+def by_modules(model: Any, ids: list[list[int]]) -> Tensor:
+    layout = SequenceLayout.packed(torch.tensor([*map(len, ids)]), max(map(len, ids)))
+    states: Tensor = model.encode(torch.tensor(sum(ids, [])), layout)
+    return states
+
+
+@needs_cpp
+@pytest.mark.parametrize("name", CONFIGS)
+def test_each_family_gives_what_its_modules_give(name: str) -> None:
+    model = model_of(name)
+    ids = sources_of(model, [1, 7, 40, 130])
+    ids[1][3] = model.config.special_ids.pad  # in the middle it is a token like others, whose embedding may be zero
+    exact = by_modules(copy.deepcopy(model).double(), ids)
+    assert SourceEngine.why_unsupported(model) is None
+    for precision, bound in (("fp32", 0.0), ("bf16", 0.03), ("int8", 0.1)):
+        engine = SourceEngine(model, precision)
+        assert engine.name == "cpp"
+        found = torch.from_numpy(engine.encode(ids))
+        if precision == "fp32":
+            assert_accurate(found, by_modules(model, ids), exact, name)
+        else:
+            assert ((found - exact).square().mean() / exact.square().mean()).sqrt() < bound, precision
+
+
+@needs_cpp
+@pytest.mark.parametrize("name", ["bart", "t5"])
+def test_bits_of_a_source_depend_on_nothing_else(name: str) -> None:
+    model, before = model_of(name), torch.get_num_threads()
+    engine = SourceEngine(model)
+    ids = sources_of(model, [30, 1, 64, 200, 9])
+    alone = [engine.encode([source]).tobytes() for source in ids]
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            rows = np.split(engine.encode(ids), np.cumsum([*map(len, ids)])[:-1])
+            assert [each.tobytes() for each in rows] == alone
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_cpp
+def test_a_change_of_the_model_is_noticed() -> None:
+    model = model_of("bart")
+    engine, ids = SourceEngine(model), sources_of(model, [5, 30])
+
+    def agrees() -> bool:
+        return bool(torch.allclose(torch.from_numpy(engine.encode(ids)), by_modules(model, ids), atol=1e-5))
+
+    assert agrees() and engine.name == "cpp"
+    with torch.no_grad():
+        model.encoder.layers[1].linear1.weight.mul_(1.5)
+        model.source_position.table.data[3] += 1
+    assert agrees() and engine.name == "cpp"
+    handle = model.encoder.layers[0].register_forward_hook(lambda module, inputs, out: 2 * out)
+    assert agrees() and engine.name == "modules"
+    handle.remove()
+    assert agrees() and engine.name == "cpp"
+
+
+@pytest.mark.parametrize("backend", [pytest.param("cpp", marks=needs_cpp), "modules"])
+def test_what_no_source_is_gets_an_error(backend: str) -> None:
+    model = model_of("tensor2tensor")
+    if backend == "modules":
+        model.register_forward_hook(lambda *_: None)
+    engine = SourceEngine(model)
+    assert engine.name == backend
+    for ids in ([[1], []], [[1, 70]], [[-1]], [[1] * 301]):
+        with pytest.raises(ValueError):
+            engine.encode(ids)
+    assert engine.encode([]).shape == (0, 32)
+    with pytest.raises(ValueError, match="Transformer"):
+        SourceEngine(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"\bprecision\b"):
+        SourceEngine(model, "fp64")
