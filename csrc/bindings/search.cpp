@@ -18,6 +18,7 @@
 
 #include "bindings/bindings.h"
 #include "common/contention.h"
+#include "common/long_waits.h"
 #include "common/parallel.h"
 #include "common/thread_team.h"
 
@@ -165,6 +166,21 @@ std::pair<std::vector<int64_t>, int64_t> tasks_check(int64_t tasks, int64_t roun
   return {counts, most};
 }
 
+// For how many milliseconds the team is to run all ops after each of some regions of OpenMP, of (microseconds since the
+// first, those that the caller worked, those that it waited); 0: it goes on as before.
+std::vector<int64_t> waits_check(const std::vector<std::tuple<int64_t, int64_t, int64_t>>& regions) {
+  using std::chrono::microseconds;
+  LongWaits waits;
+  const auto first = LongWaits::Clock::now();
+  std::vector<int64_t> found;
+  for (const auto& [at, worked, waited] : regions) {
+    const auto now = first + microseconds(at);
+    const auto end = waits.record(now, microseconds(worked), microseconds(waited));
+    found.push_back(end ? std::chrono::duration_cast<std::chrono::milliseconds>(*end - now).count() : 0);
+  }
+  return found;
+}
+
 // Which of runs, of (milliseconds, tasks, whether the caller waited long, milliseconds by one), are the caller's alone.
 std::vector<bool> contention_check(const std::vector<std::tuple<int64_t, int64_t, bool, int64_t>>& runs) {
   using Milliseconds = std::chrono::milliseconds;
@@ -214,6 +230,8 @@ void bind_search(py::module_& m) {
   m.def("_stages_threads", &stages_threads);
   m.def("_set_sharing", &set_sharing_named);
   m.def("_tasks_check", &tasks_check);
+  m.def("_waits_check", &waits_check);
+  m.def("_hush_openmp", [](int64_t ms) { hush_openmp(std::chrono::milliseconds(ms)); });
 }
 
 }  // namespace fastformer

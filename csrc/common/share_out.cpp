@@ -14,6 +14,7 @@
 #include <mutex>
 #include <thread>
 
+#include "common/long_waits.h"
 #include "common/thread_team.h"
 
 namespace fastformer {
@@ -21,13 +22,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 using Duration = Clock::duration;
-using std::chrono::microseconds;
-using std::chrono::milliseconds;
 
-// Longer than a thread that has a core takes to come, or to end its task, and shorter than a scheduler's slice.
-constexpr Duration kLongWait = microseconds(500);
-constexpr Duration kTwice = milliseconds(100);  // two long waits within it are no accident
-constexpr Duration kLeastHold = milliseconds(250), kMostHold = milliseconds(4000);
 constexpr int kMostIdle = 16;  // threads that OpenMP is given to manage in addition
 
 // Has OpenMP's threads sleep between their regions for a while. libgomp's spin for some milliseconds, unless it manages
@@ -38,6 +33,7 @@ class Hush {
   void until(Clock::time_point end) {
     const std::lock_guard lock(mutex_);
     end_ = end;
+    changed_.notify_one();
     const int idle = omp_get_num_procs() - omp_get_max_threads() + 1;
     if (is_on_ || idle > kMostIdle) return;
     sigset_t all, before;
@@ -72,27 +68,24 @@ class Load {
  public:
   bool prefers_team() const { return Clock::now().time_since_epoch().count() < team_until_.load(kAnyOrder); }
 
-  // What a region took the caller, and how long it waited for the other threads then.
   void record(Duration worked, Duration waited) {
-    if (waited < kLongWait || 4 * waited < worked) return;
-    const Clock::time_point now = Clock::now();
+    if (waited < kNoticed) return;  // without the lock
     const std::lock_guard lock(mutex_);
-    const bool is_second = now - last_ < kTwice;
-    last_ = now;
-    const auto before = Clock::time_point(Duration(team_until_.load(kAnyOrder)));
-    if (!is_second || now < before) return;
-    hold_ = now - before < 2 * kTwice ? std::min(2 * hold_, kMostHold) : kLeastHold;
-    team_until_.store((now + hold_).time_since_epoch().count(), kAnyOrder);
-    hush_.until(now + hold_);
+    const auto end = waits_.record(Clock::now(), worked, waited);
+    if (!end) return;
+    team_until_.store(end->time_since_epoch().count(), kAnyOrder);
+    hush_.until(*end);
   }
+
+  void hush(Duration time) { hush_.until(Clock::now() + time); }
 
  private:
   static constexpr auto kAnyOrder = std::memory_order_relaxed;
+  static constexpr Duration kNoticed = std::chrono::microseconds(100);
 
   std::atomic<Duration::rep> team_until_{0};
   std::mutex mutex_;
-  Clock::time_point last_{};
-  Duration hold_ = kLeastHold;
+  LongWaits waits_;
   Hush hush_;
 };
 
@@ -125,6 +118,8 @@ void by_openmp(int threads, const std::function<void()>& work) {
 
 OpsAlone::OpsAlone() { ++ops_alone; }
 OpsAlone::~OpsAlone() { --ops_alone; }
+
+void hush_openmp(std::chrono::milliseconds time) { load().hush(time); }
 
 void set_sharing(Sharing sharing) { the_sharing.store(sharing, std::memory_order_relaxed); }
 

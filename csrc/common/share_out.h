@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <chrono>
 #include <functional>
 
 namespace fastformer {
@@ -29,5 +30,6 @@ class OpsAlone {
 // For tests and measurements.
 enum class Sharing { by_load, openmp, team };
 void set_sharing(Sharing sharing);
+void hush_openmp(std::chrono::milliseconds time);  // has OpenMP's threads sleep between their regions for so long
 
 }  // namespace fastformer

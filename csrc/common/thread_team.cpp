@@ -1,6 +1,7 @@
 #include "common/thread_team.h"
 
 #include <immintrin.h>
+#include <omp.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -56,6 +57,21 @@ int64_t num_tasks(const std::vector<Stage>& stages) {
 void run_alone(const std::vector<Stage>& stages) {
   for (const Stage& stage : stages)
     for (int64_t task = 0; task < stage.tasks; ++task) stage.run(task);
+}
+
+// Under OMP_PROC_BIND the program's threads are bound to cores of their own, the first one too. What it starts would
+// share its core, so a helper takes all that OpenMP has.
+void leave_bound_core() {
+  if (omp_get_proc_bind() == omp_proc_bind_false) return;
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  for (int place = 0; place < omp_get_num_places(); ++place) {
+    std::vector<int> numbers(omp_get_place_num_procs(place));
+    omp_get_place_proc_ids(place, numbers.data());
+    for (const int number : numbers)
+      if (number < CPU_SETSIZE) CPU_SET(number, &cores);
+  }
+  if (CPU_COUNT(&cores) > 0) sched_setaffinity(0, sizeof cores, &cores);
 }
 
 // Helper threads, and the one run of stages that they work on.
@@ -245,7 +261,10 @@ class ThreadTeam {
         helpers_.reserve(helpers_.size() + 1);
         auto helper = std::make_unique<Helper>();
         const int place = static_cast<int>(helpers_.size()) + 1;
-        std::thread([this, self = helper.get(), place] { help(*self, place); }).detach();
+        std::thread([this, self = helper.get(), place] {
+          leave_bound_core();
+          help(*self, place);
+        }).detach();
         helpers_.push_back(std::move(helper));
         has_begun = true;
       } catch (const std::exception&) {  // no more threads, or no more memory: the run uses those that there are

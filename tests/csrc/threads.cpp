@@ -42,6 +42,22 @@ uint64_t add_up(int threads, int rounds) {
   return written.back().back();
 }
 
+// Calls that share out tasks among themselves; returns how many were done, each of them once.
+int64_t done_together(int threads, int rounds) {
+  constexpr int64_t kTasks = 50;
+  int64_t done = 0;
+  for (int round = 0; round < rounds; ++round) {
+    std::vector<int64_t> counts(kTasks);
+    std::atomic<int64_t> taken{0};
+    const auto work = [&] {
+      for (int64_t i = taken++; i < kTasks; i = taken++) ++counts[i];
+    };
+    if (!run_together(threads, work)) work();
+    for (const int64_t count : counts) done += count == 1;
+  }
+  return done;
+}
+
 // It keeps no tensor: each is copied as it is packed.
 std::shared_ptr<const PackedModel> make_model(Precision precision, bool has_encoder, bool has_decoder = true) {
   std::map<std::string, std::vector<float>> memory;
@@ -239,7 +255,7 @@ int main() {
     callers.emplace_back([&, caller] {
       for (int turn = 0; turn < 6; ++turn) {
         const Case& one = cases[turn % cases.size()];
-        if (caller < 2) wrong += add_up(2 + turn % 3, 300) != sum;
+        if (caller < 2) wrong += add_up(2 + turn % 3, 300) != sum, wrong += done_together(2 + turn % 3, 300) != 15000;
         else if (caller < 4) wrong += decode(one.model, caller + 1, 1 + turn) != (caller == 2 ? one.first : one.second);
         else wrong += decode_many(one.model, 2 + turn % 2) != one.many, wrong += share(one.model, 3, 2) != one.shared;
         if (caller != 2) wrong += encode(encoder, 1 + (caller + turn) % 3) != encoded;

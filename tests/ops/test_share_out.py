@@ -3,9 +3,13 @@ fork, and with results that don't depend on it."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,6 +102,114 @@ def test_the_team_works_in_a_child_of_fork() -> None:
     in_child(check)
 
 
+def test_no_thread_is_bound_to_a_core_behind_a_call() -> None:
+    """A helper moves away from the caller's core by binding itself to others, for that moment alone."""
+    MODULE._set_sharing("team")
+    torch.set_num_threads(3)  # more than many machines have cores: some share one
+
+    def cores_of(task: str) -> str:
+        return Path(f"/proc/self/task/{task}/status").read_text().split("Cpus_allowed_list:")[1].split()[0]
+
+    own = cores_of(str(threading.get_native_id()))
+    for _ in range(20):
+        MODULE._tasks_check(40, 1, 40)
+    assert until(lambda: {cores_of(task) for task in os.listdir("/proc/self/task")} == {own})
+
+
 def test_an_unknown_sharing_is_an_error() -> None:
     with pytest.raises(ValueError, match="'openmp'"):
         MODULE._set_sharing("both")
+
+
+def test_the_team_takes_over_after_two_long_waits_and_for_longer_where_they_come_again() -> None:
+    """In microseconds: (when, worked, waited). A wait is long for itself, and beside what the caller worked."""
+    assert MODULE._waits_check([(0, 900, 499), (10, 900, 499), (20, 9000, 2000), (30, 9000, 2000)]) == [0] * 4
+    assert MODULE._waits_check([(0, 900, 600), (99_999, 900, 600)]) == [0, 250]
+    assert MODULE._waits_check([(0, 900, 600), (100_000, 900, 600), (150_000, 900, 600)]) == [0, 0, 250]
+    regions, now, due = [(0, 0, 5000)], 1000, [0]
+    for hold in (250, 500, 1000, 2000, 4000, 4000):
+        regions += [(now, 0, 5000), (now + 9000, 0, 5000)]  # the second while the team runs all ops: no region of ours
+        due += [hold, 0]
+        now += 1000 * hold + 50_000
+        regions.append((now, 0, 5000))
+        due.append(0)
+        now += 50_000
+    assert MODULE._waits_check(regions) == due
+    now += 10_000_000  # much later all begins anew
+    assert MODULE._waits_check([*regions, (now, 0, 5000), (now + 10, 0, 5000)])[-2:] == [0, 250]
+
+
+_SPINS = """
+import os, threading, time
+import torch
+from fastformer.ops import _extension
+
+module, x = _extension.module(), torch.zeros(2**18)
+torch.set_num_threads(2)
+
+
+def others_time():
+    tasks = [task for task in os.listdir("/proc/self/task") if int(task) != threading.get_native_id()]
+    return sum(int(open(f"/proc/self/task/{task}/schedstat").read().split()[0]) for task in tasks) / 1e6
+
+
+def spun():
+    x.add_(1)
+    before = others_time()
+    time.sleep(0.05)
+    return others_time() - before
+
+
+def until(holds):
+    return any(holds(spun()) for _ in range(100))
+
+
+assert until(lambda ms: ms > 2), "libgomp's thread never spins"
+module._hush_openmp(60_000)
+assert until(lambda ms: ms < 1), "it goes on spinning"
+assert sum(spun() < 1 for _ in range(9)) >= 5
+module._hush_openmp(0)
+assert until(lambda ms: ms > 2), "it doesn't spin again"
+"""
+
+
+@pytest.mark.slow  # a process of its own: any other thread's region changes what OpenMP's threads do
+@pytest.mark.skipif("libgomp" not in Path("/proc/self/maps").read_text(), reason="another OpenMP library than libgomp")
+def test_openmps_threads_sleep_between_their_regions_as_long_as_they_are_told_to() -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    subprocess.run([sys.executable, "-c", _SPINS], check=True, env=environment, timeout=60)
+
+
+_BOUND = """
+import os, threading
+from pathlib import Path
+import torch
+from fastformer.ops import _extension
+
+module = _extension.module()
+torch.set_num_threads(2)
+
+
+def cores_of(task):
+    return Path(f"/proc/self/task/{task}/status").read_text().split("Cpus_allowed_list:")[1].split()[0]
+
+
+before = set(os.listdir("/proc/self/task"))
+module._set_sharing("team")
+for _ in range(1000):
+    if module._tasks_check(40, 3, 40)[1] == 2:
+        break
+(helper,) = set(os.listdir("/proc/self/task")) - before
+print(cores_of(threading.get_native_id()), cores_of(helper))
+"""
+
+
+@pytest.mark.slow  # a process of its own: the variable counts where PyTorch is imported
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core is all that a helper can have")
+@pytest.mark.skipif("libgomp" not in Path("/proc/self/maps").read_text(), reason="another OpenMP library than libgomp")
+def test_a_helper_has_other_cores_than_the_one_that_openmp_binds_the_caller_to() -> None:
+    environment = {**os.environ, "OMP_PROC_BIND": "true", "OMP_PLACES": "cores", "OMP_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", _BOUND], capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 0, done.stderr
+    callers, helpers = done.stdout.split()
+    assert callers.isdigit() and not helpers.isdigit()
