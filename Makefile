@@ -65,8 +65,8 @@ sanitize-memory: $(INSTALLED)
 		../../$(BIN)/python setup.py -q build_ext --inplace
 	cd $(SANITIZED) && export LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 && ../../$(BIN)/pytest tests/ops \
-		-k 'cpp or weight_grad or threads or kilobytes or others' && \
-		../../$(BIN)/pytest -m "not gpu" tests/engine tests/generation/test_cpp_engine.py \
+		-k 'cpp or weight_grad or threads or kilobytes or others or share_out' && \
+		../../$(BIN)/pytest -m "not gpu" tests/engine tests/encoding tests/generation/test_cpp_engine.py \
 		tests/generation/test_bad_input.py tests/generation/test_native_search.py tests/generation/test_any_call.py
 
 # The engine's threads under ThreadSanitizer, without Python, whose own threads it doesn't know.
