@@ -110,11 +110,23 @@ def _decoding_in_cpp() -> Iterator[str]:
     yield "of any other generate(model, ..., engine='cpp') says why not"
 
 
+def encoding() -> Iterator[str]:
+    """Lines about what computes encoders."""
+    missing = _extension.why_missing("Encoder")
+    if missing is not None:
+        yield f"all encoders run by their modules, in their own dtype: there is no C++ encoder, for {missing}"
+        return
+    yield "one C++ call for all layers, in fp32, bf16, int8 and int4: of a fastformer.Encoder and CrossEncoder, and of"
+    yield "transformers' encoders behind accelerate(model), on the CPU, in evaluation without gradients;"
+    yield "fastformer.report(model) says which way a model goes, and why, and debug lines say it of a call"
+
+
 def report() -> str:
     """The whole report as text."""
     device_types = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     lines = ["versions", *(f"  {line}" for line in versions()), "", "machine", *(f"  {line}" for line in machine())]
     lines += ["", "decoding", *(f"  {line}" for line in decoding())]
+    lines += ["", "encoding", *(f"  {line}" for line in encoding())]
     for device_type in device_types:
         lines += ["", f"backends on {device_type}"]
         for op in forward_ops():

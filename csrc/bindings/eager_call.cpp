@@ -1,6 +1,6 @@
 // What fastformer/ops/_eager.py and kernels/_plans.py ask of the arguments of every call, and nn/guards.py of the
-// modules of a stack. All have it in Python, too, where the answers about six tensors take as long as the launch of a
-// kernel.
+// modules of a stack, and prepack.py of the tensors of a model. All have it in Python, too, where the answers about six
+// tensors take as long as the launch of a kernel.
 
 #include <ATen/Context.h>
 #include <c10/core/DispatchKeySet.h>
@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <cstdint>
+#include <cstring>
 #include <string>
 
 #include "bindings/bindings.h"
@@ -179,6 +180,66 @@ bool guards_hold(const py::handle owner, const py::tuple& record) {
   return true;
 }
 
+// `model_guards.layout_of`: which tensors these are, where they are, and how their memory is read.
+py::bytes tensor_layout(const py::list& tensors) {
+  std::string key;
+  key.reserve(tensors.size() * 64);
+  for (const py::handle each : tensors) {
+    if (!THPVariable_Check(each.ptr())) throw py::type_error("tensor_layout: expected tensors");
+    const at::Tensor& x = THPVariable_Unpack(each.ptr());
+    put(key, each.ptr());
+    put(key, x.scalar_type());
+    put(key, x.const_data_ptr());
+    put(key, static_cast<int32_t>(x.dim()));
+    for (const int64_t size : x.sizes()) put(key, size);
+    for (const int64_t stride : x.strides()) put(key, stride);
+  }
+  return py::bytes(key);
+}
+
+// How often each tensor was changed, as PyTorch counts it.
+py::bytes tensor_versions(const py::list& tensors) {
+  std::string key;
+  key.reserve(tensors.size() * 4);
+  for (const py::handle each : tensors) {
+    if (!THPVariable_Check(each.ptr())) throw py::type_error("tensor_versions: expected tensors");
+    put(key, static_cast<uint32_t>(THPVariable_Unpack(each.ptr())._version()));
+  }
+  return py::bytes(key);
+}
+
+// 128 bits of what is in some places of memory, (address, number of bytes) each, which the caller keeps alive. Each
+// step is one-to-one in the word that it takes in, so that a change of one word always shows.
+py::bytes memory_digest(const py::list& places) {
+  constexpr uint64_t kFirst = 0x9E3779B97F4A7C15, kSecond = 0xC2B2AE3D27D4EB4F;  // odd
+  uint64_t lanes[4] = {1, 2, 3, 4};
+  const auto take = [&lanes](int lane, uint64_t word) {
+    const uint64_t mixed = (lanes[lane] ^ word) * kFirst;
+    lanes[lane] = mixed ^ (mixed >> 29);
+  };
+  for (const py::handle place : places) {
+    const auto pair = py::reinterpret_borrow<py::tuple>(place);
+    const auto* from = reinterpret_cast<const char*>(pair[0].cast<uintptr_t>());
+    size_t left = pair[1].cast<size_t>();
+    uint64_t words[4];
+    for (; left >= sizeof words; left -= sizeof words, from += sizeof words) {
+      std::memcpy(words, from, sizeof words);
+      for (int lane = 0; lane < 4; ++lane) take(lane, words[lane]);
+    }
+    std::memset(words, 0, sizeof words);
+    std::memcpy(words, from, left);
+    for (int lane = 0; lane < 4; ++lane) take(lane, words[lane]);
+  }
+  uint64_t found[2] = {0, 0};
+  for (const uint64_t lane : lanes) {
+    found[0] = (found[0] ^ lane) * kFirst;
+    found[0] ^= found[0] >> 32;
+    found[1] = (found[1] + lane) * kSecond;
+    found[1] ^= found[1] >> 31;
+  }
+  return py::bytes(reinterpret_cast<const char*>(found), sizeof found);
+}
+
 }  // namespace
 
 void bind_eager_call(py::module_& m) {
@@ -187,6 +248,9 @@ void bind_eager_call(py::module_& m) {
         "(the type of device on which all tensors of a call are plain ones or None, whether one requires a gradient).");
   m.def("guards_hold", &guards_hold, py::arg("owner"), py::arg("record"),
         "Whether all places that guards watch hold the same objects as when they were made.");
+  m.def("tensor_layout", &tensor_layout, py::arg("tensors"), "Which tensors these are, and where, as bytes.");
+  m.def("tensor_versions", &tensor_versions, py::arg("tensors"), "How often each was changed, as bytes.");
+  m.def("memory_digest", &memory_digest, py::arg("places"), "128 bits of what is in (address, bytes) places.");
 }
 
 }  // namespace fastformer

@@ -113,7 +113,7 @@ def accelerate(
     states, which poolers and heads read as before. A call with inputs_embeds, position_ids, hidden states or attentions
     to return, padding on the left or with holes, or padding that something may read, goes by the modules. The packed
     copy holds about as much as the model's matrices in the engine's precision, beside the model itself, and nothing is
-    packed before the first such call: of MiniLM's 87 MiB (6 layers, d_model 384) about 87 MiB in fp32.
+    packed before the first such call.
 
     Args:
         model: any module. Known are those of torch.nn (`MultiheadAttention`, `TransformerEncoderLayer`,

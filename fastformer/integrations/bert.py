@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers.models.bert import modeling_bert as bert
 
-from fastformer.integrations.engine_encode import OnEncoder
+from fastformer.integrations.engine_encode import EncoderOwner
 from fastformer.integrations.fused import add_and_norm, fused_feed_forward, heads, plain_dropout
 from fastformer.integrations.heads import EncoderHead, KeepsPadding, TokenLabels, replacements
 from fastformer.integrations.known import attends_as_known, is_known, nothing_else, register
@@ -151,7 +151,7 @@ REPLACEMENTS = replacements(
     bert,
     {
         # These read what the pooler makes of the first token.
-        "BertModel": (Owner, OnEncoder),
+        "BertModel": EncoderOwner,
         "BertForMultipleChoice": Owner,
         "BertForNextSentencePrediction": Owner,
         "BertForSequenceClassification": Owner,

@@ -27,7 +27,7 @@ from fastformer.generation.engines.cpp_support import PACKED_PRECISIONS, why_not
 from fastformer.integrations.as_made import why_not_as_made
 from fastformer.integrations.engine_models import FoundModel, FoundModels, UnfitError, model_type_of
 from fastformer.integrations.known import RETURNS_TUPLES, attends_as_known, gives_tuple, is_recording
-from fastformer.integrations.padding import PackingStack
+from fastformer.integrations.padding import Owner, PackingStack
 from fastformer.integrations.replace import original_class
 from fastformer.models import BERT
 from fastformer.nn.guards import is_traced, is_watched
@@ -115,7 +115,16 @@ class OnEncoder(nn.Module):
 
     def reads_no_padding(self) -> bool:
         """Whether the running call reads nothing of the hidden states at padding."""
-        return any(module.may_leave_out() for module in self.children() if isinstance(module, PackingStack))
+        raise NotImplementedError
+
+
+class EncoderOwner(OnEncoder, Owner):
+    """`OnEncoder` around a stack that may leave padding out by itself."""
+
+    def reads_no_padding(self) -> bool:
+        """See `OnEncoder`."""
+        with self.granting(lambda: False):
+            return any(module.may_leave_out() for module in self.children() if isinstance(module, PackingStack))
 
 
 class EncoderStack(OnEncoder, PackingStack):

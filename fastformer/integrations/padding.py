@@ -245,7 +245,9 @@ def _collect(module: nn.Module, owner: nn.Module, found: dict[nn.Module, bool]) 
 
 
 # Wrappers that return the owner's output unchanged, by the beginning of their modules' names.
-_WRAPPERS = ("peft.", "torch.nn.parallel.", "torch._dynamo.")
+_WRAPPERS = ("peft.", "torch.nn.parallel.", "torch._dynamo.", "sentence_transformers.")
+# Modules of sentence-transformers that read what stands beside them at real positions alone, or read no positions.
+_BY_MASK = frozenset({"Pooling", "Normalize", "Dense", "LayerNorm", "Dropout"})
 
 
 def decide(model: nn.Module, choice: Literal["auto", "skip", "compute"]) -> None:
@@ -278,7 +280,7 @@ def _find_owners(model: nn.Module, stacks: Sequence[nn.Module]) -> None:
     owner = model
     while type(owner).__module__.startswith(_WRAPPERS):
         around = [child for child in owner.children() if any(stack in set(child.modules()) for stack in stacks)]
-        if len(around) != 1:
+        if len(around) != 1 or not all(child is around[0] or _reads_by_mask(child) for child in owner.children()):
             break
         owner = around[0]
     is_known = isinstance(owner, (Owner, PackingStack))
@@ -289,6 +291,12 @@ def _find_owners(model: nn.Module, stacks: Sequence[nn.Module]) -> None:
     for stack in stacks:
         _give(stack, Role(rule, False))
     _give(owner, Role(rule, True))
+
+
+def _reads_by_mask(module: nn.Module) -> bool:
+    """Whether a module beside a model, in the same wrapper, reads nothing of the model's output at padding."""
+    kind = type(module)
+    return not kind.__module__.startswith("sentence_transformers.") or kind.__name__ in _BY_MASK
 
 
 def _give(module: nn.Module, role: Role) -> None:

@@ -261,6 +261,7 @@ class Guards:
         wholly: further ones inside of which all attributes are watched, numbers and flags such as `training` among
             them, and the classes of their parameters. The parameters may be replaced by others of the same class.
         strangers: further ones of which nothing but the class is watched.
+        spaces: further dictionaries of which every value is watched, none of which leads to the owner's own.
     """
 
     def __init__(
@@ -271,16 +272,18 @@ class Guards:
         *,
         wholly: Iterable[nn.Module] = (),
         strangers: Iterable[nn.Module] = (),
+        spaces: Iterable[dict[str, object]] = (),
     ) -> None:
-        modules, wholly = tuple(modules), tuple(wholly)
+        modules, wholly, others = tuple(modules), tuple(wholly), tuple(spaces)
         every = (*modules, *wholly, *strangers)
         kinds = (type(owner), *map(type, every))
         own, partly, whole = vars(owner), [*map(vars, modules)], [*map(vars, wholly)]
         # Nothing here may hold the owner's own dictionary, which holds this.
         names = ["_modules", *(name for name in watched_names(own) if name not in _OF_THE_OWNER_ALONE)]
         # Dictionaries of which every value is watched, and places of which the one value is.
-        spaces = [
+        watched = [
             own["_modules"],
+            *others,
             *whole,
             *(each[name] for each in (*partly, *whole) for name in ("_modules", *_HOOKS)),
         ]
@@ -295,12 +298,12 @@ class Guards:
             places += [(kind, name) for name in (*methods, *BLOCKS.get(kind, ()))]
         places += functions
         tensors = [each["_parameters"] for each in whole]
-        sized = [*spaces, *partly, *tensors]
-        spaces = [space for space in spaces if space]  # an empty one of the same size has no values
+        sized = [*watched, *partly, *tensors]
+        watched = [space for space in watched if space]  # an empty one of the same size has no values
         self._record = (
             *(kinds, every, tuple(names), tuple(map(own.get, names))),
             *(tuple(sized), (len(own), *map(len, sized))),
-            *(tuple(spaces), tuple(chain.from_iterable(map(dict.values, spaces)))),
+            *(tuple(watched), tuple(chain.from_iterable(map(dict.values, watched)))),
             *(tuple(places), tuple(starmap(_look_up, places))),
             *(tuple(tensors), tuple(map(type, chain.from_iterable(map(dict.values, tensors))))),
         )

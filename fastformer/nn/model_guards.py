@@ -6,13 +6,13 @@ and CUDA graphs, which replay the work of one call.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from itertools import chain
-from operator import is_
+from collections.abc import Iterable
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from fastformer.nn.guards import Guards
+from fastformer.ops import _extension
 
 _SCALARS = (bool, int, float, str, tuple)
 
@@ -34,35 +34,24 @@ class ModelGuards:
 
     def __init__(self, model: nn.Module, functions: Iterable[tuple[object, str]] = ()) -> None:
         every = [*model.modules()]
-        settings: list[tuple[object, str]] = []
-        for module in every[1:]:
-            own = vars(module)
-            settings += [(own, name) for name, value in own.items() if isinstance(value, _SCALARS)]
-        self._guards = Guards(model, every[1:], [*settings, *functions])
-        self._stores: list[Mapping[str, Tensor | None]] = []
+        stores: list[dict[str, Any]] = []
         for module in every:
-            self._stores += (module._parameters, module._buffers)
-        self._kept = self._kept_now()
+            stores += (cast(dict[str, Any], module._parameters), module._buffers)
+        self._guards = Guards(model, (), functions, wholly=every[1:], spaces=stores)
         self._own = _own_state(model)
-        self.tensors = [tensor for tensor in self._kept if tensor is not None]
+        self.tensors = [tensor for store in stores for tensor in store.values() if tensor is not None]
         self.layout = layout_of(self.tensors)
 
     def hold(self, model: nn.Module) -> bool:
         """Whether the model is what it was."""
-        return (
-            self._guards.hold(model)
-            and self._own == _own_state(model)
-            and len(self._kept) == len(kept := self._kept_now())
-            and all(map(is_, self._kept, kept))
-            and self.layout == layout_of(self.tensors)
-        )
-
-    def _kept_now(self) -> list[Tensor | None]:
-        return [*chain.from_iterable(store.values() for store in self._stores)]
+        return self._guards.hold(model) and self._own == _own_state(model) and self.layout == layout_of(self.tensors)
 
 
-def layout_of(tensors: list[Tensor]) -> tuple[list[object], ...]:
+def layout_of(tensors: list[Tensor]) -> object:
     """Which tensors these are, where they are, and how their memory is read."""
+    in_cpp = _extension.host_function("tensor_layout")
+    if in_cpp is not None:
+        return in_cpp(tensors)
     return (
         [*map(id, tensors)],
         [tensor.data_ptr() for tensor in tensors],

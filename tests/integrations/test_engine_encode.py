@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import logging
 import pickle
 import threading
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from fastformer.checkpoints.hf import ENCODER_FORMS
 from fastformer.encoding.engine import PackedEncoder
 from fastformer.integrations import accelerate, report, restore
 from tests.checks import assert_accurate
+from tests.encoding.folders import MANY, TEXTS, bert
 from tests.integrations.decoders import IS_OLD, Wide
 from tests.integrations.encoders import BASE, CASES, HEAD, VOCAB, Case, drawn, padded, texts_of
 
@@ -388,10 +392,36 @@ def test_an_option_does_without(calls: list[int], caplog: pytest.LogCaptureFixtu
     assert "C++" in report(ours).encode[""]
     agree(plain, ours)
     assert calls == [1]
-    hooked(plain), hooked(ours)
+    for model in (plain, ours):
+        hooked(model)
     with caplog.at_level(logging.DEBUG, "fastformer"):
         agree(plain, ours)
     assert "hook" in caplog.text and "hook" in report(ours).encode[""] and "hook" in str(report(ours))
+
+
+@pytest.mark.slow  # sentence-transformers takes seconds to import; all the ways by which it calls a model
+def test_a_sentence_transformer_gives_the_same_embeddings(tmp_path: Path, calls: list[int]) -> None:
+    library = pytest.importorskip("sentence_transformers", reason="not installed: pip install sentence-transformers")
+    bert(tmp_path)
+    plain = library.SentenceTransformer(str(tmp_path), device="cpu")
+    ours = accelerate(copy.deepcopy(plain))
+    assert "C++" in str(report(ours).encode) and "zeros" in str(report(ours).padding)
+    for options in ({}, {"normalize_embeddings": True, "batch_size": 3}):
+        torch.testing.assert_close(
+            torch.from_numpy(ours.encode(MANY, **options)), torch.from_numpy(plain.encode(MANY, **options))
+        )
+    assert calls[0] >= 2
+    for one, other in zip(
+        *(model.encode(TEXTS, output_value="token_embeddings") for model in (ours, plain)), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+    calls[0] = 0
+    bert(tmp_path / "pairs", num_labels=1)
+    pairs = [("a bird", text) for text in TEXTS]
+    plain = library.CrossEncoder(str(tmp_path / "pairs"), device="cpu")
+    ours = accelerate(copy.deepcopy(plain))
+    torch.testing.assert_close(torch.from_numpy(ours.predict(pairs)), torch.from_numpy(plain.predict(pairs)))
+    assert calls[0] >= 1
 
 
 def test_restore_gives_the_model_back(calls: list[int]) -> None:
@@ -437,3 +467,37 @@ def test_several_threads_get_the_same(calls: list[int]) -> None:
     for thread in threads:
         thread.join()
     assert len(found) == 40 and all(torch.equal(each, due) for each in found)
+
+
+def resident() -> int:
+    """MiB of this process, with what the allocator can give back given back."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
+    return int(line.split()[1]) // 1024
+
+
+@pytest.mark.slow  # a model of 30 MiB a hundred times: nothing of it, nor of its packed copy, may stay
+def test_a_hundred_models_leave_no_memory_behind() -> None:
+    config = transformers.BertConfig(vocab_size=8000, hidden_size=256, num_hidden_layers=4, num_attention_heads=4,
+                                     intermediate_size=1024, _attn_implementation="sdpa")  # fmt: skip
+    seen = []
+    for _ in range(100):
+        model = accelerate(transformers.BertModel(config).eval())
+        with torch.no_grad():
+            model(**inputs())
+        del model
+        seen.append(resident())
+    assert max(seen[50:]) - max(seen[10:20]) < 20, seen
+
+
+@pytest.mark.slow  # 100,000 texts in batches: memory stays where it is
+def test_memory_is_flat_over_many_texts(calls: list[int]) -> None:
+    _, ours = pair("roberta labels")
+    seen = []
+    with torch.no_grad():
+        for number in range(2000):
+            ours(**inputs(50, 2 + number % 40))
+            if number % 200 == 199:
+                seen.append(resident())
+    assert calls == [2000] and max(seen[5:]) - seen[1] < 10, seen
