@@ -49,6 +49,12 @@ _MODELS: dict[str, tuple[type[Transformer] | type[GPT], str, dict[str, Any]]] = 
             **_LLAMA,
         },
     ),
+    # The same form with 41 M parameters, for servers that answer many.
+    "llama-small": (
+        GPT,
+        "small",
+        {"vocab_size": 32000, "d_model": 512, "num_heads": 8, "num_layers": 8, "d_ff": 1408, "max_len": 512, **_LLAMA},
+    ),
     "llama-tiny": (GPT, "tiny", {"vocab_size": 500, "num_heads": 8, "d_ff": 96, "num_layers": 2, **_LLAMA}),
     "gpt-tiny": (GPT, "tiny", {"vocab_size": 500, "activation": "gelu_tanh"}),
 }

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,13 +93,15 @@ def _program(options: dict[str, str]) -> Path:
     return Path(program)
 
 
-def write_gguf(model: GPT, file: Path, kind: str) -> None:
-    """Writes a GGUF file without a tokenizer.
+def write_gguf(model: GPT, file: Path, kind: str, tokens: Sequence[str] = ()) -> None:
+    """Writes a GGUF file.
 
     Args:
         model: of GPT-2's form, or of Llama's.
         file: to write.
         kind: of the matrices, one of GGUF's types such as "Q8_0". Vectors and positions are fp32.
+        tokens: one for each id, in the spelling of GPT-2's tokenizer, so that ids become texts. Texts don't become ids:
+            no merge makes a token. Empty: the file has no tokenizer.
 
     Raises:
         Missing: gguf is not installed, or the model has another form.
@@ -117,7 +120,14 @@ def write_gguf(model: GPT, file: Path, kind: str) -> None:
     writer.add_block_count(config.num_layers)
     writer.add_feed_forward_length(config.d_ff)
     writer.add_head_count(config.num_heads)
-    writer.add_tokenizer_model("no_vocab")
+    if tokens:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_list(list(tokens))
+        writer.add_token_merges([f"{tokens[-1][0]} {tokens[-1][1]}"])
+        writer.add_eos_token_id(model.config.special_ids.first_eos)
+    else:
+        writer.add_tokenizer_model("no_vocab")
     if tensors.form == "llama":
         attention = model.decoder.layers[0].self_attn
         writer.add_head_count_kv(attention.num_kv_heads)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from benchmarks.cases.models.bench_scaling import EXPECTED
 from benchmarks.measure.scaling_fits import groups, growth
 from benchmarks.publish.charts import name_of
-from benchmarks.publish.latest import AT_FULL_RATE, WITHOUT_AVX512, Results, Row, value_of
+from benchmarks.publish.latest import AT_FULL_RATE, WITHOUT_AVX512, Results, Row, value_of, was_timed
 from benchmarks.publish.style import two_digits
 from benchmarks.publish.summary import (
     AVX2,
@@ -258,6 +258,23 @@ def accelerated_generate(numbers: Numbers) -> str:
     return table(["times faster than", *map(name_of, rivals)], lines) if lines else ""
 
 
+def serving(numbers: Numbers) -> str:
+    """A line for each server of each model, a column for each number of clients; "" until it was measured."""
+    rows = [row for row in numbers.results.find(op="serving") if was_timed(row)]
+    clients = sorted({row["shape"]["clients"] for row in rows})
+    lines = []
+    for model, provider, precision in dict.fromkeys((row["model"], row["provider"], row["precision"]) for row in rows):
+        where = {"op": "serving", "model": model, "provider": provider, "precision": precision}
+        cells = []
+        for count in clients:
+            there = any(was_timed(row) for row in numbers.results.find(**where, clients=count))
+            fields = ("requests_s", "ms_p50", "ms_p99") if there else ()
+            cells.append(" · ".join(numbers.value(field, **where, clients=count) for field in fields))
+        lines.append([model, f"{name_of(provider)}, {precision}", *cells])
+    head = ["model", "requests/s · p50 ms · p99 ms", *(f"{count} client{'s' * (count > 1)}" for count in clients)]
+    return table(head, lines) if lines else ""
+
+
 def precisions(numbers: Numbers) -> str:
     """What the smaller ones cost in quality."""
 
@@ -304,6 +321,7 @@ TABLES: dict[str, Callable[[Numbers], str]] = {
     "small_work": small_work,
     "decoding": functools.partial(beside_engines, PEERS),
     "llama": llama,
+    "serving": serving,
     "precisions": precisions,
     "accelerated": functools.partial(times_faster, DROP_IN),
     "accelerated_generate": accelerated_generate,

@@ -1,0 +1,114 @@
+"""CTranslate2 behind FastAPI, as its users write it: a process of its own.
+
+    python -m benchmarks.peers.ctranslate2_server FOLDER PORT int8 WORKERS THREADS [--together 32]
+
+FOLDER holds `ctranslate2/`, its model, and `tokenizer.json`. A request is translated by the first worker that is free.
+With --together, requests that wait for one are translated in one batch: CTranslate2 does that for the texts of one call
+alone, so that its users need a queue of their own, and a batch ends when its longest translation does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import ctranslate2
+import tokenizers
+import uvicorn
+from fastapi import FastAPI
+from pydantic import BaseModel
+
+
+class Ask(BaseModel):
+    """The fields of our `/v1/translate` that are used here."""
+
+    text: str
+    max_new_tokens: int = 256
+
+
+class Answering:
+    """The model with its tokenizer."""
+
+    def __init__(self, folder: Path, compute_type: str, workers: int, threads: int) -> None:
+        self.tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.eos = self.tokenizer.token_to_id("</s>")
+        self.translator = ctranslate2.Translator(
+            str(folder / "ctranslate2"), compute_type=compute_type, inter_threads=workers, intra_threads=threads
+        )
+
+    def answer(self, asks: list[Ask]) -> list[str]:
+        """The translations of texts, in one batch."""
+        sources = [[str(token) for token in [*self.tokenizer.encode(ask.text).ids, self.eos]] for ask in asks]
+        longest = max(ask.max_new_tokens for ask in asks)
+        found = self.translator.translate_batch(
+            sources, beam_size=1, max_decoding_length=longest, max_input_length=0, max_batch_size=0
+        )
+        limited = zip(found, asks, strict=True)
+        ids = [[int(token) for token in each.hypotheses[0][: ask.max_new_tokens]] for each, ask in limited]
+        return self.tokenizer.decode_batch(ids)
+
+
+def make_app(answering: Answering, together: int, workers: int) -> FastAPI:
+    """The application; together: how many requests a batch has at most, 0 for one each."""
+    waiting: asyncio.Queue[tuple[Ask, asyncio.Future[str]]] = asyncio.Queue()
+
+    async def work() -> None:
+        while True:
+            taken = [await waiting.get()]
+            while len(taken) < together and not waiting.empty():
+                taken.append(waiting.get_nowait())
+            said = await asyncio.to_thread(answering.answer, [ask for ask, _ in taken])
+            for (_, future), text in zip(taken, said, strict=True):
+                if not future.done():
+                    future.set_result(text)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        running = [asyncio.create_task(work()) for _ in range(workers if together else 0)]
+        yield
+        for task in running:
+            task.cancel()
+
+    app = FastAPI(lifespan=lifespan)
+
+    @app.get("/health")
+    def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    if together:
+
+        @app.post("/v1/translate")
+        async def translate_together(ask: Ask) -> dict[str, str]:
+            future = asyncio.get_running_loop().create_future()
+            await waiting.put((ask, future))
+            return {"text": await future}
+
+    else:
+
+        @app.post("/v1/translate")
+        def translate(ask: Ask) -> dict[str, str]:
+            return {"text": answering.answer([ask])[0]}
+
+    return app
+
+
+def main() -> None:
+    """Serves until it is ended."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers.ctranslate2_server")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("port", type=int)
+    parser.add_argument("compute_type")
+    parser.add_argument("workers", type=int)
+    parser.add_argument("threads", type=int)
+    parser.add_argument("--together", type=int, default=0)
+    options = parser.parse_args()
+    answering = Answering(options.folder, options.compute_type, options.workers, options.threads)
+    app = make_app(answering, options.together, options.workers)
+    uvicorn.run(app, host="127.0.0.1", port=options.port, log_level="error", access_log=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,303 @@
+"""Servers of one model over HTTP: ours, and others on the same weights. Each is a process of its own.
+
+A model has random weights and never ends an output: a request says how many new tokens it wants, and gets so many
+words, each of which is one token of a vocabulary "t3", "t4", ... Beside a translator stands CTranslate2 behind FastAPI,
+beside a language model `transformers serve` and llama.cpp's server.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.peers import ctranslate2, llama_cpp
+from benchmarks.peers.cases import make_model
+from benchmarks.peers.hugging_face import convert
+from benchmarks.peers.job import Missing
+from benchmarks.peers.load import Body
+from fastformer.data.tokenizer_files import ForeignIds, ForeignTokenizer, HuggingFaceModel
+from fastformer.models import GPT, Transformer
+
+ROOT = Path(__file__).parents[2]
+OURS = "fastformer serve"
+TRANSLATORS = {"base": "base", "tiny": "tiny"}
+LANGUAGE_MODELS = {"llama-small": "llama-small", "llama-tiny": "llama-tiny"}
+_SPECIAL = ("<pad>", "</s>", "<unk>")
+_REQUESTS = 512
+_LONGEST_START = 180.0  # seconds
+
+
+class Request(NamedTuple):
+    """A text of so many words, and the new tokens that are asked for."""
+
+    words: list[int]
+    new_tokens: int
+
+
+def requests(vocab_size: int, *, lengths: range, new_tokens: Callable[[int], int]) -> list[Request]:
+    """Texts of mixed lengths, the same in each run.
+
+    Args:
+        vocab_size: words are ids of it that are not special.
+        lengths: of texts, in words.
+        new_tokens: of a text of that length.
+    """
+    drawn = random.Random(0)
+    sizes = [drawn.choice(lengths) for _ in range(_REQUESTS)]
+    return [
+        Request([drawn.randrange(len(_SPECIAL), vocab_size) for _ in range(size)], new_tokens(size)) for size in sizes
+    ]
+
+
+class Server:
+    """A process that listens on this machine.
+
+    Args:
+        name, precision: what rows call it.
+        command: how it is started; "PORT" in it becomes a free port.
+        path: that is posted to.
+        body: of a request.
+        said: the text of an answer.
+        threads: that it computes with; None: as many as it likes.
+        health: answers 200 once it can work.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        precision: str,
+        command: Sequence[str],
+        path: str,
+        body: Callable[[Request], Body],
+        said: Callable[[Any], str],
+        *,
+        threads: int,
+        health: str = "/health",
+    ) -> None:
+        self.name, self.precision, self.path, self.body, self.threads = name, precision, path, body, threads
+        self._command, self._said, self._health = command, said, health
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.precision}"
+
+    def count(self, answer: Any) -> int:
+        """The new tokens of an answer: its words."""
+        return len(self._said(answer).split())
+
+    def start(self, log: Path) -> None:
+        """Starts it, and writes what it says to a file; `wait` waits for it."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = int(free.getsockname()[1])
+        command = [str(self.port) if word == "PORT" else word for word in self._command]
+        threads = str(self.threads)
+        environment = os.environ | {
+            "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        }  # fmt: skip
+        self._log = log
+        with open(log, "wb") as out:
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+            )
+
+    def wait(self) -> None:
+        """Returns when it answers.
+
+        Raises:
+            Missing: it ended, or never answers; with the last it said.
+        """
+        assert self._process is not None
+        url, last = f"http://127.0.0.1:{self.port}{self._health}", time.monotonic() + _LONGEST_START
+        while time.monotonic() < last and self._process.poll() is None:
+            try:
+                with urllib.request.urlopen(url, timeout=5):
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.2)
+        said = self._log.read_text(errors="replace").strip().splitlines()
+        raise Missing("it did not start: " + " / ".join(said[-2:]))
+
+    def stop(self) -> None:
+        """Ends it, by force where it doesn't."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            try:
+                self._process.wait(15)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+
+@dataclass
+class Asked:
+    """A model and what is asked of its servers.
+
+    Attributes:
+        servers: ours first.
+        missing: (name, precision, why) of the others.
+        requests: in the order in which clients take them.
+    """
+
+    servers: list[Server]
+    missing: list[tuple[str, str, str]]
+    requests: list[Request]
+
+
+def _text(request: Request) -> str:
+    return " ".join(f"t{word}" for word in request.words)
+
+
+def _backend(vocab_size: int) -> Any:
+    """A tokenizer whose words are "t3", "t4", ..., with an id for each special token before them."""
+    import tokenizers
+    from tokenizers import models, pre_tokenizers
+
+    vocab = {token: i for i, token in enumerate([*_SPECIAL, *(f"t{i}" for i in range(len(_SPECIAL), vocab_size))])}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(list(_SPECIAL))
+    return backend
+
+
+def _ours(folder: Path, precision: str, threads: int, path: str, body: Callable[[Request], Body], said: Any) -> Server:
+    begin = "import sys; from fastformer.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", begin, "serve", str(folder), "--port", "PORT", "--precision", precision]
+    return Server(OURS, precision, command, path, body, said, threads=threads, health="/ready")
+
+
+def translators(case: str, folder: Path, precisions: Sequence[str], threads: int) -> Asked:
+    """Ours beside CTranslate2 behind FastAPI, whose model is written as well.
+
+    Args:
+        case: one of TRANSLATORS.
+        folder: a new one to write to.
+        precisions: of ours; CTranslate2's is int8.
+        threads: that a server computes with.
+    """
+    model = make_model({"name": case})
+    assert isinstance(model, Transformer)
+    with torch.no_grad():
+        model.output_weight[: len(_SPECIAL)] = 0.0  # no special token is ever among the best
+    vocab_size = model.config.vocab_size
+    ids, backend = ForeignIds(pad=0, eos=1, unk=2), _backend(vocab_size)
+    model.save_pretrained(folder / case, ForeignTokenizer(HuggingFaceModel(backend), ids))
+
+    def body(request: Request) -> Body:
+        return {"text": _text(request), "max_new_tokens": request.new_tokens}
+
+    def said(answer: Any) -> str:
+        return str(answer["text"])
+
+    servers = [_ours(folder / case, precision, threads, "/v1/translate", body, said) for precision in precisions]
+    missing = []
+    name = "ctranslate2, fastapi"
+    if importlib.util.find_spec("ctranslate2") is None:
+        missing.append((name, "int8", "not installed: pip install ctranslate2"))
+    else:
+        other = folder / "other"
+        other.mkdir()
+        ctranslate2.convert(model, other / "ctranslate2")
+        backend.save(str(other / "tokenizer.json"))
+        ways = {
+            f"{name}, {threads} threads": (1, threads, 0),
+            f"{name}, {threads} workers": (threads, 1, 0),
+            f"{name}, batching": (1, threads, 32),
+        }
+        for way, (workers, each, together) in ways.items():
+            command = [
+                sys.executable, "-m", "benchmarks.peers.ctranslate2_server", str(other), "PORT", "int8",
+                str(workers), str(each), "--together", str(together),
+            ]  # fmt: skip
+            servers.append(Server(way, "int8", command, "/v1/translate", body, said, threads=each))
+    lengths = range(8, 33) if case == "base" else range(3, 9)
+    return Asked(servers, missing, requests(vocab_size, lengths=lengths, new_tokens=lambda length: length + 4))
+
+
+def language_models(case: str, folder: Path, precisions: Sequence[str], threads: int, llama_server: str = "") -> Asked:
+    """Ours beside `transformers serve` and llama.cpp's server, on one model of Llama's form.
+
+    Args:
+        case: one of LANGUAGE_MODELS.
+        folder: a new one to write to.
+        precisions: of ours; that of transformers is fp32, of llama.cpp int8.
+        threads: that a server computes with.
+        llama_server: the path of llama.cpp's server; "": on PATH.
+    """
+    import transformers
+
+    model = make_model({"name": case})
+    assert isinstance(model, GPT)
+    with torch.no_grad():
+        model.output_weight[: len(_SPECIAL)] = 0.0
+    vocab_size = model.config.vocab_size
+    backend = _backend(vocab_size)
+    convert(model).save_pretrained(folder / case)
+    names = dict(zip(("pad_token", "eos_token", "unk_token"), _SPECIAL, strict=True))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **names).save_pretrained(folder / case)
+
+    def body(request: Request) -> Body:
+        limits = {"max_tokens": request.new_tokens, "temperature": 0}
+        return {"model": case, "prompt": _text(request), **limits}
+
+    def said(answer: Any) -> str:
+        return str(answer["choices"][0]["text"])
+
+    path = "/v1/completions"
+    servers = [_ours(folder / case, precision, threads, path, body, said) for precision in precisions]
+    missing = []
+    if importlib.util.find_spec("transformers.cli.serve") is None:
+        missing.append(("transformers serve", "fp32", "not installed: pip install 'transformers[serving]>=5'"))
+    else:
+        command = [
+            sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder / case), "--port", "PORT",
+            "--host", "127.0.0.1", "--device", "cpu", "--dtype", "float32",
+        ]  # fmt: skip
+
+        def by_folder(request: Request) -> Body:
+            return {**body(request), "model": str(folder / case)}
+
+        servers.append(Server("transformers serve", "fp32", command, path, by_folder, said, threads=threads))
+    program = llama_server or shutil.which("llama-server")
+    try:
+        if not program:
+            raise Missing("no llama-server: build it from llama.cpp, and have it on PATH or name it by --llama_server")
+        llama_cpp.write_gguf(model, folder / "model.gguf", "Q8_0", [*_SPECIAL, *_words(vocab_size)])
+    except Missing as error:
+        missing.append(("llama.cpp's server", "int8", str(error)))
+    else:
+        command = [
+            str(program), "-m", str(folder / "model.gguf"), "--port", "PORT", "--host", "127.0.0.1",
+            "-t", str(threads), "-tb", str(threads), "-np", "16", "-c", str(16 * 512), "--no-webui",
+        ]  # fmt: skip
+
+        def by_ids(request: Request) -> Body:  # its tokenizers know no whole words
+            return {"prompt": request.words, "n_predict": request.new_tokens, "temperature": 0, "cache_prompt": False}
+
+        said_by_it: Callable[[Any], str] = lambda answer: str(answer["content"])  # noqa: E731
+        servers.append(
+            Server("llama.cpp's server", "int8", command, "/completion", by_ids, said_by_it, threads=threads)
+        )
+    lengths = range(16, 49) if case == "llama-small" else range(3, 9)
+    return Asked(servers, missing, requests(vocab_size, lengths=lengths, new_tokens=lambda length: 8 + length % 17))
+
+
+def _words(vocab_size: int) -> Iterator[str]:
+    # "Ġ" is how GPT-2's tokenizer writes a space.
+    return (f"Ġt{i}" for i in range(len(_SPECIAL), vocab_size))

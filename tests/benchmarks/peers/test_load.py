@@ -1,0 +1,90 @@
+"""Clients of a server: how many answers came, in which time, and that each was the one that was asked for."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from benchmarks.measure import record
+from benchmarks.peers.load import Load, Refused, percentile, put_under_load
+from benchmarks.serving import figures, line
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Says as many words as it is asked for, after 20 ms; one at a time is all that `lock` allows."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    lock = threading.Lock()
+    most = running = 0
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.lock:
+            Handler.running += 1
+            Handler.most = max(Handler.most, self.running)
+        time.sleep(0.02)
+        with self.lock:
+            Handler.running -= 1
+        answer = json.dumps({"text": " ".join(["t"] * asked["words"])}).encode()
+        self.send_response(asked.get("status", 200))
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    Handler.most = Handler.running = 0
+    yield server.server_address[1]
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def words(answer: dict[str, str]) -> int:
+    return len(answer["text"].split())
+
+
+def test_clients_ask_at_once_and_answers_are_counted_in_their_time(port: int) -> None:
+    bodies = [({"words": 3}, 3), ({"words": 5}, 5)]
+    found = put_under_load(port, "/any", bodies, words, clients=4, seconds=0.4, warm_up=0.1)
+    assert Handler.most == 4 and Handler.running == 0  # what was begun was waited for
+    # At least 20 ms each: four clients can't have more than 80 in 0.4 s, and have some.
+    assert 8 <= len(found.latencies) <= 84 and min(found.latencies) >= 0.02
+    assert 3 * len(found.latencies) <= found.tokens <= 5 * len(found.latencies)
+
+
+@pytest.mark.parametrize(("body", "expected"), [({"words": 3, "status": 503}, 3), ({"words": 2}, 3)])
+def test_an_answer_that_is_none_is_told(body: dict[str, int], expected: int, port: int) -> None:
+    with pytest.raises(Refused, match="503" if "status" in body else "2"):
+        put_under_load(port, "/any", [(body, expected)], words, clients=2, seconds=0.2, warm_up=0.0)
+
+
+def test_a_percentile_is_one_of_the_values() -> None:
+    values = [float(i) for i in range(100, 0, -1)]
+    assert [percentile(values, share) for share in (0.2, 0.5, 0.99, 1.0)] == [20.0, 50.0, 99.0, 100.0]
+    assert percentile([7.0], 0.5) == percentile([7.0], 0.99) == 7.0
+
+
+def test_figures_are_a_line_of_results() -> None:
+    loads = [Load(2.0, [0.1] * 10, 80), Load(2.0, [0.2] * 20, 160), Load(2.0, [0.3] * 12, 96)]
+    found = figures(loads)
+    assert found["requests_s"] == 6.0 and found["tokens_s"] == 48.0
+    assert (found["ms_p20"], found["ms_p50"], found["ms_p99"]) == (100.0, 200.0, 300.0)
+    row = {"suite": "decoding", "op": "serving", "model": "base", "shape": {"clients": 16}, "provider": "p"}
+    row |= {"precision": "int8", "ours": 3.0, **found}
+    record.check(row | record.environment("cpu"))
+    assert "6.0 requests/s" in line(row)
+    assert figures([Load(1.0)]) == {}

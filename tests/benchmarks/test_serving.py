@@ -1,0 +1,38 @@
+"""Servers under load: each that is installed gives a line for each number of clients."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.measure import record
+from benchmarks.peers.servers import OURS, requests
+from benchmarks.serving import main
+from tests.generation.small import needs_cpp
+
+
+def test_requests_are_mixed_and_the_same_in_each_run() -> None:
+    found = requests(500, lengths=range(3, 9), new_tokens=lambda length: 2 * length)
+    assert found == requests(500, lengths=range(3, 9), new_tokens=lambda length: 2 * length)
+    assert {len(request.words) for request in found} == set(range(3, 9))
+    assert all(request.new_tokens == 2 * len(request.words) for request in found)
+    assert all(3 <= word < 500 for request in found for word in request.words)
+
+
+@pytest.mark.slow  # proves that servers start, answer in full and give lines of the schema; each takes seconds to start
+@needs_cpp
+@pytest.mark.parametrize("case", ["tiny", "llama-tiny"])
+def test_every_server_gives_its_lines(case: str, tmp_path: Path) -> None:
+    out = tmp_path / "serving.jsonl"
+    sizes = ["--clients", "1", "3", "--rounds", "2", "--seconds", "1", "--warm_up", "0.3", "--threads", "1"]
+    assert main(["--case", case, *sizes, "--out", str(out)]) == 0
+    rows = list(map(json.loads, out.read_text().splitlines()))
+    for row in rows:
+        record.check(row)
+    ours = {(row["precision"], row["shape"]["clients"]): row for row in rows if row["provider"] == OURS}
+    assert ours.keys() == {(precision, clients) for precision in ("int8", "fp32") for clients in (1, 3)}
+    assert all(row["requests_s"] > 0 and row["ms_p50"] <= row["ms_p99"] for row in ours.values())
+    others = [row for row in rows if row["provider"] != OURS]
+    assert others and all("missing" in row or row["ours"] > 0 for row in others)
