@@ -95,7 +95,7 @@ def test_a_full_queue_a_deadline_and_what_leaves_it(lm) -> None:
     async def main() -> None:
         async with AsyncGenerator(lm, TOKENIZER, max_rows=1, max_waiting=1, when_full="refuse") as front:
             stream = front.stream("ab", num_alternatives=1, **long)
-            await anext(stream)  # type: ignore[arg-type]
+            await anext(stream)
             waiting = asyncio.ensure_future(front.complete("ab", **long))
             await asyncio.sleep(0)
             with pytest.raises(QueueFull):

@@ -162,6 +162,16 @@ def test_chats_are_those_of_the_library(client, folder) -> None:
     assert third.usage.prompt_tokens_details.cached_tokens > 0
 
 
+def test_inference_client_chats(client, server) -> None:
+    hub = pytest.importorskip("huggingface_hub", reason="the huggingface_hub library is not installed")
+    expected = client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=0, max_tokens=9)
+    ask: dict[str, Any] = {"messages": MESSAGES, "temperature": 0, "max_tokens": 9}
+    inference = hub.InferenceClient(server.url)  # which names a model that is none
+    assert inference.chat_completion(**ask).choices[0].message.content == expected.choices[0].message.content
+    chunks = [chunk.choices[0].delta.content or "" for chunk in inference.chat_completion(**ask, stream=True)]
+    assert "".join(chunks) == expected.choices[0].message.content
+
+
 def test_a_stop_text_ends_an_answer_and_its_work(client, server, library) -> None:
     whole = client.completions.create(model="tiny", prompt=PROMPTS[0], temperature=0, max_tokens=60).choices[0].text
     stop = whole[10:12]

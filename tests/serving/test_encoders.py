@@ -1,0 +1,221 @@
+"""OpenAI's and TEI's routes of encoders through the official clients, against what the library itself gives."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fastformer import CrossEncoder, Encoder
+from fastformer.serving import Limits
+from tests.encoding.folders import D_MODEL, MANY
+from tests.serving import models
+from tests.serving.servers import Running, running, until
+
+httpx = pytest.importorskip("httpx", reason="the httpx library is not installed")
+openai = pytest.importorskip("openai", reason="the openai library is not installed")
+pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
+pytest.importorskip("transformers", reason="the folders are written by transformers")
+
+LABELS = ("good", "bad", "odd")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return models.encoder(tmp_path_factory.mktemp("models") / "mini")
+
+
+@pytest.fixture(scope="module")
+def server(folder) -> Iterator[Running]:
+    with running(folder) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(server) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def encoder(folder) -> Encoder:
+    return Encoder(folder)
+
+
+@pytest.fixture(scope="module")
+def ranker(tmp_path_factory) -> Iterator[Running]:
+    with running(models.classifier(tmp_path_factory.mktemp("models") / "ranker", 1)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory) -> Iterator[Running]:
+    with running(models.classifier(tmp_path_factory.mktemp("models") / "classifier")) as found:
+        yield found
+
+
+def test_embeddings_are_the_librarys_bit_for_bit(client, encoder) -> None:
+    texts = [text for text in MANY[:30] if text]
+    expected = encoder.encode(texts)
+    found = client.embeddings.create(model="mini", input=texts)  # as base64, unless told otherwise
+    np.testing.assert_array_equal(np.array([row.embedding for row in found.data], np.float32), expected)
+    assert [row.index for row in found.data] == list(range(len(texts))) and found.model == "mini"
+    as_numbers = client.embeddings.create(model="mini", input=texts, encoding_format="float")
+    np.testing.assert_array_equal(np.array([row.embedding for row in as_numbers.data], np.float32), expected)
+    short = client.embeddings.create(model="mini", input=texts[0], dimensions=7, extra_body={"prompt_name": "query"})
+    own = encoder.encode(texts[0], prompt_name="query", truncate_dim=7)
+    np.testing.assert_array_equal(np.array(short.data[0].embedding, np.float32), own)
+    assert found.usage.prompt_tokens == found.usage.total_tokens > len(texts)
+    cut = client.embeddings.create(model="mini", input="a bird " * 30, extra_body={"truncate": True})
+    np.testing.assert_array_equal(np.array(cut.data[0].embedding, np.float32), encoder.encode("a bird " * 30))
+
+
+def test_texts_of_many_clients_are_computed_together(folder, encoder) -> None:
+    texts = [text for text in MANY if text]
+    with running(folder) as found:
+
+        async def everything() -> list[Any]:
+            async with openai.AsyncOpenAI(base_url=f"{found.url}/v1", api_key="none", max_retries=0) as many:
+                return list(await asyncio.gather(*(many.embeddings.create(model="mini", input=text) for text in texts)))
+
+        answers = asyncio.run(everything())
+        rows = np.array([answer.data[0].embedding for answer in answers], np.float32)
+        np.testing.assert_array_equal(rows, encoder.encode(texts))
+        assert found.service.stats().ended == len(texts) > found.service.stats().steps
+
+
+def test_inference_client_embeds(server, encoder) -> None:
+    hub = pytest.importorskip("huggingface_hub", reason="the huggingface_hub library is not installed")
+    client = hub.InferenceClient(f"{server.url}/embed")
+    texts = MANY[:3]
+    np.testing.assert_array_equal(client.feature_extraction(texts), encoder.encode(texts, normalize=True))
+    plain = client.feature_extraction(texts[0], normalize=False, prompt_name="query")
+    np.testing.assert_array_equal(plain, encoder.encode(texts[:1], prompt_name="query", normalize=False))
+    info = httpx.get(f"{server.url}/info").json()
+    assert info["model_type"] == {"embedding": {"pooling": "mean"}} and info["max_input_length"] == 24
+
+
+def test_rerank_is_the_librarys(ranker) -> None:
+    library = CrossEncoder(ranker.service.encoder._folder.path)
+    ask: dict[str, Any] = {"query": "a bird", "texts": MANY[:12]}
+    found = httpx.post(f"{ranker.url}/rerank", json=ask | {"return_text": True}).json()
+    expected = library.rank("a bird", MANY[:12], return_documents=True, activation_fn=torch.nn.Sigmoid())
+    assert found == [{"index": one["corpus_id"], "score": one["score"], "text": one["text"]} for one in expected]
+    raw = httpx.post(f"{ranker.url}/rerank", json=ask | {"raw_scores": True}).json()
+    expected = library.rank("a bird", MANY[:12], activation_fn=torch.nn.Identity())
+    assert raw == [{"index": one["corpus_id"], "score": one["score"]} for one in expected]
+    assert httpx.get(f"{ranker.url}/info").json()["model_type"].keys() == {"reranker"}
+
+
+def test_predict_is_the_librarys(classifier) -> None:
+    hub = pytest.importorskip("huggingface_hub", reason="the huggingface_hub library is not installed")
+    library = CrossEncoder(classifier.service.encoder._folder.path)
+    inputs = [["a bird"], ["the hills", "a bird sings"], ["two birds"]]
+    expected = library.predict(inputs, apply_softmax=True)
+    found = httpx.post(f"{classifier.url}/predict", json={"inputs": inputs}).json()
+    assert [{one["label"]: one["score"] for one in row} for row in found] == [
+        dict(zip(LABELS, row, strict=True)) for row in expected.tolist()
+    ]
+    assert all(row == sorted(row, key=lambda one: -one["score"]) for row in found)
+    pair = httpx.post(f"{classifier.url}/predict", json={"inputs": inputs[1]}).json()
+    assert pair == found[1]
+    raw = httpx.post(f"{classifier.url}/predict", json={"inputs": inputs, "raw_scores": True}).json()
+    logits = library.predict(inputs).tolist()
+    assert [{one["label"]: one["score"] for one in row} for row in raw] == [
+        dict(zip(LABELS, row, strict=True)) for row in logits
+    ]
+    best = hub.InferenceClient(f"{classifier.url}/predict").text_classification("a bird")  # the first alone, of TEI's
+    assert (best.label, best.score) == (found[0][0]["label"], found[0][0]["score"])
+    answer = httpx.post(f"{classifier.url}/rerank", json={"query": "a", "texts": ["b"]})
+    assert answer.status_code == 424 and answer.json()["error_type"] == "backend"
+
+
+WRONG: list[tuple[str, dict[str, Any], int, str]] = [
+    ("embed", {"inputs": []}, 400, "empty"),
+    ("embed", {"inputs": ["a"] * 65}, 422, "validation"),
+    ("embed", {"inputs": "a" * 20_001}, 422, "validation"),
+    ("embed", {"inputs": "a bird " * 30}, 422, "validation"),
+    ("embed", {"inputs": [1, 2]}, 422, "validation"),
+    ("embed", {"inputs": "a", "dimensions": D_MODEL + 1}, 422, "validation"),
+    ("embed", {"inputs": "a", "dimensions": 10**300}, 422, "validation"),
+    ("embed", {"inputs": "a", "dimensions": float("nan")}, 422, "validation"),
+    ("embed", {"inputs": "a", "prompt_name": "other"}, 422, "validation"),
+    ("embed", {"inputs": "a", "normalize": "no"}, 422, "validation"),
+    ("embed", {"inputs": "a", "truncate": True, "truncation_direction": "left"}, 422, "validation"),
+    ("embed", {"inputs": "\udcff"}, 422, "validation"),
+    ("embed", {}, 422, "validation"),
+    ("embed", {"inputs": "a", "timeout": -1}, 422, "validation"),
+]
+
+
+@pytest.mark.parametrize("path, body, status, kind", WRONG, ids=[str(i) for i in range(len(WRONG))])
+def test_what_is_wrong_is_said_as_tei_does(path, body, status, kind, server) -> None:
+    headers = {"content-type": "application/json"}
+    answer = httpx.post(f"{server.url}/{path}", content=json.dumps(body), headers=headers)
+    assert answer.status_code == status and answer.json()["error_type"] == kind and answer.json()["error"], answer.text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"query": "a", "texts": []}, {"query": "a", "texts": "b"}, {"query": None, "texts": ["b"]}, {"texts": ["b"]},
+        {"query": "a", "texts": ["b"] * 65}, {"query": "a", "texts": ["b"], "raw_scores": "yes"},
+    ],
+)  # fmt: skip
+def test_wrong_rankings(body, ranker) -> None:
+    answer = httpx.post(f"{ranker.url}/rerank", json=body)
+    assert answer.status_code in (400, 422) and answer.json()["error_type"] in ("empty", "validation"), answer.text
+
+
+@pytest.mark.parametrize(
+    "inputs", [[], [[]], [["a", "b", "c"]], ["a", "b", "c"], [["a"], "b"], {"a": "b"}, None, [[1]]]
+)
+def test_wrong_predictions(inputs, classifier) -> None:
+    answer = httpx.post(f"{classifier.url}/predict", json={"inputs": inputs})
+    assert answer.status_code in (400, 422) and answer.json()["error_type"] in ("empty", "validation"), answer.text
+
+
+@pytest.mark.parametrize(
+    "change, param",
+    [
+        ({"input": ""}, "input"), ({"input": []}, "input"), ({"input": [1, 2]}, "input"), ({"input": [[1]]}, "input"),
+        ({"input": "a bird " * 30}, "input"), ({"input": ["a"] * 65}, "input"), ({"input": "a" * 20_001}, "input"),
+        ({"dimensions": 99}, "dimensions"), ({"dimensions": 0}, "dimensions"), ({"dimensions": 10**400}, "dimensions"),
+        ({"encoding_format": "int8"}, "encoding_format"), ({"model": "other"}, "model"),
+        ({"prompt_name": "other"}, "prompt_name"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_embeddings_is_named(change, param, server) -> None:
+    answer = httpx.post(f"{server.url}/v1/embeddings", json={"model": "mini", "input": "a"} | change)
+    assert answer.status_code == (404 if param == "model" else 400), answer.text
+    assert str(answer.json()["error"]["param"]).partition(".")[0] == param
+
+
+def test_a_full_queue_refuses_and_ends_empty(folder) -> None:
+    with running(folder, Limits(max_waiting_tokens=1)) as found:
+        ask = {"inputs": ["two birds sing over the slow river and the hills ."] * 64}
+
+        async def everything() -> list[Any]:
+            async with httpx.AsyncClient(base_url=found.url, timeout=60) as many:
+                return list(await asyncio.gather(*(many.post("/embed", json=ask) for _ in range(30))))
+
+        answers = asyncio.run(everything())
+        assert {answer.status_code for answer in answers} == {200, 429}
+        refused = next(answer for answer in answers if answer.status_code == 429)
+        assert refused.json()["error_type"] == "overloaded" and int(refused.headers["retry-after"]) >= 1
+        until(lambda: found.service.stats().running == found.service.stats().waiting == 0)
+        late = httpx.post(f"{found.url}/embed", json=ask | {"timeout": 1e-6})
+        assert late.status_code == 504 and late.json()["error"]
+
+
+def test_base64_is_fp32_in_little_endian(server, encoder) -> None:
+    body = {"input": "a bird", "encoding_format": "base64"}
+    row = httpx.post(f"{server.url}/v1/embeddings", json=body).json()["data"][0]["embedding"]
+    np.testing.assert_array_equal(np.frombuffer(base64.b64decode(row), "<f4"), encoder.encode("a bird"))
