@@ -223,6 +223,11 @@ class AsyncGenerator:
         return self._front.is_alive
 
     @property
+    def ends(self) -> frozenset[int]:
+        """The ids that end a text, or an answer."""
+        return self._ends.union(self._chat_ends)
+
+    @property
     def max_len(self) -> int:
         """The model's positions, which a prompt and what follows it share."""
         return int(self.model.config.max_len)

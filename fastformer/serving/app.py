@@ -16,7 +16,7 @@ from starlette.routing import compile_path
 
 from fastformer import __version__
 from fastformer.generation.async_jobs import NotRunning, QueueFull, TooLate
-from fastformer.serving import answers, openai, page, tei, translate
+from fastformer.serving import answers, openai, page, tei, tgi, translate
 from fastformer.serving.answers import ClientGone, answer
 from fastformer.serving.limits import Limits
 from fastformer.serving.service import Service
@@ -24,7 +24,7 @@ from fastformer.serving.service import Service
 # The formats of each kind of service.
 _MODULES: dict[str, tuple[ModuleType, ...]] = {
     "translator": (translate,),
-    "generator": (openai,),
+    "generator": (openai, tgi),
     "encoder": (openai, tei),
     "cross-encoder": (openai, tei),
 }

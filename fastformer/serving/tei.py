@@ -126,7 +126,7 @@ class Info(BaseModel):
     version: str
 
 
-_ERRORS: dict[int | str, dict[str, Any]] = {
+ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorBody, "description": "The request is empty."},
     401: {"model": ErrorBody, "description": "No key, or a wrong one."},
     404: {"model": ErrorBody, "description": "There is no such route."},
@@ -175,7 +175,7 @@ def router(service: Service, limits: Limits) -> APIRouter:
 def _add_embed(found: APIRouter, service: EmbedService, limits: Limits) -> None:
     _add_info(found, service, limits, {"embedding": {"pooling": service.encoder.pooling}})
 
-    @found.post("/embed", response_model=None, responses={200: {"model": list[list[float]]}, **_ERRORS})
+    @found.post("/embed", response_model=None, responses={200: {"model": list[list[float]]}, **ERRORS})
     async def embed(body: EmbedBody, http: Request) -> Response:
         """The embeddings of texts."""
         texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
@@ -203,7 +203,7 @@ def _add_predict(found: APIRouter, service: RankService, limits: Limits) -> None
     of_labels = {"id2label": names, "label2id": {label: place for place, label in enumerate(labels)}}
     _add_info(found, service, limits, {kind: of_labels})
 
-    responses: dict[int | str, Any] = {200: {"model": list[Prediction] | list[list[Prediction]]}, **_ERRORS}
+    responses: dict[int | str, Any] = {200: {"model": list[Prediction] | list[list[Prediction]]}, **ERRORS}
 
     @found.post("/predict", response_model=None, responses=responses)
     async def predict(body: PredictBody, http: Request) -> Response:
@@ -224,7 +224,7 @@ def _add_predict(found: APIRouter, service: RankService, limits: Limits) -> None
 
 
 def _add_rerank(found: APIRouter, service: RankService, limits: Limits) -> None:
-    @found.post("/rerank", response_model=None, responses={200: {"model": list[Rank]}, **_ERRORS})
+    @found.post("/rerank", response_model=None, responses={200: {"model": list[Rank]}, **ERRORS})
     async def rerank(body: RerankBody, http: Request) -> Response:
         """Texts by how well they answer a query, the best first."""
         if service.encoder.num_labels != 1:
@@ -257,7 +257,7 @@ def _add_info(found: APIRouter, service: EmbedService | RankService, limits: Lim
         tokenization_workers=1,
         version=__version__,
     ).model_dump()
-    known: dict[int | str, Any] = {status: _ERRORS[status] for status in (401, 503)}
+    known: dict[int | str, Any] = {status: ERRORS[status] for status in (401, 503)}
 
     @found.get("/info", response_model=None, responses={200: {"model": Info}, **known})
     async def of_model() -> Response:

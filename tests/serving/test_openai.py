@@ -172,6 +172,25 @@ def test_inference_client_chats(client, server) -> None:
     assert "".join(chunks) == expected.choices[0].message.content
 
 
+def test_inference_client_generates(server, library) -> None:
+    hub = pytest.importorskip("huggingface_hub", reason="the huggingface_hub library is not installed")
+    inference = hub.InferenceClient(f"{server.url}/generate")
+    [(expected, count)] = said(library, PROMPTS[0], max_new_tokens=9)
+    assert inference.text_generation(PROMPTS[0], max_new_tokens=9) == expected
+    drawn: dict[str, Any] = {"temperature": 0.7, "top_k": 20, "seed": 4}
+    [(text, count)] = said(library, PROMPTS[0], max_new_tokens=9, do_sample=True, **drawn)
+    found = inference.text_generation(PROMPTS[0], max_new_tokens=9, details=True, **drawn)
+    assert found.generated_text == text and found.details.generated_tokens == len(found.details.tokens) == count
+    assert "".join(inference.text_generation(PROMPTS[0], max_new_tokens=9, stream=True, **drawn)) == text
+    whole = inference.text_generation(PROMPTS[0], max_new_tokens=9, return_full_text=True)
+    assert whole == PROMPTS[0] + expected
+    last = [*inference.text_generation(PROMPTS[0], max_new_tokens=9, stream=True, details=True)][-1]
+    assert last.generated_text == expected and last.details.finish_reason in ("length", "eos_token")
+    for wrong in ({"best_of": 2}, {"watermark": True}, {"max_new_tokens": 10**9}, {"top_p": 2}, {"seed": -1}):
+        answer = httpx.post(f"{server.url}/generate", json={"inputs": "a", "parameters": wrong})
+        assert answer.status_code == 422 and answer.json()["error_type"] == "validation", answer.text
+
+
 def test_a_stop_text_ends_an_answer_and_its_work(client, server, library) -> None:
     whole = client.completions.create(model="tiny", prompt=PROMPTS[0], temperature=0, max_tokens=60).choices[0].text
     stop = whole[10:12]

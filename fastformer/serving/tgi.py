@@ -1,0 +1,223 @@
+"""The route of Hugging Face's text-generation-inference: POST /generate, whole or as a stream."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any, Literal, TypeAlias
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from fastformer.generation.async_generator import FinishReason, Piece, ScoredToken
+from fastformer.serving import tei
+from fastformer.serving.answers import EventStream, answer, event, status_of, until_gone
+from fastformer.serving.generator_service import GenerateService
+from fastformer.serving.limits import Limits
+from fastformer.serving.service import Service
+from fastformer.serving.tei import ERRORS, TeiError
+
+_USUAL = 100  # new tokens, where the request doesn't say
+_LEAST = -9999.0  # a log-probability of JSON, which has no infinity
+# Fields that can't be honoured, with the values that ask for nothing; None asks for nothing in any.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "adapter_id": (), "best_of": (1,), "decoder_input_details": (False,), "grammar": (), "top_n_tokens": (0,),
+    "truncate": (), "typical_p": (1.0,), "watermark": (False,),
+}  # fmt: skip
+Stop: TypeAlias = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+class Parameters(BaseModel):
+    """How a text is continued."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+
+    max_new_tokens: Annotated[int, Field(ge=1)] | None = None
+    do_sample: bool | None = None
+    temperature: Annotated[float, Field(gt=0, le=100)] | None = None
+    top_k: Annotated[int, Field(ge=1)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    stop: Annotated[list[Stop], Field(max_length=16)] | None = None
+    return_full_text: bool | None = None
+    details: bool | None = None
+    adapter_id: Any = None
+    best_of: Any = None
+    decoder_input_details: Any = None
+    grammar: Any = None
+    top_n_tokens: Any = None
+    truncate: Any = None
+    typical_p: Any = None
+    watermark: Any = None
+
+
+class GenerateBody(BaseModel):
+    """Of POST /generate."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+
+    inputs: Annotated[str, Field(min_length=1)]
+    parameters: Parameters = Parameters()
+    stream: bool = False
+    timeout: Annotated[float, Field(gt=0)] | None = None
+
+
+class Token(BaseModel):
+    """A new token."""
+
+    id: int
+    text: str
+    logprob: float
+    special: bool
+
+
+class Details(BaseModel):
+    """How an answer came about."""
+
+    finish_reason: Literal["length", "eos_token", "stop_sequence"]
+    generated_tokens: int
+    seed: int | None
+    prefill: list[Any]
+    tokens: list[Token]
+
+
+class Generated(BaseModel):
+    """Of POST /generate."""
+
+    generated_text: str
+    details: Details | None = None
+
+
+_STREAMED: dict[str, Any] = {
+    "description": "JSON, or with stream a server-sent event for each token, of which the last holds the whole text.",
+    "content": {"text/event-stream": {"schema": {"type": "string"}}},
+}
+
+
+def error_response(status: int, message: str, **detail: Any) -> Response:
+    """An error as TGI's clients read it; see `tei.error_response`."""
+    if status >= 500 and status not in (503, 504):
+        detail.setdefault("error_type", "generation")
+    return tei.error_response(status, message, **detail)
+
+
+def router(service: Service, limits: Limits) -> APIRouter:
+    """The route of a language model."""
+    found = APIRouter()
+    assert isinstance(service, GenerateService)
+    responses: dict[int | str, Any] = {200: {"model": Generated, **_STREAMED}, **ERRORS}
+
+    @found.post("/generate", response_model=None, responses=responses)
+    async def generate(body: GenerateBody, http: Request) -> Response:
+        """Continues a text."""
+        options = _options(body, service, limits)
+        ids = await until_gone(http, service.prompt_ids(body.inputs))
+        room = service.generator.max_len - len(ids)
+        usual = min(room, _USUAL, limits.max_new_tokens)
+        options["max_new_tokens"] = min(room, body.parameters.max_new_tokens or usual)
+        asked = {"log_probs": bool(body.parameters.details), "deadline": service.deadline(body.timeout)}
+        said = _Said(body, service)
+        if body.stream:
+            pieces = service.stream(ids, options, **asked)
+            # What goes wrong before the first piece is an error of HTTP.
+            first = await until_gone(http, anext(pieces))
+            return EventStream(_events(said, len(ids), first, pieces))
+        [whole] = await until_gone(http, service.complete(ids, options, **asked))
+        text = (body.inputs if body.parameters.return_full_text else "") + whole.text
+        if not body.parameters.details:
+            return answer({"generated_text": text})
+        details = said.details(whole.tokens, whole.finish_reason)
+        tokens = [said.token(one, said.text_of(one.token)) for one in whole.tokens]
+        return answer({"generated_text": text, "details": {**details, "prefill": [], "tokens": tokens}})
+
+    return found
+
+
+def _options(body: GenerateBody, service: GenerateService, limits: Limits) -> dict[str, Any]:
+    """The options of decoding that a request asks for; it is greedy unless something asks for sampling."""
+    asked = body.parameters
+    for name, neutral in _UNSUPPORTED.items():
+        value = getattr(asked, name)
+        if value is not None and value not in neutral:
+            raise TeiError("validation", f"expected no {name}, which this server can't honour: leave it out")
+    if len(body.inputs) > limits.max_text_chars:
+        raise TeiError(
+            "validation", f"expected inputs of at most {limits.max_text_chars:,} characters, got {len(body.inputs):,}"
+        )
+    if asked.max_new_tokens is not None and asked.max_new_tokens > limits.max_new_tokens:
+        raise TeiError("validation", f"expected max_new_tokens of at most {limits.max_new_tokens:,}")
+    shape = {name: getattr(asked, name) for name in ("temperature", "top_k", "top_p")}
+    given = {name: value for name, value in shape.items() if value is not None}
+    found: dict[str, Any] = {"do_sample": bool(given) or bool(asked.do_sample), "seed": asked.seed}
+    # Without a word of the request, nothing of the folder's sampling is left.
+    found |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0, **given}
+    if asked.repetition_penalty is not None:
+        found["repetition_penalty"] = asked.repetition_penalty
+    if asked.stop:
+        found["stop_strings"] = asked.stop
+    return found
+
+
+class _Said:
+    """What an answer says of its tokens."""
+
+    def __init__(self, body: GenerateBody, service: GenerateService) -> None:
+        self._seed, self._full = body.parameters.seed, bool(body.parameters.return_full_text)
+        self.prompt = body.inputs if self._full else ""
+        self.has_details = bool(body.parameters.details)
+        self._generator = service.generator
+
+    def text_of(self, token: int) -> str:
+        """A token's text, or its name where it has none."""
+        text: str = self._generator.tokenizer.decode([token])
+        if not text and hasattr(self._generator.tokenizer, "tokens"):
+            text = self._generator.tokenizer.tokens([token])[0]
+        return text
+
+    def token(self, one: ScoredToken, text: str) -> dict[str, Any]:
+        """A token."""
+        is_special = not self._generator.tokenizer.decode([one.token])
+        return {"id": one.token, "text": text, "logprob": max(_LEAST, one.log_prob), "special": is_special}
+
+    def details(self, tokens: Sequence[ScoredToken], reason: FinishReason) -> dict[str, Any]:
+        """How it ended."""
+        ends = self._generator.ends
+        kind = "eos_token" if tokens and tokens[-1].token in ends else "stop_sequence"
+        return {
+            "finish_reason": "length" if reason == "length" else kind,
+            "generated_tokens": len(tokens),
+            "seed": self._seed,
+        }
+
+
+async def _events(said: _Said, prompt_length: int, first: Piece, pieces: AsyncIterator[Piece]) -> AsyncIterator[bytes]:
+    """An event for each token. The texts of all are the whole text; one may stand with a later token than its own."""
+    text = said.prompt
+    tokens: list[ScoredToken] = []
+    held: dict[str, Any] | None = None  # the last event, until it is known whether it is the last one
+
+    async def everything() -> AsyncIterator[Piece]:
+        yield first
+        async for piece in pieces:
+            yield piece
+
+    try:
+        async for piece in everything():
+            text += piece.text
+            for place, one in enumerate(piece.tokens):
+                if held is not None:
+                    yield event(held)
+                tokens.append(one)
+                shown = said.token(one, piece.text if place == len(piece.tokens) - 1 else "")
+                held = {"index": len(tokens), "token": shown, "generated_text": None, "details": None}
+            if piece.finish_reason is not None and held is not None:
+                held["token"]["text"] += piece.text
+                held["generated_text"] = text
+                if said.has_details:
+                    held["details"] = said.details(tokens, piece.finish_reason) | {"input_length": prompt_length}
+                yield event(held)
+    except Exception as error:
+        yield event({"error": str(error), "error_type": "overloaded" if status_of(error) == 429 else "generation"})
+        raise
+    finally:
+        await pieces.aclose()  # type: ignore[attr-defined]
