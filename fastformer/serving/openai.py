@@ -17,6 +17,7 @@ from fastformer.serving.encoder_service import EmbedService
 from fastformer.serving.generator_service import GenerateService
 from fastformer.serving.limits import Limits
 from fastformer.serving.openai_bodies import (
+    EVENTS,
     ChatBody,
     ChatCompletion,
     CompletionBody,
@@ -35,7 +36,7 @@ _LEAST = -9999.0  # a log-probability of JSON, which has no infinity
 
 _STREAMED: dict[str, Any] = {
     "description": "JSON, or with stream the same in pieces as server-sent events, of which the last is [DONE].",
-    "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    "content": EVENTS,
 }
 _DONE = b"data: [DONE]\n\n"
 

@@ -34,6 +34,10 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
+# An answer of server-sent events, in a schema: each is an object of such fields.
+_EVENT = {"type": "object", "properties": {"data": {"type": "string"}, "event": {"type": "string"}}}
+EVENTS: dict[str, Any] = {"text/event-stream": {"schema": _EVENT}}
+
 Temperature: TypeAlias = Annotated[float, Field(ge=0, le=2)]
 Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
 Text: TypeAlias = Annotated[str, Field(min_length=1)]

@@ -13,6 +13,7 @@ from fastformer.serving import tei
 from fastformer.serving.answers import EventStream, answer, event, status_of, until_gone
 from fastformer.serving.generator_service import GenerateService
 from fastformer.serving.limits import Limits
+from fastformer.serving.openai_bodies import EVENTS
 from fastformer.serving.service import Service
 from fastformer.serving.tei import ERRORS, TeiError
 
@@ -90,7 +91,7 @@ class Generated(BaseModel):
 
 _STREAMED: dict[str, Any] = {
     "description": "JSON, or with stream a server-sent event for each token, of which the last holds the whole text.",
-    "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    "content": EVENTS,
 }
 
 
