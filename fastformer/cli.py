@@ -22,6 +22,7 @@ from fastformer.settings import suggestion
 
 # The function of a command has its name and stands in fastformer/commands/ under the same one.
 COMMANDS = {
+    "prepare": "Tokenizes text that doesn't fit in memory into shards on disk, to train on.",
     "train": "Trains on text files or on the built-in task; writes a run folder.",
     "translate": "Translates a text, a file, or standard input line by line.",
     "generate": "Continues a prompt with a language model.",
@@ -37,7 +38,7 @@ COMMANDS = {
 }
 
 # Those whose work is in a folder: it is done whether its messages are read or not.
-SAVING = {"train", "average", "quantize", "demo"}
+SAVING = {"prepare", "train", "average", "quantize", "demo"}
 
 # Which extra of the installation has a package; the others are in "train".
 EXTRAS = {

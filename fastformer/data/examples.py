@@ -80,6 +80,12 @@ class Examples(Sequence[Example]):
         found[:, 1] -= (found[:, 0] == 0).long()  # the last token of a window is only predicted
         return found
 
+    @property
+    def num_tokens(self) -> tuple[int, int]:
+        """Source and target tokens of all examples."""
+        source, target = self.lengths.sum(0).tolist()
+        return source, target
+
     def fingerprint(self) -> str:
         """A SHA-256 over all ids in their order: equal for equal examples alone."""
         digest = hashlib.sha256(self._ids)

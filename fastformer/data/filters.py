@@ -47,7 +47,7 @@ class PairFilter(Filters):
         for corpus in corpora:
             kept.append([])
             for pair in corpus:
-                reason = self._why_not(pair)
+                reason = self.why_not(pair)
                 if reason is None and self.drop_duplicates:
                     reason = "duplicate" if pair in seen else None
                     seen.add(pair)
@@ -57,7 +57,8 @@ class PairFilter(Filters):
                     left_out[reason] += 1
         return kept, left_out
 
-    def _why_not(self, pair: Pair) -> str | None:
+    def why_not(self, pair: Pair) -> str | None:
+        """Why a pair is left out by itself, whatever came before it; None: it stays."""
         source, target = (side.strip() for side in pair)
         shorter, longer = sorted((len(source), len(target)))
         if self.max_length_ratio and longer > self.max_length_ratio * shorter:

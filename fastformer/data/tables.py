@@ -10,6 +10,7 @@ import contextlib
 import csv
 import importlib
 import io
+import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastformer.data.files import is_there, read_bytes
+from fastformer.data.files import is_there, open_bytes
 
 _KINDS = {
     ".jsonl": "JSON lines", ".ndjson": "JSON lines", ".json": "JSON", ".parquet": "Parquet", ".pq": "Parquet",
@@ -25,6 +26,8 @@ _KINDS = {
 }  # fmt: skip
 _PACKED = (".gz", ".bz2", ".xz", ".zst")
 _MISSING = object()
+_BOM = b"\xef\xbb\xbf"
+_SHOWN_ROWS = 20  # that a message takes the names of columns from
 
 
 @dataclass(frozen=True)
@@ -69,22 +72,42 @@ def read_column(file: str, column: str) -> list[tuple[int, str | BadRow]]:
         ValueError: no such file or column, or a table that is damaged.
         ImportError: a Parquet file, without the package that reads it.
     """
+    return list(stream_column(file, column))
+
+
+def stream_column(file: str, column: str) -> Iterator[tuple[int, str | BadRow]]:
+    """The same one after another, without the whole table in memory (but a JSON list is read whole).
+
+    Rows without the column wait for the first that has it: where no row does, the error says so.
+    """
     if not is_there(file):
         raise ValueError(f"expected a table, but there is no file {file}")
     kind = kind_of(file)
     if kind in ("CSV", "TSV"):
-        return list(_of_lines(file, column, _csv(file) if kind == "CSV" else _tsv(file)))
-    rows = list(_parquet(file, column) if kind == "Parquet" else _json(file))
-    values = [(number, row if isinstance(row, BadRow) else _look_up(row, column)) for number, row in rows]
-    if {id(value) for _, value in values if not isinstance(value, BadRow)} == {id(_MISSING)}:
-        raise ValueError(_no_column(file, column, names_in(row for _, row in rows)))
-    return [(number, _as_text(value, column)) for number, value in values]
+        yield from _of_lines(file, column, _csv(file) if kind == "CSV" else _tsv(file))
+        return
+    shown: list[object] = []  # for a message
+    # In their order, for a row of another column has the same number: rows before the first that has the column.
+    waiting: list[tuple[int, object]] = []
+    found = False
+    for number, row in _parquet(file, column) if kind == "Parquet" else _json(file):
+        if len(shown) < _SHOWN_ROWS:
+            shown.append(row)
+        value = row if isinstance(row, BadRow) else _look_up(row, column)
+        found = found or not (value is _MISSING or isinstance(value, BadRow))
+        waiting.append((number, value))
+        if found:
+            yield from ((number, _as_text(value, column)) for number, value in waiting)
+            waiting.clear()
+    if any(value is _MISSING for _, value in waiting):
+        raise ValueError(_no_column(file, column, names_in(shown)))
+    yield from ((number, _as_text(value, column)) for number, value in waiting)
 
 
 def names_in(rows: Iterable[object]) -> list[str]:
     """The columns of the first rows, for a message; those of a mapping within a row with dots."""
     names: dict[str, None] = {}
-    for _, row in zip(range(20), rows, strict=False):
+    for _, row in zip(range(_SHOWN_ROWS), rows, strict=False):
         for name, value in row.items() if isinstance(row, dict) else ():
             inner = value if isinstance(value, dict) else {"": None}
             names |= {f"{name}.{key}".rstrip("."): None for key in inner}
@@ -104,23 +127,26 @@ def columns(path: str | os.PathLike[str], data: bytes) -> str:
 
 
 def _json(file: str) -> Iterator[tuple[int, object]]:
-    data = read_bytes(file).removeprefix(b"\xef\xbb\xbf")
-    if data.lstrip().startswith(b"["):
-        try:
-            rows = json.loads(data)
-        except ValueError as error:
-            raise ValueError(f"{file} is no JSON: {error}") from error
-        yield from enumerate(rows, 1)
-        return
-    for number, line in enumerate(data.split(b"\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            yield number, json.loads(line)
-        except UnicodeDecodeError:
-            yield number, BadRow("not UTF-8", "expected UTF-8")
-        except (ValueError, RecursionError) as error:
-            yield number, BadRow("no JSON", f"expected a JSON object in a line, got no JSON ({error})")
+    with open_bytes(file) as stream:
+        is_first = True
+        for number, line in enumerate(stream, 1):
+            line = line.removeprefix(_BOM) if number == 1 else line
+            if not line.strip():
+                continue
+            is_list, is_first = is_first and line.lstrip().startswith(b"["), False
+            if is_list:
+                try:
+                    rows = json.loads(line + stream.read())
+                except ValueError as error:
+                    raise ValueError(f"{file} is no JSON: {error}") from error
+                yield from enumerate(rows, 1)
+                return
+            try:
+                yield number, json.loads(line)
+            except UnicodeDecodeError:
+                yield number, BadRow("not UTF-8", "expected UTF-8")
+            except (ValueError, RecursionError) as error:
+                yield number, BadRow("no JSON", f"expected a JSON object in a line, got no JSON ({error})")
 
 
 def _parquet(file: str, column: str) -> Iterator[tuple[int, object]]:
@@ -147,23 +173,29 @@ def _parquet(file: str, column: str) -> Iterator[tuple[int, object]]:
 
 def _csv(file: str) -> Iterator[tuple[int, list[str]]]:
     # Bytes that are no UTF-8 are kept apart until it is known whether they are in the column.
-    text = read_bytes(file).removeprefix(b"\xef\xbb\xbf").decode("utf-8", "surrogateescape")
-    limit = csv.field_size_limit(2**31 - 1)
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=_delimiter(text.partition("\n")[0]), strict=True)
-    try:
-        for row in reader:
+    with io.TextIOWrapper(open_bytes(file), "utf-8", "surrogateescape", newline="") as text:
+        first = text.readline().removeprefix("\ufeff")
+        reader = csv.reader(itertools.chain([first], text), delimiter=_delimiter(first), strict=True)
+        while True:
+            limit = csv.field_size_limit(2**31 - 1)  # of the process: two files may be read at the same time
+            try:
+                row = next(reader, None)
+            except csv.Error as error:
+                raise ValueError(f"{file}, line {reader.line_num:,}: expected CSV: {error}") from error
+            finally:
+                csv.field_size_limit(limit)
+            if row is None:
+                return
             if row:
                 yield reader.line_num, row
-    except csv.Error as error:
-        raise ValueError(f"{file}, line {reader.line_num:,}: expected CSV: {error}") from error
-    finally:
-        csv.field_size_limit(limit)
 
 
 def _tsv(file: str) -> Iterator[tuple[int, list[str]]]:
-    data = read_bytes(file).removeprefix(b"\xef\xbb\xbf").removesuffix(b"\n")
-    for number, line in enumerate(data.split(b"\n"), 1):
-        yield number, line.removesuffix(b"\r").decode("utf-8", "surrogateescape").split("\t")
+    with open_bytes(file) as stream:
+        for number, line in enumerate(stream, 1):
+            line = line.removeprefix(_BOM) if number == 1 else line
+            text = line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8", "surrogateescape")
+            yield number, text.split("\t")
 
 
 def _delimiter(first: str) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastformer.data.files import read_bytes, shown
-from fastformer.data.tables import BadRow, column_of, columns, kind_of, read_column
+from fastformer.data.tables import BadRow, column_of, columns, file_of, kind_of, stream_column
 
 logger = logging.getLogger("fastformer")
 
@@ -71,23 +71,31 @@ def read_rows(
         ValueError: no such file or column, an empty file, a table without a column, damaged data.
         ImportError: what reads the file is not installed.
     """
+    if column_of(path) is None:
+        return list(parse_lines(_read(path), shown(os.fspath(path)), allow_empty=allow_empty, max_line=max_line))
+    rows = list(stream_rows(path, allow_empty=allow_empty, max_line=max_line))
+    if not rows:
+        raise ValueError(f"{file_of(path)} is empty: expected at least one row")
+    return rows
+
+
+def stream_rows(
+    path: str | os.PathLike[str], *, allow_empty: bool = False, max_line: int | None = MAX_LINE
+) -> Iterator[str | BadLine]:
+    """The texts of a column one after another, or what is wrong with them; see `read_rows`. `streams` has lines."""
     name, found = os.fspath(path), column_of(path)
     if found is None:
-        return list(_parse(_read(path), shown(name), allow_empty=allow_empty, max_line=max_line))
-    rows = read_column(*found)
-    if not rows:
-        raise ValueError(f"{found[0]} is empty: expected at least one row")
-    return [
-        BadLine(name, number, text.kind, text.message)
-        if isinstance(text, BadRow)
-        else _judged(text, name, number, allow_empty, max_line)
-        for number, text in rows
-    ]
+        raise ValueError(f"expected a column of a table, FILE:COLUMN, got {name}")
+    for number, text in stream_column(*found):
+        if isinstance(text, BadRow):
+            yield BadLine(name, number, text.kind, text.message)
+        else:
+            yield judged(text, name, number, allow_empty, max_line)
 
 
 def split_lines(data: bytes, name: str, *, allow_empty: bool = False, first: int = 1) -> list[str]:
     """The lines of some bytes, as `read_lines`; messages name the file `name` and count lines from `first`."""
-    return _all_good(list(_parse(data, name, allow_empty=allow_empty, first=first)))
+    return _all_good(list(parse_lines(data, name, allow_empty=allow_empty, first=first)))
 
 
 def _all_good(parsed: Sequence[str | BadLine]) -> list[str]:
@@ -111,11 +119,18 @@ def read_pairs(
     """
     sources, targets = read_rows(source), read_rows(target)
     if len(sources) != len(targets):
-        raise ValueError(
-            f"expected as many lines in {target} as in {source}, got {len(targets):,} and {len(sources):,}: "
-            "the two files must be aligned line by line"
-        )
+        raise ValueError(misaligned(source, target, len(sources), len(targets)))
     return _good(list(zip(sources, targets, strict=True)), f"{source} and {target}", skip_bad)
+
+
+def misaligned(
+    source: str | os.PathLike[str], target: str | os.PathLike[str], source_lines: int, target_lines: int
+) -> str:
+    """What is wrong with two files of so many lines."""
+    return (
+        f"expected as many lines in {target} as in {source}, got {target_lines:,} and {source_lines:,}: "
+        "the two files must be aligned line by line"
+    )
 
 
 def read_tsv(path: str | os.PathLike[str], *, skip_bad: bool = False) -> list[tuple[str, str]]:
@@ -128,22 +143,30 @@ def read_tsv(path: str | os.PathLike[str], *, skip_bad: bool = False) -> list[tu
     Raises:
         ValueError: what `read_lines` raises, or a line without exactly one tab and text on both sides.
     """
-    rows: list[tuple[str | BadLine, str | BadLine]] = []
+    check_tsv(path)
+    return _good(list(parse_tsv(_read(path, is_tsv=True), shown(str(path)))), str(path), skip_bad)
+
+
+def check_tsv(path: str | os.PathLike[str]) -> None:
+    """Raises a ValueError for a column in the place of a file of source<TAB>target lines."""
     if column_of(path) is not None:
         raise ValueError(f"expected a file of source<TAB>target lines, got one column, {path}: {_AS_COLUMNS}")
-    for number, line in enumerate(_parse(_read(path, is_tsv=True), shown(str(path))), 1):
+
+
+def parse_tsv(data: bytes, name: str, *, first: int = 1) -> Iterator[tuple[str | BadLine, str | BadLine]]:
+    """Each source<TAB>target line of some bytes: its two sides, or what is wrong with it on both."""
+    for number, line in enumerate(parse_lines(data, name, first=first), first):
         if isinstance(line, BadLine):
-            rows.append((line, line))
+            yield line, line
             continue
         fields = line.split("\t")
         if len(fields) == 2 and all(field.strip() for field in fields):
-            rows.append((fields[0], fields[1]))
+            yield fields[0], fields[1]
             continue
         kind = "with an empty side" if len(fields) == 2 else f"of {len(fields)} field{'s' * (len(fields) > 1)}"
         hint = f"; of more columns name two: {_AS_COLUMNS}" if len(fields) > 2 else ""
-        bad = BadLine(str(path), number, kind, f"expected source<TAB>target, got a line {kind}{hint}")
-        rows.append((bad, bad))
-    return _good(rows, str(path), skip_bad)
+        bad = BadLine(name, number, kind, f"expected source<TAB>target, got a line {kind}{hint}")
+        yield bad, bad
 
 
 def read_text(path: str | os.PathLike[str], *, skip_bad: bool = False) -> str:
@@ -163,7 +186,7 @@ def read_text(path: str | os.PathLike[str], *, skip_bad: bool = False) -> str:
     try:
         return data.decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError:
-        lines = [(line, line) for line in _parse(data, str(path), allow_empty=True, max_line=None)]
+        lines = [(line, line) for line in parse_lines(data, str(path), allow_empty=True, max_line=None)]
         text = "\n".join(line for line, _ in _good(lines, str(path), skip_bad))
         return text + "\n" if data.endswith(b"\n") else text
 
@@ -183,11 +206,11 @@ def read_documents(path: str | os.PathLike[str], *, skip_bad: bool = False) -> l
         return [line for line, _ in _good(rows, str(path), skip_bad)]
     documents, left_out = [], Counter[str]()
     for file in sorted(Path(path).iterdir()):
-        reason = _why_no_document(file)
+        reason = why_no_document(file)
         if reason is None:
             try:
                 documents.append(read_text(file, skip_bad=skip_bad))
-            except _NothingError as error:
+            except NothingError as error:
                 reason = error.reason
         left_out.update([reason] if reason is not None else [])
     counts = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
@@ -200,15 +223,19 @@ def read_documents(path: str | os.PathLike[str], *, skip_bad: bool = False) -> l
     return documents
 
 
-class _NothingError(ValueError):
-    """A file without a single line that can be used."""
+class NothingError(ValueError):
+    """A file without a single line that can be used.
+
+    Attributes:
+        reason: in a word or two, to count by.
+    """
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
         self.reason = reason
 
 
-def _why_no_document(file: Path) -> str | None:
+def why_no_document(file: Path) -> str | None:
     """Why a file in a folder is no document; None: it is one. macOS, for one, leaves "._a.txt" beside "a.txt"."""
     if file.is_dir():
         return "in a subfolder or more (give each folder a training of its own, or join them)"
@@ -231,7 +258,7 @@ def _read(path: str | os.PathLike[str], *, is_tsv: bool = False) -> bytes:
     name = shown(os.fspath(path))
     data = read_bytes(path).removeprefix(b"\xef\xbb\xbf")
     if not data.strip():
-        raise _NothingError(f"{name} is empty: expected at least one line of text", "empty")
+        raise NothingError(f"{name} is empty: expected at least one line of text", "empty")
     check_plain(path, data, is_tsv=is_tsv)
     return data
 
@@ -265,7 +292,7 @@ def check_plain(path: str | os.PathLike[str], data: bytes, *, is_tsv: bool = Fal
         )
 
 
-def _parse(
+def parse_lines(
     data: bytes, name: str, *, allow_empty: bool = False, first: int = 1, max_line: int | None = MAX_LINE
 ) -> Iterator[str | BadLine]:
     """Each line of some bytes: its text, or what is wrong with it."""
@@ -277,10 +304,11 @@ def _parse(
             message = f"expected UTF-8, got {byte}; convert the file, for example with iconv"
             yield BadLine(name, number, "not UTF-8", message)
             continue
-        yield _judged(text, name, number, allow_empty, max_line)
+        yield judged(text, name, number, allow_empty, max_line)
 
 
-def _judged(text: str, name: str, number: int, allow_empty: bool, max_line: int | None) -> str | BadLine:
+def judged(text: str, name: str, number: int, allow_empty: bool, max_line: int | None) -> str | BadLine:
+    """A line's text, or what is wrong with it."""
     if not text.strip() and not allow_empty:
         return BadLine(name, number, "empty", "expected text, got an empty line; remove it (on both sides)")
     if max_line is not None and len(text) > max_line:
@@ -291,6 +319,22 @@ def _judged(text: str, name: str, number: int, allow_empty: bool, max_line: int 
 
 def _good(rows: Sequence[tuple[str | BadLine, str | BadLine]], where: str, skip_bad: bool) -> list[tuple[str, str]]:
     """The rows without a bad line; the others are logged or refused."""
+    good, bad = sort_out(rows, skip_bad=skip_bad)
+    if not good:
+        raise NothingError(f"every line of {where} is bad: {_by_kind(bad)}", bad[0].kind)
+    if bad:
+        logger.warning("left out %s of %s lines of %s: %s", f"{len(bad):,}", f"{len(rows):,}", where, _by_kind(bad))
+    return good
+
+
+def sort_out(
+    rows: Sequence[tuple[str | BadLine, str | BadLine]], *, skip_bad: bool
+) -> tuple[list[tuple[str, str]], list[BadLine]]:
+    """The rows without a bad line, and of each other row the first that is bad.
+
+    Raises:
+        ValueError: there is one, and it is not to be skipped.
+    """
     good: list[tuple[str, str]] = []
     bad: list[BadLine] = []
     for one, other in rows:
@@ -302,11 +346,7 @@ def _good(rows: Sequence[tuple[str | BadLine, str | BadLine]], where: str, skip_
             good.append((one, other))
     if bad and not skip_bad:
         raise ValueError(_refusal(bad, len(rows)) + _HINT)
-    if not good:
-        raise _NothingError(f"every line of {where} is bad: {_by_kind(bad)}", bad[0].kind)
-    if bad:
-        logger.warning("left out %s of %s lines of %s: %s", f"{len(bad):,}", f"{len(rows):,}", where, _by_kind(bad))
-    return good
+    return good, bad
 
 
 def _refusal(bad: Sequence[BadLine], total: int) -> str:

@@ -86,7 +86,7 @@ class TrainConfig(Machine, Validation, Optimisation, Tokens, Filters, Data, Mode
                 raise ValueError(
                     f"expected validation data as {trained[0]} has it ({expected}), got {names[0]}: leave it out"
                 )
-            if names and self.init_from is None and (kind == "text") != (self.model == "gpt"):
+            if names and kind != "shards" and self.init_from is None and (kind == "text") != (self.model == "gpt"):
                 hint = "; did you mean --model gpt?" if kind == "text" else ""
                 wanted = "train_text" if self.model == "gpt" else "pairs of texts"
                 raise ValueError(f"expected {wanted} for model {self.model}, got {names[0]}{hint}")
@@ -96,7 +96,8 @@ class TrainConfig(Machine, Validation, Optimisation, Tokens, Filters, Data, Mode
             if counts.get(one) != counts.get(other):
                 raise ValueError(f"expected as many files as {one} in {other}, got {counts[one]} and {counts[other]}")
         corpora = max((counts[name] for name in trained), default=1)
-        if self.data_weights is not None and len(self.weights()) != corpora:
+        # How many sources shards have is known when they are opened.
+        if self.data_weights is not None and len(self.weights()) != corpora and not self.train_data:
             raise ValueError(f"expected data_weights for {corpora} corpora, got {self.data_weights!r}")
 
     def data_flags(self) -> str:
@@ -244,6 +245,7 @@ def unused(config: TrainConfig, given: Iterable[str]) -> list[str]:
         given: the names of those that a person gave.
     """
     gpt, trained_bpe = config.model == "gpt", config.tokenizer == "bpe" and config.init_from is None
+    of_shards = "the shards were prepared without it; give it to fastformer prepare" if config.train_data else ""
     of_bytes = config.tokenizer == "bytes" and config.init_from is None
     reasons = {
         "seqlen": "" if gpt else "it is the window of a gpt; max_len bounds the examples of a translator",
@@ -267,7 +269,14 @@ def unused(config: TrainConfig, given: Iterable[str]) -> list[str]:
             "only training pairs from files are filtered" if config.task or gpt else "",
         ),
         "data_weights": "the built-in task is one corpus" if config.task else "",
+        "shards_at_once": "" if config.train_data else "there is no train_data",
     }
+    if of_shards:
+        reasons |= dict.fromkeys(
+            ("skip_bad_lines", "held_out", *(f.name for f in fields(Filters)), *(f.name for f in fields(Tokens))),
+            of_shards,
+        )
+        reasons["tokenizer"] = ""  # it is held against that of the shards
     return [f"{name} is not used: {reasons[name]}" for name in given if reasons.get(name) and getattr(config, name)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import sys
@@ -10,6 +11,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,6 +20,8 @@ from fastformer import console
 from fastformer.data import ByteTokenizer, Examples, PairTokenizer, Tokenizer, load_tokenizer, train_bpe
 from fastformer.data.bpe import Spaces
 from fastformer.data.examples import encode_pair, windows
+from fastformer.data.shards.manifest import own_tokenizer
+from fastformer.data.shards.reading import ShardedExamples, read_examples
 from fastformer.data.text import read_documents, read_pairs, read_tsv
 from fastformer.data.tokenizer import NUM_BYTES, line_pieces
 from fastformer.data.tokenizer_files import ForeignTokenizer
@@ -38,14 +42,15 @@ class Data:
 
     Attributes:
         tokenizer: for both sides; or a `PairTokenizer`.
-        train, val: encoded examples.
+        train: encoded examples, in memory or in shards.
+        val: likewise, in memory.
         val_texts: the validation pairs as text, for scores; empty for a language model.
-        weights: (examples,) fp32: how often an epoch has each training example; None: once.
+        weights: (examples,) fp32: how often an epoch has each training example; None: once, or as the shards say.
         val_characters: of a language model's validation text.
     """
 
     tokenizer: Tokenizer
-    train: Examples
+    train: Examples | ShardedExamples
     val: Examples
     val_texts: Pairs
     weights: Tensor | None = None
@@ -62,6 +67,8 @@ def load_data(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Data:
     Raises:
         ValueError: no data named, or a file that is missing, empty, misaligned or no UTF-8.
     """
+    if config.train_data:
+        return _load_shards(config, tokenizer)
     if config.model == "gpt":
         return _load_text(config, tokenizer)
     corpora, val_texts = _pairs(config)
@@ -74,6 +81,48 @@ def load_data(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Data:
     return Data(
         tokenizer, train, val, [val_texts[place] for place in kept], None if weights is None else weights[places]
     )
+
+
+def _load_shards(config: TrainConfig, tokenizer: Tokenizer | None) -> Data:
+    """What `fastformer prepare` made of the text, read as it is needed."""
+    assert config.train_data is not None
+    folder = Path(config.train_data)
+    examples = ShardedExamples(folder, window=config.shards_at_once, weights=config.weights() or None)
+    manifest = examples.manifest
+    kind = "text" if config.model == "gpt" else "pairs"
+    if manifest.kind != kind:
+        raise ValueError(f"expected {kind} for model {config.model}, but {folder} holds {manifest.kind}")
+    name, most = ("seqlen", config.seqlen) if kind == "text" else ("max_len", config.max_len)
+    if manifest.longest > most:
+        raise ValueError(
+            f"expected {name} of at least the {manifest.longest} tokens that the longest example in {folder} has, got "
+            f"{most}: give --{name} {manifest.settings.get(name, manifest.longest)}"
+        )
+    own = own_tokenizer(folder, manifest)
+    if tokenizer is not None:
+        manifest.check_tokenizer(tokenizer, "that of the run")
+    elif config.tokenizer not in WORDS:
+        manifest.check_tokenizer(tokenizer_of(config, []), f"that of {config.tokenizer}")
+    manifest.validation.check_content(folder)
+    texts: Pairs = []
+    if manifest.validation_texts is not None:
+        manifest.validation_texts.check_content(folder)
+        lines = (folder / manifest.validation_texts.file).read_text(encoding="utf-8").split("\n")
+        texts = [(source, target) for source, target in map(json.loads, filter(None, lines))]
+    val = read_examples(folder / manifest.validation.file)
+    return Data(own, examples, val, texts, None, manifest.validation_characters)
+
+
+def validation_data(config: TrainConfig, tokenizer: Tokenizer) -> tuple[Examples, Pairs, int]:
+    """The validation data that the settings name: examples, their pairs, or the characters of a text."""
+    if config.val_text:
+        paths = paths_of(config.val_text)
+        documents = [text for path in paths for text in read_documents(path, skip_bad=config.skip_bad_lines)]
+        ids = _document_ids(tokenizer, documents, "validation")
+        return windows(ids, config.seqlen), [], sum(map(len, documents))
+    pairs = [pair for corpus in _read_pairs(config, "val") for pair in corpus]
+    examples, kept = _encode_pairs(tokenizer, pairs, config.max_len, "validation")
+    return examples, [pairs[place] for place in kept], 0
 
 
 def _weights(config: TrainConfig, sizes: Iterable[int]) -> Tensor | None:
@@ -199,7 +248,7 @@ def _pairs(config: TrainConfig) -> tuple[list[Pairs], Pairs]:
     if not corpora:
         raise ValueError(
             "expected data to train on, got none: give task numbers, or train_source with train_target, or train_tsv "
-            "(train_text for model gpt)"
+            "(train_text for model gpt), or train_data with a folder that fastformer prepare made"
         )
     val = [pair for corpus in _read_pairs(config, "val") for pair in corpus]
     return (corpora, val) if val else _hold_out(config, corpora)

@@ -63,7 +63,7 @@ class Model:
 
 @dataclass
 class Data:
-    """The data: `task`, or train_source with train_target, or train_tsv, or (for a gpt) train_text.
+    """The data: `task`, or train_source with train_target, or train_tsv, or (for a gpt) train_text, or train_data.
 
     Several corpora are named with commas between them, or as a list in YAML: `--train_tsv news.tsv,talks.tsv`.
 
@@ -81,6 +81,9 @@ class Data:
         train_text: plain text, for a gpt: a file, a folder of *.txt files, each of which is a document, or a column of
             a table, each row of which is one; or several.
         val_text: likewise for validation; without it the last tenth of each corpus is held out.
+        train_data: a folder of shards that `fastformer prepare` made of files like these, with its tokenizer and its
+            validation data: for text that doesn't fit in memory.
+        shards_at_once: shards of train_data whose examples are shuffled together; memory grows with it.
         held_out: which pairs are held out where no validation data are given: "random" ones, which the seed and the
             number of lines decide on, or the "last" ones of each corpus.
         data_weights: how often an epoch has each example of a corpus, one number for each, such as 2,0.5; a fraction
@@ -99,6 +102,8 @@ class Data:
     val_tsv: str | None = None
     train_text: str | None = None
     val_text: str | None = None
+    train_data: str | None = None
+    shards_at_once: Positive = 4
     held_out: Literal["random", "last"] = "random"
     data_weights: str | None = None
     skip_bad_lines: bool = False
@@ -249,11 +254,13 @@ SOURCES = {
     "pairs": ("train_source", "train_target", "val_source", "val_target"),
     "tsv": ("train_tsv", "val_tsv"),
     "text": ("train_text", "val_text"),
+    "shards": ("train_data",),
 }
 VALIDATED_BY = {
     "train_source": "val_source and val_target",
     "train_tsv": "val_tsv",
     "train_text": "val_text",
+    "train_data": "that of its folder",
 }
 
 # The settings that take several values, with commas between them.

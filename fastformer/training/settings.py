@@ -23,12 +23,12 @@ CONFIG = "config.yaml"
 # compared by content (`training.moved`).
 FIXED = (
     "model preset settings task vocab_size seqlen max_len batching max_tokens accumulate ema seed "
-    "held_out data_weights max_length_ratio min_chars max_chars drop_duplicates drop_identical "
+    "held_out data_weights shards_at_once max_length_ratio min_chars max_chars drop_duplicates drop_identical "
     "shared_vocab normalization spaces max_token_length user_tokens drop_user_tokens"
 )
 # What runs of earlier versions did, whose settings don't say so.
 EARLIER = {"held_out": "last", "spaces": "keep"}
-PATHS = "train_source train_target val_source val_target train_tsv val_tsv train_text val_text init_from"
+PATHS = "train_source train_target val_source val_target train_tsv val_tsv train_text val_text train_data init_from"
 
 
 def run_config(run: str | os.PathLike[str], given: dict[str, Any], resume: bool | str = False) -> TrainConfig:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fastformer.data import Examples
+from fastformer.data.shards.reading import ShardedExamples
 from fastformer.models.weights import check_entries, check_finite, check_plain, entries_of
 from fastformer.special_ids import SpecialIds
 
@@ -94,9 +95,9 @@ def restore(trainer: Trainer, state: dict[str, Any], origin: object) -> None:
         raise error if str(origin) in str(error) else ValueError(f"{origin}: {error}") from error
 
 
-def fingerprint(examples: Examples) -> dict[str, int | str]:
+def fingerprint(examples: Examples | ShardedExamples) -> dict[str, int | str]:
     """What examples a run trains on, in few bytes: their number, the tokens of both sides, a SHA-256 of all ids."""
-    source_tokens, target_tokens = examples.lengths.sum(0).tolist()
+    source_tokens, target_tokens = examples.num_tokens
     return {
         "examples": len(examples),
         "source_tokens": source_tokens,

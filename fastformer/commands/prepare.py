@@ -1,0 +1,63 @@
+"""`fastformer prepare`."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import fields
+from typing import Annotated, Any, get_type_hints
+
+from jsonargparse import ArgumentParser
+
+from fastformer.data.filters import Filters
+from fastformer.settings import Count, Positive, Range
+from fastformer.training.config import TrainConfig
+from fastformer.training.interrupts import Interrupts
+from fastformer.training.prepare import BPE_CHARACTERS, summary
+from fastformer.training.prepare import prepare as make
+from fastformer.training.sections import SEVERAL, Data, Machine, Tokens
+
+logger = logging.getLogger("fastformer")
+
+# Of the settings of a training those that make shards.
+_SKIPPED = {"task", "train_data", "shards_at_once", "held_out"}
+_OF_MACHINE = {"seed"}
+LISTED = frozenset(SEVERAL - {"tokenizer"})
+USAGE = "fastformer prepare --out DIR [--SETTING VALUE ...]"
+Processes = Annotated[int, Range(0, 256)]
+
+
+def prepare(
+    *,
+    out: str,
+    shards: Count = 0,
+    processes: Processes = 0,
+    bpe_characters: Positive = BPE_CHARACTERS,
+    **settings: Any,
+) -> None:
+    """Tokenizes text that doesn't fit in memory into shards on disk, to train on.
+
+    `fastformer train RUN --train_data DIR` reads them. The same command goes on with what an ended one has done.
+
+    Args:
+        out: the folder to write
+        shards: how many, each a fair sample of all sources; 0: as many as make about 16 MiB each
+        processes: that work beside each other; 0: one for each core
+        bpe_characters: how much text a BPE learns from at most; of more text it is drawn at random
+        settings: those that flags gave, as `TrainConfig.from_dict` reads them
+    """
+    kind = {"model": "gpt"} if settings.get("train_text") else {}
+    config = TrainConfig.from_dict({**settings, **kind})
+    with Interrupts():
+        found = make(config, out, shards=shards, processes=processes, bpe_characters=bpe_characters)
+    print(summary(found))
+
+
+def add_settings(parser: ArgumentParser) -> dict[str, Any]:
+    """Gives a parser the flags of the settings that make shards. Returns the type of each, by its flag's name."""
+    hints: dict[str, Any] = {}
+    skipped = {Data: _SKIPPED, Machine: {f.name for f in fields(Machine)} - _OF_MACHINE}
+    for section in (Data, Filters, Tokens, Machine):
+        skip = skipped.get(section, set())
+        parser.add_class_arguments(section, skip=skip)
+        hints |= {k: v for k, v in get_type_hints(section, include_extras=True).items() if k not in skip}
+    return hints

@@ -1,0 +1,95 @@
+"""Examples in one file: Arrow's IPC format, a record batch with the columns source, target and origin.
+
+source and target are lists of int32, the ids with their EOS; a language model's windows have empty sources. origin is
+the number of the source that an example came from. Files are mapped into memory and read without copies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+_CHUNK = 1 << 20
+
+
+def arrow() -> Any:
+    """pyarrow.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        return importlib.import_module("pyarrow")
+    except ImportError as error:
+        raise ImportError("shards need pyarrow: pip install 'fastformer[parquet]'") from error
+
+
+def lists(ids: numpy.ndarray[Any, Any], ends: numpy.ndarray[Any, Any]) -> Any:
+    """An Arrow array of lists, without a copy.
+
+    Args:
+        ids: int32, those of all lists one after another.
+        ends: int32, (lists + 1,), from 0: where each begins and ends.
+    """
+    library = arrow()
+    return library.ListArray.from_arrays(library.array(ends, library.int32()), library.array(ids, library.int32()))
+
+
+def write_table(path: Path, table: Any) -> None:
+    """Writes a table as one record batch: the whole file or nothing.
+
+    Raises:
+        OSError: it could not be written; nothing is left of it.
+    """
+    library = arrow()
+    table = table.combine_chunks()
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        try:
+            with library.OSFile(str(temporary), "wb") as sink, library.ipc.new_file(sink, table.schema) as writer:
+                writer.write_table(table, max_chunksize=max(1, table.num_rows))
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"could not write {path} ({error.strerror or error}): free some space, and the same command goes on",
+        ) from error
+
+
+def read_table(path: Path) -> Any:
+    """The table of a file, mapped into memory.
+
+    Raises:
+        ValueError: no such file, or a damaged one.
+    """
+    library = arrow()
+    try:
+        return library.ipc.open_file(library.memory_map(str(path))).read_all()
+    except (OSError, library.ArrowInvalid) as error:
+        raise ValueError(f"{path} is missing or damaged ({error}): prepare the data again, or copy the file") from error
+
+
+def views(column: Any) -> tuple[numpy.ndarray[Any, Any], numpy.ndarray[Any, Any]]:
+    """The ids and the ends of a column of lists, as numpy arrays that share its memory."""
+    chunk = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+    return chunk.values.to_numpy(zero_copy_only=True), chunk.offsets.to_numpy(zero_copy_only=True)
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file's bytes, read in pieces."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while data := file.read(_CHUNK):
+            digest.update(data)
+    return digest.hexdigest()

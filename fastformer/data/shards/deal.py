@@ -1,0 +1,90 @@
+"""From the blocks of all sources to one shard: its share of each, without what is left out, shuffled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from fastformer.data.shards.arrow_file import arrow, read_table, views, write_table
+from fastformer.data.shards.encode import open_block
+from fastformer.data.shards.left_out import bits
+from fastformer.data.shards.manifest import Shard, Stored
+
+
+@dataclass(frozen=True)
+class Piles:
+    """Where the examples of all blocks are.
+
+    Attributes:
+        paths: of the blocks.
+        sources: the number of the source of each.
+        starts: the place of each block's first example among all.
+        mask: of a file with a bit for each example, by `numpy.packbits`: those that are left out.
+        seed: of shuffling.
+    """
+
+    paths: Sequence[Path]
+    sources: Sequence[int]
+    starts: Sequence[int]
+    mask: Path
+    seed: int
+
+
+def shard_name(number: int) -> str:
+    """The file of a shard."""
+    return f"shard-{number:05}.arrow"
+
+
+def write_shard(piles: Piles, number: int, folder: Path) -> Shard:
+    """Writes one shard, or finds it written.
+
+    A file that is there is whole, for it gets its name at the end; it is read, as its index would be.
+    """
+    path = folder / shard_name(number)
+    if not path.is_file():
+        library = arrow()
+        mask = numpy.memmap(piles.mask, numpy.uint8, "r") if piles.mask.stat().st_size else numpy.empty(0, numpy.uint8)
+        parts = []
+        for start, block, source in zip(piles.starts, piles.paths, piles.sources, strict=False):
+            table, about = open_block(block)
+            begin, end = about.ends[number : number + 2]
+            table = table.select(["source", "target"]).replace_schema_metadata(None).slice(begin, end - begin)
+            kept = numpy.flatnonzero(~bits(mask, start + begin, start + end))
+            origin = library.array(numpy.full(len(kept), source, numpy.uint16))
+            parts.append(table.take(library.array(kept)).append_column("origin", origin))
+        table = library.concat_tables(parts).combine_chunks()
+        order = numpy.random.default_rng([piles.seed, 2, number]).permutation(table.num_rows)
+        write_table(path, table.take(library.array(order)))
+    return describe(path, 1 + max(piles.sources))
+
+
+def write_rows(piles: Piles, rows: Sequence[tuple[int, int]], path: Path) -> None:
+    """Writes some examples, each named by its block and its row there, in that order."""
+    library = arrow()
+    parts = []
+    for block, row in rows:
+        table = read_table(piles.paths[block]).select(["source", "target"]).replace_schema_metadata(None)
+        origin = library.array(numpy.full(1, piles.sources[block], numpy.uint16))
+        parts.append(table.slice(row, 1).append_column("origin", origin))
+    write_table(path, library.concat_tables(parts))
+
+
+def describe(path: Path, sources: int) -> Shard:
+    """What the index says of a shard."""
+    table = read_table(path)
+    lengths: list[Any] = [numpy.diff(views(table.column(name))[1]) for name in ("source", "target")]
+    lengths[1] = lengths[1] - (lengths[0] == 0)  # the last token of a window is only predicted
+    by_source = numpy.bincount(table.column("origin").to_numpy(), minlength=sources)
+    stored = Stored.of(path)
+    return Shard(
+        stored.file, stored.sha256, stored.size,
+        examples=table.num_rows,
+        source_tokens=int(lengths[0].sum()),
+        target_tokens=int(lengths[1].sum()),
+        longest=max((int(side.max()) for side in lengths if len(side)), default=0),
+        by_source=by_source.tolist(),
+    )  # fmt: skip

@@ -1,0 +1,137 @@
+"""Which examples of all blocks don't go into the shards: duplicates, and those that are held out for validation.
+
+Examples are compared by a hash of 128 bits. Of n different ones two share it with a probability of n²/2^129: 1.5e-21
+for a billion. All hashes are looked at in passes, each over a range of them, so that memory stays the same; what it
+costs is 16 bytes an example on the disk, a pass over these for every MOST_KEYS examples, and a byte an example in
+memory while the passes last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from fastformer.data.shards.arrow_file import read_table
+from fastformer.data.shards.encode import KEYS, MOST_HELD_OUT, Recipe, open_block
+
+Array = numpy.ndarray[Any, Any]
+MOST_KEYS = 1 << 21  # that are compared in one pass, at about 60 bytes each
+
+
+@dataclass
+class LeftOut:
+    """The examples that don't go into the shards.
+
+    Attributes:
+        starts: (blocks + 1,) the place of each block's first example among all.
+        mask: a bit for each example, by `numpy.packbits`.
+        duplicates, held_out: how many, by block.
+        validation: of each content that is held out the texts (none for a language model), and its block and row.
+    """
+
+    starts: list[int]
+    mask: Array
+    duplicates: list[int]
+    held_out: list[int]
+    validation: list[tuple[tuple[str, ...], tuple[int, int]]]
+
+    def of(self, block: int, begin: int, end: int) -> Array:
+        """Which of some rows of a block are left out, as booleans."""
+        return bits(self.mask, self.starts[block] + begin, self.starts[block] + end)
+
+
+def bits(mask: Array, begin: int, end: int) -> Array:
+    """Some bits of a mask of `numpy.packbits`, as booleans."""
+    first = begin // 8
+    some = numpy.unpackbits(mask[first : -(-end // 8)])
+    return some[begin - 8 * first : end - 8 * first].astype(bool)
+
+
+def find_left_out(paths: Sequence[Path], recipe: Recipe) -> LeftOut:
+    """Looks through the hashes of all blocks.
+
+    Of equal examples the first stays, in the order of the sources and of their lines by blocks. All that equal a held
+    out one are held out: a training never sees what it is validated by.
+    """
+    sizes, lowest = [], _Lowest()
+    for path in paths:
+        block = open_block(path)[1]
+        sizes.append(block.examples)
+        lowest.add(block.candidates)
+    starts = numpy.concatenate([[0], numpy.cumsum(sizes)]).astype(numpy.int64)
+    total = int(starts[-1])
+    dropped, duplicates, held_out = numpy.zeros(total, bool), [0] * len(paths), [0] * len(paths)
+    chosen = lowest.chosen(total) if recipe.hold_out else {}
+    rows: dict[int, tuple[int, int]] = {}
+    passes = -(-total // MOST_KEYS) if recipe.has_keys else 0
+    wanted = numpy.array([key >> 64 for key in chosen], numpy.uint64)
+    for number in range(passes):
+        high, low, place = _keys_of(paths, starts, number, passes)
+        if recipe.filters.drop_duplicates:
+            order = numpy.lexsort((place, low, high))
+            same = (high[order][1:] == high[order][:-1]) & (low[order][1:] == low[order][:-1])
+            again = place[order[1:][same]]
+            dropped[again] = True
+            _count(duplicates, again, starts)
+        for i in numpy.flatnonzero(numpy.isin(high, wanted)).tolist():
+            key = int(high[i]) << 64 | int(low[i])
+            if key not in chosen:
+                continue
+            at = int(place[i])
+            where = int(numpy.searchsorted(starts, at, side="right")) - 1
+            if key not in rows or at < starts[rows[key][0]] + rows[key][1]:
+                rows[key] = (where, at - int(starts[where]))
+            held_out[where] += not dropped[at]
+            dropped[at] = True
+    found = [(tuple(chosen[key]), rows[key]) for key in chosen]
+    return LeftOut(starts.tolist(), numpy.packbits(dropped), duplicates, held_out, found)
+
+
+class _Lowest:
+    """The candidates of the lowest hashes among all that are added, each content once."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, list[str]] = {}
+
+    def add(self, candidates: Sequence[list[str]]) -> None:
+        """Adds those of a block."""
+        for key, *texts in candidates:
+            self._found.setdefault(int(key, 16), texts)
+        if len(self._found) > 8 * MOST_HELD_OUT:
+            self._found = {key: self._found[key] for key in sorted(self._found)[: MOST_HELD_OUT + 1]}
+
+    def chosen(self, total: int) -> dict[int, list[str]]:
+        """A hundredth of all examples, at most MOST_HELD_OUT, by their hashes in ascending order.
+
+        Raises:
+            ValueError: nothing would be left.
+        """
+        most = min(MOST_HELD_OUT, max(1, total // 100), len(self._found) - 1)
+        if most < 1:
+            raise ValueError(f"expected at least 2 different examples, or validation files, got {len(self._found)}")
+        return {key: self._found[key] for key in sorted(self._found)[:most]}
+
+
+def _keys_of(paths: Sequence[Path], starts: Array, number: int, passes: int) -> tuple[Array, Array, Array]:
+    """The hashes of one pass, and the places of their examples."""
+    # Hashes are spread evenly, so that a range of their high halves has about as many as any other.
+    step = (1 << 64) // passes
+    first, last = number * step, (1 << 64) - 1 if number == passes - 1 else (number + 1) * step - 1
+    found: list[tuple[Array, Array, Array]] = []
+    for start, path in zip(starts[:-1], paths, strict=True):
+        table = read_table(path)
+        high, low = (table.column(name).to_numpy() for name in KEYS)
+        here = numpy.flatnonzero((high >= numpy.uint64(first)) & (high <= numpy.uint64(last)))
+        found.append((high[here], low[here], here + start))
+    high, low, place = (numpy.concatenate(parts) for parts in zip(*found, strict=True))
+    return high, low, place
+
+
+def _count(counts: list[int], places: Array, starts: Array) -> None:
+    numbers, times = numpy.unique(numpy.searchsorted(starts, places, side="right") - 1, return_counts=True)
+    for number, count in zip(numbers.tolist(), times.tolist(), strict=True):
+        counts[number] += count

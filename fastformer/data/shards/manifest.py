@@ -1,0 +1,216 @@
+"""The index of a folder of shards: which shards there are, of what, and how to tell that they are whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from fastformer.data.pair import contents
+from fastformer.data.shards.arrow_file import sha256_of
+from fastformer.data.tokenizer import Tokenizer
+from fastformer.data.tokenizer_files import load_tokenizer
+from fastformer.files import is_plain_file, read_json, write_atomically
+
+INDEX = "index.json"
+FORMAT, VERSION = "fastformer shards", 1
+_AGAIN = "prepare the data again, or copy the folder"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A file of the folder, and how to tell it from any other.
+
+    Attributes:
+        file: its name in the folder.
+        sha256: of its bytes.
+        size: in bytes.
+    """
+
+    file: str
+    sha256: str
+    size: int
+
+    @classmethod
+    def of(cls, path: Path) -> Stored:
+        """That of a file that is there."""
+        return cls(path.name, sha256_of(path), path.stat().st_size)
+
+    def check_there(self, folder: Path) -> None:
+        """Looks at the name and the size alone.
+
+        Raises:
+            ValueError: a file that is missing or of another size.
+        """
+        path = folder / self.file
+        if not is_plain_file(path):
+            raise ValueError(f"expected the file {path}, which {INDEX} names and which isn't there: {_AGAIN}")
+        size = path.stat().st_size
+        if size != self.size:
+            raise ValueError(f"{path} was changed or damaged: expected {self.size:,} bytes, got {size:,}: {_AGAIN}")
+
+    def check_content(self, folder: Path) -> None:
+        """Reads the file.
+
+        Raises:
+            ValueError: a file that is missing, or of other bytes.
+        """
+        self.check_there(folder)
+        found = sha256_of(folder / self.file)
+        if found != self.sha256:
+            raise ValueError(
+                f"{folder / self.file} was changed or damaged: expected the SHA-256 {self.sha256}, got {found}: "
+                f"{_AGAIN}"
+            )
+
+
+@dataclass(frozen=True)
+class Shard(Stored):
+    """One shard.
+
+    Attributes:
+        examples: how many it has.
+        source_tokens, target_tokens: of them all, as `Example.lengths` counts.
+        longest: tokens of the longest side.
+        by_source: how many examples are of each source.
+    """
+
+    examples: int
+    source_tokens: int
+    target_tokens: int
+    longest: int
+    by_source: list[int]
+
+
+@dataclass(frozen=True)
+class Source:
+    """One source of text, and what became of it.
+
+    Attributes:
+        name: what it was called on the command line.
+        weight: how often an epoch has each of its examples.
+        read: pairs, or passages of text, that were read.
+        examples: that are in the shards.
+        held_out: that are kept for validation.
+        left_out: the others, by reason.
+    """
+
+    name: str
+    weight: float
+    read: int
+    examples: int
+    held_out: int
+    left_out: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What index.json says.
+
+    Attributes:
+        kind: "pairs" of a translator, or "text" of a language model.
+        tokenizer: `tokenizer_digest` of the tokenizer.
+        settings: those that the shards depend on.
+        sources: in the order in which they were named.
+        shards: in their order.
+        validation: the examples of validation.
+        validation_texts: their texts; None for a language model.
+        validation_characters: of a language model's validation text.
+    """
+
+    kind: Literal["pairs", "text"]
+    tokenizer: str
+    settings: dict[str, Any]
+    sources: list[Source]
+    shards: list[Shard]
+    validation: Stored
+    validation_texts: Stored | None = None
+    validation_characters: int = 0
+    longest: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "longest", max((shard.longest for shard in self.shards), default=0))
+
+    @property
+    def examples(self) -> int:
+        """Of all shards."""
+        return sum(shard.examples for shard in self.shards)
+
+    def save(self, folder: Path) -> None:
+        """Writes index.json, with which a folder is complete."""
+        values = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        del values["longest"]
+        write_atomically(folder / INDEX, json.dumps(values, indent=1, ensure_ascii=False).encode() + b"\n")
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> Manifest:
+        """Reads index.json, and makes sure that all files are there.
+
+        Raises:
+            ValueError: a folder that was not prepared, an index that is damaged, a file that is missing.
+        """
+        place = Path(folder)
+        if not place.is_dir():
+            raise ValueError(f"expected a folder that `fastformer prepare` made, but there is no folder {place}")
+        if not (place / INDEX).is_file():
+            raise ValueError(
+                f"expected a folder that `fastformer prepare` made, but {place} has no {INDEX}: if it was ended before "
+                "its end, give the same command again, and it goes on"
+            )
+        values = read_json(place / INDEX)
+        try:
+            if (values.pop("format"), values.pop("version")) != (FORMAT, VERSION):
+                raise ValueError("another format or version")
+            values["sources"] = [Source(**source) for source in values["sources"]]
+            values["shards"] = [Shard(**shard) for shard in values["shards"]]
+            values["validation"] = Stored(**values["validation"])
+            if values["validation_texts"] is not None:
+                values["validation_texts"] = Stored(**values["validation_texts"])
+            found = cls(**values)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{place / INDEX} is damaged or of another version ({error}): {_AGAIN}") from error
+        for stored in (*found.shards, found.validation, found.validation_texts):
+            if stored is not None:
+                stored.check_there(place)
+        return found
+
+    def check_tokenizer(self, tokenizer: Tokenizer, owner: str) -> None:
+        """Makes sure that the ids in the shards are those of a tokenizer.
+
+        Args:
+            tokenizer: the tokenizer.
+            owner: what messages call it.
+
+        Raises:
+            ValueError: they are another's.
+        """
+        found = tokenizer_digest(tokenizer)
+        if found != self.tokenizer:
+            raise ValueError(
+                f"expected the tokenizer that the shards were prepared with ({self.tokenizer[:12]}), got another, "
+                f"{owner} ({found[:12]}): prepare the data with --tokenizer and that one"
+            )
+
+    def fingerprint(self) -> str:
+        """A SHA-256 over those of the shards."""
+        return hashlib.sha256("\n".join(shard.sha256 for shard in self.shards).encode()).hexdigest()
+
+
+def tokenizer_digest(tokenizer: Tokenizer) -> str:
+    """A SHA-256 of all that a tokenizer is, whatever file it is in."""
+    text = json.dumps(contents(tokenizer), sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def own_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
+    """The tokenizer in a folder of shards.
+
+    Raises:
+        ValueError: it is damaged, or not the one that the shards were made with.
+    """
+    tokenizer = load_tokenizer(folder)
+    manifest.check_tokenizer(tokenizer, f"that of {folder}")
+    return tokenizer

@@ -1,0 +1,174 @@
+"""Shards as a sequence of examples, of which a few files at a time are mapped into memory."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import numpy
+import torch
+from torch import Tensor
+
+from fastformer.data.examples import Example, Examples
+from fastformer.data.shards.arrow_file import read_table, views
+from fastformer.data.shards.manifest import Manifest
+
+WINDOW = 4  # shards
+
+
+class _Mapped:
+    """The columns of one shard. They hold the mapping; with the last of them the memory is given back."""
+
+    def __init__(self, path: Path) -> None:
+        table = read_table(path)
+        self.source_ids, self.source_ends = views(table.column("source"))
+        self.target_ids, self.target_ends = views(table.column("target"))
+        self.origin: numpy.ndarray[Any, Any] = table.column("origin").to_numpy()
+
+    def example(self, row: int) -> Example:
+        """One example."""
+        a, b = self.source_ends[row : row + 2].tolist()
+        c, d = self.target_ends[row : row + 2].tolist()
+        return Example(self.source_ids[a:b].tolist(), self.target_ids[c:d].tolist())
+
+    def lengths(self, rows: Tensor) -> Tensor:
+        """(n, 2) int64: those of some examples."""
+        at = rows.numpy()
+        sides = [ends[at + 1] - ends[at] for ends in (self.source_ends, self.target_ends)]
+        found = torch.from_numpy(numpy.stack(sides, axis=1).astype(numpy.int64))
+        found[:, 1] -= (found[:, 0] == 0).long()  # the last token of a window is only predicted
+        return found
+
+
+class ShardedExamples(Sequence[Example]):
+    """The examples of a folder that `fastformer prepare` made.
+
+    A shard is checked against its SHA-256 when it is first opened, and stays mapped until others took its place.
+
+    Args:
+        folder: where.
+        window: how many shards are shuffled together.
+        weights: how often an epoch has each example of a source; None: as the index says.
+
+    Raises:
+        ValueError: no such folder, a shard that is missing or of another size, another number of weights.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], *, window: int = WINDOW, weights: Sequence[float] | None = None
+    ) -> None:
+        self.folder, self.manifest = Path(folder), Manifest.load(folder)
+        sources = self.manifest.sources
+        weights = weights or [source.weight for source in sources]
+        if len(weights) != len(sources):
+            raise ValueError(
+                f"expected data_weights for the {len(sources)} sources of {folder}, got {len(weights)} numbers"
+            )
+        self._weights = None if set(weights) == {1.0} else torch.tensor(weights, dtype=torch.float32, device="cpu")
+        self._window = window
+        self._starts = [0]
+        for shard in self.manifest.shards:
+            self._starts.append(self._starts[-1] + shard.examples)
+        self._open: OrderedDict[int, _Mapped] = OrderedDict()
+        self._checked: set[int] = set()
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Example]: ...
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        places = range(len(self))[index]
+        return self._example(places) if isinstance(places, int) else [self._example(place) for place in places]
+
+    def _example(self, place: int) -> Example:
+        shard = bisect_right(self._starts, place) - 1
+        return self._mapped(shard).example(place - self._starts[shard])
+
+    def _mapped(self, shard: int) -> _Mapped:
+        """One shard. One more than a window stays open, for an update may have batches of two windows.
+
+        Raises:
+            ValueError: its content is not what was prepared.
+        """
+        found = self._open.pop(shard, None)
+        if found is None:
+            stored = self.manifest.shards[shard]
+            if shard not in self._checked:
+                stored.check_content(self.folder)
+                self._checked.add(shard)
+            found = _Mapped(self.folder / stored.file)
+        self._open[shard] = found
+        while len(self._open) > self._window + 1:
+            self._open.popitem(last=False)
+        return found
+
+    @property
+    def num_windows(self) -> int:
+        """Windows of an epoch."""
+        return -(-len(self.manifest.shards) // self._window)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest side of any example."""
+        return self.manifest.longest
+
+    def window(self, seed: int, epoch: int, window: int) -> Tensor:
+        """(examples,) int64: which examples a window has. Which shards are together is a function of seed and epoch."""
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+        order = torch.randperm(len(self.manifest.shards), generator=generator, device="cpu").tolist()
+        some = order[window * self._window : (window + 1) * self._window]
+        return torch.cat([torch.arange(self._starts[s], self._starts[s + 1], device="cpu") for s in some])
+
+    def lengths_at(self, indices: Sequence[int] | Tensor) -> Tensor:
+        """(n, 2) int64: source and target lengths of some examples."""
+        places = torch.as_tensor(indices, dtype=torch.int64, device="cpu")
+        found = torch.empty(len(places), 2, dtype=torch.int64, device="cpu")
+        for shard, here, rows in self._by_shard(places):
+            found[here] = self._mapped(shard).lengths(rows)
+        return found
+
+    def weights_at(self, indices: Tensor) -> Tensor | None:
+        """(n,) fp32: how often an epoch has each of some examples; None: once."""
+        if self._weights is None:
+            return None
+        found = torch.empty(len(indices), dtype=torch.float32, device="cpu")
+        for shard, here, rows in self._by_shard(indices):
+            origin = self._mapped(shard).origin[rows.numpy()].astype(numpy.int64)
+            found[here] = self._weights[torch.from_numpy(origin)]
+        return found
+
+    def _by_shard(self, places: Tensor) -> list[tuple[int, Tensor, Tensor]]:
+        """Each shard that has some of the examples, which of them, and their rows in it."""
+        starts = torch.tensor(self._starts, device="cpu")
+        shards = torch.bucketize(places, starts, right=True) - 1
+        found = []
+        for shard in shards.unique_consecutive().unique().tolist():
+            here = (shards == shard).nonzero().flatten()
+            found.append((shard, here, places[here] - self._starts[shard]))
+        return found
+
+    @property
+    def num_tokens(self) -> tuple[int, int]:
+        """Source and target tokens of all examples."""
+        shards = self.manifest.shards
+        return sum(shard.source_tokens for shard in shards), sum(shard.target_tokens for shard in shards)
+
+    def fingerprint(self) -> str:
+        """A SHA-256 that is equal for equal shards alone."""
+        return self.manifest.fingerprint()
+
+
+def read_examples(path: Path) -> Examples:
+    """All examples of one file, in memory."""
+    mapped, found = _Mapped(path), Examples()
+    for row in range(len(mapped.origin)):
+        example = mapped.example(row)
+        found.append(example.source, example.target)
+    return found

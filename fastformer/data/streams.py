@@ -1,0 +1,311 @@
+"""Text files of any size, a block of lines at a time: what one process reads and cuts, and others parse.
+
+A block is small enough to hold and large enough to be worth sending. It parses itself (`pairs`, `documents`), so that
+the process that reads does little more than count line ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy
+
+from fastformer.data.files import open_bytes, shown
+from fastformer.data.tables import column_of
+from fastformer.data.text import (
+    BadLine,
+    check_plain,
+    check_tsv,
+    misaligned,
+    parse_lines,
+    parse_tsv,
+    sort_out,
+    stream_rows,
+    why_no_document,
+)
+
+Row = str | BadLine
+LINES = 16_384  # of a block
+TEXT = 4 << 20  # bytes of a block of running text
+_CHUNK = 1 << 20
+_MOST = 1 << 26  # bytes that are read for a block, unless a line is longer
+_LONGEST = 1 << 28  # bytes of a line, or of a text without line ends
+_BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Lines of a file as they stand in it.
+
+    Attributes:
+        name: of the file.
+        first: the number of the first line.
+        data: the bytes.
+    """
+
+    name: str
+    first: int
+    data: bytes
+
+    def rows(self) -> list[Row]:
+        """Each line, or what is wrong with it."""
+        return list(parse_lines(self.data, self.name, first=self.first))
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts of a column."""
+
+    texts: list[Row]
+
+    def rows(self) -> list[Row]:
+        """Each text, or what is wrong with it."""
+        return self.texts
+
+
+@dataclass(frozen=True)
+class PairBlock:
+    """Some pairs: as many lines of a source and of a target, or lines that hold both (`target` None)."""
+
+    source: Lines | Texts
+    target: Lines | Texts | None
+
+    def pairs(self, *, skip_bad: bool) -> tuple[list[tuple[str, str]], list[BadLine]]:
+        """The good pairs, and the bad lines.
+
+        Raises:
+            ValueError: a bad line that is not to be skipped.
+        """
+        if self.target is None:
+            assert isinstance(self.source, Lines)
+            rows = list(parse_tsv(self.source.data, self.source.name, first=self.source.first))
+        else:
+            rows = list(zip(self.source.rows(), self.target.rows(), strict=True))
+        return sort_out(rows, skip_bad=skip_bad)
+
+
+@dataclass
+class Passage:
+    """A document or a part of one.
+
+    Attributes:
+        text: its lines.
+        ends: whether the document ends with it.
+    """
+
+    text: Lines | str
+    ends: bool
+
+
+@dataclass
+class TextBlock:
+    """Some running text."""
+
+    passages: list[Passage] = field(default_factory=list)
+    bad: list[BadLine] = field(default_factory=list)  # rows of a column
+    size: int = 0
+
+    def add(self, passage: Passage) -> None:
+        """Adds a document or a part of one."""
+        self.passages.append(passage)
+        self.size += len(passage.text.data if isinstance(passage.text, Lines) else passage.text)
+
+    def documents(self, *, skip_bad: bool) -> tuple[list[tuple[str, bool]], list[BadLine]]:
+        """Texts, each with whether its document ends there, and the bad lines.
+
+        Raises:
+            ValueError: a bad line that is not to be skipped.
+        """
+        found: list[tuple[str, bool]] = []
+        bad = sort_out([(line, line) for line in self.bad], skip_bad=skip_bad)[1]
+        for passage in self.passages:
+            raw = passage.text
+            if isinstance(raw, str):
+                found.append((raw, passage.ends))
+                continue
+            try:
+                text = raw.data.decode("utf-8").replace("\r\n", "\n")
+            except UnicodeDecodeError:
+                lines = parse_lines(raw.data, raw.name, first=raw.first, allow_empty=True, max_line=None)
+                good, more = sort_out([(line, line) for line in lines], skip_bad=skip_bad)
+                bad += more
+                text = "".join(f"{line}\n" for line, _ in good)
+            found.append((text, passage.ends))
+        return found, bad
+
+
+def stream_pairs(source: str, target: str) -> Iterator[PairBlock]:
+    """The blocks of two line-aligned files or columns.
+
+    Raises:
+        ValueError: no such file or column, an empty or a damaged file, different numbers of lines.
+        ImportError: what reads a file is not installed.
+    """
+    sides = [_Lines(path) if column_of(path) is None else _Texts(path) for path in (source, target)]
+    while True:
+        ready = [side.ready(LINES) for side in sides]
+        count = min(ready)
+        if count == 0:
+            if max(ready) > 0:
+                raise ValueError(misaligned(source, target, *(side.count_all() for side in sides)))
+            return
+        yield PairBlock(sides[0].take(count), sides[1].take(count))
+
+
+def stream_tsv(path: str) -> Iterator[PairBlock]:
+    """The blocks of a file of source<TAB>target lines; errors as those of `stream_pairs`."""
+    check_tsv(path)
+    lines = _Lines(path, is_tsv=True)
+    while count := lines.ready(LINES):
+        yield PairBlock(lines.take(count), None)
+
+
+def stream_documents(path: str) -> Iterator[TextBlock]:
+    """The blocks of running text: of a file, of a folder's *.txt files in their order by name, or of a column.
+
+    Raises:
+        ValueError: no such file, folder or column, one without text, a damaged file.
+        ImportError: what reads a file is not installed.
+    """
+    block, is_empty = TextBlock(), True
+    for passage in _passages(path):
+        is_empty = False
+        if isinstance(passage, BadLine):
+            block.bad.append(passage)
+        else:
+            block.add(passage)
+        if block.size >= TEXT:
+            yield block
+            block = TextBlock()
+    if block.passages or block.bad:
+        yield block
+    if is_empty:
+        raise ValueError(f"expected a text file or a folder of *.txt files with text in them, got {path}")
+
+
+def _passages(path: str) -> Iterator[Passage | BadLine]:
+    if column_of(path) is not None:
+        for row in stream_rows(path, max_line=None):
+            yield row if isinstance(row, BadLine) else Passage(row, ends=True)
+    elif os.path.isdir(path):
+        for file in sorted(Path(path).iterdir()):
+            if why_no_document(file) is None and file.stat().st_size:
+                yield from _parts(str(file))
+    else:
+        yield from _parts(path)
+
+
+def _parts(path: str) -> Iterator[Passage]:
+    """A file in parts that end behind a line, but not before an empty one: a BPE may have a token for two line ends."""
+    name, rest, first = shown(path), b"", 1
+    with open_bytes(path) as file:
+        while True:
+            chunk = file.read(TEXT)
+            if not rest and first == 1:
+                chunk = chunk.removeprefix(_BOM)
+                check_plain(path, chunk)
+            rest += chunk
+            if not chunk:
+                break
+            end = _last_line(rest)
+            if end == 0 and len(rest) > _LONGEST:
+                end = len(rest) - 4
+                while rest[end] & 0xC0 == 0x80:  # within a character
+                    end -= 1
+            if end:
+                yield Passage(Lines(name, first, rest[:end]), ends=False)
+                first, rest = first + rest.count(b"\n", 0, end), rest[end:]
+        if rest:
+            yield Passage(Lines(name, first, rest), ends=True)
+
+
+def _last_line(data: bytes) -> int:
+    """Where the last line begins that has a text before and behind it; 0: there is none."""
+    end = data.rfind(b"\n", 0, len(data) - 1)
+    while end > 0 and data[end + 1 : end + 2] in (b"\n", b"\r"):
+        end = data.rfind(b"\n", 0, end)
+    return end + 1 if end > 0 else 0
+
+
+class _Lines:
+    """A file of lines, from which any number can be taken once they are ready."""
+
+    def __init__(self, path: str, *, is_tsv: bool = False) -> None:
+        self._name, self._file = shown(path), open_bytes(path)
+        self._next = 1  # the number of the next line
+        first = self._file.read(_CHUNK).removeprefix(_BOM)
+        if not first:
+            raise ValueError(f"{self._name} is empty: expected at least one line of text")
+        check_plain(path, first, is_tsv=is_tsv)
+        self._chunks, self._ends, self._size = [first], first.count(b"\n"), len(first)
+        self._file_ended = False
+
+    def ready(self, count: int) -> int:
+        """How many lines can be taken: so many, or fewer where they are very long or the file ends."""
+        while not self._file_ended and self._ends < count and (self._size < _MOST or not self._ends):
+            chunk = self._file.read(_CHUNK)
+            if not chunk:
+                self._file_ended = True
+                self._file.close()
+            self._chunks.append(chunk)
+            self._ends += chunk.count(b"\n")
+            self._size += len(chunk)
+            if self._size > _LONGEST and not self._ends:
+                raise ValueError(f"{self._name}, line {self._next:,}: expected lines of text, got one without an end")
+        return min(count, self._ends + self._has_open_line())
+
+    def _has_open_line(self) -> bool:
+        """Whether the file ends with a line that has no line end."""
+        if not self._file_ended:
+            return False
+        last = next((chunk for chunk in reversed(self._chunks) if chunk), b"")
+        return bool(last) and not last.endswith(b"\n")
+
+    def take(self, count: int) -> Lines:
+        """The next lines, of which that many are ready."""
+        data, open_line = b"".join(self._chunks), self._has_open_line()
+        if count == self._ends + open_line and open_line:
+            end = len(data)
+        else:
+            end = int(numpy.flatnonzero(numpy.frombuffer(data, numpy.uint8) == 10)[count - 1]) + 1
+        found, rest = Lines(self._name, self._next, data[:end]), data[end:]
+        self._chunks, self._size = [rest], len(rest)
+        self._ends -= min(count, self._ends)
+        self._next += count
+        return found
+
+    def count_all(self) -> int:
+        """The lines of the whole file; no more can be taken."""
+        total = self._next - 1
+        while count := self.ready(LINES):
+            self.take(count)
+            total += count
+        return total
+
+
+class _Texts:
+    """A column, from which any number of texts can be taken."""
+
+    def __init__(self, path: str) -> None:
+        self._texts, self._waiting, self._taken = stream_rows(path), [], 0  # type: tuple[Iterator[Row], list[Row], int]
+        if not self.ready(1):
+            raise ValueError(f"{path} is empty: expected at least one row")
+
+    def ready(self, count: int) -> int:
+        """How many texts can be taken: so many, or as many as are left."""
+        self._waiting += itertools.islice(self._texts, max(0, count - len(self._waiting)))
+        return min(count, len(self._waiting))
+
+    def take(self, count: int) -> Texts:
+        """The next texts."""
+        found, self._waiting = Texts(self._waiting[:count]), self._waiting[count:]
+        self._taken += count
+        return found
+
+    def count_all(self) -> int:
+        """The rows of the whole column; no more can be taken."""
+        return self._taken + len(self._waiting) + sum(1 for _ in self._texts)

@@ -1,0 +1,408 @@
+"""From text files to a folder of shards: what `fastformer prepare` does.
+
+Three stages, each of which goes on where it was ended: blocks of text become blocks of examples, one look at their
+hashes finds what is left out, and each shard gathers its share of every block. What a stage leaves in `.work` is there
+until the index is written.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy
+
+from fastformer import console
+from fastformer.checkpoints.lock import LOCK, RunLock
+from fastformer.data import Examples, Tokenizer, load_tokenizer
+from fastformer.data.files import STDIN
+from fastformer.data.filters import Filters
+from fastformer.data.shards.arrow_file import arrow, write_table
+from fastformer.data.shards.deal import Piles, write_rows, write_shard
+from fastformer.data.shards.encode import Recipe, open_block
+from fastformer.data.shards.left_out import LeftOut, find_left_out
+from fastformer.data.shards.manifest import INDEX, Manifest, Shard, Source, Stored, tokenizer_digest
+from fastformer.data.shards.pool import Pool, encode_task, usable_cores
+from fastformer.data.shards.reading import read_examples
+from fastformer.data.streams import PairBlock, TextBlock, stream_documents, stream_pairs, stream_tsv
+from fastformer.data.tables import file_of
+from fastformer.data.tokenizer import TOKENIZER, line_pieces
+from fastformer.files import read_json, write_atomically
+from fastformer.training.config import TrainConfig, paths_of
+from fastformer.training.examples import make_tokenizer, tokenizer_of, validation_data
+from fastformer.training.sections import Tokens
+
+logger = logging.getLogger("fastformer")
+
+Item = TypeVar("Item")
+WORK = ".work"
+SHARD_BYTES = 1 << 24  # that a shard has about; a window of a few fits in any memory
+BPE_CHARACTERS = 50_000_000
+VALIDATION, VALIDATION_TEXTS = "validation.arrow", "validation.jsonl"
+_PACKED = (".gz", ".bz2", ".xz", ".zst", ".parquet", ".pq")
+_PACKED_BY = 4  # about what text is compressed by
+_LEAST_SHARDS = 8  # of a pipe, whose size isn't known
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """A source of text: what to open, and what it is called."""
+
+    name: str
+    paths: tuple[str, ...]
+    weight: float
+
+    def blocks(self, kind: str) -> Iterator[PairBlock | TextBlock]:
+        if kind == "text":
+            return stream_documents(self.paths[0])
+        return stream_pairs(*self.paths) if len(self.paths) == 2 else stream_tsv(self.paths[0])
+
+    def files(self) -> list[str]:
+        """The files, those of a folder each."""
+        found = []
+        for path in map(file_of, self.paths):
+            found += [str(file) for file in sorted(Path(path).iterdir())] if os.path.isdir(path) else [path]
+        return found
+
+
+def prepare(
+    config: TrainConfig,
+    out: str | os.PathLike[str],
+    *,
+    shards: int = 0,
+    processes: int = 0,
+    bpe_characters: int = BPE_CHARACTERS,
+) -> Manifest:
+    """Makes a folder of shards, or goes on with one that was ended.
+
+    Args:
+        config: the settings: sources with their weights, filters, tokenizer, lengths, seed.
+        out: the folder, which is new or has what the same call left there.
+        shards: how many; 0: as many as make about SHARD_BYTES each.
+        processes: that work beside each other; 0: one for each core.
+        bpe_characters: how much text a BPE learns from at most; of more text it is drawn at random.
+
+    Returns:
+        What is in the folder.
+
+    Raises:
+        ValueError: no sources, broken text, a folder with something else in it, other settings or files than those
+            that the folder was begun with.
+        ImportError: pyarrow, or what reads a source, is not installed.
+    """
+    arrow()
+    kind, origins = _origins(config)
+    folder, work = Path(out), Path(out) / WORK
+    settings = _settings(config, kind, shards or _number_of_shards(origins), bpe_characters)
+    if (folder / INDEX).is_file():
+        found = Manifest.load(folder)
+        shutil.rmtree(work, ignore_errors=True)
+        if (found.settings, [s.name for s in found.sources]) != (settings, [o.name for o in origins]):
+            raise ValueError(f"{folder} holds shards that were prepared with other settings: give another folder")
+        logger.info("nothing is left to do: %s is complete", folder)
+        return found
+    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not work.is_dir())):
+        raise ValueError(f"expected a folder that isn't there yet or is empty, but there is something in {folder}")
+    work.mkdir(parents=True, exist_ok=True)
+    lock = RunLock(work)
+    lock.acquire()
+    try:
+        _check_same(work, settings, origins)
+        with Pool(processes or usable_cores()) as pool:
+            manifest = _Preparation(config, kind, origins, folder, settings, pool).run()
+    finally:
+        lock.release()
+    (work / LOCK).unlink(missing_ok=True)
+    shutil.rmtree(work, ignore_errors=True)
+    return manifest
+
+
+class _Preparation:
+    """The stages, from top to bottom."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        kind: str,
+        origins: Sequence[_Origin],
+        folder: Path,
+        settings: dict[str, Any],
+        pool: Pool,
+    ) -> None:
+        self.config, self.origins, self.folder, self.settings = config, origins, folder, settings
+        self.work, self.pool = folder / WORK, pool
+        self.has_validation = bool(config.val_text or config.val_tsv or config.val_source)
+        self.recipe = Recipe(
+            "text" if kind == "text" else "pairs",
+            settings["shards"],
+            config.seed,
+            config.pair_filter(),
+            config.skip_bad_lines,
+            config.max_len,
+            config.seqlen,
+            hold_out=not self.has_validation,
+        )
+
+    def run(self) -> Manifest:
+        tokenizer = self._tokenizer()
+        paths, sources = self._encode()
+        left_out = find_left_out(paths, self.recipe)
+        mask = self.work / "left_out.bin"
+        write_atomically(mask, left_out.mask.tobytes())
+        piles = Piles(paths, sources, left_out.starts, mask, self.config.seed)
+        tasks = [(piles, number, self.folder) for number in range(self.recipe.shards)]
+        shards = list(_bar(self.pool.run(write_shard, tasks), "writing shards", "shard", len(tasks)))
+        if not sum(shard.examples for shard in shards):
+            raise ValueError(f"nothing is left of the text: {_told(self._counts(paths, sources, left_out)[1])}")
+        validation, texts, characters = self._validation(tokenizer, piles, left_out)
+        tokenizer.save(self.folder)
+        manifest = Manifest(
+            self.recipe.kind, tokenizer_digest(tokenizer), self.settings,
+            self._sources(paths, sources, left_out, shards), shards, validation, texts, characters,
+        )  # fmt: skip
+        manifest.save(self.folder)
+        return manifest
+
+    def _tokenizer(self) -> Tokenizer:
+        """The tokenizer, learned from a sample of all sources if it is to be."""
+        if (self.work / TOKENIZER).is_file():
+            return load_tokenizer(self.work)
+        config = self.config
+        if self.recipe.kind == "text":
+            tokenizer = make_tokenizer(config, self._sample() if config.tokenizer == "bpe" else [])
+        else:
+            tokenizer = tokenizer_of(config, self._sample() if config.tokenizer == "bpe" else [])
+        tokenizer.save(self.work)
+        return load_tokenizer(self.work)
+
+    def _sample(self) -> list[Any]:
+        """Texts for a BPE: all, or, of more than it is to learn from, each with the same probability."""
+        if any(not os.path.isfile(file) for origin in self.origins for file in origin.files()):
+            raise ValueError("expected files to learn a BPE from, which are read twice, got a pipe: give --tokenizer")
+        kept: list[tuple[float, int, Any]] = []  # drawn, size, text or pair
+        most, size, limit = self.settings["bpe_characters"], 0, 1.0
+        for number, origin in enumerate(self.origins):
+            for place, block in enumerate(
+                _bar(origin.blocks(self.recipe.kind), f"reading {origin.name} for the BPE", "block")
+            ):
+                texts = self._texts(block)
+                drawn = numpy.random.default_rng([self.config.seed, 3, number, place]).random(len(texts))
+                for value, text in zip(drawn.tolist(), texts, strict=True):
+                    if value < limit:
+                        kept.append((value, len(text) if isinstance(text, str) else sum(map(len, text)), text))
+                        size += kept[-1][1]
+                if size > 2 * most:
+                    kept, size, limit = _thinned(kept, most)
+        return [text for _, _, text in _thinned(kept, most)[0]]
+
+    def _texts(self, block: PairBlock | TextBlock) -> list[Any]:
+        if isinstance(block, TextBlock):
+            return [
+                piece for text, _ in block.documents(skip_bad=self.recipe.skip_bad)[0] for piece in line_pieces(text)
+            ]
+        pairs = block.pairs(skip_bad=self.recipe.skip_bad)[0]
+        filters = self.recipe.filters
+        return [pair for pair in pairs if filters.why_not(pair) is None] if filters else pairs
+
+    def _encode(self) -> tuple[list[Path], list[int]]:
+        """The blocks of all sources, and the number of the source of each."""
+        paths, sources = [], []
+        done = 0
+
+        def tasks() -> Iterator[tuple[Any, ...]]:
+            nonlocal done
+            for number, origin in enumerate(self.origins):
+                for place, block in enumerate(origin.blocks(self.recipe.kind)):
+                    path = self.work / f"block-{number:04}-{place:07}.arrow"
+                    paths.append(path)
+                    sources.append(number)
+                    if path.is_file():
+                        done += 1
+                        continue
+                    yield block, self.recipe, self.work, path, [number, place]
+
+        for _ in _bar(self.pool.run(encode_task, tasks()), "tokenizing", "block"):
+            pass
+        if done:
+            logger.info("%s of %s blocks were there already", f"{done:,}", f"{len(paths):,}")
+        return paths, sources
+
+    def _validation(self, tokenizer: Tokenizer, piles: Piles, left_out: LeftOut) -> tuple[Stored, Stored | None, int]:
+        """Writes the examples of validation, and their texts."""
+        path, characters = self.folder / VALIDATION, 0
+        if self.has_validation:
+            examples, texts, characters = validation_data(self.config, tokenizer)
+            write_table(path, _table(examples))
+        else:
+            write_rows(piles, [row for _, row in left_out.validation], path)
+            texts = [(source, target) for found, _ in left_out.validation if found for source, target in [found]]
+            if self.recipe.kind == "text":
+                characters = sum(len(tokenizer.decode(example.target[1:])) for example in read_examples(path))
+        if self.recipe.kind == "text":
+            return Stored.of(path), None, characters
+        lines = "".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in texts)
+        write_atomically(self.folder / VALIDATION_TEXTS, lines.encode("utf-8", "surrogatepass"))
+        return Stored.of(path), Stored.of(self.folder / VALIDATION_TEXTS), 0
+
+    def _counts(
+        self, paths: Sequence[Path], sources: Sequence[int], left_out: LeftOut
+    ) -> tuple[Counter[int], list[Counter[str]], Counter[int]]:
+        """By source: what was read, what was left out by reason, what was held out."""
+        read, held_out = Counter[int](), Counter[int]()
+        reasons = [Counter[str]() for _ in self.origins]
+        for path, source, again, held in zip(paths, sources, left_out.duplicates, left_out.held_out, strict=True):
+            block = open_block(path)[1]
+            read[source] += block.read
+            held_out[source] += held
+            reasons[source].update(block.left_out)
+            reasons[source].update({"duplicate": again} if again else {})
+        return read, reasons, held_out
+
+    def _sources(
+        self, paths: Sequence[Path], sources: Sequence[int], left_out: LeftOut, shards: Sequence[Shard]
+    ) -> list[Source]:
+        read, reasons, held_out = self._counts(paths, sources, left_out)
+        return [
+            Source(
+                origin.name,
+                origin.weight,
+                read[number],
+                sum(shard.by_source[number] for shard in shards),
+                held_out[number],
+                dict(sorted(reasons[number].items())),
+            )  # fmt: skip
+            for number, origin in enumerate(self.origins)
+        ]
+
+
+def _thinned(kept: list[tuple[float, int, Any]], most: int) -> tuple[list[tuple[float, int, Any]], int, float]:
+    """Those of the lowest draws, up to so many characters, in their order; their size; the highest draw."""
+    size, limit = 0, 1.0
+    for value, length, _ in sorted(kept, key=lambda item: item[0]):
+        if size and size + length > most:
+            limit = value
+            break
+        size += length
+    return [item for item in kept if item[0] < limit], size, limit
+
+
+def _origins(config: TrainConfig) -> tuple[str, list[_Origin]]:
+    """What kind of examples the settings ask for, and of which sources."""
+    if config.train_text:
+        kind, names = "text", [(path,) for path in paths_of(config.train_text)]
+    elif config.train_tsv:
+        kind, names = "pairs", [(path,) for path in paths_of(config.train_tsv)]
+    elif config.train_source and config.train_target:
+        kind = "pairs"
+        names = list(zip(paths_of(config.train_source), paths_of(config.train_target), strict=True))  # type: ignore[arg-type]
+    else:
+        raise ValueError(
+            "expected text to prepare, got none: give train_source with train_target, or train_tsv, or train_text"
+        )
+    weights = config.weights() or [1.0] * len(names)
+    return kind, [_Origin(" and ".join(some), tuple(some), weight) for some, weight in zip(names, weights, strict=True)]
+
+
+def _number_of_shards(origins: Sequence[_Origin]) -> int:
+    total, least = 0, 1
+    for file in (file for origin in origins for file in origin.files()):
+        if os.path.isfile(file):
+            total += os.path.getsize(file) * (_PACKED_BY if file.lower().endswith(_PACKED) else 1)
+        else:
+            least = _LEAST_SHARDS
+    return max(least, -(-total // SHARD_BYTES))
+
+
+def _settings(config: TrainConfig, kind: str, shards: int, bpe_characters: int) -> dict[str, Any]:
+    """What the bytes of the shards depend on, besides the text."""
+    names = [f.name for f in fields(Tokens)] + [
+        "seed",
+        "skip_bad_lines",
+        "val_source",
+        "val_target",
+        "val_tsv",
+        "val_text",
+    ]
+    names += ["seqlen"] if kind == "text" else ["max_len", *(f.name for f in fields(Filters))]
+    values = {name: getattr(config, name) for name in names}
+    return {"shards": shards, "bpe_characters": bpe_characters, **values}
+
+
+def _check_same(work: Path, settings: dict[str, Any], origins: Sequence[_Origin]) -> None:
+    """Holds the settings and the files against those that the folder was begun with; what a pipe gave is begun anew.
+
+    Raises:
+        ValueError: others.
+    """
+    state = work / "settings.json"
+    files = {
+        file: [os.path.getsize(file), os.stat(file).st_mtime_ns] if os.path.isfile(file) else None
+        for origin in origins
+        for file in (origin.files() if origin.paths != (STDIN,) else [STDIN])
+    }
+    sources = [[origin.name, origin.weight] for origin in origins]
+    now = {"settings": settings, "sources": sources, "files": files}
+    if state.is_file():
+        before = read_json(state)
+        for name in settings:
+            was, is_now = before["settings"].get(name), settings[name]
+            if was != is_now:
+                raise ValueError(
+                    f"{work.parent} was begun with {name} {was!r}, got {is_now!r}: give the same again, or another "
+                    "folder"
+                )
+        if before["sources"] != sources:
+            raise ValueError(f"{work.parent} was begun with other sources: give the same again, or another folder")
+        if before["files"] != files:
+            raise ValueError(f"{work.parent} was begun with files that have changed since: give another folder")
+    if None in files.values():  # a pipe begins anew
+        for path in work.glob("block-*.arrow"):
+            path.unlink()
+    write_atomically(state, json.dumps(now).encode())
+
+
+def _table(examples: Examples) -> Any:
+    library = arrow()
+    sides = [[example.source for example in examples], [example.target for example in examples]]
+    kind = library.list_(library.int32())
+    columns = {name: library.array(side, kind) for name, side in zip(("source", "target"), sides, strict=True)}
+    return library.table({**columns, "origin": library.array(numpy.zeros(len(examples), numpy.uint16))})
+
+
+def _told(reasons: Iterable[Counter[str]]) -> str:
+    total = sum(reasons, Counter[str]())
+    return ", ".join(f"{count:,} {reason}" for reason, count in total.most_common()) or "there is none"
+
+
+def _bar(items: Iterable[Item], what: str, unit: str, total: int | None = None) -> Iterable[Item]:
+    """The same items, with a bar where there are a terminal and tqdm."""
+    if console.is_terminal(sys.stderr):
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            return items
+        bar: Iterable[Item] = tqdm(items, what, total, unit=unit, dynamic_ncols=True, leave=False)
+        return bar
+    return items
+
+
+def summary(manifest: Manifest) -> str:
+    """What a folder holds, in a few lines."""
+    tokens = sum(shard.source_tokens + shard.target_tokens for shard in manifest.shards)
+    lines = [f"{manifest.examples:,} examples of {tokens:,} tokens in {len(manifest.shards):,} shards"]
+    for source in manifest.sources:
+        out = "".join(f", {count:,} {reason}" for reason, count in source.left_out.items())
+        weight = f" (weight {source.weight:g})" if source.weight != 1.0 else ""
+        lines.append(
+            f"{source.name}{weight}: {source.read:,} read, {source.examples:,} in shards, {source.held_out:,} held "
+            f"out{f'; left out{out[1:]}' if out else ''}"
+        )
+    return "\n".join(lines)

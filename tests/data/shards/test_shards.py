@@ -1,0 +1,383 @@
+"""Shards on disk: fair, shuffled, without duplicates, whole or refused, and the same whatever happened meanwhile."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import hashlib
+import json
+import lzma
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy
+import pytest
+
+from fastformer.data import ByteTokenizer, load_tokenizer
+from fastformer.data.order import Order
+from fastformer.data.shards import encode, left_out
+from fastformer.data.shards.arrow_file import read_table, views
+from fastformer.data.shards.manifest import Manifest
+from fastformer.data.shards.reading import ShardedExamples
+from fastformer.training import TrainConfig
+from fastformer.training import prepare as preparing
+from fastformer.training.prepare import prepare
+
+pytest.importorskip("pyarrow", reason="shards are files of Arrow")
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch) -> None:
+    """Several blocks of a source, and several passes over their hashes, of little text."""
+    monkeypatch.setattr("fastformer.data.streams.LINES", 50)
+    monkeypatch.setattr("fastformer.data.streams.TEXT", 300)
+    monkeypatch.setattr(left_out, "MOST_KEYS", 64)
+
+
+def pairs_of(name: str, count: int) -> list[tuple[str, str]]:
+    words = random.Random(name)
+    return [(f"{name} {i} {'a' * words.randrange(9)}", f"{'b' * words.randrange(9)} {i} {name}") for i in range(count)]
+
+
+def tsv(path: Path, pairs: list[tuple[str, str]]) -> str:
+    path.write_text("".join(f"{source}\t{target}\n" for source, target in pairs))
+    return str(path)
+
+
+def config_of(*files: str, **options) -> TrainConfig:
+    return TrainConfig(train_tsv=",".join(files), tokenizer="bytes", **options)
+
+
+def made(config: TrainConfig, out: Path, shards: int = 4) -> Manifest:
+    return prepare(config, out, shards=shards, processes=1)
+
+
+def texts_of(examples: ShardedExamples) -> list[tuple[str, str]]:
+    decode = load_tokenizer(examples.folder).decode
+    return [(decode(example.source), decode(example.target)) for example in examples]
+
+
+def held_out(folder: Path) -> list[tuple[str, str]]:
+    return [tuple(json.loads(line)) for line in (folder / "validation.jsonl").read_text().splitlines()]
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+def test_every_pair_once_in_the_shards_or_held_out(tmp_path) -> None:
+    corpora = [pairs_of("x", 230), pairs_of("y", 170)]
+    files = [tsv(tmp_path / f"{i}.tsv", pairs) for i, pairs in enumerate(corpora)]
+    manifest = made(config_of(*files), tmp_path / "out")
+    examples, validation = ShardedExamples(tmp_path / "out"), held_out(tmp_path / "out")
+    assert sorted(texts_of(examples) + validation) == sorted(corpora[0] + corpora[1])
+    assert len(validation) == 4 and len(examples) == manifest.examples == 396
+    assert [(s.read, s.examples + s.held_out) for s in manifest.sources] == [(230, 230), (170, 170)]
+    assert examples.num_tokens == tuple(sum(e.lengths[i] for e in examples) for i in (0, 1))
+    assert manifest.longest == max(max(example.lengths) for example in examples)
+    assert not (tmp_path / "out" / ".work").exists()
+
+
+def test_each_shard_is_a_fair_sample_and_shuffled(tmp_path) -> None:
+    sizes = [900, 300, 60]
+    files = [tsv(tmp_path / f"{i}.tsv", pairs_of("xyz"[i], size)) for i, size in enumerate(sizes)]
+    manifest = made(config_of(*files), tmp_path / "out", shards=6)
+    counts = numpy.array([shard.by_source for shard in manifest.shards])
+    expected = counts.sum(0) * counts.sum(1, keepdims=True) / counts.sum()
+    # 10 degrees of freedom: p > 0.001 is 29.6. Dealing in turn is far more even than drawing is.
+    assert ((counts - expected) ** 2 / expected).sum() < 5
+    examples = ShardedExamples(tmp_path / "out")
+    number = [int(source.split()[1]) for source, _ in texts_of(examples)[: manifest.shards[0].examples]]
+    x = numpy.array(number)
+    assert abs(numpy.corrcoef(x, numpy.arange(len(x)))[0, 1]) < 0.25  # in the file they ascend
+
+
+def test_the_first_of_duplicates_stays_and_none_is_in_validation(tmp_path) -> None:
+    one, other = pairs_of("x", 300), pairs_of("y", 200)
+    again = other + one[::3] + other[:50]
+    files = [tsv(tmp_path / "0.tsv", one), tsv(tmp_path / "1.tsv", again)]
+    manifest = made(config_of(*files, drop_duplicates=True), tmp_path / "out")
+    found, validation = texts_of(ShardedExamples(tmp_path / "out")), held_out(tmp_path / "out")
+    assert sorted(found + validation) == sorted(one + other)
+    assert [source.left_out for source in manifest.sources] == [{}, {"duplicate": 150}]
+    # Without dropping, all copies of what is held out leave the training text.
+    made(config_of(*files), tmp_path / "kept")
+    found, validation = texts_of(ShardedExamples(tmp_path / "kept")), held_out(tmp_path / "kept")
+    assert not {*found} & {*validation} and len({*found}) + len(validation) == 500
+    assert sorted(found) == sorted(pair for pair in one + again if pair not in validation)
+
+
+def test_pairs_that_only_look_alike_joined_are_none(tmp_path) -> None:
+    file = tsv(tmp_path / "a.tsv", [("a", "bc"), ("ab", "c"), ("a", "bc"), ("1 a", "b"), ("1", "a b")])
+    assert made(config_of(file, drop_duplicates=True), tmp_path / "out", 1).sources[0].left_out == {"duplicate": 1}
+
+
+def test_what_is_left_out_is_counted_by_reason(tmp_path) -> None:
+    file = tmp_path / "a.tsv"
+    lines = [f"{source}\t{target}" for source, target in pairs_of("x", 100)]
+    bad = ["only one", "a\t", "a\tb\tc", "same here\tsame here", f"short\t{'long ' * 40}", f"{'w' * 90}\t{'v' * 90}"]
+    file.write_text("\n".join(lines[:60] + bad + lines[60:]))
+    options = {"drop_identical": True, "max_length_ratio": 20, "max_len": 60}
+    with pytest.raises(ValueError, match=r"a\.tsv, line 61: .*; 3 of "):
+        made(config_of(str(file), **options), tmp_path / "no")
+    source = made(config_of(str(file), skip_bad_lines=True, **options), tmp_path / "out").sources[0]
+    assert source.left_out == {
+        "of 1 field": 1, "with an empty side": 1, "of 3 fields": 1, "with identical sides": 1,
+        "of a length ratio above 20": 1, "of more than max_len 60 tokens": 1,
+    }  # fmt: skip
+    assert (source.read, source.examples + source.held_out) == (106, 100)
+
+
+def test_the_same_shards_of_every_form_of_the_text(tmp_path) -> None:
+    pairs, sides = pairs_of("x", 120), ["", ""]
+    for pair in pairs:
+        sides = [side + text + "\n" for side, text in zip(sides, pair, strict=True)]
+    packers = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "txt": bytes}
+    if sys.version_info < (3, 14):
+        packers["zst"] = pytest.importorskip("zstandard", reason="of the extra zstd").ZstdCompressor().compress
+    for name, pack in packers.items():
+        for side, text in zip(("en", "de"), sides, strict=True):
+            (tmp_path / f"{side}.{name}").write_bytes(pack(text.encode()))
+    rows = [{"en": source, "x": {"de": target}} for source, target in pairs]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    from pyarrow import Table, parquet
+
+    parquet.write_table(Table.from_pylist(rows), tmp_path / "p.parquet")
+    files = [tuple(str(tmp_path / f"{side}.{name}") for side in ("en", "de")) for name in packers]
+    files += [(f"{tmp_path}/p.{kind}:en", f"{tmp_path}/p.{kind}:x.de") for kind in ("jsonl", "parquet")]
+    found = []
+    for number, (source, target) in enumerate(files):
+        config = TrainConfig(train_source=source, train_target=target, tokenizer="bytes")
+        found.append([shard.sha256 for shard in made(config, tmp_path / f"out{number}").shards])
+    found.append([s.sha256 for s in made(config_of(tsv(tmp_path / "p.tsv", pairs)), tmp_path / "out").shards])
+    assert all(shards == found[0] for shards in found)
+
+
+@pytest.mark.parametrize("lines", [(120, 119), (49, 120), (50, 100)])
+def test_unequal_lines(tmp_path, lines) -> None:
+    for name, count in zip(("a.en", "a.de"), lines, strict=True):
+        (tmp_path / name).write_text("text\n" * count)
+    config = TrainConfig(train_source=f"{tmp_path}/a.en", train_target=f"{tmp_path}/a.de", tokenizer="bytes")
+    with pytest.raises(ValueError, match=rf"a\.en, got {lines[1]} and {lines[0]}"):
+        made(config, tmp_path / "out")
+
+
+def test_a_parquet_file_without_the_column(tmp_path) -> None:
+    from pyarrow import Table, parquet
+
+    parquet.write_table(Table.from_pylist([{"en": "a", "de": "b"}] * 9), tmp_path / "p.parquet")
+    config = TrainConfig(
+        train_source=f"{tmp_path}/p.parquet:en", train_target=f"{tmp_path}/p.parquet:fr", tokenizer="bytes"
+    )
+    with pytest.raises(ValueError, match=r"column fr in p\.parquet, which has: en, de"):
+        made(config, tmp_path / "out")
+
+
+# Reading.
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    files = [tsv(tmp_path / f"{name}.tsv", pairs_of(name, 200)) for name in "xy"]
+    made(config_of(*files, data_weights="1,2"), tmp_path / "out", shards=7)
+    return tmp_path / "out"
+
+
+def planned(examples: ShardedExamples, seed: int, epochs: int = 1, **options) -> list[list[int]]:
+    order = Order(examples, max_tokens=200, batching="packed", seed=seed, **options)
+    return [b for epoch in range(epochs) for window in range(order.num_windows) for b in order.plan(epoch, window)]
+
+
+def test_the_order_is_a_function_of_seed_and_epoch(folder) -> None:
+    # Each window's examples lie in its shards, and no window is planned as another.
+    def digest(seed: int, weights=(1.0, 1.0)) -> str:
+        examples = ShardedExamples(folder, window=3, weights=list(weights))
+        content = [[(e.source, e.target) for e in map(examples.__getitem__, b)] for b in planned(examples, seed, 2)]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+    assert digest(0) == digest(0) != digest(1)
+    examples = ShardedExamples(folder, window=3, weights=[1.0, 1.0])
+    first, second = planned(examples, 0), planned(examples, 0, 2)[len(planned(examples, 0)) :]
+    assert sorted(i for batch in first for i in batch) == list(range(len(examples)))
+    assert sorted(i for batch in second for i in batch) == list(range(len(examples))) and first != second
+
+
+def test_weights_are_those_of_the_index_or_of_the_call(folder) -> None:
+    of_index, of_call = ShardedExamples(folder, window=2), ShardedExamples(folder, window=2, weights=[3.0, 1.0])
+    sizes = [source.examples for source in of_index.manifest.sources]
+    assert len([i for batch in planned(of_index, 0) for i in batch]) == sizes[0] + 2 * sizes[1]
+    assert len([i for batch in planned(of_call, 0) for i in batch]) == 3 * sizes[0] + sizes[1]
+    with pytest.raises(ValueError, match=r"\bdata_weights\b.* 2 sources"):
+        ShardedExamples(folder, weights=[1.0])
+
+
+def test_lengths_of_any_examples(folder) -> None:
+    examples = ShardedExamples(folder, window=1)
+    some = [5, 391, 17, 200, 5, 0]
+    assert examples.lengths_at(some).tolist() == [list(examples[i].lengths) for i in some]
+
+
+def test_few_shards_are_open_and_their_arrays_are_no_copies(folder) -> None:
+    examples = ShardedExamples(folder, window=2)
+    for batch in planned(examples, 0):
+        _ = [examples[i] for i in batch]
+        assert len(examples._open) <= 3
+    ids, _ = views(read_table(folder / "shard-00000.arrow").column("source"))
+    assert not ids.flags.owndata and not ids.flags.writeable
+
+
+@pytest.mark.parametrize("damage", ["changed", "cut short", "missing", "swapped"])
+def test_a_shard_that_is_not_what_was_prepared(folder, damage) -> None:
+    shard = folder / "shard-00003.arrow"
+    data = bytearray(shard.read_bytes())
+    if damage == "changed":
+        data[len(data) // 2] ^= 1
+        shard.write_bytes(data)
+    elif damage == "cut short":
+        shard.write_bytes(data[:-10])
+    elif damage == "missing":
+        shard.unlink()
+    else:
+        shard.write_bytes((folder / "shard-00002.arrow").read_bytes())
+    with pytest.raises(ValueError, match=r"shard-00003\.arrow"):
+        planned(ShardedExamples(folder), 0)
+
+
+def test_a_damaged_index(folder) -> None:
+    index = json.loads((folder / "index.json").read_text())
+    for broken in ({**index, "version": 9}, {**index, "shards": [1]}, {k: index[k] for k in list(index)[:4]}):
+        (folder / "index.json").write_text(json.dumps(broken))
+        with pytest.raises(ValueError, match=r"index\.json"):
+            ShardedExamples(folder)
+    (folder / "index.json").unlink()
+    with pytest.raises(ValueError, match=r"fastformer prepare"):
+        ShardedExamples(folder)
+
+
+# A preparation that was ended.
+
+
+class Ended(Exception):
+    pass
+
+
+@pytest.mark.parametrize("stage", ["block", "shard", "index"])
+def test_the_same_call_goes_on_and_leaves_the_same_bytes(tmp_path, monkeypatch, stage) -> None:
+    files = [tsv(tmp_path / f"{name}.tsv", pairs_of(name, 300)) for name in "xy"]
+    config = config_of(*files, drop_duplicates=True)
+    made(config, tmp_path / "whole")
+    calls, task, write, save = [], preparing.encode_task, preparing.write_shard, Manifest.save
+
+    def ending(name: str, function):
+        def call(*given):
+            calls.append(name)
+            if name == stage and calls.count(name) == (1 if name == "index" else 3):
+                raise Ended
+            return function(*given)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(preparing, "encode_task", ending("block", task))
+        patch.setattr(preparing, "write_shard", ending("shard", write))
+        patch.setattr(Manifest, "save", ending("index", save))
+        with pytest.raises(Ended):
+            made(config, tmp_path / "ended")
+        before = calls.count("block")
+    with pytest.raises(ValueError, match=r"\bseed\b"):
+        made(config_of(*files, drop_duplicates=True, seed=1), tmp_path / "ended")
+    monkeypatch.setattr(preparing, "encode_task", ending("again", task))
+    made(config, tmp_path / "ended")
+    assert hashes(tmp_path / "ended") == hashes(tmp_path / "whole")
+    assert calls.count("again") == 12 - (before - (stage == "block"))
+    made(config, tmp_path / "ended")  # nothing is left to do
+    with pytest.raises(ValueError, match="other settings"):
+        made(config_of(*files), tmp_path / "ended")
+
+
+def test_text_that_changed_meanwhile_is_refused(tmp_path, monkeypatch) -> None:
+    file = tsv(tmp_path / "a.tsv", pairs_of("x", 200))
+
+    def end(*given):
+        raise Ended
+
+    monkeypatch.setattr(preparing, "write_shard", end)
+    with pytest.raises(Ended):
+        made(config_of(file), tmp_path / "out")
+    tsv(tmp_path / "a.tsv", pairs_of("y", 201))
+    with pytest.raises(ValueError, match="changed"):
+        made(config_of(file), tmp_path / "out")
+
+
+def test_a_folder_with_something_else_in_it(tmp_path) -> None:
+    file = tsv(tmp_path / "a.tsv", pairs_of("x", 20))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes").write_text("mine")
+    with pytest.raises(ValueError, match="something in"):
+        made(config_of(file), tmp_path / "out")
+    assert (tmp_path / "out" / "notes").read_text() == "mine"
+
+
+# Language models.
+
+
+def test_windows_of_text(tmp_path) -> None:
+    text = "".join(f"line {i} of the text, {'a' * (i % 7)}\n" + "\n" * (i % 5 == 0) for i in range(200))
+    (tmp_path / "a.txt").write_text(text)
+    config = TrainConfig(model="gpt", train_text=f"{tmp_path}/a.txt", tokenizer="bytes", seqlen=32)
+    manifest = made(config, tmp_path / "out", shards=3)
+    assert manifest.kind == "text" and manifest.longest == 32
+    examples = ShardedExamples(tmp_path / "out")
+    windows = {bytes(i - 3 for i in e.target if i >= 3).decode() for e in examples}
+    assert all(not e.source for e in examples) and all(window in text for window in windows)
+    # Blocks end behind a line; what a window predicts, and its first token, is all of the text.
+    assert sum(len(e.target) for e in examples) > 0.9 * len(text)
+
+
+def test_documents_end_with_eos(tmp_path) -> None:
+    rows = [{"text": f"document {i}\nof two lines"} for i in range(60)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = TrainConfig(model="gpt", train_text=f"{tmp_path}/a.jsonl:text", tokenizer="bytes", seqlen=16)
+    made(config, tmp_path / "out", shards=2)
+    eos = ByteTokenizer().special_ids.first_eos
+    ends = sum(e.target[1:].count(eos) for e in ShardedExamples(tmp_path / "out"))
+    assert 50 <= ends <= 60
+
+
+# Longer proofs.
+
+
+def _prepare(file: str, out: str) -> None:
+    encode_lines = 200
+    import fastformer.data.streams as streams
+
+    streams.LINES = encode_lines
+    prepare(config_of(file, drop_duplicates=True), out, shards=4, processes=2)
+
+
+@pytest.mark.slow  # 30 s: killed at random times, with two processes, the shards are those of an uninterrupted call
+def test_killed_again_and_again(tmp_path) -> None:
+    pairs = pairs_of("x", 6000)
+    file = tsv(tmp_path / "a.tsv", pairs + pairs[:500])
+    context = multiprocessing.get_context("spawn")
+    whole = context.Process(target=_prepare, args=(file, str(tmp_path / "whole")))
+    whole.start()
+    whole.join()
+    chance = random.Random(0)
+    for _ in range(12):
+        process = context.Process(target=_prepare, args=(file, str(tmp_path / "out")))
+        process.start()
+        time.sleep(4 + 3 * chance.random())
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGKILL)
+        process.join()
+    process = context.Process(target=_prepare, args=(file, str(tmp_path / "out")))
+    process.start()
+    process.join()
+    assert hashes(tmp_path / "out") == hashes(tmp_path / "whole")
+    assert encode.MOST_HELD_OUT == 500
