@@ -38,6 +38,7 @@ OTHER = {
     "shared_vocab": False,
     "held_out": "last",
     "data_weights": "2",
+    "shards_at_once": 2,
     "max_length_ratio": 3.0,
     "min_chars": 5,
     "max_chars": 5,

@@ -22,7 +22,9 @@ from fastformer.data import ByteTokenizer, load_tokenizer
 from fastformer.data.order import Order
 from fastformer.data.shards import encode, left_out
 from fastformer.data.shards.arrow_file import read_table, views
+from fastformer.data.shards.deal import write_shard
 from fastformer.data.shards.manifest import Manifest
+from fastformer.data.shards.pool import encode_task
 from fastformer.data.shards.reading import ShardedExamples
 from fastformer.training import TrainConfig
 from fastformer.training import prepare as preparing
@@ -271,7 +273,7 @@ def test_the_same_call_goes_on_and_leaves_the_same_bytes(tmp_path, monkeypatch, 
     files = [tsv(tmp_path / f"{name}.tsv", pairs_of(name, 300)) for name in "xy"]
     config = config_of(*files, drop_duplicates=True)
     made(config, tmp_path / "whole")
-    calls, task, write, save = [], preparing.encode_task, preparing.write_shard, Manifest.save
+    calls, task, write, save = [], encode_task, write_shard, Manifest.save
 
     def ending(name: str, function):
         def call(*given):
