@@ -31,6 +31,7 @@ COMMANDS = {
     "rank": "Ranks passages by how well they answer a query, with a cross-encoder.",
     "serve": "Serves a model over HTTP, to many clients at once.",
     "score": "Scores translations: against references, or by the probability that a model gives them.",
+    "report": "Writes a page about a run: curves, scores, samples, attention, settings.",
     "average": "Averages the weights of a run's last checkpoints into its model.",
     "quantize": "Rounds a model's weights to int8 or int4, into a folder of its own.",
     "demo": "Trains a number translator on this machine and shows it.",
@@ -38,7 +39,7 @@ COMMANDS = {
 }
 
 # Those whose work is in a folder: it is done whether its messages are read or not.
-SAVING = {"prepare", "train", "average", "quantize", "demo"}
+SAVING = {"prepare", "train", "report", "average", "quantize", "demo"}
 
 # Which extra of the installation has a package; the others are in "train".
 EXTRAS = {

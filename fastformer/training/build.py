@@ -41,6 +41,7 @@ from fastformer.training.graph_updates import check_device
 from fastformer.training.interrupts import Interrupts
 from fastformer.training.moved import check_origin, check_there, check_tokenizer, digest_of
 from fastformer.training.progress import METRICS
+from fastformer.training.report import template
 from fastformer.training.run_log import RunLog
 from fastformer.training.schedule import surprises
 from fastformer.training.sections import OF_TOKENIZER, Architecture
@@ -117,6 +118,8 @@ def start(
         raise ValueError(f"expected a run folder, got the file {os.fspath(run)}")
     if resume not in (False, True, "auto"):
         raise ValueError(f"expected resume to be true, false or 'auto', got {resume!r}")
+    if config.report:
+        template()  # before anything is trained
     world = world or World.none()
     folder, device = Path(run), world.device_of(choose_device(config.device))
     if config.cuda_graphs:

@@ -176,6 +176,8 @@ class Progress:
         for sample in scores.samples:
             source, found, reference = (console.printable(text, _SAMPLE) for text in sample)
             self.say(f"  {source}\n    -> {found}" + ("" if found == reference else f"\n    ({reference})"))
+        if scores.samples:
+            values["samples"] = [list(sample) for sample in scores.samples]
         self._write(step, "average" if average else "validation", values | {"kept": kept} | scores.signatures)
 
     def close(self) -> None:

@@ -102,8 +102,8 @@ class Data:
     val_tsv: str | None = None
     train_text: str | None = None
     val_text: str | None = None
-    train_data: str | None = None
-    shards_at_once: Positive = 4
+    train_data: str | None = field(default=None, kw_only=True)  # so that the older ones keep their places
+    shards_at_once: Positive = field(default=4, kw_only=True)
     held_out: Literal["random", "last"] = "random"
     data_weights: str | None = None
     skip_bad_lines: bool = False
@@ -203,6 +203,7 @@ class Validation:
             "char" or "flores200" for others. "flores101", "flores200" and "spBLEU-1K" need their model in sacreBLEU's
             folder.
         samples: translations in the log.
+        report: write report.html, as `fastformer report` does, when the training ends.
         best_by: what "the best model" means: "nll", "bleu", "chrf", "exact_match", or "auto", which fits the task.
     """
 
@@ -216,6 +217,7 @@ class Validation:
     val_examples: Count = 200
     bleu_tokenize: BleuTokenize = "13a"
     samples: Count = 3
+    report: bool = field(default=False, kw_only=True)
     best_by: Literal["auto", "nll", "bleu", "chrf", "exact_match"] = "auto"
 
 

@@ -220,6 +220,10 @@ class Trainer:
             return scores
         self.finished = True
         self.save()  # with the score to beat
+        if self.config.report:
+            from fastformer.training.report import write_report
+
+            progress.say(f"wrote {self.world.first(lambda: write_report(self.run))}")
         best = self.best.record
         if best is not None and (self.config.average_last == 1 or len(checkpoints(self.run)) == 1):
             progress.say(f"the model in {self.run} is update {best.step}: {best.show(self.best.measure)}")

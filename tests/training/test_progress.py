@@ -47,7 +47,7 @@ def test_a_validation_in_words_and_in_numbers(tmp_path, capsys) -> None:
     first, second = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert first == {
         "step": 3, "kind": "validation", "nll": 1.5, "kept": True, "exact_match": 0.25, "bleu": 30.125, "chrf": 50.0,
-        "bleu_signature": "x",
+        "bleu_signature": "x", "samples": [["a", "b", "b"], ["c", "d", "e"]],
     }  # fmt: skip
     assert second == {"step": 3, "kind": "average", "nll": 2.0, "nll_per_character": 0.5, "kept": False}
     out = capsys.readouterr().out
