@@ -24,6 +24,8 @@ exclude_patterns = ["_*", "*.py"]
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
 default_role = "code"  # single backticks in docstrings are code, as in Markdown
 
+smartquotes = False  # "--flag" keeps both hyphens, and code its quotes
+
 html_theme = "furo"
 html_title = f"fastformer {release}"
 html_static_path = ["_static"]

@@ -1,0 +1,86 @@
+"""The reference has every flag, setting, public name and environment variable, and nothing that doesn't exist."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from fastformer.cli import COMMANDS
+from fastformer.commands import _parsing
+from fastformer.generation.config import GenerationConfig
+from fastformer.training import TrainConfig
+from tests.docs.pages import DOCS, ROOT
+from tests.frozen.names import PACKAGES, public_names
+
+# `os.environ`, `getenv`, and names of variables that are kept in constants.
+_READ = re.compile(
+    r"""(?:environ(?:\.get|\.setdefault|\.pop)?[\[(]|getenv\(|^_?[A-Z_]*(?:MODE|KEYS?|VARIABLE) = )"""
+    r"""\s*["'](FASTFORMER_\w+)["']""",
+    re.MULTILINE,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def generated() -> ModuleType:
+    """The module that makes the pages."""
+    sys.path.insert(0, str(DOCS))
+    try:
+        return importlib.import_module("generated")
+    finally:
+        sys.path.remove(str(DOCS))
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "doctor"])
+def test_every_flag_is_on_the_page(generated: ModuleType, name: str) -> None:
+    page = generated.commands()
+    section = page[page.index(f"## fastformer {name}\n") :].split("\n## ")[0]
+    _, hints = _parsing.make_parser(importlib.import_module(f"fastformer.commands.{name}"), name)
+    for flag in hints:
+        assert f"`--{flag}`" in section or f"`{flag.upper()}`" in section, flag
+    for flag in re.findall(r"`--([\w.]+)`", section):
+        assert flag in {*hints, "help"} or "." in flag or name == "train", flag
+
+
+def test_every_setting_and_option_has_a_meaning(generated: ModuleType) -> None:
+    for page, config in ((generated.settings(), TrainConfig), (generated.decoding_options(), GenerationConfig)):
+        rows = {row[0].strip(" `"): row for line in page.splitlines() if (row := line.strip("| ").split(" | "))[0]}
+        for field in dataclasses.fields(config):
+            if not field.name.startswith("_"):
+                assert len(rows[field.name][-1]) > 3, field.name
+
+
+def test_every_public_name_is_on_the_page_of_its_package(generated: ModuleType) -> None:
+    pages = generated.python_pages()
+    assert pages.keys() == set(PACKAGES)
+    for package in PACKAGES:
+        for name in public_names(package):
+            assert re.search(rf":: {re.escape(package)}\.{name}$", pages[package], re.MULTILINE), f"{package}.{name}"
+
+
+def test_every_public_name_has_a_docstring() -> None:
+    lacking = []
+    for package in PACKAGES:
+        for name in public_names(package):
+            value = getattr(importlib.import_module(package), name)
+            if (isinstance(value, type) or callable(value)) and not (getattr(value, "__doc__", None) or "").strip():
+                lacking.append(f"{package}.{name}")
+    assert not lacking
+
+
+def test_the_environment_variables_are_those_that_are_read() -> None:
+    """By `os.environ`, `getenv` and their like, in everything that is ours."""
+    page = (DOCS / "reference" / "environment.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^\| `(FASTFORMER_\w+)`", page, re.MULTILINE))
+    read = set()
+    for folder in ("fastformer", "kernels", "csrc", "benchmarks", "tests"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".py", ".cpp", ".h") and path != Path(__file__):
+                read |= set(_READ.findall(path.read_text(encoding="utf-8")))
+    read |= set(_READ.findall((ROOT / "setup.py").read_text(encoding="utf-8")))
+    assert listed == read
