@@ -8,7 +8,7 @@ again: steps that FILE has are skipped. What matters most fits one machine's tim
 with FILE carried there. A step that fails, crashes or hangs is a line too, and the others go on. Exit status: 0 all
 steps done and right, 3 steps are left (call again), 1 all done and something failed.
 
-What is timed are the runner's cases (`benchmarks.run`), whose rows go to DIR/cuda*.jsonl.
+The timed cases are the runner's (`benchmarks.run`), whose rows go to DIR/cuda*.jsonl.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Run:
         _say("{device}, {threads} threads, torch {torch}, commit {commit}".format(**self._shared))
 
     def cases(self, cases: Sequence[Case]) -> None:
-        """Measures some, a group after the other: what is compiled is kept while passes are taken."""
+        """Measures some, a group after the other; compiled functions are kept while passes are taken."""
         options = self._options
         with tqdm(total=len(cases), unit="case", file=sys.stderr, disable=None, leave=False) as bar:
             for first in range(0, len(cases), _TOGETHER):
@@ -138,7 +138,7 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error("--publish is for a whole run on a CPU: without --out, --quick and --device cuda")
         options.out = RESULTS / "cpu.jsonl"
     suites = options.suite or DEFAULT
-    # What is no case of ours runs where no filter asks for cases.
+    # Foreign cases run if no filter asks for cases.
     is_filtered = any((options.op, options.mode, options.dtype, options.shape, options.provider))
     with_peers = [suite for suite in _PEERS if suite in suites and options.device == "cpu" and not is_filtered]
     experiments = list(EXPERIMENTS) if "experiments" in suites and not is_filtered else []
@@ -164,7 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
         for suite in with_peers:
             run.peers(suite)
     except KeyboardInterrupt:
-        print("stopped: what follows is of the cases that had passes enough", file=sys.stderr)
+        print("stopped: the following results are of the cases that had enough passes", file=sys.stderr)
         return 130
     finally:
         print(summary(run.rows, run.not_timed))

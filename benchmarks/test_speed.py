@@ -1,4 +1,4 @@
-"""The ops' quick cases for people who use pytest-benchmark: `pytest benchmarks --benchmark-only`.
+"""The ops' quick cases under pytest-benchmark: `pytest benchmarks --benchmark-only`.
 
 Each provider is checked once, and what is wrong fails in place of being timed. Times of one test follow those of
 another, so that a machine that gets slower in between favours one of them: `python -m benchmarks.run` interleaves.

@@ -35,7 +35,7 @@ class OutputLostError(OSError):
 class Output:
     """A standard stream that is written to until it fails; afterwards what is written is dropped.
 
-    What its encoding can't spell is escaped. Anything but `write` and `flush` is the stream's own.
+    Characters that its encoding lacks are escaped. Everything but `write` and `flush` is the stream's own.
 
     Args:
         stream: the stream; None: it was closed when the process began.
@@ -199,7 +199,7 @@ def _fill_closed_descriptors() -> None:
 
 
 def _to_nowhere(stream: TextIO | None) -> None:
-    """What is still in the buffers of a standard stream of the process goes to /dev/null."""
+    """Sends the rest of the buffers of a standard stream of the process to /dev/null."""
     with contextlib.suppress(OSError, ValueError):
         if stream is not None and (descriptor := stream.fileno()) in (1, 2):
             _open_null(descriptor)

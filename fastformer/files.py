@@ -20,11 +20,11 @@ def write_atomically(path: Path, data: bytes | bytearray | memoryview) -> None:
     """Writes the whole file or nothing: beside it under a random name, to the disk, then renamed.
 
     The random name is opened for this write alone (O_EXCL), so that a link planted in the folder is never followed. A
-    path that is itself a link is replaced by a file; what the link pointed to stays as it is. The mode is what the
-    umask leaves of 0666, as for any file that a program writes.
+    path that is itself a link is replaced by a file; the link's target stays as it is. The mode is 0666 less the
+    umask, as for any file that a program writes.
 
     Raises:
-        OSError: it could not be written; what was there before is still there, and nothing else is.
+        OSError: it could not be written. The file from before is still there, and no other file.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
@@ -41,7 +41,7 @@ def write_atomically(path: Path, data: bytes | bytearray | memoryview) -> None:
         _sync_folder(path.parent)
     except OSError as error:
         raise OSError(
-            error.errno, f"could not write {path} ({error.strerror}): free some space; what was saved before is whole"
+            error.errno, f"could not write {path} ({error.strerror}): free some space; the old file is whole"
         ) from error
 
 

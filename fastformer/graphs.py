@@ -41,8 +41,8 @@ class Graphs:
     """Captures functions on one device.
 
     All graphs share one pool of memory, so that many of them need little more than the largest. So no graph may count
-    on what another one, or its own last replay, has left there: what is to last stands in tensors that were allocated
-    before. They are replayed one after another, on one stream.
+    on what another one, or its own last replay, has left there: lasting values belong in tensors that were allocated
+    before the capture. They are replayed one after another, on one stream.
 
     On a CPU a graph is a plain call of its function, by which everything around the graphs can be tested without a GPU.
 

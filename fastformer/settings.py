@@ -74,7 +74,7 @@ BleuTokenize = Literal[
 
 
 class _Field(NamedTuple):
-    """What is known of a field before a value comes.
+    """The facts about a field before a value comes.
 
     Attributes:
         default: a value that needs no check; `_Field` itself where there is none.
@@ -176,7 +176,7 @@ def as_integer(value: Any) -> Any:
 
 
 def why_not(value: object, hint: Any) -> str | None:
-    """What a value should have been ("to be an integer", "of at least 1"); None if it is fine."""
+    """The expected kind of a value ("to be an integer", "of at least 1"); None if it is fine."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         problems = [why_not(value, option) for option in get_args(hint)]

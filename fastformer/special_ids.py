@@ -23,7 +23,7 @@ class SpecialIds:
         eos: ends a sequence: one id, or several, each of which ends what is generated. The first of them is the one
             that is put behind sources, targets and documents. None, an empty sequence, is for a language model whose
             texts end at a limit alone; nothing in its prompts is padding either.
-        unk: what a tokenizer gives for text that it has no token for; None: it has none.
+        unk: the id of text that the tokenizer has no token for; None: it has none.
         start: what an encoder-decoder model's decoder begins with. The same as pad, it is the zero vector
             (tensor2tensor); a token of its own has a learned embedding.
 
@@ -110,7 +110,7 @@ class SpecialIds:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> SpecialIds:
-        """The ids from plain values, as `dataclasses.asdict` gives them; what is left out has its default.
+        """The ids from plain values, as `dataclasses.asdict` gives them; missing ones have their defaults.
 
         Raises:
             ValueError: an unknown name (the nearest one is suggested), or a value that is not allowed.

@@ -30,7 +30,7 @@ RAGGED_EXTENT = 0x7FFF0000
 
 
 def takes(problem: Problem, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> bool:
-    """Whether these kernels take a call: what they can't goes to the plain form, without a word."""
+    """Whether these kernels take a call. Other calls go to the plain form, silently."""
     return ENABLED and architecture(q) == 90 and fits(problem, q, k, v, attn_mask)
 
 

@@ -12,8 +12,8 @@ products a block of scores. A program owns tile after tile of 128 keys of a head
 fp32: scores, P, dS, the three sums. P and dS (with dropout dS / keep_scale) are rounded to the inputs' dtype for their
 products.
 
-A consumer has 240 registers a thread, and dropout needs them all: what the launcher can work out comes as an argument,
-which an instruction reads without a register (`scales`), and addresses are made anew where they are used.
+A consumer has 240 registers a thread, and dropout needs them all: values that the launcher can compute come as
+arguments, which instructions read without a register (`scales`), and addresses are made anew where they are used.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _steps(
         lse = gl.load(row_lse_ptr + rows, mask=rows < len_q, other=float("inf"))
         delta = gl.load(delta_ptr + rows, mask=rows < len_q, other=0.0)
         if DROPOUT:
-            # What is summed up is dS / keep_scale = P (dP - delta / keep_scale): one factor of a sum, not of each dP.
+            # The sum is that of dS / keep_scale = P (dP - delta / keep_scale): one factor of a sum, not of each dP.
             delta *= drop_scale
             keep = _keep_words(first_row, first_key, plane, drawn, CONSUMER_KEYS)
         s = warpgroup_mma_wait(1, deps=[s])
@@ -185,7 +185,7 @@ def _steps(
             dp = gl.convert_layout(gl.join(even, odd).reshape([ROWS, CONSUMER_KEYS]), S_LAYOUT)
         words = _pack(p * (dp - delta[:, None]), DTYPE)
         ds_shared.store(_unpack(words, DTYPE, S_LAYOUT))
-        # What was stored is read by the asynchronous units.
+        # The asynchronous units read the stored values.
         fence_async_shared()
         zeros = gl.zeros([ROWS, BLOCK_D], gl.float32, D_LAYOUT)
         dq = warpgroup_mma(_unpack(words, DTYPE, DS_LAYOUT), k, zeros, use_acc=False, is_async=True)

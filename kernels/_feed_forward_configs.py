@@ -1,4 +1,4 @@
-"""Who carries the feed-forward network's first product, and in which tiles: static tables, as for attention."""
+"""Which kernel computes the feed-forward network's first product, in which tiles: static tables, as for attention."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ class Row(NamedTuple):
     fewest_rows: int
 
 
-# Who carries the product, by (compute capability, bytes of an element); what is not listed is cuBLAS's. No row has been
-# measured yet. They follow from bytes and FLOPs: a pass over the hidden layer costs as much as a product of depth 300
-# does (at 700 TFLOP/s and 4.8 TB/s), and that is what Triton's product loses to cuBLAS's at depth 1200 if it runs at
-# 80 % of its rate. fp32 is cuBLAS's, which follows torch.backends.cuda.matmul.allow_tf32. The interpreter is (0, ...).
+# The kernel for the product, by (compute capability, bytes of an element); pairs that are not listed use cuBLAS. No row
+# has been measured yet. They follow from bytes and FLOPs: a pass over the hidden layer costs as much as a product of
+# depth 300 does (at 700 TFLOP/s and 4.8 TB/s), and that is what Triton's product loses to cuBLAS's at depth 1200 if it
+# runs at 80 % of its rate. fp32 is cuBLAS's, which follows torch.backends.cuda.matmul.allow_tf32. The interpreter is
+# (0, ...).
 FUSED_GEMM = {
     (0, 4): Row(2**31, 0),
     (0, 2): Row(2**31, 0),

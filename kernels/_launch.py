@@ -163,7 +163,7 @@ def architecture(x: Tensor) -> int:
 
 @functools.cache
 def _capability(ask: Callable[[torch.device], tuple[int, int]], device: torch.device) -> int:
-    # Who asks is part of the key: reports put another function there for a device that is not at hand.
+    # The function `ask` is part of the key: reports put another one there for a device that is not at hand.
     major, minor = ask(device)
     return major * 10 + minor
 

@@ -60,6 +60,6 @@ def remember(plans: dict[Hashable, Plan], key: Hashable | None, plan: Plan) -> N
 
 
 def forget() -> None:
-    """What plans were made from has changed: a tile was measured, or a test replaced a part."""
+    """Drops all plans, since their basis has changed: a tile was measured, or a test replaced a part."""
     for plans in _all_plans:
         plans.clear()

@@ -1,8 +1,8 @@
 """Dropout, residual add and LayerNorm or RMSNorm: one pass over the rows forward, one backward.
 
 Forward, a program holds whole rows in registers: it reads x and the residual, draws dropout, writes the new residual
-stream, takes the mean and then the variance of what is centred on it (E[s^2] - E[s]^2 would cancel), and writes y. What
-is normalised is the stream rounded as it is kept, since backward sees nothing else.
+stream, takes the mean and then the variance of what is centred on it (E[s^2] - E[s]^2 would cancel), and writes y. The
+norm acts on the stream as it is stored, rounded, since backward sees nothing else.
 
 Backward, a fixed number of programs (two an SM, as many as its registers hold) stride over the rows and write both
 input gradients. Each keeps its sums for dweight and dbias in fp32 registers and writes them once; a second kernel adds

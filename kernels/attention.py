@@ -1,7 +1,7 @@
 """Attention, forward: softmax(scale * Q K^T + mask) V without the matrix in between, dense or packed.
 
 One program owns BLOCK_M rows of one head and walks over the keys that they may see, with the online softmax of Dao
-et al. 2022 ("FlashAttention"). What a bound can skip is skipped by the loop's bounds (causal, windows, lengths): blocks
+et al. 2022 ("FlashAttention"). The loop's bounds skip hidden keys (causal, windows, lengths): blocks
 that every row sees in full run without a mask, the diagonal's and the tail's with one, the others are not loaded.
 
 Fused: scale, soft cap, mask (boolean or additive, broadcast by stride 0), windows, lengths, dropout, grouped K/V heads.

@@ -3,8 +3,8 @@
 A decoding step reads every key and value once and computes little with them, so memory decides. A program owns a tile
 of rows for one K/V head: all heads of the group and all queries of one row of the batch, and, where rows of the batch
 read the cache through cache_batch_idx (the beams of one source), several rows that stand side by side. It walks over
-the blocks of keys of the distinct cache rows among them and loads each block once, whoever reads it. Rows that a block
-is not for take no part in it; tl.dot works on 16 rows at least, so they cost nothing.
+the blocks of keys of the distinct cache rows among them and loads each block once, however many rows read
+it. Rows that a block is not for take no part in it; tl.dot works on 16 rows at least, so they cost nothing.
 
 The walk is divided among `num_splits` programs, evenly whatever the lengths are: they are read on the device, and the
 grid depends on shapes alone, so a CUDA graph replays it with other lengths. A program without a share leaves at once.
@@ -66,7 +66,7 @@ _COUNTS = [
 
 @triton.jit
 def _integers(ptr, stride, rows, here, least, end):
-    """(those of `rows`, whether they are in [least, end)); what is outside must not reach other memory, and is cut."""
+    """(those of `rows`, whether they are in [least, end)); values outside are cut, so that no other memory is read."""
     found = tl.load(ptr + rows.to(tl.int64) * stride, mask=here, other=least)
     return tl.maximum(tl.minimum(found, end - 1), least), (found >= least) & (found < end)
 
@@ -134,7 +134,7 @@ def _attend(s, v_ptrs, dims, here, visible, member, state, PRECISION: tl.constex
     v = tl.load(v_ptrs[:, None] + dims[None, :], mask=here, other=0.0)
     sums = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
     if member is not None:
-        # 0 * inf is NaN: what is in one source must not reach the rows of another.
+        # 0 * inf is NaN: values of one source must not reach the rows of another.
         sums = tl.where(member[:, None], sums, acc)
     return sums, weight, new_peak
 

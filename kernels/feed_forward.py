@@ -68,7 +68,7 @@ def _which_tile(pid, num_rows, num_columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.c
 
 @triton.jit
 def _inside(indices, size, BLOCK: tl.constexpr):
-    """Indices to load by, without a mask: what lies beyond the matrix reads its first entry and is never stored."""
+    """Indices to load by, without a mask: indices beyond the matrix read its first entry, which is never stored."""
     return tl.max_contiguous(tl.multiple_of(tl.where(indices < size, indices, 0), BLOCK), BLOCK)
 
 

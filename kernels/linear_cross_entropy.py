@@ -338,7 +338,7 @@ class _Chunks:
 class _Gradients:
     """dx, dweight and dbias, filled chunk by chunk; the sums over chunks are fp32.
 
-    What output_mask does not want is not computed, and empty.
+    Gradients that output_mask excludes are not computed, and empty.
     """
 
     def __init__(self, chunks: _Chunks, output_mask: Sequence[bool]) -> None:

@@ -18,7 +18,7 @@ _OF_LOOP = (
 
 
 class Change(NamedTuple):
-    """One launch that became another: what it was and is, and how much that is."""
+    """One launch that became another: its figures before and after, and the ratio."""
 
     title: str
     fields: list[str]  # "registers 183 -> 128"

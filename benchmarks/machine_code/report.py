@@ -4,8 +4,8 @@
         [--out FILE]
     python -m benchmarks.compile_report --compare BEFORE.jsonl AFTER.jsonl
 
-The launchers themselves are called, on fake CUDA tensors, with Triton's launch replaced by a recorder; what they would
-have launched is compiled for each architecture. So the report sees the tiles, types and specialisation that ship.
+The launchers themselves are called, on fake CUDA tensors, with Triton's launch replaced by a recorder; the recorded
+launches are compiled for each architecture. So the report sees the tiles, types and specialisation that ship.
 Exit status 1 on a violation: a compile error, spilled registers, more shared memory than the architecture has, or fewer
 matrix instructions than the kernel has products.
 

@@ -1,7 +1,7 @@
 """Machine code as text (SASS, from nvdisasm), its loops, and the bound that a loop's instructions give on an H200.
 
-A loop is found by its backward branch: a branch to a block that lies on every way to it. What it takes is counted in
-clocks of each unit of one SM: issue slots, tensor cores, the exp2 unit, the integer and the fp32 lanes, shared memory.
+A loop is found by its backward branch: a branch to a block that lies on every way to it. Its cost is counted in clocks
+of each unit of one SM: issue slots, tensor cores, the exp2 unit, the integer and the fp32 lanes, shared memory.
 The slowest unit bounds how fast the loop can be.
 
 A bound is no speed. It leaves out latencies, waits, barriers, caches, bank conflicts and everything before and after
@@ -56,7 +56,7 @@ def parse(sass: str) -> list[Instruction]:
     return instructions
 
 
-_LEAVES = {"EXIT", "RET", "KILL", "BRA", "BRX", "JMP", "JMX"}  # what follows is reached from elsewhere
+_LEAVES = {"EXIT", "RET", "KILL", "BRA", "BRX", "JMP", "JMX"}  # code after these is reached from elsewhere
 
 
 def _successors(instructions: list[Instruction]) -> list[list[int]]:

@@ -112,7 +112,7 @@ def summary(rows: Sequence[Row], not_timed: Iterable[tuple[str, str]] = ()) -> s
 
 
 def _ratios(what: str, rows: Sequence[Row], ratio: Callable[[Row], tuple[str, float] | None]) -> list[str]:
-    """How many times faster: a line for each case, a column for each of whom `ratio` tells."""
+    """How many times faster: a line for each case, a column for each provider that `ratio` knows."""
     cells: dict[str, dict[str, str]] = {}
     for row in rows:
         if (found := ratio(row)) is not None:

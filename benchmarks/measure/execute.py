@@ -23,7 +23,7 @@ from benchmarks.measure.suites import Case, chosen_providers
 from benchmarks.measure.timing import ENOUGH, Interleaved, Ratio, peak_bytes
 
 _MOST = 3  # times the passes that were asked for, where they disagree
-_LASTING = 0.2  # seconds of a pass over a case on a CPU, at least: what is short has several rounds
+_LASTING = 0.2  # seconds of a pass over a case on a CPU, at least: short cases get several rounds
 _APART = 3.0  # seconds between the passes over a case on a CPU, where there is time for it
 
 
@@ -85,8 +85,9 @@ def run_cases(
         told: hears what is done next to which case.
 
     Raises:
-        BaseException: whatever ours or the baseline raises, or whoever stops it, such as KeyboardInterrupt; after the
-            cases that have passes enough. A rival that can't take a case is left out instead.
+        BaseException: an exception of fastformer or of the baseline, or one that stops the run, such as
+            KeyboardInterrupt; after the cases that have passes enough. A rival that can't take a case is left out
+            instead.
     """
     # torch.compile gives a function up after eight shapes and goes on eagerly. All of these cases' are kept.
     torch._dynamo.reset()

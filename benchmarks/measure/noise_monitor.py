@@ -1,4 +1,4 @@
-"""What else the machine does while a turn is timed: other processes, the hypervisor, a slow clock.
+"""Watches other work of the machine while a turn is timed: other processes, the hypervisor, a slow clock.
 
 A process that keeps one of two cores busy makes a call of two threads take twice as long, and the time alone doesn't
 show it. /proc/stat counts the CPU time of all processes; minus that of this process and its children, it is what other

@@ -38,7 +38,7 @@ from benchmarks.measure.noise_monitor import NoiseMonitor
 ENOUGH = 3  # quiet turns, or quiet pairs of turns, that a median may be of
 STEADY = 0.06  # the uncertainty that a ratio may have: of two such, 1 in 800 lies 15 % apart
 _TURN = 0.01  # seconds that one turn of a function should take at least
-_SHORT = 0.1  # seconds of a call of each function: what takes longer visits so much memory that its place is no matter
+_SHORT = 0.1  # seconds of a call of each function: longer calls visit so much memory that its place is no matter
 _TOUCHED = 2**30  # bytes of the heap
 _FLUSHED = 256 * 2**20  # bytes: more than any L2 cache has
 _MOST = 3  # times the rounds that were asked for, where turns are disturbed

@@ -11,8 +11,8 @@
 round in turn. Decoders run with one thread and with all, the better median counts, and the whole call is timed, ids to
 ids. Beside it stands the floor: the weights that a step reads, in the time of a step, as a share of the bandwidth of
 reading 256 MiB / of reading so many bytes again and again, which a cache may hold in part. In fp32 a peer has to give
-our tokens, and a model the results of the model as it is, or it is not timed and the exit status is 1. What is not
-installed is a row that says how to install it; `make peers` does.
+our tokens, and a model the results of the model as it is, or it is not timed and the exit status is 1. A missing
+program becomes a row that says how to install it; `make peers` does.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def jobs(case: dict[str, str], batches: Sequence[int], beams: Sequence[int]) -> 
 
 
 def make_job(case: dict[str, str], batch: int, num_beams: int, prompt: int = 1, new_tokens: int = _NEW_GPT) -> Job:
-    """What the peers are asked to do.
+    """The work of the peers.
 
     Args:
         case: as for `make_model`, and "text" where it has a run: a text of the model's source language.

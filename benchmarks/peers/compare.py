@@ -15,7 +15,7 @@ from benchmarks.peers.job import Job, Tokens
 
 # OpenMP's threads go on spinning for up to 200 ms behind their last work (KMP_BLOCKTIME), in another's turn.
 PAUSE = 0.3
-# A turn's least length: what has just been asleep is slow at first.
+# A turn's least length: a process that has just been asleep is slow at first.
 TURN = 0.25
 
 K = TypeVar("K")
@@ -100,7 +100,7 @@ def num_tokens(job: Job, tokens: Tokens | None) -> int:
     """The new tokens of all outputs."""
     if tokens is not None:
         return sum(map(len, tokens))
-    assert job.new_tokens is not None  # who gives no tokens does jobs of a fixed length alone
+    assert job.new_tokens is not None  # a peer that returns no tokens only does jobs of a fixed length
     return job.new_tokens * sum(map(len, job.batches))
 
 

@@ -1,4 +1,4 @@
-"""What peers are asked to do, and how a peer does it."""
+"""The work of peers, and how a peer does it."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Missing(Exception):
 
 
 def until_end(row: list[int], ends: tuple[int, ...]) -> list[int]:
-    """A row up to its end token, which is kept; what follows is padding."""
+    """A row up to its end token, which is kept; the rest is padding."""
     for place, token in enumerate(row):
         if token in ends:
             return row[: place + 1]

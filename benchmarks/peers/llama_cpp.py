@@ -61,7 +61,7 @@ class LlamaCpp(Peer):
             raise Missing("no llama-batched-bench beside llama-bench: `make peers` builds both")
         # The first new token comes with the prompt's last, and the last one is not read.
         (length,), more = lengths, job.new_tokens - 1
-        # What it prints last may get lost when the process ends: behind the row that counts comes a short one. Where
+        # Its last output may get lost when the process ends: behind the row that counts comes a short one. Where
         # all of it is short, it runs again.
         for _ in range(_ATTEMPTS):
             found = self._run(

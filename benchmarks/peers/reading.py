@@ -1,6 +1,6 @@
 """The floor of decoding at batch 1: a step reads all weights of the decoder, so that it takes at least as long as that.
 
-What is read is summed, as int64 and as fp64, by torch.sum: two passes that load a full vector register an instruction
+torch.sum adds the bytes up, as int64 and as fp64: two passes that load a full vector register an instruction
 and do one addition with it, whatever the engine; the faster one counts.
 """
 

@@ -1,7 +1,7 @@
 """One job, all peers: started, checked, timed in turns, and a row of each.
 
-In fp32 a peer that decodes has to give our tokens, and a model has to give the results of the model as it is: what
-doesn't is reported, not timed.
+In fp32 a peer that decodes has to give our tokens, and a model has to give the results of the model as it is. Otherwise
+it is reported, and not timed.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Plan:
         threads: each peer counts with the number that is better for it.
         batches: outputs that are decoded together.
         beams: 1 is greedy.
-        only: names of peers; empty: all. What others are measured against is always there.
+        only: names of peers; empty: all. The baseline of the others is always there.
         options: for peers: "llama_bench", a path.
     """
 

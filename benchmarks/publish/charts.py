@@ -71,7 +71,7 @@ def select_cases(cases: Sequence[Case], results: Results) -> list[Row]:
 
 
 def draw_speedups(title: str, cases: Sequence[Case], rows: list[Row]) -> Figure:
-    """How many times faster ours is than each rival: bars from 1 to the right; what is slower goes to the left."""
+    """How many times faster ours is than each rival: bars from 1 to the right, or to the left where it is slower."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     found = compare(rows, cases)

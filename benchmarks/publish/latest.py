@@ -70,7 +70,7 @@ class Results:
 
 
 def case_of(row: Mapping[str, Any]) -> str:
-    """What was measured, whoever did it: rows with the same are compared with one another."""
+    """The measured case without its provider: rows of one case are compared with one another."""
     parts = {name: row[name] for name in _CASE if row.get(name) is not None}
     parts["shape"] = row.get("shape") or {}
     parts["platform"] = platform_of(row)

@@ -137,7 +137,7 @@ def label_lines(axes: Axes, *, gap: float = 0.055) -> None:
     places: list[float] = []
     for _, height, _ in ends:
         places.append(max(height, places[-1] + gap) if places else height)
-    # What was pushed beyond the top goes back down, and what lies below it as far as it must.
+    # A label that was pushed beyond the top goes back down, and pushes the labels below it as far as needed.
     for index in reversed(range(len(places))):
         above = places[index + 1] if index + 1 < len(places) else 1 + gap
         places[index] = min(places[index], above - gap)
@@ -247,7 +247,7 @@ def _scheme() -> str:
 
 
 def stamp_of(text: str) -> Stamp:
-    """What the text of an SVG says that it was drawn from, and what it is now.
+    """The digests of an SVG: the one that its text claims to be drawn from, and the one of its drawing now.
 
     The digest of the drawing is that of the text as it is. Compare it with `claimed_drawing`.
 

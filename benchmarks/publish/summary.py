@@ -85,7 +85,7 @@ class Case:
         return [row for row in rows if matches(row, self.where) and was_timed(row) and platform_of(row) == "cpu"]
 
     def rivals(self, rows: Iterable[Row]) -> list[str]:
-        """Those to be compared with, and then whoever else was measured."""
+        """The providers to be compared with, and then all others that were measured."""
         found = dict.fromkeys(row["provider"] for row in self.rows(rows))
         return [*self.against, *(name for name in found if name not in self.against and not is_ours(name))]
 

@@ -1,6 +1,6 @@
 """The tables of README.md and docs/benchmarks/: `TABLES` has a function for each, which makes Markdown of the results.
 
-A cell is a field of one line, or the ratio of two lines of one run. What stands around a table is written by hand.
+A cell is a field of one line, or the ratio of two lines of one run. The text around a table is written by hand.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Numbers:
     Attributes:
         results: where from.
         figures: each that was shown.
-        missing: what was asked for and isn't there.
+        missing: figures that were asked for and aren't there.
     """
 
     def __init__(self, results: Results) -> None:
@@ -59,7 +59,7 @@ class Numbers:
         self.missing: list[str] = []
 
     def of(self, kind: str) -> Numbers:
-        """The results of another kind in the same folder; what is taken of them counts here."""
+        """The results of another kind in the same folder; figures taken from them count here."""
         own = Numbers(Results(self.results.folder, kind=kind))
         own.figures, own.missing = self.figures, self.missing
         return own

@@ -309,7 +309,7 @@ class BlockTable:
         self.seqlens[begin : self.num_rows] += num_tokens
 
     def commit_run(self, counts: Ints, parents: npt.NDArray[np.integer]) -> None:
-        """What `commit` and `fork` by turns would do to all rows in several steps.
+        """Does the work of several steps of `commit` and `fork` for all rows.
 
         Args:
             counts: (rows,) how many of the steps count for each row; what it did in later ones means nothing.

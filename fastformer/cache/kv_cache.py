@@ -255,7 +255,7 @@ class KVCache:
         self._changed("seqlens")
 
     def reset(self) -> None:
-        """Empties the cache: no groups, no tokens, no sources; what was allocated stays."""
+        """Empties the cache: no groups, no tokens, no sources. The allocated memory stays."""
         self.free(range(self.num_groups))
 
     def tail(self, first_group: int) -> KVCache:
@@ -326,7 +326,7 @@ class KVCache:
             row += begin
             packed_slots = self._place(table.slots[row, position].astype(np.int64))
             batch_index = self._place(table.keys[row])
-        # What is recorded sees all columns. Any other step sees what it needs, in whole blocks.
+        # A recorded step reads all columns. Any other step reads the blocks that it needs.
         width, source_width = tables.slots.shape[1], tables.source_slots.shape[1]
         longest_source = self._longest_source()
         if not is_recorded:

@@ -150,7 +150,7 @@ def arriving() -> Source[bytes]:
 class PipeLines:
     """Lines of a pipe as they arrive: a writer that waits for the answer to a line gets it; a fast one fills the batch.
 
-    What is compressed is read by blocks, and waited for.
+    Compressed input is read in blocks, and the call waits for it.
 
     Args:
         descriptor: of the pipe.

@@ -1,9 +1,9 @@
 """From the words of a command line to arguments and flags. A text stays as it was typed, whatever it looks like.
 
 A word is a flag if it begins with two dashes and a letter, and has only letters, digits, `_`, `-` and `.` up to its end
-or its `=`. Everything else is a text: `-red`, `--`, `--Yes, a well-known man`. What looks like a flag and is none is
-refused, with a hint at `--`, behind which every word is a text. The word behind a flag is its value, whatever it looks
-like, unless it is a flag of the command: then it is refused.
+or its `=`. Everything else is a text: `-red`, `--`, `--Yes, a well-known man`. A word that looks like a flag but is
+none is refused, with a hint at `--`: every word after it is a text. The word behind a flag is its value, whatever it
+looks like, unless it is a flag of the command: then it is refused.
 
 A switch (`--greedy`) stands alone, or has its value in the same word (`--greedy=false`). A word of its own
 (`--greedy false`) is its value where it can't be one of the command's arguments, because those are complete without it.
@@ -185,7 +185,7 @@ def _flag_name(word: str, hints: Mapping[str, Any], short: Mapping[str, str], hi
 
 
 def nearest(wrong: str, hints: Mapping[str, Any], short: Mapping[str, str]) -> str:
-    """What may have been meant by a flag that there isn't: "; did you mean '--x'?", or nothing."""
+    """The flag that the user may have meant, for one that doesn't exist: "; did you mean '--x'?", or nothing."""
     name = wrong.removeprefix("--").replace("-", "_")
     meant = [name] if name in hints else [f"model.{name}"] if f"model.{name}" in hints else []
     meant += [other for other in ELSEWHERE.get(name, ()) if other in hints]

@@ -352,7 +352,7 @@ class _Remembered:
 def _print_answers(
     answers: list[Answer], n_best: int, first: int, alignments: list[list[Alignment]] | None = None
 ) -> None:
-    """A line for each text, or for each of its n best; what is printed is out at once."""
+    """A line for each text, or for each of its n best; each line is flushed at once."""
     from fastformer.generation.alignment import pharaoh
 
     lines = []

@@ -42,7 +42,7 @@ _MOST_TOKENS = 2**24  # the library would set memory aside for more than any tex
 # Characters of a word, a run of spaces or one of line ends that are encoded as one. Learning takes time that grows with
 # the square of a word's length, and languages that write no spaces have words as long as their lines.
 _LONGEST_WORD = 128
-# What the library's decoder takes for a byte is more than what it writes: "<0x4a>" and "<0x+a>", too.
+# The library's decoder reads more spellings of a byte than it writes: "<0x4a>" and "<0x+a>", too.
 _SPELLED = r"pad|/s|unk|0x[0-9A-Fa-f+][0-9A-Fa-f]"
 
 

@@ -19,7 +19,7 @@ def check_text(text: str) -> None:
     except UnicodeEncodeError as error:
         raise ValueError(
             f"expected text, got the lone surrogate U+{ord(text[error.start]):04X} at position {error.start}: "
-            "what was read is no UTF-8"
+            "it is not UTF-8"
         ) from error
 
 

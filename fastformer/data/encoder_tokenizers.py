@@ -48,7 +48,7 @@ class EncoderTokenizer(ModelTokenizer):
         vocab_size, special_ids: of the model.
         max_len: what texts are cut to, special tokens included.
         has_token_types: whether the texts of a pair have types 0 and 1; else all types are 0.
-        side: where texts are cut: what stands on the "right" or on the "left" is left out.
+        side: the end at which texts are cut: "right" or "left".
 
     Attributes:
         max_len, has_token_types: the same.

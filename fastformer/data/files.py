@@ -1,6 +1,6 @@
 """The bytes of a file of text: plain or compressed, of a disk or of a pipe.
 
-What is compressed is known by its first bytes, whatever its name: gzip, bzip2 and xz by Python's own libraries,
+Compressed files are recognised by their first bytes, not by their names: gzip, bzip2 and xz by Python's own libraries,
 Zstandard by that of Python 3.14 or by the package `zstandard`. "-" is standard input.
 """
 

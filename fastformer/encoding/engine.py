@@ -107,7 +107,7 @@ class EncoderEngine:
 
     @property
     def name(self) -> str:
-        """What runs the model as it is now: "cpp" or "modules"."""
+        """The engine for the model as it is now: "cpp" or "modules"."""
         return "cpp" if self.why_unsupported(self.model, self.precision) is None else "modules"
 
     def encode(

@@ -51,7 +51,7 @@ class Reader:
 
     Args:
         tokenizer: of the model's folder.
-        max_len: tokens of a row at most; what is longer is cut at its end.
+        max_len: tokens of a row at most; longer texts are cut at their end.
         lowers: whether texts become lower case first.
 
     Attributes:

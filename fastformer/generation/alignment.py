@@ -87,8 +87,8 @@ class Aligner:
     """Aligns sources with their translations.
 
     Each word of a translation is aligned with the one source word that its tokens look at most while they are chosen:
-    what each of them gives to each token of the source word is added up. EOS counts on neither side, nor does
-    what tells the model a language.
+    their weights on the tokens of the source word are summed. EOS counts on neither side, and neither does a language
+    token.
 
     Args:
         translator: whose model and tokenizer.

@@ -1,6 +1,6 @@
 """`AsyncFront`: requests of many tasks in one batch, which a thread of its own steps.
 
-What is asked for doesn't matter: translations, completions, embeddings. A front needs something that batches requests
+The kind of request doesn't matter: translations, completions, embeddings. A front needs something that batches requests
 (`Batching`; `Scheduler` is one), and the requests themselves (`Asked`; `requests.Request` is one).
 """
 

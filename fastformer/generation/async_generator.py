@@ -399,7 +399,7 @@ class _Ask:
         self._begin, self._tokenizer, self.name = begin, tokenizer, name
 
     def build(self) -> Request:
-        # Place 0 for all: what is drawn depends on the seed and the sample alone.
+        # Place 0 for all: samples depend on the seed and their number alone.
         return self._builder.build(self._checked, place=0, sample=self._sample, kind=_Scored)
 
     def pieces(self) -> TextPieces:

@@ -111,7 +111,7 @@ class Batching(Protocol[R]):
 
 @dataclass(frozen=True)
 class Stats:
-    """What a front has done and has to do.
+    """The work of a front: waiting, running and done.
 
     Attributes:
         running: requests in the batch.
@@ -203,7 +203,8 @@ def deliver(events: Sequence[Event[R]]) -> None:
 
 
 class Answers(Generic[R]):
-    """What comes of requests that were handed over together. Those that haven't ended when it is deleted are cancelled.
+    """The results of requests that were handed over together. Those that haven't ended when it is deleted are
+    cancelled.
 
     It is made by `AsyncFront.submit`; one task waits for it.
     """

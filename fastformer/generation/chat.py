@@ -38,8 +38,8 @@ class Chat:
         for piece in chat.stream("And of Spain?"):
             print(piece, end="", flush=True)
 
-    Each turn's prompt is the whole conversation, which begins like the prompt before. What they have in common is read
-    once (`Generator`), so that a turn costs what is new since the last one, however long the system prompt.
+    Each turn's prompt is the whole conversation, which begins like the prompt before. The model reads their common
+    beginning once (`Generator`), so a turn costs only the tokens since the last one, however long the system prompt is.
 
     Args:
         model: a `models.GPT`.
@@ -148,7 +148,7 @@ class Chat:
     def stream(self, text: str, **options: Any) -> Pieces:
         """The answer to what a user says, piece by piece, as it is made.
 
-        Closing the iterator ends the answer; what was said of it stays in the conversation.
+        Closing the iterator ends the answer; the part that was generated stays in the conversation.
 
         Args:
             text: what the user says.

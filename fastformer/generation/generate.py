@@ -83,9 +83,8 @@ def generate(
 ) -> Tensor | GenerateOutput:
     """Decodes a batch: greedy by default, beam search with num_beams > 1, sampling with do_sample.
 
-    A row's tokens depend neither on its neighbours nor on how many of them are decoded at once. What prompts of one
-    call have in common from their first token on is read once, by an engine that can ("cpp"); a `Generator` keeps it
-    between calls.
+    A row's tokens depend neither on its neighbours nor on how many of them are decoded at once. An engine that can
+    ("cpp") reads the common beginning of a call's prompts once; a `Generator` keeps it between calls.
 
     Args:
         model: a `models.Transformer` or `baseline.LSTMSeq2Seq` (input_ids are sources), or a `models.GPT` (input_ids
@@ -101,9 +100,9 @@ def generate(
         decoder_input_ids: what each output of a model that reads sources begins with, for example the first words of a
             translation: one row, or a list, for each input, in the forms of input_ids; the start token may stand in
             front. The outputs hold them, while lengths and scores count new tokens.
-        generation_config: options as transformers' GenerationConfig or a mapping holds them, in place of config; what
-            is given by name goes before it. They are read as transformers reads them: unless you say otherwise, by its
-            beam_rules and with its defaults for renormalize_logits (False) and, with do_sample, top_k (50).
+        generation_config: options as transformers' GenerationConfig or a mapping holds them, in place of config;
+            options given by name override it. They are read as transformers reads them: unless you say otherwise, by
+            its beam_rules and with its defaults for renormalize_logits (False) and, with do_sample, top_k (50).
         tokenizer: with encode and decode; needed for stop_strings.
         streamer: is told tokens as they come, of one input without beams or several samples.
         return_dict_in_generate: return a `GenerateOutput`.

@@ -64,7 +64,7 @@ def _extension_module() -> _Extension:
 
 
 class SearchRules(NamedTuple):
-    """What an engine needs to know of a search that it runs.
+    """The state of a search that an engine runs.
 
     Attributes:
         num_beams: 0: greedy.

@@ -125,7 +125,7 @@ def translated_parts(
         translator: what translates.
         source: of texts.
         builder: of its requests.
-        errors: what becomes of texts that can't be translated; it reports at the end.
+        errors: the policy for texts that can't be translated; it reports at the end.
         read_ahead: the most sentences that are held at a time.
         deadline: when all of it ends, as `time.monotonic` says it; None: each sentence has the config's max_time.
     """

@@ -7,8 +7,8 @@ floating-point or integer dtype, or a NumPy array: it is cast. The rows are thos
 samples. Hugging Face's processors work here, and so does any function. Those of this module look at each row alone, and
 get the rows of several requests with the same settings at once.
 
-What a repetition is depends on the rules. By tensor2tensor's only new tokens count. By transformers' rules, whatever
-stands before the next token counts: the prompt, the start token of a decoder and the ids behind it.
+The rules decide which tokens count as repeated. By tensor2tensor's rules, only new tokens do. By transformers' rules,
+all tokens before the next one do: the prompt, the start token of a decoder and the ids behind it.
 
 The logits of a model in 16 bits are rounded to these, while a request without processors chooses among sums that are
 not: of two nearly equal tokens, a processor that changes nothing may see the other one chosen.

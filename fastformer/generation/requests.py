@@ -173,7 +173,7 @@ class Request:
         return self.search.samples()
 
     def advance(self, candidates: Candidates, first: int) -> list[int]:
-        """Takes in a step; see `Search.advance`. What goes wrong is kept in `error`, and ends it."""
+        """Takes in a step; see `Search.advance`. An exception is kept in `error`, and ends the request."""
         if self.error is not None:  # of its processors
             return self.fail(self.error)
         self._steps += 1

@@ -26,7 +26,7 @@ _TOLD_STEPS = 8
 
 
 class Stats(NamedTuple):
-    """What a scheduler has done and has to do.
+    """The work of a scheduler: waiting, running and done.
 
     Attributes:
         running, waiting: requests in the batch, and in the queue.
@@ -41,7 +41,7 @@ class Stats(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What something that batches has to do, and what it has done.
+    """The work of something that batches: waiting, running and done.
 
     Attributes:
         running, waiting: requests in the batch, and in the queue.

@@ -254,7 +254,7 @@ def score_texts(
     Args:
         translator: whose model and tokenizer.
         pairs: of a text and its translation; or of what is wrong with either.
-        errors: what becomes of pairs that can't be scored; it reports at the end.
+        errors: the policy for pairs that can't be scored; it reports at the end.
         max_tokens: see `score`.
     """
     model, tokenizer, start = translator.model, translator.tokenizer, SpecialIds.of(translator.model.config).start

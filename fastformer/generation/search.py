@@ -337,8 +337,8 @@ class BeamSearch(Search):
     def _drop_hopeless(self, group: _Beams) -> None:
         """Drops what goes on to no avail.
 
-        Of one group also its worst alone: what goes on from them stays behind all that goes on from the others, so that
-        these find what they would find beside them. Other groups would miss their tokens.
+        Of one group also its worst alone: their successors stay behind those of all others, so that the others find
+        what they would find beside them. Other groups would miss their tokens.
         """
         if self._is_done(group):
             group.alive.clear()

@@ -50,7 +50,7 @@ class TextPieces:
         stop: texts that end the text, without being part of it. They are looked for behind the text of `begin`.
 
     Attributes:
-        is_stopped: whether a stop text has come; what follows is left out.
+        is_stopped: whether a stop text has come; text after it is left out.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class TextPieces:
         self._most = 2 * (self._end - self._start)
 
     def _rest(self) -> str:
-        """What the text of all tokens has behind what was given."""
+        """The rest of the text of all tokens, behind the part that was given."""
         text, given = self._tokenizer.decode(self._ids), self._before + "".join(self._given)
         if text.startswith(given):
             return text[len(given) :]

@@ -399,7 +399,7 @@ class Translator(Judge):
         Args:
             source: of texts.
             settings: of the search, from `settings`.
-            errors: what becomes of texts that can't be translated; it reports at the end.
+            errors: the policy for texts that can't be translated; it reports at the end.
             log_probs: whether scores are wanted.
             read_ahead: see `stream`.
             split: see `translate`; the caller has seen to `check_split`.

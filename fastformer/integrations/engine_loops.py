@@ -2,7 +2,7 @@
 
 There are two ways. Where nothing but the engine's own rules decides which tokens come (`WholeSearch`), a whole greedy
 or beam search runs in C++. Everything else (processors, stopping criteria, sampling, scores that are asked for) is
-transformers' own loop, whose model is a session of the engine (`Stepper`): what it gives is transformers' by
+transformers' own loop, whose model is a session of the engine (`Stepper`): the results are transformers' by
 construction, and only the logits come from here.
 """
 
@@ -76,7 +76,7 @@ class WholeSearch:
     renormalizes: bool
 
     def processors(self, begun: int, *, has_beams: bool) -> tuple[Processor, ...]:
-        """What does the same in the steps that are taken one by one."""
+        """Processors that do the same in the steps that are taken one by one."""
         found: list[Processor] = [LogProbs()] if has_beams else []
         if self.suppressed:
             found.append(SuppressTokens(self.suppressed))

@@ -43,7 +43,7 @@ class PackedWeights(NamedTuple):
 
 
 class FoundModel(Generic[Weights]):
-    """What was found out about one model, and its packed weights.
+    """The findings about one model, and its packed weights.
 
     Args:
         model: one that is what its config makes.
@@ -165,7 +165,7 @@ class FoundModels(Generic[Found]):
         self._attribute, self._kind, self._find = attribute, kind, find
 
     def of(self, model: nn.Module) -> Found | str:
-        """What was found out about a model as it is now, or why the engine can't run it."""
+        """The findings about a model as it is now, or the reason why the engine can't run it."""
         own = vars(model)
         kept: Any = own.get(self._attribute)
         if kept is None:

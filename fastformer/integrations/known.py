@@ -1,4 +1,4 @@
-"""What transformers' classes and functions were when they were first seen, so that a replaced one is noticed."""
+"""Transformers' classes and functions as they were first seen, so that a replaced one is noticed."""
 
 from __future__ import annotations
 

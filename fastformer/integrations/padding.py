@@ -273,7 +273,7 @@ def decide(model: nn.Module, choice: Literal["auto", "skip", "compute"]) -> None
 
 def _find_owners(model: nn.Module, stacks: Sequence[nn.Module]) -> None:
     inside = {id(role.rule) for module in model.modules() if (role := vars(module).get(ROLE)) is not None and role.owns}
-    # What was decided for a larger model stays: it is around these stacks, and can't be seen from here.
+    # A decision for a larger model stays: that model is around these stacks, and can't be seen from here.
     stacks = [each for each in stacks if (role := vars(each).get(ROLE)) is None or id(role.rule) in inside]
     if not stacks:
         return

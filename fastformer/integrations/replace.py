@@ -99,7 +99,7 @@ def has_own_class(module: nn.Module) -> bool:
 def own_methods(module: nn.Module) -> list[str]:
     """The methods of our class that were overridden on an accelerated module itself, by functions that may call ours.
 
-    What the module had before it was accelerated calls none of ours, and nor does the original's own method.
+    A method from before `accelerate` never calls ours, and neither does the original's own method.
     """
     memory: _Memory = getattr(module, _MEMORY)
     return [

@@ -43,7 +43,7 @@ class BERTConfig:
         positions: "learned", "sinusoidal", "rotary", "relative" (a bias on the scores by how far a key lies from its
             query, which all layers share), or "learned-relative" (both; MPNet).
         num_buckets: of relative positions: rows of the table.
-        max_distance: of relative positions: what lies further away is as far.
+        max_distance: of relative positions: larger distances count as this one.
         rotary_base: the slowest rotation is near 1 / base.
         local_rotary_base: the rotary_base of the layers that have a window (ModernBERT); None: as the others.
         window_size: a token sees this many neighbours to each side; None: all.

@@ -1,10 +1,10 @@
 """Rounded weights: what `model.quantize()` rounds to, and how the folder of such a model holds it.
 
-int8: a row of a matrix becomes scale * q, with q from -127 to 127 and scale = max|row| / 127 in fp32. What was rounded
-to such a grid in a dtype stays as it is when it is rounded again in that dtype (dividing 127 * scale by 127 in fp32
-gives scale back, whatever its mantissa), so a folder can hold q and scale and give the same bits back. Another dtype
-has a grid of its own: of a folder that was rounded in fp32, loaded as bf16 and saved again, weights differ by up to a
-unit in bf16's last place.
+int8: a row of a matrix becomes scale * q, with q from -127 to 127 and scale = max|row| / 127 in fp32. A matrix that was
+rounded to such a grid in a dtype does not change when it is rounded again in that dtype (dividing 127 * scale by 127 in
+fp32 gives scale back, whatever its mantissa), so a folder can hold q and scale and give the same bits back. Another
+dtype has a grid of its own: of a folder that was rounded in fp32, loaded as bf16 and saved again, weights differ by up
+to a unit in bf16's last place.
 
 int4: 32 neighbours in a row become scale * (q - zero), with q from 0 to 15 and an fp16 scale; zero is 8 unless the
 weights were rounded by a program that chose others. Such weights don't say what q and scale were, so the model keeps
@@ -144,7 +144,7 @@ def _nearest(x: Tensor) -> tuple[Tensor, Tensor]:
                 torch.where(is_better, error, found[2]),
             )
     assert found is not None
-    # What is no number has a scale that says so, and any q.
+    # A group with NaN gets a NaN scale, and any q.
     return found[0].nan_to_num_().add_(8).to(torch.uint8), found[1].squeeze(-1).half()
 
 

@@ -62,7 +62,7 @@ class TransformerConfig:
             key lies from its query, which the layers of a stack share (T5).
         first_position: where sines and cosines begin to count: the position of the first token (M2M100 has 2).
         num_buckets: of relative positions: the rows of each stack's table.
-        max_distance: of relative positions: what lies further away is as far.
+        max_distance: of relative positions: larger distances count as this one.
         scale_embedding: whether embeddings are multiplied by sqrt(d_model).
         embedding_norm: whether each stack normalises what it is given, embeddings and positions, before the dropout
             (BART).

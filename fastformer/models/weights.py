@@ -143,7 +143,7 @@ def check_entries(origin: object, expects: object, found: Mapping[str, Entry], e
 
     Args:
         origin: where they are from, for messages.
-        expects: what says how they should be: the settings, say.
+        expects: the source of the expected shapes, for messages: the settings, say.
         found, expected: by name.
 
     Raises:

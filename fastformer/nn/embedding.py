@@ -261,7 +261,7 @@ class RelativePositionBias(nn.Module):
     Args:
         num_heads: of the attention.
         num_buckets: of all distances.
-        max_distance: what lies further away is as far.
+        max_distance: larger distances count as this one.
         is_causal: keys behind their query, which it doesn't see, need no buckets; else they have half of them.
         device, dtype: of the table.
 

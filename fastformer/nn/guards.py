@@ -2,8 +2,8 @@
 
 A fused path reads the parameters of modules and calls none of them. That would silently skip a hook, a forward on the
 instance, an override in a subclass or a parametrization. The predicates below say of a module or a class, at the moment
-of the call, whether it is safe. What is decided about a whole tree of modules (what may be fused, what may be left out)
-is a plan: it walks the tree once and holds for as long as its `Guards` do. Asking them is one flat comparison of
+of the call, whether it is safe. A plan decides for a whole tree of modules (what may be fused, what may be left out).
+It walks the tree once and holds as long as its `Guards` hold. Asking them is one flat comparison of
 identities; `Plans` makes a new plan when they fail.
 """
 
@@ -33,7 +33,7 @@ _KINDS: tuple[type[nn.Module], ...] = (
     *(nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
     *(nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer),
 )
-# What they were written to do: people replace the forward of a class, too, its call, and the functions behind it.
+# The functions as they were written: users replace the forward of a class, too, its call, and the functions behind it.
 # None, here and below: it was replaced before this module was imported.
 FORWARDS: dict[type[nn.Module], object] = {}
 # The seams of torch.nn's layers, which their forwards call.
@@ -119,7 +119,7 @@ def is_written_as_known(kind: type[nn.Module]) -> bool:
 
 
 class Replacement(NamedTuple):
-    """What was put in the place of what a class was written to do; see `is_written_as_known`."""
+    """The replacements of a class's own functions; see `is_written_as_known`."""
 
     original: Any  # the class
     replaced: str
@@ -234,7 +234,7 @@ def is_traced() -> bool:
 
 
 T = TypeVar("T")
-# What of a module's settings says along which dimension it works, or how it is called.
+# The settings of a module that give the dimension it works along, or how it is called.
 _SETTINGS = frozenset(
     {
         *("dim", "normalized_shape", "num_parameters", "gradient_checkpointing", "forward", "_compiled_call_impl"),
@@ -248,7 +248,7 @@ _OF_THE_OWNER_ALONE = frozenset({"forward", "_compiled_call_impl"})
 
 
 class Guards:
-    """What modules and their classes were when this was made.
+    """Modules and their classes as they were when this was made.
 
     It keeps the modules inside of the owner alive, and not the owner: let the owner hold it (see `Plans`).
 
@@ -382,7 +382,7 @@ class Plans(Generic[T]):
         self._guard = guards_of if guard is None else guard
 
     def of(self, module: nn.Module) -> T:
-        """What is found out about a module as it is now."""
+        """The findings about a module as it is now."""
         if torch.compiler.is_compiling():
             return self._find(module)  # the compiler guards what is read here
         own = vars(module)
@@ -410,8 +410,8 @@ _WATCHED = tuple(
 def guards_of(owner: nn.Module) -> Guards:
     """The guards of what was found out about a module from what is inside of it.
 
-    All is watched of modules of PyTorch's classes and of this library's; of those that are hooked or patched, what
-    makes them so. What is inside of modules of other classes is theirs, and may change in each call.
+    Modules of PyTorch's classes and of this library's are watched as a whole. Of hooked or patched modules, the hooks
+    and patches are watched. The attributes of modules of other classes are theirs, and may change at each call.
     """
     wholly: list[nn.Module] = []
     partly: list[nn.Module] = []

@@ -222,7 +222,7 @@ class _Layer(nn.Module):
         return call_feed_forward(x, self.linear1, self.linear2, self.activation, self.dropout)
 
     def _plan_after(self, plan: LayerPlan, attention: AttentionPlan | None) -> LayerPlan:
-        """The plan of what comes after an attention: what was called in there may have changed it."""
+        """The plan of the part after an attention: code that was called in there may have changed it."""
         if torch.compiler.is_compiling() or (attention is not None and not attention.calls_modules):
             return plan
         return layer_plan(self)

@@ -23,8 +23,8 @@ class SequenceLayout:
         cu_seqlens: (batch + 1,) int32, where each packed sequence begins, and the end; None for a padded batch.
         positions: (total,) int64, each packed token's index in its own sequence; None for a padded batch, where the
             position is the index along the row.
-        host_seqlens: seqlens on the host, where the layout was built from such; `to` keeps it, so that whoever needs
-            the numbers (a cache does) need not wait for a GPU.
+        host_seqlens: seqlens on the host, where the layout was built from such; `to` keeps it, so that a caller that
+            needs the numbers (a cache does) need not wait for a GPU.
     """
 
     seqlens: Tensor

@@ -18,7 +18,7 @@ _SCALARS = (bool, int, float, str, tuple)
 
 
 class ModelGuards:
-    """What a model was when this was made: its modules with their settings and hooks, and where its tensors are.
+    """A model as it was when this was made: its modules with their settings and hooks, and where its tensors are.
 
     The values of tensors may change. The guards keep the tensors and the modules inside of the model alive, but not the
     model, so that a weak dictionary of models can hold them.

@@ -76,7 +76,7 @@ class Scores:
     def through_cap(self, q: Tensor, k: Tensor, dscores: Tensor) -> Tensor:
         """The gradient of the scaled products, from that of the masked scores, (batch, num_heads, seqlen_q, seqlen_k).
 
-        What is hidden may hold anything: where the gradient is 0, it stays.
+        Hidden keys may hold anything: where the gradient is 0, it stays.
         """
         if not self.softcap:
             return dscores

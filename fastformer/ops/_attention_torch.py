@@ -1,8 +1,8 @@
-"""Attention through PyTorch's own fused kernels for CPUs: what runs on one that the C++ extension is not built for.
+"""Attention through PyTorch's own fused kernels for CPUs: for machines that the C++ extension is not built for.
 
 The functions behind `scaled_dot_product_attention`, called as it calls them, because they also give lse and take it
-back. They walk the keys in blocks; only a mask (not the scores) is ever written out. What they make of NaN under a
-mask is another thing than what the reference does, so a result that is not finite is computed again there.
+back. They walk the keys in blocks; only a mask (not the scores) is ever written out. They treat NaN under a mask unlike
+the reference, so the reference computes a result again that is not finite.
 """
 
 from __future__ import annotations

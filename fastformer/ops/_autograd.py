@@ -34,8 +34,8 @@ def register_autograd(
         backward: (ctx, *gradients of the outputs) -> those of the inputs. An output without a gradient has None;
             where all have, this isn't called.
         setup_context: as torch.library.register_autograd takes it.
-        differentiable_backward: what runs in place of `backward` where its results are to be differentiated again, and
-            under functorch and forward mode; None where `backward` itself is of differentiable operations.
+        differentiable_backward: runs in place of `backward` if its results are to be differentiated again, and under
+            functorch and forward mode; None if `backward` itself is of differentiable operations.
     """
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -203,7 +203,7 @@ class Op:
         if key is None and (has_cpp or wanted == "triton"):
             key = _eager.argument_checks().geometry(args)
         plan = self.plans.get(key) if wanted == "triton" else None
-        # What C++ can take follows from the geometry, and is asked once.
+        # The geometry decides whether C++ can take a call, so each geometry is asked once.
         if plan is not None or (has_cpp and key in self.taken):
             backend = wanted
         else:
@@ -327,14 +327,14 @@ def define_op(
         cpp_call: (the C++ function, *arguments) -> the op's results, where that function takes other arguments.
         reference_only: "triton", "cpp": the backends that have no kernel for this op by design, and why. There the
             reference is the op, and nothing is logged or forbidden.
-        torch_function: PyTorch's own fused function for it, with the reference's arguments and results: what runs in
-            place of the reference where a kernel is missing or can't take a call.
+        torch_function: PyTorch's own fused function for it, with the reference's arguments and results. It runs in
+            place of the reference if a kernel is missing or can't take a call.
         torch_unsupported: (op_name, **arguments) -> why that can't take the call, or None.
         torch_is_faster: (type of device) -> why PyTorch's own function is faster on this machine, or None. The
             documented function calls that one then, and not the op.
         formula: the same results, of operations that PyTorch differentiates any number of times in both directions,
-            batches and hands to subclasses: nothing is written in place or read on the host. What gives no gradients
-            has none.
+            batches and hands to subclasses: nothing is written in place or read on the host. An op without
+            gradients has none.
 
     Returns:
         What to call: the overload `torch.ops.fastformer.<name>.default`, or in a plain eager call what that would come

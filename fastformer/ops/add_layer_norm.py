@@ -45,7 +45,7 @@ def add_layer_norm_reference(
         if residual is not None:
             s = s + residual
         s = residual_out = s.to(x.dtype if residual is None else residual.dtype).contiguous()
-    # What is normalised is what is kept, rounded as it is kept: backward sees nothing else.
+    # The norm acts on the sum as it is stored, rounded: backward sees nothing else.
     y, mean, rstd = _normalise(s.to(dtype), weight, bias, eps, rms_norm)
     return y.to(x.dtype).contiguous(), residual_out, mean.new_empty(0) if rms_norm else mean.flatten(), rstd.flatten()
 

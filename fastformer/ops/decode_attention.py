@@ -63,7 +63,7 @@ def decode_attention_reference(
         unseen = position >= total[:, None]
         if window_left is not None:
             unseen |= position < total[:, None].long() - q.shape[1] - window_left
-        # What no query sees is not looked at: neither the entry of the table nor what it may point to.
+        # Keys that no query sees are not read: neither the entry of the table nor the slot that it may point to.
         slots = table[:, :used].long().masked_fill(unseen, 0)
         at = (table.gather(1, fresh).long(),)
         k_cache, v_cache = (cache.view(-1, *cache.shape[2:]) for cache in (k_cache, v_cache))

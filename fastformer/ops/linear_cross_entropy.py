@@ -108,7 +108,7 @@ def _chunk_dlogits_(
 class _Gradients:
     """dx, dweight and dbias, filled chunk by chunk; the sums over rows are fp32 (fp64 for fp64).
 
-    What output_mask does not want is empty, of shape (0,).
+    Gradients that output_mask excludes are empty, of shape (0,).
     """
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, output_mask: Sequence[bool]) -> None:

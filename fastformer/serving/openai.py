@@ -180,7 +180,7 @@ class _Asked:
             {**options_of(body, service, len(row)), "max_new_tokens": each}
             for row, each in zip(rows, most, strict=True)
         ]
-        # What is greedy comes out the same each time: it is computed once.
+        # Greedy answers are the same each time, so one is computed.
         self.copies = 1 if self._options[0]["do_sample"] else self.count
         self._asked = {
             "log_probs": alternatives is not None,
@@ -330,7 +330,7 @@ async def _respond(asked: _Asked, http: Request, form: _TextForm | _ChatForm) ->
     """The answer to a request, whole or as a stream."""
     if asked.body.stream:
         pieces = asked.stream()
-        # What goes wrong before the first piece is an error of HTTP.
+        # A failure before the first piece is an error of HTTP.
         first = await until_gone(http, anext(pieces))
         return EventStream(_events(asked, form, first, pieces))
     found = await until_gone(http, asked.complete())

@@ -40,7 +40,7 @@ def new_tokens(
         ids: of the prompt.
         service: whose model has so many positions.
         asked: what the request says.
-        usual: what it gets where it says nothing; None: all that there is room for.
+        usual: the number for a request that names none; None: all that there is room for.
     """
     limits = service.limits
     name = "max_completion_tokens" if getattr(body, "max_completion_tokens", None) is not None else "max_tokens"

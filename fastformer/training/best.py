@@ -29,7 +29,7 @@ def choose_measure(config: TrainConfig, references: Sequence[str] = ()) -> str:
         references: the right translations in validation.
 
     Raises:
-        ImportError: what bleu_tokenize needs is not installed.
+        ImportError: a package that bleu_tokenize needs is not installed.
         ValueError: a measure that this run can't take.
     """
     asked = config.best_by

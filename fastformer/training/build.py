@@ -97,7 +97,7 @@ def start(
         config: the settings; to resume, those of the run (`run_config`), some of them changed perhaps.
         run: the folder. It must be new, unless resuming.
         resume: go on with what is in it; "auto": go on if there is something, else begin.
-        interrupts: who catches signals from now on; by default the trainer does while it trains.
+        interrupts: catches signals from now on; by default the trainer does while it trains.
         world: the processes that train together; each of them calls this. By default this one is alone.
 
     Raises:

@@ -71,7 +71,7 @@ class TrainConfig(Machine, Validation, Optimisation, Tokens, Filters, Data, Mode
             raise ValueError(f"expected save_every above 0, for average_last {self.average_last} needs checkpoints")
 
     def _check_sources(self) -> None:
-        """Holds the named data against each other and the model: what is given is used, or the settings are wrong."""
+        """Checks the named data against each other and the model: settings of unused data are wrong."""
         for pair in (("train_source", "train_target"), ("val_source", "val_target")):
             alone = [name for name in pair if getattr(self, name)]
             if len(alone) == 1:

@@ -1,6 +1,6 @@
-"""What a run that goes on may find in another place: its data, its tokenizer, the run that it began from.
+"""Files of a run that may have moved before it is resumed: its data, its tokenizer, the run that it began from.
 
-What counts is the content. A path is where it is today: on another mount, under another name, relative or absolute.
+The content counts. A path names today's place: on another mount, under another name, relative or absolute.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def check_there(config: TrainConfig) -> None:
             if path != STDIN and not os.path.exists(file_of(path)):
                 raise ValueError(
                     f"expected the run's {name} in {path}, but there is no file: if it moved, give --{name} with its "
-                    "new place; what is in it is held against what the run began with"
+                    "new place; its content is compared with what the run began with"
                 )
 
 

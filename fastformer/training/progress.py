@@ -51,7 +51,7 @@ class Meter:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """What is done inside is no training, and its time doesn't count."""
+        """Work inside is no training, and its time doesn't count."""
         began = time.perf_counter()
         self._paused = began
         try:

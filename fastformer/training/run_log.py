@@ -21,7 +21,7 @@ _MARK = re.compile(rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d fastformer train: ")
 
 
 class RunLog(logging.Handler):
-    """The log of a run folder. What is said before it is entered is kept until then.
+    """The log of a run folder. Messages from before it is entered are kept until then.
 
     The file is train.log, or, where something stands that no run wrote (`| tee run/train.log`), train-2.log and so on.
     A log that can't be written ends no training: a warning says so.

@@ -44,7 +44,7 @@ def rate_of(config: TrainConfig, step: int, d_model: int) -> float:
 
 
 def surprises(config: TrainConfig, d_model: int, done: int = 0, last_rate: float = 0.0) -> list[str]:
-    """What the rates of a run do that its settings don't show at a glance, each with what to give instead.
+    """Surprises in the rates of a run that its settings don't show at a glance, each with a better setting.
 
     Args:
         config: the settings.
@@ -61,7 +61,7 @@ def surprises(config: TrainConfig, d_model: int, done: int = 0, last_rate: float
             "steps"
         )
     if 0 < done < config.steps and last_rate:
-        # The rate of the last update by these settings: what they do from one update to the next is no surprise.
+        # The rate of the last update by these settings: a change from one update to the next is no surprise.
         before, after = rate_of(config, done, d_model), rate_of(config, done + 1, d_model)
         ratio = before / last_rate
         if not 1 / _JUMP <= ratio <= _JUMP:

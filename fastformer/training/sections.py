@@ -27,7 +27,7 @@ ARCHITECTURES: dict[Architecture, tuple[type[Any], dict[str, dict[str, Any]]]] =
 SPECIAL_IDS = {"special_ids", *(f.name for f in fields(SpecialIds))}
 OF_TOKENIZER = {"vocab_size", "source_vocab_size", *SPECIAL_IDS}
 
-# What suits a built-in task, in place of the defaults; what a person gives goes before both.
+# Settings that suit a built-in task, in place of the defaults; the user's settings override both.
 TASKS: dict[str, dict[str, Any]] = {
     # Exact match 0.99 on numbers of up to nine digits, within a minute on two cores. Every answer is a function of its
     # source, so there is nothing to regularise.

@@ -26,7 +26,7 @@ FIXED = (
     "held_out data_weights shards_at_once max_length_ratio min_chars max_chars drop_duplicates drop_identical "
     "shared_vocab normalization spaces max_token_length user_tokens drop_user_tokens"
 )
-# What runs of earlier versions did, whose settings don't say so.
+# The behaviour of runs of earlier versions, whose settings lack these names.
 EARLIER = {"held_out": "last", "spaces": "keep"}
 PATHS = "train_source train_target val_source val_target train_tsv val_tsv train_text val_text train_data init_from"
 

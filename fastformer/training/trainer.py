@@ -56,7 +56,7 @@ class Trainer:
         data: what to train on.
         device: where.
         lock: of the run folder; by default one that is taken when training starts.
-        interrupts: who catches signals; by default this trainer, while it trains.
+        interrupts: catches signals; by default this trainer does, while it trains.
         log: what the run says; by default what it says from now on.
         world: the processes that train together, this one among them; by default it is alone.
 

@@ -26,7 +26,7 @@ logger = logging.getLogger("fastformer")
 T = TypeVar("T")
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# What gloo says of a process that is gone or silent; NCCL's errors have a type of their own.
+# Words in gloo's errors about a process that is gone or silent; NCCL's errors have a type of their own.
 _SIGNS_OF_LOSS = ("gloo", "Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe")
 
 
@@ -54,7 +54,7 @@ class Runner:
 
     Attributes:
         module: its `loss` takes what the model's takes.
-        factor: what a loss is multiplied by where gradients are averaged over processes instead of added up.
+        factor: multiplies a loss if gradients are averaged over processes instead of added up.
         waiting: gradients that are computed inside stay in this process, until one that isn't.
     """
 
@@ -144,7 +144,7 @@ class World:
                 f"rank {rank} of {size} found no others at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} "
                 f"within {timeout:g} seconds ({_first_line(error)}): are address and port right, and reachable?"
             ) from error
-        if rank:  # what all would say is said once
+        if rank:  # messages of all processes appear once
             logger.setLevel(logging.ERROR)
         return world
 

@@ -69,7 +69,7 @@ def sdpa(is_causal: bool) -> Provider:
 
 
 def left_out(provider: str, shape: Shape) -> str | None:
-    """What keeps all scores is not run where several times their size would not fit into an ordinary memory."""
+    """Providers that keep all scores don't run if several times their size exceeds an ordinary memory."""
     if provider != "baseline" or shape["materialised"]:
         return None
     return (

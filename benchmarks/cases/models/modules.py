@@ -2,7 +2,7 @@
 
 The rivals are torch.nn, torch.nn under torch.compile, and `fastformer.baseline`. All get the weights of torch.nn's; the
 biases of attention, which the baseline hasn't got, are 0, as torch.nn begins with. Where half is padding, lengths are
-spread evenly. What a module says at padding doesn't count: all write zeros there before they return, and the
+spread evenly. The outputs at padding don't count: all modules write zeros there before they return, and the
 gradient that comes back is zero there.
 """
 

@@ -1,7 +1,7 @@
 """Attention against the materialised softmax and against PyTorch's fused one: dense, with masks, of packed sequences.
 
-Masked sequences end in padding, those that are packed have none. Who knows no packing pads, computes and packs again,
-all of which is timed: what goes in and comes out is the same for all. Behind a causal mask padding needs no mask.
+Masked sequences end in padding, those that are packed have none. A provider without packing pads, computes and packs
+again, and all of this is timed: inputs and outputs are the same for all. Behind a causal mask padding needs no mask.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Form(NamedTuple):
             family doesn't have.
         names: a config -> the names of tensors here, each with the names there, without the prefix, of those that are
             concatenated to it (dimension 0). Without the output's.
-        is_tied: what tie_word_embeddings is in a file that doesn't say.
+        is_tied: the value of tie_word_embeddings if a file doesn't have it.
         convert: name here, one of its tensors there -> the tensor here.
         revert: the other way.
         unread: how the names of tensors end that old files hold and no model reads.

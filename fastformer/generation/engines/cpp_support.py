@@ -36,7 +36,7 @@ from fastformer.ops import _extension, _library
 PACKED_PRECISIONS = ("fp32", "bf16", "int8", "int4")
 _DTYPES = (torch.float32, torch.bfloat16)
 
-# What may differ from module to module without a difference in what is computed in evaluation.
+# Attributes that may differ from module to module without changing the results in evaluation.
 _FREE = {
     "training",
     "dropout",

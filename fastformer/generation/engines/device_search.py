@@ -146,7 +146,7 @@ class DeviceSearch:
         # Upward by id, then a stable sort over the beams of a group: of equal scores the first beam's lowest id first.
         ids, places = ids.sort(-1)
         totals = self._scores[:, None] + values.gather(1, places).double()
-        # What ends doesn't go on, and among the candidates there are enough that do.
+        # Hypotheses that end don't go on; enough of the candidates do.
         totals = totals.masked_fill(self._is_end[ids], NEVER)
         ranked = torch.sort(totals.view(self._groups, -1), dim=-1, descending=True, stable=True)
         best = ranked.indices[:, : self.num_beams]

@@ -117,8 +117,9 @@ class GraphEngine(KVCacheEngine):
     goes step by step: a graph then ends with the hidden states, from which the host chooses. On a CPU a graph is a
     plain call, and its results are the same.
 
-    A shape that is new takes its first step plainly, and is captured when it is met again. What can't be captured goes
-    on plainly, and the log says so once. The cache and the graphs stay with the model, for the next engine.
+    A new shape takes its first step without a graph, and is captured when it occurs again. A shape that can't be
+    captured runs without a graph, and the log says so once. The cache and the graphs stay with the model, for the next
+    engine.
 
     One batch is open at a time: it uses the cache and the graphs of the one before.
 

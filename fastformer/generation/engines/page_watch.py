@@ -153,7 +153,7 @@ class PageWatch:
         self.ranges = [(begin, end) for begin, end in self.ranges if begin < end]
         self.is_private = False
         self._questions = [_Question(*one) for one in self.ranges]
-        # All that is registered is asked for in fewer calls: what was written between the ranges is the same as a rule.
+        # One call covers several registered ranges: the memory between them rarely changes.
         self._overview: list[_Question] = []
         self._between: list[bytes | None] = []
         self._process: Process | None = None

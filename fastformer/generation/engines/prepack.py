@@ -33,7 +33,7 @@ _numbers = itertools.count()
 
 
 class Fingerprint(NamedTuple):
-    """What differs when the weights or the config of a model have changed; see `fingerprint`."""
+    """Differs once the weights or the config of a model have changed; see `fingerprint`."""
 
     layout: object
     versions: object
@@ -92,7 +92,7 @@ _watches: WeakKeyDictionary[nn.Module, _Watch] = WeakKeyDictionary()
 
 
 def fingerprint(model: nn.Module, find: FindGuards = find_guards) -> Fingerprint:
-    """What differs when a parameter or buffer of a model was changed or replaced, or its config was changed.
+    """A value that differs once a parameter or buffer of a model was changed or replaced, or its config was changed.
 
     PyTorch counts the changes of a tensor, but for those through `parameter.data` or an array that shares its memory.
     Where Linux says what was written (see `page_watch`), each of these is noticed as well. Elsewhere, and where other
@@ -144,7 +144,7 @@ def _edges(bits: Bits) -> list[Bits]:
 
 
 def _samples(bits: Bits) -> Bits:
-    """What of a tensor is compared where the pages don't tell all."""
+    """The part of a tensor that is compared if the pages don't tell all."""
     # An odd step doesn't stay in one column of a matrix whose width is a power of two.
     return bits if bits.nbytes < _WHOLE_BYTES else bits[:: max(1, len(bits) // _SAMPLES) | 1]
 

@@ -40,7 +40,7 @@ def router(service: Any, limits: Any) -> APIRouter:
 def policy(page: str) -> str:
     """The Content-Security-Policy of a page: its own inline script and style, requests to its own host, and no more.
 
-    Its script may not turn texts into markup either ("require-trusted-types-for"): what a model says is never markup.
+    Its script may not turn texts into markup either ("require-trusted-types-for"): a model's text is never markup.
     """
     hashes = {name: " ".join(_hashes(page, name)) for name in ("script", "style")}
     return "; ".join(
