@@ -32,7 +32,7 @@ MODES = ("step", "fwd")
 def turn(call: Callable[[], object], neighbours: int, seconds: float) -> float:
     """The mean seconds of a call, beside so many busy processes, over a turn of at least so many seconds."""
     with busy_neighbours(neighbours):
-        call()  # what has just been asleep is slow at first
+        call()  # a process that has just been asleep is slow at first
         began = time.perf_counter()
         for count in itertools.count(1):
             call()

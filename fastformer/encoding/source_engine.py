@@ -69,7 +69,7 @@ class SourceEngine:
 
     @property
     def name(self) -> str:
-        """What runs the encoder as the model is now: "cpp" or "modules"."""
+        """The engine of the encoder as the model is now: "cpp" or "modules"."""
         return "cpp" if self.why_unsupported(self.model, self.precision) is None else "modules"
 
     def encode(self, ids: Rows) -> Array:
