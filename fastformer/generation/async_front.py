@@ -356,7 +356,7 @@ class AsyncFront(Generic[R]):
         """Steps until there is nothing to do; what it steps at the end."""
         while True:
             with self._changed:
-                self._load = load = batching.load()
+                self._load = load = batching.load()  # what waits may have been cancelled meanwhile
                 while self._parked and self._has_room(self._parked[0]):
                     self._inbox.append(self._parked.popleft())
                 arrived = list(self._inbox)
@@ -396,6 +396,8 @@ class AsyncFront(Generic[R]):
     def _count(self, before: Load, batching: Batching[R], seconds: float) -> None:
         """Notes how long a step took, and how fast the queue goes."""
         after = batching.load()
+        with self._changed:  # before the tasks hear of it
+            self._load = after
         self._steps += 1
         self._step_seconds += seconds
         self._rate_seconds += seconds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
@@ -25,6 +25,27 @@ class PartAnswer(NamedTuple):
 
     answer: Answer | None
     space: str
+
+
+class TextStream:
+    """A translation piece by piece: an asynchronous iterator, which cancels its request when it is deleted.
+
+    Attributes:
+        parts: what became of each sentence whose pieces were given as a whole.
+    """
+
+    def __init__(self, pieces: AsyncGenerator[str, None], parts: list[PartAnswer]) -> None:
+        self._pieces, self.parts = pieces, parts
+
+    def __aiter__(self) -> TextStream:
+        return self
+
+    async def __anext__(self) -> str:
+        return await anext(self._pieces)
+
+    async def aclose(self) -> None:
+        """Cancels what hasn't ended."""
+        await self._pieces.aclose()
 
 
 class AsyncTranslator:
@@ -154,6 +175,7 @@ class AsyncTranslator:
         log_probs: bool = False,
         split: bool = False,
         deadline: float | None = None,
+        most_new_tokens: int | None = None,
     ) -> list[list[PartAnswer]]:
         """The answers of several texts, which are asked for together.
 
@@ -163,6 +185,7 @@ class AsyncTranslator:
             log_probs: whether scores are wanted.
             split: cut each text into sentences.
             deadline: a time of `time.monotonic`; None: it may take as long as it takes.
+            most_new_tokens: of each sentence, whatever the config says.
 
         Returns:
             For each text what became of its sentences, or of it as a whole.
@@ -179,7 +202,7 @@ class AsyncTranslator:
         names = [
             _name_of(item.text) for item, parts in zip(items, texts, strict=True) for part in parts if part.checked
         ]
-        requests = self._requests(builder, [part for parts in texts for part in parts])
+        requests = self._requests(builder, [part for parts in texts for part in parts], most_new_tokens)
         if not requests:
             return [[PartAnswer(None, part.space) for part in parts] for parts in texts]
         asked = self.front.submit(requests, deadline=deadline, names=names)
@@ -231,21 +254,27 @@ class AsyncTranslator:
         parts = self._parts(item, 1, builder, split)
 
         async def pieces() -> AsyncIterator[str]:
-            async for piece in self._pieces(text, parts, builder, by_token=not split):
+            async for piece in self._pieces(text, parts, builder, not split):
                 yield piece
 
         return pieces()
 
     async def begin(
-        self, item: Item, config: GenerationConfig, *, split: bool = False, deadline: float | None = None
-    ) -> AsyncIterator[str]:
+        self,
+        item: Item,
+        config: GenerationConfig,
+        *,
+        split: bool = False,
+        deadline: float | None = None,
+        most_new_tokens: int | None = None,
+    ) -> TextStream:
         """As `stream`, but the request has its place in the queue when this returns, and the sentences of a split text
         come piece by piece as well.
 
         Args:
             item: the text.
             config: from `settings`.
-            split, deadline: see `answers`.
+            split, deadline, most_new_tokens: see `answers`.
 
         Raises:
             ValueError, QueueFull, NotRunning: at once; see `answers`.
@@ -256,19 +285,19 @@ class AsyncTranslator:
             check_one_stream(as_form(config, False, False), config)
         builder = self._builder(config, log_probs=False)
         parts = await self.front.aside(lambda: self._parts(item, 1, builder, split), len(item.text))
-        return self._pieces(item.text, parts, builder, by_token=by_token, deadline=deadline)
+        return self._pieces(item.text, parts, builder, by_token, deadline, most_new_tokens)
 
     def _pieces(
         self,
         text: str,
         parts: Sequence[Part],
         builder: RequestBuilder,
-        *,
         by_token: bool,
         deadline: float | None = None,
-    ) -> AsyncIterator[str]:
+        most_new_tokens: int | None = None,
+    ) -> TextStream:
         """The translations of a text's parts, which decode together, with the white space behind each."""
-        requests = self._requests(builder, parts)
+        requests = self._requests(builder, parts, most_new_tokens)
         asked: Answers[Request] | None = None
         if requests:
             asked = self.front.submit(
@@ -277,31 +306,39 @@ class AsyncTranslator:
                 names=[_name_of(text)] * len(requests),
                 listen=range(len(requests)) if by_token else (),
             )
-        return self._told(parts, asked, by_token, builder.config)
+        found: list[PartAnswer] = []
+        return TextStream(self._told(parts, asked, by_token, builder.config, found), found)
 
     async def _told(
-        self, parts: Sequence[Part], asked: Answers[Request] | None, by_token: bool, config: GenerationConfig
-    ) -> AsyncIterator[str]:
-        """What `asked` brings, in the order of the parts."""
-        place = 0
+        self,
+        parts: Sequence[Part],
+        asked: Answers[Request] | None,
+        by_token: bool,
+        config: GenerationConfig,
+        answers: list[PartAnswer],
+    ) -> AsyncGenerator[str, None]:
+        """What `asked` brings, in the order of the parts, whose answers are appended to a list."""
+        tokenizer, place = self.translator.tokenizer, 0
         try:
             for part in parts:
                 if part.checked is None or asked is None:
+                    answers.append(PartAnswer(None, part.space))
                     if part.space:
                         yield part.space
                     continue
+                rest = ""
                 if by_token:
-                    found = TextPieces(self.translator.tokenizer, part.checked.prefix, stop=config.stop_strings)
+                    found = TextPieces(tokenizer, part.checked.prefix, stop=config.stop_strings)
                     async for tokens in asked.tokens(place):
                         for token in tokens:  # each by itself, however late this task is
                             if piece := found.add([token]):
                                 yield piece
-                    if piece := found.end() + part.space:
-                        yield piece
-                else:
-                    said = "".join(Answer(self.translator.tokenizer, await asked.ended(place)).texts())
-                    if said or part.space:
-                        yield said + part.space
+                    rest = found.end()
+                answer = Answer(tokenizer, await asked.ended(place))
+                answers.append(PartAnswer(answer, part.space))
+                rest = rest if by_token else "".join(answer.texts())
+                if rest or part.space:
+                    yield rest + part.space
                 place += 1
         finally:
             if asked is not None:
@@ -318,10 +355,14 @@ class AsyncTranslator:
             return parts_of(self.translator, item, number, builder)
         return [Part(str(number), self.translator.encode_item(item, number, builder), "", True)]
 
-    def _requests(self, builder: RequestBuilder, parts: Sequence[Part]) -> list[Request]:
-        return [
-            builder.build(part.checked, place=place) for place, part in enumerate(parts) if part.checked is not None
-        ]
+    def _requests(self, builder: RequestBuilder, parts: Sequence[Part], most_new_tokens: int | None) -> list[Request]:
+        found = []
+        for place, part in enumerate(parts):
+            checked = part.checked
+            if checked is not None:
+                limit = checked.limit if most_new_tokens is None else min(checked.limit, most_new_tokens)
+                found.append(builder.build(checked._replace(limit=limit), place=place))
+        return found
 
     def _builder(self, config: GenerationConfig, *, log_probs: bool) -> RequestBuilder:
         translator = self.translator
