@@ -204,7 +204,7 @@ class AsyncFront(Generic[R]):
             listen: the places of those whose tokens are wanted as they come.
 
         Raises:
-            QueueFull, NotRunning, ValueError: see `stream`.
+            QueueFull, NotRunning, ValueError: see `stream`; TooLate where the deadline is over.
         """
         box = Box(requests, names or ["the request"] * len(requests))
         for place in listen:
@@ -214,6 +214,9 @@ class AsyncFront(Generic[R]):
                 raise NotRunning(f"expected an {self.name} that is open: use it inside of `async with`")
             if self._failure is not None:
                 raise self._broken(self._failure)
+            if deadline is not None and time.monotonic() >= deadline:
+                self._late += 1
+                raise box.late()
             if not self._parked and self._has_room(box):
                 self._inbox.append(box)
                 self._changed.notify()
@@ -303,7 +306,7 @@ class AsyncFront(Generic[R]):
         if all(box.has_ended):
             return
         self._late += 1
-        box.error = TooLate(f"{box.names[0]}: expected an answer within the time that it has, which is over")
+        box.error = box.late()
         self._take_back(box)
         box.woken.set()
 

@@ -178,6 +178,10 @@ class Box(Generic[R]):
         if known and len(known) == len(deadlines):
             self.end_at(max(known), end)
 
+    def late(self) -> TooLate:
+        """The error of a deadline that has come."""
+        return TooLate(f"{self.names[0]}: expected an answer within the time that it has, which is over")
+
     def forget_ends(self) -> None:
         """Calls nothing at those times."""
         for handle in self._ends:

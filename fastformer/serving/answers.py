@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Mapping
+import logging
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from starlette.responses import StreamingResponse
 
 from fastformer.generation.async_jobs import NotRunning, QueueFull, TooLate
+
+logger = logging.getLogger("fastformer")
 
 T = TypeVar("T")
 
@@ -20,6 +24,10 @@ _PING_SECONDS = 15.0  # without a byte for longer, proxies give a connection up
 
 class ClientGone(Exception):
     """The client closed its connection before its answer was there."""
+
+
+class EndedEarly(Exception):
+    """An answer that had begun can't be ended as it should; its connection is closed, so that it doesn't look whole."""
 
 
 def as_json(value: object) -> bytes:
@@ -42,15 +50,38 @@ def error_response(status: int, message: str, **detail: Any) -> Response:
         detail: `headers` of the response; anything else becomes a field of the error.
     """
     headers = detail.pop("headers", None)
-    return answer({"error": {"message": message, "code": status, **detail}}, status, headers)
+    return answer(_error_body(status, message, **detail), status, headers)
+
+
+def _error_body(status: int, message: str, **detail: Any) -> dict[str, Any]:
+    return {"error": {"message": message, "code": status, **detail}}
+
+
+class TooLarge(ValueError):
+    """More than the server's limits allow."""
 
 
 def status_of(error: Exception) -> int:
     """The status of HTTP that tells of an error."""
-    for kind, status in ((QueueFull, 429), (TooLate, 504), (NotRunning, 503), (ValueError, 400)):
-        if isinstance(error, kind):
-            return status
-    return 500
+    kinds = ((QueueFull, 429), (TooLate, 504), (NotRunning, 503), (TooLarge, 413), (ValueError, 400))
+    return next((status for kind, status in kinds if isinstance(error, kind)), 500)
+
+
+def explained(error: Exception) -> tuple[int, str]:
+    """The status and the message of an error. What isn't the client's doing is logged, without the client's text."""
+    status = status_of(error)
+    if status != 500:
+        return status, str(error)
+    cause = error.__cause__ or error  # the outer one names the text
+    logger.error("a request failed: %s", type(error).__name__, exc_info=cause if error.__cause__ else None)
+    return 500, "the request failed; the server's log says more"
+
+
+def headers_of(error: Exception) -> dict[str, str]:
+    """Headers that go with an error."""
+    if isinstance(error, QueueFull):
+        return {"Retry-After": str(math.ceil(error.retry_after))}
+    return {"Retry-After": "1"} if isinstance(error, NotRunning) else {}
 
 
 async def until_gone(http: Request, work: Awaitable[T]) -> T:
@@ -90,17 +121,35 @@ def event(value: object) -> bytes:
 class EventStream(StreamingResponse):
     """Server-sent events. A comment goes out where nothing else does for a while, and keeps proxies from giving up.
 
+    An error that comes when the answer has begun is an event `error`, behind which the connection is closed.
+
     Args:
         events: each a whole event, as `event` writes it. It is closed when the client leaves.
+        error_body: the JSON of an error, in the shape of the format: of a status and a message.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes]) -> None:
-        super().__init__(_with_pings(events), headers={"X-Accel-Buffering": "no", "Cache-Control": "no-cache"})
+    def __init__(self, events: AsyncIterator[bytes], error_body: Callable[[int, str], object] | None = None) -> None:
+        told = _with_errors(_with_pings(events), error_body or _error_body)
+        super().__init__(told, headers={"X-Accel-Buffering": "no", "Cache-Control": "no-cache"})
 
 
-async def _with_pings(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _with_errors(
+    events: AsyncGenerator[bytes, None], error_body: Callable[[int, str], object]
+) -> AsyncIterator[bytes]:
+    try:
+        async for one in events:
+            yield one
+    except Exception as error:
+        status, message = explained(error)
+        yield b"event: error\n" + event(error_body(status, message))
+        raise EndedEarly from error
+    finally:
+        await events.aclose()
+
+
+async def _with_pings(events: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
     coming: asyncio.Future[bytes] | None = None
     try:
         while True:

@@ -1,32 +1,42 @@
-"""The application: the routes of what the model is, health, and errors in the shape of each format."""
+"""The application: the routes of what the model is, health, metrics, and errors in the shape of each format."""
 
 from __future__ import annotations
 
 import contextlib
-import math
+import importlib
+import logging
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import asdict
 from types import ModuleType
+from typing import Any
 
+import pydantic
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import compile_path
 
 from fastformer import __version__
-from fastformer.generation.async_jobs import NotRunning, QueueFull, TooLate
-from fastformer.serving import answers, openai, page, tei, tgi, translate
-from fastformer.serving.answers import ClientGone, answer
+from fastformer.serving import answers, page
+from fastformer.serving.answers import ClientGone, answer, explained, headers_of
+from fastformer.serving.gate import Gate, Traffic, Watch
 from fastformer.serving.limits import Limits
+from fastformer.serving.metrics import Metrics
 from fastformer.serving.service import Service
 
-# The formats of each kind of service.
-_MODULES: dict[str, tuple[ModuleType, ...]] = {
-    "translator": (translate,),
-    "generator": (openai, tgi),
-    "encoder": (openai, tei),
-    "cross-encoder": (openai, tei),
+logger = logging.getLogger("fastformer")
+
+_UNMATCHED = "unmatched"  # what metrics and the log call a path that no route has
+# The formats of each kind of service, modules with `router(service, limits)` and `error_response(status, message)`; one
+# whose bodies may hold a key has BODY_KEYS, the paths of such.
+_FORMATS = {
+    "translator": ("translate", "libretranslate"),
+    "generator": ("openai", "tgi"),
+    "encoder": ("openai", "tei"),
+    "cross-encoder": ("openai", "tei"),
 }
 
 
@@ -36,7 +46,9 @@ def make_app(
     *,
     keys: Sequence[str] = (),
     metrics_public: bool = False,
+    page_public: bool = False,
     origins: Sequence[str] = (),
+    access_log: bool = False,
 ) -> FastAPI:
     """The application that serves a model. Its lifespan opens and closes the service.
 
@@ -45,7 +57,9 @@ def make_app(
         limits: see `Limits`; None: the service's.
         keys: one of which each request has to bring, but for /health and /ready; empty: none has to.
         metrics_public: answer /metrics without a key too.
+        page_public: answer the page at / without a key too; what it asks for needs one all the same.
         origins: of web pages elsewhere whose scripts may read answers; "*" is all.
+        access_log: write a line of JSON for each request to the logger "fastformer.access".
     """
     limits = limits or service.limits
 
@@ -55,79 +69,119 @@ def make_app(
             yield
 
     app = FastAPI(title="fastformer", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.state.service, app.state.limits = service, limits
-    app.state.formats = []  # the module of each route, by a pattern of its path
-    for module in _MODULES.get(service.kind, ()):
+    state = app.state
+    state.service, state.limits, state.has_keys = service, limits, bool(keys)
+    state.traffic, state.metrics = Traffic(), Metrics(service)
+    state.paths = _Paths()
+    modules = [importlib.import_module(f"fastformer.serving.{name}") for name in _FORMATS.get(service.kind, ())]
+    for module in (*modules, page):
         routes = module.router(service, limits)
         app.include_router(routes)
-        app.state.formats += [(compile_path(route.path)[0], module) for route in routes.routes]
-    app.include_router(page.router(service, limits))
+        state.paths.add((route.path for route in routes.routes), module)
     _add_state_routes(app, service, limits)
+    state.paths.add((route.path for route in app.routes if hasattr(route, "path")), answers)
     _add_errors(app)
+
+    def respond(path: str, status: int, message: str, **detail: Any) -> Response:
+        found: Response = state.paths.module(path).error_response(status, message, **detail)
+        return found
+
+    # The last one added is the first to see a request.
+    public = [path for path, is_public in (("/metrics", metrics_public), ("/", page_public)) if is_public]
+    body_keys = [path for module in modules for path in getattr(module, "BODY_KEYS", ())]
+    app.add_middleware(
+        Gate, limits=limits, traffic=state.traffic, keys=tuple(keys), open_paths=public, body_key_paths=body_keys,
+        respond=respond,
+    )  # fmt: skip
+    if origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"],
+            expose_headers=["Retry-After"],
+        )  # fmt: skip
+    app.add_middleware(
+        Watch, traffic=state.traffic, metrics=state.metrics, template_of=state.paths.template, logs=access_log
+    )
     return app
 
 
+class _Paths:
+    """Which route and which format a path belongs to, before anything is routed."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[re.Pattern[str], str, ModuleType]] = []
+
+    def add(self, templates: Collection[str] | Any, module: ModuleType) -> None:
+        """Routes by their templates, and the module whose errors they have."""
+        self._known += [(compile_path(template)[0], template, module) for template in templates]
+
+    def template(self, path: str) -> str:
+        """The template of a path's route."""
+        return next((template for pattern, template, _ in self._known if pattern.match(path)), _UNMATCHED)
+
+    def module(self, path: str) -> ModuleType:
+        """The module whose errors a path has."""
+        found = next((module for pattern, _, module in self._known if pattern.match(path)), answers)
+        return found if hasattr(found, "error_response") else answers
+
+
 def _add_state_routes(app: FastAPI, service: Service, limits: Limits) -> None:
-    @app.get("/health")
+    traffic: Traffic = app.state.traffic
+
+    @app.get("/health", response_model=None)
     async def health() -> Response:
         """200 as long as the model can answer; an orchestrator restarts what fails here."""
         return answer({"status": "ok"}) if service.is_alive else answer({"status": "failed"}, 503)
 
-    @app.get("/ready")
+    @app.get("/ready", response_model=None)
     async def ready() -> Response:
         """200 as long as new requests are taken; a load balancer sends them elsewhere otherwise."""
-        return answer({"status": "ready"}) if service.is_alive else answer({"status": "failed"}, 503)
+        if not service.is_alive:
+            return answer({"status": "failed"}, 503)
+        return answer({"status": "ready"}) if traffic.is_ready else answer({"status": "ending"}, 503)
 
-    @app.get("/v1/info")
+    @app.get("/metrics", response_model=None)
+    async def metrics() -> Response:
+        """Counters and times for Prometheus."""
+        return Response(app.state.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/v1/info", response_model=None)
     async def info() -> Response:
         """What is served."""
         found = {"model": service.name, "kind": service.kind, "version": __version__, "limits": asdict(limits)}
         return answer({**found, "languages": getattr(service, "languages", [])})
 
 
-def format_of(http: Request) -> ModuleType:
-    """The module whose errors a path has."""
-    formats: list[tuple[re.Pattern[str], ModuleType]] = http.app.state.formats
-    return next((module for pattern, module in formats if pattern.match(http.url.path)), answers)
-
-
 def _add_errors(app: FastAPI) -> None:
+    def respond(http: Request, status: int, message: str, **detail: Any) -> Response:
+        found: Response = app.state.paths.module(http.url.path).error_response(status, message, **detail)
+        return found
+
     async def of_http(http: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         fields = getattr(error, "fields", {})  # what a format's errors have besides
-        found: Response = format_of(http).error_response(
-            error.status_code, str(error.detail), headers=error.headers, **fields
-        )
-        return found
+        return respond(http, error.status_code, str(error.detail), headers=error.headers, **fields)
 
     async def of_schema(http: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
+        assert isinstance(error, RequestValidationError | pydantic.ValidationError)
         message, param = schema_message(error)
-        found: Response = format_of(http).error_response(400, message, **({"param": param} if param else {}))
-        return found
+        return respond(http, 400, message, **({"param": param} if param else {}))
 
-    async def of_value(http: Request, error: Exception) -> Response:
-        found: Response = format_of(http).error_response(400, str(error))
-        return found
-
-    async def of_front(http: Request, error: Exception) -> Response:
-        seconds = str(math.ceil(error.retry_after)) if isinstance(error, QueueFull) else "1"
-        headers = {"Retry-After": seconds} if isinstance(error, QueueFull | NotRunning) else None
-        found: Response = format_of(http).error_response(answers.status_of(error), str(error), headers=headers)
-        return found
+    async def of_service(http: Request, error: Exception) -> Response:
+        status, message = explained(error)
+        return respond(http, status, message, headers=headers_of(error))
 
     async def of_gone(http: Request, error: Exception) -> Response:
-        return Response(status_code=499)  # as nginx calls it, in the log alone: the client has left
+        return Response(status_code=499)  # no one reads it; the log does
 
     app.add_exception_handler(HTTPException, of_http)
     app.add_exception_handler(RequestValidationError, of_schema)
-    app.add_exception_handler(ValueError, of_value)
-    for kind in (QueueFull, TooLate, NotRunning, RuntimeError):
-        app.add_exception_handler(kind, of_front)
+    app.add_exception_handler(pydantic.ValidationError, of_schema)
+    app.add_exception_handler(ValueError, of_service)
+    app.add_exception_handler(RuntimeError, of_service)
     app.add_exception_handler(ClientGone, of_gone)
 
 
-def schema_message(error: RequestValidationError) -> tuple[str, str]:
+def schema_message(error: RequestValidationError | pydantic.ValidationError) -> tuple[str, str]:
     """The first thing that is wrong with a body, in one line, without what the body holds; and where it is."""
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"] if part != "body")

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from ray import serve
 
 from fastformer.serving.app import make_app
+from fastformer.serving.gate import read_keys
 from fastformer.serving.limits import Limits
 from fastformer.serving.service import open_service
 
@@ -63,7 +64,7 @@ def build(options: Options) -> serve.Application:
         torch.set_num_threads(max(1, int(options.num_cpus)))
         device, precision = ("cuda" if options.num_gpus else None), options.precision
         service = open_service(options.folder, precision=precision, device=device, engine=options.engine, limits=limits)  # type: ignore[arg-type]
-        return make_app(service, limits, keys=())
+        return make_app(service, limits, keys=read_keys(options.keys_file))
 
     class Replica:
         def check_health(self) -> None:  # Ray asks from time to time, and replaces a replica that raises

@@ -2,28 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
+from fastformer.generation.async_translator import PartAnswer, TextStream, joined_texts
+from fastformer.generation.text_io import Item
 from fastformer.serving.answers import EventStream, answer, event, until_gone
 from fastformer.serving.answers import error_response as error_response
+from fastformer.serving.codes import AUTO
 from fastformer.serving.limits import Limits
 from fastformer.serving.service import TranslateService
 
+_OPTIONS = (
+    "num_beams", "length_penalty", "max_new_tokens", "repetition_penalty", "no_repeat_ngram_size", "do_sample",
+    "temperature", "top_k", "top_p", "seed",
+)  # fmt: skip
+
 
 class Ask(BaseModel):
-    """The body of POST /v1/translate."""
+    """The body of POST /v1/translate. What isn't said is as `fastformer serve` was told, or as the library has it."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     text: str | list[str]
-    source_lang: str | None = None
+    source_lang: str | None = Field(None, description="a code of /languages, or auto")
     target_lang: str | None = None
-    stream: bool = False
-    attention: bool = False
+    prefix: str | list[str] | None = Field(None, description="what the translation begins with, of each text")
+    split: bool | None = Field(
+        None, description="cut texts into sentences; by default so unless prefix, scores or alternatives are asked for"
+    )
+    scores: bool = Field(False, description="the log-probability of each translation")
+    alternatives: int = Field(0, ge=0, description="further translations, of beams or samples")
+    attention: bool = Field(False, description="what each token of the translation looked at, of one text")
+    stream: bool = Field(False, description="server-sent events with pieces of the translation, of one text")
+    timeout: float | None = Field(None, gt=0, description="seconds")
+    num_beams: int | None = Field(None, ge=1)
+    length_penalty: float | None = None
+    max_new_tokens: int | None = Field(None, ge=1)
+    repetition_penalty: float | None = None
+    no_repeat_ngram_size: int | None = Field(None, ge=0)
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = Field(None, ge=0)
+    top_p: float | None = None
+    seed: int | None = Field(None, ge=0)
 
 
 def router(service: TranslateService, limits: Limits) -> APIRouter:
@@ -32,23 +57,107 @@ def router(service: TranslateService, limits: Limits) -> APIRouter:
 
     @found.post("/v1/translate", response_model=None)
     async def translate(ask: Ask, http: Request) -> Response:
-        languages: dict[str, Any] = {"source_lang": ask.source_lang, "target_lang": ask.target_lang}
-        if not ask.stream:
-            is_one = isinstance(ask.text, str)
-            texts = [ask.text] if isinstance(ask.text, str) else ask.text
-            said = await until_gone(http, service.translate(texts, **languages))
-            return answer({"text": said[0] if is_one else said})
-        if not isinstance(ask.text, str):
-            return error_response(400, "expected text to be one text along with stream, got a list")
-        pieces = await service.stream(ask.text, **languages)
-        return EventStream(_events(pieces))
+        """Translates a text, or a list of texts."""
+        deadline = service.deadline(ask.timeout)
+        config = service.settings(_options(ask, limits))
+        texts = [ask.text] if isinstance(ask.text, str) else ask.text
+        service.check_texts(texts)
+        items, detected = await _items(service, ask, texts)
+        split = _split(ask)
+        if ask.attention:
+            _expect_one(ask, "attention")
+            service.check_attention(items)
+        if ask.stream:
+            _expect_one(ask, "stream")
+            if ask.scores or ask.alternatives:
+                raise ValueError("expected neither scores nor alternatives along with stream: the end tells them")
+            pieces = await service.stream(items[0], config, split=split, deadline=deadline)
+            return EventStream(_events(service, pieces, ask.attention, detected))
+
+        async def work() -> list[dict[str, Any]]:
+            answers = await service.translate(items, config, scores=ask.scores, split=split, deadline=deadline)
+            told = [_told(parts, ask) for parts in answers]
+            for one, code in zip(told, detected, strict=True):
+                one |= {"detected_lang": code} if code is not None else {}
+            if ask.attention:
+                told[0]["attention"] = (await service.attention(answers[0]))._asdict()
+            return told
+
+        told = await until_gone(http, work())
+        return answer(told[0] if isinstance(ask.text, str) else {"translations": told})
 
     return found
 
 
-async def _events(pieces: AsyncIterator[str]) -> AsyncIterator[bytes]:
-    said = ""
+def _options(ask: Ask, limits: Limits) -> dict[str, Any]:
+    """The options of decoding that a request names."""
+    options = {name: value for name in _OPTIONS if (value := getattr(ask, name)) is not None}
+    if ask.alternatives:
+        if ask.alternatives > limits.max_alternatives:
+            raise ValueError(f"expected at most {limits.max_alternatives} alternatives, got {ask.alternatives:,}")
+        count = ask.alternatives + 1
+        options["num_return_sequences"] = count
+        if not ask.do_sample:
+            options["num_beams"] = max(count, ask.num_beams or 1)
+    return options
+
+
+def _split(ask: Ask) -> bool:
+    alone = [name for name in ("prefix", "scores", "alternatives") if getattr(ask, name)]
+    if ask.split and alone:
+        raise ValueError(f"expected no {' or '.join(alone)} along with split: they are of a text as a whole")
+    return not alone if ask.split is None else ask.split
+
+
+def _expect_one(ask: Ask, name: str) -> None:
+    if not isinstance(ask.text, str):
+        raise ValueError(f"expected one text along with {name}, got a list")
+
+
+async def _items(service: TranslateService, ask: Ask, texts: Sequence[str]) -> tuple[list[Item], list[str | None]]:
+    """The texts with their prefixes and languages, and the codes of those that were detected."""
+    prefixes = ask.prefix if isinstance(ask.prefix, list) else [ask.prefix] * len(texts)
+    if isinstance(ask.prefix, list) != isinstance(ask.text, list) and ask.prefix is not None:
+        raise ValueError("expected prefix as a list for a list of texts, and as a text for one text")
+    if len(prefixes) != len(texts):
+        raise ValueError(f"expected a prefix for each of {len(texts)} texts, got {len(prefixes)}")
+    target = service.codes.target(ask.target_lang)
+    items, detected = [], []
+    for text, prefix in zip(texts, prefixes, strict=True):
+        source, code = service.codes.source(None if ask.source_lang == AUTO else ask.source_lang), None
+        if ask.source_lang == AUTO:
+            code = (await service.detect(text))[0].code
+            source = None if service.codes.known is None else service.codes.source(code)
+        items.append(Item(text, prefix or None, source, target))
+        detected.append(code)
+    return items, detected
+
+
+def _told(parts: Sequence[PartAnswer], ask: Ask) -> dict[str, Any]:
+    """What became of a text, for JSON."""
+    if not ask.scores:
+        texts = joined_texts(parts)
+        found: dict[str, Any] = {"text": texts[0]}
+        if ask.alternatives:
+            found["alternatives"] = [{"text": text} for text in texts[1 : ask.alternatives + 1]]
+        return found
+    scored = [] if parts[0].answer is None else parts[0].answer.scored()
+    if not scored:
+        return {"text": "", "score": None, "alternatives": []} if ask.alternatives else {"text": "", "score": None}
+    best, *others = [one._asdict() for one in scored]
+    return {**best, "alternatives": others} if ask.alternatives else best
+
+
+async def _events(
+    service: TranslateService, pieces: TextStream, attention: bool, detected: Sequence[str | None]
+) -> AsyncIterator[bytes]:
+    said: list[str] = []
     async for piece in pieces:
-        said += piece
+        said.append(piece)
         yield event({"text": piece})
-    yield event({"done": True, "text": said})
+    last: dict[str, Any] = {"done": True, "text": "".join(said)}
+    if detected[0] is not None:
+        last["detected_lang"] = detected[0]
+    if attention:
+        last["attention"] = (await service.attention(pieces.parts))._asdict()
+    yield event(last)

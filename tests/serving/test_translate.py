@@ -2,42 +2,133 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-from collections.abc import Callable, Coroutine
-from typing import Any
-
-import httpx
+import pytest
+import torch
 
 from fastformer.generation import Translator
-from fastformer.serving import make_app, open_service
+from fastformer.serving import Limits, open_service
+from tests.serving.asking import asked, events
+
+TEXTS = ["one", "twenty-one", "x y z. Next one!\n\n And  two.", " ", ""]
 
 
-def asked(folder, work: Callable[[httpx.AsyncClient], Coroutine[Any, Any, None]]) -> None:
-    async def main() -> None:
-        app = make_app(open_service(folder))
-        async with app.router.lifespan_context(app):
-            transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
-                await work(client)
-
-    asyncio.run(asyncio.wait_for(main(), 20))
+@pytest.fixture(scope="module")
+def translator(translator_folder) -> Translator:
+    return Translator.from_pretrained(translator_folder)
 
 
-def test_texts_equal_the_librarys(translator_folder) -> None:
-    texts = ["one", "twenty-one", "x y z"]
-    expected = Translator.from_pretrained(translator_folder).translate(texts)
+def test_texts_equal_the_librarys(translator_folder, translator) -> None:
+    expected = translator.translate(TEXTS, split=True)
 
-    async def work(client: httpx.AsyncClient) -> None:
-        for text, right in zip(texts, expected, strict=True):
+    async def work(client) -> None:
+        for text, right in zip(TEXTS, expected, strict=True):
             assert (await client.post("/v1/translate", json={"text": text})).json() == {"text": right}
-        assert (await client.post("/v1/translate", json={"text": texts})).json() == {"text": expected}
-        streamed = await client.post("/v1/translate", json={"text": texts[1], "stream": True})
-        *pieces, last = [json.loads(line[6:]) for line in streamed.text.splitlines() if line]
-        assert last == {"done": True, "text": expected[1]}
-        assert "".join(piece["text"] for piece in pieces) == expected[1]
-        for wrong in ({"text": 7}, {"text": ""}, {"text": "a", "txt": 1}, {}):
-            answer = await client.post("/v1/translate", json=wrong)
-            assert answer.status_code == 400 and answer.json()["error"]["code"] == 400
+            streamed = await client.post("/v1/translate", json={"text": text, "stream": True})
+            *pieces, last = events(streamed.text)
+            assert last == {"done": True, "text": right} and "".join(one["text"] for one in pieces) == right
+        found = (await client.post("/v1/translate", json={"text": TEXTS})).json()
+        assert [one["text"] for one in found["translations"]] == expected
+        beams = {"num_beams": 3, "length_penalty": 0.4, "max_new_tokens": 9}
+        found = (await client.post("/v1/translate", json={"text": TEXTS[2], **beams})).json()
+        assert found == {"text": translator.translate(TEXTS[2], split=True, **beams)}
 
-    asked(translator_folder, work)
+    asked(open_service(translator_folder), work)
+
+
+def test_scores_prefixes_and_alternatives_are_those_of_whole_texts(translator_folder, translator) -> None:
+    texts, beams = TEXTS[:3], {"num_beams": 3, "num_return_sequences": 3}
+
+    async def work(client) -> None:
+        found = (await client.post("/v1/translate", json={"text": texts, "scores": True})).json()["translations"]
+        for one, right in zip(found, translator.translate(texts, return_scores=True), strict=True):
+            assert (one["text"], one["score"]) == right
+        found = (await client.post("/v1/translate", json={"text": "a", "prefix": "xy"})).json()
+        assert found == {"text": translator.translate("a", target_prefix="xy")}
+        asked = {"text": "one", "alternatives": 2, "scores": True}
+        found = (await client.post("/v1/translate", json=asked)).json()
+        best, *others = translator.translate("one", return_scores=True, **beams)
+        assert (found["text"], found["score"]) == best
+        assert [(one["text"], one["score"]) for one in found["alternatives"]] == others
+        sampled = {"do_sample": True, "seed": 3, "temperature": 0.7}
+        found = (await client.post("/v1/translate", json={"text": "one", **sampled})).json()
+        assert found == {"text": translator.translate("one", **sampled)}
+
+    asked(open_service(translator_folder), work)
+
+
+def test_attention_has_a_weight_for_each_pair_of_tokens(translator_folder, translator) -> None:
+    async def work(client) -> None:
+        for stream in (False, True):
+            answer = await client.post("/v1/translate", json={"text": "ab", "attention": True, "stream": stream})
+            found = (events(answer.text)[-1] if stream else answer.json())["attention"]
+            source, target, weights = translator.attention("ab")
+            assert (found["source"], found["target"]) == (source, target)
+            torch.testing.assert_close(torch.tensor(found["weights"]), weights[-1].mean(0), atol=1e-4, rtol=0)
+        two = (await client.post("/v1/translate", json={"text": "ab. Cd.", "attention": True})).json()["attention"]
+        assert len(two["weights"]) == len(two["target"]) and {*map(len, two["weights"])} == {len(two["source"])}
+        assert all(abs(sum(row) - 1) < 0.01 for row in two["weights"])
+
+    asked(open_service(translator_folder), work)
+
+
+WRONG = {
+    "no text": {},
+    "a number": {"text": 7},
+    "texts with a number": {"text": ["a", 7]},
+    "an unknown field": {"text": "a", "txt": 1},
+    "many beams": {"text": "a", "num_beams": 10**9},
+    "many samples": {"text": "a", "do_sample": True, "alternatives": 10**9},
+    "many tokens": {"text": "a", "max_new_tokens": 10**9},
+    "a seed beyond 64 bits": {"text": "a", "seed": 10**30, "do_sample": True},
+    "a language": {"text": "a", "target_lang": "tlh"},
+    "no language": {"text": "a", "target_lang": "\x00" * 1000},
+    "a long sentence": {"text": "a" * 100},
+    "streams": {"text": ["a", "b"], "stream": True},
+    "a stream of beams": {"text": "a", "stream": True, "split": False, "num_beams": 2},
+    "scores of sentences": {"text": "a", "split": True, "scores": True},
+    "prefixes": {"text": "a", "prefix": ["a"]},
+    "no time": {"text": "a", "timeout": 0},
+    "a temperature": {"text": "a", "do_sample": True, "temperature": 0.0},
+}
+RAW = {
+    "no JSON": b"{",
+    "a NaN": b'{"text": "a", "temperature": NaN}',
+    "no UTF-8": b'{"text": "\xff\xfe"}',
+    "digits": b'{"text": "a", "seed": ' + b"9" * 5000 + b"}",
+    "depth": b'{"text": ' + b"[" * 100_000,
+    "nothing": b"",
+    "a list": b"[]",
+    "a lone surrogate": b'{"text": "\\ud800"}',
+}
+
+
+def test_bad_input_is_told_and_costs_nothing(translator_folder) -> None:
+    limits = Limits(max_texts=3, max_text_chars=200)
+    service = open_service(translator_folder, limits=limits)
+    headers = {"Content-Type": "application/json"}
+
+    async def work(client) -> None:
+        for name, body in WRONG.items():
+            answer = await client.post("/v1/translate", json=body)
+            assert answer.status_code == 400, (name, answer.text)
+            assert {"message", "code"} <= set(answer.json()["error"]) <= {"message", "code", "param"}, name
+        for name, raw in RAW.items():
+            answer = await client.post("/v1/translate", content=raw, headers=headers)
+            assert answer.status_code == 400 and answer.json()["error"]["message"], name
+        for large in ({"text": ["a"] * 4}, {"text": "a" * 201}, {"text": ["a" * 201]}):
+            assert (await client.post("/v1/translate", json=large)).status_code == 413
+        stats = service.stats()
+        assert stats.running == stats.waiting == 0 and service.is_alive
+        assert (await client.post("/v1/translate", json={"text": "a"})).status_code == 200
+
+    asked(service, work)
+
+
+def test_time_that_is_over_is_504(translator_folder) -> None:
+    service = open_service(translator_folder, limits=Limits(timeout_s=1e-6))
+
+    async def work(client) -> None:
+        answer = await client.post("/v1/translate", json={"text": "one. two. three."})
+        assert answer.status_code == 504 and answer.json()["error"]["code"] == 504
+
+    asked(service, work)

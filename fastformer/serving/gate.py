@@ -1,0 +1,273 @@
+"""What stands in front of the routes: keys, bodies in time and within their size, and the count of what is under way.
+
+Both middlewares are plain ASGI: one of Starlette's BaseHTTPMiddleware would hide from a route that its client has left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from fastformer.serving.answers import EndedEarly
+from fastformer.serving.limits import Limits
+from fastformer.serving.metrics import Metrics
+
+logger = logging.getLogger("fastformer")
+access = logging.getLogger("fastformer.access")
+
+KEYS = "FASTFORMER_API_KEYS"
+OPEN = ("/health", "/ready")  # answered without a key, and while the server ends
+_IGNORED_BYTES = 4 << 20  # that are read of a body that is too large, so that its client hears of it
+
+Respond: TypeAlias = Callable[..., Response]  # (path, status, message, headers=...) in the shape of the path's format
+
+
+def read_keys(file: str | os.PathLike[str] | None = None) -> tuple[str, ...]:
+    """The keys of clients: of a file, a key in each line, and of the environment, with white space or commas between.
+
+    Args:
+        file: empty lines and lines that begin with # are left out; None: no file.
+
+    Raises:
+        ValueError: no such file, or none in it.
+    """
+    found = os.environ.get(KEYS, "").replace(",", " ").split()
+    if file is not None:
+        path = Path(file).expanduser()
+        if not path.is_file():
+            raise ValueError(f"expected a file of keys, one a line, but there is no file {path}")
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        given = [line for line in lines if line and not line.startswith("#")]
+        if not given:
+            raise ValueError(f"expected a key in each line of {path}, got none")
+        found += given
+    return tuple(dict.fromkeys(found))
+
+
+class Traffic:
+    """What is under way, and whether more is taken.
+
+    Attributes:
+        in_flight: requests that haven't been answered to their end, but for those of `OPEN`.
+        is_ready: what /ready says.
+        is_refusing: new requests are answered 503.
+    """
+
+    def __init__(self) -> None:
+        self.in_flight = 0
+        self.is_ready, self.is_refusing = True, False
+
+
+class Watch:
+    """Counts and times requests, and writes the access log: a line of JSON each, without anything of a text.
+
+    Args:
+        app: what stands behind it.
+        traffic, metrics: take what it sees.
+        template_of: the route's template of a path, so that no client can make labels up.
+        logs: whether to write the log.
+    """
+
+    def __init__(
+        self, app: ASGIApp, traffic: Traffic, metrics: Metrics, template_of: Callable[[str], str], logs: bool
+    ) -> None:
+        self.app, self.traffic, self.metrics, self.template_of, self.logs = app, traffic, metrics, template_of, logs
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        path, began, status, sent, first = scope["path"], time.perf_counter(), 0, 0, 0.0
+
+        async def watched(message: Message) -> None:
+            nonlocal status, sent, first
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            elif message["type"] == "http.response.body" and message.get("body"):
+                first = first or time.perf_counter() - began
+                sent += len(message["body"])
+            await send(message)
+
+        counts = path not in OPEN
+        self.traffic.in_flight += counts
+        try:
+            await self.app(scope, receive, watched)
+        except EndedEarly:  # it has been told; the server closes a connection whose answer isn't whole
+            pass
+        finally:
+            self.traffic.in_flight -= counts
+            seconds, route = time.perf_counter() - began, self.template_of(path)
+            self.metrics.answered(route, status or 499, seconds, first)
+            if self.logs and counts:
+                line = {
+                    "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                    "client": (scope.get("client") or ("",))[0],
+                    "method": scope["method"],
+                    "route": route,
+                    "status": status or 499,
+                    "ms": round(1000 * seconds, 1),
+                    "bytes": sent,
+                }
+                access.info(json.dumps(line))
+
+
+class Gate:
+    """Lets in what has a key, while the server takes requests, and whose body comes in time and within its size.
+
+    A route behind it gets the body as a whole.
+
+    Args:
+        app: what stands behind it.
+        limits: of the body.
+        traffic: whether requests are taken.
+        keys: one of them has to come; empty: none has to.
+        open_paths: that need no key.
+        body_key_paths: whose bodies may hold the key, as `api_key`.
+        respond: makes the response of an error.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        limits: Limits,
+        traffic: Traffic,
+        keys: Sequence[str],
+        open_paths: Collection[str],
+        body_key_paths: Collection[str],
+        respond: Respond,
+    ) -> None:
+        self.app, self.limits, self.traffic, self.respond = app, limits, traffic, respond
+        self.keys = [key.encode() for key in keys]
+        self.open_paths, self.body_key_paths = frozenset(open_paths), frozenset(body_key_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            return  # no route speaks another protocol
+        path = scope["path"]
+        if path in OPEN:
+            await self.app(scope, receive, send)
+            return
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            await refusal(scope, receive, send)
+            return
+        needs_key = bool(self.keys) and path not in self.open_paths and not self._has_key(scope)
+        if needs_key and path not in self.body_key_paths:
+            await self._unknown(path)(scope, receive, send)
+            return
+        try:
+            body = await asyncio.wait_for(self._body(scope, receive), self.limits.body_s)
+        except asyncio.TimeoutError:
+            message = f"expected the whole body within {self.limits.body_s:g} s"
+            await self._closing(path, 408, message)(scope, receive, send)
+            return
+        if body is None:
+            return  # the client has left
+        if body is _TOO_LARGE:
+            message = f"expected a body of at most {self.limits.max_body_bytes:,} bytes"
+            await self._closing(path, 413, message)(scope, receive, send)
+            return
+        if needs_key and not self._is_key(await _body_key(scope, body)):
+            await self._unknown(path)(scope, receive, send)
+            return
+        await self.app(scope, _again(body, receive), send)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        if self.traffic.is_refusing:
+            return self._closing(scope["path"], 503, "the server is about to end and takes no more requests")
+        return None
+
+    def _closing(self, path: str, status: int, message: str) -> Response:
+        return self.respond(path, status, message, headers={"Connection": "close"})
+
+    def _unknown(self, path: str) -> Response:
+        return self.respond(
+            path,
+            401,
+            "expected a key of this server, as `Authorization: Bearer KEY`",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+
+    def _has_key(self, scope: Scope) -> bool:
+        for name, value in scope["headers"]:
+            if name == b"authorization":
+                scheme, _, given = value.partition(b" ")
+                return scheme.lower() == b"bearer" and self._is_key(given.strip())
+        return False
+
+    def _is_key(self, given: bytes) -> bool:
+        found = False
+        for key in self.keys:  # all of them, so that the time says nothing
+            found |= hmac.compare_digest(key, given)
+        return found
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
+        """The whole body, counted while it comes; `_TOO_LARGE` where it is; None where the client leaves."""
+        headers = dict(scope["headers"])
+        most = self.limits.max_body_bytes
+        length = headers.get(b"content-length", b"")
+        if length.isdigit() and int(length) > most and b"expect" in headers:
+            return _TOO_LARGE  # the client asks before it sends
+        parts: list[bytes] = []
+        size, is_large = 0, False
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            part = message.get("body", b"")
+            size += len(part)
+            is_large = is_large or size > most
+            if is_large:
+                parts.clear()  # the rest is read and dropped: a client that is still sending doesn't listen
+            else:
+                parts.append(part)
+            if not message.get("more_body", False) or size > most + _IGNORED_BYTES:
+                return _TOO_LARGE if is_large else b"".join(parts)
+
+
+_TOO_LARGE = bytes(bytearray(b"too large"))  # an object of its own
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """A body that has come, and then what else comes: that the client leaves."""
+    is_told = False
+
+    async def told() -> Message:
+        nonlocal is_told
+        if is_told:
+            return await receive()
+        is_told = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return told
+
+
+async def _body_key(scope: Scope, body: bytes) -> bytes:
+    """The `api_key` of a body of JSON or of a form; b"" where there is none."""
+    found: Any = None
+    with suppress(Exception):  # whatever is wrong with it, there is no key in it
+        if b"json" in dict(scope["headers"]).get(b"content-type", b""):
+            found = json.loads(body).get("api_key")
+        else:
+
+            async def receive() -> Message:
+                return {"type": "http.request", "body": body, "more_body": False}
+
+            async with Request(scope, receive).form() as form:
+                found = form.get("api_key")
+    return found.encode("utf-8", "replace") if isinstance(found, str) else b""

@@ -1,0 +1,240 @@
+"""LibreTranslate's routes: /translate, /languages, /detect and /frontend/settings, for the clients that speak it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from bs4 import BeautifulSoup
+from bs4.element import NavigableString, PageElement
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from fastformer.generation.async_translator import joined_texts
+from fastformer.generation.text_io import Item
+from fastformer.serving.answers import answer, until_gone
+from fastformer.serving.codes import AUTO, Detected
+from fastformer.serving.limits import Limits
+from fastformer.serving.service import TranslateService
+
+BODY_KEYS = ("/translate", "/detect", "/languages", "/frontend/settings")  # whose bodies may hold the api_key
+_UNTRANSLATED = ("script", "style", "code", "pre", "textarea", "kbd", "samp")
+
+
+class TranslateBody(BaseModel):
+    """The body of POST /translate."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    q: str | list[str]
+    source: str
+    target: str
+    format: Literal["text", "html"] = "text"
+    alternatives: int = Field(0, ge=0)
+    api_key: str | None = None
+
+
+class DetectBody(BaseModel):
+    """The body of POST /detect."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    q: str
+    api_key: str | None = None
+
+
+def error_response(status: int, message: str, **detail: Any) -> Response:
+    """An error in LibreTranslate's shape."""
+    return answer({"error": message}, status, detail.get("headers"))
+
+
+def router(service: TranslateService, limits: Limits) -> APIRouter:
+    """The routes of a translator."""
+    found = APIRouter()
+    codes = service.codes
+
+    @found.post("/translate", response_model=None, openapi_extra=_body(TranslateBody))
+    async def translate(http: Request) -> Response:
+        """Translates a text, or a list of texts, of plain text or HTML."""
+        ask = TranslateBody.model_validate(await _values(http, "alternatives"))
+        deadline = service.deadline()
+        texts = [ask.q] if isinstance(ask.q, str) else ask.q
+        if not texts or ask.q == "":
+            raise ValueError("expected a text as q, got an empty one")
+        service.check_texts(texts)
+        if ask.alternatives > limits.max_alternatives:
+            raise ValueError(f"expected at most {limits.max_alternatives} alternatives, got {ask.alternatives:,}")
+        options = {}
+        if ask.alternatives:
+            count = ask.alternatives + 1
+            options = {"num_return_sequences": count, "num_beams": max(count, service.config.num_beams)}
+        config, target = service.settings(options), codes.target(ask.target)
+        pages = [_Html(text) if ask.format == "html" else _Plain(text) for text in texts]
+        detected: list[Detected | None] = [
+            (await service.detect(page.plain()))[0] if ask.source == AUTO else None for page in pages
+        ]
+        items = [
+            Item(text, None, _source(service, ask.source, one), target)
+            for page, one in zip(pages, detected, strict=True)
+            for text in page.texts
+        ]
+        answers = await until_gone(http, service.translate(items, config, split=True, deadline=deadline))
+        said = [joined_texts(parts) for parts in answers]
+        whole: list[list[str]] = []
+        for page in pages:
+            count = len(page.texts)
+            whole.append(_versions(said[:count], page.filled))
+            said = said[count:]
+        return answer(_told(ask, whole, detected))
+
+    @found.post("/detect", response_model=None, openapi_extra=_body(DetectBody))
+    async def detect(http: Request) -> Response:
+        """The languages that a text may be in, the likeliest first."""
+        ask = DetectBody.model_validate(await _values(http))
+        if not ask.q:
+            raise ValueError("expected a text as q, got an empty one")
+        service.check_texts([ask.q])
+        return answer([_detected(one) for one in await service.detect(ask.q)])
+
+    @found.get("/languages", response_model=None)
+    async def languages() -> Response:
+        """The languages, each with what it can be translated into."""
+        return answer(codes.entries())
+
+    @found.get("/frontend/settings", response_model=None)
+    async def settings(http: Request) -> Response:
+        """What a page has to know."""
+        source, target = codes.defaults()
+        return answer(
+            {
+                "apiKeys": http.app.state.has_keys,
+                "keyRequired": http.app.state.has_keys,
+                "charLimit": limits.max_text_chars,
+                "frontendTimeout": 500,
+                "suggestions": False,
+                "filesTranslation": False,
+                "supportedFilesFormat": [],
+                "language": {
+                    "source": {"code": source, "name": source},
+                    "target": {"code": target, "name": target},
+                },
+            }
+        )
+
+    return found
+
+
+def _source(service: TranslateService, asked: str, detected: Detected | None) -> str | None:
+    if detected is None:
+        return service.codes.source(asked)
+    return None if service.codes.known is None else service.codes.source(detected.code)
+
+
+async def _values(http: Request, *numbers: str) -> dict[str, Any]:
+    """The fields of a body of JSON or of a form.
+
+    Args:
+        http: the request.
+        numbers: the fields that are integers, which a form has as text.
+
+    Raises:
+        ValueError: neither; JSON that is no object, or no JSON.
+    """
+    if "json" in http.headers.get("content-type", ""):
+        try:
+            values = json.loads(await http.body())
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"expected JSON in UTF-8, got something else: {error}"[:200]) from None
+        if not isinstance(values, dict):
+            raise ValueError(f"expected a JSON object, got {type(values).__name__}")
+        return values
+    async with http.form() as form:
+        values = {name: value for name, value in form.items() if isinstance(value, str)}
+    if isinstance(values.get("q"), str):  # a form has CRLF at each line end
+        values["q"] = values["q"].replace("\r\n", "\n")
+    for name in numbers:
+        text = values.pop(name, "")
+        if text:
+            if not (text.isascii() and text.isdigit() and len(text) < 10):
+                raise ValueError(f"expected {name} to be an integer of at least 0, got {text!r:.40}")
+            values[name] = int(text)
+    return values
+
+
+def _told(ask: TranslateBody, whole: Sequence[list[str]], detected: Sequence[Detected | None]) -> dict[str, Any]:
+    """The answer: of lists for a list."""
+    found: dict[str, list[Any]] = {"translatedText": [texts[0] for texts in whole]}
+    if ask.alternatives:
+        found["alternatives"] = [texts[1 : ask.alternatives + 1] for texts in whole]
+    if ask.source == AUTO:
+        found["detectedLanguage"] = [_detected(one) for one in detected if one is not None]
+    return {name: values[0] for name, values in found.items()} if isinstance(ask.q, str) else dict(found)
+
+
+def _detected(one: Detected) -> dict[str, Any]:
+    return {"language": one.code, "confidence": round(100 * one.confidence, 1)}
+
+
+class _Plain:
+    """A plain text.
+
+    Attributes:
+        texts: what is translated.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.texts = [text]
+
+    def plain(self) -> str:
+        """The text without markup."""
+        return self.texts[0]
+
+    def filled(self, texts: Sequence[str]) -> str:
+        """The whole with these in place of `texts`."""
+        return texts[0]
+
+
+class _Html(_Plain):
+    """HTML, whose text nodes are translated each by itself. What is marked `translate="no"` stays as it is."""
+
+    def __init__(self, text: str) -> None:
+        try:
+            self._soup = BeautifulSoup(text, "html.parser")
+        except (AssertionError, RecursionError) as error:  # html.parser asserts on some broken declarations
+            raise ValueError("expected HTML that can be read, got something else") from error
+        self._nodes = [node for node in self._soup.descendants if _is_text(node)]
+        self.texts = [str(node) for node in self._nodes]
+
+    def plain(self) -> str:
+        return " ".join(self.texts)
+
+    def filled(self, texts: Sequence[str]) -> str:
+        for place, text in enumerate(texts):
+            new = NavigableString(text)
+            self._nodes[place].replace_with(new)
+            self._nodes[place] = new
+        return str(self._soup)
+
+
+def _is_text(node: PageElement) -> bool:
+    if type(node) is not NavigableString or not node.strip():  # comments and declarations are classes of their own
+        return False
+    return not any(
+        parent.name in _UNTRANSLATED or parent.get("translate") == "no" or "notranslate" in (parent.get("class") or ())
+        for parent in node.parents
+    )
+
+
+def _versions(said: Sequence[Sequence[str]], filled: Callable[[Sequence[str]], str]) -> list[str]:
+    """A text's translations, best first: the n-th has the n-th best of each of its parts, or the last that there is."""
+    most = max(map(len, said), default=1)
+    found = [filled([one[min(n, len(one) - 1)] for one in said]) for n in range(most)]
+    return list(dict.fromkeys(found))
+
+
+def _body(model: type[BaseModel]) -> dict[str, Any]:
+    """The body of a route that reads JSON and forms, for /openapi.json."""
+    schema = model.model_json_schema()
+    kinds = ("application/json", "application/x-www-form-urlencoded", "multipart/form-data")
+    return {"requestBody": {"required": True, "content": {kind: {"schema": schema} for kind in kinds}}}

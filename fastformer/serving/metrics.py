@@ -1,0 +1,86 @@
+"""Counters and times for Prometheus. Routes are named by their templates, never by a path that a client has sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from fastformer.serving.service import Service
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+# What the front counts: its name in `Stats`, ours, and what it says.
+_GAUGES = (
+    ("running", "requests_running", "Requests in the batch."),
+    ("waiting", "requests_waiting", "Requests in front of the batch."),
+    ("waiting_tokens", "waiting_tokens", "Tokens of the sources and prompts that wait."),
+    ("rows", "batch_rows", "Rows of the batch."),
+    ("free_tokens", "cache_free_tokens", "Tokens of the cache that are free."),
+    ("capacity_tokens", "cache_tokens", "Tokens of the cache."),
+)
+_COUNTERS = (
+    ("read_tokens", "prompt_tokens", "Tokens of sources and prompts that were read."),
+    ("cached_tokens", "cached_tokens", "Tokens of prompts that had been read before."),
+    ("new_tokens", "new_tokens", "Tokens of answers."),
+    ("cancelled", "cancelled", "Calls whose client has left."),
+    ("steps", "steps", "Steps of the thread that decodes."),
+    ("step_seconds", "step_seconds", "Seconds that they took."),
+)
+_REASONS = {429: "full", 413: "large", 401: "key", 503: "ending", 504: "late"}
+
+
+class Metrics:
+    """The collectors of one application.
+
+    Args:
+        service: whose counters are read when Prometheus asks.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "fastformer_requests", "Requests that were answered.", ("route", "code"), registry=self._registry
+        )
+        self._rejected = Counter(
+            "fastformer_rejected", "Requests that were refused.", ("reason",), registry=self._registry
+        )
+        self._seconds = Histogram(
+            "fastformer_request_seconds", "Until the end of the answer.", ("route",), buckets=_SECONDS,
+            registry=self._registry,
+        )  # fmt: skip
+        self._first = Histogram(
+            "fastformer_time_to_first_byte_seconds", "Until the first byte of the answer.", ("route",),
+            buckets=_SECONDS, registry=self._registry,
+        )  # fmt: skip
+        self._registry.register(_Front(service))
+
+    def answered(self, route: str, status: int, seconds: float, first: float) -> None:
+        """Notes a request: how long it took, and until its first byte, 0 where none came."""
+        self._requests.labels(route, str(status)).inc()
+        self._seconds.labels(route).observe(seconds)
+        if first:
+            self._first.labels(route).observe(first)
+        if status in _REASONS:
+            self._rejected.labels(_REASONS[status]).inc()
+
+    def text(self) -> bytes:
+        """All of them in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class _Front(Collector):
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def collect(self) -> Iterator[Any]:
+        stats = self._service.stats()
+        for name, ours, what in _GAUGES:
+            yield GaugeMetricFamily(f"fastformer_{ours}", what, value=getattr(stats, name))
+        for name, ours, what in _COUNTERS:
+            yield CounterMetricFamily(f"fastformer_{ours}", what, value=getattr(stats, name))
+
+    def describe(self) -> Iterable[Any]:
+        return []

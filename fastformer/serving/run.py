@@ -1,0 +1,120 @@
+"""A server that takes its time to end: it says so first, then refuses, then waits for what is under way."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from types import FrameType
+from typing import Any
+
+import h11
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from fastformer.serving.gate import Traffic
+from fastformer.serving.limits import Limits
+from fastformer.serving.service import Service
+
+logger = logging.getLogger("fastformer")
+
+_LOOK_SECONDS = 0.02
+_CLOSE_SECONDS = 5  # for connections whose requests have been answered or cancelled
+
+
+class Server(uvicorn.Server):
+    """Serves an application of `make_app` until a signal comes.
+
+    At SIGTERM or SIGINT /ready says no at once, so that a load balancer sends requests elsewhere; after
+    `limits.drain_delay_s` new requests are answered 503; and when what is under way has ended, or after
+    `limits.drain_s`, the process ends with exit code 0. A second signal ends it at once.
+    """
+
+    def __init__(self, app: FastAPI, *, host: str, port: int) -> None:
+        self.limits: Limits = app.state.limits
+        self._service: Service = app.state.service
+        self._traffic: Traffic = app.state.traffic
+        self._ending: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        super().__init__(
+            uvicorn.Config(
+                app, host=host, port=port, http=_protocol(self.limits.body_s), ws="none", access_log=False,
+                log_level="warning", server_header=False, timeout_graceful_shutdown=_CLOSE_SECONDS,
+            )
+        )  # fmt: skip
+
+    async def startup(self, sockets: Any = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        if self.started:
+            places = [one.getsockname() for server in self.servers for one in server.sockets]
+            where = ", ".join(f"http://{place[0]}:{place[1]}" for place in places)
+            logger.info("serving %s, a %s, on %s", self._service.name, self._service.kind, where)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begins to end; at a second signal ends at once."""
+        if not self._traffic.is_ready or self._loop is None:
+            self.should_exit = self.force_exit = True
+            return
+        self._traffic.is_ready = False
+        self._loop.call_soon_threadsafe(self._end)
+
+    def _end(self) -> None:
+        self._ending = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        limits, traffic = self.limits, self._traffic
+        logger.info("ending: %d requests are under way", traffic.in_flight)
+        await asyncio.sleep(limits.drain_delay_s)
+        traffic.is_refusing = True
+        end = time.monotonic() + limits.drain_s
+        while traffic.in_flight and time.monotonic() < end:
+            await asyncio.sleep(_LOOK_SECONDS)
+        if traffic.in_flight:
+            logger.warning("ending: cancelling %d requests, whose %g s are over", traffic.in_flight, limits.drain_s)
+            await self._service.close(cancel=True)
+            end = time.monotonic() + 1  # to be told
+            while traffic.in_flight and time.monotonic() < end:
+                await asyncio.sleep(_LOOK_SECONDS)
+        self.should_exit = True
+
+
+def _protocol(seconds: float) -> type[H11Protocol]:
+    """HTTP/1.1 whose heads have to come in so many seconds; uvicorn itself would wait for ever.
+
+    h11 refuses a head above 64 KiB.
+    """
+
+    class Protocol(H11Protocol):
+        _late: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._wait()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.conn.their_state is not h11.IDLE:  # a head is complete
+                self._forget()
+            elif self._late is None:
+                self._wait()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._forget()
+            super().connection_lost(exc)
+
+        def _wait(self) -> None:
+            self._late = self.loop.call_later(seconds, self._give_up)
+
+        def _forget(self) -> None:
+            if self._late is not None:
+                self._late.cancel()
+                self._late = None
+
+        def _give_up(self) -> None:
+            self._late = None
+            if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
+                self.transport.close()
+
+    return Protocol

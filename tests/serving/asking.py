@@ -1,0 +1,40 @@
+"""An application in the test's own event loop, and a client of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import httpx
+
+from fastformer.serving import make_app
+from fastformer.serving.service import Service
+
+
+@contextlib.asynccontextmanager
+async def serving(service: Service, **options: Any) -> AsyncIterator[Any]:
+    """A client of a service's application."""
+    app = make_app(service, **options)
+    async with app.router.lifespan_context(app):
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://here", timeout=20) as client:
+            client.app = app
+            yield client
+
+
+def asked(service: Service, work: Callable[[Any], Coroutine[Any, Any, None]], **options: Any) -> None:
+    """Has a client work with a service."""
+
+    async def main() -> None:
+        async with serving(service, **options) as client:
+            await work(client)
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def events(text: str) -> list[Any]:
+    """The JSON of server-sent events."""
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]

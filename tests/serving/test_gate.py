@@ -1,0 +1,189 @@
+"""Keys for every route, bodies within their size, a full queue, an engine that has died, and what operators read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+from typing import Any
+
+import pytest
+
+from fastformer.serving import Limits, open_service
+from fastformer.serving.gate import read_keys
+from tests.serving.asking import asked, serving
+
+KEYS = ("one-key", "another")
+
+
+def routes(app) -> list[tuple[str, str]]:
+    """Each route with a method, by what the application itself says."""
+    found = {(path, "GET") for path in ("/", "/health", "/ready", "/metrics", "/openapi.json")}
+    for path, methods in app.openapi()["paths"].items():
+        found |= {(path, method.upper()) for method in methods}
+    known = {template for _, template, _ in app.state.paths._known}
+    assert known <= {path for path, _ in found}, "a route that /openapi.json hides has to be named here"
+    return sorted(found)
+
+
+def test_every_route_asks_for_a_key(translator_folder) -> None:
+    async def work(client) -> None:
+        for path, method in routes(client.app):
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "one-key"}):
+                answer = await client.request(method, path, headers=headers)
+                expected = {200} if path in ("/health", "/ready") else {401}
+                assert answer.status_code in expected, (path, answer.status_code)
+            for key in KEYS:
+                answer = await client.request(method, path, headers={"Authorization": f"Bearer {key}"})
+                assert answer.status_code != 401, path
+        for path in ("/nowhere", "//health", "/health/", "/ready/../metrics", "/%2e/metrics", "/HEALTH"):
+            assert (await client.get(path)).status_code == 401, path
+        for kind in ("json", "data"):  # LibreTranslate's clients send it in the body
+            for key, status in (("another", 200), ("wrong", 401)):
+                body = {"q": "a", "source": "und", "target": "und", "api_key": key}
+                answer = await client.post("/translate", **{kind: body})
+                assert answer.status_code == status and answer.json().keys() <= {"error", "translatedText"}
+            assert (
+                await client.post("/v1/translate", **{kind: {"text": "a", "api_key": "another"}})
+            ).status_code == 401
+
+    asked(open_service(translator_folder), work, keys=KEYS)
+
+
+def test_what_is_public_is_said(translator_folder) -> None:
+    async def work(client) -> None:
+        for path in ("/", "/metrics"):
+            assert (await client.get(path)).status_code == 200
+        assert (await client.get("/v1/info")).status_code == 401
+
+    asked(open_service(translator_folder), work, keys=KEYS, metrics_public=True, page_public=True)
+
+
+def test_keys_of_files_and_of_the_environment(tmp_path, monkeypatch) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# of the team\n first \n\nsecond\n")
+    monkeypatch.setenv("FASTFORMER_API_KEYS", "third, first")
+    assert set(read_keys(file)) == {"first", "second", "third"} and set(read_keys()) == {"first", "third"}
+    for wrong in (tmp_path / "nowhere", tmp_path):
+        with pytest.raises(ValueError, match=tmp_path.name):
+            read_keys(wrong)
+    file.write_text("# none\n")
+    with pytest.raises(ValueError, match="key"):
+        read_keys(file)
+
+
+@pytest.mark.parametrize("is_chunked", [False, True], ids=["with a length", "chunked"])
+def test_a_large_body_is_413(translator_folder, is_chunked) -> None:
+    async def parts(count):
+        for _ in range(count):
+            yield b"x" * 100
+
+    async def work(client) -> None:
+        for count, status in ((10, 400), (11, 413)):
+            body = parts(count) if is_chunked else b"x" * 100 * count
+            answer = await client.post("/v1/translate", content=body, headers={"Content-Type": "application/json"})
+            assert answer.status_code == status and answer.json()["error"]["code"] == status
+
+    asked(open_service(translator_folder, limits=Limits(max_body_bytes=1000)), work)
+
+
+def test_a_full_queue_is_429_with_a_time(translator_folder) -> None:
+    service: Any = open_service(translator_folder, limits=Limits(max_waiting=2), max_batch_size=1)
+
+    async def work(client) -> None:
+        gate = threading.Event()
+        held = asyncio.ensure_future(service.front.front.call(lambda: gate.wait(5)))
+        await asyncio.sleep(0.05)
+        tasks = [asyncio.ensure_future(client.post("/v1/translate", json={"text": "a"})) for _ in range(6)]
+        while service.stats().refused < 4:
+            await asyncio.sleep(0.01)
+        stream = await client.post("/v1/translate", json={"text": "a", "stream": True})
+        old = await client.post("/translate", json={"q": "a", "source": "und", "target": "und"})
+        gate.set()
+        assert stream.status_code == 429 and 1 <= int(stream.headers["retry-after"]) <= 30
+        assert old.status_code == 429 and old.json().keys() == {"error"} and "retry-after" in old.headers
+        await held
+        statuses = sorted(answer.status_code for answer in await asyncio.gather(*tasks))
+        assert statuses == [200] * 2 + [429] * 4
+        stats = service.stats()
+        assert stats.running == stats.waiting == 0 and stats.free_tokens == stats.capacity_tokens
+        assert 'fastformer_rejected_total{reason="full"} 6.0' in (await client.get("/metrics")).text
+
+    asked(service, work)
+
+
+def test_when_the_thread_has_died_all_is_503(translator_folder) -> None:
+    service: Any = open_service(translator_folder)
+
+    async def work(client) -> None:
+        assert (await client.get("/health")).status_code == (await client.get("/ready")).status_code == 200
+        await service.front.front.call(lambda: setattr(service.front.front, "_run", None))
+        for _ in range(2):
+            assert (await client.post("/v1/translate", json={"text": "a"})).status_code == 503
+        assert (await client.get("/health")).status_code == (await client.get("/ready")).status_code == 503
+        assert (await client.get("/metrics")).status_code == 200
+
+    asked(service, work)
+
+
+def test_an_error_of_the_model_is_500_and_names_no_text(translator_folder, caplog) -> None:
+    service: Any = open_service(translator_folder)
+
+    def fails(*_):
+        raise MemoryError("no room at all")
+
+    async def work(client) -> None:
+        opened, service.front._engine.open = service.front._engine.open, fails
+        answer = await client.post("/v1/translate", json={"text": "a secret text"})
+        assert answer.status_code == 500 and answer.json()["error"]["code"] == 500
+        service.front._engine.open = opened
+        assert (await client.post("/v1/translate", json={"text": "a"})).status_code == 200
+
+    with caplog.at_level(logging.INFO, "fastformer"):
+        asked(service, work)
+    assert "no room at all" in caplog.text and "secret" not in caplog.text
+
+
+def test_the_access_log_has_no_text(translator_folder, caplog) -> None:
+    async def work(client) -> None:
+        await client.post("/v1/translate", json={"text": "a secret text"})
+        await client.post("/v1/translate?text=secret", json={"text": "a secret text", "secret": 1})
+        await client.get("/secret/path")
+        await client.get("/health")
+
+    with caplog.at_level(logging.INFO, "fastformer"):
+        asked(open_service(translator_folder), work, access_log=True)
+    lines = [json.loads(record.message) for record in caplog.records if record.name == "fastformer.access"]
+    assert [(one["route"], one["status"]) for one in lines] == [
+        ("/v1/translate", 200), ("/v1/translate", 400), ("unmatched", 404),
+    ]  # fmt: skip
+    assert "secret" not in caplog.text
+
+
+def test_metrics_have_no_labels_of_clients(translator_folder) -> None:
+    async def work(client) -> None:
+        for path in ("/a", "/b", "/v1/translate/x", "/%00", "/" + "y" * 3000):
+            await client.get(path)
+        (await client.post("/v1/translate", json={"text": "a"})).raise_for_status()
+        text = (await client.get("/metrics")).text
+        assert 'fastformer_requests_total{code="404",route="unmatched"} 5.0' in text
+        assert 'fastformer_requests_total{code="200",route="/v1/translate"} 1.0' in text
+        assert "fastformer_new_tokens_total" in text and "yyy" not in text
+
+    asked(open_service(translator_folder), work)
+
+
+def test_an_application_that_ends_refuses(translator_folder) -> None:
+    async def main() -> None:
+        async with serving(open_service(translator_folder)) as client:
+            traffic = client.app.state.traffic
+            traffic.is_ready = False
+            assert (await client.get("/ready")).status_code == 503
+            assert (await client.post("/v1/translate", json={"text": "a"})).status_code == 200
+            traffic.is_refusing = True
+            answer = await client.post("/v1/translate", json={"text": "a"})
+            assert answer.status_code == 503 and answer.headers["connection"] == "close"
+            assert (await client.get("/health")).status_code == 200 and traffic.in_flight == 0
+
+    asyncio.run(main())
