@@ -21,7 +21,7 @@ async def serving(service: Service, **options: Any) -> AsyncIterator[Any]:
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://here", timeout=20) as client:
-            client.app = app
+            setattr(client, "app", app)  # noqa: B010
             yield client
 
 
