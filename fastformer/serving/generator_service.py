@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -46,14 +45,6 @@ class GenerateService(Service):
     def has_chat(self) -> bool:
         """Whether the model's folder has a chat template."""
         return self.generator.template is not None
-
-    def deadline(self, timeout: float | None) -> float:
-        """When a request has to be done, in the time of `time.monotonic`.
-
-        Args:
-            timeout: the seconds that it asks for; None: the limit.
-        """
-        return time.monotonic() + min(self.limits.timeout_s, timeout or self.limits.timeout_s)
 
     async def prompt_ids(self, prompt: Prompt) -> list[int]:
         """The ids of a prompt.
