@@ -171,7 +171,7 @@ def _add_errors(app: FastAPI) -> None:
         return respond(http, status, message, headers=headers_of(error))
 
     async def of_gone(http: Request, error: Exception) -> Response:
-        return Response(status_code=499)  # no one reads it; the log does
+        return Response(status_code=499)  # for the log alone
 
     app.add_exception_handler(HTTPException, of_http)
     app.add_exception_handler(RequestValidationError, of_schema)
