@@ -12,5 +12,6 @@ EXPERIMENTS = {
     "lstm": "Transformer against LSTM with attention, as many parameters: quality over training time",
     "label_smoothing": "label smoothing 0 against 0.1: likelihood and exact match",
     "positions": "the two layouts of sines and cosines: the same quality?",
+    "sharding": "fair shards against sources one after the other: loss curve and its swings",
     "ladder": "the decoding ladder on a trained model: tokens a second, exact match",
 }

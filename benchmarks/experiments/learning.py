@@ -100,13 +100,23 @@ def numbers(seed: int) -> Data:
     return load_data(TrainConfig.from_dict({"task": "numbers", "seed": seed}))
 
 
-def learn(seed: int, *, steps: int, num_train: int | None = None, **settings: Any) -> tuple[Curve, torch.nn.Module]:
+def learn(
+    seed: int,
+    *,
+    steps: int,
+    num_train: int | None = None,
+    data: Data | None = None,
+    points: int = 20,
+    **settings: Any,
+) -> tuple[Curve, torch.nn.Module]:
     """Trains one model.
 
     Args:
         seed: of data, weights, order and dropout.
         steps: updates; validations come ten times.
         num_train: training pairs; None: all that the task has.
+        data: what to learn; None: the built-in task.
+        points: of the curve of training losses.
         settings: of `TrainConfig`, over those that suit the task.
 
     Returns:
@@ -118,10 +128,10 @@ def learn(seed: int, *, steps: int, num_train: int | None = None, **settings: An
     every = max(1, steps // 10)
     config = TrainConfig.from_dict(
         {"task": "numbers", "max_tokens": 1024, "batching": "packed", "warmup": max(1, steps // 8), **settings}
-        | {"seed": seed, "steps": steps, "val_every": every, "log_every": max(1, steps // 20)}
+        | {"seed": seed, "steps": steps, "val_every": every, "log_every": max(1, steps // points)}
         | {"save_every": 0, "val_examples": 0, "device": "cpu"}
     )
-    data = numbers(seed)
+    data = numbers(seed) if data is None else data
     few = dataclasses.replace(data, val=Examples(data.val[:VALIDATED]))
     if num_train is not None:
         few = dataclasses.replace(few, train=Examples(data.train[:num_train]))

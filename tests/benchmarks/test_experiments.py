@@ -26,6 +26,7 @@ from benchmarks.experiments import (
     norm_order,
     padding,
     positions,
+    sharding,
 )
 from benchmarks.experiments.drawing import mean_curve
 from benchmarks.experiments.experiment import RESULTS, Spread, final, last_run, load
@@ -268,6 +269,46 @@ def test_trainings_become_rows_and_a_picture(module, monkeypatch, tmp_path, caps
         assert row["verdict"] == module.judge(rows) and "quick" not in row
     printed = capsys.readouterr().out
     assert rows[0]["verdict"] in printed and all(row["provider"] in printed for row in rows)
+
+
+def shard_rows(fair, in_turn):
+    names = ((sharding.FAIR, fair), (sharding.IN_TURN, in_turn))
+    return [line(name, 1.0, value, seed) for name, values in names for seed, value in enumerate(values)]
+
+
+@pytest.mark.parametrize(
+    ("fair", "in_turn", "verdict"),
+    [
+        ([0.1, 0.2], [0.3, 0.4], "supports"),
+        ([0.3, 0.4], [0.1, 0.2], "contradicts"),
+        ([0.1, 0.35], [0.3, 0.4], "undecided"),
+        ([0.1], [0.3], "undecided"),
+    ],
+)
+def test_sharding_is_decided_by_swings_in_all_seeds(fair, in_turn, verdict):
+    assert sharding.judge(shard_rows(fair, in_turn)) == verdict
+
+
+def test_a_swing_is_the_mean_change_after_the_first_quarter():
+    assert sharding.swing([(i, loss) for i, loss in enumerate([9.0, 1, 3, 2, 2])]) == pytest.approx((2 + 1 + 0) / 3)
+
+
+def test_sharding_trains_on_the_same_examples_both_ways(monkeypatch, tmp_path):
+    pytest.importorskip("pyarrow", reason="shards are files of Arrow")
+    seen = []
+
+    def noted(seed, *, data, **settings):
+        windows = [data.train.window(0, 0, window) for window in range(data.train.num_windows)]
+        seen.append([[tuple(data.train[i].source) for i in window.tolist()] for window in windows])
+        return fake_learn(seed, **settings)
+
+    monkeypatch.setattr(sharding, "learn", noted)
+    out, drawn = tmp_path / "rows.jsonl", tmp_path / "drawn.svg"
+    assert sharding.main(["--quick", "--out", str(out), "--picture", str(drawn)]) == 0
+    fair, in_turn = seen
+    assert len(fair) == 1 and len(in_turn) == 3
+    assert sorted(fair[0]) == sorted(example for window in in_turn for example in window)
+    assert [row["provider"] for row in record.read(out)] == [sharding.FAIR, sharding.IN_TURN]
 
 
 def test_padding_runs(monkeypatch, tmp_path):
