@@ -34,7 +34,7 @@ class Options(BaseModel):
         target_ongoing_requests: of a replica, at which Ray neither adds one nor takes one away.
         max_queued_requests: that wait for a replica at each proxy; one more is answered 503.
         limits: fields of `Limits` by name; max_waiting and drain_s are Ray's, too.
-        keys_file: with a key in each line; see `fastformer serve`.
+        keys_file, page_public: see `fastformer serve`.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -50,6 +50,7 @@ class Options(BaseModel):
     max_queued_requests: int = 512
     limits: dict[str, Any] = {}
     keys_file: str | None = None
+    page_public: bool = False
 
 
 def build(options: Options) -> serve.Application:
@@ -64,7 +65,7 @@ def build(options: Options) -> serve.Application:
         torch.set_num_threads(max(1, int(options.num_cpus)))
         device, precision = ("cuda" if options.num_gpus else None), options.precision
         service = open_service(options.folder, precision=precision, device=device, engine=options.engine, limits=limits)  # type: ignore[arg-type]
-        return make_app(service, limits, keys=read_keys(options.keys_file))
+        return make_app(service, limits, keys=read_keys(options.keys_file), page_public=options.page_public)
 
     class Replica:
         def check_health(self) -> None:  # Ray asks from time to time, and replaces a replica that raises

@@ -57,16 +57,17 @@ def replicas() -> list[psutil.Process]:
     return found
 
 
-def test_no_request_is_lost_when_a_replica_dies(cluster: None, translator_folder: Path) -> None:
+def test_no_request_is_lost_when_a_replica_dies(cluster: None, translator_folder: Path, tmp_path: Path) -> None:
     # Proves what a client sees of a machine that dies: errors at once, and an answer when it asks again.
     import httpx
     from ray import serve
 
     from fastformer.serving.ray_app import Options, build
 
+    (keys := tmp_path / "keys.txt").write_text("a-key\n")
     port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    options = Options(folder=str(translator_folder), num_cpus=1, min_replicas=2, max_replicas=2)
+    options = Options(folder=str(translator_folder), num_cpus=1, min_replicas=2, max_replicas=2, keys_file=str(keys))
     serve.run(build(options), name="test", blocking=False)
     texts = [english(number) for number in range(400)]
     expected = Translator.from_pretrained(translator_folder).translate(texts)
@@ -87,7 +88,9 @@ def test_no_request_is_lost_when_a_replica_dies(cluster: None, translator_folder
         raise AssertionError(f"{text!r} was never answered")
 
     async def load() -> list[str]:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+        async with httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{port}", timeout=60, headers={"Authorization": "Bearer a-key"}
+        ) as http:
             limit, begun = asyncio.Semaphore(16), asyncio.Event()
 
             async def one(number: int) -> str:
@@ -116,7 +119,7 @@ def test_no_request_is_lost_when_a_replica_dies(cluster: None, translator_folder
                 break
             asyncio.run(asyncio.sleep(0.5))
         assert len(replicas()) == 2
-        assert asyncio.run(_get(port, "/ready")) == 200
+        assert asyncio.run(_get(port, "/ready")) == 200 and asyncio.run(_get(port, "/v1/info")) == 401
         with pytest.raises(ValueError, match=r"\bmax_waiting\b"):
             build(Options(folder=str(translator_folder), limits={"max_waiting": 0}))
     finally:

@@ -1,0 +1,64 @@
+"""A Dockerfile as its instructions, and what a machine without Docker can do with them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+DOCKERFILE = ROOT / "deploy" / "Dockerfile"
+
+
+@dataclass
+class Stage:
+    """What stands between two FROM.
+
+    Attributes:
+        image: what it begins with.
+        name: behind AS; "" without.
+        instructions: pairs of a word and what follows, in order.
+    """
+
+    image: str
+    name: str
+    instructions: list[tuple[str, str]] = field(default_factory=list)
+
+    def of(self, word: str) -> list[str]:
+        """What follows this word, wherever it stands."""
+        return [rest for found, rest in self.instructions if found == word]
+
+    def environment(self) -> dict[str, str]:
+        """All of ENV, unexpanded."""
+        pairs = (pair.partition("=") for rest in self.of("ENV") for pair in shlex.split(rest))
+        return {name: value for name, _, value in pairs}
+
+
+def stages(text: str) -> list[Stage]:
+    """Those of a Dockerfile."""
+    without_comments = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    found: list[Stage] = []
+    for line in re.sub(r"\\\n\s*", " ", without_comments).splitlines():
+        word, _, rest = line.strip().partition(" ")
+        if word == "FROM":
+            image, _, name = rest.partition(" AS ")
+            found.append(Stage(image, name))
+        elif word:
+            found[-1].instructions.append((word, rest.strip()))
+    return found
+
+
+def health_command(stage: Stage) -> list[str]:
+    """What HEALTHCHECK runs."""
+    (check,) = stage.of("HEALTHCHECK")
+    command: list[str] = json.loads(check.partition("CMD ")[2])
+    return command
+
+
+def copied(ignore: str, root: Path) -> list[Path]:
+    """What `COPY . .` takes of the root's entries: those that a .dockerignore of "*" and exceptions lets in."""
+    lines = [line for line in ignore.splitlines() if line and not line.startswith("#")]
+    assert lines[0] == "*"
+    return [root / line[1:] for line in lines if line.startswith("!")]
