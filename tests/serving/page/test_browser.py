@@ -81,8 +81,8 @@ def patient_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A translator whose output never ends, so that there is something to stop."""
     folder = tmp_path_factory.mktemp("models") / "patient-translator"
     torch.manual_seed(0)
-    sizes = {"d_model": 64, "d_ff": 128, "num_heads": 2, "num_encoder_layers": 2, "num_decoder_layers": 4}
-    model = Transformer.from_preset("tiny", vocab_size=259, max_len=1000, **sizes)
+    sizes = {"d_model": 64, "d_ff": 128, "num_heads": 2, "num_encoder_layers": 2, "num_decoder_layers": 24}
+    model = Transformer.from_preset("tiny", vocab_size=259, max_len=4000, **sizes)
     model.embedding.weight.data *= 3
     with torch.no_grad():
         model.output_weight[:3] = 0.0
@@ -101,7 +101,7 @@ def translating(patient_folder: Path) -> Iterator[Running]:
 @torch.inference_mode(False)
 def chatting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A language model whose answers never end by themselves."""
-    folder = models.generator(tmp_path_factory.mktemp("models") / "small-chat", num_layers=6, max_len=4000)
+    folder = models.generator(tmp_path_factory.mktemp("models") / "small-chat", num_layers=32, max_len=4000)
     model, _ = load_model(folder, ("GPT",))
     with torch.no_grad():
         model.output_weight[:3] = 0.0
@@ -143,7 +143,7 @@ def test_a_translation_comes_piece_by_piece_with_its_attention(
 
 def test_stop_ends_the_request_on_the_server(browser: Any, translating: Running) -> None:
     visit = Visit(browser, translating.url)
-    visit.page.fill("#text", SENTENCE * 8)
+    visit.page.fill("#text", "a dog " * 500)
     visit.page.click("#go")
     visit.expect("#result").not_to_be_empty()
     assert translating.service.stats().running >= 1
