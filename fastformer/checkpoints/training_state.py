@@ -4,6 +4,9 @@ RUN/checkpoints/step-00000500.pt holds all that a training resumes from (weights
 It is a file of torch.save, which torch.load(path, weights_only=True) opens. Such a file is a zip archive, and the
 comment at its end holds a SHA-256 of everything before it. So a file that was cut short or changed is recognised, and
 the checkpoint before it is used. Only tensors and plain values are unpickled.
+
+Where each of several processes has a part of the weights, the checkpoint is a folder, RUN/checkpoints/step-00000500:
+the parts, and training.pt with everything else and the SHA-256 of each part. It gets its name when all is in it.
 """
 
 from __future__ import annotations
@@ -11,7 +14,10 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
+import os
 import re
+import secrets
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +33,10 @@ logger = logging.getLogger("fastformer")
 FOLDER = "checkpoints"
 _MARK = b"sha256:"
 _COMMENT_LENGTH = len(_MARK) + 2 * hashlib.sha256().digest_size
-_NAME = re.compile("step-([0-9]{8}|[1-9][0-9]{8,})[.]pt")
+_NAME = re.compile("step-([0-9]{8}|[1-9][0-9]{8,})([.]pt)?")
+_LEFT_OVER = re.compile(r"[.]step-[0-9]+[.][0-9a-f]{16}[.]tmp")
+REST = "training.pt"  # of a checkpoint in parts: what is not in parts
+Reader = Callable[[Path], dict[str, torch.Tensor]]
 _PARTS = {"config": str, "model": dict, "counters": dict}
 
 
@@ -49,20 +58,94 @@ def save_checkpoint(
     """
     folder = checkpoint_folder(run)
     folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"step-{step:08d}.pt"
+    write_atomically(path, _packed(state))
+    _remove_older(run, path, keep_last, regular)
+    return path
+
+
+def begin_parts(run: Path, step: int) -> Path:
+    """An empty folder for the parts of a checkpoint, which `finish_parts` makes one."""
+    folder = checkpoint_folder(run)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f".step-{step:08d}.{secrets.token_hex(8)}.tmp"
+    path.mkdir()
+    return path
+
+
+def finish_parts(
+    parts: Path,
+    run: Path,
+    step: int,
+    state: dict[str, Any],
+    *,
+    keep_last: int,
+    regular: Callable[[int], bool] = lambda step: True,
+) -> Path:
+    """Makes a checkpoint of parts that are all on the disk; the rest is as in `save_checkpoint`.
+
+    Args:
+        parts: of `begin_parts`.
+        run, step, keep_last, regular: see `save_checkpoint`.
+        state: what is not in parts, and "parts": the place of each part in the whole state, by its name.
+
+    Raises:
+        OSError: see `save_checkpoint`.
+    """
+    files = sorted(path for path in parts.iterdir() if path.name != REST)
+    write_atomically(parts / REST, _packed({**state, "files": {path.name: _digest(path) for path in files}}))
+    path = checkpoint_folder(run) / f"step-{step:08d}"
+    if path.is_dir() and not path.is_symlink():  # damaged, or training would have gone on from it
+        shutil.rmtree(path)
+    parts.rename(path)
+    _remove_older(run, path, keep_last, regular)
+    return path
+
+
+def rewrite_rest(path: Path, state: dict[str, Any]) -> None:
+    """Writes what is not in parts anew, of a checkpoint whose parts are as they were."""
+    files = _read(path / REST)["files"]
+    write_atomically(path / REST, _packed({**state, "files": files}))
+
+
+def remove_left_parts(run: Path) -> None:
+    """Removes the folders of checkpoints that a process began and didn't finish."""
+    for path in checkpoint_folder(run).glob(".step-*.tmp"):
+        if _LEFT_OVER.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+
+
+def _packed(state: dict[str, Any]) -> bytearray:
+    """A file of torch.save with a checksum at its end."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     data = bytearray(buffer.getbuffer())
     data[-2:] = _COMMENT_LENGTH.to_bytes(2, "little")  # the archive's last field, the length of its comment
     data += _MARK + hashlib.sha256(data).hexdigest().encode()
-    path = folder / f"step-{step:08d}.pt"
-    write_atomically(path, data)
-    older = [old for old in checkpoints(run) if step_of(old) < step and is_plain_file(old)]
+    return data
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _remove_older(run: Path, path: Path, keep_last: int, regular: Callable[[int], bool]) -> None:
+    """Removes the checkpoints that are not kept beside a new one."""
+    older = [old for old in checkpoints(run) if step_of(old) < step_of(path) and _is_own(old)]
     planned = [old for old in older if regular(step_of(old))]
     kept = {path, *planned[max(0, len(planned) + 1 - keep_last) :]}
     for old in checkpoints(run):  # later ones too: they were damaged, or training would have resumed from them
-        if old not in kept and is_plain_file(old):  # this program makes no links
-            old.unlink()
-    return path
+        if old not in kept and _is_own(old):
+            shutil.rmtree(old) if old.is_dir() else old.unlink()
+
+
+def _is_own(path: Path) -> bool:
+    """Whether a path is a checkpoint itself: this program makes no links."""
+    return is_plain_file(path) or (path.suffix == "" and path.is_dir() and not path.is_symlink())
 
 
 def checkpoint_folder(run: Path) -> Path:
@@ -83,26 +166,64 @@ def checkpoint_folder(run: Path) -> Path:
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first: files with the names that `save_checkpoint` gives.
+    """The checkpoints of a run, oldest first: files, and folders of parts, with the names that they are given here.
 
     Raises:
         ValueError: see `checkpoint_folder`.
     """
-    found = [path for path in checkpoint_folder(run).glob("step-*.pt") if _NAME.fullmatch(path.name)]
+    found = [path for path in checkpoint_folder(run).glob("step-*") if _NAME.fullmatch(path.name)]
     return sorted(found, key=step_of)
 
 
 def step_of(path: Path) -> int:
     """The update that a checkpoint's name tells."""
-    return int(path.stem.removeprefix("step-"))
+    return int(path.name.removesuffix(".pt").removeprefix("step-"))
 
 
-def load_checkpoint(path: Path) -> dict[str, Any]:
+def load_checkpoint(path: Path, read_parts: Reader | None = None) -> dict[str, Any]:
     """One checkpoint, on the CPU.
+
+    Args:
+        path: the file, or the folder of parts.
+        read_parts: reads the parts in a folder.
 
     Raises:
         ValueError: the file is damaged, cut short, or no checkpoint of a training.
     """
+    is_parted = path.suffix == "" and path.is_dir()
+    state = _read(path / REST if is_parted else path)
+    for name, kind in _PARTS.items():
+        if not isinstance(state.get(name), kind):
+            raise ValueError(f"expected {path} to hold {name!r} as {kind.__name__}, got {state.get(name)!r:.80}")
+    if (found := state["counters"].get("step")) != step_of(path):
+        raise ValueError(f"expected {path} to be of that update, got {found!r:.40}: was the file renamed?")
+    if is_parted:
+        _add_parts(path, state, read_parts)
+    check_plain(path, state["model"])
+    check_finite(path, state["model"])
+    return state
+
+
+def _add_parts(path: Path, state: dict[str, Any], read_parts: Reader | None) -> None:
+    files, places = state.pop("files", None), state.pop("parts", None)
+    if not isinstance(files, dict) or not isinstance(places, dict) or read_parts is None:
+        raise ValueError(f"expected {path} to be a checkpoint in one file, got one in parts")
+    for name, digest in files.items():
+        if os.sep in name or not is_plain_file(path / name) or _digest(path / name) != digest:
+            raise ValueError(f"{path / name} is damaged, cut short or missing")
+    found = read_parts(path)
+    if found.keys() != places.keys():
+        raise ValueError(f"expected {path} to hold {len(places)} tensors in parts, got {len(found)} of other names")
+    for name, place in places.items():
+        *outer, last = place
+        inner = state
+        for key in outer:
+            inner = inner[key]
+        inner[last] = found[name]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A dict in a file of `_packed`."""
     if not path.is_file():  # a pipe may never be written to
         raise ValueError(f"expected the file {path}, got something else of that name")
     with path.open("rb") as file:
@@ -117,27 +238,20 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     state = read_archive(io.BytesIO(data), path, "checkpoint")
     if not isinstance(state, dict):
         raise ValueError(f"expected {path} to hold a dict, got {type(state).__name__}")
-    for name, kind in _PARTS.items():
-        if not isinstance(state.get(name), kind):
-            raise ValueError(f"expected {path} to hold {name!r} as {kind.__name__}, got {state.get(name)!r:.80}")
-    if (found := state["counters"].get("step")) != step_of(path):
-        raise ValueError(f"expected {path} to be of that update, got {found!r:.40}: was the file renamed?")
-    check_plain(path, state["model"])
-    check_finite(path, state["model"])
     return state
 
 
-def latest_checkpoint(run: Path) -> tuple[Path, dict[str, Any]] | None:
+def latest_checkpoint(run: Path, read_parts: Reader | None = None) -> tuple[Path, dict[str, Any]] | None:
     """The newest checkpoint that is whole; None if there is none. Damaged ones are named in the log."""
     for path in reversed(checkpoints(run)):
         try:
-            return path, load_checkpoint(path)
+            return path, load_checkpoint(path, read_parts)
         except ValueError as error:
             logger.warning("%s; going back to the checkpoint before it", error)
     return None
 
 
-def average_weights(paths: list[Path]) -> dict[str, torch.Tensor]:
+def average_weights(paths: list[Path], read_parts: Reader | None = None) -> dict[str, torch.Tensor]:
     """The mean of the weights of some checkpoints (Vaswani et al. 2017, section 6.1), in each weight's dtype.
 
     Of a run with `ema` it is the mean of the running averages, for those are the weights that it validates.
@@ -150,7 +264,7 @@ def average_weights(paths: list[Path]) -> dict[str, torch.Tensor]:
     sums: dict[str, torch.Tensor] = {}
     expected: dict[str, Entry] = {}
     for path in paths:
-        weights = _validated_weights(path)
+        weights = _validated_weights(path, read_parts)
         expected = expected or entries_of(weights)
         check_entries(path, f"{paths[0].name}, with which it is averaged", entries_of(weights), expected)
         for name, weight in weights.items():
@@ -163,8 +277,8 @@ def describe_average(paths: list[Path]) -> str:
     return f"the average of updates {', '.join(str(step_of(path)) for path in paths)}"
 
 
-def _validated_weights(path: Path) -> dict[str, torch.Tensor]:
-    state = load_checkpoint(path)
+def _validated_weights(path: Path, read_parts: Reader | None) -> dict[str, torch.Tensor]:
+    state = load_checkpoint(path, read_parts)
     weights: dict[str, torch.Tensor] = state["model"]
     ema = state.get("ema")
     if ema is None:

@@ -23,6 +23,7 @@ def average(run: str, *, last: int | None = None) -> None:
     from fastformer.files import check_places
     from fastformer.models.pretrained import CONFIG, save_model
     from fastformer.models.weights import WEIGHTS, check_entries, entries_of
+    from fastformer.training.world import read_parts
 
     if last is not None and last < 1:
         raise ValueError(f"expected --last of at least 1, got {last}")
@@ -33,7 +34,7 @@ def average(run: str, *, last: int | None = None) -> None:
     model, _ = load_model(run)
     with RunLock(folder):
         found = checkpoints(folder)[-(last or 0) :]
-        weights = average_weights(found)
+        weights = average_weights(found, read_parts)
         check_entries(found[-1], f"the model in {run}", entries_of(weights), entries_of(model.state_dict()))
         model.load_state_dict(weights)
         save_model(model, run, notes={"model": describe_average(found)})

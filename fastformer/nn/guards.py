@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, repeat, starmap
 from operator import is_
@@ -44,6 +45,11 @@ BLOCKS: dict[type[nn.Module], dict[str, object]] = {
 _CALL = nn.Module.__call__
 # Calls of other libraries' classes that come down to it.
 PLAIN_CALLS: set[object] = set()
+# Hooks that bring a layer's parameters together before its forward and part them behind it, and do nothing else; the
+# class of parameters that are parted; the modules inside of such layers. Whatever shards a model adds its own.
+GATHERING: set[object] = set()
+PARTED: set[type[Tensor]] = set()
+BORROWERS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 # What may stand for PyTorch's attention: its own, and ours by its name, of `integrations`.
 ATTENTIONS: set[object] = {torch._C._nn.scaled_dot_product_attention}
 _PLAIN_TENSORS = (type(None), nn.Parameter, Tensor)
@@ -101,6 +107,20 @@ def is_unhooked(module: nn.Module) -> bool:
         or "forward" in own
         or own.get("_compiled_call_impl") is not None
         or not has_plain_call(module)
+    )
+
+
+def gathers(module: nn.Module) -> bool:
+    """Whether a module's only hooks bring its parameters together for a call, so that it must be called, and computes
+    what it would without them."""
+    own = module.__dict__
+    hooks = [*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values()]
+    return (
+        bool(hooks)
+        and all(getattr(hook, "__func__", None) in GATHERING for hook in hooks)
+        and not (own["_backward_hooks"] or own["_backward_pre_hooks"] or "forward" in own)
+        and own.get("_compiled_call_impl") is None
+        and has_plain_call(module)
     )
 
 
@@ -180,9 +200,12 @@ def is_untouched(module: object, *kinds: type[nn.Module]) -> bool:
 
 
 def has_plain_tensors(module: nn.Module) -> bool:
-    """Whether no parameter of a module is of a class that has a say in what is done with it."""
-    for tensor in module._parameters.values():  # noqa: SIM110  a generator takes longer than all else here
-        if type(tensor) not in _PLAIN_TENSORS:
+    """Whether no parameter of a module is of a class that has a say in what is done with it.
+
+    Those that are parted between calls of the layer around the module are plain when it computes.
+    """
+    for tensor in module._parameters.values():
+        if type(tensor) not in _PLAIN_TENSORS and not (type(tensor) in PARTED and module in BORROWERS):
             return False
     return True
 
@@ -297,7 +320,7 @@ class Guards:
             methods = ("forward", "__call__") if issubclass(kind, nn.Module) else ("forward",)
             places += [(kind, name) for name in (*methods, *BLOCKS.get(kind, ()))]
         places += functions
-        tensors = [each["_parameters"] for each in whole]
+        tensors = [each._parameters for each in wholly if each not in BORROWERS]
         sized = [*watched, *partly, *tensors]
         watched = [space for space in watched if space]  # an empty one of the same size has no values
         self._record = (

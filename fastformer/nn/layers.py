@@ -26,6 +26,7 @@ from fastformer.nn.guards import (
     DROPOUTS,
     Plans,
     Replacement,
+    gathers,
     given,
     is_unhooked,
     is_untouched,
@@ -78,6 +79,7 @@ class LayerPlan(NamedTuple):
         self_attention, cross_attention: their plans; None where the attention is called.
         feed_forward: the plan of the feed-forward network; None where its modules are called.
         why_called: why a stack calls the layer, in words; None where it computes what the layer would, without a call.
+        gathers: whether a call is needed all the same, for it brings the parameters together.
     """
 
     replaced: Replacement | None
@@ -88,6 +90,7 @@ class LayerPlan(NamedTuple):
     cross_attention: AttentionPlan | None
     feed_forward: FeedForwardPlan | None
     why_called: str | None
+    gathers: bool = False
 
 
 def find_layer_plan(layer: _Layer) -> LayerPlan:
@@ -102,7 +105,7 @@ def find_layer_plan(layer: _Layer) -> LayerPlan:
     why_called = None
     if type(layer).forward not in _FORWARDS or replaced is not None:
         why_called = f"{type(layer).__name__} has a forward of its own, or another was put in its place"
-    elif not is_unhooked(layer):
+    elif not (is_unhooked(layer) or gathers(layer)):
         why_called = "it has a hook, or a forward of its own"
     return LayerPlan(
         replaced,
@@ -113,6 +116,7 @@ def find_layer_plan(layer: _Layer) -> LayerPlan:
         plan_inside(inside.get("multihead_attn")) if layer.has_cross_attention else None,
         find_feed_forward_plan(layer),
         why_called,
+        gathers(layer),
     )
 
 

@@ -105,6 +105,7 @@ class StackPlan(NamedTuple):
         why_padded: why the stack computes padding, in words; None where the layers may get packed tokens instead.
         is_windowed: whether a layer attends to its neighbourhood alone.
         evaluation: of an encoder that one call computes in evaluation.
+        gathers: whether layers with known plans are called, for the call brings their parameters together.
     """
 
     replaced: Replacement | None
@@ -114,6 +115,7 @@ class StackPlan(NamedTuple):
     why_padded: str | None
     is_windowed: bool
     evaluation: Evaluation | None
+    gathers: bool = False
 
 
 def find_stack_plan(stack: Stack) -> StackPlan:
@@ -129,14 +131,16 @@ def find_stack_plan(stack: Stack) -> StackPlan:
             why_padded = f"layers.{i}: {reason}"
     if not layers:
         why_padded = "it has no layers that are known"
+    gathers = any(plan.gathers for _, plan in known)
     return StackPlan(
         replacement(type(stack)),
-        tuple(plans),
+        tuple(None if plan is None or plan.gathers else plan for plan in plans),
         norm,
         len(known) == len(layers) > 0 and all(layer.norm_first and plan.norms for layer, plan in known),
         why_padded,
         any(layer.self_attn.window_size != (None, None) for layer, plan in known if plan.self_attention is not None),
-        None if why_padded is not None else _evaluation(known, norm),
+        None if why_padded is not None or gathers else _evaluation(known, norm),
+        gathers,
     )
 
 
@@ -287,7 +291,7 @@ def as_rows(plan: StackPlan, x: Tensor) -> Tensor | None:
 
     The layers get the first two dimensions along with it.
     """
-    if torch.compiler.is_compiling() or not may_pack(plan, x) or not x.is_contiguous():
+    if torch.compiler.is_compiling() or plan.gathers or not may_pack(plan, x) or not x.is_contiguous():
         return None
     return x.view(-1, x.shape[-1])
 

@@ -22,6 +22,7 @@ from fastformer.checkpoints.training_state import (
     checkpoints,
     latest_checkpoint,
     load_checkpoint,
+    remove_left_parts,
 )
 from fastformer.data import BPETokenizer, ByteTokenizer, PairTokenizer, Tokenizer, load_tokenizer
 from fastformer.data.order import Order
@@ -48,7 +49,7 @@ from fastformer.training.sections import OF_TOKENIZER, Architecture
 from fastformer.training.settings import CONFIG, absolute_paths, check_unchanged, save_config
 from fastformer.training.state import fingerprint
 from fastformer.training.trainer import Trainer
-from fastformer.training.world import World
+from fastformer.training.world import World, read_parts
 
 logger = logging.getLogger("fastformer")
 
@@ -265,6 +266,7 @@ def _tidy(folder: Path) -> None:
     check_places(folder, WRITTEN)
     remove_left_overs(folder, WRITTEN)
     remove_left_overs(checkpoint_folder(folder), ["step-*.pt"])
+    remove_left_parts(folder)
 
 
 def _latest(folder: Path, world: World) -> tuple[Path, dict[str, Any]] | None:
@@ -272,13 +274,13 @@ def _latest(folder: Path, world: World) -> tuple[Path, dict[str, Any]] | None:
     found: list[tuple[Path, dict[str, Any]] | None] = [None]
 
     def read() -> Path | None:
-        found[0] = latest_checkpoint(folder)
+        found[0] = latest_checkpoint(folder, read_parts)
         return None if found[0] is None else found[0][0]
 
     path = world.first(read)
     if path is None:
         return None
-    return world.each(lambda: found[0] or (path, load_checkpoint(path)))
+    return world.each(lambda: found[0] or (path, load_checkpoint(path, read_parts)))
 
 
 def _dropout_seeds(config: TrainConfig, world: World) -> Literal["auto", "run", "batch"]:

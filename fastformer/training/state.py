@@ -11,12 +11,15 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fastformer.data import Examples
 from fastformer.data.shards.reading import ShardedExamples
 from fastformer.models.weights import check_entries, check_finite, check_plain, entries_of
 from fastformer.special_ids import SpecialIds
+from fastformer.training.world import is_parted, part_like
+
+_ELSEWHERE = object()
 
 if TYPE_CHECKING:
     from fastformer.training.trainer import Trainer
@@ -54,6 +57,28 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
         "rng": torch.get_rng_state(),
         "cuda_rng": torch.cuda.get_rng_state(trainer.device) if trainer.device.type == "cuda" else None,
     }
+
+
+def split(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Takes a state apart into the tensors of which each process has a part, and the rest.
+
+    Returns:
+        The tensors by name, and the state without them; its "parts" say where each belongs.
+    """
+    tensors: dict[str, Tensor] = {}
+    places: dict[str, list[int | str]] = {}
+
+    def rest(value: Any, *place: int | str) -> Any:
+        if isinstance(value, dict):
+            kept = {key: rest(inner, *place, key) for key, inner in value.items()}
+            return {key: inner for key, inner in kept.items() if inner is not _ELSEWHERE}
+        if not is_parted(value):
+            return value
+        name = "/".join(map(str, place))
+        tensors[name], places[name] = value, [*place]
+        return _ELSEWHERE
+
+    return tensors, {**rest(state), "parts": places}
 
 
 def restore(trainer: Trainer, state: dict[str, Any], origin: object) -> None:
@@ -138,7 +163,7 @@ def _load_weights(model: nn.Module, weights: Any, origin: object) -> None:
     check_finite(origin, weights)
     own = model.state_dict()
     check_entries(origin, "the model that the settings describe", entries_of(weights), entries_of(own))
-    model.load_state_dict(weights)
+    model.load_state_dict({name: part_like(weight, own[name]) for name, weight in weights.items()})
 
 
 def _load_optimizer(trainer: Trainer, state: dict[str, Any], origin: object) -> None:
@@ -152,7 +177,11 @@ def _load_optimizer(trainer: Trainer, state: dict[str, Any], origin: object) -> 
         for name, value in kept.items():
             if tuple(value.shape) not in ((), shape):
                 raise ValueError(f"expected {name} of the optimizer of shape {shape}, got {tuple(value.shape)}")
-    trainer.optimizer.load_state_dict(state)
+    parts = {
+        number: {name: part_like(value, parameters[number]) for name, value in kept.items()}
+        for number, kept in state["state"].items()
+    }
+    trainer.optimizer.load_state_dict({**state, "state": parts})
     trainer.rate = _amount("lr", float(trainer.optimizer.param_groups[0]["lr"]))
     for group, options in zip(trainer.optimizer.param_groups, now, strict=True):
         group.update({name: options[name] for name in ("betas", "eps", "weight_decay")})

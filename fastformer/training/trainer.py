@@ -16,7 +16,15 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from fastformer.checkpoints.lock import RunLock
-from fastformer.checkpoints.training_state import average_weights, checkpoints, describe_average, save_checkpoint
+from fastformer.checkpoints.training_state import (
+    average_weights,
+    begin_parts,
+    checkpoints,
+    describe_average,
+    finish_parts,
+    rewrite_rest,
+    save_checkpoint,
+)
 from fastformer.data import Batch, collate
 from fastformer.data.order import Order
 from fastformer.graphs import Graphs
@@ -32,10 +40,10 @@ from fastformer.training.interrupts import Interrupted, Interrupts
 from fastformer.training.progress import Meter, Progress, Silence
 from fastformer.training.run_log import RunLog
 from fastformer.training.schedule import rate_of
-from fastformer.training.state import fingerprint, restore, state_of
+from fastformer.training.state import fingerprint, restore, split, state_of
 from fastformer.training.updates import Update, dropout_seed, places_of
 from fastformer.training.validation import Part, scores_of, validate_part
-from fastformer.training.world import World
+from fastformer.training.world import PartsWriter, World, local_part, read_parts, whole_tensor
 
 logger = logging.getLogger("fastformer")
 
@@ -84,8 +92,14 @@ class Trainer:
         self.lock, self.interrupts = lock or RunLock(run), interrupts or Interrupts()
         self.signum: int | None = None  # of the signal that all processes know of
         self.model = model.to(device)
-        self.runner = self.world.wrap(self.model)
         self.packed = config.batching == "packed"
+        if config.sharding == "fsdp" and config.precision == "fp16" and self.world.size > 1:
+            raise ValueError("expected precision bf16 or fp32 for sharding fsdp, got fp16: its scale is not shared")
+        self.ema = AveragedModel(model) if config.ema else None
+        averages = [] if self.ema is None else [self.ema.module]
+        self.runner = self.world.wrap(self.model, config.sharding, *averages)
+        self.parts = PartsWriter(self.world) if self.runner.shell is not None else None
+        self.saved_step: int | None = None  # of the last checkpoint in parts
         self.optimizer = torch.optim.AdamW(
             model.parameters(),
             lr=config.lr,
@@ -94,7 +108,6 @@ class Trainer:
             weight_decay=config.weight_decay,
             fused=device.type in ("cpu", "cuda"),
         )
-        self.ema = AveragedModel(model) if config.ema else None
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
         # What updates leave on the device, where a graph finds it again.
         self.loss, self.norm = torch.zeros((), device=device), torch.zeros((), device=device)
@@ -216,10 +229,12 @@ class Trainer:
         if self._is_signalled():
             if not self.world.first((self.run / WEIGHTS).exists):
                 self._save_model(self._model(), self._notes("not validated"))
+            self._wait_for_parts()
             logger.warning("%s: saved at update %d; go on with --resume", self.interrupts.name, self.step)
             return scores
         self.finished = True
         self.save()  # with the score to beat
+        self._wait_for_parts()
         if self.config.report:
             from fastformer.training.report import write_report
 
@@ -307,7 +322,7 @@ class Trainer:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        return total, norm.detach()
+        return total, whole_tensor(norm.detach())
 
     def note(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
         """Adds an update to what is known on the device of all of them."""
@@ -350,8 +365,8 @@ class Trainer:
         # AveragedModel's own update copies a counter to the GPU and waits for it.
         if self.ema is None:
             return
-        averages: list[torch.Tensor] = [*self.ema.module.parameters()]
-        weights: list[torch.Tensor] = [*self.model.parameters()]
+        averages = [local_part(average) for average in self.ema.module.parameters()]
+        weights = [local_part(weight) for weight in self.model.parameters()]
         if isinstance(share, float):
             torch._foreach_lerp_(averages, weights, share)
         else:
@@ -361,8 +376,8 @@ class Trainer:
             kept.copy_(buffer)
 
     def _model(self) -> nn.Module:
-        """The model that counts: the running average if there is one."""
-        return self.model if self.ema is None else self.ema.module
+        """The model that counts, whole: the running average if there is one."""
+        return self.runner.whole(self.model if self.ema is None else self.ema.module)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         dtype = AUTOCAST_DTYPES.get(self.config.precision)
@@ -380,7 +395,8 @@ class Trainer:
 
     def _validate_and_keep(self, progress: Progress | Silence) -> Scores | None:
         """Validates; the run folder gets the weights if they are the best so far. None if a signal broke it off."""
-        scores = self._validate_unless_interrupted(self._model())
+        model = self._model()
+        scores = self._validate_unless_interrupted(model)
         if scores is None:
             return None
         self.validated = self.step
@@ -389,7 +405,7 @@ class Trainer:
         record, measure = self.best.record, self.best.measure
         assert record is not None
         if kept:
-            self._save_model(self._model(), self._notes(record.show(measure)))
+            self._save_model(model, self._notes(record.show(measure)))
             progress.say(f"kept update {self.step}: {record.show(measure)}; best so far")
         else:
             progress.say(f"not kept: update {record.step} is better ({record.show(measure)})")
@@ -397,12 +413,13 @@ class Trainer:
 
     def _average(self, progress: Progress | Silence) -> Scores | None:
         """The run folder gets the mean of the last checkpoints, for that is what was asked for, better or not."""
+        self._wait_for_parts()
         paths = self.world.first(lambda: checkpoints(self.run)[-self.config.average_last :])
         if len(paths) == 1:
             logger.warning("average_last %d: there is one checkpoint alone to average", self.config.average_last)
             return None
-        model = copy.deepcopy(self.model)
-        model.load_state_dict(self.world.each(lambda: average_weights(paths)))
+        model = copy.deepcopy(self.runner.whole(self.model))
+        model.load_state_dict(self.world.each(lambda: average_weights(paths, read_parts)))
         scores = self._validate_unless_interrupted(model)
         if scores is None:
             return None
@@ -434,6 +451,10 @@ class Trainer:
 
     def _notes(self, scores: str) -> dict[str, str]:
         return {"model": f"update {self.step}", "scores": scores}
+
+    def _wait_for_parts(self) -> None:
+        if self.parts is not None:
+            self.parts.wait()
 
     def _save_model(self, model: nn.Module, notes: dict[str, str]) -> None:
         self.world.first(lambda: save_model(model, self.run, self.data.tokenizer, notes=notes))
@@ -480,19 +501,29 @@ class Trainer:
         return self.signum is not None
 
     def save(self) -> None:
-        """Writes a checkpoint that training goes on from."""
-        self.world.first(
-            lambda: (
-                save_checkpoint(
-                    self.run,
-                    self.step,
-                    self.state_dict(),
-                    keep_last=max(self.config.keep_last, self.config.average_last),
-                    regular=lambda step: due(step, self.config.save_every) or not self.config.save_every,
-                )
-                and None
-            )
+        """Writes a checkpoint that training goes on from; what is in parts is written while training does."""
+        every, keep_last = self.config.save_every, max(self.config.keep_last, self.config.average_last)
+
+        def regular(step: int) -> bool:
+            return due(step, every) or not every
+
+        def write() -> None:
+            save_checkpoint(self.run, self.step, self.state_dict(), keep_last=keep_last, regular=regular)
+
+        if self.parts is None:
+            self.world.first(write)
+            return
+        step, (tensors, rest) = self.step, split(self.state_dict())
+        if self.saved_step == step:  # the weights are those that are there
+            self.parts.wait()
+            self.world.first(lambda: rewrite_rest(checkpoints(self.run)[-1], rest))
+            return
+        folder = self.world.first(lambda: begin_parts(self.run, step))
+        self.saved_step = None  # until it has begun
+        self.parts.begin(
+            tensors, folder, lambda: finish_parts(folder, self.run, step, rest, keep_last=keep_last, regular=regular)
         )
+        self.saved_step = step
 
     def state_dict(self) -> dict[str, Any]:
         """All that training needs to go on as if it had never stopped: tensors and plain values."""

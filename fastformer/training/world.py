@@ -8,11 +8,15 @@ Every method is called by all processes in the same order.
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime
 import logging
 import os
+import pickle
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -20,6 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from fastformer.nn import guards
+from fastformer.nn.stack import Stack
 
 logger = logging.getLogger("fastformer")
 
@@ -61,6 +68,24 @@ class Runner:
     module: Any
     factor: int = 1
     waiting: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    shell: nn.Module | None = None  # of sharded weights, the model without them
+
+    def whole(self, model: nn.Module) -> nn.Module:
+        """A model with all of its weights, for use outside of updates; all processes ask for it together.
+
+        Args:
+            model: the module, or one that was sharded as it was.
+        """
+        if self.shell is None:
+            return model
+        places = {**dict(self.shell.named_parameters()), **dict(self.shell.named_buffers())}
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        memo: dict[int, Any] = {}
+        for name, place in places.items():
+            tensor = whole_tensor(tensors[name].detach())
+            memo[id(place)] = nn.Parameter(tensor) if isinstance(place, nn.Parameter) else tensor.clone()
+        found = copy.deepcopy(self.shell, memo)
+        return found.train(model.training)
 
 
 class _Loss(nn.Module):
@@ -268,12 +293,216 @@ class World:
                 f"{accumulate} ({few}): give --accumulate {self.size * -(-accumulate // self.size)}, or start fewer"
             )
 
-    def wrap(self, model: nn.Module) -> Runner:
-        """A model as an update calls it: gradients of all processes are added up where one doesn't wait."""
+    def wrap(self, model: nn.Module, sharding: str = "ddp", *others: nn.Module) -> Runner:
+        """A model as an update calls it: gradients of all processes are added up where one doesn't wait.
+
+        Args:
+            model: the model, on this process's device, before its optimizer is made.
+            sharding: "ddp": each process has all weights; "fsdp": a part of them.
+            others: copies of the model, which are sharded alike.
+        """
         if self.size == 1:
             return Runner(model)
+        if sharding == "fsdp":
+            return self._shard(model, *others)
         replica = DistributedDataParallel(_Loss(model), broadcast_buffers=False, gradient_as_bucket_view=True)
         return Runner(_Callable(replica), self.size, replica.no_sync)
+
+    def _shard(self, model: nn.Module, *others: nn.Module) -> Runner:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import register_fsdp_forward_method
+
+        memo: dict[int, Any] = {
+            id(weight): nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
+            for weight in model.parameters()
+        }
+        shell = copy.deepcopy(model, memo)
+        mesh = init_device_mesh(next(model.parameters()).device.type, (self.size,))
+        for each in (model, *others):
+            _shard_by_layer(each, mesh)
+        register_fsdp_forward_method(model, "loss")
+        sharded: Any = model
+
+        @contextlib.contextmanager
+        def waiting() -> Iterator[None]:
+            sharded.set_requires_gradient_sync(False)
+            try:
+                yield
+            finally:
+                sharded.set_requires_gradient_sync(True)
+
+        return Runner(model, 1, waiting, shell)
+
+
+def _shard_by_layer(model: nn.Module, mesh: Any) -> None:
+    """Shards each layer of each stack, and what is left as a whole: the embeddings, which two sides may share."""
+    # Imported here, as everything of sharding is: it takes as long as the rest of a training's imports.
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.tensor import DTensor
+
+    guards.PARTED.add(DTensor)
+    layers = [layer for stack in model.modules() if isinstance(stack, Stack) for layer in stack.layers]
+    for layer in layers:
+        unknown = set(_hooks(layer))
+        fully_shard(layer, mesh=mesh)
+        guards.GATHERING.update(hook.__func__ for hook in _hooks(layer) if hook not in unknown)
+        guards.BORROWERS.update(layer.modules())
+    fully_shard(model, mesh=mesh)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)  # the loss is divided by the tokens of all processes
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    return [*vars(module)["_forward_pre_hooks"].values(), *vars(module)["_forward_hooks"].values()]
+
+
+def is_parted(tensor: object) -> bool:
+    """Whether something is a tensor of which each process has a part."""
+    return isinstance(tensor, tuple(guards.PARTED))
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """A tensor of which each process has a part, whole in each of them; any other one as it is."""
+    parted: Any = tensor
+    whole: Tensor = parted.full_tensor() if is_parted(tensor) else tensor
+    return whole
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this process has of a tensor."""
+    parted: Any = tensor
+    part: Tensor = parted.to_local() if is_parted(tensor) else tensor
+    return part
+
+
+def part_like(whole: Tensor, other: Tensor) -> Tensor:
+    """The part of a whole tensor that a process keeps of another one of that shape; nothing is sent."""
+    if not is_parted(other) or whole.shape != other.shape:
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    parted: Any = other
+    return distribute_tensor(whole.to(other.device), parted.device_mesh, parted.placements, src_data_rank=None)
+
+
+class PartsWriter:
+    """Writes tensors of which each process has a part, while training goes on.
+
+    Args:
+        world: the processes.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        # Its messages must not mix with those of the training, which goes on meanwhile.
+        self._group: Any = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=world.timeout))
+        self._threads = ThreadPoolExecutor(1)
+        self._pending: Future[None] | None = None
+
+    def begin(self, tensors: dict[str, Tensor], folder: Path, finish: Callable[[], object]) -> None:
+        """Begins to write the tensors as they are now.
+
+        Args:
+            tensors: by their names.
+            folder: an empty folder that all processes see.
+            finish: called by rank 0 when all parts are on the disk.
+
+        Raises:
+            OSError: what was begun before could not be written.
+        """
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+        from torch.distributed.checkpoint.state_dict_saver import async_save
+
+        self.wait()
+        copies = {name: _copied(tensor) for name, tensor in tensors.items()}
+        writer = FileSystemWriter(folder, sync_files=True)
+        saving: Any = async_save(copies, storage_writer=writer, process_group=self._group)
+
+        def complete() -> None:
+            try:
+                saving.result()
+            except Exception as error:  # DCP gathers the failures of all processes into one that is no OSError
+                raise OSError(None, f"could not write {folder}: {_cause(error)}; free some space") from error
+            if self._world.rank == 0:
+                finish()
+
+        self._pending = self._threads.submit(complete)
+
+    def wait(self) -> None:
+        """Waits until what was begun is on the disk, or failed.
+
+        Raises:
+            OSError: it could not be written; what was written before is whole.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._world.each(pending.result)
+
+
+def _cause(error: BaseException) -> str:
+    failures = getattr(error, "failures", None)  # by rank: (an error, its traceback)
+    return str(next(iter(failures.values()))[0]) if failures else _first_line(error)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """A tensor that stays as it is now, on the CPU."""
+    if not is_parted(tensor):
+        return tensor.detach().cpu().clone()
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+
+    parted: Any = tensor
+    mesh = parted.device_mesh if tensor.device.type == "cpu" else init_device_mesh("cpu", (parted.device_mesh.size(),))
+    local = parted.to_local().detach().to("cpu", copy=True)
+    return DTensor.from_local(
+        local, mesh, parted.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+# What the table of contents of such a folder is made of. It is a pickle, and a pickle may call anything.
+_OF_CONTENTS = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """A class of DCP's tables, a dtype or a size; nothing else."""
+        found = super().find_class(module, name) if module in (*_OF_CONTENTS, "torch", "torch.serialization") else None
+        if (module in _OF_CONTENTS and isinstance(found, type)) or isinstance(
+            found, torch.dtype | torch.layout | torch.memory_format
+        ):
+            return found
+        if (module, name) in (
+            *(("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")),
+            *(("pathlib", "PosixPath"), ("pathlib", "Path"), ("pathlib", "PurePosixPath")),
+        ):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in it")
+
+
+def read_parts(folder: Path) -> dict[str, Tensor]:
+    """All tensors that a `PartsWriter` wrote into a folder, whole, in any number of processes.
+
+    Raises:
+        ValueError: it is damaged, or holds something else.
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    try:
+        with (folder / ".metadata").open("rb") as file:
+            contents = _PlainUnpickler(file).load()
+        entries = contents.state_dict_metadata
+        if not all(isinstance(entry, TensorStorageMetadata) for entry in entries.values()):
+            raise ValueError("something that is no tensor")
+        found = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu") for name, entry in entries.items()
+        }
+        load(found, storage_reader=FileSystemReader(folder), no_dist=True)
+    except Exception as error:  # the reader raises what unpicklers and files raise
+        raise ValueError(f"{folder} is damaged ({_first_line(error)})") from error
+    return found
 
 
 def _is_of_lost_ranks(error: BaseException) -> bool:

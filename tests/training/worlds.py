@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fastformer.checkpoints.training_state import checkpoints, load_checkpoint
+from fastformer.training.world import read_parts
 from tests.training.tiny import lines
 
 PAIRS = [(" ".join(["ab", "cde", "f", "ghij"][(i * k) % 4] for k in range(1, 2 + i % 9)), "xyz"[i % 3] * (1 + i % 13))
@@ -85,7 +86,7 @@ def train(processes: int, run: Path, *, fails: bool = False, **others: Any) -> s
 
 def weights(run: Path) -> dict[str, Tensor]:
     """Those of the last checkpoint."""
-    found: dict[str, Tensor] = load_checkpoint(checkpoints(run)[-1])["model"]
+    found: dict[str, Tensor] = load_checkpoint(checkpoints(run)[-1], read_parts)["model"]
     return found
 
 
