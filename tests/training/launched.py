@@ -4,7 +4,7 @@
 
 OPTIONS is JSON: "updates": a folder for a file of each process, with a line for each batch of an update that it began;
 "nan": [rank, step]: that loss is NaN; "full": the disk has no room for that checkpoint; "freeze": [rank, step]: this
-process says no more; "count": CPU seconds and tokens are written into that file in the end.
+process says no more; "data": [rank, file]: this process reads another file; "pace": seconds that each update waits.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import torch
 
 torch.set_default_dtype(torch.float64)
 torch.set_num_threads(1)
+
+from torch.distributed.checkpoint import FileSystemWriter  # noqa: E402
 
 from fastformer.checkpoints.training_state import save_checkpoint  # noqa: E402
 from fastformer.cli import main  # noqa: E402
@@ -64,8 +66,21 @@ def install(options: dict) -> None:
             return save(run, step, *arguments, **others)
 
         module.save_checkpoint = full  # type: ignore[attr-defined]
+        FileSystemWriter.write_data = full_parts(FileSystemWriter.write_data, options["full"])
+
+
+def full_parts(write, step: int):
+    def write_data(self, plan, planner):
+        if RANK == 1 and f"step-{step:08d}" in str(self.path):
+            raise OSError(errno.ENOSPC, "No space left on device", str(self.path))
+        return write(self, plan, planner)
+
+    return write_data
 
 
 if __name__ == "__main__":
-    install(json.loads(sys.argv[1]))
-    sys.exit(main(sys.argv[2:]))
+    asked, words = json.loads(sys.argv[1]), sys.argv[2:]
+    install(asked)
+    if asked.get("data", [None])[0] == RANK:
+        words[words.index("--train_tsv") + 1] = asked["data"][1]
+    sys.exit(main(words))

@@ -4,18 +4,23 @@ may go wrong."""
 from __future__ import annotations
 
 import os
+import random
+import re
 import shutil
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
-from fastformer.checkpoints.training_state import checkpoints
+from fastformer.checkpoints.training_state import checkpoints, step_of
 from tests.training import worlds
 
 pytestmark = pytest.mark.slow
 TOLERANCE = 1e-9
 CONSTANT = {"schedule": "constant"}  # the rate of an update doesn't depend on how many are to come
+SLOWNESS = float(os.environ.get("FASTFORMER_TEST_SLOWNESS", "1"))  # of a machine on which others work
 KILLS, SIGNALS = (int(os.environ.get(f"FASTFORMER_TEST_{name}", "2")) for name in ("KILLS", "SIGNALS"))
 
 
@@ -69,3 +74,105 @@ def test_a_file_of_ddp_is_read_by_fsdp_and_back(whole, tmp_path) -> None:
         [*worlds.command(0, run)[:2], "{}", "average", str(run)], env=worlds.ENVIRONMENT, capture_output=True
     )
     assert done.returncode == 0, done.stderr
+
+
+# What may go wrong.
+
+
+def test_nan_in_one_process_ends_all_in_the_same_update(tmp_path) -> None:
+    said = worlds.train(2, tmp_path / "run", options={"nan": [1, 5]}, save_every=2, fails=True)
+    assert re.search("loss became nan at update 6", said), said
+    assert step_of(checkpoints(tmp_path / "run")[-1]) == 4
+    exits = re.findall(r"exitcode *: *(-?\d+)", said)
+    assert exits and set(exits) <= {"1", "-15"}, said
+
+
+def test_other_files_in_one_process_are_named_before_anything_is_written(tmp_path) -> None:
+    (tmp_path / "other.tsv").write_text("a\tb\n" * 200)
+    options = {"data": [1, str(tmp_path / "other.tsv")]}
+    said = worlds.train(2, tmp_path / "run", options=options, fails=True)
+    assert re.search(r"expected the same training data .* rank 1 ", said), said
+    assert not (tmp_path / "run" / "model.safetensors").exists() and not checkpoints(tmp_path / "run")
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+def test_a_full_disk_ends_all_and_loses_nothing(tmp_path, sharding) -> None:
+    run = tmp_path / "run"
+    said = worlds.train(2, run, options={"full": 4}, save_every=2, sharding=sharding, fails=True)
+    assert "No space left" in said
+    assert [step_of(path) for path in checkpoints(run)] == [2]
+    worlds.train(2, run, resume="true", steps=6)  # the half that was written is no checkpoint
+    assert not [*(run / "checkpoints").glob(".step*")]
+
+
+def test_a_damaged_part_is_named_and_the_checkpoint_before_it_is_taken(tmp_path) -> None:
+    run = tmp_path / "run"
+    worlds.train(2, run, steps=4, save_every=2, sharding="fsdp")
+    last = checkpoints(run)[-1]
+    (part,) = last.glob("__1_*")
+    part.write_bytes(part.read_bytes()[:-100])
+    assert part.name in worlds.train(0, run, steps=5, resume="true")
+    assert step_of(checkpoints(run)[-1]) == 5
+
+
+def test_a_silent_process_is_not_waited_for_forever(tmp_path) -> None:
+    began = time.monotonic()
+    said = worlds.train(2, tmp_path / "run", options={"freeze": [1, 3]}, rank_timeout=20, fails=True)
+    assert re.search("lost the other processes", said), said
+    assert time.monotonic() - began < 120
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that a launcher started."""
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(each) for each in found]
+
+
+def launch(run: Path, restarts: int = 0, **others) -> subprocess.Popen:
+    words = worlds.command(2, run, restarts=restarts, **others)
+    return subprocess.Popen(words, env=worlds.ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for(run: Path, what: str, launched: subprocess.Popen) -> None:
+    while what not in ((run / "train.log").read_text() if (run / "train.log").exists() else ""):
+        assert launched.poll() is None, launched.stdout.read()
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("seed", range(KILLS))
+def test_a_killed_process_changes_nothing(whole, tmp_path, seed) -> None:
+    """kill -9 of any process at any time, under restarts: the numbers of a run without it, and its batches."""
+    random.seed(seed)
+    run, seen, sharding = tmp_path / "run", tmp_path / "updates", ("ddp", "fsdp")[seed % 2]
+    seen.mkdir()
+    options = {"updates": str(seen), "pace": 0.1}
+    launched = launch(run, restarts=3, options=options, sharding=sharding, save_every=3, **CONSTANT)
+    wait_for(run, "parameters", launched)
+    time.sleep(random.uniform(0, 4))
+    if (found := descendants(launched.pid)) and launched.poll() is None:
+        os.kill(random.choice(found), signal.SIGKILL)
+    said, _ = launched.communicate(timeout=300)
+    assert launched.returncode == 0, said
+    assert worlds.difference(whole, run) <= TOLERANCE
+    assert worlds.batches(seen) == worlds.batches(whole.parent / "updates")
+
+
+@pytest.mark.parametrize("seed", range(SIGNALS))
+def test_sigterm_ends_all_in_the_same_update(whole, tmp_path, seed) -> None:
+    """SIGTERM to torchrun, or to one process, at any time: one update is saved, and all end within 10 seconds."""
+    random.seed(seed)
+    run, sharding = tmp_path / "run", ("ddp", "fsdp")[seed % 2]
+    launched = launch(run, options={"pace": 0.1}, sharding=sharding, save_every=7, **CONSTANT)
+    wait_for(run, "update      1", launched)
+    time.sleep(random.uniform(0, 2))
+    pids, began = descendants(launched.pid), time.monotonic()
+    for pid in random.choice([[launched.pid], pids[:1], pids[1:], [launched.pid, *pids]]):
+        os.kill(pid, signal.SIGTERM)
+    while any(Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_text() for pid in pids):
+        assert time.monotonic() - began < 10 * SLOWNESS
+        time.sleep(0.05)
+    said, _ = launched.communicate(timeout=60)
+    step = int(re.findall(r"SIGTERM: saved at update (\d+)", (run / "train.log").read_text())[-1])
+    assert step_of(checkpoints(run)[-1]) == step < 20 and (run / "model.safetensors").exists(), said
+    worlds.train(2, run, resume="true", **CONSTANT)
+    assert worlds.difference(whole, run) <= TOLERANCE
