@@ -21,7 +21,7 @@ import torch
 torch.set_default_dtype(torch.float64)
 torch.set_num_threads(1)
 
-from torch.distributed.checkpoint import FileSystemWriter  # noqa: E402
+from torch.distributed.checkpoint.filesystem import FileSystemWriter  # noqa: E402
 
 from fastformer.checkpoints.training_state import save_checkpoint  # noqa: E402
 from fastformer.cli import main  # noqa: E402
