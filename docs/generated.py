@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
+from unittest.mock import MagicMock
 
 from docstring_parser import parse as parse_docstring
 
@@ -133,6 +134,82 @@ def _default(each: Field[Any]) -> str:
     return "required"
 
 
+def http() -> str:
+    """The paths of the HTTP server by the kind of model, and the fields of their bodies, from the routes' schemas."""
+    parts = [
+        "# HTTP\n",
+        "`fastformer serve FOLDER` adds the paths that the folder's model can answer; [Serving](../../guide/serving.md)"
+        " describes limits and errors. A running server has the same description at `/openapi.json`. This page is made"
+        " from the routes.\n",
+    ]
+    bodies: dict[str, Any] = {}
+    for kind, described in http_descriptions().items():
+        parts.append(f"## {kind}\n")
+        rows = []
+        for path, methods in described["paths"].items():
+            for method, route in methods.items():
+                words = (route.get("description") or route.get("summary") or "").split("\n\n")[0]
+                names = _schemas_of(route.get("requestBody", {}))
+                body = ", ".join(f"[{name}](#{name.lower()})" for name in names)
+                rows.append((f"`{method.upper()} {path}`", body, _text(words)))
+        parts.append(_table(("route", "body", "meaning"), rows))
+        bodies |= {name: each for name, each in described.get("components", {}).get("schemas", {}).items()}
+        wanted = {name for methods in described["paths"].values() for route in methods.values()
+                  for name in _schemas_of(route.get("requestBody", {}))}  # fmt: skip
+        for name in sorted(wanted):
+            bodies[name]["asked"] = True
+    parts.append("## Bodies\n")
+    for name, schema in sorted(bodies.items()):
+        if schema.pop("asked", False) and "properties" in schema:
+            required = set(schema.get("required", ()))
+            values = [
+                (f"`{field}`", _json_kind(each), "required" if field in required else f"`{each.get('default')}`",
+                 _text(each.get("description", "")))
+                for field, each in schema["properties"].items()
+            ]  # fmt: skip
+            parts.append(f"### {name}\n")
+            parts.append(_table(("field", "type", "default", "meaning"), values))
+    return "\n".join(parts)
+
+
+def http_descriptions() -> dict[str, Any]:
+    """Kind of model -> OpenAPI's description of a server of it; no model is loaded."""
+    from fastformer.serving import make_app
+    from fastformer.serving.encoder_service import EmbedService, RankService
+    from fastformer.serving.generator_service import GenerateService
+    from fastformer.serving.limits import Limits
+    from fastformer.serving.service import Service, TranslateService
+
+    found: dict[str, Any] = {}
+    for each in (TranslateService, GenerateService, EmbedService, RankService):
+        service: Service = object.__new__(each)
+        vars(service).update(
+            name="model",
+            limits=Limits(),
+            encoder=MagicMock(num_labels=1, precision="fp32", pooling="mean", labels=["0"]),
+        )
+        found[service.kind] = make_app(service).openapi()
+    return found
+
+
+def _schemas_of(body: dict[str, Any]) -> list[str]:
+    """The names of the schemas that a request's body refers to."""
+    text = json.dumps(body)
+    return list(dict.fromkeys(part.split('"')[0] for part in text.split("#/components/schemas/")[1:]))
+
+
+def _json_kind(schema: dict[str, Any]) -> str:
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(_json_kind(each) for each in schema["anyOf"]))
+    if "enum" in schema or "const" in schema:
+        return " or ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
+    if "$ref" in schema:
+        return str(schema["$ref"]).rpartition("/")[2]
+    if schema.get("type") == "array":
+        return f"list of {_json_kind(schema.get('items', {}))}"
+    return str(schema.get("type", "any"))
+
+
 def public_names() -> dict[str, Any]:
     """Package -> name -> what is promised of it; `tests/frozen/` holds the code to this."""
     found: dict[str, Any] = json.loads(NAMES.read_text(encoding="utf-8"))
@@ -213,6 +290,7 @@ def pages() -> dict[str, str]:
         "settings.md": settings(),
         "model-settings.md": model_settings(),
         "decoding-options.md": decoding_options(),
+        "http.md": http(),
         "python.md": python_index(python),
         **{f"{package}.rst": text for package, text in python.items()},
     }

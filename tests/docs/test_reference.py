@@ -55,6 +55,19 @@ def test_every_setting_and_option_has_a_meaning(generated: ModuleType) -> None:
                 assert len(rows[field.name][-1]) > 3, field.name
 
 
+@pytest.mark.slow
+def test_every_route_is_on_the_page(generated: ModuleType) -> None:
+    """As the apps have them that servers of small models of each kind are made with."""
+    pytest.importorskip("fastapi", reason='not installed: pip install "fastformer[serve]"')
+    page = generated.http()
+    for kind, described in generated.http_descriptions().items():
+        section = page[page.index(f"## {kind}\n") :].split("\n## ")[0]
+        assert len(described["paths"]) > 3
+        for path, methods in described["paths"].items():
+            for method in methods:
+                assert f"`{method.upper()} {path}`" in section
+
+
 def test_every_public_name_is_on_the_page_of_its_package(generated: ModuleType) -> None:
     pages = generated.python_pages()
     assert pages.keys() == set(PACKAGES)
