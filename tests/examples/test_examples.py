@@ -17,6 +17,7 @@ CALLS = {
     "finetune_bert.py": (["bert-base-uncased", "--steps", "3"], "accelerated: mean loss"),
     "logits_processor.py": (["numbers", "six zero", "--without", "n"], "sechs"),
     "new_op.py": ([], "squared_relu is right"),
+    "serve_and_call.py": (["numbers", "six zero"], "whole: sechs null"),
     "translate_file.py": (["numbers", "test.en", "test.hyp", "--num_beams", "2"], "7 lines"),
 }
 
@@ -42,5 +43,7 @@ def test_an_example_runs(name: str, tmp_path: Path) -> None:
     if name == "finetune_bert.py":
         losses = [line.split()[-3].rstrip(",") for line in found.stdout.splitlines() if "mean loss" in line]
         assert abs(float(losses[0]) - float(losses[1])) < 2e-3, "the same training, faster"
+    if name == "serve_and_call.py":
+        assert found.stdout.count("event: ") >= 2
     if name == "logits_processor.py":
         assert "n" not in found.stdout.splitlines()[1]
