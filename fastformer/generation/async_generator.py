@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import os
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -17,6 +15,7 @@ from fastformer.generation.async_front import AsyncFront
 from fastformer.generation.async_jobs import Answers, Stats
 from fastformer.generation.chat import MAX_NEW_TOKENS
 from fastformer.generation.chat_template import ChatTemplate, Message, TemplateTokenizer
+from fastformer.generation.completions import Ask, ChatIds, Completion, Piece, pieces_of
 from fastformer.generation.config import GenerationConfig, Precision
 from fastformer.generation.engines import choose_engine
 from fastformer.generation.folder_options import folder_options, with_folder_options
@@ -31,68 +30,18 @@ from fastformer.generation.model_protocols import (
     evaluating,
     is_decoder_only,
 )
-from fastformer.generation.request_builder import CheckedInput, RequestBuilder
+from fastformer.generation.request_builder import RequestBuilder
 from fastformer.generation.requests import Request
-from fastformer.generation.search import Hypothesis
-from fastformer.generation.streaming import Detokenizer, TextPieces, behind_ends
+from fastformer.generation.streaming import behind_ends
 from fastformer.settings import Count, check_value
 from fastformer.special_ids import SpecialIds
 
-FinishReason: TypeAlias = Literal["stop", "length"]
 Prompt: TypeAlias = str | Sequence[int]
 
 T = TypeVar("T")
 
 _SHOWN = 40  # characters of a prompt that an error names
 _ONE_ANSWER = ("num_beams", "num_return_sequences", "max_length")  # what a folder asks for in vain
-
-
-class ScoredToken(NamedTuple):
-    """A new token.
-
-    Attributes:
-        token: its id.
-        log_prob: its log-probability, before temperature, top_k and top_p; it means nothing where none was asked for.
-        alternatives: the likeliest tokens at its place with theirs, the best first; as many as were asked for.
-    """
-
-    token: int
-    log_prob: float
-    alternatives: Sequence[tuple[int, float]] = ()
-
-
-class Completion(NamedTuple):
-    """What was generated for a prompt.
-
-    Attributes:
-        text: without the stop text that may have ended it.
-        tokens: the new tokens; the id that ends a text is among them, and so are those of the stop text.
-        finish_reason: "stop": the model ended it, or a stop text did; "length": it was cut.
-        cached_tokens: tokens of the prompt that were not read, because an earlier prompt begins alike.
-    """
-
-    text: str
-    tokens: list[ScoredToken]
-    finish_reason: FinishReason
-    cached_tokens: int
-
-
-class Piece(NamedTuple):
-    """What a stream gives: a piece of the text, which may be empty, and the tokens that came.
-
-    Attributes:
-        sample: which of num_return_sequences samples it belongs to.
-        text: none of it is taken back.
-        tokens: the new ones; with one of them a piece of the text may come late.
-        finish_reason: of a sample's last piece (see `Completion`), else None.
-        cached_tokens: of a sample's last piece; see `Completion`.
-    """
-
-    sample: int
-    text: str
-    tokens: list[ScoredToken]
-    finish_reason: FinishReason | None = None
-    cached_tokens: int = 0
 
 
 class AsyncGenerator:
@@ -325,9 +274,9 @@ class AsyncGenerator:
         """
         asks = self._asks(prompt, config, options, log_probs, num_alternatives)
         answers = self._submit(asks, deadline, listen=range(len(asks)))
-        return _pieces(asks, answers)
+        return pieces_of(asks, answers)
 
-    def _submit(self, asks: Sequence[_Ask], deadline: float | None, listen: Sequence[int]) -> Answers[Request]:
+    def _submit(self, asks: Sequence[Ask], deadline: float | None, listen: Sequence[int]) -> Answers[Request]:
         requests = [ask.build() for ask in asks]
         return self._front.submit(requests, deadline=deadline, names=[ask.name for ask in asks], listen=listen)
 
@@ -338,7 +287,7 @@ class AsyncGenerator:
         options: Mapping[str, Any],
         log_probs: bool,
         num_alternatives: int,
-    ) -> list[_Ask]:
+    ) -> list[Ask]:
         """A request for each sample."""
         check_value("num_alternatives", num_alternatives, Count)
         config = GenerationConfig.from_options(options, self.config if config is None else config)
@@ -369,7 +318,7 @@ class AsyncGenerator:
         begin = () if is_chat else behind_ends(ids, self._ends)
         shown = f"prompt {prompt!r:.{_SHOWN}}" if isinstance(prompt, str) else f"a prompt of {len(ids):,} tokens"
         samples = range(config.samples) if config.samples > 1 else [None]
-        return [_Ask(builder, checked, sample, begin, self.tokenizer, shown) for sample in samples]
+        return [Ask(builder, checked, sample, begin, self.tokenizer, shown) for sample in samples]
 
     def _pad(self, config: GenerationConfig) -> int:
         return SpecialIds.of(self.model.config).pad if config.pad_token_id is None else config.pad_token_id
@@ -377,114 +326,3 @@ class AsyncGenerator:
     def _find_chat_ends(self) -> tuple[int, ...]:
         own = SpecialIds.of(self.model.config).eos
         return own if self.template is None else self.template.end_ids(self.tokenizer, own)
-
-
-class ChatIds(list[int]):
-    """The ids of a chat, which an answer follows: its text is by itself, and ends where a turn does."""
-
-
-class _Ask:
-    """A request of one row, and what becomes of it."""
-
-    def __init__(
-        self,
-        builder: RequestBuilder,
-        checked: CheckedInput,
-        sample: int | None,
-        begin: Sequence[int],
-        tokenizer: Detokenizer,
-        name: str,
-    ) -> None:
-        self._builder, self._checked, self._sample = builder, checked, sample
-        self._begin, self._tokenizer, self.name = begin, tokenizer, name
-
-    def build(self) -> Request:
-        # Place 0 for all: samples depend on the seed and their number alone.
-        return self._builder.build(self._checked, place=0, sample=self._sample, kind=_Scored)
-
-    def pieces(self) -> TextPieces:
-        stop = self._builder.config.stop_strings
-        return TextPieces(self._tokenizer, self._begin, is_told=True, stop=stop)
-
-    def completion(self, request: Request) -> Completion:
-        found, pieces = request.results[0], self.pieces()
-        text = pieces.add(found.tokens) + pieces.end()
-        tokens = [_scored(request, found, place) for place in range(len(found.tokens))]
-        return Completion(text, tokens, self.reason(found, pieces), request.cached_tokens)
-
-    def reason(self, found: Hypothesis, pieces: TextPieces) -> FinishReason:
-        ends = self._builder.ids.eos
-        is_cut = len(found.tokens) >= self._checked.limit and found.tokens[-1] not in ends
-        return "length" if is_cut and not pieces.is_stopped else "stop"
-
-
-class _Scored(Request):
-    """A request whose tokens are told with their log-probabilities, if it has them."""
-
-    def listen(self, on_token: Callable[[Any], object]) -> None:
-        numbers = itertools.count()
-        # In the thread that decodes, where the row doesn't grow meanwhile.
-        super().listen(lambda token: on_token(self._told(token, next(numbers))))
-
-    def _told(self, token: int, place: int) -> ScoredToken:
-        return _scored(self, self.search.results()[0], place) if self.log_probs else ScoredToken(token, 0.0)
-
-
-def _scored(request: Request, row: Hypothesis, place: int) -> ScoredToken:
-    """One of the tokens of a request's row."""
-    alternatives = row.alternatives[place] if row.alternatives else ()
-    return ScoredToken(row.tokens[place], row.log_probs[place] if request.log_probs else 0.0, alternatives)
-
-
-async def _pieces(asks: Sequence[_Ask], answers: Answers[Request]) -> AsyncIterator[Piece]:
-    """The pieces of all samples, as they come."""
-    streams = [_told(ask, answers, place) for place, ask in enumerate(asks)]
-    try:
-        if len(streams) == 1:
-            async for piece in streams[0]:
-                yield piece
-        else:
-            async for _, piece in merged(streams):
-                yield piece
-    finally:
-        answers.leave()
-
-
-async def _told(ask: _Ask, answers: Answers[Request], place: int) -> AsyncIterator[Piece]:
-    """The pieces of a sample."""
-    pieces = ask.pieces()
-    async for new in answers.tokens(place):
-        scored = cast(list[ScoredToken], new)  # what `_Scored` tells
-        yield Piece(place, pieces.add([one.token for one in scored]), scored)
-    request = await answers.ended(place)
-    yield Piece(place, pieces.end(), [], ask.reason(request.results[0], pieces), request.cached_tokens)
-
-
-async def merged(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T]]:
-    """What several streams give, as it comes, each with the place of its stream; the first error ends all of them."""
-    coming: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue()
-
-    async def pass_on(place: int, stream: AsyncIterator[T]) -> None:
-        try:
-            async for one in stream:
-                coming.put_nowait((place, one))
-        except Exception as error:
-            coming.put_nowait(error)
-        else:
-            coming.put_nowait(None)
-
-    tasks = [asyncio.ensure_future(pass_on(place, stream)) for place, stream in enumerate(streams)]
-    try:
-        left = len(tasks)
-        while left:
-            found = await coming.get()
-            if isinstance(found, Exception):
-                raise found
-            if found is None:
-                left -= 1
-            else:
-                yield found
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

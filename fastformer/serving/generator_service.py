@@ -6,8 +6,9 @@ import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from fastformer.generation.async_generator import AsyncGenerator, ChatIds, Completion, Piece, Prompt
+from fastformer.generation.async_generator import AsyncGenerator, Prompt
 from fastformer.generation.async_jobs import Stats
+from fastformer.generation.completions import ChatIds, Completion, Piece
 from fastformer.generation.config import Precision
 from fastformer.serving.limits import Limits
 from fastformer.serving.service import Kind, Service

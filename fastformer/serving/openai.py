@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from fastformer import __version__
-from fastformer.generation.async_generator import ChatIds, Completion, Piece, ScoredToken, merged
+from fastformer.generation.completions import ChatIds, Completion, Piece, ScoredToken, merged
 from fastformer.serving.answers import EventStream, answer, event, status_of, until_gone
 from fastformer.serving.embeddings import add_embeddings
 from fastformer.serving.encoder_service import EmbedService

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from fastformer.generation.async_generator import FinishReason, Piece, ScoredToken
+from fastformer.generation.completions import FinishReason, Piece, ScoredToken
 from fastformer.serving import tei
 from fastformer.serving.answers import EventStream, answer, event, status_of, until_gone
 from fastformer.serving.generator_service import GenerateService

@@ -304,20 +304,22 @@ def open_request(url: str, path: str, body: dict[str, Any]) -> socket.socket:
     return connection
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_takes_its_request_along(stream, tmp_path) -> None:
+@pytest.mark.parametrize(
+    "stream, times", [(False, 2), (True, 2), pytest.param(True, 50, marks=pytest.mark.slow)]
+)  # the slow one: each of 50 times, not in the mean
+def test_a_client_that_leaves_takes_its_request_along(stream, times, tmp_path) -> None:
     # So many layers and positions that an answer takes seconds.
     folder = models.generator(tmp_path / "slow", num_layers=16, max_len=2048)
     limits = Limits(max_new_tokens=2000)
     with running(folder, limits) as found:
         body = {"prompt": "the dog", "max_tokens": 1900, "stream": stream, "min_tokens": 1900, "n": 2, "logprobs": 2}
-        for _ in range(2):
+        for _ in range(times):
             connection = open_request(found.url, "/v1/completions", body)
             until(lambda: found.service.stats().running == 2)
             connection.close()
             assert until(lambda: found.service.stats().running == 0) < 0.5
         until(lambda: found.service.stats().free_tokens >= found.service.stats().capacity_tokens)
-        assert found.service.stats().cancelled == 2
+        assert found.service.stats().cancelled == times
 
 
 def test_a_full_queue_and_a_deadline_are_said_in_the_format(folder) -> None:
