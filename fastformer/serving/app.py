@@ -148,6 +148,8 @@ def _add_state_routes(app: FastAPI, service: Service, limits: Limits) -> None:
     async def info() -> Response:
         """What is served."""
         found = {"model": service.name, "kind": service.kind, "version": __version__, "limits": asdict(limits)}
+        if (has_chat := getattr(service, "has_chat", None)) is not None:
+            found["chat"] = has_chat
         return answer({**found, "languages": getattr(service, "languages", [])})
 
 

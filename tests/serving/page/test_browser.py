@@ -209,6 +209,17 @@ def test_a_chat_is_stopped(browser: Any, chatting: Running) -> None:
     visit.end()
 
 
+def test_a_model_without_a_chat_template_continues_texts(browser: Any, tmp_path: Path) -> None:
+    with running(models.generator(tmp_path / "small-writer", template=None)) as server:
+        visit = Visit(browser, server.url)
+        visit.expect("#title").to_have_text("Continue a text")
+        visit.page.fill("#say", "the dog reads")
+        visit.page.press("#say", "Enter")
+        visit.expect("#status").to_contain_text("Done")
+        visit.expect("#turns li.assistant span:last-child").not_to_be_empty()
+        visit.end()
+
+
 def test_texts_are_compared(browser: Any, tmp_path: Path) -> None:
     texts = ["the dog reads a book", "two birds", "men walk in the park"]
     with running(models.encoder(tmp_path / "small-encoder")) as server:
