@@ -1,0 +1,216 @@
+"""A server as its own process: what ends it, what its clients do to it, and what it costs beside the library."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import torch
+
+from fastformer.data import ByteTokenizer
+from fastformer.generation import Translator
+from fastformer.models import Transformer
+
+pytestmark = pytest.mark.slow  # each test starts a server of its own, and some of them load it for a while
+LONG = {"text": "a long one", "split": False, "max_new_tokens": 1000}
+
+
+@pytest.fixture(scope="module")
+@torch.inference_mode(False)
+def folder(tmp_path_factory) -> Path:
+    """A translator that never ends by itself, a token each millisecond or so."""
+    found = tmp_path_factory.mktemp("models") / "talker"
+    torch.manual_seed(0)
+    sizes = {"d_model": 256, "d_ff": 1024, "num_heads": 4, "num_encoder_layers": 2, "num_decoder_layers": 4}
+    model = Transformer.from_preset("tiny", vocab_size=259, max_len=1100, **sizes)
+    model.embedding.weight.data *= 3
+    model.save_pretrained(found)
+    ByteTokenizer().save(found)
+    return found
+
+
+@contextlib.contextmanager
+def served(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server's process and its address."""
+    words = [sys.executable, "-m", "fastformer.cli", "serve", str(folder), "--port", "0", "--access_log", "false"]
+    process = subprocess.Popen([*words, *flags], stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        line = ""
+        while process.poll() is None and not line.startswith("serving"):
+            line = process.stderr.readline()
+        found = re.search(r"http://\S+", line)
+        assert found, line
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        yield process, found.group()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def gauges(url: str) -> dict[str, float]:
+    """What the server's metrics without labels say."""
+    text = httpx.get(f"{url}/metrics").text
+    return {name: float(value) for name, value in re.findall(r"^fastformer_(\w+) (\S+)$", text, re.MULTILINE)}
+
+
+def nothing_runs(url: str) -> bool:
+    found = gauges(url)
+    return (
+        found["requests_running"] == found["requests_waiting"] == 0
+        and found["cache_free_tokens"] == found["cache_tokens"]
+    )
+
+
+def test_libretranslates_own_client(folder) -> None:
+    api = pytest.importorskip("libretranslatepy", reason="the client that is tested").LibreTranslateAPI
+    translator = Translator.from_pretrained(folder)
+    with served(folder, "--source_lang", "en", "--target_lang", "de") as (_, url):
+        client = api(url)
+        for text in ("One. Two!\n three", "x"):
+            assert client.translate(text, "en", "de") == translator.translate(text, split=True)
+        assert client.languages()[0]["code"] == "en"
+        assert client.detect("Das ist ein deutscher Satz.")[0]["language"] == "de"
+
+
+def test_sigterm_lets_eight_streams_end(folder) -> None:
+    with served(folder, "--drain_delay_s", "0.3") as (process, url), ThreadPoolExecutor(8) as pool:
+        begun = threading.Semaphore(0)
+
+        def stream(number: int) -> str:
+            said = []
+            with httpx.stream("POST", f"{url}/v1/translate", json={**LONG, "stream": True}, timeout=60) as answer:
+                for line in answer.iter_lines():
+                    if line.startswith("data: "):
+                        if not said:
+                            begun.release()
+                        said.append(json.loads(line[6:]))
+            assert said[-1]["done"] and said[-1]["text"] == "".join(one["text"] for one in said[:-1])
+            return str(said[-1]["text"])
+
+        streams = [pool.submit(stream, number) for number in range(8)]
+        for _ in range(8):
+            assert begun.acquire(timeout=30)
+        process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        while httpx.get(f"{url}/ready").status_code == 200:
+            assert time.monotonic() - began < 1
+        said = [one.result(60) for one in streams]
+        assert len(set(said)) == 1 and process.wait(30) == 0
+
+
+def test_a_second_signal_ends_at_once_and_a_drain_has_its_time(folder) -> None:
+    for flags, signals in ((("--drain_s", "0", "--drain_delay_s", "0"), 1), (("--drain_delay_s", "60"), 2)):
+        with served(folder, *flags) as (process, url):
+            with httpx.stream("POST", f"{url}/v1/translate", json={**LONG, "stream": True}) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                for _ in range(signals):
+                    process.send_signal(signal.SIGTERM)
+                    time.sleep(0.05)
+                rest: list[str] = []
+                with contextlib.suppress(httpx.HTTPError):
+                    rest += lines
+            assert not any('"done"' in line for line in rest)
+            assert process.wait(5) == 0 or signals == 2
+
+
+def test_a_full_queue_answers_at_once_and_is_empty_afterwards(folder) -> None:
+    with served(folder, "--max_waiting", "8", "--max_batch_size", "4") as (_, url):
+        gate, seconds = threading.Barrier(200), []
+
+        def ask(number: int) -> int:
+            with httpx.Client(timeout=60) as client:
+                client.get(f"{url}/health")
+                gate.wait()
+                began = time.monotonic()
+                answer = client.post(f"{url}/v1/translate", json={"text": "abc", "max_new_tokens": 50})
+                if answer.status_code == 429:
+                    seconds.append(time.monotonic() - began)
+                    assert 1 <= int(answer.headers["retry-after"]) <= 30
+                return answer.status_code
+
+        with ThreadPoolExecutor(200) as pool:
+            statuses = list(pool.map(ask, range(200)))
+        assert set(statuses) == {200, 429} and statuses.count(200) >= 8
+        print(f"429: {len(seconds)}, slowest {1000 * max(seconds):.0f} ms from 200 client threads")
+        assert nothing_runs(url)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["answer", "stream"])
+def test_a_client_that_is_gone_leaves_the_batch(folder, stream) -> None:
+    body = json.dumps({**LONG, "stream": stream}).encode()
+    fields = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    head = f"POST /v1/translate HTTP/1.1\r\n{fields}\r\n\r\n"
+    slowest = 0.0
+    with served(folder) as (_, url):
+        place = (httpx.URL(url).host, httpx.URL(url).port)
+        for _ in range(25):
+            with socket.create_connection(place) as client:
+                client.sendall(head.encode() + body)
+                while gauges(url)["requests_running"] == 0:
+                    time.sleep(0.005)
+            began = time.monotonic()
+            while not nothing_runs(url):
+                assert time.monotonic() - began < 0.5
+            slowest = max(slowest, time.monotonic() - began)
+    print(f"left the batch within {1000 * slowest:.0f} ms, 25 times")
+
+
+def test_rude_clients_hold_nothing_up(folder) -> None:
+    with served(folder, "--body_s", "1") as (process, url):
+        place: Any = (httpx.URL(url).host, httpx.URL(url).port)
+        sockets = [socket.create_connection(place) for _ in range(20)]
+        starts = [b"", b"GET / HT", b"POST /v1/translate HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{"]
+        for number, one in enumerate(sockets):
+            one.sendall(starts[number % 3])
+            if number % 2:
+                one.shutdown(socket.SHUT_WR)
+        began = time.monotonic()
+        while time.monotonic() - began < 3:  # a byte a second
+            for one in sockets:
+                with contextlib.suppress(OSError):
+                    one.send(b" ")
+            time.sleep(0.5)
+            assert httpx.get(f"{url}/health", timeout=1).status_code == 200
+        for one in sockets:
+            one.settimeout(2)
+            with contextlib.suppress(ConnectionError):
+                while one.recv(1000):
+                    pass  # and then the server has closed it
+        with socket.create_connection(place) as bomb, contextlib.suppress(OSError):
+            bomb.settimeout(5)
+            for _ in range(2000):
+                bomb.sendall(b"X-Bomb: " + b"x" * 1000 + b"\r\n")
+        assert len(psutil.Process(process.pid).net_connections()) < 5
+        assert nothing_runs(url)
+
+
+def test_ten_thousand_requests_leave_nothing_behind(folder) -> None:
+    with served(folder) as (process, url), httpx.Client(timeout=30) as client:
+        watched, ask = psutil.Process(process.pid), {"text": "ab", "max_new_tokens": 2}
+
+        def rounds(count: int) -> tuple[int, int, int]:
+            for number in range(count):
+                wrong = {"text": "ab", "nope": 1} if number % 10 == 0 else ask
+                client.post(f"{url}/v1/translate", json={**wrong, "stream": number % 7 == 1})
+            return watched.memory_info().rss, watched.num_threads(), watched.num_fds()
+
+        memory, threads, files = rounds(1000)
+        after = rounds(10_000)
+        print(f"memory {memory / 2**20:.1f} -> {after[0] / 2**20:.1f} MiB")
+        assert after[0] <= 1.02 * memory and after[1:] == (threads, files)
