@@ -92,7 +92,7 @@ def test_sigterm_lets_eight_streams_end(folder) -> None:
         begun = threading.Semaphore(0)
 
         def stream(number: int) -> str:
-            said = []
+            said: list[dict[str, Any]] = []
             with httpx.stream("POST", f"{url}/v1/translate", json={**LONG, "stream": True}, timeout=60) as answer:
                 for line in answer.iter_lines():
                     if line.startswith("data: "):
