@@ -18,6 +18,7 @@ CALLS = {
     "logits_processor.py": (["numbers", "six zero", "--without", "n"], "sechs"),
     "new_op.py": ([], "squared_relu is right"),
     "serve_and_call.py": (["numbers", "six zero"], "whole: sechs null"),
+    "train_on_two_processes.py": (["shared", "train.tsv", "--steps", "2"], "2 updates by two processes"),
     "translate_file.py": (["numbers", "test.en", "test.hyp", "--num_beams", "2"], "7 lines"),
 }
 
