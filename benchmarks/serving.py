@@ -6,8 +6,8 @@
 
 A client asks again as soon as it has its answer. All servers of a model are up at once and take turns, round by round;
 while one is under load the others wait. Texts have 8 to 32 words (16 to 48 for the language model), each a token, and
-ask for about as many new ones. Clients and servers share the machine's cores. What a server answers has to have as many
-tokens as were asked for, or it is not timed and the exit status is 1.
+ask for about as many new ones. Clients and servers share the machine's cores. An answer has to have as many tokens as
+were asked for, or the server is not timed and the exit status is 1.
 """
 
 from __future__ import annotations

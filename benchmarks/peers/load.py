@@ -1,6 +1,6 @@
 """Clients of an HTTP server that each ask again as soon as they have their answer, in the runner's event loop.
 
-One is some kilobytes of memory and little time: what a server gives is measured, on cores that it shares with its
+One is some kilobytes of memory and little time: the server is measured, on cores that it shares with its
 clients. For a server of your own there is a scenario for locust in `benchmarks/locustfile.py`.
 """
 
@@ -96,7 +96,7 @@ def put_under_load(
 ) -> Load:
     """Many clients for some time.
 
-    What was begun is waited for, so that the server has nothing left to do afterwards.
+    Requests at work are waited for, so that the server has nothing left to do afterwards.
 
     Args:
         port, path: see `Client`.

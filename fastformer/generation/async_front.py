@@ -359,7 +359,7 @@ class AsyncFront(Generic[R]):
         """Steps until there is nothing to do; what it steps at the end."""
         while True:
             with self._changed:
-                self._load = load = batching.load()  # what waits may have been cancelled meanwhile
+                self._load = load = batching.load()  # waiting requests may have been cancelled
                 while self._parked and self._has_room(self._parked[0]):
                     self._inbox.append(self._parked.popleft())
                 arrived = list(self._inbox)

@@ -68,7 +68,7 @@ def status_of(error: Exception) -> int:
 
 
 def explained(error: Exception) -> tuple[int, str]:
-    """The status and the message of an error. What isn't the client's doing is logged, without the client's text."""
+    """The status and the message of an error. Failures of the server are logged, without the client's text."""
     status = status_of(error)
     if status != 500:
         return status, str(error)

@@ -196,7 +196,7 @@ class _Plain:
 
 
 class _Html(_Plain):
-    """HTML, whose text nodes are translated each by itself. What is marked `translate="no"` stays as it is."""
+    """HTML, whose text nodes are translated each by itself. Elements with `translate="no"` stay as they are."""
 
     def __init__(self, text: str) -> None:
         try:

@@ -120,7 +120,7 @@ def router(service: Service, limits: Limits) -> APIRouter:
         said = _Said(body, service)
         if body.stream:
             pieces = service.stream(ids, options, **asked)
-            # What goes wrong before the first piece is an error of HTTP.
+            # A failure before the first piece is an error of HTTP.
             first = await until_gone(http, anext(pieces))
             return EventStream(_events(said, len(ids), first, pieces))
         [whole] = await until_gone(http, service.complete(ids, options, **asked))

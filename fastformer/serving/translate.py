@@ -23,7 +23,7 @@ _OPTIONS = (
 
 
 class Ask(BaseModel):
-    """The body of POST /v1/translate. What isn't said is as `fastformer serve` was told, or as the library has it."""
+    """The body of POST /v1/translate. Missing fields have the server's settings, or the library's defaults."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 

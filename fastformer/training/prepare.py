@@ -1,8 +1,8 @@
 """From text files to a folder of shards: what `fastformer prepare` does.
 
 Three stages, each of which goes on where it was ended: blocks of text become blocks of examples, one look at their
-hashes finds what is left out, and each shard gathers its share of every block. What a stage leaves in `.work` is there
-until the index is written.
+hashes finds what is left out, and each shard gathers its share of every block. The files of a stage stay in
+`.work` until the index is written.
 """
 
 from __future__ import annotations

@@ -501,7 +501,7 @@ class Trainer:
         return self.signum is not None
 
     def save(self) -> None:
-        """Writes a checkpoint that training goes on from; what is in parts is written while training does."""
+        """Writes a checkpoint that training goes on from; parts are written while it trains."""
         every, keep_last = self.config.save_every, max(self.config.keep_last, self.config.average_last)
 
         def regular(step: int) -> bool:

@@ -409,7 +409,7 @@ class PartsWriter:
             finish: called by rank 0 when all parts are on the disk.
 
         Raises:
-            OSError: what was begun before could not be written.
+            OSError: an earlier write has failed.
         """
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.state_dict_saver import async_save
@@ -433,7 +433,7 @@ class PartsWriter:
         """Waits until what was begun is on the disk, or failed.
 
         Raises:
-            OSError: it could not be written; what was written before is whole.
+            OSError: it could not be written; earlier checkpoints are whole.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
