@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 
 import torch
 
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter  # noqa: E4
 from fastformer.checkpoints.training_state import save_checkpoint  # noqa: E402
 from fastformer.cli import main  # noqa: E402
 from fastformer.data import Batch  # noqa: E402
+from fastformer.training import build  # noqa: E402
 from fastformer.training import trainer as module  # noqa: E402
 from fastformer.training.trainer import Trainer  # noqa: E402
 
@@ -82,5 +84,6 @@ if __name__ == "__main__":
     asked, words = json.loads(sys.argv[1]), sys.argv[2:]
     install(asked)
     if asked.get("data", [None])[0] == RANK:
-        words[words.index("--train_tsv") + 1] = asked["data"][1]
+        load = build.load_data
+        build.load_data = lambda config, *others: load(replace(config, train_tsv=asked["data"][1]), *others)  # type: ignore[attr-defined]
     sys.exit(main(words))
