@@ -55,7 +55,6 @@ def test_every_setting_and_option_has_a_meaning(generated: ModuleType) -> None:
                 assert len(rows[field.name][-1]) > 3, field.name
 
 
-@pytest.mark.slow
 def test_every_route_is_on_the_page(generated: ModuleType) -> None:
     """As the apps have them that servers of small models of each kind are made with."""
     pytest.importorskip("fastapi", reason='not installed: pip install "fastformer[serve]"')
