@@ -246,7 +246,8 @@ def _asks_for_dict(given: dict[str, Any], model: Any) -> bool:
 
 
 def _is_served(name: str, value: Any) -> bool:
-    if name in _SERVED or (value is None and hasattr(_PLAIN, name)):
+    # Not every input of the model means "not given" by None: position_ids that are None hide padding on the left.
+    if name in _SERVED or (value is None and (name == "inputs_embeds" or hasattr(_PLAIN, name))):
         return True
     if name in _SERVED_VALUES:
         return any(value is one or (type(value) is type(one) and value == one) for one in _SERVED_VALUES[name])

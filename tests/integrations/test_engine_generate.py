@@ -72,6 +72,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "n-grams": {"no_repeat_ngram_size": 2, "bad_words_ids": [[5, 6], [9]]},
     "encoder": {"encoder_repetition_penalty": 1.3, "encoder_no_repeat_ngram_size": 2},
     "bias": {"sequence_bias": [[[9], -4.0], [[7, 8], 3.0]]},
+    "no embeddings": {"inputs_embeds": None},
     "decay": {"exponential_decay_length_penalty": (3, 1.2)},
     "a processor": {"logits_processor": LogitsProcessorList([lambda ids, scores: scores.roll(ids.shape[1], 1)])},
     "a criterion": {"stopping_criteria": StoppingCriteriaList([lambda ids, scores, **_: ids[:, -1] % 7 == 3])},
