@@ -36,11 +36,24 @@ try:
 except ImportError:  # before 5
     output_capturing = None
 
+
+def major_of(version: str) -> int:
+    """The first number of a version of transformers.
+
+    Raises:
+        ImportError: its layers are known to differ from those that are written out here.
+    """
+    major, minor = (int(number) for number in version.split(".")[:2])
+    if (5, 0) <= (major, minor) < (5, 16):  # what layers take and return changed from one of them to the next
+        raise ImportError(f"expected transformers 4.57, or 5.16 or newer, got {version}")
+    return major
+
+
 # Before 5, layers have a __call__ of their own, for checkpoints; stacks ask for checkpoints themselves. The containers,
 # in which peft keeps adapters, are never called.
 PLAIN_CALLS.update((GradientCheckpointingLayer.__call__, nn.ParameterDict.__call__, nn.ParameterList.__call__))
 # Before 5, a layer returns a tuple.
-RETURNS_TUPLES = int(transformers.__version__.split(".")[0]) < 5
+RETURNS_TUPLES = major_of(transformers.__version__) < 5
 # By the name of a module of transformers: the functions and losses that its classes look up there. None: a foreign one
 # stood there when the module was registered.
 _FUNCTIONS: dict[str, dict[str, object]] = {}

@@ -16,6 +16,7 @@ import transformers
 from torch import Tensor, nn
 
 import fastformer
+from fastformer.integrations import known
 from fastformer.integrations.known import RETURNS_TUPLES
 from tests.covering import covering
 from tests.integrations.families import (
@@ -322,3 +323,10 @@ def test_adapters_act(family, names, first):
         results.append([out.loss, *torch.autograd.grad(out.loss, adapted)])
         assert len(adapted) >= 4
     assert_all_same(results[1], results[0], "adapters")
+
+
+def test_versions_of_transformers_with_other_layers_are_refused():
+    for version in ("5.0.0", "5.3.1", "5.15.1"):
+        with pytest.raises(ImportError, match=version.replace(".", r"\.")):
+            known.major_of(version)
+    assert [known.major_of(version) for version in ("4.57.3", "5.16.0", "5.23.0.dev0")] == [4, 5, 5]
