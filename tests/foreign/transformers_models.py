@@ -1,6 +1,6 @@
 """transformers' own modelling tests, with every model accelerated as it is made.
 
-    python tests/foreign/transformers_models.py TRANSFORMERS [family ...]
+    python tests/foreign/transformers_models.py TRANSFORMERS [family ...] [-k EXPRESSION]
 
 TRANSFORMERS is the source of any version of transformers that fastformer supports; its tests run on its code. Families
 are those that `accelerate` knows, unless some are named. What fails is run again on models as they are: what is named
@@ -34,7 +34,9 @@ def _accelerate_what_is_made() -> None:
     PreTrainedModel.post_init = made["post_init"]
 
 
-def _run(source: Path, family: str, accelerated: bool, chosen: list[str] | None = None) -> dict[str, tuple[str, str]]:
+def _run(
+    source: Path, family: str, accelerated: bool, expression: str, chosen: list[str] | None = None
+) -> dict[str, tuple[str, str]]:
     """What came of each test, by its name, and the message; of all tests, or of the chosen ones."""
     file = f"tests/models/{family}/test_modeling_{family}.py"
     tests = [file] if chosen is None else [f"{file}::{name}" for name in chosen]
@@ -46,7 +48,7 @@ def _run(source: Path, family: str, accelerated: bool, chosen: list[str] | None 
         settings = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", _MODE: str(int(accelerated))}
         subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "accelerated_models", "-W", "ignore",
-             f"--junitxml={report}", "-k", "not pipeline and not export", *tests],
+             f"--junitxml={report}", "-k", f"not pipeline and not export and ({expression})", *tests],
             cwd=source, env=os.environ | settings, stdout=subprocess.DEVNULL, check=False,
         )  # fmt: skip
         found = {}
@@ -62,12 +64,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path)
     parser.add_argument("family", nargs="*", default=_FAMILIES)
+    parser.add_argument("-k", dest="expression", default="test", help="which tests, as pytest's -k")
     options = parser.parse_args()
     source = options.source.resolve()
     for family in options.family:
-        ours = _run(source, family, accelerated=True)
+        ours = _run(source, family, True, options.expression)
         failed = [name for name, (outcome, _) in ours.items() if outcome in ("failure", "error")]
-        theirs = _run(source, family, accelerated=False, chosen=failed) if failed else {}
+        theirs = _run(source, family, False, options.expression, failed) if failed else {}
         new = [name for name in failed if theirs.get(name, ("passed", ""))[0] == "passed"]
         counts = {what: sum(outcome == what for outcome, _ in ours.values()) for what in ("passed", "skipped")}
         print(
