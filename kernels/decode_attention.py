@@ -190,11 +190,11 @@ def _decode_attention_kernel(
     """A share of the walk of one tile and K/V head: its rows of out or, in splits, what `_merge_kernel` makes them of.
 
     sizes: (batch, seqlen_q, group, num_kv_heads, cache_batch, max_seqlen, num_tokens, seqlen_new, num_splits), where
-    num_tokens are those of the store behind a table; scale, softcap (or None): of
-    the scores, times log2(e); strides: (row, token, head)
-    in UNITs; integer_strides: of the lengths, of cache_batch_idx, of the table's rows and columns. rotary: (cos, sin,
-    their positions, strides of their rows in TABLE_UNITs), or None. ROWS: rows of the batch in a tile; more than one
-    only through cache_batch_idx, and then there is no rotary. HALF: half of what is turned of a head, 0 = nothing.
+    num_tokens are those of the store behind a table; scale, softcap (or None): of the scores, times log2(e); strides:
+    (row, token, head) in UNITs; integer_strides: of the lengths, of cache_batch_idx, of the table's rows and columns.
+    rotary: (cos, sin, their positions, strides of their rows in TABLE_UNITs), or None. ROWS: rows of the batch in a
+    tile; more than one only through cache_batch_idx, and then there is no rotary. HALF: half of what is turned of a
+    head, 0 = nothing.
     partial_ptr, stats_ptr: see `_merge_kernel`; None without splits. BLOCK_NEW: new tokens that are copied at once, and
     with rotary attended to, 0 = none.
     """

@@ -298,7 +298,9 @@ class _Chunks:
     ) -> None:
         """The kernel over one chunk. `scale` is a number on the device, or one a row; the tensors are of all rows."""
         rows = chunk.rows
-        block_n = min(TILE, next_power_of_2(self.padded_size))
+        # A cap in fp32 keeps a slope beside each logit and calls an exact tanh: a whole tile would spill on sm_100.
+        tile = TILE // 2 if self.softcap is not None and self.x.dtype == torch.float32 else TILE
+        block_n = min(tile, next_power_of_2(self.padded_size))
         # A small vocabulary shares a program among several rows; a whole tile of them would spill on sm_100.
         block_m = max(1, min(TILE // 2 // block_n, next_power_of_2(rows)))
         if scale is not None and scale.dim() == 1:
