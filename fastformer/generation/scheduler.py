@@ -19,10 +19,9 @@ _PREFILL_TOKENS = 8192  # at most in one prefill, whose activations are held at 
 # user can interrupt; and after so many steps, which is longer than any text.
 _RUN_SECONDS = 0.01
 _RUN_STEPS = 1_000_000
-# A listener gets each of the first tokens by itself. Later ones come in groups that are decoded within milliseconds,
-# which a reader doesn't notice.
-_FIRST_TOLD = 64
-_TOLD_STEPS = 8
+# A listener gets each of the first tokens by itself, and later ones after each run: a reader doesn't notice a few
+# milliseconds, and a step of a small model costs less than the way to a listener.
+_FIRST_TOLD = 4
 
 
 class Stats(NamedTuple):
@@ -176,10 +175,8 @@ class Scheduler:
 
     def _max_steps(self) -> int:
         """How many steps may be taken before listeners get their tokens, or a processor has to be called."""
-        listening = [request.num_told for request in self.running if request.on_token is not None]
-        steps = _RUN_STEPS
-        if listening:
-            steps = 1 if min(listening) < _FIRST_TOLD else _TOLD_STEPS
+        is_first = any(request.num_told < _FIRST_TOLD for request in self.running if request.on_token is not None)
+        steps = 1 if is_first else _RUN_STEPS
         alone = self._running.steps_alone()
         return steps if alone is None else min(steps, max(1, alone))
 
