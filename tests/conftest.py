@@ -22,12 +22,18 @@ if not HAS_GPU:
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="fastformer-tests-")
 atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
+import importlib.util  # noqa: E402
 from typing import Any  # noqa: E402
 
 import pytest  # noqa: E402
 import torch.utils.deterministic  # noqa: E402
 
+from tests.quick_interpreter import quicken  # noqa: E402
+
 DEVICE = "cuda" if HAS_GPU else "cpu"
+
+if not HAS_GPU and importlib.util.find_spec("triton"):
+    quicken()
 
 if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
     # Inductor looks at the CPU and not at this variable, and on one with AVX-512 mixes 16 lanes with ATen's 8.

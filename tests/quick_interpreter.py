@@ -1,0 +1,62 @@
+"""Triton's interpreter without what it does again and again to no end: tests of kernels take half as long.
+
+What a kernel computes stays the same to the bit. Of a release of Triton that is written otherwise, nothing is changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+def quicken() -> None:
+    """Changes the interpreter of this process; call it before a kernel runs."""
+    from triton.runtime import interpreter
+
+    options: Any = getattr(interpreter.interpreter_builder, "options", None)
+    if not getattr(options, "debug", True) and hasattr(options, "sanitize_overflow"):
+        # Each sum and product of integers is computed once more in int64, for an assertion that only debug makes.
+        interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
+    if hasattr(interpreter, "_patch_lang") and hasattr(interpreter, "_LangPatchScope"):
+        interpreter._patch_lang = _patch_once(interpreter._patch_lang, interpreter._LangPatchScope)
+    if hasattr(interpreter, "_get_np_dtype"):
+        interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
+
+
+def _patch_once(patch: Callable[[Any], Any], no_changes: Callable[[], Any]) -> Callable[[Any], Any]:
+    """A launch puts the interpreter's functions into triton.language, and each call of a jit function did so again."""
+    import triton.language as tl
+
+    @functools.cache
+    def changed_first(fn: Any) -> list[tuple[Any, str]]:
+        """A function in each place that is changed for `fn`."""
+        languages = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
+        places = [(language, "load") for language in languages] + [(tl.math, "exp")] * (tl in languages)
+        return [*places, (tl.tensor, "__add__"), (tl.core.tensor_descriptor_base, "load")] if languages else []
+
+    def patch_once(fn: Any) -> Any:
+        places = changed_first(fn)
+        if places and not any(tl.core.is_builtin(getattr(owner, name)) for owner, name in places):
+            return no_changes()
+        return patch(fn)
+
+    return patch_once
+
+
+def _by_name(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The interpreter makes a table of all types whenever it looks one up."""
+    import triton.language as tl
+
+    known: dict[str, Any] = {}
+
+    def find_once(dtype: Any) -> Any:
+        element = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
+        if isinstance(element, tl.pointer_type):
+            return find(dtype)
+        if element.name not in known:
+            known[element.name] = find(element)
+        return known[element.name]
+
+    return find_once
