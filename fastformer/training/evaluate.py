@@ -129,8 +129,9 @@ def mean_of(losses: Mapping[int, float], examples: Sequence[Example]) -> float:
 class Translates(Protocol):
     """What translates: a `Translator`, or what knows the answers."""
 
-    def translate(self, sources: Any, **options: Any) -> Any:
-        """The translations, in order."""
+    @property
+    def translate(self) -> Callable[..., Any]:
+        """From texts, and options of decoding, the translations in order."""
 
 
 def translate_and_score(

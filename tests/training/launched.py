@@ -84,6 +84,6 @@ if __name__ == "__main__":
     asked, words = json.loads(sys.argv[1]), sys.argv[2:]
     install(asked)
     if asked.get("data", [None])[0] == RANK:
-        load = build.load_data
+        load = build.load_data  # type: ignore[attr-defined]
         build.load_data = lambda config, *others: load(replace(config, train_tsv=asked["data"][1]), *others)  # type: ignore[attr-defined]
     sys.exit(main(words))
