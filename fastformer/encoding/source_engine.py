@@ -10,8 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fastformer.encoding.engine import PackedEncoder
 from fastformer.generation.engines import cpp
-from fastformer.generation.engines.cpp_support import find_guards, why_not_in, why_not_now
+from fastformer.generation.engines.cpp_support import find_guards, forget_guards, why_not_in, why_not_now
 from fastformer.generation.engines.prepack import packed
 from fastformer.generation.model_protocols import check_precision, dtype_precision, own_precision, why_not_by_modules
 from fastformer.models import Transformer
@@ -121,6 +122,16 @@ def _why_not(model: object, precision: str | None) -> str | None:
     if type(model) is not Transformer:
         return f"it knows models.Transformer alone, and a {type(model).__name__} may compute otherwise"
     return why_not_now() or why_not_in(precision, model)
+
+
+def pack_source(model: Transformer, precision: str) -> PackedEncoder | str:
+    """The packed encoder of a model, which may be freed behind it; or why the C++ code doesn't compute it."""
+    reason = SourceEngine.why_unsupported(model, precision)
+    if reason is not None:
+        return reason
+    encoder = cast(Any, pack(model, precision))
+    forget_guards(model)
+    return PackedEncoder(encoder, encoder.max_len, token_types=0)
 
 
 def pack(model: Transformer, precision: str) -> _Encoder:

@@ -301,9 +301,10 @@ def known_replacements() -> dict[type[nn.Module], Replacement]:
     """The replacements for classes of torch.nn and of loaded families, by the class that they replace."""
     known = [*torch_nn.REPLACEMENTS]
     if "transformers" in sys.modules:
-        from fastformer.integrations import decoders, encoders
+        from fastformer.integrations import decoders, encoders, seq2seq
 
-        known += [*decoders.replacements(), *encoders.replacements()]
+        # A later one counts: those of encoder-decoders do what those of `decoders` do, and more.
+        known += [*decoders.replacements(), *encoders.replacements(), *seq2seq.replacements()]
     return by_original([*known, *chain.from_iterable(family.REPLACEMENTS for family in _families())])
 
 

@@ -134,7 +134,7 @@ def _why_not_tensors(model: nn.Module) -> str | None:
 def _why_not_parts(model: nn.Module, kind: Any, options: dict[str, Any]) -> str | None:
     """What of a model is other than in a new one of its config."""
     try:
-        with torch.inference_mode(False), torch.random.fork_rng(devices=()), _Weightless():
+        with torch.inference_mode(False), torch.random.fork_rng(devices=()), Weightless():
             made = kind(copy.deepcopy(model.config), **options)
     except Exception as error:
         return f"its config makes no model: {type(error).__name__}: {error}"
@@ -223,7 +223,7 @@ def _why_not_shapes(module: nn.Module, made: nn.Module) -> str | None:
     return None
 
 
-class _Weightless(TorchFunctionMode):
+class Weightless(TorchFunctionMode):
     """Makes tensors that are to be filled with weights on "meta", and fills none. Others, such as tables, are made."""
 
     def __torch_function__(

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.bart import modeling_bart as bart
 
+from fastformer.integrations.engine_encode import StackOnEncoder
 from fastformer.integrations.fused import add_and_norm, fused_feed_forward
 from fastformer.integrations.fused_loss import Seq2SeqLoss
 from fastformer.integrations.heads import KeepsPadding, Seq2SeqModel, derive, replacements
@@ -116,7 +117,7 @@ class BartDecoderLayer(DecoderLayer, bart.BartDecoderLayer):
     """Fused."""
 
 
-BartEncoder = derive(__name__, bart.BartEncoder, Encoder, kinds=(BartEncoderLayer, bart.BartAttention))
+BartEncoder = derive(__name__, bart.BartEncoder, StackOnEncoder, Encoder, kinds=(BartEncoderLayer, bart.BartAttention))
 BartDecoder = derive(__name__, bart.BartDecoder, Decoder, kinds=(BartDecoderLayer, bart.BartAttention))
 REPLACEMENTS = replacements(
     globals(),

@@ -23,13 +23,23 @@ from torch import Tensor, nn
 
 from fastformer.checkpoints.hf import ENCODER_FORMS, FAMILIES
 from fastformer.encoding.engine import PackedEncoder, pack_encoder, why_no_encoder
+from fastformer.encoding.source_engine import pack_source
 from fastformer.generation.engines.cpp_support import PACKED_PRECISIONS, why_not_now
 from fastformer.integrations.as_made import why_not_as_made
-from fastformer.integrations.engine_models import FoundModel, FoundModels, UnfitError, model_type_of
+from fastformer.integrations.conversion import from_huggingface
+from fastformer.integrations.engine_models import (
+    NO_END,
+    FoundModel,
+    FoundModels,
+    UnfitError,
+    counts_words,
+    model_type_of,
+)
+from fastformer.integrations.engine_sources import around, is_source
 from fastformer.integrations.known import RETURNS_TUPLES, attends_as_known, gives_tuple, is_recording
 from fastformer.integrations.padding import Owner, PackingStack
 from fastformer.integrations.replace import original_class
-from fastformer.models import BERT
+from fastformer.models import BERT, Transformer
 from fastformer.nn.guards import is_traced, is_watched
 
 logger = logging.getLogger("fastformer")
@@ -62,14 +72,39 @@ class EncoderModel(FoundModel[PackedEncoder]):
 
     def __init__(self, model: Any, guards: Any) -> None:
         super().__init__(model, guards)
-        form = ENCODER_FORMS[model.config.model_type]
         pad = model.config.pad_token_id
-        self.pad = pad if pad is not None and form.unused_positions(pad) else None
+        self.pad = pad if pad is not None and self.skips(model, pad) else None
+
+    def skips(self, model: Any, pad: int) -> bool:
+        """Whether the positions of a model don't count this id."""
+        return bool(ENCODER_FORMS[model.config.model_type].unused_positions(pad))
 
     def pack(self, converted: Any, precision: str) -> PackedEncoder:
         """See `FoundModel`."""
         assert isinstance(converted, BERT)
         found = pack_encoder(converted, precision)
+        if isinstance(found, str):
+            raise UnfitError(found)
+        return found
+
+
+class SourceModel(EncoderModel):
+    """The encoder of an encoder-decoder."""
+
+    def skips(self, model: Any, pad: int) -> bool:
+        """See `EncoderModel`."""
+        return counts_words(model)
+
+    def convert(self, model: nn.Module) -> Any:
+        """See `FoundModel`."""
+        return from_huggingface(around(model))
+
+    def pack(self, converted: Any, precision: str) -> PackedEncoder:
+        """See `FoundModel`."""
+        assert isinstance(converted, Transformer)
+        if converted.config.positions == "relative":
+            converted.config.max_len = NO_END
+        found = pack_source(converted, precision)
         if isinstance(found, str):
             raise UnfitError(found)
         return found
@@ -89,6 +124,8 @@ def _why_not(model: Any) -> str | None:
     if (missing := why_no_encoder()) is not None:
         return f"there is no C++ engine: {missing}"
     kind, model_type = original_class(model), getattr(getattr(model, "config", None), "model_type", None)
+    if is_source(kind) and model_type == model_type_of(kind):
+        return why_not_as_made(model)
     if not is_encoder(kind) or model_type != model_type_of(kind):
         return f"{kind.__name__} is no encoder that from_huggingface converts"
     if getattr(model.config, "is_causal", False):
@@ -97,7 +134,11 @@ def _why_not(model: Any) -> str | None:
     return why_not_as_made(model, **({"add_pooling_layer": model.pooler is not None} if has_pooler else {}))
 
 
-ENCODERS = FoundModels("_fastformer_encoder_plan", EncoderModel, _why_not)
+def _found(model: Any, guards: Any) -> EncoderModel:
+    return (SourceModel if is_source(original_class(model)) else EncoderModel)(model, guards)
+
+
+ENCODERS = FoundModels("_fastformer_encoder_plan", _found, _why_not)
 
 
 class OnEncoder(nn.Module):
@@ -105,13 +146,18 @@ class OnEncoder(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See transformers."""
-        if self.training or torch.is_grad_enabled():  # the usual reasons cost the least
+        # The usual reasons cost the least.
+        if self.training or torch.is_grad_enabled() or not self.is_encoder_stack():
             return super().forward(*args, **kwargs)
         found = _encoded(self, args, kwargs)
         if isinstance(found, str):
             logger.debug("%s runs by its modules: %s", type(self).__name__, found)
             return super().forward(*args, **kwargs)
         return found
+
+    def is_encoder_stack(self) -> bool:
+        """Whether it is no decoder, for which some families have the same class."""
+        return not getattr(self, "is_decoder", False)
 
     def reads_no_padding(self) -> bool:
         """Whether the running call reads nothing of the hidden states at padding."""
@@ -127,12 +173,16 @@ class EncoderOwner(OnEncoder, Owner):
             return any(module.may_leave_out() for module in self.children() if isinstance(module, PackingStack))
 
 
-class EncoderStack(OnEncoder, PackingStack):
-    """`OnEncoder` of a family whose modules compute padding."""
+class StackOnEncoder(OnEncoder, PackingStack):
+    """`OnEncoder` of a stack."""
 
     def reads_no_padding(self) -> bool:
         """See `OnEncoder`."""
         return self.may_leave_out()
+
+
+class EncoderStack(StackOnEncoder):
+    """`OnEncoder` of a family whose modules compute padding."""
 
     def has_known_layers(self) -> bool:
         """Whether the engine runs it, which leaves padding out."""
@@ -277,19 +327,22 @@ _OUTPUTS = {
     "modernbert": "BaseModelOutput",
     "electra": "BaseModelOutputWithPastAndCrossAttentions",
     "mpnet": "BaseModelOutputWithPooling",
+    "t5": "BaseModelOutputWithPastAndCrossAttentions",
 }
 
 
 def _as_asked(model: Any, hidden: Tensor, given: dict[str, Any]) -> Any:
     kind = model.config.model_type
-    has_pooler = ENCODER_FORMS[kind].pooler is not None
+    form = ENCODER_FORMS.get(kind)
+    has_pooler = form is not None and form.pooler is not None
     pooled = model.pooler(hidden) if has_pooler and model.pooler is not None else None
     if gives_tuple(model.config, given):
         if has_pooler and (RETURNS_TUPLES or kind == "mpnet"):
             return hidden, pooled
         return (hidden,) if pooled is None else (hidden, pooled)
     source = sys.modules[original_class(model).__module__]
-    output = getattr(source, _OUTPUTS.get(kind, "BaseModelOutputWithPoolingAndCrossAttentions"))
+    usual = "BaseModelOutput" if form is None else "BaseModelOutputWithPoolingAndCrossAttentions"
+    output = getattr(source, _OUTPUTS.get(kind, usual))
     return output(hidden, pooled) if has_pooler else output(hidden)
 
 
@@ -334,4 +387,5 @@ def described(model: nn.Module) -> dict[str, str]:
 
 
 def _encoders(model: nn.Module) -> dict[str, OnEncoder]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, OnEncoder)}
+    found = ((name, module) for name, module in model.named_modules() if isinstance(module, OnEncoder))
+    return {name: module for name, module in found if module.is_encoder_stack()}

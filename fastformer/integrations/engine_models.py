@@ -27,7 +27,7 @@ from fastformer.nn.guards import Kept
 from fastformer.nn.model_guards import ModelGuards
 
 # Positions of tables that end nowhere: the engine counts tokens in 32 bits.
-_NO_END = 2**20
+NO_END = 2**20
 Weights = TypeVar("Weights")
 
 
@@ -87,7 +87,7 @@ class FoundModel(Generic[Weights]):
                 if not all(torch.equal(table, before) for table, before in self._tables):
                     raise UnfitError("one of its buffers has other numbers than its config says")
                 try:
-                    converted = from_huggingface(alive)
+                    converted = self.convert(alive)
                 except ValueError as error:
                     raise UnfitError(str(error)) from error
                 return self.pack(converted.eval(), precision)
@@ -100,6 +100,14 @@ class FoundModel(Generic[Weights]):
 
     # What is packed, beside the precision.
     name = "engine"
+
+    def convert(self, model: nn.Module) -> Any:
+        """A model of this library that computes the same.
+
+        Raises:
+            ValueError: there is none.
+        """
+        return from_huggingface(model)
 
     def pack(self, converted: Any, precision: str) -> Weights:
         """The packed weights of a converted model.
@@ -123,7 +131,7 @@ class EngineModel(FoundModel[PackedWeights]):
         if reason is not None:
             raise UnfitError(reason)
         if not isinstance(converted, GPT) and converted.config.positions == "relative":
-            converted.config.max_len = _NO_END  # their tables end nowhere
+            converted.config.max_len = NO_END  # their tables end nowhere
         weights = pack(converted, precision)
         forget_guards(converted)
         return PackedWeights(weights, converted.to("meta"))
@@ -157,11 +165,11 @@ class FoundModels(Generic[Found]):
 
     Args:
         attribute: in which a model keeps it.
-        kind: of what is found.
+        kind: (model, guards) -> what is found.
         find: (model) -> why the engine would compute something else than the model's modules, or None.
     """
 
-    def __init__(self, attribute: str, kind: type[Found], find: Callable[[Any], str | None]) -> None:
+    def __init__(self, attribute: str, kind: Callable[[Any, Any], Found], find: Callable[[Any], str | None]) -> None:
         self._attribute, self._kind, self._find = attribute, kind, find
 
     def of(self, model: nn.Module) -> Found | str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from transformers.models.marian import modeling_marian as marian
 
 from fastformer.integrations.bart import DecoderLayer, EncoderLayer
+from fastformer.integrations.engine_encode import StackOnEncoder
 from fastformer.integrations.fused_loss import Seq2SeqLoss
 from fastformer.integrations.heads import KeepsPadding, Seq2SeqModel, derive, replacements
 from fastformer.integrations.known import register
@@ -23,7 +24,9 @@ class MarianDecoderLayer(DecoderLayer, marian.MarianDecoderLayer):
     """Fused."""
 
 
-MarianEncoder = derive(__name__, marian.MarianEncoder, Encoder, kinds=(MarianEncoderLayer, marian.MarianAttention))
+MarianEncoder = derive(
+    __name__, marian.MarianEncoder, StackOnEncoder, Encoder, kinds=(MarianEncoderLayer, marian.MarianAttention)
+)
 MarianDecoder = derive(__name__, marian.MarianDecoder, Decoder, kinds=(MarianDecoderLayer, marian.MarianAttention))
 REPLACEMENTS = replacements(
     globals(),

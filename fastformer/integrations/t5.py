@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.models.t5 import modeling_t5 as t5
 
 from fastformer.integrations.attention_interface import attend_padded
+from fastformer.integrations.engine_encode import StackOnEncoder
 from fastformer.integrations.engine_generate import OnEngine
 from fastformer.integrations.fused import RMSNorm, fused_feed_forward, plain_dropout
 from fastformer.integrations.fused_loss import Seq2SeqLoss
@@ -29,7 +30,7 @@ from fastformer.integrations.packing import Packing, attend, current_run, entere
 from fastformer.integrations.padding import Owner
 from fastformer.integrations.positionwise import register_parts
 from fastformer.integrations.replace import Replacement
-from fastformer.integrations.stacks import Decoder, Encoder
+from fastformer.integrations.stacks import Decoder, Encoder, Stack
 from fastformer.nn.guards import is_traced, is_written_as_known
 from fastformer.nn.padding import Padding
 
@@ -130,8 +131,7 @@ def _has_tokens(mask: Any) -> bool:
     return type(mask) is Tensor and mask.dim() == 2 and bool((mask != 0).any(1).all())
 
 
-@stands_for_original
-class T5Stack(Encoder, Decoder, t5.T5Stack):
+class PackingT5Stack(Encoder, Decoder):
     """Packs as an encoder by the mask of its first block, as a decoder by its own mask."""
 
     layers_name = "block"
@@ -143,7 +143,7 @@ class T5Stack(Encoder, Decoder, t5.T5Stack):
             kwargs.get("is_causal") is not None or (mask is not None and not self.is_decoder and not _has_tokens(mask))
         )
         if stays_padded:
-            return t5.T5Stack.forward(self, *args, **kwargs)
+            return super(Stack, self).forward(*args, **kwargs)  # transformers'
         return super().forward(*args, **kwargs)
 
     def is_causal_stack(self) -> bool:
@@ -172,6 +172,11 @@ class T5Stack(Encoder, Decoder, t5.T5Stack):
             return True
         crossing = layer.layer[1].EncDecAttention
         return type(crossing) is T5Attention and not (crossing.is_causal or crossing.has_relative_attention_bias)
+
+
+@stands_for_original
+class T5Stack(StackOnEncoder, PackingT5Stack, t5.T5Stack):
+    """An encoder on the engine where it can be; else packed."""
 
 
 @stands_for_original
