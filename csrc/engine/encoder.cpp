@@ -75,8 +75,7 @@ struct Encoder::Lane {
 };
 
 Encoder::Encoder(std::shared_ptr<const PackedModel> model) : model_(std::move(model)) {
-  if (!model_->options.has_encoder() || model_->options.has_decoder())
-    throw std::invalid_argument("expected a model that is an encoder alone");
+  if (!model_->options.has_encoder()) throw std::invalid_argument("expected a model with an encoder");
 }
 
 Encoder::~Encoder() = default;

@@ -37,7 +37,7 @@ struct Texts {
 // Several threads may call one encoder at once.
 class Encoder {
  public:
-  // Throws std::invalid_argument for a model with a decoder, or without an encoder.
+  // Throws std::invalid_argument for a model without an encoder. A decoder of it is not run.
   explicit Encoder(std::shared_ptr<const PackedModel> model);
   ~Encoder();
   Encoder(const Encoder&) = delete;
