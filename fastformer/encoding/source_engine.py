@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -21,12 +21,6 @@ from fastformer.ops import _extension
 
 Rows: TypeAlias = Sequence[Sequence[int]]
 Array: TypeAlias = npt.NDArray[np.float32]
-
-
-class _Encoder(Protocol):
-    """csrc/bindings/encoder.cpp's Encoder."""
-
-    def encode(self, ids: Rows, token_types: None, pooling: str, normalize: bool, threads: int) -> Array: ...
 
 
 class SourceEngine:
@@ -89,11 +83,7 @@ class SourceEngine:
         if self.why_unsupported(model, precision) is not None:
             self._check_modules()
             return self._by_modules(ids)
-        encoder = packed(model, f"source {precision}", lambda: pack(model, precision))
-        try:
-            return encoder.encode(ids, None, "none", False, torch.get_num_threads())
-        except TypeError:
-            raise ValueError("expected ids as a list of integers for each source") from None
+        return packed(model, f"source {precision}", lambda: encoder_of(_pack(model, precision))).states(ids, None)
 
     def _check_modules(self) -> None:
         reason = why_not_by_modules(self.model, self.precision)
@@ -129,16 +119,20 @@ def pack_source(model: Transformer, precision: str) -> PackedEncoder | str:
     reason = SourceEngine.why_unsupported(model, precision)
     if reason is not None:
         return reason
-    encoder = cast(Any, pack(model, precision))
+    found = encoder_of(_pack(model, precision))
     forget_guards(model)
+    return found
+
+
+def encoder_of(weights: object) -> PackedEncoder:
+    """The encoder of a `PackedModel` of the extension, which may have a decoder as well. It holds no other weights."""
+    encoder = cast(Any, _extension.module()).Encoder(weights)
     return PackedEncoder(encoder, encoder.max_len, token_types=0)
 
 
-def pack(model: Transformer, precision: str) -> _Encoder:
-    """The packed encoder of a model that `SourceEngine.why_unsupported` has nothing against; it doesn't refer to it."""
+def _pack(model: Transformer, precision: str) -> object:
     extension = cast(Any, _extension.module())
-    weights = extension.PackedModel(pack_options(model, precision), pack_tensors(model, precision))
-    return cast(_Encoder, extension.Encoder(weights))
+    return extension.PackedModel(pack_options(model, precision), pack_tensors(model, precision))
 
 
 def pack_options(model: Transformer, precision: str) -> dict[str, object]:

@@ -109,11 +109,12 @@ def accelerate(
     fp32, 144 in bf16 and 86 in int8, once glibc has given back what packing freed (`malloc_trim`).
 
     Encoders of transformers that `from_huggingface` converts (BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, MPNet,
-    ELECTRA, ModernBERT) run on the engine, too, in evaluation without gradients on a CPU: one call from ids to hidden
-    states, which poolers and heads read as before. A call with inputs_embeds, position_ids, hidden states or attentions
-    to return, padding on the left or with holes, or padding that something may read, goes by the modules. The packed
-    copy holds about as much as the model's matrices in the engine's precision, beside the model itself, and nothing is
-    packed before the first such call.
+    ELECTRA, ModernBERT; and those of BART, Marian, mBART, Pegasus, M2M100 and, on transformers 5, T5) run on the
+    engine, too, in evaluation without gradients on a CPU: one call from ids to hidden states, which poolers, heads and
+    decoders read as before. A call with inputs_embeds, position_ids, hidden states or attentions to return, padding on
+    the left or with holes, or padding that something may read, goes by the modules. The packed copy holds about as much
+    as the encoder's matrices in the engine's precision, beside the model itself. Nothing is packed before the first
+    such call, nor what `generate` has packed already.
 
     Args:
         model: any module. Known are those of torch.nn (`MultiheadAttention`, `TransformerEncoderLayer`,

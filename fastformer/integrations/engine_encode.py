@@ -25,6 +25,7 @@ from fastformer.checkpoints.hf import ENCODER_FORMS, FAMILIES
 from fastformer.encoding.engine import PackedEncoder, pack_encoder, why_no_encoder
 from fastformer.encoding.source_engine import pack_source
 from fastformer.generation.engines.cpp_support import PACKED_PRECISIONS, why_not_now
+from fastformer.generation.engines.prepack import unpack
 from fastformer.integrations.as_made import why_not_as_made
 from fastformer.integrations.conversion import from_huggingface
 from fastformer.integrations.engine_models import (
@@ -35,7 +36,7 @@ from fastformer.integrations.engine_models import (
     counts_words,
     model_type_of,
 )
-from fastformer.integrations.engine_sources import around, is_source
+from fastformer.integrations.engine_sources import AROUND, is_source, tell_encoders, weights_of_decoding, whole_of
 from fastformer.integrations.known import RETURNS_TUPLES, attends_as_known, gives_tuple, is_recording
 from fastformer.integrations.padding import Owner, PackingStack
 from fastformer.integrations.replace import original_class
@@ -95,9 +96,17 @@ class SourceModel(EncoderModel):
         """See `EncoderModel`."""
         return counts_words(model)
 
+    def weights(self, model: nn.Module, precision: str) -> PackedEncoder:
+        """See `FoundModel`. What is packed for decoding is not packed a second time."""
+        shared = weights_of_decoding(model, precision)
+        if shared is None:
+            return super().weights(model, precision)
+        unpack(model)
+        return shared
+
     def convert(self, model: nn.Module) -> Any:
         """See `FoundModel`."""
-        return from_huggingface(around(model))
+        return from_huggingface(whole_of(model))
 
     def pack(self, converted: Any, precision: str) -> PackedEncoder:
         """See `FoundModel`."""
@@ -146,8 +155,7 @@ class OnEncoder(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See transformers."""
-        # The usual reasons cost the least.
-        if self.training or torch.is_grad_enabled() or not self.is_encoder_stack():
+        if self.training or torch.is_grad_enabled() or not self.is_encoder_stack():  # the cheapest first
             return super().forward(*args, **kwargs)
         found = _encoded(self, args, kwargs)
         if isinstance(found, str):
@@ -210,8 +218,7 @@ def _encoded(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(setting, Setting):
         return "you asked for it"
     given = {**dict(zip(_names(cast(Any, original_class(model))), args, strict=False)), **kwargs} if args else kwargs
-    reason = _why_not_call(model, given) or _why_not_here()
-    if reason is not None:
+    if (reason := _why_not_call(model, given) or _why_not_here()) is not None:
         return reason
     found = ENCODERS.of(model)
     if isinstance(found, str):
@@ -354,6 +361,7 @@ def decide(model: nn.Module, precision: str | None, *, wanted: bool) -> None:
         precision: see there, a known one; None leaves that of an earlier call.
         wanted: whether they are to run on the engine at all.
     """
+    tell_encoders(model)
     for module in _encoders(model).values():
         if not wanted:
             if vars(module).pop(_SETTING, None) is not None:
@@ -365,6 +373,7 @@ def decide(model: nn.Module, precision: str | None, *, wanted: bool) -> None:
 def forget(model: nn.Module) -> None:
     """Undoes `decide`, and drops the weights that were packed."""
     for module in _encoders(model).values():
+        vars(module).pop(AROUND, None)
         if vars(module).pop(_SETTING, None) is not None:
             ENCODERS.forget(module)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 from weakref import ref
 
 import torch
@@ -16,9 +16,11 @@ from torch import nn
 
 from fastformer.checkpoints.hf import FAMILIES, UNSUPPORTED
 from fastformer.checkpoints.hf.bart import FORMS
+from fastformer.encoding.engine import PackedEncoder
+from fastformer.encoding.source_engine import encoder_of
 from fastformer.generation.engines.cpp import CppEngine, pack
 from fastformer.generation.engines.cpp_support import forget_guards, why_no_cpp_engine, why_not_supported
-from fastformer.generation.engines.prepack import packed, repack
+from fastformer.generation.engines.prepack import packed, packed_before, repack
 from fastformer.integrations.as_made import PRECISIONS, guards_of, tables_of, why_not_as_made
 from fastformer.integrations.conversion import from_huggingface
 from fastformer.integrations.replace import original_class
@@ -36,10 +38,17 @@ class UnfitError(Exception):
 
 
 class PackedWeights(NamedTuple):
-    """A `PackedModel` of the extension, and the converted model on "meta": what it was packed from, without weights."""
+    """What the engine decodes with.
+
+    Attributes:
+        weights: a `PackedModel` of the extension.
+        shape: the converted model on "meta": what it was packed from, without weights.
+        encoder: reads the same weights; None: the model has none.
+    """
 
     weights: object
     shape: Transformer | GPT
+    encoder: PackedEncoder | None
 
 
 class FoundModel(Generic[Weights]):
@@ -93,10 +102,20 @@ class FoundModel(Generic[Weights]):
                 return self.pack(converted.eval(), precision)
 
         try:
-            return packed(model, f"{self.name} {precision}", make, find=lambda each: (self.guards, None))
+            return packed(model, self.place(precision), make, find=lambda each: (self.guards, None))
         except UnfitError as error:
             self._unfit[precision] = str(error)
             raise
+
+    def weights_before(self, model: nn.Module, precision: str) -> Weights | None:
+        """The packed weights as the model's are now, if they have been packed."""
+        found = packed_before(model, self.place(precision), find=lambda each: (self.guards, None))
+        return cast(Weights | None, found)
+
+    @classmethod
+    def place(cls, precision: str) -> str:
+        """The name of what is packed, in `prepack`."""
+        return f"{cls.name} {precision}"
 
     # What is packed, beside the precision.
     name = "engine"
@@ -134,7 +153,8 @@ class EngineModel(FoundModel[PackedWeights]):
             converted.config.max_len = NO_END  # their tables end nowhere
         weights = pack(converted, precision)
         forget_guards(converted)
-        return PackedWeights(weights, converted.to("meta"))
+        encoder = None if isinstance(converted, GPT) else encoder_of(weights)
+        return PackedWeights(weights, converted.to("meta"), encoder)
 
 
 class ForeignEngine(CppEngine):
@@ -149,7 +169,7 @@ class ForeignEngine(CppEngine):
     """
 
     def __init__(self, packed: PackedWeights, precision: str) -> None:
-        self._weights, self.shape = packed
+        self._weights, self.shape = packed.weights, packed.shape
         super().__init__(self.shape, precision)
 
     def prepacked(self, *, may_be_old: bool = False) -> object:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import weakref
 from typing import Any, cast
 
 import torch
@@ -11,8 +12,11 @@ import transformers
 from torch import nn
 
 from fastformer.checkpoints.hf import FAMILIES
+from fastformer.encoding.engine import PackedEncoder
+from fastformer.generation.engines.prepack import is_packed
 from fastformer.integrations.as_made import Weightless
-from fastformer.integrations.engine_models import model_type_of
+from fastformer.integrations.engine_models import ENGINE_MODELS, EngineModel, is_convertible, model_type_of
+from fastformer.integrations.replace import original_class
 
 # By the model_type: the class of the encoder. A T5's decoder is of the same class.
 _STACKS = {
@@ -34,7 +38,52 @@ def is_source(kind: type) -> bool:
     return kind is getattr(source, _STACKS[model_type], None)
 
 
-def around(stack: Any) -> nn.Module:
+class Around:
+    """The model around an encoder, as `accelerate` found it, without keeping it alive. A copy knows of none.
+
+    Args:
+        model: it.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self._model = None if model is None else weakref.ref(model)
+
+    def __reduce__(self) -> tuple[type[Around], tuple[()]]:
+        return Around, ()
+
+    def of(self, stack: object) -> Any:
+        """The model, if this is still its encoder."""
+        model: Any = None if self._model is None else self._model()
+        return model if model is not None and model.get_encoder() is stack else None
+
+
+# The attribute in which an encoder keeps it.
+AROUND = "_fastformer_around"
+
+
+def tell_encoders(model: nn.Module) -> None:
+    """Tells the encoders of encoder-decoders inside of a module what is around them."""
+    for module in model.modules():
+        if not is_convertible(cast(Any, original_class(module))):
+            continue
+        whole: Any = module
+        encoder = whole.get_encoder() if whole.config.is_encoder_decoder else None
+        if encoder is not None and is_source(original_class(encoder)):
+            vars(encoder)[AROUND] = Around(whole)
+
+
+def weights_of_decoding(stack: nn.Module, precision: str) -> PackedEncoder | None:
+    """The encoder of the model around this one, if that was packed for decoding and is the same since."""
+    around = vars(stack).get(AROUND)
+    whole = around.of(stack) if isinstance(around, Around) else None
+    if whole is None or not is_packed(whole, EngineModel.place(precision)):
+        return None
+    plan = ENGINE_MODELS.of(whole)
+    found = plan.weights_before(whole, precision) if isinstance(plan, EngineModel) else None
+    return None if found is None else found.encoder
+
+
+def whole_of(stack: Any) -> nn.Module:
     """A whole model with this encoder, for a conversion. Its decoder is one layer of zeros, and reads the same ids.
 
     Args:
@@ -48,9 +97,9 @@ def around(stack: Any) -> nn.Module:
     config.is_encoder_decoder = config.tie_word_embeddings = config.share_encoder_decoder_embeddings = True
     kind = getattr(transformers, FAMILIES[config.model_type].model_class)
     with torch.random.fork_rng(devices=()), Weightless():
-        whole = kind(config)
+        whole: Any = kind(config)
     whole.set_input_embeddings(embedding)
-    decoder = cast(nn.Module, whole.get_decoder())
+    decoder = whole.get_decoder()
     decoder.set_input_embeddings(embedding)
     if hasattr(stack, "embed_positions"):
         decoder.embed_positions = stack.embed_positions

@@ -184,6 +184,30 @@ def packed(
         return cast(T, kept[precision][1])
 
 
+def is_packed(model: nn.Module, precision: str) -> bool:
+    """Whether there is something that `packed` made, as the model is now or as it was."""
+    with _lock:
+        return precision in _packed.get(model, ())
+
+
+def packed_before(model: nn.Module, precision: str, *, find: FindGuards = find_guards) -> Any:
+    """What `packed` has made of a model as it is now, or None: nothing is packed for this call."""
+    with _lock:
+        kept = _packed.get(model, {})
+        if precision not in kept:
+            return None
+        now = fingerprint(model, find)
+        for name in [name for name, (before, _) in kept.items() if before != now]:
+            del kept[name]
+        return kept[precision][1] if precision in kept else None
+
+
+def unpack(model: nn.Module) -> None:
+    """Drops what was packed of a model by itself."""
+    with _lock:
+        _packed.pop(model, None)
+
+
 def repack(model: nn.Module) -> None:
     """Has the next batch pack the weights of a model again for the C++ engine, in `generate` as in a Translator.
 

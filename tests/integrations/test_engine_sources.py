@@ -1,0 +1,303 @@
+"""Encoders of encoder-decoders on the C++ engine: what they compute, and when they or their modules run."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from fastformer.encoding import source_engine
+from fastformer.encoding.engine import PackedEncoder
+from fastformer.integrations import accelerate, engine_encode, report, restore
+from tests.checks import assert_accurate
+from tests.integrations.conversions import CASES, IS_OLD, T5, Case
+from tests.integrations.decoders import Wide
+
+NAMES = [name for name, case in CASES.items() if case.family != "MT5" and not (IS_OLD and case.is_t5)]
+# One of each kind of positions; slow: every option of every family.
+FEW = ("Marian separate", "MBart scaled, bias", "M2M100 real", "T5 1.1")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often the engine was called."""
+    found, plain = [0], PackedEncoder.states
+
+    def counting(self: Any, *args: Any) -> Any:
+        found[0] += 1
+        return plain(self, *args)
+
+    monkeypatch.setattr(PackedEncoder, "states", counting)
+    return found
+
+
+@pytest.fixture
+def packs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often an encoder was packed by itself."""
+    found, plain = [0], source_engine.pack_source
+
+    def counting(*args: Any) -> Any:
+        found[0] += 1
+        return plain(*args)
+
+    monkeypatch.setattr(engine_encode, "pack_source", counting)
+    return found
+
+
+def pair(name: str = "Bart real", **options: Any) -> tuple[Any, Any]:
+    """A model as it is, and accelerated."""
+    plain = CASES[name].make(torch.float32)
+    return plain, accelerate(copy.deepcopy(plain), **options)
+
+
+def inputs(batch: int = 3, seqlen: int = 9) -> dict[str, Tensor]:
+    return {"input_ids": torch.randint(3, 58, (batch, seqlen), generator=torch.Generator().manual_seed(2))}
+
+
+def padded(side: str = "right") -> dict[str, Tensor]:
+    mask = torch.arange(9) < torch.tensor([[9], [4], [1]])
+    if side == "holes":
+        mask[0, 3] = False
+    return inputs() | {"attention_mask": (mask.flip(1) if side == "left" else mask).long()}
+
+
+def whole(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return batch | {"decoder_input_ids": torch.tensor([[5, 9, 20, 7]]).expand(len(batch["input_ids"]), -1)}
+
+
+@torch.no_grad()
+def agree(plain: Any, ours: Any, batch: dict[str, Tensor] | None = None) -> None:
+    """Compares the states of the encoder, or what a whole model says."""
+    batch = inputs() if batch is None else batch
+    if "decoder_input_ids" not in batch:
+        plain, ours = plain.get_encoder(), ours.get_encoder()
+    found, expected = ours(**batch)[0], plain(**batch)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+
+
+def check(case: Case, batch: dict[str, Tensor]) -> None:
+    plain = case.make(torch.float32)
+    ours = accelerate(copy.deepcopy(plain))
+    with torch.no_grad():
+        found, expected = ours(**batch), plain(**batch)
+        with Wide(), case.exactly():
+            exact = case.make()(**batch)
+    assert type(found) is type(expected) and [*found.keys()] == [*expected.keys()]
+    mask = batch["attention_mask"].bool()
+    states, others = found.encoder_last_hidden_state, expected.encoder_last_hidden_state
+    assert states.dtype == others.dtype and not states[~mask].any()
+    assert_accurate(states[mask], others[mask], exact.encoder_last_hidden_state[mask])
+    assert_accurate(found.logits, expected.logits, exact.logits)
+
+
+@pytest.mark.parametrize(
+    # slow: more options, and the families that differ in them alone
+    "name",
+    [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in NAMES],
+)
+def test_every_family_computes_what_its_modules_do(name: str, calls: list[int]) -> None:
+    case = CASES[name]
+    source, target = case.batch
+    mask = (source != case.ids[0]).long()
+    check(case, {"input_ids": source, "attention_mask": mask, "decoder_input_ids": target})
+    assert calls == [1]
+    plain, ours = pair(name)
+    agree(plain, ours)
+    assert calls == [2]
+    with torch.no_grad():
+        for options in ({}, {"return_dict": False}):
+            found, expected = (model.get_encoder()(**inputs(1), **options) for model in (ours, plain))
+            assert type(found) is type(expected) and len(found) == len(expected) == 1
+
+
+@pytest.mark.parametrize("side", ["left", "holes"])
+@pytest.mark.parametrize("name", ["Bart real", "M2M100 real"])
+def test_other_masks_go_the_modules_way(name: str, side: str, calls: list[int]) -> None:
+    agree(*pair(name), whole(padded(side)))
+    assert calls == [0]
+
+
+def test_an_encoder_of_which_padding_may_be_read_computes_it(calls: list[int]) -> None:
+    plain, ours = pair()
+    agree(plain, ours, padded())  # not by a call of the model
+    assert calls == [0]
+    agree(plain, ours, whole(padded()))
+    assert calls == [1]
+    plain, ours = pair(padding="compute")
+    agree(plain, ours, whole(padded()))
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("name", ["Marian real", "MBart real"])
+def test_what_else_is_asked_for_is_there(name: str, calls: list[int]) -> None:
+    plain, ours = pair(name, fused_loss=False)
+    asked = {"output_attentions": True, "output_hidden_states": True}
+    plain.set_attn_implementation("eager"), ours.set_attn_implementation("eager")  # the other gives no attentions
+    with torch.no_grad():
+        found, expected = ours(**whole(inputs()), **asked), plain(**whole(inputs()), **asked)
+    assert [*found.keys()] == [*expected.keys()] and calls == [0]
+    for key in ("encoder_attentions", "encoder_hidden_states"):
+        assert len(found[key]) == len(expected[key]) > 1
+        torch.testing.assert_close(found[key][-1], expected[key][-1], rtol=1e-4, atol=2e-5)
+    with torch.no_grad():
+        embeds = {"inputs_embeds": plain.get_encoder().embed_tokens(inputs()["input_ids"])}
+    agree(plain, ours, embeds)
+    assert calls == [0]
+    labels = {"labels": torch.tensor([[5, 9, 7]] * 3)}
+    with torch.no_grad():
+        torch.testing.assert_close(ours(**padded(), **labels).loss, plain(**padded(), **labels).loss)
+    assert calls == [1]
+    assert ours(**inputs(), **labels).encoder_last_hidden_state.requires_grad
+    ours.train()
+    with torch.no_grad():
+        ours(**inputs(), **labels)
+    assert calls == [1]
+
+
+def hooked(model: Any) -> None:
+    layers = model.get_encoder()
+    layers = layers.layers if hasattr(layers, "layers") else layers.block
+    layers[1].register_forward_hook(
+        lambda module, args, out: (out[0] * 0.5, *out[1:]) if isinstance(out, tuple) else out * 0.5
+    )
+
+
+def other_activation(model: Any) -> None:
+    model.get_encoder().layers[0].activation_fn = nn.Tanh()
+
+
+def fewer_layers(model: Any) -> None:
+    model.get_encoder().layers = model.get_encoder().layers[:1]
+
+
+def other_table(model: Any) -> None:
+    with torch.no_grad():
+        model.get_encoder().embed_positions.weight.mul_(0.5)
+
+
+def written(model: Any) -> None:
+    model.get_encoder().layers[0].fc1.weight.data.numpy()[:] *= 1.5
+
+
+def another_decoder(model: Any) -> None:
+    model.get_decoder().layers = model.get_decoder().layers[:1]
+
+
+@pytest.mark.parametrize(
+    ("change", "served"),
+    [(hooked, 0), (other_activation, 0), (fewer_layers, 0), (other_table, 0), (written, 1), (another_decoder, 1)],
+)
+def test_a_changed_model_computes_what_it_says(change: Any, served: int, calls: list[int]) -> None:
+    plain, ours = pair("Marian real")
+    agree(plain, ours, whole(inputs()))
+    assert calls == [1]
+    change(plain), change(ours)
+    agree(plain, ours, whole(inputs()))
+    assert calls == [1 + served]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Bart real",
+        # slow: other ways by which a model has its encoder
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ["MBart real", *([] if IS_OLD else ["T5 1.0"])]),
+    ],
+)
+def test_decoding_and_encoding_share_their_weights(name: str, calls: list[int], packs: list[int]) -> None:
+    plain, ours = pair(name)
+    agree(plain, ours)
+    assert packs == [1]
+    said = [model.generate(**inputs(), max_new_tokens=3, do_sample=False) for model in (plain, ours)]
+    assert torch.equal(*said)
+    encoder = ours.get_encoder()
+    with torch.no_grad():
+        before = encoder(**inputs())[0]
+    assert packs == [1] and calls == [2]
+    for model in (plain, ours):
+        with torch.no_grad():
+            model.get_input_embeddings().weight.mul_(0.5)
+    agree(plain, ours)  # packed anew, and by itself, since nothing is decoded now
+    assert packs == [2] and not torch.allclose(encoder(**inputs())[0], before)
+    plain, ours = pair(name)
+    ours.generate(**inputs(), max_new_tokens=3)
+    agree(plain, ours)
+    assert packs == [2]  # decoding came first
+    other = pair(name)[1]
+    accelerate(other, precision="int8")
+    other.generate(**inputs(), max_new_tokens=3)
+    with torch.no_grad():
+        cosine = torch.cosine_similarity(other.get_encoder()(**inputs())[0], plain.get_encoder()(**inputs())[0], -1)
+    assert packs == [2] and 0.9 < float(cosine.min()) < 0.9999999
+
+
+def test_an_option_does_without(calls: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    plain, ours = pair(encode=False)
+    assert "asked" in report(ours).encode["model.encoder"]
+    agree(plain, ours)
+    assert calls == [0]
+    accelerate(ours)
+    assert "C++" in report(ours).encode["model.encoder"] and [*report(ours).encode] == ["model.encoder"]
+    agree(plain, ours)
+    assert calls == [1]
+    for model in (plain, ours):
+        hooked(model)
+    with caplog.at_level(logging.DEBUG, "fastformer"):
+        agree(plain, ours)
+    assert "hook" in caplog.text and "hook" in report(ours).encode["model.encoder"]
+    restore(ours)
+    assert type(ours.get_encoder()) is type(plain.get_encoder())
+    assert vars(ours.get_encoder()).keys() == vars(plain.get_encoder()).keys()
+
+
+def test_a_copy_and_a_pickle_pack_their_own(calls: list[int]) -> None:
+    plain, ours = pair("MBart real")
+    ours.generate(**inputs(), max_new_tokens=2)
+    agree(plain, ours)
+    twins = [copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))]
+    for model in (plain, *twins):
+        with torch.no_grad():
+            model.get_encoder().layer_norm.weight.mul_(1.5)
+    for twin in twins:
+        agree(plain, twin)
+    assert calls == [3]
+    freed = weakref.ref(ours.get_encoder())
+    del ours
+    gc.collect()
+    assert freed() is None
+
+
+def test_ids_that_a_model_has_not(calls: list[int]) -> None:
+    _, ours = pair()
+    with torch.no_grad(), pytest.raises(IndexError, match=r"\bids\b"):
+        ours.get_encoder()(input_ids=torch.tensor([[5, 60]]))
+    calls[0] = 0
+    plain, ours = pair("M2M100 real")
+    batch = inputs()
+    batch["input_ids"][1, 4] = plain.config.pad_token_id  # which its positions don't count
+    agree(plain, ours, batch)
+    assert calls == [0]
+    agree(plain, ours, inputs(1, 40))  # beyond the positions of its config, for which its modules make more
+    assert calls == [0]
+
+
+@pytest.mark.skipif(IS_OLD, reason="before version 5 a T5's encoder keeps its modules")
+def test_a_t5_without_a_decoder(calls: list[int]) -> None:
+    torch.manual_seed(3)
+    plain = transformers.T5EncoderModel(transformers.T5Config(**T5)).eval()
+    ours = accelerate(copy.deepcopy(plain))
+    for batch in (inputs(2, 40), padded()):
+        with torch.no_grad():
+            found, expected = ours(**batch)[0], plain(**batch)[0]
+        mask = batch.get("attention_mask", torch.ones(batch["input_ids"].shape)).bool()
+        torch.testing.assert_close(found[mask], expected[mask], rtol=1e-4, atol=2e-5)
+        assert not found[~mask].any()
+    assert calls == [2]
