@@ -130,7 +130,8 @@ def fork(batch: Batch, groups: list[Group], dice: random.Random, widest: int) ->
         group.rows = [list(group.rows[place]) for place in places]
 
 
-@pytest.mark.parametrize("seed", range(3))
+# What comes, moves and goes is drawn; the other seeds draw more of the same.
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_each_row_is_as_if_it_were_alone(driven, seed) -> None:
     dice = random.Random(seed)
     engine = driven.engine

@@ -300,7 +300,19 @@ BACKWARD_MISTAKES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mistake", BACKWARD_MISTAKES)
+def few(mistakes: dict[str, tuple[str, str]], *fast: str) -> list[Any]:
+    """Mistakes of each kind (phases, waits, arrivals, numbers); the rest, one for each line of the kernel, is slow."""
+    assert {*fast} <= {*mistakes}
+    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in mistakes]
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    few(
+        BACKWARD_MISTAKES, "the phase", "no wait for free keys", "no arrival", "no fence", "scores used early",
+        "P not transposed", "dropout's keys", "the last key",
+    ),
+)  # fmt: skip
 def test_a_mistake_in_the_backward_is_noticed(mistake: str) -> None:
     kernel = kernel_with(*BACKWARD_MISTAKES[mistake], module=backward)
     case = replace(BASE, batch=2, kv_heads=2, seqlen_q=300, seqlen_k=330, window=(None, 0), dropout_p=0.2)
@@ -326,7 +338,14 @@ def kernel_with(right: str, wrong: str, module: types.ModuleType = forward) -> A
     return changed._attention_hopper_fwd_kernel if module is forward else changed._attention_hopper_bwd_kernel
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize(
+    "mistake",
+    few(
+        MISTAKES, "K's phase", "Q's phase", "no wait for V", "no wait for a free K", "no arrive after Q",
+        "one arrival for two consumers", "a wait one too deep", "V released early", "expected bytes", "dropout's words",
+        "the last key",
+    ),
+)  # fmt: skip
 def test_a_mistake_is_noticed(mistake: str) -> None:
     kernel = kernel_with(*MISTAKES[mistake])
     with pytest.raises((GluonError, AssertionError)):

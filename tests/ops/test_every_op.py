@@ -306,7 +306,8 @@ def test_opcheck(call: Call, forced: str) -> None:
         results(call, N, call.tensors(N))
     assert recorded.calls
     for function, args in recorded.calls:
-        checks = ("test_schema", "test_faketensor") if call.op == "decode_attention" else None
+        # How an op is registered is no backend's affair: the whole list of checks is for one of them.
+        checks = ("test_schema", "test_faketensor") if call.op == "decode_attention" or forced != "reference" else None
         if str(function).rpartition(".")[0].endswith("_fwd"):
             args = torch.utils._pytree.tree_map_only(
                 Tensor, lambda x: x.requires_grad_() if x.is_floating_point() and call.learns else x, args
@@ -314,8 +315,21 @@ def test_opcheck(call: Call, forced: str) -> None:
         torch.library.opcheck(function, args, **({"test_utils": checks} if checks else {}))
 
 
-@every_call
-@pytest.mark.parametrize("backend", ["reference", None])
+def on_backends_by_turns() -> list[Any]:
+    """Calls of an op on what runs there by default, and on the reference, in turn; the rest is slow.
+
+    A graph holds one call of an op either way: the backend is chosen within the call.
+    """
+    found, places = [], dict.fromkeys((call.op for call in CALLS), 0)
+    for call in CALLS:
+        backends = (None, "reference") if places[call.op] % 2 == 0 else ("reference", None)
+        found.append(pytest.param(call, backends[0], id=f"{backends[0]}-{call}"))
+        found.append(pytest.param(call, backends[1], id=f"{backends[1]}-{call}", marks=pytest.mark.slow))
+        places[call.op] += 1
+    return found
+
+
+@pytest.mark.parametrize("call, backend", on_backends_by_turns())
 def test_compiled(call: Call, backend: str | None) -> None:
     """One graph for all sizes. What runs in it is one call of the op, whatever it runs on."""
 
