@@ -13,6 +13,8 @@ import datetime
 import logging
 import os
 import pickle
+import secrets
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -23,6 +25,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
 from fastformer.nn import guards
@@ -162,7 +165,9 @@ class World:
         world = cls(rank, size, local, True, timeout)
         limit = datetime.timedelta(seconds=timeout)
         try:
-            dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=limit)
+            store = _fresh_store(rank, size, limit)
+            backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
             world._host = dist.new_group(backend="gloo", timeout=limit)
         except (RuntimeError, OSError) as error:
             raise LostRanksError(
@@ -355,6 +360,35 @@ def _shard_by_layer(model: nn.Module, mesh: Any) -> None:
 
 def _hooks(module: nn.Module) -> list[Any]:
     return [*vars(module)["_forward_pre_hooks"].values(), *vars(module)["_forward_hooks"].values()]
+
+
+def _fresh_store(rank: int, size: int, limit: datetime.timedelta) -> PrefixStore:
+    """The place where processes tell each other their addresses, without those of processes that are gone.
+
+    A launcher that starts the processes anew may keep its store, in which the addresses of the former ones still are;
+    and how often it did so, machines may count differently. So rank 0 invents a name, under which all go on, and gives
+    it to each process that asks under a name of its own.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+    store = TCPStore(address, port, size, hosts, timeout=limit, wait_for_workers=False)
+    own, ends = secrets.token_hex(8), time.monotonic() + limit.total_seconds()
+    if rank:
+        store.set(f"fastformer/asks/{rank}", own)
+        name = store.get(f"fastformer/answers/{own}").decode()  # waits
+        store.set(f"fastformer/{name}/{rank}", own)
+        return PrefixStore(name, store)
+    waiting = set(range(1, size))
+    while waiting:
+        for each in sorted(waiting):
+            if store.check([f"fastformer/asks/{each}"]):  # perhaps of a process that is gone: it gets an answer, too
+                store.set(f"fastformer/answers/{store.get(f'fastformer/asks/{each}').decode()}", own)
+            if store.check([f"fastformer/{own}/{each}"]):
+                waiting.discard(each)
+        if time.monotonic() > ends:
+            raise TimeoutError(f"no sign of rank {', '.join(map(str, sorted(waiting)))}")
+        time.sleep(0.01)
+    return PrefixStore(own, store)
 
 
 def is_parted(tensor: object) -> bool:
