@@ -47,7 +47,7 @@ EXTRAS = {
     "transformers": "hf",
     "jinja2": "chat",
     **dict.fromkeys(
-        ("fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client", "python_multipart", "bs4", "py3langid"),
+        ("fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client", "python_multipart", "py3langid"),
         "serve",
     ),
 }

@@ -90,6 +90,7 @@ class AsyncFront(Generic[R]):
         self._step_seconds = 0.0
         self._rate, self._rate_tokens, self._rate_seconds = 0.0, 0, 0.0  # tokens a second that leave the queue
         self._aside: ThreadPoolExecutor | None = None
+        self._num_aside = 0
 
     # Opening and closing
 
@@ -241,14 +242,26 @@ class AsyncFront(Generic[R]):
         Args:
             work: to do.
             size: characters that it reads.
+
+        Raises:
+            QueueFull: as many wait for that thread as requests may wait, and the front refuses.
         """
         if size <= _INLINE:
             return work()
         with self._changed:
+            if self.when_full == "refuse" and self._num_aside >= self.max_waiting:
+                self._refused += 1
+                message = f"the texts of {self._num_aside} requests are still to be read: try again later"
+                raise QueueFull(message, self._retry_after())
             if self._aside is None:
                 self._aside = ThreadPoolExecutor(1, thread_name_prefix=f"{self.name}-texts")
+            self._num_aside += 1
             executor = self._aside
-        return await asyncio.get_running_loop().run_in_executor(executor, work)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(executor, work)
+        finally:
+            with self._changed:
+                self._num_aside -= 1
 
     async def call(self, function: Callable[[], T]) -> T:
         """Runs a function in the thread that has the model, between two steps; what waits and runs waits for it.

@@ -27,6 +27,19 @@ class PartAnswer(NamedTuple):
     space: str
 
 
+class _Prepared(NamedTuple):
+    """Texts as they are asked for.
+
+    Attributes:
+        texts: the parts of each.
+        requests, names: of all parts that there is something to do for; the latter for messages.
+    """
+
+    texts: list[list[Part]]
+    requests: list[Request]
+    names: list[str]
+
+
 class TextStream:
     """A translation piece by piece: an asynchronous iterator, which cancels its request when it is deleted.
 
@@ -176,6 +189,7 @@ class AsyncTranslator:
         split: bool = False,
         deadline: float | None = None,
         most_new_tokens: int | None = None,
+        most_parts: int | None = None,
     ) -> list[list[PartAnswer]]:
         """The answers of several texts, which are asked for together.
 
@@ -186,6 +200,7 @@ class AsyncTranslator:
             split: cut each text into sentences.
             deadline: a time of `time.monotonic`; None: it may take as long as it takes.
             most_new_tokens: of each sentence, whatever the config says.
+            most_parts: sentences of all texts, or texts without split; more are an error. None: any number.
 
         Returns:
             For each text what became of its sentences, or of it as a whole.
@@ -195,17 +210,11 @@ class AsyncTranslator:
             QueueFull, TooLate, NotRunning, RuntimeError: see `AsyncFront.ask`.
         """
         builder = self._builder(config, log_probs=log_probs)
-        size = sum(len(item.text) for item in items if isinstance(item.text, str))
-        texts = await self.front.aside(
-            lambda: [self._parts(item, number, builder, split) for number, item in enumerate(items, 1)], size
-        )
-        names = [
-            _name_of(item.text) for item, parts in zip(items, texts, strict=True) for part in parts if part.checked
-        ]
-        requests = self._requests(builder, [part for parts in texts for part in parts], most_new_tokens)
-        if not requests:
+        prepared = await self._prepared(items, builder, split, most_new_tokens, most_parts)
+        texts = prepared.texts
+        if not prepared.requests:
             return [[PartAnswer(None, part.space) for part in parts] for parts in texts]
-        asked = self.front.submit(requests, deadline=deadline, names=names)
+        asked = self.front.submit(prepared.requests, deadline=deadline, names=prepared.names)
         try:
             found: list[list[PartAnswer]] = []
             place = 0
@@ -251,10 +260,10 @@ class AsyncTranslator:
             check_one_stream(form, config)
         item = Item(text, target_prefix, source_lang, target_lang)
         builder = self._builder(config, log_probs=False)
-        parts = self._parts(item, 1, builder, split)
+        prepared = self._made([item], builder, split, None, None)
 
         async def pieces() -> AsyncIterator[str]:
-            async for piece in self._pieces(text, parts, builder, not split):
+            async for piece in self._pieces(prepared, builder, not split):
                 yield piece
 
         return pieces()
@@ -267,6 +276,7 @@ class AsyncTranslator:
         split: bool = False,
         deadline: float | None = None,
         most_new_tokens: int | None = None,
+        most_parts: int | None = None,
     ) -> TextStream:
         """As `stream`, but the request has its place in the queue when this returns, and the sentences of a split text
         come piece by piece as well.
@@ -274,7 +284,7 @@ class AsyncTranslator:
         Args:
             item: the text.
             config: from `settings`.
-            split, deadline, most_new_tokens: see `answers`.
+            split, deadline, most_new_tokens, most_parts: see `answers`.
 
         Raises:
             ValueError, QueueFull, NotRunning: at once; see `answers`.
@@ -284,29 +294,23 @@ class AsyncTranslator:
         if not split:
             check_one_stream(as_form(config, False, False), config)
         builder = self._builder(config, log_probs=False)
-        parts = await self.front.aside(lambda: self._parts(item, 1, builder, split), len(item.text))
-        return self._pieces(item.text, parts, builder, by_token, deadline, most_new_tokens)
+        prepared = await self._prepared([item], builder, split, most_new_tokens, most_parts)
+        return self._pieces(prepared, builder, by_token, deadline)
 
     def _pieces(
-        self,
-        text: str,
-        parts: Sequence[Part],
-        builder: RequestBuilder,
-        by_token: bool,
-        deadline: float | None = None,
-        most_new_tokens: int | None = None,
+        self, prepared: _Prepared, builder: RequestBuilder, by_token: bool, deadline: float | None = None
     ) -> TextStream:
         """The translations of a text's parts, which decode together, with the white space behind each."""
-        requests = self._requests(builder, parts, most_new_tokens)
         asked: Answers[Request] | None = None
-        if requests:
+        if prepared.requests:
             asked = self.front.submit(
-                requests,
+                prepared.requests,
                 deadline=deadline,
-                names=[_name_of(text)] * len(requests),
-                listen=range(len(requests)) if by_token else (),
+                names=prepared.names,
+                listen=range(len(prepared.requests)) if by_token else (),
             )
         found: list[PartAnswer] = []
+        (parts,) = prepared.texts
         return TextStream(self._told(parts, asked, by_token, builder.config, found), found)
 
     async def _told(
@@ -344,6 +348,46 @@ class AsyncTranslator:
             if asked is not None:
                 asked.leave()
 
+    async def _prepared(
+        self,
+        items: Sequence[Item],
+        builder: RequestBuilder,
+        split: bool,
+        most_new_tokens: int | None,
+        most_parts: int | None,
+    ) -> _Prepared:
+        """See `_made`; the event loop doesn't wait for long texts."""
+        size = sum(len(item.text) for item in items if isinstance(item.text, str))
+        return await self.front.aside(lambda: self._made(items, builder, split, most_new_tokens, most_parts), size)
+
+    def _made(
+        self,
+        items: Sequence[Item],
+        builder: RequestBuilder,
+        split: bool,
+        most_new_tokens: int | None,
+        most_parts: int | None,
+    ) -> _Prepared:
+        """What texts become before they can be asked for.
+
+        Raises:
+            ValueError: a text that can't be translated, or more than `most_parts`.
+        """
+        made = _Prepared([], [], [])
+        count = 0
+        for number, item in enumerate(items, 1):
+            parts = self._parts(item, number, builder, split)
+            count += len(parts)
+            if most_parts is not None and count > most_parts:  # before the rest is read
+                raise ValueError(
+                    f"expected at most {most_parts:,} sentences in a request, got {count:,} up to text {number}"
+                )
+            requests = self._requests(builder, parts, most_new_tokens, count - len(parts))
+            made.texts.append(parts)
+            made.requests.extend(requests)
+            made.names.extend([f"text {item.text[:_SHOWN]!r:.{_SHOWN}}"] * len(requests))
+        return made
+
     def _parts(self, item: Item, number: int, builder: RequestBuilder, split: bool) -> list[Part]:
         """A text's sentences, or all of it, as ids.
 
@@ -355,9 +399,12 @@ class AsyncTranslator:
             return parts_of(self.translator, item, number, builder)
         return [Part(str(number), self.translator.encode_item(item, number, builder), "", True)]
 
-    def _requests(self, builder: RequestBuilder, parts: Sequence[Part], most_new_tokens: int | None) -> list[Request]:
+    def _requests(
+        self, builder: RequestBuilder, parts: Sequence[Part], most_new_tokens: int | None, before: int
+    ) -> list[Request]:
+        """The requests of a text's parts, behind so many parts of other texts: the place decides what is drawn."""
         found = []
-        for place, part in enumerate(parts):
+        for place, part in enumerate(parts, before):
             checked = part.checked
             if checked is not None:
                 limit = checked.limit if most_new_tokens is None else min(checked.limit, most_new_tokens)
@@ -402,7 +449,3 @@ def joined_texts(parts: Sequence[PartAnswer]) -> list[str]:
         for n in range(most)
     ]
     return list(dict.fromkeys(texts))
-
-
-def _name_of(text: str) -> str:
-    return f"text {text!r:.{_SHOWN}}"

@@ -3,7 +3,8 @@
 limits.py          `Limits`, and the middlewares that hold them: size and time of a body, keys
 service.py         `Service`: what a folder does, without HTTP; `open_service` finds out which kind it is
 answers.py         answers and errors as HTTP: until_gone, server-sent events, the status of an error
-translate.py       our own routes of a translator
+translate.py       our own routes of a translator; libretranslate.py has LibreTranslate's
+html_text.py       the texts of an HTML page
 openai*.py         OpenAI's routes: completions and chats; embeddings.py has those of embeddings
 tei.py, tgi.py     the routes of Hugging Face's servers, for encoders and for language models
 *_service.py       the services of language models and of encoders

@@ -19,6 +19,7 @@ logger = logging.getLogger("fastformer")
 
 T = TypeVar("T")
 
+FAILED = "the request failed; the server's log says more"
 _PING_SECONDS = 15.0  # without a byte for longer, proxies give a connection up
 
 
@@ -31,8 +32,15 @@ class EndedEarly(Exception):
 
 
 def as_json(value: object) -> bytes:
-    """JSON in UTF-8; a lone surrogate, which UTF-8 can't hold, becomes an escape."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    """JSON in UTF-8; a lone surrogate, which UTF-8 can't hold, becomes an escape.
+
+    Raises:
+        RuntimeError: a number that is NaN or infinite.
+    """
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except ValueError as error:  # no fault of the request
+        raise RuntimeError("the model gave numbers that JSON can't hold: NaN or infinite ones") from error
     return text.encode("utf-8", "backslashreplace")
 
 
@@ -74,7 +82,7 @@ def explained(error: Exception) -> tuple[int, str]:
         return status, str(error)
     cause = error.__cause__ or error  # the outer one names the text
     logger.error("a request failed: %s", type(error).__name__, exc_info=cause if error.__cause__ else None)
-    return 500, "the request failed; the server's log says more"
+    return 500, FAILED
 
 
 def headers_of(error: Exception) -> dict[str, str]:
@@ -111,6 +119,16 @@ async def until_gone(http: Request, work: Awaitable[T]) -> T:
 async def _disconnected(http: Request) -> None:
     while (await http.receive())["type"] != "http.disconnect":
         pass
+
+
+async def behind(first: T, rest: AsyncIterator[T]) -> AsyncIterator[T]:
+    """What has been taken of an iterator, and then the rest of it, which is closed at the end."""
+    try:
+        yield first
+        async for one in rest:
+            yield one
+    finally:
+        await rest.aclose()  # type: ignore[attr-defined]
 
 
 def event(value: object) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import logging
 import re
 from collections.abc import AsyncIterator, Collection, Sequence
@@ -29,6 +30,7 @@ from fastformer.serving.service import Service
 
 logger = logging.getLogger("fastformer")
 
+_BRANCH = re.compile(r"str|int|bool|float|.*[\[(].*")  # what pydantic calls the types that a field may have
 _UNMATCHED = "unmatched"  # what metrics and the log call a path that no route has
 # The formats of each kind of service, modules with `router(service, limits)` and `error_response(status, message)`; one
 # whose bodies may hold a key has BODY_KEYS, the paths of such.
@@ -68,7 +70,14 @@ def make_app(
         async with service:
             yield
 
-    app = FastAPI(title="fastformer", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="fastformer",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
     state = app.state
     state.service, state.limits, state.has_keys = service, limits, bool(keys)
     state.traffic, state.metrics = Traffic(), Metrics(service)
@@ -99,8 +108,9 @@ def make_app(
             expose_headers=["Retry-After"],
         )  # fmt: skip
     app.add_middleware(
-        Watch, traffic=state.traffic, metrics=state.metrics, template_of=state.paths.template, logs=access_log
-    )
+        Watch, traffic=state.traffic, metrics=state.metrics, template_of=state.paths.template, respond=respond,
+        logs=access_log,
+    )  # fmt: skip
     return app
 
 
@@ -186,5 +196,8 @@ def _add_errors(app: FastAPI) -> None:
 def schema_message(error: RequestValidationError | pydantic.ValidationError) -> tuple[str, str]:
     """The first thing that is wrong with a body, in one line, without what the body holds; and where it is."""
     first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"] if part != "body")
+    if first["type"] == "json_invalid":  # its place is a number of characters
+        return f"expected JSON, got something else: {first['ctx']['error']}", ""
+    named = itertools.takewhile(lambda part: not _BRANCH.fullmatch(str(part)), first["loc"])
+    place = ".".join(str(part) for part in named if part != "body")
     return f"{place}: {first['msg']}" if place else str(first["msg"]), place

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -68,8 +67,7 @@ class _EncoderService(Service):
         return self.front.stats()
 
     async def _ask(self, build: Callable[[], EncodeRequest], size: int, timeout: float | None) -> Encoded:
-        most = self.limits.timeout_s
-        deadline = time.monotonic() + min(most, timeout or most)
+        deadline = self.deadline(timeout)
         request = await self.front.aside(build, size)
         await self.front.ask(request, deadline=deadline, name="the texts")
         return Encoded(request.results, request.num_tokens)

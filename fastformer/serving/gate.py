@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import time
+import traceback
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fastformer.serving.answers import EndedEarly
+from fastformer.serving.answers import FAILED, EndedEarly
 from fastformer.serving.limits import Limits
 from fastformer.serving.metrics import Metrics
 
@@ -29,7 +30,7 @@ access = logging.getLogger("fastformer.access")
 
 KEYS = "FASTFORMER_API_KEYS"
 OPEN = ("/health", "/ready")  # answered without a key, and while the server ends
-_IGNORED_BYTES = 4 << 20  # that are read of a body that is too large, so that its client hears of it
+_IGNORED_BYTES = 64 << 20  # that are read of a body that is too large, so that its client hears of it
 
 Respond: TypeAlias = Callable[..., Response]  # (path, status, message, headers=...) in the shape of the path's format
 
@@ -77,13 +78,21 @@ class Watch:
         app: what stands behind it.
         traffic, metrics: take what it sees.
         template_of: the route's template of a path, so that no client can make labels up.
+        respond: makes the response of an error that nothing behind it has handled.
         logs: whether to write the log.
     """
 
     def __init__(
-        self, app: ASGIApp, traffic: Traffic, metrics: Metrics, template_of: Callable[[str], str], logs: bool
+        self,
+        app: ASGIApp,
+        traffic: Traffic,
+        metrics: Metrics,
+        template_of: Callable[[str], str],
+        respond: Respond,
+        logs: bool,
     ) -> None:
-        self.app, self.traffic, self.metrics, self.template_of, self.logs = app, traffic, metrics, template_of, logs
+        self.app, self.traffic, self.metrics, self.logs = app, traffic, metrics, logs
+        self.template_of, self.respond = template_of, respond
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -106,6 +115,11 @@ class Watch:
             await self.app(scope, receive, watched)
         except EndedEarly:  # it has been told; the server closes a connection whose answer isn't whole
             pass
+        except Exception as error:  # not one that a route is known to raise
+            where = "".join(traceback.format_tb(error.__traceback__))  # without its message, which may hold a text
+            logger.error("a request to %s failed: %s\n%s", self.template_of(path), type(error).__name__, where)
+            if not status:
+                await self.respond(path, 500, FAILED)(scope, receive, watched)
         finally:
             self.traffic.in_flight -= counts
             seconds, route = time.perf_counter() - began, self.template_of(path)

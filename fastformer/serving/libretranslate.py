@@ -6,8 +6,6 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from bs4 import BeautifulSoup
-from bs4.element import NavigableString, PageElement
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -15,11 +13,11 @@ from fastformer.generation.async_translator import joined_texts
 from fastformer.generation.text_io import Item
 from fastformer.serving.answers import answer, until_gone
 from fastformer.serving.codes import AUTO, Detected
+from fastformer.serving.html_text import HtmlPage
 from fastformer.serving.limits import Limits
 from fastformer.serving.service import TranslateService
 
 BODY_KEYS = ("/translate", "/detect", "/languages", "/frontend/settings")  # whose bodies may hold the api_key
-_UNTRANSLATED = ("script", "style", "code", "pre", "textarea", "kbd", "samp")
 
 
 class TranslateBody(BaseModel):
@@ -70,7 +68,8 @@ def router(service: TranslateService, limits: Limits) -> APIRouter:
             count = ask.alternatives + 1
             options = {"num_return_sequences": count, "num_beams": max(count, service.config.num_beams)}
         config, target = service.settings(options), codes.target(ask.target)
-        pages = [_Html(text) if ask.format == "html" else _Plain(text) for text in texts]
+        kind = HtmlPage if ask.format == "html" else _Plain
+        pages = await service.front.front.aside(lambda: [kind(text) for text in texts], sum(map(len, texts)))
         detected: list[Detected | None] = [
             (await service.detect(page.plain()))[0] if ask.source == AUTO else None for page in pages
         ]
@@ -193,37 +192,6 @@ class _Plain:
     def filled(self, texts: Sequence[str]) -> str:
         """The whole with these in place of `texts`."""
         return texts[0]
-
-
-class _Html(_Plain):
-    """HTML, whose text nodes are translated each by itself. Elements with `translate="no"` stay as they are."""
-
-    def __init__(self, text: str) -> None:
-        try:
-            self._soup = BeautifulSoup(text, "html.parser")
-        except (AssertionError, RecursionError) as error:  # html.parser asserts on some broken declarations
-            raise ValueError("expected HTML that can be read, got something else") from error
-        self._nodes = [node for node in self._soup.descendants if _is_text(node)]
-        self.texts = [str(node) for node in self._nodes]
-
-    def plain(self) -> str:
-        return " ".join(self.texts)
-
-    def filled(self, texts: Sequence[str]) -> str:
-        for place, text in enumerate(texts):
-            new = NavigableString(text)
-            self._nodes[place].replace_with(new)
-            self._nodes[place] = new
-        return str(self._soup)
-
-
-def _is_text(node: PageElement) -> bool:
-    if type(node) is not NavigableString or not node.strip():  # comments and declarations are classes of their own
-        return False
-    return not any(
-        parent.name in _UNTRANSLATED or parent.get("translate") == "no" or "notranslate" in (parent.get("class") or ())
-        for parent in node.parents
-    )
 
 
 def _versions(said: Sequence[Sequence[str]], filled: Callable[[Sequence[str]], str]) -> list[str]:

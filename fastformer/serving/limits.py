@@ -18,6 +18,7 @@ class Limits:
         max_body_bytes: of a request; a larger one is answered 413
         max_texts: in one request
         max_text_chars: of each text
+        max_sentences: in one request to a translator, of all of its texts
         max_new_tokens: that a request may ask for
         max_alternatives: further answers for one text
         max_beams: of a search; also the most samples, and the most of both together
@@ -32,6 +33,7 @@ class Limits:
     max_body_bytes: Positive = 2 << 20
     max_texts: Positive = 64
     max_text_chars: Positive = 20_000
+    max_sentences: Positive = 4_096
     max_new_tokens: Positive = 1_024
     max_alternatives: Count = 4
     max_beams: Positive = 8

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from fastformer import __version__
 from fastformer.generation.completions import ChatIds, Completion, Piece, ScoredToken, merged
-from fastformer.serving.answers import EventStream, answer, event, status_of, until_gone
+from fastformer.serving.answers import EventStream, answer, behind, event, until_gone
 from fastformer.serving.embeddings import add_embeddings
 from fastformer.serving.encoder_service import EmbedService
 from fastformer.serving.generator_service import GenerateService
@@ -86,10 +86,10 @@ def _add_completions(found: APIRouter, service: GenerateService, limits: Limits)
             raise ApiError(f"expected at most {limits.max_texts} completions in a request", param="prompt")
         for prompt in prompts:
             check_length(prompt, limits, "prompt")
+        deadline = service.deadline(body.timeout)
         rows = await until_gone(http, _encoded(service, prompts))
-        asked = _Asked(
-            service, body, rows, [new_tokens(body, row, service, body.max_tokens, 16) for row in rows], body.logprobs
-        )
+        most = [new_tokens(body, row, service, body.max_tokens, 16) for row in rows]
+        asked = _Asked(service, body, rows, most, body.logprobs, deadline)
         return await _respond(asked, http, _TextForm(asked))
 
 
@@ -111,13 +111,14 @@ def _add_chat(found: APIRouter, service: GenerateService, limits: Limits) -> Non
         if body.top_logprobs and not body.logprobs:
             raise ApiError("expected logprobs to be true along with top_logprobs", param="top_logprobs")
         messages = [_message(message, place, limits) for place, message in enumerate(body.messages)]
+        deadline = service.deadline(body.timeout)
         try:
             ids = await until_gone(http, service.chat_ids(messages))
         except ValueError as error:
             raise ApiError(str(error), param="messages") from error
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         alternatives = (body.top_logprobs or 0) if body.logprobs else None
-        asked = _Asked(service, body, [ids], [new_tokens(body, ids, service, most, None)], alternatives)
+        asked = _Asked(service, body, [ids], [new_tokens(body, ids, service, most, None)], alternatives, deadline)
         return await _respond(asked, http, _ChatForm(asked))
 
 
@@ -163,6 +164,7 @@ class _Asked:
         most: new tokens of each.
         alternatives: how many likely tokens are wanted at each place, with log-probabilities; None: no
             log-probabilities at all.
+        deadline: a time of `time.monotonic`.
     """
 
     def __init__(
@@ -172,6 +174,7 @@ class _Asked:
         rows: Sequence[list[int]],
         most: Sequence[int],
         alternatives: int | None,
+        deadline: float,
     ) -> None:
         self.service, self.body, self.rows = service, body, rows
         self.alternatives, self.count = alternatives, body.n or 1
@@ -185,7 +188,7 @@ class _Asked:
         self._asked = {
             "log_probs": alternatives is not None,
             "num_alternatives": alternatives or 0,
-            "deadline": service.deadline(body.timeout),
+            "deadline": deadline,
         }
         self.head = {
             "id": ("chatcmpl-" if self.is_chat else "cmpl-") + uuid.uuid4().hex,
@@ -332,7 +335,7 @@ async def _respond(asked: _Asked, http: Request, form: _TextForm | _ChatForm) ->
         pieces = asked.stream()
         # A failure before the first piece is an error of HTTP.
         first = await until_gone(http, anext(pieces))
-        return EventStream(_events(asked, form, first, pieces))
+        return EventStream(_events(asked, form, behind(first, pieces)), error_fields)
     found = await until_gone(http, asked.complete())
     everything = [one for answers in found for one in answers]
     choices = [form.whole(index, one) for index, one in enumerate(everything)]
@@ -341,9 +344,9 @@ async def _respond(asked: _Asked, http: Request, form: _TextForm | _ChatForm) ->
 
 
 async def _events(
-    asked: _Asked, form: _TextForm | _ChatForm, first: tuple[int, Piece], pieces: AsyncIterator[tuple[int, Piece]]
+    asked: _Asked, form: _TextForm | _ChatForm, pieces: AsyncIterator[tuple[int, Piece]]
 ) -> AsyncIterator[bytes]:
-    """The events of a stream. An error is an event too, and no [DONE] follows it."""
+    """The events of a stream."""
     options = asked.body.stream_options
     counts = bool(options and options.include_usage)
     head = {**asked.head, "object": form.chunk}
@@ -352,16 +355,11 @@ async def _events(
     def chunk(choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
         return event({**head, "choices": choices, **({"usage": usage} if counts else {})})
 
-    async def everything() -> AsyncIterator[tuple[int, Piece]]:
-        yield first
-        async for one in pieces:
-            yield one
-
     try:
         for index in range(len(asked.rows) * asked.count):
             for choice in form.first(index):
                 yield chunk([choice])
-        async for place, piece in everything():
+        async for place, piece in pieces:
             new_tokens += len(piece.tokens) * asked.copies
             if piece.finish_reason is not None and piece.sample == 0:
                 cached[place] = piece.cached_tokens
@@ -372,8 +370,5 @@ async def _events(
         if counts:
             yield chunk([], asked.usage(new_tokens, sum(cached.values())))
         yield _DONE
-    except Exception as error:
-        yield event(error_fields(status_of(error), str(error)))
-        raise
     finally:
         await pieces.aclose()  # type: ignore[attr-defined]

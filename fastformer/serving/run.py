@@ -50,7 +50,8 @@ class Server(uvicorn.Server):
         if self.started:
             places = [one.getsockname() for server in self.servers for one in server.sockets]
             where = ", ".join(f"http://{place[0]}:{place[1]}" for place in places)
-            logger.info("serving %s, a %s, on %s", self._service.name, self._service.kind, where)
+            kind = self._service.kind
+            logger.info("serving %s, %s %s, on %s", self._service.name, "an" if kind == "encoder" else "a", kind, where)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begins to end; at a second signal ends at once."""

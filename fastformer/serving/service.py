@@ -200,14 +200,15 @@ class TranslateService(Service):
         """
         return await self.front.answers(
             items, config, log_probs=scores, split=split, deadline=deadline,
-            most_new_tokens=self.limits.max_new_tokens,
+            most_new_tokens=self.limits.max_new_tokens, most_parts=self.limits.max_sentences,
         )  # fmt: skip
 
     async def stream(self, item: Item, config: GenerationConfig, *, split: bool, deadline: float) -> TextStream:
         """A text's translation piece by piece; it has its place when this returns. See `translate`."""
         return await self.front.begin(
-            item, config, split=split, deadline=deadline, most_new_tokens=self.limits.max_new_tokens
-        )
+            item, config, split=split, deadline=deadline,
+            most_new_tokens=self.limits.max_new_tokens, most_parts=self.limits.max_sentences,
+        )  # fmt: skip
 
     async def attention(self, parts: Sequence[PartAnswer]) -> Attention:
         """What each token of a translation looked at: the weights of the last decoder layer, the mean of its heads.

@@ -156,9 +156,15 @@ def error_response(status: int, message: str, **detail: Any) -> Response:
         message: what was expected, and what came.
         detail: error_type, if it is known; param, the field that is wrong; headers of the response.
     """
+    fields = error_fields(status, message, **detail)
+    status = 422 if fields["error_type"] == "validation" and status == 400 else status
+    return answer(fields, status, detail.get("headers"))
+
+
+def error_fields(status: int, message: str, **detail: Any) -> dict[str, Any]:
+    """The body of an error; see `error_response`."""
     kind = detail.get("error_type") or _TYPES.get(status, "backend" if status >= 500 else "validation")
-    status = 422 if kind == "validation" and status == 400 else status
-    return answer({"error": message, "error_type": kind}, status, detail.get("headers"))
+    return {"error": message, "error_type": kind}
 
 
 def router(service: Service, limits: Limits) -> APIRouter:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fastformer.generation.completions import FinishReason, Piece, ScoredToken
 from fastformer.serving import tei
-from fastformer.serving.answers import EventStream, answer, event, status_of, until_gone
+from fastformer.serving.answers import EventStream, answer, behind, event, until_gone
 from fastformer.serving.generator_service import GenerateService
 from fastformer.serving.limits import Limits
 from fastformer.serving.openai_bodies import EVENTS
@@ -97,9 +97,16 @@ _STREAMED: dict[str, Any] = {
 
 def error_response(status: int, message: str, **detail: Any) -> Response:
     """An error as TGI's clients read it; see `tei.error_response`."""
-    if status >= 500 and status not in (503, 504):
-        detail.setdefault("error_type", "generation")
-    return tei.error_response(status, message, **detail)
+    return tei.error_response(status, message, **{**_kind(status), **detail})
+
+
+def error_fields(status: int, message: str) -> dict[str, Any]:
+    """The body of an error in a stream, likewise."""
+    return tei.error_fields(status, message, **_kind(status))
+
+
+def _kind(status: int) -> dict[str, str]:
+    return {"error_type": "generation"} if status >= 500 and status != 503 else {}
 
 
 def router(service: Service, limits: Limits) -> APIRouter:
@@ -112,17 +119,18 @@ def router(service: Service, limits: Limits) -> APIRouter:
     async def generate(body: GenerateBody, http: Request) -> Response:
         """Continues a text."""
         options = _options(body, service, limits)
+        deadline = service.deadline(body.timeout)
         ids = await until_gone(http, service.prompt_ids(body.inputs))
         room = service.generator.max_len - len(ids)
         usual = min(room, _USUAL, limits.max_new_tokens)
         options["max_new_tokens"] = min(room, body.parameters.max_new_tokens or usual)
-        asked = {"log_probs": bool(body.parameters.details), "deadline": service.deadline(body.timeout)}
+        asked = {"log_probs": bool(body.parameters.details), "deadline": deadline}
         said = _Said(body, service)
         if body.stream:
             pieces = service.stream(ids, options, **asked)
             # A failure before the first piece is an error of HTTP.
             first = await until_gone(http, anext(pieces))
-            return EventStream(_events(said, len(ids), first, pieces))
+            return EventStream(_events(said, len(ids), behind(first, pieces)), error_fields)
         [whole] = await until_gone(http, service.complete(ids, options, **asked))
         text = (body.inputs if body.parameters.return_full_text else "") + whole.text
         if not body.parameters.details:
@@ -191,19 +199,14 @@ class _Said:
         }
 
 
-async def _events(said: _Said, prompt_length: int, first: Piece, pieces: AsyncIterator[Piece]) -> AsyncIterator[bytes]:
+async def _events(said: _Said, prompt_length: int, pieces: AsyncIterator[Piece]) -> AsyncIterator[bytes]:
     """An event for each token. The texts of all are the whole text; one may stand with a later token than its own."""
     text = said.prompt
     tokens: list[ScoredToken] = []
     held: dict[str, Any] | None = None  # the last event, until it is known whether it is the last one
 
-    async def everything() -> AsyncIterator[Piece]:
-        yield first
-        async for piece in pieces:
-            yield piece
-
     try:
-        async for piece in everything():
+        async for piece in pieces:
             text += piece.text
             for place, one in enumerate(piece.tokens):
                 if held is not None:
@@ -217,8 +220,5 @@ async def _events(said: _Said, prompt_length: int, first: Piece, pieces: AsyncIt
                 if said.has_details:
                     held["details"] = said.details(tokens, piece.finish_reason) | {"input_length": prompt_length}
                 yield event(held)
-    except Exception as error:
-        yield event({"error": str(error), "error_type": "overloaded" if status_of(error) == 429 else "generation"})
-        raise
     finally:
         await pieces.aclose()  # type: ignore[attr-defined]

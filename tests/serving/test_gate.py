@@ -145,6 +145,36 @@ def test_an_error_of_the_model_is_500_and_names_no_text(translator_folder, caplo
     assert "no room at all" in caplog.text and "secret" not in caplog.text
 
 
+def test_what_no_route_expects_is_500_in_its_format(translator_folder, caplog) -> None:
+    service: Any = open_service(translator_folder)
+
+    def fails(texts):
+        raise KeyError(texts[0])
+
+    async def work(client) -> None:
+        service.check_texts = fails
+        for path, body in (
+            ("/v1/translate", {"text": "secret"}),
+            ("/translate", {"q": "secret", "source": "", "target": ""}),
+        ):
+            answer = await client.post(path, json=body)
+            assert answer.status_code == 500 and answer.json().keys() == {"error"}
+            text = (await client.get("/metrics")).text
+            assert f'fastformer_requests_total{{code="500",route="{path}"}} 1.0' in text
+
+    asked(service, work)
+    assert "KeyError" in caplog.text and "fails" in caplog.text and "secret" not in caplog.text
+
+
+def test_a_path_with_a_slash_behind_it_is_another(translator_folder) -> None:
+    async def work(client) -> None:
+        for path in ("/v1/translate/", "/translate/", "/health/"):
+            answer = await client.post(path, json={"text": "a"}, headers={"Host": "elsewhere"})
+            assert answer.status_code == 404 and answer.json().keys() == {"error"}
+
+    asked(open_service(translator_folder), work)
+
+
 def test_the_access_log_has_no_text(translator_folder, caplog) -> None:
     async def work(client) -> None:
         await client.post("/v1/translate", json={"text": "a secret text"})

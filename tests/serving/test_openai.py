@@ -282,6 +282,7 @@ def test_what_is_no_body_is_an_error_of_the_format(body, server) -> None:
     headers = {"content-type": "application/json"}
     answer = httpx.post(f"{server.url}/v1/completions", content=body, headers=headers, timeout=20)
     assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error", answer.text
+    assert answer.json()["error"]["param"] in (None, "prompt")
 
 
 def test_a_model_without_a_template_has_no_chat(tmp_path) -> None:
@@ -346,4 +347,5 @@ def test_a_full_queue_and_a_deadline_are_said_in_the_format(folder) -> None:
             for part in stream.iter_raw():
                 said += part
         assert b'"timeout_error"' in said and b"[DONE]" not in said
+        assert said.count(b"event: error") == said.count(b'"error":{') == 1
         until(lambda: found.service.stats().running == 0 == found.service.stats().waiting)

@@ -17,6 +17,18 @@ def translator(translator_folder) -> Translator:
     return Translator.from_pretrained(translator_folder)
 
 
+def test_more_sentences_than_the_limit_are_refused(translator_folder) -> None:
+    async def work(client) -> None:
+        for body in ({"text": ["a\n" * 3, "a\n" * 3]}, {"text": "a\n" * 6, "stream": True}):
+            answer = await client.post("/v1/translate", json=body)
+            assert answer.status_code == 400 and "sentences" in answer.json()["error"]["message"]
+        assert (await client.post("/v1/translate", json={"text": "a\n" * 5})).status_code == 200
+        page = {"q": "<b>a</b>" * 6, "source": "und", "target": "und", "format": "html"}
+        assert (await client.post("/translate", json=page)).status_code == 400
+
+    asked(open_service(translator_folder, limits=Limits(max_sentences=5)), work)
+
+
 def test_texts_equal_the_librarys(translator_folder, translator) -> None:
     expected = translator.translate(TEXTS, split=True)
 

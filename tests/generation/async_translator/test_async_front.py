@@ -51,6 +51,37 @@ def test_a_full_queue_refuses_at_once(translator, limits, least) -> None:
     play(main())
 
 
+def test_texts_that_are_still_to_be_read_are_bounded_too(translator) -> None:
+    async def main() -> None:
+        gate = threading.Event()
+        async with AsyncTranslator(translator, max_waiting=2, when_full="refuse") as front:
+            held = [asyncio.create_task(front.front.aside(lambda: gate.wait(5), 10**6)) for _ in range(3)]
+            with pytest.raises(QueueFull):
+                await held[2]
+            assert await front.front.aside(lambda: 1, 10) == 1  # a short one is read at once
+            gate.set()
+            assert await held[0] and await held[1] and front.stats().refused == 1
+            assert await front.front.aside(lambda: 2, 10**6) == 2
+
+    play(main())
+
+
+def test_many_sentences_cost_the_event_loop_little(translator) -> None:
+    text = "a\n" * 2000 + " " * 50_000  # a message that named all of it for each sentence would take seconds
+
+    async def main() -> None:
+        async with AsyncTranslator(translator, max_waiting=1, when_full="refuse") as front:
+            config = front.settings({"max_new_tokens": 1})
+            began = time.thread_time()
+            with pytest.raises(TooLate):
+                await front.answers([Item(text)], config, split=True, deadline=time.monotonic())
+            assert time.thread_time() - began < 0.5
+            with pytest.raises(ValueError, match="sentences"):
+                await front.answers([Item(text)] * 3, config, split=True, most_parts=1999)
+
+    play(main())
+
+
 def test_sentences_take_their_places_together(translator) -> None:
     text = "One. Two. Three. Four. Five."
 
