@@ -15,6 +15,7 @@ import torch
 
 import fastformer.training.examples
 import fastformer.training.trainer
+import fastformer.training.validation
 from benchmarks.cases.models.bench_decoding import ENGINES
 from benchmarks.experiments import (
     EXPERIMENTS,
@@ -200,7 +201,8 @@ def test_seconds_are_those_of_training(monkeypatch, few_numbers):
     monkeypatch.setattr(learning, "time", SimpleNamespace(process_time=lambda: now))
     trainer: Any = fastformer.training.trainer
     monkeypatch.setattr(trainer, "collate", costs(1.0, trainer.collate))
-    monkeypatch.setattr(trainer, "negative_log_likelihood", costs(100.0, lambda *args, **kwargs: 2.5))
+    monkeypatch.setattr(trainer, "validate_part", costs(100.0, trainer.validate_part))
+    monkeypatch.setattr(fastformer.training.validation, "mean_of", lambda losses, examples: 2.5)
     curve, model = learn(0, steps=7, num_train=100, max_tokens=256, model=learning.SMALL | {"d_ff": 64})
     assert curve.updates == [1, 2, 3, 4, 5, 6, 7] and curve.seconds == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     assert curve.nll == [2.5] * 7 and [update for update, _ in curve.losses] == curve.updates

@@ -15,6 +15,7 @@ from torch import Tensor
 import fastformer
 from fastformer.ops import record_backends
 from tests.checks import error, small_draws
+from tests.covering import by_turns
 from tests.integrations.families import FUSED, IDS, LEFT, PACKED, RIGHT, exactly, run
 from tests.integrations.families import make as make_small
 from tests.nn.comparing import assert_same
@@ -98,8 +99,8 @@ def test_computes_and_learns_the_same(family, first, mask, where):
         assert not torch.allclose(Step(model, mask).logits, step.logits), "the adapters say something"
 
 
-@families
-@pytest.mark.parametrize("first", ["accelerate", "LoRA"])
+# In which order they came is told in fp64, above; the roundings are those of the same kernels.
+@pytest.mark.parametrize("first, family", by_turns(["accelerate", "LoRA"], FAMILIES))
 def test_in_fp32_by_the_rule(family, first):
     """At most twice the error of the adapted model as it was, for the logits and the gradient of each adapter.
 

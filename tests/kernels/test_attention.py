@@ -38,15 +38,15 @@ from tests.kernels.attention_cases import (  # noqa: E402
 DTYPES = [torch.float32, torch.float16]
 
 
-def few_that_hold_all(pairs: list[Case], triples: list[Case]) -> list[Case]:
-    """Triples, and pairs that fit into none, in which each of the pairs stands."""
+def few_that_hold_all(pairs: list[Case], larger: list[Case]) -> list[Case]:
+    """Cases of more options, and pairs that fit into none, in which each of the pairs stands."""
 
     def pairs_in(case: Case) -> set[frozenset[str]]:
         return set(map(frozenset, combinations(case.options, 2)))
 
     missing, found = set().union(*map(pairs_in, pairs)), []
     while missing:
-        found.append(max([*triples, *pairs], key=lambda case: len(pairs_in(case) & missing)))
+        found.append(max([*larger, *pairs], key=lambda case: len(pairs_in(case) & missing)))
         missing -= pairs_in(found[-1])
     return found
 
@@ -55,8 +55,9 @@ def few_that_hold_all(pairs: list[Case], triples: list[Case]) -> list[Case]:
 VARIANTS = {"left", "before", "bool_keys", "bias", "additive_keys", "mqa", "softcap"}
 PAIRS = [case for names in combinations(OPTIONS, 2) if (case := case_of(*names)) is not None]
 TRIPLES = [case for names in combinations(OPTIONS, 3) if (case := case_of(*names)) is not None]
+QUADRUPLES = [case for names in combinations(OPTIONS, 4) if (case := case_of(*names)) is not None]
 TOGETHER = few_that_hold_all(
-    *([case for case in cases if not VARIANTS & {*case.options}] for cases in (PAIRS, TRIPLES))
+    *([case for case in cases if not VARIANTS & {*case.options}] for cases in (PAIRS, QUADRUPLES))
 )
 
 
@@ -99,7 +100,7 @@ def forward_problem(q: Tensor, k: Tensor, window: tuple[int | None, int | None],
 
 @pytest.mark.parametrize(
     "case, dtype",
-    # Each option alone, and each pair in a triple where one holds it, in one dtype, by turns.
+    # Each option alone, and each pair in a case of four where one holds it, in one dtype, by turns.
     [
         (case, DTYPES[i % 2])
         for cases in ([case_of(), *(case_of(option) for option in OPTIONS)], TOGETHER)
