@@ -44,6 +44,8 @@ _FREE = frozenset(
     }
 )
 
+register(torch.nn.modules.sparse)  # of which `guards` knows nothing
+
 
 class ConfigGuards(ModelGuards):
     """`ModelGuards` of a model of transformers, and of the lists and dictionaries in its configs."""
@@ -116,8 +118,11 @@ def _is_theirs(function: Any) -> bool:
 
 def _why_not_tensors(model: nn.Module) -> str | None:
     dtypes = set()
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if type(tensor) not in (nn.Parameter, Tensor) or tensor.layout != torch.strided:
+    parameters = [(name, tensor, nn.Parameter) for name, tensor in model.named_parameters()]
+    buffers = [(name, tensor, Tensor) for name, tensor in model.named_buffers()]
+    for name, tensor, expected in (*parameters, *buffers):
+        # What `functional_call` puts in place of a parameter may be part of a derivative.
+        if type(tensor) not in (nn.Parameter, expected) or tensor.layout != torch.strided:
             return f"its {name} is a {type(tensor).__name__} of layout {tensor.layout}"
         if tensor.device.type != "cpu":
             return f"its {name} is on {tensor.device}: the engine runs on a CPU"

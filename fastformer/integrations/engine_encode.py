@@ -217,7 +217,9 @@ def _encoded(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     setting = vars(model).get(_SETTING)
     if not isinstance(setting, Setting):
         return "you asked for it"
-    given = {**dict(zip(_names(cast(Any, original_class(model))), args, strict=False)), **kwargs} if args else kwargs
+    given = _by_name(model, args, kwargs) if args else kwargs
+    if given is None:
+        return "its arguments don't fit its forward"
     if (reason := _why_not_call(model, given) or _why_not_here()) is not None:
         return reason
     found = ENCODERS.of(model)
@@ -243,15 +245,29 @@ def _encoded(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         rows = weights.states(texts.ids, texts.types)
     except ValueError as error:  # ids or types out of range, for which the modules have this exception
         raise IndexError(str(error)) from None
-    hidden = _padded(torch.from_numpy(rows), texts)
-    if found.precision != "fp32":
-        hidden = hidden.to(model.dtype)
-    return _as_asked(model, hidden, given)
+    return _as_asked(model, _padded(torch.from_numpy(rows), texts).to(_dtype(model)), given)
+
+
+def _by_name(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """All arguments by their names; None where there are too many, or one is given twice."""
+    names = _names(cast(Any, original_class(model)))[: len(args)]
+    if len(names) < len(args) or not kwargs.keys().isdisjoint(names):
+        return None
+    return {**dict(zip(names, args, strict=True)), **kwargs}
 
 
 @functools.cache
 def _names(kind: Any) -> tuple[str, ...]:
-    return tuple(inspect.signature(kind.forward).parameters)[1:]
+    found = inspect.signature(kind.forward).parameters.values()
+    return tuple(each.name for each in found if each.kind is each.POSITIONAL_OR_KEYWORD)[1:]
+
+
+def _dtype(model: Any) -> torch.dtype:
+    """Of the modules' hidden states."""
+    if torch.is_autocast_enabled("cpu") and "embeddings_project" in model._modules:
+        # Products have its dtype, and nothing else. The residual stream is fp32, unless it begins with a product.
+        return torch.get_autocast_dtype("cpu")
+    return cast(torch.dtype, model.dtype)
 
 
 def _why_not_call(model: Any, given: dict[str, Any]) -> str | None:

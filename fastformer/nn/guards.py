@@ -56,7 +56,7 @@ _PLAIN_TENSORS = (type(None), nn.Parameter, Tensor)
 
 
 def _functions() -> tuple[object, ...]:
-    return (F.linear, F.layer_norm, F.rms_norm, F.dropout, F.relu, F.gelu, F.silu)
+    return (F.linear, F.layer_norm, F.rms_norm, F.dropout, F.relu, F.gelu, F.silu, F.softmax, F.embedding)
 
 
 def is_written_in(function: object, *packages: ModuleType) -> bool:

@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from fastformer.checkpoints.hf import ENCODER_FORMS
 from fastformer.encoding.engine import PackedEncoder
@@ -251,6 +253,48 @@ def test_a_changed_model_computes_what_it_says(change: Any, served: int, calls: 
         assert not torch.allclose(ours(**inputs())[0], before)
 
 
+@pytest.mark.parametrize(("owner", "name"), [(nn.Embedding, "forward"), (F, "embedding"), (F, "softmax")])
+def test_what_is_replaced_of_torch_is_called(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = made(TYPED, attn_implementation="eager")
+    ours, theirs = accelerate(copy.deepcopy(plain)), getattr(owner, name)
+    agree(plain, ours)
+    with torch.no_grad():
+        before = plain(**inputs())[0]
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, lambda *args, **kwargs: theirs(*args, **kwargs).roll(1, -1))
+        agree(plain, ours)
+        with torch.no_grad():
+            assert not torch.allclose(ours(**inputs())[0], before)
+    agree(plain, ours)
+
+
+def test_a_derivative_through_a_weight_that_stands_in_for_one_is_not_lost() -> None:
+    plain = made(TYPED, attn_implementation="eager")  # which has forward derivatives
+    ours, weight = accelerate(copy.deepcopy(plain)), torch.ones(24)
+    with torch.no_grad(), forward_ad.dual_level():
+        weights = {"embeddings.LayerNorm.weight": forward_ad.make_dual(weight, weight)}
+        found, due = (torch.func.functional_call(model, weights, (), inputs())[0] for model in (ours, plain))
+        assert due.isfinite().all()
+        one, other = (forward_ad.unpack_dual(out).tangent for out in (found, due))
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_arguments_by_position(calls: list[int]) -> None:
+    plain, ours = pair()
+    ids = inputs()["input_ids"]
+    with torch.no_grad():
+        torch.testing.assert_close(
+            ours(ids, torch.ones(3, 9))[0], plain(ids, torch.ones(3, 9))[0], rtol=1e-4, atol=1e-5
+        )
+        assert calls == [1]
+        for model in (plain, ours):
+            with pytest.raises(TypeError):
+                model(ids, *[None] * 30)
+            with pytest.raises(TypeError):
+                model(ids, input_ids=ids)
+    assert calls == [1]
+
+
 def test_training_and_gradients_go_the_modules_way(calls: list[int]) -> None:
     plain, ours = pair()
     assert ours(**inputs())[0].requires_grad
@@ -385,6 +429,14 @@ def test_bf16_is_that_of_autocast_and_of_the_parameters(calls: list[int]) -> Non
         assert calls == [2]
         torch.testing.assert_close(half(**inputs())[0].float(), found[0], rtol=0.05, atol=0.05)
     assert calls == [3]
+
+
+@pytest.mark.parametrize("name", ["electra", "electra labels"])  # embeddings narrower than the layers, or not
+def test_autocast_gives_electra_the_dtype_of_its_modules(name: str, calls: list[int]) -> None:
+    plain, ours = (each.base_model for each in pair(name))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert ours(**inputs())[0].dtype == plain(**inputs())[0].dtype
+    assert calls == [1]
 
 
 def test_an_option_does_without(calls: list[int], caplog: pytest.LogCaptureFixture) -> None:
