@@ -285,6 +285,8 @@ def _why_not_call(model: Any, given: dict[str, Any]) -> str | None:
         if value is not None and (type(value) is not Tensor or value.shape != ids.shape or value.device != ids.device):
             return f"{name} is no tensor of the ids' shape"
     config = model.config
+    if not config.return_dict and given.get("return_dict", False) is None:
+        return "return_dict is None, which some versions of transformers take for True, and its config says otherwise"
     if config.output_hidden_states or config.output_attentions:
         return "its config asks for hidden states or attentions"
     return None

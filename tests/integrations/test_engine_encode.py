@@ -341,6 +341,7 @@ def test_what_a_call_asks_for_beside_the_states_is_there(calls: list[int]) -> No
         model.config.return_dict = False
     with torch.no_grad():
         assert type(ours(**inputs())) is type(plain(**inputs())) is tuple
+        assert type(ours(**inputs(), return_dict=None)) is type(plain(**inputs(), return_dict=None))
     assert calls == [3]
     for model in (plain, ours):
         model.config.output_hidden_states = True
