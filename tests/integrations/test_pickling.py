@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import nn
@@ -100,10 +101,15 @@ def written(folder: Path, family: str, kind: str) -> Path:
     return path
 
 
-def test_a_fresh_process_loads_them_all(tmp_path):
-    files = [written(tmp_path, family, "accelerated") for family in FAMILIES]
-    files.append(written(tmp_path, "qwen2", "led alone"))
-    files += [written(tmp_path, family, "config") for family in ("bert", "distilbert")]
+# What is found again by a class, a function, a module of torch and a config; the slow ones are each family.
+FEW = [("bert", "accelerated"), ("t5", "accelerated"), ("torch", "accelerated"), ("qwen2", "led alone")]
+FEW.append(("distilbert", "config"))
+ALL = [*((family, "accelerated") for family in FAMILIES), ("qwen2", "led alone"), ("bert", "config"), FEW[-1]]
+
+
+@pytest.mark.parametrize("kinds", [FEW, pytest.param(ALL, marks=pytest.mark.slow)], ids=["few", "all"])
+def test_a_fresh_process_loads_them_all(kinds, tmp_path):
+    files = [written(tmp_path, *each) for each in kinds]
     done = subprocess.run([sys.executable, "-c", LOADS, *map(str, files)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -175,7 +175,10 @@ def test_dropouts_of_the_config_arrive():
         assert (layer.dropout1.p, layer.dropout2.p, layer.self_attn.dropout, layer.dropout.p) == (0.1, 0.1, 0.2, 0.3)
 
 
-@pytest.mark.parametrize("options", [{}, VARIANTS["llama"]], ids=["learned", "llama"])
+# Rotary positions and what else is llama's: in test_gpt_options.py, too.
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param(VARIANTS["llama"], marks=pytest.mark.slow)], ids=["learned", "llama"]
+)
 def test_compiles_in_one_graph(options):
     model = model_of(**options, dropout=0.1, attention_dropout=0.1)
     tokens, following = batch()

@@ -308,7 +308,7 @@ def test_embeddings_are_dropped_behind_their_norm():
     ids=str,
 )
 def test_compiles_in_one_graph(norm_first, packed):
-    model = model_of(norm_first=norm_first, dropout=0.1)
+    model = model_of(norm_first=norm_first, dropout=0.1, num_decoder_layers=1)
     source, shifted, target = batch()
     layouts = {}
     if packed:
