@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
+from pydantic import BaseModel
 from starlette.responses import StreamingResponse
 
 from fastformer.generation.async_jobs import NotRunning, QueueFull, TooLate
@@ -21,6 +22,37 @@ T = TypeVar("T")
 
 FAILED = "the request failed; the server's log says more"
 _PING_SECONDS = 15.0  # without a byte for longer, proxies give a connection up
+
+
+class ErrorFields(BaseModel):
+    """What went wrong."""
+
+    message: str
+    code: int
+    param: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """Of an answer that is none, of our own routes."""
+
+    error: ErrorFields
+
+
+def error_schemas(body: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """What a route of a translator says of its errors in the schema, whose bodies are these."""
+    return {status: {"model": body, "description": text} for status, text in _ERRORS.items()}
+
+
+_ERRORS = {
+    400: "The request is wrong, or a text can't be translated.",
+    401: "No key, or a wrong one.",
+    408: "The body came too slowly.",
+    413: "The body, a text or the list of texts is too large.",
+    422: "Not used: a body that breaks the schema is a 400.",
+    429: "There is no place in the queue; Retry-After says when there may be.",
+    503: "The server ends, or the model can't go on.",
+    504: "The request's time was over.",
+}
 
 
 class ClientGone(Exception):

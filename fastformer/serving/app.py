@@ -18,6 +18,7 @@ from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import PlainTextResponse
 from starlette.routing import compile_path
 
 from fastformer import __version__
@@ -149,7 +150,7 @@ def _add_state_routes(app: FastAPI, service: Service, limits: Limits) -> None:
             return answer({"status": "failed"}, 503)
         return answer({"status": "ready"}) if traffic.is_ready else answer({"status": "ending"}, 503)
 
-    @app.get("/metrics", response_model=None)
+    @app.get("/metrics", response_model=None, response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Counters and times for Prometheus."""
         return Response(app.state.metrics.text(), media_type=CONTENT_TYPE_LATEST)

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fastformer.generation.async_translator import joined_texts
 from fastformer.generation.text_io import Item
-from fastformer.serving.answers import answer, until_gone
+from fastformer.serving.answers import answer, error_schemas, until_gone
 from fastformer.serving.codes import AUTO, Detected
 from fastformer.serving.html_text import HtmlPage
 from fastformer.serving.limits import Limits
@@ -42,6 +42,35 @@ class DetectBody(BaseModel):
     api_key: str | None = None
 
 
+class ErrorBody(BaseModel):
+    """Of an answer that is none."""
+
+    error: str
+
+
+class DetectedBody(BaseModel):
+    """A language by its code, and how sure that is, in percent."""
+
+    language: str
+    confidence: float
+
+
+class TranslatedBody(BaseModel):
+    """Of POST /translate: of a text, or of lists for a list of texts."""
+
+    translatedText: str | list[str]  # noqa: N815
+    alternatives: list[str] | list[list[str]] | None = None
+    detectedLanguage: DetectedBody | list[DetectedBody] | None = None  # noqa: N815
+
+
+class LanguageBody(BaseModel):
+    """Of GET /languages."""
+
+    code: str
+    name: str
+    targets: list[str]
+
+
 def error_response(status: int, message: str, **detail: Any) -> Response:
     """An error in LibreTranslate's shape."""
     return answer({"error": message}, status, detail.get("headers"))
@@ -50,9 +79,12 @@ def error_response(status: int, message: str, **detail: Any) -> Response:
 def router(service: TranslateService, limits: Limits) -> APIRouter:
     """The routes of a translator."""
     found = APIRouter()
-    codes = service.codes
+    codes, errors = service.codes, error_schemas(ErrorBody)
 
-    @found.post("/translate", response_model=None, openapi_extra=_body(TranslateBody))
+    @found.post(
+        "/translate", response_model=None, openapi_extra=_body(TranslateBody),
+        responses={200: {"model": TranslatedBody}, **errors},
+    )  # fmt: skip
     async def translate(http: Request) -> Response:
         """Translates a text, or a list of texts, of plain text or HTML."""
         ask = TranslateBody.model_validate(await _values(http, "alternatives"))
@@ -87,7 +119,10 @@ def router(service: TranslateService, limits: Limits) -> APIRouter:
             said = said[count:]
         return answer(_told(ask, whole, detected))
 
-    @found.post("/detect", response_model=None, openapi_extra=_body(DetectBody))
+    @found.post(
+        "/detect", response_model=None, openapi_extra=_body(DetectBody),
+        responses={200: {"model": list[DetectedBody]}, **errors},
+    )  # fmt: skip
     async def detect(http: Request) -> Response:
         """The languages that a text may be in, the likeliest first."""
         ask = DetectBody.model_validate(await _values(http))
@@ -96,12 +131,14 @@ def router(service: TranslateService, limits: Limits) -> APIRouter:
         service.check_texts([ask.q])
         return answer([_detected(one) for one in await service.detect(ask.q)])
 
-    @found.get("/languages", response_model=None)
+    known: dict[int | str, dict[str, Any]] = {status: errors[status] for status in (401, 503)}
+
+    @found.get("/languages", response_model=None, responses={200: {"model": list[LanguageBody]}, **known})
     async def languages() -> Response:
         """The languages, each with what it can be translated into."""
         return answer(codes.entries())
 
-    @found.get("/frontend/settings", response_model=None)
+    @found.get("/frontend/settings", response_model=None, responses=known)
     async def settings(http: Request) -> Response:
         """What a page has to know."""
         source, target = codes.defaults()

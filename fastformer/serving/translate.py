@@ -10,10 +10,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fastformer.generation.async_translator import PartAnswer, TextStream, joined_texts
 from fastformer.generation.text_io import Item
-from fastformer.serving.answers import EventStream, answer, event, until_gone
+from fastformer.serving.answers import ErrorBody, EventStream, answer, error_schemas, event, until_gone
 from fastformer.serving.answers import error_response as error_response
 from fastformer.serving.codes import AUTO
 from fastformer.serving.limits import Limits
+from fastformer.serving.openai_bodies import EVENTS
 from fastformer.serving.service import TranslateService
 
 _OPTIONS = (
@@ -51,11 +52,41 @@ class Ask(BaseModel):
     seed: int | None = Field(None, ge=0)
 
 
+class Alternative(BaseModel):
+    """A further translation; its scores where scores are asked for."""
+
+    model_config = ConfigDict(extra="allow")
+
+    text: str
+
+
+class Translated(Alternative):
+    """What became of a text; its score and other fields where they are asked for."""
+
+    alternatives: list[Alternative] | None = None
+    detected_lang: str | None = None
+    attention: dict[str, Any] | None = None
+
+
+class TranslatedTexts(BaseModel):
+    """What became of a list of texts."""
+
+    translations: list[Translated]
+
+
+_STREAMED: dict[str, Any] = {
+    "description": "JSON, or with stream server-sent events: pieces, and a last one with all of the text.",
+    "content": EVENTS,
+}
+
+
 def router(service: TranslateService, limits: Limits) -> APIRouter:
     """The routes of a translator."""
     found = APIRouter()
 
-    @found.post("/v1/translate", response_model=None)
+    responses: dict[int | str, Any] = {200: {"model": Translated | TranslatedTexts, **_STREAMED}}
+
+    @found.post("/v1/translate", response_model=None, responses=responses | error_schemas(ErrorBody))
     async def translate(ask: Ask, http: Request) -> Response:
         """Translates a text, or a list of texts."""
         deadline = service.deadline(ask.timeout)
