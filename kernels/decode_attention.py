@@ -524,7 +524,7 @@ def decode_attention(
         IS_CAUSAL=is_causal and seqlen_q > 1, ROWS=rows, HEAD_DIM=head_dim, HALF=half, INTERLEAVED=interleaved,
         UNIT=unit, TABLE_UNIT=table_unit, BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_D=block_d, BLOCK_NEW=block_new,
         PRECISION=dot_precision(q), num_warps=config.num_warps, num_stages=config.num_stages,
-        maxnreg=most_registers(q, block_m, block_d, turns),
+        maxnreg=most_registers(q, block_m, block_d, turns, bool(softcap)),
     )  # fmt: skip
     if num_splits > 1:
         splits = next_power_of_2(num_splits)
