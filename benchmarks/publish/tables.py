@@ -258,6 +258,22 @@ def accelerated_generate(numbers: Numbers) -> str:
     return table(["times faster than", *map(name_of, rivals)], lines) if lines else ""
 
 
+def embedding(numbers: Numbers) -> str:
+    """A line for each program and format, a column for each order of the sentences; "" until it was measured."""
+    where = {"op": "drop_in", "mode": "embedding"}
+    rows = [row for row in numbers.results.find(**where) if was_timed(row)]
+    orders = dict.fromkeys(row["shape"]["order"] for row in rows)
+    lines = []
+    for dtype, provider in dict.fromkeys((row["dtype"], row["provider"]) for row in rows):
+        cells = []
+        for order in orders:
+            here = {**where, "dtype": dtype, "provider": provider, "order": order}
+            there = any(was_timed(row) for row in numbers.results.find(**here))
+            cells.append(numbers.value("ms_p50", **here) if there else "")
+        lines.append([f"{name_of(provider)}, {dtype}", *cells])
+    return table(["milliseconds", *orders], lines) if lines else ""
+
+
 def serving(numbers: Numbers) -> str:
     """A line for each server of each model, a column for each number of clients; "" until it was measured."""
     rows = [row for row in numbers.results.find(op="serving") if was_timed(row)]
@@ -321,6 +337,7 @@ TABLES: dict[str, Callable[[Numbers], str]] = {
     "small_work": small_work,
     "decoding": functools.partial(beside_engines, PEERS),
     "llama": llama,
+    "embedding": embedding,
     "serving": serving,
     "precisions": precisions,
     "accelerated": functools.partial(times_faster, DROP_IN),

@@ -478,9 +478,11 @@ def test_pieces_come_while_the_rest_is_not_known(model, engine, has_processors, 
     if not has_processors:  # a model that says nothing but letters by itself
         model = talkative(model, letters)
     pieces = Translator(model, ByteTokenizer()).stream("a", max_new_tokens=9, engine=engine, **options)
+    told = 0
     for number, piece in enumerate(pieces, 1):
-        assert len(piece) == 1 and sum(call.steps for call in calls) == number
-    assert number == 9 and {call.engine for call in calls} == {engine or DEFAULT}
+        told += len(piece)
+        assert sum(call.steps for call in calls) == told and (number > 4 or len(piece) == 1)
+    assert told == 9 and {call.engine for call in calls} == {engine or DEFAULT}
 
 
 def test_one_text_that_cannot_be_streamed(translator, caplog) -> None:
