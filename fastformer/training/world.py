@@ -356,6 +356,7 @@ def _shard_by_layer(model: nn.Module, mesh: Any) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # the loss is divided by the tokens of all processes
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no product within a sum, which fp32 would take
 
 
 def _hooks(module: nn.Module) -> list[Any]:

@@ -4,7 +4,8 @@
 
 OPTIONS is JSON: "updates": a folder for a file of each process, with a line for each batch of an update that it began;
 "nan": [rank, step]: that loss is NaN; "full": the disk has no room for that checkpoint; "freeze": [rank, step]: this
-process says no more; "data": [rank, file]: this process reads another file; "pace": seconds that each update waits.
+process says no more; "data": [rank, file]: this process reads another file; "pace": seconds that each update waits;
+"dtype": another than float64.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import replace
 
 import torch
 
-torch.set_default_dtype(torch.float64)
+torch.set_default_dtype(getattr(torch, json.loads(sys.argv[1]).get("dtype", "float64")))
 torch.set_num_threads(1)
 
 from torch.distributed.checkpoint.filesystem import FileSystemWriter  # noqa: E402

@@ -16,6 +16,7 @@ import pytest
 
 from fastformer.checkpoints.training_state import checkpoints, step_of
 from tests.training import worlds
+from tests.training.tiny import lines
 
 pytestmark = pytest.mark.slow
 TOLERANCE = 1e-9
@@ -42,6 +43,17 @@ def test_fsdp_and_ddp_are_one_process(whole, tmp_path, changes) -> None:
     for sharding in ("ddp", "fsdp"):
         worlds.train(2, tmp_path / sharding, sharding=sharding, **CONSTANT, **changes)
         assert worlds.difference(whole, tmp_path / sharding) <= TOLERANCE, sharding
+
+
+def test_fp32_that_people_train_in_is_summed_too(tmp_path) -> None:
+    """PyTorch sums gradients of fp32 in another way than those of fp64, which is not there on every backend."""
+    runs = {name: tmp_path / name for name in ("plain", "ddp", "fsdp")}
+    for name, run in runs.items():
+        settings = {"dropout_seeds": "batch"} if name == "plain" else {"sharding": name}
+        worlds.train(0 if name == "plain" else 2, run, options={"dtype": "float32"}, **settings, **CONSTANT)
+    plain, *others = ([line["loss"] for line in lines(run, "train")] for run in runs.values())
+    for losses in others:
+        assert losses == pytest.approx(plain, rel=1e-4)
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
