@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fastformer.encoding.source_engine import SourceEngine
+from fastformer.encoding.source_engine import pack_source
 from fastformer.models import Transformer
 from fastformer.nn.layout import SequenceLayout
 from tests.checks import assert_accurate
@@ -48,6 +48,12 @@ def sources_of(model: Any, lengths: list[int], seed: int = 0) -> list[list[int]]
     return [[dice.randrange(size) for _ in range(length)] for length in lengths]
 
 
+def packed(model: Any, precision: str = "fp32") -> Any:
+    encoder = pack_source(model, precision)
+    assert not isinstance(encoder, str), encoder
+    return encoder
+
+
 @torch.inference_mode()
 def by_modules(model: Any, ids: list[list[int]]) -> Tensor:
     layout = SequenceLayout.packed(torch.tensor([*map(len, ids)]), max(map(len, ids)))
@@ -62,11 +68,8 @@ def test_each_family_gives_what_its_modules_give(name: str) -> None:
     ids = sources_of(model, [1, 7, 40, 130])
     ids[1][3] = model.config.special_ids.pad  # in the middle it is a token like others, whose embedding may be zero
     exact = by_modules(copy.deepcopy(model).double(), ids)
-    assert SourceEngine.why_unsupported(model) is None
     for precision, bound in (("fp32", 0.0), ("bf16", 0.03), ("int8", 0.1)):
-        engine = SourceEngine(model, precision)
-        assert engine.name == "cpp"
-        found = torch.from_numpy(engine.encode(ids))
+        found = torch.from_numpy(packed(model, precision).states(ids, None))
         if precision == "fp32":
             assert_accurate(found, by_modules(model, ids), exact, name)
         else:
@@ -77,49 +80,31 @@ def test_each_family_gives_what_its_modules_give(name: str) -> None:
 @pytest.mark.parametrize("name", ["bart", "t5"])
 def test_bits_of_a_source_depend_on_nothing_else(name: str) -> None:
     model, before = model_of(name), torch.get_num_threads()
-    engine = SourceEngine(model)
+    encoder = packed(model)
     ids = sources_of(model, [30, 1, 64, 200, 9])
-    alone = [engine.encode([source]).tobytes() for source in ids]
+    alone = [encoder.states([source], None).tobytes() for source in ids]
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            rows = np.split(engine.encode(ids), np.cumsum([*map(len, ids)])[:-1])
+            rows = np.split(encoder.states(ids, None), np.cumsum([*map(len, ids)])[:-1])
             assert [each.tobytes() for each in rows] == alone
     finally:
         torch.set_num_threads(before)
 
 
 @needs_cpp
-def test_a_change_of_the_model_is_noticed() -> None:
+def test_a_model_that_is_hooked_is_not_packed() -> None:
     model = model_of("bart")
-    engine, ids = SourceEngine(model), sources_of(model, [5, 30])
-
-    def agrees() -> bool:
-        return bool(torch.allclose(torch.from_numpy(engine.encode(ids)), by_modules(model, ids), atol=1e-5))
-
-    assert agrees() and engine.name == "cpp"
-    with torch.no_grad():
-        model.encoder.layers[1].linear1.weight.mul_(1.5)
-        model.source_position.table.data[3] += 1
-    assert agrees() and engine.name == "cpp"
     handle = model.encoder.layers[0].register_forward_hook(lambda module, inputs, out: 2 * out)
-    assert agrees() and engine.name == "modules"
+    assert "hook" in pack_source(model, "fp32")
     handle.remove()
-    assert agrees() and engine.name == "cpp"
+    packed(model)
 
 
-@pytest.mark.parametrize("backend", [pytest.param("cpp", marks=needs_cpp), "modules"])
-def test_what_no_source_is_gets_an_error(backend: str) -> None:
-    model = model_of("tensor2tensor")
-    if backend == "modules":
-        model.register_forward_hook(lambda *_: None)
-    engine = SourceEngine(model)
-    assert engine.name == backend
+@needs_cpp
+def test_what_no_source_is_gets_an_error() -> None:
+    encoder = packed(model_of("tensor2tensor"))
     for ids in ([[1], []], [[1, 70]], [[-1]], [[1] * 301]):
         with pytest.raises(ValueError):
-            engine.encode(ids)
-    assert engine.encode([]).shape == (0, 32)
-    with pytest.raises(ValueError, match="Transformer"):
-        SourceEngine(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"\bprecision\b"):
-        SourceEngine(model, "fp64")
+            encoder.states(ids, None)
+    assert encoder.states([], None).shape == (0, 32)
