@@ -105,7 +105,7 @@ class AsyncGenerator:
             self._engine = choose_engine(self.model, engine, precision)
         self._ends = frozenset(SpecialIds.of(self.model.config).eos)
         self._chat_ends = self._find_chat_ends()
-        self._front: AsyncFront[Request] = AsyncFront(
+        self.front: AsyncFront[Request] = AsyncFront(
             self.model,
             lambda: new_scheduler(self._engine, max_rows, max_bytes, is_endless=True),
             name=type(self).__name__,
@@ -146,30 +146,30 @@ class AsyncGenerator:
         return cls(model, tokenizer, config=config, precision=asked_precision(model, precision), **limits)
 
     async def __aenter__(self) -> AsyncGenerator:
-        await self._front.__aenter__()
+        await self.front.__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self._front.__aexit__(kind, error, traceback)
+        await self.front.__aexit__(kind, error, traceback)
 
     async def close(self, *, cancel: bool = False) -> None:
         """Takes no more requests, and returns when its thread has ended; see `AsyncFront.close`."""
-        await self._front.close(cancel=cancel)
+        await self.front.close(cancel=cancel)
 
     def stats(self) -> Stats:
         """What runs, what waits, and what was read so far; any thread may ask."""
-        return self._front.stats()
+        return self.front.stats()
 
     async def aside(self, work: Callable[[], T], size: int) -> T:
         """Runs a function of so many characters of text without holding the event loop up; see `AsyncFront.aside`."""
-        return await self._front.aside(work, size)
+        return await self.front.aside(work, size)
 
     @property
     def is_alive(self) -> bool:
         """Whether it is open, and can go on."""
-        return self._front.is_alive
+        return self.front.is_alive
 
     @property
     def ends(self) -> frozenset[int]:
@@ -278,7 +278,7 @@ class AsyncGenerator:
 
     def _submit(self, asks: Sequence[Ask], deadline: float | None, listen: Sequence[int]) -> Answers[Request]:
         requests = [ask.build() for ask in asks]
-        return self._front.submit(requests, deadline=deadline, names=[ask.name for ask in asks], listen=listen)
+        return self.front.submit(requests, deadline=deadline, names=[ask.name for ask in asks], listen=listen)
 
     def _asks(
         self,

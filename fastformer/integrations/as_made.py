@@ -20,8 +20,11 @@ import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fastformer.generation.engines.cpp_support import why_not_now
 from fastformer.integrations.known import (
+    attends_as_known,
     code_of,
+    is_recording,
     is_unhooked_or_recorded,
     own_function,
     register,
@@ -29,7 +32,7 @@ from fastformer.integrations.known import (
     sources_of,
 )
 from fastformer.integrations.replace import has_own_class, original_class
-from fastformer.nn.guards import is_written_as_known, is_written_in
+from fastformer.nn.guards import is_traced, is_watched, is_written_as_known, is_written_in
 from fastformer.nn.model_guards import ModelGuards
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -45,6 +48,17 @@ _FREE = frozenset(
 )
 
 register(torch.nn.modules.sparse)  # of which `guards` knows nothing
+
+
+def why_not_at_this_moment() -> str | None:
+    """Why no call runs on the engine now, whatever its model is."""
+    if is_traced():
+        return "it is being traced"
+    if (reason := why_not_now()) is not None:
+        return reason
+    if is_watched() or is_recording() or not attends_as_known():
+        return "a mode, a global hook, a recording or a replaced function would see none of the engine's work"
+    return None
 
 
 class ConfigGuards(ModelGuards):

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from fastformer.checkpoints.hf import ENCODER_FORMS, FAMILIES
 from fastformer.encoding.engine import PackedEncoder, pack_encoder, why_no_encoder
 from fastformer.encoding.source_engine import pack_source
-from fastformer.generation.engines.cpp_support import PACKED_PRECISIONS, why_not_now
+from fastformer.generation.engines.cpp_support import PACKED_PRECISIONS
 from fastformer.generation.engines.prepack import unpack
-from fastformer.integrations.as_made import why_not_as_made
+from fastformer.integrations.as_made import why_not_as_made, why_not_at_this_moment
 from fastformer.integrations.conversion import from_huggingface
 from fastformer.integrations.engine_models import (
     NO_END,
@@ -37,11 +37,10 @@ from fastformer.integrations.engine_models import (
     model_type_of,
 )
 from fastformer.integrations.engine_sources import AROUND, is_source, tell_encoders, weights_of_decoding, whole_of
-from fastformer.integrations.known import RETURNS_TUPLES, attends_as_known, gives_tuple, is_recording
+from fastformer.integrations.known import RETURNS_TUPLES, gives_tuple
 from fastformer.integrations.padding import Owner, PackingStack
 from fastformer.integrations.replace import original_class
 from fastformer.models import BERT, Transformer
-from fastformer.nn.guards import is_traced, is_watched
 
 logger = logging.getLogger("fastformer")
 
@@ -97,7 +96,7 @@ class SourceModel(EncoderModel):
         return counts_words(model)
 
     def weights(self, model: nn.Module, precision: str) -> PackedEncoder:
-        """See `FoundModel`. What is packed for decoding is not packed a second time."""
+        """See `FoundModel`. A model that is packed for decoding is not packed a second time."""
         shared = weights_of_decoding(model, precision)
         if shared is None:
             return super().weights(model, precision)
@@ -220,7 +219,7 @@ def _encoded(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = _by_name(model, args, kwargs) if args else kwargs
     if given is None:
         return "its arguments don't fit its forward"
-    if (reason := _why_not_call(model, given) or _why_not_here()) is not None:
+    if (reason := _why_not_call(model, given) or why_not_at_this_moment()) is not None:
         return reason
     found = ENCODERS.of(model)
     if isinstance(found, str):
@@ -289,17 +288,6 @@ def _why_not_call(model: Any, given: dict[str, Any]) -> str | None:
         return "return_dict is None, which some versions of transformers take for True, and its config says otherwise"
     if config.output_hidden_states or config.output_attentions:
         return "its config asks for hidden states or attentions"
-    return None
-
-
-def _why_not_here() -> str | None:
-    """Why no call runs on the engine at this moment."""
-    if is_traced():
-        return "it is being traced"
-    if (reason := why_not_now()) is not None:
-        return reason
-    if is_watched() or is_recording() or not attends_as_known():
-        return "a mode, a global hook, a recording or a replaced function would see none of the engine's work"
     return None
 
 

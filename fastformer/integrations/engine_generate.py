@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin
 
 from fastformer.generation.engines.base import Prompt
-from fastformer.generation.engines.cpp_support import PACKED_PRECISIONS, why_not_now
+from fastformer.generation.engines.cpp_support import PACKED_PRECISIONS
 from fastformer.generation.model_protocols import is_decoder_only
+from fastformer.integrations.as_made import why_not_at_this_moment
 from fastformer.integrations.engine_loops import Inputs, Stepper, search_whole, whole_search
 from fastformer.integrations.engine_models import (
     ENGINE_MODELS,
@@ -36,9 +37,7 @@ from fastformer.integrations.engine_models import (
     UnfitError,
     counts_words,
 )
-from fastformer.integrations.known import attends_as_known, is_recording
 from fastformer.models import GPT
-from fastformer.nn.guards import is_traced, is_watched
 
 logger = logging.getLogger("fastformer")
 
@@ -210,13 +209,7 @@ def _why_not_here(model: nn.Module) -> str | None:
     """Why no call of generate runs on the engine at this moment."""
     if model.training:
         return "the model is in training, whose dropout the engine doesn't draw: call model.eval()"
-    if is_traced():
-        return "it is being traced"
-    if (reason := why_not_now()) is not None:
-        return reason
-    if is_watched() or is_recording() or not attends_as_known():
-        return "a mode, a global hook, a recording or a replaced function would see none of the engine's work"
-    return None
+    return why_not_at_this_moment()
 
 
 def _why_not_options(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:

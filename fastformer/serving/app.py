@@ -31,8 +31,8 @@ from fastformer.serving.service import Service
 
 logger = logging.getLogger("fastformer")
 
-_BRANCH = re.compile(r"str|int|bool|float|.*[\[(].*")  # what pydantic calls the types that a field may have
-_UNMATCHED = "unmatched"  # what metrics and the log call a path that no route has
+_BRANCH = re.compile(r"str|int|bool|float|.*[\[(].*")  # pydantic's names of the types that a field may have
+_UNMATCHED = "unmatched"  # in metrics and the log, a path that no route has
 # The formats of each kind of service, modules with `router(service, limits)` and `error_response(status, message)`; one
 # whose bodies may hold a key has BODY_KEYS, the paths of such.
 _FORMATS = {

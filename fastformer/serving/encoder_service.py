@@ -17,7 +17,6 @@ from fastformer.encoding.modules import Array
 from fastformer.encoding.requests import EncodeRequest, embed_request, score_request
 from fastformer.encoding.scheduler import EncodingScheduler
 from fastformer.generation.async_front import AsyncFront
-from fastformer.generation.async_jobs import Stats
 from fastformer.serving.limits import Limits
 from fastformer.serving.service import Kind, Service
 
@@ -53,18 +52,9 @@ class _EncoderService(Service):
     def max_seq_length(self) -> int:
         """Tokens of a text at most."""
 
-    async def open(self) -> None:
-        await self.front.__aenter__()
-
-    async def close(self, *, cancel: bool = False) -> None:
-        await self.front.close(cancel=cancel)
-
     @property
-    def is_alive(self) -> bool:
-        return self.front.is_alive
-
-    def stats(self) -> Stats:
-        return self.front.stats()
+    def async_front(self) -> AsyncFront[Any]:
+        return self.front
 
     async def _ask(self, build: Callable[[], EncodeRequest], size: int, timeout: float | None) -> Encoded:
         deadline = self.deadline(timeout)

@@ -6,8 +6,8 @@ import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
+from fastformer.generation.async_front import AsyncFront
 from fastformer.generation.async_generator import AsyncGenerator, Prompt
-from fastformer.generation.async_jobs import Stats
 from fastformer.generation.completions import ChatIds, Completion, Piece
 from fastformer.generation.config import Precision
 from fastformer.serving.limits import Limits
@@ -29,18 +29,9 @@ class GenerateService(Service):
         super().__init__(name, limits or Limits())
         self.generator = generator
 
-    async def open(self) -> None:
-        await self.generator.__aenter__()
-
-    async def close(self, *, cancel: bool = False) -> None:
-        await self.generator.close(cancel=cancel)
-
     @property
-    def is_alive(self) -> bool:
-        return self.generator.is_alive
-
-    def stats(self) -> Stats:
-        return self.generator.stats()
+    def async_front(self) -> AsyncFront[Any]:
+        return self.generator.front
 
     @property
     def has_chat(self) -> bool:

@@ -18,6 +18,7 @@ from fastformer.serving.generator_service import GenerateService
 from fastformer.serving.limits import Limits
 from fastformer.serving.openai_bodies import (
     EVENTS,
+    LEAST_LOG_PROB,
     ChatBody,
     ChatCompletion,
     CompletionBody,
@@ -31,8 +32,6 @@ from fastformer.serving.openai_errors import ERRORS, ApiError, check_model, chec
 from fastformer.serving.openai_errors import error_response as error_response
 from fastformer.serving.openai_options import check_count, check_length, new_tokens, options_of
 from fastformer.serving.service import Service
-
-_LEAST = -9999.0  # a log-probability of JSON, which has no infinity
 
 _STREAMED: dict[str, Any] = {
     "description": "JSON, or with stream the same in pieces as server-sent events, of which the last is [DONE].",
@@ -276,15 +275,15 @@ class _TextForm:
         ]
         return {
             "tokens": names,
-            "token_logprobs": [max(_LEAST, one.log_prob) for one in tokens],
+            "token_logprobs": [max(LEAST_LOG_PROB, one.log_prob) for one in tokens],
             "top_logprobs": tops if self._asked.alternatives else None,
             "text_offset": offsets,
         }
 
     def _top(self, one: ScoredToken, name: str) -> dict[str, float]:
-        found = {name: max(_LEAST, one.log_prob)}
+        found = {name: max(LEAST_LOG_PROB, one.log_prob)}
         for token, log_prob in one.alternatives:
-            found.setdefault(self._asked.token_text(token)[0], max(_LEAST, log_prob))
+            found.setdefault(self._asked.token_text(token)[0], max(LEAST_LOG_PROB, log_prob))
         return found
 
 
@@ -326,7 +325,7 @@ class _ChatForm:
     def _entry(self, token: int, log_prob: float) -> dict[str, Any]:
         text, is_text = self._asked.token_text(token)
         spelled = list(text.encode("utf-8", "replace")) if is_text else None
-        return {"token": text, "logprob": max(_LEAST, log_prob), "bytes": spelled}
+        return {"token": text, "logprob": max(LEAST_LOG_PROB, log_prob), "bytes": spelled}
 
 
 async def _respond(asked: _Asked, http: Request, form: _TextForm | _ChatForm) -> Response:

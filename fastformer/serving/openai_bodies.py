@@ -41,6 +41,7 @@ EVENTS: dict[str, Any] = {"text/event-stream": {"schema": _EVENT}}
 Temperature: TypeAlias = Annotated[float, Field(ge=0, le=2)]
 Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
 Text: TypeAlias = Annotated[str, Field(min_length=1)]
+LEAST_LOG_PROB = -9999.0  # JSON has no infinity
 Stop: TypeAlias = Annotated[str, Field(min_length=1, max_length=1000)]
 Token: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from fastformer.checkpoints.hf import FAMILIES, model_type
 from fastformer.generation import AsyncTranslator, Translator
 from fastformer.generation.alignment import check_attention, cross_attention
-from fastformer.generation.async_front import Stats
+from fastformer.generation.async_front import AsyncFront, Stats
 from fastformer.generation.async_translator import PartAnswer, TextStream
 from fastformer.generation.config import GenerationConfig, Precision
 from fastformer.generation.text_io import Item
@@ -43,22 +43,27 @@ class Service(ABC):
     def __init__(self, name: str, limits: Limits) -> None:
         self.name, self.limits = name, limits
 
-    @abstractmethod
-    async def open(self) -> None:
-        """Starts the thread that decodes."""
-
-    @abstractmethod
-    async def close(self, *, cancel: bool = False) -> None:
-        """Takes no more requests and ends; with `cancel` without the answers of those that run."""
-
     @property
     @abstractmethod
+    def async_front(self) -> AsyncFront[Any]:
+        """The queue of its requests, and the thread that computes them."""
+
+    async def open(self) -> None:
+        """Starts the thread that computes."""
+        await self.async_front.__aenter__()
+
+    async def close(self, *, cancel: bool = False) -> None:
+        """Takes no more requests and ends; with `cancel` without the answers of those that run."""
+        await self.async_front.close(cancel=cancel)
+
+    @property
     def is_alive(self) -> bool:
         """Whether it can answer: it is open, and its thread goes on."""
+        return self.async_front.is_alive
 
-    @abstractmethod
     def stats(self) -> Stats:
         """Its counters as they are now."""
+        return self.async_front.stats()
 
     def deadline(self, timeout: float | None = None) -> float:
         """When a request that comes now has to be answered, as `time.monotonic` says it.
@@ -145,18 +150,9 @@ class TranslateService(Service):
         self.check_config(self.config)
         self._has_detected = False
 
-    async def open(self) -> None:
-        await self.front.__aenter__()
-
-    async def close(self, *, cancel: bool = False) -> None:
-        await self.front.close(cancel=cancel)
-
     @property
-    def is_alive(self) -> bool:
-        return self.front.front.is_alive
-
-    def stats(self) -> Stats:
-        return self.front.stats()
+    def async_front(self) -> AsyncFront[Any]:
+        return self.front.front
 
     @property
     def languages(self) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
@@ -13,18 +13,16 @@ from fastformer.serving import tei
 from fastformer.serving.answers import EventStream, answer, behind, event, until_gone
 from fastformer.serving.generator_service import GenerateService
 from fastformer.serving.limits import Limits
-from fastformer.serving.openai_bodies import EVENTS
+from fastformer.serving.openai_bodies import EVENTS, LEAST_LOG_PROB, Stop
 from fastformer.serving.service import Service
 from fastformer.serving.tei import ERRORS, TeiError
 
 _USUAL = 100  # new tokens, where the request doesn't say
-_LEAST = -9999.0  # a log-probability of JSON, which has no infinity
 # Fields that can't be honoured, with the values that ask for nothing; None asks for nothing in any.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "adapter_id": (), "best_of": (1,), "decoder_input_details": (False,), "grammar": (), "top_n_tokens": (0,),
     "truncate": (), "typical_p": (1.0,), "watermark": (False,),
 }  # fmt: skip
-Stop: TypeAlias = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
 class Parameters(BaseModel):
@@ -186,7 +184,7 @@ class _Said:
     def token(self, one: ScoredToken, text: str) -> dict[str, Any]:
         """A token."""
         is_special = not self._generator.tokenizer.decode([one.token])
-        return {"id": one.token, "text": text, "logprob": max(_LEAST, one.log_prob), "special": is_special}
+        return {"id": one.token, "text": text, "logprob": max(LEAST_LOG_PROB, one.log_prob), "special": is_special}
 
     def details(self, tokens: Sequence[ScoredToken], reason: FinishReason) -> dict[str, Any]:
         """How it ended."""

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from fastformer.checkpoints.hf import ENCODER_FORMS
-from fastformer.encoding.engine import PackedEncoder
 from fastformer.integrations import accelerate, report, restore
 from tests.checks import assert_accurate
 from tests.encoding.folders import MANY, TEXTS, bert
@@ -31,19 +30,6 @@ TOKEN_HEADS = ("ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering")
 CHOICE = "ForMultipleChoice"
 SEVERAL = 4  # draws
 HEADS = (HEAD, CHOICE, *TOKEN_HEADS)
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How often the engine was called."""
-    found, plain = [0], PackedEncoder.states
-
-    def counting(self: Any, *args: Any) -> Any:
-        found[0] += 1
-        return plain(self, *args)
-
-    monkeypatch.setattr(PackedEncoder, "states", counting)
-    return found
 
 
 def made(case: Case, **options: Any) -> Any:

@@ -15,7 +15,6 @@ import transformers
 from torch import Tensor, nn
 
 from fastformer.encoding import source_engine
-from fastformer.encoding.engine import PackedEncoder
 from fastformer.integrations import accelerate, engine_encode, report, restore
 from tests.checks import assert_accurate
 from tests.integrations.conversions import CASES, IS_OLD, T5, Case
@@ -24,19 +23,6 @@ from tests.integrations.decoders import Wide
 NAMES = [name for name, case in CASES.items() if case.family != "MT5" and not (IS_OLD and case.is_t5)]
 # One of each kind of positions; slow: every option of every family.
 FEW = ("Marian separate", "MBart scaled, bias", "M2M100 real", "T5 1.1")
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How often the engine was called."""
-    found, plain = [0], PackedEncoder.states
-
-    def counting(self: Any, *args: Any) -> Any:
-        found[0] += 1
-        return plain(self, *args)
-
-    monkeypatch.setattr(PackedEncoder, "states", counting)
-    return found
 
 
 @pytest.fixture

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,3 +25,20 @@ def translator_folder(tmp_path_factory) -> Path:
     model.save_pretrained(folder)
     ByteTokenizer().save(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder) -> Iterator[Any]:
+    """A real server of the module's `folder`."""
+    from tests.serving.servers import running  # where the extra `serve` is not installed, tests skip before this
+
+    with running(folder) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(server) -> Iterator[Any]:
+    """OpenAI's own client of it."""
+    openai = pytest.importorskip("openai", reason="the openai library is not installed")
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
+        yield found

@@ -33,18 +33,6 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder) -> Iterator[Running]:
-    with running(folder) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def client(server) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
 def encoder(folder) -> Encoder:
     return Encoder(folder)
 

@@ -7,7 +7,6 @@ import contextlib
 import json
 import socket
 import urllib.parse
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from fastformer.checkpoints import load_model
 from fastformer.generation import generate
 from fastformer.serving import Limits
 from tests.serving import models
-from tests.serving.servers import Running, running, until
+from tests.serving.servers import running, until
 
 httpx = pytest.importorskip("httpx", reason="the httpx library is not installed")
 openai = pytest.importorskip("openai", reason="the openai library is not installed")
@@ -33,18 +32,6 @@ MESSAGES: list[Any] = [{"role": "system", "content": "be brief"}, {"role": "user
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return models.generator(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def server(folder) -> Iterator[Running]:
-    with running(folder) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def client(server) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

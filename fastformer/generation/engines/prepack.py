@@ -191,7 +191,7 @@ def is_packed(model: nn.Module, precision: str) -> bool:
 
 
 def packed_before(model: nn.Module, precision: str, *, find: FindGuards = find_guards) -> Any:
-    """What `packed` has made of a model as it is now, or None: nothing is packed for this call."""
+    """The result of `packed` for a model as it is now, or None: nothing is packed for this call."""
     with _lock:
         kept = _packed.get(model, {})
         if precision not in kept:
