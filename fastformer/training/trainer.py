@@ -206,9 +206,8 @@ class Trainer:
                 progress.advance(self.step)
             if validating:
                 with self.meter.paused():
-                    if not self.world.first(
-                        lambda: checkpoints(self.run)
-                    ):  # a model that is kept belongs to a run that can go on
+                    # A model that is kept belongs to a run that can go on.
+                    if not self.world.first(lambda: checkpoints(self.run)):
                         self.save()
                     scores = self._validate_and_keep(progress) or scores
                 self.model.train()
