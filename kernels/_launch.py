@@ -14,6 +14,8 @@ from triton._C import libtriton
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
+from fastformer.kernels._fences import IS_OLD, inserted
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # (seed, threshold, keep_scale): the argument that kernels call `dropout`; without a seed nothing is dropped.
 Dropout = tuple[Tensor | None, int, float]
@@ -71,7 +73,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object)
             stream = active.get_current_stream(device)
             found.run(x, y, z, stream, found.function, found.metadata, None, None, None, *args, *found.constants)
             return found
-    compiled = kernel[grid](*args, **options)
+    with inserted(kernel) as more:
+        compiled = kernel[grid](*args, **options, **more)
     if not ordinary and isinstance(compiled, CompiledKernel) and _can_be_kept(kernel, len(args)):
         device = driver.active.get_current_device()
         known = _compiled.setdefault((id(kernel), driver.active, device), {})
@@ -146,6 +149,25 @@ def unsupported_device(x: Tensor) -> str | None:
     if not x.is_cuda and not INTERPRETED:
         return "the tensors are on the CPU and TRITON_INTERPRET=1 was not set before the kernels were imported"
     return None
+
+
+def wrong_products(x: Tensor) -> str | None:
+    """Why this Triton's products are wrong on x's device, or None."""
+    if IS_OLD and architecture(x) // 10 == 10:
+        # Errors of 1e5 on a B200, with four warps and narrow tiles: Triton's issue 9871.
+        return f"Triton {triton.__version__} multiplies wrongly on sm_{architecture(x)}: expected 3.7.1 or newer"
+    return None
+
+
+def unsupported_products(x: Tensor) -> str | None:
+    """Why no kernel with products (tl.dot) takes tensors like this one, or None."""
+    if x.is_cuda and architecture(x) < 80:
+        return "the GPU is older than compute capability 8.0, where tl.dot has no tensor cores"
+    if (reason := wrong_products(x)) is not None:
+        return reason
+    if x.dtype == torch.bfloat16 and not x.is_cuda and INTERPRETED:
+        return "Triton's interpreter multiplies bfloat16 wrongly"
+    return unsupported_device(x)
 
 
 def unsupported_dtype(*dtypes: torch.dtype) -> str | None:

@@ -50,14 +50,13 @@ from fastformer.kernels._attention_configs import LARGEST_FP32_HEAD_DIM, Config,
 from fastformer.kernels._dropout import keep_mask_tile, kept_or_zero, load_dropout
 from fastformer.kernels._launch import (
     DTYPES,
-    INTERPRETED,
     Launch,
     architecture,
     cdiv,
     contiguous,
     stride_unit,
-    unsupported_device,
     unsupported_dtype,
+    unsupported_products,
 )
 from fastformer.kernels._plans import Plan
 from fastformer.kernels.attention_backward import plan_backward
@@ -288,11 +287,7 @@ def why_unsupported(
         return f"softmax_scale {softmax_scale} is not positive"
     if attn_mask is not None and attn_mask.dtype not in (torch.bool, *DTYPES):
         return f"attn_mask is {attn_mask.dtype}"
-    if q.is_cuda and architecture(q) < 80:
-        return "the GPU is older than compute capability 8.0, where tl.dot has no tensor cores"
-    if q.dtype == torch.bfloat16 and not q.is_cuda and INTERPRETED:
-        return "Triton's interpreter multiplies bfloat16 wrongly"
-    return unsupported_device(q)
+    return unsupported_products(q)
 
 
 def plan_attention_fwd(

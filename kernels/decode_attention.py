@@ -42,15 +42,13 @@ from fastformer.kernels._decode_attention_configs import (
     splits_of,
 )
 from fastformer.kernels._launch import (
-    INTERPRETED,
-    architecture,
     cdiv,
     dot_precision,
     launch,
     next_power_of_2,
     stride_unit,
-    unsupported_device,
     unsupported_dtype,
+    unsupported_products,
 )
 from fastformer.kernels._softcap import soft_capped
 from fastformer.kernels.rotary import load_turned
@@ -440,11 +438,7 @@ def why_unsupported(
         return f"head_dim {q.shape[-1]} in float32 is greater than {LARGEST_FP32_HEAD_DIM}"
     if k_cache.stride(-1) != 1 or v_cache.stride(-1) != 1:
         return "it reads caches that are contiguous in head_dim"
-    if q.device.type == "cuda" and architecture(q) < 80:
-        return "the GPU is older than compute capability 8.0, where tl.dot has no tensor cores"
-    if q.dtype == torch.bfloat16 and q.device.type != "cuda" and INTERPRETED:
-        return "Triton's interpreter multiplies bfloat16 wrongly"
-    return unsupported_device(q)
+    return unsupported_products(q)
 
 
 def decode_attention(

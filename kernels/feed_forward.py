@@ -42,6 +42,7 @@ from fastformer.kernels._launch import (
     num_sms,
     unsupported_device,
     unsupported_dtype,
+    wrong_products,
 )
 
 # The rows of each product's result.
@@ -540,7 +541,7 @@ def why_unsupported(op_name: str, *, x: Tensor, **arguments: object) -> str | No
         return reason
     if any(isinstance(a, Tensor) and a.is_floating_point() and a.dtype != x.dtype for a in arguments.values()):
         return "the inputs differ in dtype"
-    return unsupported_device(x)
+    return wrong_products(x) or unsupported_device(x)
 
 
 def feed_forward_fwd(

@@ -6,8 +6,8 @@
 
 The launchers themselves are called, on fake CUDA tensors, with Triton's launch replaced by a recorder; the recorded
 launches are compiled for each architecture. So the report sees the tiles, types and specialisation that ship.
-Exit status 1 on a violation: a compile error, spilled registers, more shared memory than the architecture has, or fewer
-matrix instructions than the kernel has products.
+Exit status 1 on a violation: a compile error, spilled registers, more shared memory than the architecture has, fewer
+matrix instructions than the kernel has products, or an order that nothing keeps (see `hazards.py`).
 
 Under each launch stand its inner loops, from the machine code (see `sass.py`, also for why a bound is no
 speed). Only sm_90 has a bound: that of an H200.
@@ -39,7 +39,7 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from benchmarks.machine_code import compare, sass
+from benchmarks.machine_code import compare, hazards, sass
 from benchmarks.machine_code.cases import USUAL
 from benchmarks.machine_code.rows import BOUNDS, LoopLine, Row, merge, show
 
@@ -138,6 +138,8 @@ def compile_launch(launch: Launch, op: str, arch: int, cases: tuple[str, ...]) -
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
+    from fastformer.kernels._fences import inserted
+
     signature = _signature(launch)
     blocks = launch.arguments
     tile = "x".join(str(blocks[name]) for name in ("BLOCK_M", "BLOCK_N") if name in blocks)
@@ -150,7 +152,8 @@ def compile_launch(launch: Launch, op: str, arch: int, cases: tuple[str, ...]) -
         fn=launch.kernel, signature=signature.types, constexprs=signature.constants, attrs=signature.attributes
     )
     try:
-        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.options)
+        with inserted(launch.kernel) as more:
+            compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={**launch.options, **more})
     except Exception as error:  # any failure of any pass is a row of the report
         return row._replace(problems=(f"does not compile: {str(error)[:200]}",))
     metadata = compiled.metadata
@@ -178,7 +181,8 @@ def compile_launch(launch: Launch, op: str, arch: int, cases: tuple[str, ...]) -
             for each in found or [instructions]
         ),
     )
-    return row._replace(problems=tuple(problems_of(row, products_of(launch))))
+    unordered = (*hazards.orders(ptx), *hazards.in_flight(instructions)[:3])
+    return row._replace(problems=(*problems_of(row, products_of(launch)), *unordered))
 
 
 def _tool(name: str, *arguments: str) -> str:

@@ -59,7 +59,7 @@ def parse(sass: str) -> list[Instruction]:
 _LEAVES = {"EXIT", "RET", "KILL", "BRA", "BRX", "JMP", "JMX"}  # code after these is reached from elsewhere
 
 
-def _successors(instructions: list[Instruction]) -> list[list[int]]:
+def successors(instructions: list[Instruction]) -> list[list[int]]:
     """By index: where control may go after each instruction."""
     index = {instruction.address: i for i, instruction in enumerate(instructions)}
     meeting: dict[str, int] = {}  # the barrier register of a BSSY -> where its threads meet again
@@ -90,15 +90,15 @@ class Blocks(NamedTuple):
 
 
 def _blocks(instructions: list[Instruction]) -> Blocks:
-    successors = _successors(instructions)
+    following = successors(instructions)
     starts = {0}
-    for i, after in enumerate(successors):
+    for i, after in enumerate(following):
         if after != [i + 1]:
             starts |= {*after, i + 1}
     ordered = sorted(start for start in starts if start < len(instructions))
     spans = [range(*pair) for pair in zip(ordered, [*ordered[1:], len(instructions)], strict=True)]
     number = {span.start: block for block, span in enumerate(spans)}
-    onward = [[number[after] for after in successors[span[-1]]] for span in spans]
+    onward = [[number[after] for after in following[span[-1]]] for span in spans]
     backward: list[list[int]] = [[] for _ in spans]
     for block, targets in enumerate(onward):
         for target in targets:

@@ -15,6 +15,7 @@ from fastformer.kernels import _attention_hopper as hopper  # noqa: E402
 from fastformer.kernels import _plans  # noqa: E402
 from fastformer.kernels import attention as kernels  # noqa: E402
 from tests.kernels.attention_cases import SEED, Case, case_of, check, make_inputs, run_triton  # noqa: E402
+from tests.kernels.repeats import assert_repeats  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -93,14 +94,16 @@ def test_repeats_to_the_bit(head_dim: int) -> None:
     case = Case(batch=4, heads=8, kv_heads=4, head_dim=head_dim, seqlen_q=1500, seqlen_k=1500, window=(None, 0))
     q, k, v = (make_inputs(case, torch.bfloat16, "cuda")[name] for name in ("q", "k", "v"))
     rest = (None, None, case.scale, None, 0, 0.1, torch.tensor(SEED, device="cuda"))
+    assert_repeats(lambda: kernels.attention_fwd(q, k, v, *rest))
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+def test_backward_repeats_to_the_bit(dropout_p: float) -> None:
+    """dk and dv, 100 runs; dq adds up by atomics in any order."""
+    q, k, v, dout = (torch.randn(4, 1500, 8, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    rest = (None, None, 0.125, None, 0, dropout_p, torch.tensor(SEED, device="cuda") if dropout_p else None)
     out, lse = kernels.attention_fwd(q, k, v, *rest)
-    other, noise = torch.cuda.Stream(), torch.randn(1024, 1024, device="cuda")
-    for run in range(100):
-        if run % 2:
-            with torch.cuda.stream(other):
-                noise = noise @ noise / 1024
-        again, lse_again = kernels.attention_fwd(q, k, v, *rest)
-        assert torch.equal(again, out) and torch.equal(lse_again, lse), f"run {run}"
+    assert_repeats(lambda: kernels.attention_bwd(dout, q, k, v, out, lse, *rest, False)[1:3])
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])

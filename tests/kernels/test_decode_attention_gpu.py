@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 from fastformer.kernels._decode_attention_configs import LARGEST_FP32_HEAD_DIM  # noqa: E402
 from fastformer.ops import decode_attention, use_backend  # noqa: E402
+from tests.kernels.repeats import assert_repeats  # noqa: E402
 from tests.kernels.test_decode_attention import check, force  # noqa: E402
 from tests.ops.test_decode_attention import Step, make_inputs, run, through_table  # noqa: E402
 
@@ -131,8 +132,7 @@ def test_a_graph_replays_with_other_lengths(beams: int, rotary_dim: int) -> None
 def test_repeats_to_the_bit() -> None:
     step = Step("", (1000, 400, 0, 77), num_heads=32, num_kv_heads=8, head_dim=128, max_seqlen=4096)
     inputs, _ = through_table(step, make_inputs(step, torch.bfloat16, "cuda"))
-    first = run(step, inputs)
-    assert all(torch.equal(run(step, inputs), first) for _ in range(5))
+    assert_repeats(lambda: [run(step, inputs)])
 
 
 def test_beyond_32_bits() -> None:

@@ -13,7 +13,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from fastformer.kernels import _feed_forward_configs  # noqa: E402
 from fastformer.kernels import feed_forward as feed_forward_kernels  # noqa: E402
+from fastformer.kernels._launch import dropout_arguments  # noqa: E402
 from fastformer.ops import (  # noqa: E402
     add_layer_norm,
     draw_seed,  # noqa: E402
@@ -28,6 +30,7 @@ from tests.checks import (  # noqa: E402
     assert_op_accurate,
     keep_mask,  # noqa: E402
 )
+from tests.kernels.repeats import assert_repeats  # noqa: E402
 from tests.ops import test_add_layer_norm as norm_cases  # noqa: E402
 from tests.ops import test_embedding as embedding_cases  # noqa: E402
 from tests.ops import test_feed_forward as feed_forward_cases  # noqa: E402
@@ -80,6 +83,25 @@ def test_feed_forward(
         partial(feed_forward_cases.plain, **options, keep=keep),
         inputs,
     )
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
+def test_feed_forward_repeats_to_the_bit(
+    activation: str, persistent: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both products with what is fused to them, in many tiles: 100 runs beside a busy stream."""
+    monkeypatch.setattr(feed_forward_kernels, "fuses", lambda *_: True)
+    monkeypatch.setattr(_feed_forward_configs, "PERSISTENT", persistent)
+    inputs = feed_forward_cases.make_inputs((4096, 512), 2048, activation, device, torch.bfloat16)
+    x, weight1, bias1, weight2 = (inputs[name] for name in ("x", "weight1", "bias1", "weight2"))
+    dout, dropout = torch.randn_like(x), dropout_arguments(0.1, draw_seed(device))
+
+    def call() -> list[torch.Tensor]:  # without the products that are cuBLAS's
+        hidden, saved = feed_forward_kernels._activated(x, weight1, bias1, activation, dropout, True)
+        return [hidden, *feed_forward_kernels._activated_backward(dout, weight2, saved, activation, dropout, True)]
+
+    assert_repeats(call)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

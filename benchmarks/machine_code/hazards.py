@@ -1,0 +1,308 @@
+"""What a run on a device would show now and then, read out of PTX and SASS: orders that nothing keeps.
+
+Each rule follows the control flow from the entry and asks what may be true at an instruction:
+
+- Fences: wgmma (sm_90) and tcgen05.mma (sm_100) read shared memory in the async proxy. What cp.async or a store wrote
+  there, in the generic proxy, needs a `fence.proxy.async` behind the wait for it and before the product (PTX ISA,
+  "Async proxy").
+- Copies: a wait for products is one of a single warp group. Others may still read a buffer that a copy then fills, so
+  a barrier has to stand between.
+- Arrivals: where one thread arrives at an mbarrier for its warp group, the group has met at a barrier before.
+- Registers in flight: until its wait an asynchronous product reads its operand, and writes its result, in registers
+  that nothing else may touch. Assemblers have broken this (Triton's issue 11781).
+
+A rule knows no addresses. Stores that are read back by loads (changes of layout, sums over warps) are none of a
+product's operands.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from enum import IntFlag, auto
+from typing import NamedTuple, TypeVar
+
+from benchmarks.machine_code import sass
+
+State = TypeVar("State")
+
+
+class _State(IntFlag):
+    """What may have happened on the way to an instruction."""
+
+    COPYING = auto()  # cp.async was issued
+    ARRIVED = auto()  # copies were waited for, and no fence has followed
+    STORED = auto()  # a tile was stored, and no fence and no load has followed
+    FINISHED = auto()  # products were waited for, and no barrier has followed
+    LOADED = auto()  # shared memory was read, and no barrier has followed
+
+
+class _Ptx(NamedTuple):
+    """An instruction of PTX: what it does, and where control goes after it."""
+
+    kind: str
+    successors: list[int]
+
+
+_PTX_LINE = re.compile(r"^\s*(@!?%?\w+\s+)?([a-z][\w.:]*)\s*([^;]*);")
+_PTX_LABEL = re.compile(r"^\s*([\w$]+)\s*:")
+# By the first that an opcode matches.
+_KINDS = (
+    ("product", re.compile(r"wgmma\.mma_async|tcgen05\.mma")),
+    ("product wait", re.compile(r"wgmma\.wait_group")),
+    ("copy wait", re.compile(r"cp\.async\.wait_(group|all)")),
+    ("copy", re.compile(r"cp\.async\.(ca|cg)\.shared")),
+    ("fence", re.compile(r"fence\.proxy\.async")),
+    ("barrier", re.compile(r"(bar|barrier)(\.cta)?\.sync")),
+    ("arrival", re.compile(r"mbarrier\.arrive(?!\.expect_tx)")),
+    ("store", re.compile(r"st\.shared\S*\.v\d|stmatrix")),
+    ("load", re.compile(r"ld\.shared|ldmatrix")),
+    ("branch", re.compile(r"bra\b")),
+    ("jump", re.compile(r"brx\b")),
+    ("end", re.compile(r"ret\b|exit\b|trap\b")),
+)
+
+
+def _events(ptx: str) -> list[_Ptx]:
+    """The instructions that a rule looks at, with the control flow among them."""
+    labels: dict[str, list[int]] = {}
+    tables: dict[str, list[str]] = {}
+    found: list[tuple[str, bool, str]] = []  # kind, whether it always runs, operands
+    table: list[str] | None = None
+    for line in ptx.splitlines():
+        if (targets := re.match(r"\s*([\w$]+)\s*:\s*\.branchtargets(.*)", line)) is not None:
+            table = tables[targets[1]] = re.findall(r"[\w$]+", targets[2])
+        elif table is not None:
+            table += re.findall(r"[\w$]+", line.partition("//")[0])
+        elif (label := _PTX_LABEL.match(line)) is not None and "::" not in line.partition(";")[0][: label.end() + 1]:
+            labels.setdefault(label[1], []).append(len(found))
+        elif (match := _PTX_LINE.match(line)) is not None:
+            kind = next((kind for kind, pattern in _KINDS if pattern.match(match[2])), None)
+            # A store at a fixed place is Triton's own: it hands warps their part of a specialised kernel.
+            if kind is not None and (kind != "store" or match[3].startswith("[%")):
+                found.append((kind, not match[1], match[3]))
+        if table is not None and ";" in line:
+            table = None
+    result = []
+    for i, (kind, always, operands) in enumerate(found):
+        after = [] if kind in ("branch", "jump", "end") and always else [i + 1]
+        names = []
+        if kind == "branch":
+            names = [operands.strip()]
+        elif kind == "jump":
+            names = tables[operands.split(",")[1].strip()]
+        for name in names:
+            places = labels[name]
+            # A label of inline assembly is there once for each copy of it: the last before the branch.
+            after.append(max([place for place in places if place <= i], default=places[0]))
+        result.append(_Ptx(kind, [each for each in after if each < len(found)]))
+    return result
+
+
+_ORDERS = {
+    ("product", _State.ARRIVED): "products read copies without a proxy fence",
+    ("product", _State.STORED): "products read stores without a proxy fence",
+    ("copy", _State.FINISHED): "copies go where another warp group may still multiply",
+    ("arrival", _State.FINISHED): "arrivals before the warp group has met, behind products",
+    ("arrival", _State.LOADED): "arrivals before the warp group has met, behind loads",
+}
+
+
+def _after(kind: str, state: _State) -> _State:
+    if kind == "copy":
+        return state | _State.COPYING
+    if kind == "copy wait":
+        return state | _State.ARRIVED if state & _State.COPYING else state
+    if kind == "fence":
+        return state & ~(_State.ARRIVED | _State.STORED)
+    if kind == "store":
+        return state | _State.STORED
+    if kind == "load":
+        return (state | _State.LOADED) & ~_State.STORED
+    if kind == "product wait":
+        return state | _State.FINISHED
+    if kind == "barrier":
+        return state & ~(_State.FINISHED | _State.LOADED)
+    return state
+
+
+def orders(ptx: str) -> list[str]:
+    """What nothing in a kernel's PTX keeps in order, each with the number of instructions that it was found at."""
+    events = _events(ptx)
+    states = _flow([event.successors for event in events], _State(0), lambda i, s: _after(events[i].kind, s), _union)
+    found: Counter[str] = Counter()
+    for event, state in zip(events, states, strict=True):
+        for (kind, bit), what in _ORDERS.items():
+            if event.kind == kind and state is not None and state & bit:
+                found[what] += 1
+    return [f"{count} {what}" for what, count in found.items()]
+
+
+def _union(one: _State, other: _State) -> _State:
+    return one | other
+
+
+def _flow(
+    successors: list[list[int]],
+    start: State,
+    after: Callable[[int, State], State],
+    merge: Callable[[State, State], State],
+) -> list[State | None]:
+    """What is known before each instruction; those that no other leads to begin with `start`."""
+    states: list[State | None] = [None] * len(successors)
+    reached = {target for targets in successors for target in targets}
+    work = [i for i in range(len(successors)) if i == 0 or i not in reached]
+    for i in work:
+        states[i] = start
+    while work:
+        i = work.pop()
+        state = states[i]
+        assert state is not None
+        new = after(i, state)
+        for target in successors[i]:
+            old = states[target]
+            merged = new if old is None else merge(old, new)
+            if merged != old:
+                states[target] = merged
+                work.append(target)
+    return states
+
+
+# Registers in flight. A set of registers is the bits of an int.
+_WIDTHS = {"32": 1, "64": 2, "128": 4}
+_LOADS = {"LDG", "LDS", "LD", "LDL", "LDC", "ATOMG", "ATOMS"}
+_STORES = {"STG", "STS", "ST", "STL", "RED", "REDG"}
+# What writes no register of its first operand, or none at all.
+_WITHOUT_RESULT = _STORES | {
+    "STSM", "LDGSTS", "BAR", "BRA", "BRX", "EXIT", "SYNCS", "UTMALDG", "UTMASTG", "UTMAREDG", "WARPGROUP", "R2UR",
+    "ISETP", "FSETP", "PLOP3", "VOTE", "VOTEU", "NOP", "BSSY", "BSYNC", "CCTL", "MEMBAR", "ERRBAR", "FENCE", "DEPBAR",
+    "LDGDEPBAR", "R2P", "WARPSYNC", "USETMAXREG", "ELECT", "NANOSLEEP", "CALL", "RET", "YIELD", "UBLKCP",
+}  # fmt: skip
+_REGISTER = re.compile(r"(?<![A-Z])R(\d+)((?:\.\w+)*)")
+
+
+def _bits(first: int, count: int) -> int:
+    return ((1 << count) - 1) << first
+
+
+def _written(instruction: sass.Instruction) -> int:
+    """The registers that an instruction writes."""
+    base, *modifiers = instruction.opcode.split(".")
+    if base in _WITHOUT_RESULT or base.startswith("U"):
+        return 0
+    for operand in instruction.operands.split(","):
+        if (found := re.match(r"^\s*R(\d+)$", operand)) is not None:
+            count = 1
+            if base in _LOADS:
+                count = max([_WIDTHS[each] for each in modifiers if each in _WIDTHS], default=1)
+            elif base == "LDSM":
+                count = int(next((each for each in modifiers if each in ("2", "4")), "1"))
+            elif "WIDE" in modifiers or base in ("DADD", "DMUL", "DFMA") or (base == "CS2R" and "32" not in modifiers):
+                count = 2
+            return _bits(int(found[1]), count)
+        if not re.match(r"^\s*!?U?P[T\d]", operand):
+            return 0
+    return 0
+
+
+def _read(instruction: sass.Instruction) -> int:
+    """The registers that an instruction reads."""
+    base, *modifiers = instruction.opcode.split(".")
+    skips_result = base not in _WITHOUT_RESULT
+    result = 0
+    for operand in instruction.operands.split(","):
+        if skips_result and re.match(r"^\s*R\d+$", operand):
+            skips_result = False
+            continue
+        for number, width in _REGISTER.findall(operand):
+            result |= _bits(int(number), 2 if ".64" in width else 1)
+    stored = re.search(r",\s*R(\d+)$", instruction.operands.strip())
+    if base in _STORES and stored is not None:
+        widths = [_WIDTHS[each] for each in modifiers if each in _WIDTHS]
+        widths += [int(each[-1]) for each in modifiers if each.startswith("F32x")]
+        result |= _bits(int(stored[1]), max(widths, default=1))
+    return result
+
+
+class _Product(NamedTuple):
+    """A wgmma: the registers of its result and of its operand, and whether it ends a group."""
+
+    result: int
+    operand: int
+    is_last: bool
+
+
+_PRODUCT = re.compile(r"^R(\d+), (?:R(\d+), )?gdesc")
+
+
+def _product(instruction: sass.Instruction) -> _Product | None:
+    found, shape = _PRODUCT.match(instruction.operands), re.search(r"64x(\d+)x", instruction.opcode)
+    if not instruction.base.endswith("GMMA") or found is None or shape is None:
+        return None
+    result = _bits(int(found[1]), max(1, int(shape[1]) // 2))
+    return _Product(result, _bits(int(found[2]), 4) if found[2] else 0, "gsb0" in instruction.operands)
+
+
+class _Flight(NamedTuple):
+    """Registers of products in flight: (operands, results) of each group, oldest first, and of the open one."""
+
+    groups: tuple[tuple[int, int], ...] = ()
+    operands: int = 0
+    results: int = 0
+
+    def all(self) -> tuple[int, int]:
+        operands, results = self.operands, self.results
+        for group in self.groups:
+            operands, results = operands | group[0], results | group[1]
+        return operands, results
+
+
+def _joined(one: _Flight, other: _Flight) -> _Flight:
+    length = max(len(one.groups), len(other.groups))
+    padded = [((0, 0),) * (length - len(each.groups)) + each.groups for each in (one, other)]
+    groups = tuple((a[0] | b[0], a[1] | b[1]) for a, b in zip(*padded, strict=True))
+    return _Flight(groups, one.operands | other.operands, one.results | other.results)
+
+
+def in_flight(instructions: list[sass.Instruction]) -> list[str]:
+    """Instructions that touch registers of a product that was not waited for, each in words."""
+    products = list(map(_product, instructions))
+    if not any(products):
+        return []
+    waits = [
+        int(each.operands.split(",")[-1], 16) if each.opcode.startswith("WARPGROUP.DEPBAR") else None
+        for each in instructions
+    ]
+
+    def after(i: int, flight: _Flight) -> _Flight:
+        product, wait = products[i], waits[i]
+        if product is not None:
+            operands, results = flight.operands | product.operand, flight.results | product.result
+            if product.is_last:
+                return _Flight((*flight.groups, (operands, results))[-8:])
+            return _Flight(flight.groups, operands, results)
+        return flight._replace(groups=flight.groups[-wait:] if wait else ()) if wait is not None else flight
+
+    flights = _flow(sass.successors(instructions), _Flight(), after, _joined)
+    return list(_touched(instructions, products, flights))
+
+
+def _touched(
+    instructions: list[sass.Instruction], products: list[_Product | None], flights: list[_Flight | None]
+) -> Iterator[str]:
+    for instruction, product, flight in zip(instructions, products, flights, strict=True):
+        if flight is None:
+            continue
+        operands, results = flight.all()
+        where = f"{instruction.opcode} at {instruction.address:#x}"
+        if product is not None:
+            if product.result & operands:
+                yield f"{where} writes the operand of a product in flight"
+            continue
+        if operands | results:
+            written = _written(instruction)
+            if written & operands:
+                yield f"{where} writes the operand of a product in flight"
+            if written & results or _read(instruction) & results:
+                yield f"{where} touches the result of a product in flight"

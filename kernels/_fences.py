@@ -1,0 +1,69 @@
+"""Proxy fences where Triton before 3.7.1 leaves them out.
+
+On sm_90 a tile comes by cp.async, which writes shared memory in the generic proxy, and wgmma reads it in the async
+proxy. Between the two PTX wants a `fence.proxy.async`, else the product may read what was there before. Triton 3.6.0
+emits none (fixed by its pull request 9610, in 3.7.1). So whatever is compiled inside `inserted` gets one behind each
+wait for copies: a thread makes its own copies visible to the async proxy, and the barrier that follows hands them on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import triton
+from triton import knobs
+
+FENCE = "fence.proxy.async.shared::cta;"
+_WAIT = re.compile(
+    r"^([ \t]*)cp\.async\.wait_(?:group[ \t]+\d+|all)[ \t]*;.*$(?!\n[ \t]*fence\.proxy\.async)", re.MULTILINE
+)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:3])
+
+
+# Whether this Triton leaves fences out.
+IS_OLD = _version(triton.__version__) < (3, 7, 1)
+_lock = threading.RLock()  # the hook is one for all threads
+
+
+def fenced(ptx: str) -> str:
+    """The PTX with a fence behind each wait for copies; as it is where no product reads shared memory by itself."""
+    return _WAIT.sub(rf"\g<0>\n\1{FENCE}", ptx) if "wgmma.mma_async" in ptx else ptx
+
+
+@contextlib.contextmanager
+def inserted(kernel: Any) -> Iterator[dict[str, str]]:
+    """What is compiled inside has its fences, under each Triton.
+
+    Args:
+        kernel: what `triton.jit` gives; the interpreter's needs none.
+
+    Yields:
+        Options to compile with. They change nothing but the name in Triton's cache on disk, which has no place for what
+        a hook does: a binary without fences must not be found there.
+    """
+    if not (IS_OLD and isinstance(kernel, triton.runtime.JITFunction)):
+        yield {}
+        return
+    with _lock:
+        before = knobs.runtime.add_stages_inspection_hook
+
+        def hook(*arguments: Any) -> Any:
+            result = None if before is None else before(*arguments)
+            if len(arguments) > 1:  # (backend, stages, options, language, capability)
+                stages = arguments[1]
+                make_ptx = stages["ptx"]
+                stages["ptx"] = lambda source, metadata: fenced(make_ptx(source, metadata))
+            return result if result is not None or arguments else ("fences", "fences")
+
+        knobs.runtime.add_stages_inspection_hook = hook
+        try:
+            yield {"ptx_options": " ".join(filter(None, [knobs.nvidia.ptxas_options, "-v"]))}
+        finally:
+            knobs.runtime.add_stages_inspection_hook = before
