@@ -11,7 +11,7 @@ Each rule follows the control flow from the entry and asks what may be true at a
 - Registers in flight: until its wait an asynchronous product reads its operand, and writes its result, in registers
   that nothing else may touch. Assemblers have broken this (Triton's issue 11781).
 
-A rule knows no addresses. Stores that are read back by loads (changes of layout, sums over warps) are none of a
+A rule knows no addresses. A store that a load reads back (a change of layout, a sum over warps) is taken for none of a
 product's operands.
 """
 
@@ -33,7 +33,7 @@ class _State(IntFlag):
 
     COPYING = auto()  # cp.async was issued
     ARRIVED = auto()  # copies were waited for, and no fence has followed
-    STORED = auto()  # a tile was stored, and no fence and no load has followed
+    STORED = auto()  # a tile that no load reads back was stored, and no fence has followed
     FINISHED = auto()  # products were waited for, and no barrier has followed
     LOADED = auto()  # shared memory was read, and no barrier has followed
 
@@ -119,7 +119,7 @@ def _after(kind: str, state: _State) -> _State:
     if kind == "store":
         return state | _State.STORED
     if kind == "load":
-        return (state | _State.LOADED) & ~_State.STORED
+        return state | _State.LOADED
     if kind == "product wait":
         return state | _State.FINISHED
     if kind == "barrier":
@@ -130,6 +130,9 @@ def _after(kind: str, state: _State) -> _State:
 def orders(ptx: str) -> list[str]:
     """What nothing in a kernel's PTX keeps in order, each with the number of instructions that it was found at."""
     events = _events(ptx)
+    for i, event in enumerate(events):
+        if event.kind == "store" and _is_read_back(events, i):
+            events[i] = event._replace(kind="")
     states = _flow([event.successors for event in events], _State(0), lambda i, s: _after(events[i].kind, s), _union)
     found: Counter[str] = Counter()
     for event, state in zip(events, states, strict=True):
@@ -137,6 +140,23 @@ def orders(ptx: str) -> list[str]:
             if event.kind == kind and state is not None and state & bit:
                 found[what] += 1
     return [f"{count} {what}" for what, count in found.items()]
+
+
+def _is_read_back(events: list[_Ptx], store: int) -> bool:
+    """Whether what follows a store, or the stores that it is one of, may be a load, with no fence or store between."""
+    seen: set[tuple[int, bool]] = set()
+    work = [(store, False)]
+    while work:
+        place, is_behind = work.pop()
+        for after in events[place].successors:
+            kind = events[after].kind
+            if kind == "load":
+                return True
+            following = (after, is_behind or kind not in ("store", ""))
+            if kind != "fence" and not (is_behind and kind in ("store", "")) and following not in seen:
+                seen.add(following)
+                work.append(following)
+    return False
 
 
 def _union(one: _State, other: _State) -> _State:

@@ -76,10 +76,15 @@ def test_an_order_that_nothing_keeps_is_found(name: str) -> None:
     assert orders(LOOP) == orders(STORED) == []
 
 
-def test_a_store_that_is_read_back_is_no_operand() -> None:
-    """A tile changes its layout through shared memory."""
-    read_back = "\tld.shared.v4.b32 \t{%r1, %r2, %r3, %r4}, [%r8];\n\tbar.sync \t2, 128;\n"
-    assert orders(STORED.replace(FENCED, read_back)) == []
+@pytest.mark.parametrize("place", ["\twgmma.mma_async", "\twgmma.wait_group", "\tret"])
+def test_a_store_that_is_read_back_is_no_operand(place: str) -> None:
+    """A tile changes its layout through shared memory, before a product or behind one."""
+    load = "\tbar.sync \t2, 128;\n\tldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r1}, [%r8];\n\tbar.sync \t2, 128;\n"
+    bare = STORED.replace(FENCED, "")
+    assert orders(bare.replace(place, load + place)) == []
+    # Another store's tile is read back.
+    again = "\tst.shared.v4.b32 \t[%r60], {%r1, %r2, %r3, %r4};\n"
+    assert orders(bare.replace("\tret", again + load + "\tret")) == ["1 products read stores without a proxy fence"]
 
 
 def test_roles_of_a_specialised_kernel_are_followed() -> None:
