@@ -1,10 +1,12 @@
-"""The plan for a GPU, without one: order, chunks, resuming, logs, failures that don't stop the others."""
+"""The plan for a GPU, without one: order, resuming, detaching, logs, failures that don't stop the others."""
 
 from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
+import tarfile
 import time
 from functools import partial
 from pathlib import Path
@@ -14,19 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu_run_plan import (
-    CHUNK,
-    LEASE,
-    TESTS,
-    Step,
-    first_steps,
-    later_steps,
-    limit_of,
-    main,
-    other_tests,
-    run_step,
-    work_through,
-)
+from benchmarks.gpu import assembler
+from benchmarks.gpu.steps import TESTS, Step, first_look, other_tests, steps
+from benchmarks.gpu_run_plan import limit_of, lines_of, main, run_step, start, status, work_through
 from benchmarks.measure.launches import recorded_launches
 from benchmarks.measure.record import ROOT
 from benchmarks.measure.suites import benchmarks
@@ -41,26 +33,28 @@ def step(key: str, *codes: str, seconds: float = 1.0, **fields: Any) -> Step:
     return Step(key, [(python(code), {"NUMBER": str(i)}) for i, code in enumerate(codes)], seconds, **fields)
 
 
-def test_chunks_resume_and_go_on_after_a_failure(tmp_path: Path) -> None:
-    now, ran = 0.0, []
+def test_a_run_resumes_and_goes_on_after_a_failure(tmp_path: Path) -> None:
+    ran: list[str] = []
 
     def run(step: Step, out: Path, limit: float) -> dict[str, Any]:
-        nonlocal now
         ran.append(step.key)
-        now += step.seconds
+        if step.key == "cut off" and ran.count("cut off") == 1:
+            raise KeyboardInterrupt
         return {"ok": step.key != "bad"}
 
-    todo = [
-        Step(key, (), seconds) for key, seconds in (("long", 900), ("a", 200), ("bad", 100), ("b", 200), ("c", 200))
-    ]
+    todo = [Step(key, (), 9) for key in ("a", "bad", "cut off", "b")]
+    todo += [Step("depends on bad", (), 9, after="bad"), Step("depends on b", (), 9, after="b")]
+    todo += [Step("depends on nothing that ran", (), 9, after="c")]
     file = tmp_path / "plan.jsonl"
-    work = partial(work_through, todo, tmp_path, file, 9, run, lambda: now)
-    assert work() == 3 and ran == ["long"]  # longer than a chunk, yet it runs, alone
-    assert work() == 3 and ran == ["long", "a", "bad", "b"]
-    assert work() == 1 and ran[-1] == "c"
-    assert work() == 1 and len(ran) == 5  # nothing twice
+    work = partial(work_through, todo, tmp_path, file, run)
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert ran == ["a", "bad", "cut off"]
+    assert work() == 1 and ran[3:] == ["cut off", "b", "depends on b"]
+    assert work() == 1 and len(ran) == 6  # nothing twice
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [(line["key"], line["ok"]) for line in lines] == [(each.key, each.key != "bad") for each in todo]
+    assert [line["key"] for line in lines] == [each.key for each in todo]
+    assert [line["key"] for line in lines if "left_out" in line] == ["depends on bad", "depends on nothing that ran"]
 
 
 def test_a_step_that_hangs_or_crashes_has_a_log_and_a_line(tmp_path: Path) -> None:
@@ -75,10 +69,104 @@ def test_a_step_that_hangs_or_crashes_has_a_log_and_a_line(tmp_path: Path) -> No
     result = run_step(step("some tests", *codes), tmp_path, 3.0)
     assert time.monotonic() - began < 30
     assert not result["ok"] and sorted(result["failed"]) == ["tests/a.py::b[1]", "tests/c.py"]
-    assert sorted(result["tails"]) == ["some_tests.2.log", "some_tests.3.log"]
-    assert "exit status 1" in result["tails"]["some_tests.2.log"] and "3 s" in result["tails"]["some_tests.3.log"]
-    assert (tmp_path / "some_tests.0.log").read_text() == f"3 passed 0 {tmp_path / 'tuning.json'}\n"
+    assert sorted(result["tails"]) == ["2", "3"]
+    assert "exit status 1" in result["tails"]["2"] and "3 s" in result["tails"]["3"]
+    (log,) = (tmp_path / "logs").iterdir()  # one a step
+    text = log.read_text()
+    assert f"3 passed 0 {tmp_path / 'tuning.json'}" in text and "ERROR tests/c.py" in text
     assert run_step(step("right", *codes[:2]), tmp_path, 30.0) == {"ok": True, "failed": [], "tails": {}}
+
+
+FAILING = """
+import os
+import pytest
+
+def test_wrong():
+    assert 1 == 2, "two lines\\nof it"
+
+@pytest.fixture
+def broken():
+    raise ValueError("no set-up")
+
+def test_broken(broken):
+    pass
+
+def test_that_might_hang():
+    with open(os.environ["PART"]) as file:
+        said = file.read()
+    assert "FAILED" in said and "ERROR" in said
+"""
+
+
+def test_a_failing_test_is_named_before_the_next_begins(tmp_path: Path) -> None:
+    """So that a hang, or the end of a lease, takes no names with it."""
+    file = tmp_path / "test_failing.py"
+    file.write_text(FAILING)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-rN",
+        "-p",
+        "benchmarks.measure.failures",
+        "-p",
+        "no:cacheprovider",
+    ]
+    command += ["-c", "/dev/null", "--rootdir", str(tmp_path), str(file)]
+    variables = {"PART": str(tmp_path / "logs" / "tests.0.part"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    result = run_step(Step("tests", [(command, variables)], 1.0), tmp_path, 300.0)
+    names = [name.rpartition("::")[2] for name in result["failed"]]
+    assert names == ["test_wrong", "test_broken"] and "exit status 1" in result["tails"]["0"]
+
+
+def test_a_detached_run_is_polled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """It outlives the call that began it; while it runs its failures are told, and what there is is copied."""
+    out, copies, end = tmp_path / "out", tmp_path / "copies", tmp_path / "end"
+    todo = [step(key, "print('hello')") for key in ("one", "two", "three")]
+    program = f"import os, time\nwhile not os.path.exists({str(end)!r}): time.sleep(0.05)"
+    popen = subprocess.Popen
+
+    def instead(command: list[str], **options: Any) -> Any:
+        assert command[1:4] == ["-m", "benchmarks.gpu_run_plan", "run"] and options["start_new_session"]
+        return popen([sys.executable, "-c", program, "gpu_run_plan"], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", instead)
+    assert start(out, None) == 0
+    monkeypatch.undo()
+    assert start(out, None) == 1  # one at a time
+    assert work_through(todo[:2], out, lines_of(out)) == 0  # in place of that process
+    (out / "now.json").write_text(json.dumps({"key": "three", "log": "three", "began": time.time()}))
+    (out / "logs" / "three.4.part").write_text("..\nFAILED tests/a.py::b - x\n")
+    capsys.readouterr()
+    assert status(out, 0.0, copies, todo) == 3
+    said = capsys.readouterr().out
+    assert "three runs;" in said and "tests/a.py::b" in said and "2 steps done, 0 of them not right, 1 left" in said
+    end.touch()
+    assert status(out, 60.0, copies, todo) == 3 and "no process does" in capsys.readouterr().out
+    assert work_through(todo, out, lines_of(out)) == 0 and status(out, 0.0, copies, todo) == 0
+    assert (copies / lines_of(out).name).read_text().count("\n") == 3
+    with tarfile.open(copies / "results.tar.gz") as archive:
+        names = archive.getnames()
+    assert {"results/logs/one.log", "results/logs/three.log", "results/gpu_run_plan.jsonl"} <= set(names)
+    assert len(list(copies.iterdir())) == 2
+
+
+def test_the_newest_assembler_of_the_machine_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    versions = {str(tmp_path / "bin" / "ptxas"): (13, 0, 88)}
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ptxas").touch()
+    monkeypatch.setattr(assembler, "version_of", lambda path: versions.get(str(path), (12, 8, 93)))
+    assert assembler.newer_assembler() == str(tmp_path / "bin" / "ptxas")
+    versions.clear()
+    assert assembler.newer_assembler() is None
+    monkeypatch.undo()
+    import triton
+
+    own = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    assert len(assembler.version_of(own)) == 3
 
 
 def test_kernels_that_are_off_by_default_have_to_be_launched(tmp_path: Path) -> None:
@@ -117,29 +205,46 @@ def test_launches_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rotary.launch is no_launch and _launch.launch is no_launch
 
 
-def test_the_plan_fits_its_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first, later = list(first_steps(tmp_path)), list(later_steps(tmp_path))
-    for steps in (first, later):
-        assert sum(each.seconds for each in steps) <= LEASE
-    keys = [each.key for each in (*first, *later)]
-    assert len(set(keys)) == len(keys) and all(limit_of(each) <= CHUNK for each in (*first, *later))
-    assert main(["--out", str(tmp_path), "--list"]) == 0
-    assert [line.split(" s  ")[1] for line in capsys.readouterr().out.splitlines()] == keys
+def test_what_counts_fits_a_short_lease(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In 15 minutes: of each op one shape, what repeats, numerics, graphs; in two of 45 all that there is."""
+    todo = list(steps(tmp_path))
+    keys = [each.key for each in todo]
+    assert len(set(keys)) == len(keys)
+    look = list(first_look(tmp_path))
+    assert todo[: len(look)] == look and sum(each.seconds for each in look) <= 8 * 60
+    commands = [each.commands[0][0] for each in look]
+    assert {command[command.index("--op") + 1] for command in commands} == {
+        "attention", "packed_attention", "add_layer_norm", "feed_forward", "linear_cross_entropy", "embedding",
+        "rotary", "decode_attention",
+    }  # fmt: skip
+    ends = {key: sum(each.seconds for each in todo[: number + 1]) for number, key in enumerate(keys)}
+    assert all(ends[f"tests {name}"] <= 12 * 60 for name in ("repeats", "attention", "ops", "models"))
+    assert max(ends[key] for key in keys if key.endswith("graph_decoding batch=1") or "training_step" in key) <= 30 * 60
+    assert ends[keys[-1]] <= 2 * 42 * 60  # a lease of 45 minutes begins with a start
+    assert all(limit_of(each) == max(60.0, 4 * each.seconds) for each in todo)
+    assert main(["list"]) == 0
+    listed = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("-----")]
+    assert [line.split(" min  ")[1] for line in listed] == keys
     assert not torch.cuda.is_available() or pytest.skip("there is a GPU")
     with pytest.raises(SystemExit):
-        main(["--out", str(tmp_path)])
+        main(["run", "--out", str(tmp_path)])
 
 
 def test_the_runner_knows_what_is_timed(tmp_path: Path) -> None:
     """Each command fits cases, and asks for kernels that are off by default by a variable that is read."""
     sources = "".join(path.read_text() for path in (ROOT / "kernels").glob("*.py"))
-    for each in (*first_steps(tmp_path), *later_steps(tmp_path)):
+    known: set[str] = set()
+    for each in steps(tmp_path):
         ((command, variables), *_) = each.commands
         if "benchmarks.run" in command:
             benchmark = benchmarks()[command[command.index("--op") + 1]]
             assert each.seconds > 10 and ("--dtype" in command) == ("bfloat16" in benchmark.dtypes)
         assert all(name in sources for name in variables if name != "FASTFORMER_TEST_SHARD")
-        assert bool(each.kernel) == (each.key.split()[1] in ("hopper", "persistent"))
+        # Kernels that are off are timed where their tests, before them, were right.
+        assert bool(each.kernel) == (each.key.startswith(("time hopper", "time persistent")))
+        assert not each.kernel or each.after
+        assert not each.after or each.after in known
+        known.add(each.key)
 
 
 def test_every_test_for_a_device_is_in_one_step() -> None:

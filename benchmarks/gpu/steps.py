@@ -1,0 +1,230 @@
+"""The steps of the plan for a GPU (`benchmarks/gpu_run_plan.py`), in the order that their weight gives them.
+
+Of each op one shape, checked against fp64 and timed beside the fastest rivals alone; what repeats to the bit; numerics;
+the rest of the times, decoding and training; kernels that are off by default, which are timed where their tests passed.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.measure import record
+from benchmarks.measure.suites import benchmarks, has_values, key_value
+
+SHARDS = min(14, os.cpu_count() or 1)
+# Of a lent machine: processes that compile side by side, and how many of them its 16 hyperthreads amount to.
+_LENT_SHARDS, _LENT_CORES = 14, 9.0
+_START = 6.0  # seconds until a process times something
+_TESTS_START = 14.0  # seconds until so many processes have imported PyTorch and collected tests
+_COMPILING = 2.6  # seconds of a core for a binary and its launcher
+_TIMING = 0.5  # the share of a case's estimate that its turns may take: compiling and checking take the rest
+RESULTS = record.ROOT / "benchmarks" / "results" / "gpu_rehearsal.jsonl"  # binaries of each step, as counted
+
+_KERNELS = (
+    "tests/kernels/test_attention_gpu.py tests/kernels/test_rows_gpu.py tests/kernels/test_decode_attention_gpu.py"
+)
+_OPS = ("add_layer_norm", "feed_forward", "linear_cross_entropy", "embedding", "rotary", "decode_attention")
+# The files whose tests the steps run: first what only a GPU can show, in sizes of many tiles, then each op's own.
+TESTS = {
+    "attention": "tests/kernels/test_attention_gpu.py",
+    "ops": "tests/kernels/test_rows_gpu.py tests/kernels/test_decode_attention_gpu.py "
+    + " ".join(f"tests/kernels/test_{stem}.py tests/ops/test_{stem}.py" for stem in _OPS),
+    "models": "tests/models/test_backends.py tests/models/test_transformer.py tests/test_graphs.py "
+    "tests/generation/test_graph_engine_gpu.py tests/training/test_graph_updates_gpu.py",
+    "attention_hopper": "tests/kernels/test_attention_hopper_gpu.py",
+}
+# Seconds of a shape. Most of a training step's is torch.compile's time for the rival, twelve layers forward and
+# backward, and most of gpt2's Hugging Face's, whose step is compiled first.
+_SECONDS = {"attention": 40.0, "masked_attention": 40.0, "packed_attention": 40.0, "decode_attention": 12.0,
+            "decoding": 25.0, "graph_decoding": 45.0, "training_step": 120.0}  # fmt: skip
+# Of attention's rivals the fastest, which compile nothing.
+_BEST_RIVALS = ("fastformer", "sdpa flash", "sdpa cudnn")
+
+
+class Step(NamedTuple):
+    """One unit of work.
+
+    Attributes:
+        key: its line's, and its log's name.
+        commands: that run side by side, each with what it adds to the environment.
+        seconds: that it takes, about.
+        kernel: which kernel ours has to launch in some forward pass of its rows; "": any.
+        rows: the file that its rows go to.
+        after: the key of a step that has to be right, or else this one is left out.
+    """
+
+    key: str
+    commands: Sequence[tuple[list[str], dict[str, str]]]
+    seconds: float
+    kernel: str = ""
+    rows: Path = Path()
+    after: str = ""
+
+
+@functools.cache
+def other_tests() -> str:
+    """The files that no step above has: of tests/ops and tests/kernels all, elsewhere those with tests for a GPU."""
+    named = {path for files in TESTS.values() for path in files.split()}
+    found = []
+    for path in sorted((record.ROOT / "tests").rglob("test_*.py")):
+        name = path.relative_to(record.ROOT).as_posix()
+        on_device = path.parent.name in ("ops", "kernels") or "mark.gpu" in path.read_text(encoding="utf-8")
+        if on_device and name not in named and path.name != "test_gpu_run_plan.py":
+            found.append(name)
+    return " ".join(found)
+
+
+@functools.cache
+def _counted() -> dict[str, int]:
+    """The binaries that each step compiles, as the rehearsal counted them."""
+    rows = record.read(RESULTS) if RESULTS.is_file() else []
+    return {row["key"]: row["binaries"] for row in rows}
+
+
+def tests(name: str, files: str, seconds: float, *, only: str = "", flag: str = "") -> Step:
+    """The GPU tests of some files (space between), in processes side by side, since most of it is compiling.
+
+    Args:
+        seconds: of the tests themselves, all processes side by side.
+        only: pytest's -k.
+        flag: as to `times`.
+    """
+    command = [sys.executable, "-m", "pytest", "-m", "gpu and not slow", "-q", "-rN", "--tb=short"]
+    command += ["-p", "benchmarks.measure.failures", *files.split(), *(["-k", only] if only else [])]
+    key = f"tests {name}"
+    variables = {flag: "1"} if flag else {}
+    shards = [(command, variables | {"FASTFORMER_TEST_SHARD": f"{shard}/{SHARDS}"}) for shard in range(SHARDS)]
+    compiling = _COMPILING * _counted().get(key, 0) / _LENT_CORES
+    return Step(key, shards, _TESTS_START + compiling + seconds)
+
+
+def times(
+    op: str,
+    out: Path,
+    *values: str,
+    label: str = "",
+    rivals: Sequence[str] = (),
+    seconds: float | None = None,
+    flag: str = "",
+    kernel: str = "",
+    modes: Sequence[str] = (),
+    after: str = "",
+) -> Step:
+    """The runner's cases of an op, in bf16 where it has that.
+
+    Args:
+        values: such as "seqlen=2048", of the shapes (all); a name given twice takes either value.
+        label: of kernels that are off by default, of a first look; the first sets apart the file of their rows.
+        rivals: which, beside ours and the baseline; empty = all.
+        seconds: of a shape.
+        flag: the environment variable that turns those kernels on.
+        kernel, after: see `Step`.
+        modes: which; empty = all.
+    """
+    benchmark = benchmarks()[op]
+    shapes = [shape for shape in benchmark.shapes["cuda"] if has_values(shape, map(key_value, values))]
+    each = seconds or _SECONDS.get(op, 15.0)
+    rows = out / ("_".join(["cuda", *label.split()[:1]]) + ".jsonl")
+    count = len(modes or benchmark.modes)
+    command = [sys.executable, "-m", "benchmarks.run", "--device", "cuda", "--op", op, "--rounds", "20",
+               "--seconds", f"{_TIMING * each / count:g}", "--out", str(rows)]  # fmt: skip
+    if "bfloat16" in benchmark.dtypes:
+        command += ["--dtype", "bfloat16"]
+    for option, given in (("--shape", values), ("--provider", rivals), ("--mode", modes)):
+        command += [option, *given] if given else []
+    key = " ".join(filter(None, ["time", label, op, *values]))
+    environment = {flag: "1"} if flag else {}
+    return Step(key, [(command, environment)], _START + each * len(shapes), kernel, rows, after)
+
+
+def first_look(out: Path) -> Iterator[Step]:
+    """Of each op one shape, right and how fast: forward with backward beside cuDNN and flash alone. Eight minutes."""
+    look: dict[str, Any] = {"label": "first look", "modes": ("fwdbwd",), "rivals": _BEST_RIVALS, "seconds": 18}
+    causal = ("causal=True", "seqlen=2048")
+    for head_dim in (64, 128):
+        yield times("attention", out, *causal, "dropout_p=0.0", f"head_dim={head_dim}", **look)
+    yield times("packed_attention", out, "head_dim=64", "causal=True", **look)
+    alone = look | {"rivals": ("fastformer",), "seconds": 12}
+    yield times("add_layer_norm", out, "rows=16384", "dim=512", "dropout_p=0.1", **alone)
+    yield times("feed_forward", out, "dim=512", "activation=relu", "dropout_p=0.1", **alone)
+    yield times("linear_cross_entropy", out, "vocab_size=32000", **alone)
+    yield times("embedding", out, "dropout_p=0.1", **alone)
+    yield times("rotary", out, "head_dim=64", "seqlen=4096", **alone)
+    yield times("decode_attention", out, "batch=1", "seqlen=4096", **alone | {"modes": ("fwd",)})
+    yield times("attention", out, *causal, "dropout_p=0.1", "head_dim=64", **look)
+
+
+def _build() -> Step:
+    install = [sys.executable, "-m", "pip", "install", "-q", "-e", ".", "--no-build-isolation", "--no-deps"]
+    return Step("build the extension", [(install, {})], 90)
+
+
+def steps(out: Path) -> Iterator[Step]:
+    """All steps, in the order that their weight gives them. A new step is another `yield`."""
+    yield from first_look(out)
+    yield tests("repeats", _KERNELS, 20, only="repeat")
+    yield tests("attention", TESTS["attention"], 25, only=f"not repeat and not ({_LATER})")
+    yield tests("ops", TESTS["ops"], 60, only="not repeat")
+    yield _build()
+    yield tests("models", TESTS["models"], 60)
+    for head_dim in (64, 128):
+        yield times("attention", out, "causal=True", "seqlen=8192", f"head_dim={head_dim}", rivals=_BEST_RIVALS,
+                    seconds=25)  # fmt: skip
+    yield times("graph_decoding", out, "batch=1")
+    yield times("training_step", out, "lengths=multi30k")
+    yield times("decoding", out)
+    lengths = (f"seqlen={seqlen}" for seqlen in (64, 128, 512, 4096))
+    yield times("decode_attention", out, "batch=1", "batch=256", *lengths)
+    yield times("linear_cross_entropy", out)
+    yield times("add_layer_norm", out, "rows=16384", "dim=512", "dim=4096")
+    yield times("feed_forward", out, "dropout_p=0.1", "activation=relu")
+    yield from _off_by_default(out)
+    yield times("masked_attention", out, "head_dim=64")
+    yield times("packed_attention", out, "head_dim=64", "causal=True")
+    yield times("attention", out, "causal=True", "seqlen=2048", "seqlen=256")
+    yield times("embedding", out, "dropout_p=0.1")
+    yield times("rotary", out, "head_dim=64", "seqlen=4096")
+    yield from _later(out)
+
+
+# Numerics that say little more than those before them: pairs of options, other dtypes.
+_LATER = "pair or float16 or float32"
+
+
+def _off_by_default(out: Path) -> Iterator[Step]:
+    """Kernels that may hang or be wrong, as none has met a device: tests, and times where all of them passed."""
+    yield tests("hopper", TESTS["attention_hopper"], 20, only=f"not ({_LATER})")
+    for head_dim in (64, 128):
+        yield times("attention", out, "causal=True", "seqlen=8192", "dropout_p=0.0", f"head_dim={head_dim}",
+                    label="hopper", rivals=_BEST_RIVALS, seconds=25, flag="FASTFORMER_HOPPER_ATTENTION",
+                    kernel="_attention_hopper_fwd_kernel", after="tests hopper")  # fmt: skip
+    yield tests("persistent", "tests/kernels/test_rows_gpu.py", 10, only="feed_forward",
+                flag="FASTFORMER_PERSISTENT_FEED_FORWARD")  # fmt: skip
+    yield times("feed_forward", out, "dropout_p=0.1", "activation=relu", label="persistent", rivals=("fastformer",),
+                flag="FASTFORMER_PERSISTENT_FEED_FORWARD", kernel="[persistent]", after="tests persistent")  # fmt: skip
+
+
+def _later(out: Path) -> Iterator[Step]:
+    """What waits for another machine: the tests of everything else, other tiles, and sizes that say less."""
+    yield tests("pairs", TESTS["attention"], 60, only=_LATER)
+    yield tests("hopper pairs", TESTS["attention_hopper"], 60, only=_LATER)._replace(after="tests hopper")
+    yield tests("others", other_tests(), 100)
+    for head_dim in (64, 128):
+        values = ("causal=True", "seqlen=2048", "dropout_p=0.0", f"head_dim={head_dim}")
+        tune = [sys.executable, "-m", "benchmarks.tune_attention", "--shape", *values]
+        yield Step(f"tune attention {' '.join(values)}", [(tune, {})], 120)
+        # With the tiles that were found: all steps read OUT/tuning.json.
+        yield times("attention", out, *values, label="tuned", rivals=_BEST_RIVALS, seconds=25)
+    yield times("attention", out, "causal=False", "seqlen=2048")
+    yield times("attention", out, "causal=True", "seqlen=64", "seqlen=512")
+    yield times("masked_attention", out, "head_dim=128")
+    yield times("packed_attention", out, "head_dim=128")
+    yield times("add_layer_norm", out, "rows=2048", "dim=512", "dim=4096", "dropout_p=0.1")
+    yield times("feed_forward", out, "dropout_p=0.1", "activation=gelu")
+    yield times("rotary", out, "head_dim=64", "seqlen=512")
+    yield times("graph_decoding", out, "batch=16")

@@ -1,0 +1,13 @@
+"""A plugin of pytest that names each failing test at once: a run that hangs or is cut off has said what failed."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Prints a line for a test, or its set-up, that failed."""
+    if report.failed:
+        kind = "FAILED" if report.when == "call" else "ERROR"
+        reason = getattr(getattr(report.longrepr, "reprcrash", None), "message", str(report.longrepr))
+        print(f"\n{kind} {report.nodeid} - {reason.splitlines()[0] if reason else ''}", flush=True)
