@@ -36,17 +36,26 @@ OPTIONS = (
 
 def add_options(parser: ArgumentParser, names: Sequence[str]) -> dict[str, Any]:
     """Gives a parser a flag for each of some fields of `GenerationConfig`. Returns their types by name."""
-    hints = get_type_hints(GenerationConfig, include_extras=True)
-    defaults = {field.name: field.default for field in fields(GenerationConfig)}
+    return add_fields(parser, GenerationConfig, names)
+
+
+def add_fields(parser: ArgumentParser, kind: type[Any], names: Sequence[str]) -> dict[str, Any]:
+    """Gives a parser a flag for each of some fields of a dataclass: type, default, and help from its docstring.
+
+    Returns:
+        The type of each, with its bounds, by name.
+    """
+    hints, texts = get_type_hints(kind, include_extras=True), _help(kind)  # type: ignore[arg-type]
+    defaults = {field.name: field.default for field in fields(kind)}
     for name in names:
-        parser.add_argument(f"--{name}", type=hints[name], default=defaults[name], help=_help()[name])
+        parser.add_argument(f"--{name}", type=hints[name], default=defaults[name], help=texts[name])
     return {name: hints[name] for name in names}
 
 
 @cache
-def _help() -> dict[str, str]:
-    """The first sentence about each option, without its period."""
-    texts = {p.arg_name: p.description or "" for p in parse_docstring(GenerationConfig.__doc__ or "").params}
+def _help(kind: Any) -> dict[str, str]:
+    """The first sentence about each field, without its period."""
+    texts = {p.arg_name: p.description or "" for p in parse_docstring(kind.__doc__ or "").params}
     return {name: " ".join(text.split()).partition(". ")[0].rstrip(".") for name, text in texts.items()}
 
 

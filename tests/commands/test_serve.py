@@ -1,0 +1,103 @@
+"""`fastformer serve`: which flags go before which, and on which addresses it listens without keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastformer.cli import main
+from tests.serving.conftest import translator_folder as translator_folder
+
+pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The servers that the command would have run."""
+    found: list[Any] = []
+    monkeypatch.setattr("fastformer.serving.run.Server.run", lambda self: found.append(self))
+    monkeypatch.delenv("FASTFORMER_API_KEYS", raising=False)
+    return found
+
+
+def test_flags_go_before_the_file_and_the_file_before_defaults(translator_folder, started, tmp_path) -> None:
+    config = tmp_path / "serve.yaml"
+    config.write_text(
+        "port: 9000\nmax_waiting: 7\nmax_texts: 9\nnum_beams: 3\nlength_penalty: 0.5\ntimeout_s: 5\nsource_lang: en\n"
+    )
+    # Two of the flags have the values that they have by default.
+    words = ["--config", str(config), "--port", "8000", "--max_waiting=256", "--num_beams", "2", "--target_lang", "de"]
+    assert main(["serve", str(translator_folder), *words]) == 0
+    (server,) = started
+    service = server.config.app.state.service
+    assert (server.config.host, server.config.port) == ("127.0.0.1", 8000)
+    limits = service.limits
+    assert (limits.max_waiting, limits.max_texts, limits.timeout_s, limits.max_beams) == (256, 9, 5.0, 8)
+    assert (service.config.num_beams, service.config.length_penalty) == (2, 0.5)
+    assert service.codes.defaults() == ("en", "de")
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("prot: 9000", "port"),
+        ("port: '9000'", "port"),
+        ("port: 65536", "port"),
+        ("max_waiting: 0", "max_waiting"),
+        ("timeout_s: .nan", "timeout_s"),
+        ("num_beams: many", "num_beams"),
+        ("access_log: 1", "access_log"),
+        ("folder: x", "folder"),
+        ("config: x", "config"),
+        ("", "settings"),
+        ("- port", "settings"),
+    ],
+)
+def test_a_file_with_a_mistake_in_it_is_told(started, tmp_path, capsys, text, named) -> None:
+    (config := tmp_path / "serve.yaml").write_text(text)
+    assert main(["serve", str(tmp_path), "--config", str(config)]) == 1
+    said = capsys.readouterr().err
+    assert named in said and str(config) in said and not started
+
+
+@pytest.mark.parametrize("flag", ["--port=65536", "--max_waiting=0", "--nope=1", "--num_beams=x", "--precision=int7"])
+def test_a_flag_with_a_mistake_in_it_is_told(started, tmp_path, capsys, flag) -> None:
+    assert main(["serve", str(tmp_path), flag]) != 0
+    assert flag[2:].partition("=")[0] in capsys.readouterr().err and not started
+
+
+LOCAL = ["127.0.0.1", "127.0.0.9", "localhost", "::1", "[::1]"]
+OPEN = ["0.0.0.0", "::", "192.168.1.2", "server.example", ""]
+
+
+def test_other_machines_reach_it_with_keys_alone(
+    translator_folder, started, tmp_path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, keys, config = str(translator_folder), tmp_path / "keys", tmp_path / "serve.yaml"
+    keys.write_text("a-key\n")
+    for host in LOCAL:
+        assert main(["serve", folder, f"--host={host}"]) == 0
+    assert len(started) == len(LOCAL) and not any(one.config.app.state.has_keys for one in started)
+    started.clear()
+    for host in OPEN:
+        assert main(["serve", folder, f"--host={host}"]) == 1
+        assert "--keys_file" in capsys.readouterr().err
+        config.write_text(f"host: '{host}'")  # a file doesn't open it either
+        assert main(["serve", folder, "--config", str(config)]) == 1
+        assert "--keys_file" in capsys.readouterr().err
+    assert not started
+    for flags, has_keys in ((["--keys_file", str(keys)], True), (["--no_auth"], False)):
+        assert main(["serve", folder, "--host=0.0.0.0", *flags]) == 0
+        assert started.pop().config.app.state.has_keys == has_keys
+    assert main(["serve", folder, "--no_auth", "--keys_file", str(keys)]) == 1  # which of them is meant?
+    monkeypatch.setenv("FASTFORMER_API_KEYS", "another")
+    assert main(["serve", folder, "--host=0.0.0.0"]) == 0 and started.pop().config.app.state.has_keys
+    assert main(["serve", folder, "--no_auth"]) == 1
+    assert "FASTFORMER_API_KEYS" in capsys.readouterr().err and not started
+
+
+def test_a_file_of_keys_that_is_not_there_is_told(started, tmp_path: Path, capsys) -> None:
+    assert main(["serve", str(tmp_path), "--keys_file", str(tmp_path / "nowhere")]) == 1
+    assert "nowhere" in capsys.readouterr().err and not started
