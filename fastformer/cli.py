@@ -47,7 +47,16 @@ EXTRAS = {
     "transformers": "hf",
     "jinja2": "chat",
     **dict.fromkeys(
-        ("fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client", "python_multipart", "py3langid"),
+        (
+            "fastapi",
+            "starlette",
+            "pydantic",
+            "uvicorn",
+            "httptools",
+            "prometheus_client",
+            "python_multipart",
+            "py3langid",
+        ),
         "serve",
     ),
 }

@@ -42,7 +42,7 @@ class EncodeRequest:
         is_done: whether it has ended, well or not.
         is_cancelled: set by `cancel`.
         on_cancel: called when it is cancelled; set by the scheduler that runs it.
-        deadline: in the time of `time.monotonic`, or None.
+        deadline, begun_at: in the time of `time.monotonic`, or None; the latter is set when it leaves the queue.
         num_tokens: of its texts.
         num_taken: how many of its texts have been computed.
     """
@@ -56,6 +56,7 @@ class EncodeRequest:
         self.results: Any = None
         self.error: Exception | None = None
         self.on_cancel: Callable[[], object] | None = None
+        self.begun_at: float | None = None
         self.is_done = self.is_cancelled = False
         self.deadline = None if max_time is None else time.monotonic() + max_time
         self.num_tokens = sum(map(len, rows.ids))

@@ -101,8 +101,11 @@ class EncodingScheduler:
                 break
             parts.append((request, places))
             left -= sum(len(request.rows.ids[place]) for place in places)
-        begun = {id(request) for request, _ in parts}
-        self.running += [request for request in self.waiting if id(request) in begun]
+        begun, now = {id(request) for request, _ in parts}, time.monotonic()
+        for request in self.waiting:
+            if id(request) in begun:
+                request.begun_at = now
+                self.running.append(request)
         self.waiting = deque(request for request in self.waiting if id(request) not in begun)
         return parts
 

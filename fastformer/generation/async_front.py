@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import bisect
 import contextlib
 import functools
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from typing import Any, Generic, Literal, TypeVar
 
+from fastformer.generation.async_jobs import QUEUE_BOUNDS, Batching, Box, Call, Event, R, deliver
 from fastformer.generation.async_jobs import Answers as Answers
 from fastformer.generation.async_jobs import Asked as Asked
-from fastformer.generation.async_jobs import Batching, Box, Call, Event, R, deliver
 from fastformer.generation.async_jobs import NotRunning as NotRunning
+from fastformer.generation.async_jobs import Place as Place
 from fastformer.generation.async_jobs import QueueFull as QueueFull
 from fastformer.generation.async_jobs import Stats as Stats
 from fastformer.generation.async_jobs import TooLate as TooLate
@@ -35,6 +38,7 @@ _INLINE = 2_000  # characters that are made into tokens on the event loop, in a 
 _RATE_SECONDS = 1.0  # of work after which it is known anew how fast the queue goes
 _RETRY = (1.0, 30.0)  # the least and the most seconds that a client is told to wait
 
+_place: ContextVar[Place | None] = ContextVar("place", default=None)  # that is kept for the task's request
 _open: weakref.WeakSet[AsyncFront[Any]] = weakref.WeakSet()  # those whose threads may run
 
 
@@ -83,11 +87,13 @@ class AsyncFront(Generic[R]):
         self._inbox: deque[Box[R]] = deque()  # have a place in the queue
         self._parked: deque[Box[R]] = deque()  # wait for one
         self._calls: deque[Call[Any]] = deque()
+        self._places: set[Place | None] = set()  # that are kept for requests which are still being made
         self._boxes: dict[R, tuple[Box[R], int]] = {}  # whose requests these are; the thread's own
         self._told: list[Event[R]] = []  # what the tasks have yet to hear; the thread's own
         self._load = Load()
         self._new_tokens = self._ended = self._refused = self._late = self._cancelled = self._steps = 0
-        self._step_seconds = 0.0
+        self._step_seconds = self._queue_seconds = 0.0
+        self._queue_counts = [0] * (len(QUEUE_BOUNDS) + 1)
         self._rate, self._rate_tokens, self._rate_seconds = 0.0, 0, 0.0  # tokens a second that leave the queue
         self._aside: ThreadPoolExecutor | None = None
         self._num_aside = 0
@@ -218,15 +224,12 @@ class AsyncFront(Generic[R]):
             if deadline is not None and time.monotonic() >= deadline:
                 self._late += 1
                 raise box.late()
-            if not self._parked and self._has_room(box):
+            self._places.discard(_place.get())  # its own
+            if not self._parked and self._has_room(box.num_tokens):
                 self._inbox.append(box)
                 self._changed.notify()
             elif self.when_full == "refuse":
-                self._refused += 1
-                raise QueueFull(
-                    f"{self.num_queued} requests of {self._waiting_tokens:,} tokens are waiting: try again later",
-                    self._retry_after(),
-                )
+                raise self._full()
             else:
                 self._parked.append(box)
                 box.end_parked_at(lambda: self._end_parked(box))
@@ -234,6 +237,29 @@ class AsyncFront(Generic[R]):
         if deadline is not None:
             box.end_at(deadline, functools.partial(self._expire, box))
         return answers
+
+    @contextlib.contextmanager
+    def place(self) -> Iterator[None]:
+        """Keeps a place in the queue for a request that its caller has yet to make, until it is submitted.
+
+        Where there is none the caller needs not begin; and of many that begin at once, no more do than find places.
+
+        Raises:
+            QueueFull: there is no place for it now, and the front refuses.
+        """
+        place = Place()
+        with self._changed:
+            if self.when_full == "refuse":
+                if not self._has_room(1):
+                    raise self._full()
+                self._places.add(place)
+        token = _place.set(place)
+        try:
+            yield
+        finally:
+            _place.reset(token)
+            with self._changed:
+                self._places.discard(place)
 
     async def aside(self, work: Callable[[], T], size: int) -> T:
         """Runs a function of text that the event loop may have to wait for: at once where the text is short, else in
@@ -287,6 +313,7 @@ class AsyncFront(Generic[R]):
                 load.running, self.num_queued + self.num_blocked, self._waiting_tokens, load.rows, load.free_tokens,
                 load.capacity_tokens, load.read_tokens, load.cached_tokens, self._new_tokens, self._ended,
                 self._refused, self._late, self._cancelled, self._steps, self._step_seconds,
+                tuple(self._queue_counts), self._queue_seconds,
             )  # fmt: skip
 
     @property
@@ -303,11 +330,16 @@ class AsyncFront(Generic[R]):
     def _waiting_tokens(self) -> int:
         return sum(box.num_tokens for box in list(self._inbox)) + self._load.waiting_tokens
 
-    def _has_room(self, box: Box[R]) -> bool:
-        if self.num_queued >= self.max_waiting:
+    def _has_room(self, num_tokens: int) -> bool:
+        if self.num_queued + len(self._places) >= self.max_waiting:
             return False
         waiting = self._waiting_tokens
-        return self.max_waiting_tokens is None or not waiting or waiting + box.num_tokens <= self.max_waiting_tokens
+        return self.max_waiting_tokens is None or not waiting or waiting + num_tokens <= self.max_waiting_tokens
+
+    def _full(self) -> QueueFull:
+        self._refused += 1
+        message = f"{self.num_queued} requests of {self._waiting_tokens:,} tokens are waiting: try again later"
+        return QueueFull(message, self._retry_after())
 
     def _retry_after(self) -> float:
         """Seconds in which what waits is likely to begin."""
@@ -373,7 +405,7 @@ class AsyncFront(Generic[R]):
         while True:
             with self._changed:
                 self._load = load = batching.load()  # waiting requests may have been cancelled
-                while self._parked and self._has_room(self._parked[0]):
+                while self._parked and self._has_room(self._parked[0].num_tokens):
                     self._inbox.append(self._parked.popleft())
                 arrived = list(self._inbox)
                 self._inbox.clear()
@@ -406,6 +438,10 @@ class AsyncFront(Generic[R]):
                 box, place = self._boxes.pop(request)
                 self._told.append(Event(box, place, None))
                 self._ended += 1
+                if request.begun_at is not None:
+                    waited = request.begun_at - box.came_at
+                    self._queue_seconds += waited
+                    self._queue_counts[bisect.bisect_left(QUEUE_BOUNDS, waited)] += 1
                 self._new_tokens += request.num_new_tokens
             self._tell()
 

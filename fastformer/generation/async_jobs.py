@@ -14,6 +14,8 @@ from fastformer.generation.text_io import failure
 
 T = TypeVar("T")
 
+QUEUE_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # seconds
+
 
 class QueueFull(RuntimeError):
     """There is no place for the request now.
@@ -43,6 +45,7 @@ class Asked(Protocol):
         is_done: whether it has ended, well or not.
         is_cancelled: whether `cancel` has been called.
         deadline: a time of `time.monotonic` at which it ends with what there is; None: it has none.
+        begun_at: a time of `time.monotonic` at which it left the queue for the first time; None: it hasn't.
         on_token: receives each new token, in the thread.
     """
 
@@ -50,6 +53,7 @@ class Asked(Protocol):
     is_done: bool
     is_cancelled: bool
     deadline: float | None
+    begun_at: float | None
 
     @property
     def num_tokens(self) -> int:
@@ -126,6 +130,9 @@ class Stats:
         late: calls whose deadline came first.
         cancelled: calls whose task has left.
         steps, step_seconds: of the thread, and how long they took together.
+        queue_counts: of the requests that began and have ended, how many waited up to each of `QUEUE_BOUNDS` and longer
+            than the bound before it; the last number is of those beyond all bounds.
+        queue_seconds: that they waited together.
     """
 
     running: int
@@ -143,6 +150,8 @@ class Stats:
     cancelled: int
     steps: int
     step_seconds: float
+    queue_counts: tuple[int, ...]
+    queue_seconds: float
 
 
 class Box(Generic[R]):
@@ -150,6 +159,7 @@ class Box(Generic[R]):
 
     Attributes:
         requests, names: what was asked for, and what messages call each.
+        came_at: a time of `time.monotonic`.
         num_tokens: that they have to read, all together.
         loop: of the task.
         tokens: of each request those that have come and weren't taken yet; the loop's own, as all that follows.
@@ -160,6 +170,7 @@ class Box(Generic[R]):
 
     def __init__(self, requests: Sequence[R], names: Sequence[str]) -> None:
         self.requests, self.names, self.loop = requests, names, asyncio.get_running_loop()
+        self.came_at = time.monotonic()
         self.num_tokens = sum(request.num_tokens for request in requests)
         self.tokens: list[list[int]] = [[] for _ in requests]
         self.has_ended = [False] * len(requests)
@@ -186,6 +197,10 @@ class Box(Generic[R]):
         """Calls nothing at those times."""
         for handle in self._ends:
             handle.cancel()
+
+
+class Place:
+    """A place in the queue that is kept for a request which is still being made."""
 
 
 class Event(NamedTuple, Generic[R]):

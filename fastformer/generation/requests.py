@@ -44,6 +44,7 @@ class Request:
         is_done: whether it has ended, well or not.
         is_cancelled: set by `cancel`.
         on_cancel: called when it is cancelled; set by the scheduler that runs it.
+        begun_at: the time of `time.monotonic` at which it left the queue for the first time; set by the scheduler.
         before: the ids that stand before the new ones.
         num_told: how many tokens on_token has received.
         cached_tokens: how many tokens of its prompt were not read when it began, because the batch had them.
@@ -75,6 +76,7 @@ class Request:
         self.results: list[Hypothesis] = []
         self.error: Exception | None = None
         self.on_cancel: Callable[[], object] | None = None
+        self.begun_at: float | None = None
         self.is_done = self.is_cancelled = False
         self._make_search = make_search
         self.num_told = self._steps = self._kept_steps = self.cached_tokens = 0

@@ -278,7 +278,9 @@ class Scheduler:
             stay = [list(range(request.num_rows)) for request in self.running]
             batch.fork([*stay, *([0] * request.num_rows for request in new)])
         self.running.extend(new)
+        now = time.monotonic()
         for request, count in zip(new, cached, strict=True):
+            request.begun_at = request.begun_at or now
             request.cached_tokens = count
             self._cached_tokens += count
             self._read_tokens += request.prompt.num_tokens - count

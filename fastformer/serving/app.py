@@ -34,7 +34,8 @@ logger = logging.getLogger("fastformer")
 _BRANCH = re.compile(r"str|int|bool|float|.*[\[(].*")  # pydantic's names of the types that a field may have
 _UNMATCHED = "unmatched"  # in metrics and the log, a path that no route has
 # The formats of each kind of service, modules with `router(service, limits)` and `error_response(status, message)`; one
-# whose bodies may hold a key has BODY_KEYS, the paths of such.
+# whose bodies may hold a key has BODY_KEYS, the paths of such; UNQUEUED are paths that are posted to and need no place
+# in the queue.
 _FORMATS = {
     "translator": ("translate", "libretranslate"),
     "generator": ("openai", "tgi"),
@@ -84,9 +85,11 @@ def make_app(
     state.traffic, state.metrics = Traffic(), Metrics(service)
     state.paths = _Paths()
     modules = [importlib.import_module(f"fastformer.serving.{name}") for name in _FORMATS.get(service.kind, ())]
+    posted: list[str] = []
     for module in (*modules, page):
         routes = module.router(service, limits)
         app.include_router(routes)
+        posted += [route.path for route in routes.routes if "POST" in getattr(route, "methods", ())]
         state.paths.add((route.path for route in routes.routes), module)
     _add_state_routes(app, service, limits)
     state.paths.add((route.path for route in app.routes if hasattr(route, "path")), answers)
@@ -99,9 +102,10 @@ def make_app(
     # The last one added is the first to see a request.
     public = [path for path, is_public in (("/metrics", metrics_public), ("/", page_public)) if is_public]
     body_keys = [path for module in modules for path in getattr(module, "BODY_KEYS", ())]
+    queued = [path for path in posted if not any(path in getattr(module, "UNQUEUED", ()) for module in modules)]
     app.add_middleware(
         Gate, limits=limits, traffic=state.traffic, keys=tuple(keys), open_paths=public, body_key_paths=body_keys,
-        respond=respond,
+        queued_paths=queued, place=service.async_front.place, respond=respond,
     )  # fmt: skip
     if origins:
         app.add_middleware(
@@ -120,18 +124,24 @@ class _Paths:
 
     def __init__(self) -> None:
         self._known: list[tuple[re.Pattern[str], str, ModuleType]] = []
+        self._plain: dict[str, ModuleType] = {}  # those that match themselves alone
 
     def add(self, templates: Collection[str] | Any, module: ModuleType) -> None:
         """Routes by their templates, and the module whose errors they have."""
-        self._known += [(compile_path(template)[0], template, module) for template in templates]
+        for template in templates:
+            self._known.append((compile_path(template)[0], template, module))
+            if "{" not in template:
+                self._plain.setdefault(template, module)
 
     def template(self, path: str) -> str:
         """The template of a path's route."""
+        if path in self._plain:
+            return path
         return next((template for pattern, template, _ in self._known if pattern.match(path)), _UNMATCHED)
 
     def module(self, path: str) -> ModuleType:
         """The module whose errors a path has."""
-        found = next((module for pattern, _, module in self._known if pattern.match(path)), answers)
+        found = self._plain.get(path) or next((one for pattern, _, one in self._known if pattern.match(path)), answers)
         return found if hasattr(found, "error_response") else answers
 
 

@@ -10,23 +10,27 @@ import hmac
 import json
 import logging
 import os
+import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fastformer.serving.answers import FAILED, EndedEarly
+from fastformer.generation.async_jobs import QueueFull
+from fastformer.serving.answers import FAILED, EndedEarly, headers_of
 from fastformer.serving.limits import Limits
 from fastformer.serving.metrics import Metrics
 
 logger = logging.getLogger("fastformer")
 access = logging.getLogger("fastformer.access")
+
+T = TypeVar("T")
 
 KEYS = "FASTFORMER_API_KEYS"
 OPEN = ("/health", "/ready")  # answered without a key, and while the server ends
@@ -149,6 +153,9 @@ class Gate:
         keys: one of them has to come; empty: none has to.
         open_paths: that need no key.
         body_key_paths: whose bodies may hold the key, as `api_key`.
+        queued_paths: that are posted to, and need a place in the queue.
+        place: keeps one as long as the context is open, or raises QueueFull: such a request is refused before anything
+            is made of its body.
         respond: makes the response of an error.
     """
 
@@ -160,11 +167,14 @@ class Gate:
         keys: Sequence[str],
         open_paths: Collection[str],
         body_key_paths: Collection[str],
+        queued_paths: Collection[str],
+        place: Callable[[], AbstractContextManager[None]],
         respond: Respond,
     ) -> None:
         self.app, self.limits, self.traffic, self.respond = app, limits, traffic, respond
         self.keys = [key.encode() for key in keys]
         self.open_paths, self.body_key_paths = frozenset(open_paths), frozenset(body_key_paths)
+        self.queued_paths, self.place = frozenset(queued_paths), place
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -185,7 +195,7 @@ class Gate:
             await self._unknown(path)(scope, receive, send)
             return
         try:
-            body = await asyncio.wait_for(self._body(scope, receive), self.limits.body_s)
+            body = await _in_time(self._body(scope, receive), self.limits.body_s)
         except asyncio.TimeoutError:
             message = f"expected the whole body within {self.limits.body_s:g} s"
             await self._closing(path, 408, message)(scope, receive, send)
@@ -198,6 +208,13 @@ class Gate:
             return
         if needs_key and not self._is_key(await _body_key(scope, body)):
             await self._unknown(path)(scope, receive, send)
+            return
+        if path in self.queued_paths and scope["method"] == "POST":
+            try:
+                with self.place():
+                    await self.app(scope, _again(body, receive), send)
+            except QueueFull as error:  # the app handles its own
+                await self.respond(path, 429, str(error), headers=headers_of(error))(scope, receive, send)
             return
         await self.app(scope, _again(body, receive), send)
 
@@ -252,6 +269,14 @@ class Gate:
                 parts.append(part)
             if not message.get("more_body", False) or size > most + _IGNORED_BYTES:
                 return _TOO_LARGE if is_large else b"".join(parts)
+
+
+async def _in_time(work: Coroutine[Any, Any, T], seconds: float) -> T:
+    """What is awaited, or a TimeoutError of asyncio; `wait_for` alone would begin a task each time."""
+    if sys.version_info < (3, 11):
+        return await asyncio.wait_for(work, seconds)
+    async with asyncio.timeout(seconds):
+        return await work
 
 
 _TOO_LARGE = bytes(bytearray(b"too large"))  # an object of its own

@@ -18,6 +18,7 @@ from fastformer.serving.limits import Limits
 from fastformer.serving.service import TranslateService
 
 BODY_KEYS = ("/translate", "/detect", "/languages", "/frontend/settings")  # whose bodies may hold the api_key
+UNQUEUED = ("/detect",)
 
 
 class TranslateBody(BaseModel):

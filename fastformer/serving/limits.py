@@ -23,7 +23,8 @@ class Limits:
         max_alternatives: further answers for one text
         max_beams: of a search; also the most samples, and the most of both together
         timeout_s: seconds that a request may take; a request may ask for less by its field `timeout`
-        body_s: seconds in which the body of a request has to come
+        body_s: seconds in which the head of a request has to come, and then its body
+        write_s: seconds without progress after which a client that doesn't read its answer is given up
         drain_s: seconds that running requests get to end after SIGTERM
         drain_delay_s: seconds between SIGTERM, when /ready begins to say no, and the end of new requests
     """
@@ -39,6 +40,7 @@ class Limits:
     max_beams: Positive = 8
     timeout_s: Annotated[float, Range(above=0)] = 60.0
     body_s: Annotated[float, Range(above=0)] = 30.0
+    write_s: Annotated[float, Range(above=0)] = 30.0
     drain_s: Amount = 30.0
     drain_delay_s: Amount = 2.0
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
+from fastformer.generation.async_jobs import QUEUE_BOUNDS
 from fastformer.serving.service import Service
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -81,6 +84,12 @@ class _Front(Collector):
             yield GaugeMetricFamily(f"fastformer_{ours}", what, value=getattr(stats, name))
         for name, ours, what in _COUNTERS:
             yield CounterMetricFamily(f"fastformer_{ours}", what, value=getattr(stats, name))
+        sums = list(itertools.accumulate(stats.queue_counts))
+        yield HistogramMetricFamily(
+            "fastformer_queue_seconds", "Until a request that has ended left the queue.",
+            buckets=list(zip((*map(floatToGoString, QUEUE_BOUNDS), "+Inf"), sums, strict=True)),
+            sum_value=stats.queue_seconds,
+        )  # fmt: skip
 
     def describe(self) -> Iterable[Any]:
         return []

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from types import FrameType
 from typing import Any
 
-import h11
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fastformer.serving.gate import Traffic
 from fastformer.serving.limits import Limits
+from fastformer.serving.protocol import protocol_of
 from fastformer.serving.service import Service
 
 logger = logging.getLogger("fastformer")
@@ -39,7 +39,7 @@ class Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         super().__init__(
             uvicorn.Config(
-                app, host=host, port=port, http=_protocol(self.limits.body_s), ws="none", access_log=False,
+                app, host=host, port=port, http=protocol_of(self.limits), ws="none", access_log=False,
                 log_level="warning", server_header=False, timeout_graceful_shutdown=_CLOSE_SECONDS,
             )
         )  # fmt: skip
@@ -47,6 +47,10 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: Any = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
+        # The objects of imports and of the model stay: a collection of garbage that looked through all of them would
+        # hold requests up.
+        gc.collect()
+        gc.freeze()
         if self.started:
             places = [one.getsockname() for server in self.servers for one in server.sockets]
             where = ", ".join(f"http://{place[0]}:{place[1]}" for place in places)
@@ -79,43 +83,3 @@ class Server(uvicorn.Server):
             while traffic.in_flight and time.monotonic() < end:
                 await asyncio.sleep(_LOOK_SECONDS)
         self.should_exit = True
-
-
-def _protocol(seconds: float) -> type[H11Protocol]:
-    """HTTP/1.1 whose heads have to come in so many seconds; uvicorn itself would wait for ever.
-
-    h11 refuses a head above 64 KiB.
-    """
-
-    class Protocol(H11Protocol):
-        _late: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._wait()
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            if self.conn.their_state is not h11.IDLE:  # a head is complete
-                self._forget()
-            elif self._late is None:
-                self._wait()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._forget()
-            super().connection_lost(exc)
-
-        def _wait(self) -> None:
-            self._late = self.loop.call_later(seconds, self._give_up)
-
-        def _forget(self) -> None:
-            if self._late is not None:
-                self._late.cancel()
-                self._late = None
-
-        def _give_up(self) -> None:
-            self._late = None
-            if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
-                self.transport.close()
-
-    return Protocol

@@ -30,9 +30,18 @@ def running(served: Path | Service, limits: Limits | None = None, **options: Any
     """Serves a folder or a service as long as the context is open; options are those of `make_app`."""
     import uvicorn
 
+    from fastformer.serving.protocol import protocol_of
+
     service = open_service(served, limits=limits) if isinstance(served, Path) else served
     app = make_app(service, service.limits, **options)
-    config = uvicorn.Config(app, log_level="critical", lifespan="on", timeout_graceful_shutdown=5)
+    config = uvicorn.Config(
+        app,
+        http=protocol_of(service.limits),
+        ws="none",
+        log_level="critical",
+        lifespan="on",
+        timeout_graceful_shutdown=5,
+    )
     server = uvicorn.Server(config)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))

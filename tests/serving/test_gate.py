@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import threading
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from fastformer.serving import Limits, open_service
 from fastformer.serving.gate import read_keys
+from tests.serving import models
 from tests.serving.asking import asked, serving
 
 KEYS = ("one-key", "another")
@@ -22,13 +24,22 @@ def routes(app) -> list[tuple[str, str]]:
     found = {(path, "GET") for path in ("/", "/health", "/ready", "/metrics", "/openapi.json")}
     for path, methods in app.openapi()["paths"].items():
         found |= {(path, method.upper()) for method in methods}
-    known = {template for _, template, _ in app.state.paths._known}
+    known = {re.sub(r":\w+}", "}", template) for _, template, _ in app.state.paths._known}
     assert known <= {path for path, _ in found}, "a route that /openapi.json hides has to be named here"
     return sorted(found)
 
 
-def test_every_route_asks_for_a_key(translator_folder) -> None:
+@pytest.mark.parametrize("kind", ["translator", "generator", "encoder", "cross-encoder"])
+def test_every_route_asks_for_a_key(kind, tmp_path, translator_folder) -> None:
+    folder = translator_folder
+    if kind != "translator":
+        pytest.importorskip("transformers", reason="the folders are written by transformers")
+        made = {"generator": models.generator, "encoder": models.encoder, "cross-encoder": models.classifier}
+        folder = made[kind](tmp_path / "model")
+
     async def work(client) -> None:
+        assert client.app.state.service.kind == kind
+        assert len(routes(client.app)) >= 10 or kind != "translator"
         for path, method in routes(client.app):
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "one-key"}):
                 answer = await client.request(method, path, headers=headers)
@@ -39,7 +50,13 @@ def test_every_route_asks_for_a_key(translator_folder) -> None:
                 assert answer.status_code != 401, path
         for path in ("/nowhere", "//health", "/health/", "/ready/../metrics", "/%2e/metrics", "/HEALTH"):
             assert (await client.get(path)).status_code == 401, path
-        for kind in ("json", "data"):  # LibreTranslate's clients send it in the body
+
+    asked(open_service(folder), work, keys=KEYS)
+
+
+def test_libretranslates_clients_send_the_key_in_the_body(translator_folder) -> None:
+    async def work(client) -> None:
+        for kind in ("json", "data"):
             for key, status in (("another", 200), ("wrong", 401)):
                 body = {"q": "a", "source": "und", "target": "und", "api_key": key}
                 answer = await client.post("/translate", **{kind: body})
@@ -111,6 +128,46 @@ def test_a_full_queue_is_429_with_a_time(translator_folder) -> None:
         assert 'fastformer_rejected_total{reason="full"} 6.0' in (await client.get("/metrics")).text
 
     asked(service, work)
+
+
+def test_what_is_refused_is_not_read(translator_folder) -> None:
+    # No more requests are begun than there are places, and the others end before their bodies are made into anything.
+    service: Any = open_service(translator_folder, limits=Limits(max_waiting=3), max_batch_size=1)
+    begun: list[int] = []
+    check = service.check_texts
+
+    def counted(texts):
+        begun.append(len(texts))
+        check(texts)
+
+    service.check_texts = counted
+
+    async def work(client) -> None:
+        gate = threading.Event()
+        held = asyncio.ensure_future(service.front.front.call(lambda: gate.wait(5)))
+        await asyncio.sleep(0.05)
+        key = {"Authorization": f"Bearer {KEYS[0]}"}
+        posts = [client.post("/v1/translate", json={"text": "a"}, headers=key) for _ in range(50)]
+        tasks = [asyncio.ensure_future(post) for post in posts]
+        while service.stats().refused < 47:
+            await asyncio.sleep(0.01)
+        assert len(begun) == 3
+        for path in ("/v1/translate", "/translate"):
+            assert (await client.post(path, content=b"{", headers=key)).status_code == 429
+            assert (await client.post(path, content=b"{")).status_code == 401
+        detect = {"q": "a", "api_key": KEYS[0]}
+        assert (await client.post("/detect", json=detect)).status_code == 200  # needs no place
+        assert (await client.get("/languages", headers=key)).status_code == 200
+        gate.set()
+        await held
+        assert sorted(answer.status_code for answer in await asyncio.gather(*tasks)) == [200] * 3 + [429] * 47
+        for _ in range(5):  # a request that is wrong gives its place back
+            assert (await client.post("/v1/translate", content=b"{", headers=key)).status_code == 400
+        assert (await client.post("/v1/translate", json={"text": "a"}, headers=key)).status_code == 200
+        text = (await client.get("/metrics", headers=key)).text
+        assert 'fastformer_queue_seconds_bucket{le="+Inf"} 4.0' in text and "fastformer_queue_seconds_sum" in text
+
+    asked(service, work, keys=KEYS)
 
 
 def test_when_the_thread_has_died_all_is_503(translator_folder) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import contextvars
 import gc
 import threading
 import time
@@ -11,6 +13,7 @@ import pytest
 
 from fastformer.generation import AsyncTranslator
 from fastformer.generation.async_front import NotRunning, QueueFull, TooLate
+from fastformer.generation.async_jobs import QUEUE_BOUNDS
 from fastformer.generation.text_io import Item
 from tests.generation.async_translator.front import FEW, MANY, play, until, watched
 
@@ -47,6 +50,59 @@ def test_a_full_queue_refuses_at_once(translator, limits, least) -> None:
             stats = front.stats()
             assert stats.running == stats.waiting == stats.waiting_tokens == 0
             assert stats.free_tokens == stats.capacity_tokens > 0
+
+    play(main())
+
+
+def test_places_are_kept_for_requests_that_are_still_being_made(translator) -> None:
+    async def main() -> None:
+        front, engine = watched(translator, max_waiting=3, when_full="refuse")
+        engine.gate = threading.Semaphore(0)
+        async with front:
+            running = asyncio.create_task(front.translate("a", **BIG))
+            await until(lambda: engine.entered == 1)
+            with contextlib.ExitStack() as held:
+                held.enter_context(front.front.place())
+                waiting = asyncio.create_task(front.translate("b", **FEW))  # takes the place that is kept for it
+                await until(lambda: front.stats().waiting == 2)  # with the one whose first step is under way
+                with front.front.place():  # the last one
+                    with pytest.raises(QueueFull), front.front.place():
+                        pass
+                    # What was never promised a place finds none, and one that is kept can be taken.
+                    stranger = contextvars.Context().run(asyncio.create_task, front.translate("c", **FEW))
+                    with pytest.raises(QueueFull):
+                        await stranger
+                with front.front.place():  # it is free again
+                    pass
+            engine.gate.release(MANY)
+            assert await running == translator.translate("a", **BIG)
+            assert await waiting == translator.translate("b", **FEW)
+        async with AsyncTranslator(translator, max_waiting=1) as patient:  # has its callers wait later, not here
+            with patient.front.place(), patient.front.place():
+                assert await patient.translate("a", **FEW) == translator.translate("a", **FEW)
+
+    play(main())
+
+
+def test_how_long_requests_wait_is_counted(translator) -> None:
+    async def main() -> None:
+        front, engine = watched(translator)
+        engine.gate = threading.Semaphore(0)
+        async with front:
+            tasks = [asyncio.create_task(front.translate("a", **BIG))]
+            await until(lambda: engine.entered == 1)
+            tasks.append(asyncio.create_task(front.translate("b", **BIG)))
+            left = asyncio.create_task(front.translate("c", **BIG))
+            await until(lambda: front.stats().waiting == 3)
+            left.cancel()
+            await asyncio.sleep(0.06)
+            engine.gate.release(MANY)
+            await asyncio.gather(*tasks)
+            await until(lambda: engine.is_empty)
+            stats = front.stats()
+            assert sum(stats.queue_counts) == 2  # the third one never began
+            beyond = next(place for place, bound in enumerate(QUEUE_BOUNDS) if bound >= 0.05)
+            assert sum(stats.queue_counts[beyond + 1 :]) == 1 and 0.05 < stats.queue_seconds < 5
 
     play(main())
 

@@ -1,0 +1,233 @@
+"""What clients do to a connection besides asking: heads without end, answers that they never read, pipelines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+from fastformer.serving.limits import Limits
+from tests.serving.servers import until
+
+uvicorn = pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
+
+LARGE = 64 << 20  # bytes that no socket's buffers hold
+
+
+class App:
+    """Answers /PATH with the path; /large with a lot, /wait when the client has gone or `go` is set.
+
+    Attributes:
+        paths: that were begun.
+        gone: those whose client has left before the answer.
+        ended: those that have ended.
+    """
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+        self.gone: list[str] = []
+        self.ended: list[str] = []
+        self.go = False
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        path = scope["path"]
+        self.paths.append(path)
+        try:
+            while (await receive()).get("more_body"):
+                pass
+            if path.startswith("/wait"):
+                await self._wait(path, receive)
+            body = b"x" * LARGE if path == "/large" else path.encode()
+            headers = [(b"content-length", str(len(body)).encode())]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})  # waits until the first part is nearly sent
+        finally:
+            self.ended.append(path)
+
+    async def _wait(self, path: str, receive: Any) -> None:
+        gone = asyncio.ensure_future(receive())
+        while not self.go and not gone.done():
+            await asyncio.sleep(0.005)
+        if gone.done() and gone.result()["type"] == "http.disconnect":
+            self.gone.append(path)
+        gone.cancel()
+
+
+class Served(NamedTuple):
+    app: App
+    place: tuple[str, int]
+    server: Any
+
+    def connected(self, **options: Any) -> socket.socket:
+        client = socket.socket()
+        client.settimeout(5)
+        for name, value in options.items():
+            client.setsockopt(socket.SOL_SOCKET, getattr(socket, name), value)
+        client.connect(self.place)
+        return client
+
+    def connections(self) -> int:
+        return len(self.server.server_state.connections)
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    from fastformer.serving.protocol import protocol_of
+
+    app = App()
+    protocol = protocol_of(Limits(body_s=0.4, write_s=0.3))
+    config = uvicorn.Config(app, http=protocol, ws="none", log_level="critical", lifespan="off", timeout_keep_alive=2)
+    server = uvicorn.Server(config)
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    until(lambda: server.started)
+    yield Served(app, listener.getsockname(), server)
+    app.go, server.should_exit = True, True
+    thread.join(10)
+    listener.close()
+    assert not thread.is_alive()
+
+
+def get(path: str, *fields: str) -> bytes:
+    return "\r\n".join([f"GET {path} HTTP/1.1", "Host: x", *fields, "", ""]).encode()
+
+
+def everything(client: socket.socket) -> bytes:
+    """What comes until the server closes the connection."""
+    parts = []
+    with contextlib.suppress(ConnectionError):
+        while part := client.recv(65536):
+            parts.append(part)
+    return b"".join(parts)
+
+
+def test_a_client_that_never_reads_is_given_up(served) -> None:
+    for path in ("/large", "/large", "/small"):
+        with served.connected(SO_RCVBUF=4096) as client:
+            client.sendall(get(path, *(["Connection: close"] if path == "/small" else [])))
+            until(lambda: len(served.app.ended) > 0, 5)  # noqa: B023
+            until(lambda: not served.connections(), 5)
+            served.app.ended.clear()
+
+
+def test_a_client_that_reads_slowly_gets_all_of_it(served) -> None:
+    with served.connected(SO_RCVBUF=65536) as client:
+        client.sendall(get("/large", "Connection: close"))
+        count, last = 0, time.monotonic() + 1.2  # four times as long as one that doesn't read at all may take
+        while part := client.recv(1 << 16 if time.monotonic() < last else 1 << 20):
+            count += len(part)
+            if time.monotonic() < last:
+                time.sleep(0.004)
+        assert count > LARGE
+
+
+def test_heads_come_in_time_and_within_their_size(served) -> None:
+    for head in (b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\nA: "):
+        with served.connected() as client:
+            client.sendall(head)
+            began = time.monotonic()
+            assert everything(client) == b"" and 0.2 < time.monotonic() - began < 3
+    bombs = [
+        b"GET /" + b"a" * 1_000_000, b"GET / HTTP/1.1\r\nA: " + b"a" * 1_000_000,
+        b"GET / HTTP/1.1\r\n" + b"A: bbbbbbbbbbbbbbbb\r\n" * 50_000,
+        b"POST /a HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1;" + b"e" * 1_000_000,
+        b"POST /a HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n" + b"A: bbbbbbbbbbbbbbbb\r\n" * 50_000,
+    ]  # fmt: skip
+    for bomb in bombs:
+        with served.connected() as client:
+            with contextlib.suppress(ConnectionError):
+                for first in range(0, len(bomb), 10_000):
+                    client.sendall(bomb[first : first + 10_000])
+            began = time.monotonic()
+            assert b"200 OK" not in everything(client) and time.monotonic() - began < 0.3
+    until(lambda: not served.connections())
+    with served.connected() as client:  # a large body is no head, and neither is one in small pieces
+        body = b"x" * 200_000
+        client.sendall(f"POST /a HTTP/1.1\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        assert everything(client).endswith(b"/a")
+        with served.connected() as other:
+            other.sendall(b"POST /b HTTP/1.1\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n")
+            other.sendall(b"1\r\nx\r\n" * 50_000 + b"0\r\n\r\n")
+            assert everything(other).endswith(b"/b")
+
+
+def test_an_answer_may_take_longer_than_a_head(served) -> None:
+    with served.connected() as client:
+        client.sendall(get("/wait") + b"\r\n")  # old clients send a line too many
+        time.sleep(0.7)
+        served.app.go = True
+        assert client.recv(65536).endswith(b"/wait")
+        client.sendall(get("/again", "Connection: close"))
+        assert everything(client).endswith(b"/again")
+
+
+def test_requests_in_one_piece_are_answered_in_order_and_all_leave(served) -> None:
+    with served.connected() as client:
+        client.sendall(b"".join(get(f"/{number}") for number in range(8)) + get("/last", "Connection: close"))
+        bodies = [part.rpartition(b"\r\n\r\n")[2] for part in everything(client).split(b"HTTP/1.1 200 OK")[1:]]
+        assert bodies == [f"/{number}".encode() for number in range(8)] + [b"/last"]
+    with served.connected() as client:
+        client.sendall(get("/wait/1") + get("/wait/2"))
+        until(lambda: "/wait/1" in served.app.paths)
+    until(lambda: served.app.gone == ["/wait/1"], 2)  # though it is not the last that came
+    assert "/wait/2" not in served.app.paths
+    with served.connected() as client:
+        client.sendall(get("/wait/3") + get("/b") * 5000)
+        everything(client)
+    until(lambda: not served.connections(), 3)
+    assert "/b" not in served.app.paths
+
+
+def test_a_connection_that_is_half_closed_is_gone(served) -> None:
+    with served.connected() as client:
+        client.sendall(get("/wait"))
+        until(lambda: "/wait" in served.app.paths)
+        client.shutdown(socket.SHUT_WR)
+        assert everything(client) == b""
+    until(lambda: served.app.gone == ["/wait"], 2)
+
+
+@pytest.mark.parametrize("protocol", ["websocket", "h2c"])
+def test_another_protocol_is_not_spoken(served, protocol) -> None:
+    with served.connected() as client:
+        client.sendall(get("/a", "Connection: Upgrade", f"Upgrade: {protocol}") + b"\x81\x05hello" * 100)
+        assert everything(client).endswith(b"/a")
+    with served.connected() as client:
+        body = "Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 2\r\n\r\nxy"
+        client.sendall(f"POST /b HTTP/1.1\r\nHost: x\r\n{body}".encode())
+        assert everything(client).endswith(b"/b")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET \xff\xfe HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+        b"POST / HTTP/1.1\r\nContent-Length: 99999999999999999999999\r\n\r\n",
+        b"POST / HTTP/1.1\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabcd",
+        b"POST / HTTP/1.1\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET / HTTP/1.1\r\nA\x00: b\r\n\r\n",
+    ],
+    ids=range(11),
+)
+def test_what_is_no_http_is_told(served, wrong) -> None:
+    with served.connected() as client:
+        client.sendall(wrong)
+        assert everything(client).startswith(b"HTTP/1.1 400")
+    with served.connected() as client:
+        client.sendall(get("/a", "Connection: close"))
+        assert everything(client).endswith(b"/a")
