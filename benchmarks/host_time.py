@@ -1,9 +1,9 @@
 """What a call of an op costs the host: `python -m benchmarks.host_time [--out FILE]`.
 
 A GPU that waits for Python is idle, and at the sizes of a base model an op's kernel takes about as long as its call. No
-GPU is needed to measure that: the tensors lie on the CPU, Triton believes in an sm_90 device, and where a kernel would
-be compiled and launched there is a function that does nothing. So a time holds all of our Python, PyTorch's autograd
-and Triton's, but neither the driver's launch nor the allocator of a GPU.
+GPU is needed to measure that: the tensors lie on the CPU, kernels are not compiled, and our launcher meets a stub of
+CUDA's driver. So a time holds all of our Python and C++, PyTorch's autograd and Triton's, but neither the driver's own
+part of a launch nor the allocator of a GPU.
 
 A call whose geometry has been met before runs its plan ("plan"); "launcher" is what deciding anew takes, plan and all.
 
@@ -29,9 +29,19 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
+from benchmarks.machine_code.stub_driver import Device, library, uncompiled
 from benchmarks.measure import record
-from fastformer.kernels import _launch, add_layer_norm, attention, attention_backward
-from fastformer.ops import _library
+from fastformer.kernels import (
+    _attention_hopper,
+    _binaries,
+    _host,
+    _launch,
+    _plans,
+    add_layer_norm,
+    attention,
+    attention_backward,
+)
+from fastformer.ops import _extension, _library
 from fastformer.ops import add_layer_norm as add_layer_norm_op
 from fastformer.ops import attention as attention_op
 
@@ -45,17 +55,14 @@ _KERNELS = {
 }
 
 
-class Driver:
-    """An sm_90 device, as far as Triton asks before it launches."""
+class Driver(Device):
+    """An sm_90 device, as far as Triton and we ask before a launch."""
+
+    def __init__(self) -> None:
+        super().__init__(90)
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 class Compiled(CompiledKernel):  # type: ignore[misc] # triton has no types
@@ -75,6 +82,7 @@ class Compiled(CompiledKernel):  # type: ignore[misc] # triton has no types
 
 
 def stub_compile(self: JITFunction[Any], key: str, signature: object, device: int, *rest: object) -> Compiled:
+    """In place of what Triton's `run` compiles by."""
     compiled = Compiled()
     self.device_caches[device][0][key] = compiled
     return compiled
@@ -82,15 +90,36 @@ def stub_compile(self: JITFunction[Any], key: str, signature: object, device: in
 
 @contextlib.contextmanager
 def stubbed() -> Iterator[None]:
-    """Kernels take CPU tensors, and their launch does nothing."""
+    """Kernels take CPU tensors; our launcher, where the extension has it, launches nothing on a stub of the driver."""
+    make = _extension.host_function("make_kernel")
+    function = library().stub_function()
+
+    def make_kernel(code: object, *rest: object) -> Callable[..., object]:
+        assert make is not None
+        return make(function, *rest)
+
+    driver = Driver()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", Driver()))
-        stack.enter_context(mock.patch.object(JITFunction, "_do_compile", stub_compile))
-        stack.enter_context(mock.patch.object(_launch, "INTERPRETED", True))
-        for module in (attention, attention_backward):
-            stack.enter_context(mock.patch.object(module, "architecture", lambda x: 90))
+        for where, name, value in (
+            (triton.runtime.driver, "_active", driver),
+            (_host, "active", driver),
+            (_host, "extension_function", lambda name: None if make is None else make_kernel),
+            (_binaries, "compile_kernel", lambda *_: Compiled()),
+            (_binaries, "binary_of", lambda compiled, signature, num_args: uncompiled(signature, num_args)),
+            (_launch, "_compiled", {}),
+            (_launch, "_ready", {}),
+            (_launch, "INTERPRETED", True),
+            (attention, "architecture", lambda x: 90),
+            (attention_backward, "architecture", lambda x: 90),
+            (_attention_hopper, "architecture", lambda x: 90),
+            (_attention_hopper, "_processors", lambda device: 132),
+            (JITFunction, "_do_compile", stub_compile),
+        ):
+            stack.enter_context(mock.patch.object(where, name, value))
         stack.enter_context(mock.patch.dict(_library.PREFERRED, cpu="triton"))
+        _plans.forget()
         yield
+    _plans.forget()
 
 
 def _attention() -> dict[str, Callable[[], object]]:
@@ -111,6 +140,7 @@ def _attention() -> dict[str, Callable[[], object]]:
     arguments = (*saved[:3], None, *options)
     gradients = (dout, *saved, lse, None, *options, False)
     return {
+        **_attention_hopper_plans(arguments, gradients),
         "attention fwd": lambda: attention_op(q, k, v, is_causal=True),
         "attention bwd": lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True),
         "attention fwd no_grad": without,
@@ -118,6 +148,16 @@ def _attention() -> dict[str, Callable[[], object]]:
         "attention bwd launcher": lambda: launchers.attention_bwd(*gradients),
         "attention fwd plan": functools.partial(launchers.plan_attention_fwd(*arguments), *arguments),
         "attention bwd plan": functools.partial(launchers.plan_attention_bwd(*gradients), *gradients),
+    }
+
+
+def _attention_hopper_plans(arguments: tuple[Any, ...], gradients: tuple[Any, ...]) -> dict[str, Callable[[], object]]:
+    """The same calls by the kernels for sm_90."""
+    with mock.patch.object(_attention_hopper, "ENABLED", True):
+        fwd, bwd = attention.plan_attention_fwd(*arguments), attention.plan_attention_bwd(*gradients)
+    return {
+        "attention hopper fwd plan": functools.partial(fwd, *arguments),
+        "attention hopper bwd plan": functools.partial(bwd, *gradients),
     }
 
 
@@ -153,13 +193,12 @@ def _runs(cases: dict[str, Callable[[], object]]) -> dict[str, Callable[[], obje
     """Triton's own `run` and `launch`, with the arguments that our launches have."""
     runs: dict[str, Callable[[], object]] = {}
     for name, kernel in _KERNELS.items():
-        with mock.patch.object(_launch, "_compiled", {}), mock.patch.object(kernel, "run") as run:
+        seen: list[tuple[Any, tuple[object, ...], dict[str, object]]] = []
+        with mock.patch.object(_launch, "interceptor", lambda *launch: seen.append(launch)):
             cases[f"{name} launcher"]()
-        ((args, options),) = run.call_args_list
-        runs[f"{name} Triton's run"] = functools.partial(kernel.run, *args, **options)
-        grid = options["grid"]
-        ours = {key: value for key, value in options.items() if key not in ("grid", "warmup")}
-        runs[f"{name} our launch"] = functools.partial(_launch.launch, kernel, grid, *args, **ours)
+        ((args, options),) = ((args, options) for launched, args, options in seen if launched is kernel)
+        runs[f"{name} Triton's run"] = functools.partial(kernel.run, *args, grid=(1,), warmup=False, **options)
+        runs[f"{name} our launch"] = functools.partial(_launch.launch, kernel, (1,), *args, **options)
     return runs
 
 

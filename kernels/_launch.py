@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 from triton import knobs
 from triton._C import libtriton
-from triton.compiler import CompiledKernel
-from triton.runtime import driver
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
 
+from fastformer.kernels import _binaries, _host
 from fastformer.kernels._fences import IS_OLD, inserted
+from fastformer.kernels._signature import arguments_of, key_of, signature_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # (seed, threshold, keep_scale): the argument that kernels call `dropout`; without a seed nothing is dropped.
@@ -33,54 +36,77 @@ INTERPRETED = not isinstance(_probe, triton.runtime.JITFunction)
 # Triton's own function that says how arguments are specialised; None in versions of which the rest was not tried.
 _specialize = getattr(libtriton, "native_specialize_impl", None) if triton.__version__[:4] in ("3.6.", "3.7.") else None
 
-
-class _Compiled:
-    """A compiled kernel, ready to be launched: `constants` are the arguments behind those that a launch hands over."""
-
-    def __init__(self, kernel: Any, compiled: CompiledKernel, num_args: int, options: dict[str, object]) -> None:
-        self.run, self.function, self.metadata = compiled.run, compiled.function, compiled.packed_metadata
-        self.constants = [options.get(p.name, p.default) for p in kernel.params[num_args:]]
+# (x, y, z, stream, *arguments): launches one kernel on one device.
+Start = Callable[..., object]
 
 
-# By kernel, driver and device: by what the arguments were specialised to, what is launched.
-_compiled: dict[tuple[int, object, int], dict[tuple[object, ...], _Compiled]] = {}
+class Resolved(NamedTuple):
+    """Where the binary of a launch came from.
+
+    Attributes:
+        kernel: its name.
+        arch: 90 for sm_90.
+        key: see `_signature.key_of`.
+        origin: "file" (compiled ahead of time) or "compiler" (Triton's, or its cache).
+        seconds: until it could be launched.
+        binary: for a file; None where a launch needs more than a file can say.
+    """
+
+    kernel: str
+    arch: int
+    key: str
+    origin: str
+    seconds: float
+    binary: _binaries.Binary | None
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object) -> _Compiled | None:
-    """`kernel[grid](*args, **options)`, at half the host's time from the second launch on.
+# (kernel, arguments, options): takes the place of launches, for reports of what would be launched.
+interceptor: Callable[[Any, tuple[object, ...], dict[str, object]], None] | None = None
+# Called for each binary that is made ready in this process.
+watchers: list[Callable[[Resolved], None]] = []
+# By kernel and device: by what the arguments were specialised to, what starts the kernel.
+_compiled: dict[tuple[int, int], dict[tuple[object, ...], Start]] = {}
+# By kernel, device and `key_of`: the same, for arguments that Triton would tell apart and we don't.
+_ready: dict[tuple[int, int, str], Start] = {}
 
-    Which binary fits is asked of the function that Triton itself asks, once for all arguments. It tells apart whatever
-    Triton does and more (what the kernel says not to specialise), so that equal keys mean the same binary. Triton does
-    the launch where there is more to do: hooks, debugging, instrumentation, the interpreter, versions not tried here.
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object) -> Start | None:
+    """`kernel[grid](*args, **options)`, at a fraction of the host's time from the second launch on.
+
+    The binary is that of `_signature.signature_of`: from a file of binaries where one has it, else from the compiler.
+    Triton makes the launch where there is more to do: hooks, debugging, instrumentation, the interpreter, versions not
+    tried here.
 
     Args:
-        kernel: what `triton.jit` gives.
+        kernel: what `triton.jit` gives. A global that it reads is a constant.
         grid: one to three numbers of programs.
         args: the kernel's first parameters, in order: tensors, numbers, None, and tuples of them.
-        options: its other parameters, which are constexprs, and Triton's: num_warps, num_stages, ...
+        options: its other parameters, which are constexprs, and the compiler's: num_warps, num_stages, ...
 
     Returns:
         What was launched, where it may be launched again as it is.
     """
-    ordinary = _specialize is None or _is_watched(kernel)
-    if _compiled and not ordinary:  # before the first, there need not be a driver
-        active = driver.active
-        device = active.get_current_device()
-        known = _compiled.get((id(kernel), active, device))
-        found = None if known is None else known.get(_key(kernel, device, args, options))
-        if found is not None:
-            x, y, z = (*grid, 1, 1)[:3]
-            stream = active.get_current_stream(device)
-            found.run(x, y, z, stream, found.function, found.metadata, None, None, None, *args, *found.constants)
-            return found
-    with inserted(kernel) as more:
-        compiled = kernel[grid](*args, **options, **more)
-    if not ordinary and isinstance(compiled, CompiledKernel) and _can_be_kept(kernel, len(args)):
-        device = driver.active.get_current_device()
-        known = _compiled.setdefault((id(kernel), driver.active, device), {})
-        found = known[_key(kernel, device, args, options)] = _Compiled(kernel, compiled, len(args), options)
-        return found
-    return None
+    if interceptor is not None:
+        interceptor(kernel, args, options)
+        return None
+    if _specialize is None or not isinstance(kernel, triton.runtime.JITFunction) or _is_watched(kernel):
+        _launch_by_triton(kernel, grid, args, options)
+        return None
+    active = _host.active
+    device = active.get_current_device()
+    known = _compiled.get((id(kernel), device))
+    # Of a tuple it gives the types, and what is known of the values: equal keys mean the same binary.
+    key = _specialize(_backend(active.get_capability(device)), args, False, True, True), *options, *options.values()
+    start = None if known is None else known.get(key)
+    if start is None:
+        if not _has_constexprs_last(kernel, len(args)):
+            _launch_by_triton(kernel, grid, args, options)
+            return None
+        start = _resolve(kernel, device, args, options)
+        _compiled.setdefault((id(kernel), device), {})[key] = start
+    x, y, z = (*grid, 1, 1)[:3]
+    start(x, y, z, active.get_current_stream(device), *args)
+    return start
 
 
 class Launch:
@@ -95,20 +121,67 @@ class Launch:
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], **options: object) -> None:
         self._kernel, self._grid, self._options = kernel, grid, options
-        self._ready: tuple[_Compiled, tuple[int, int, int], Any, int] | None = None
+        self._ready: tuple[Start, int, int, int, Any, int] | None = None
 
     def __call__(self, *args: object) -> None:
         """Launches the kernel. Of the arguments only addresses that stay multiples of 16, or not, may change."""
         if self._ready is not None:
-            found, grid, active, device = self._ready
-            if active is driver.active and device == active.get_current_device() and not _is_watched(self._kernel):
-                stream = active.get_current_stream(device)
-                found.run(*grid, stream, found.function, found.metadata, None, None, None, *args, *found.constants)
+            start, x, y, z, where, device = self._ready
+            if where is _host.active and device == where.get_current_device() and not _is_watched(self._kernel):
+                start(x, y, z, where.get_current_stream(device), *args)
                 return
-        compiled = launch(self._kernel, self._grid, *args, **self._options)
-        if compiled is not None:
+        started = launch(self._kernel, self._grid, *args, **self._options)
+        if started is not None:
             x, y, z = (*self._grid, 1, 1)[:3]
-            self._ready = compiled, (x, y, z), driver.active, driver.active.get_current_device()
+            self._ready = started, x, y, z, _host.active, _host.active.get_current_device()
+
+
+def _launch_by_triton(kernel: Any, grid: tuple[int, ...], args: tuple[object, ...], options: dict[str, object]) -> None:
+    with inserted(kernel) as more:
+        kernel[grid](*args, **options, **more)
+
+
+@functools.cache
+def _backend(capability: int) -> Any:
+    """What `_specialize` asks for the rules of an architecture."""
+    return make_backend(GPUTarget("cuda", capability, 32))
+
+
+def _resolve(kernel: Any, device: int, args: tuple[object, ...], options: dict[str, object]) -> Start:
+    """What starts the kernel for arguments like these: its binary is found, or compiled, and loaded."""
+    began = time.perf_counter()
+    arch = _host.active.get_capability(device)
+    arguments, compiler_options = arguments_of(kernel, args, options)
+    signature = signature_of(kernel, arguments)
+    key = key_of(kernel, signature, compiler_options)
+    if (start := _ready.get((id(kernel), device, key))) is not None:
+        return start
+    make = _host.extension_function("make_kernel")  # without it Triton's own launcher serves
+    origin, binary = "file", None if make is None else _binaries.find(arch, key)
+    if binary is None:
+        origin = "compiler"
+        compiled = _binaries.compile_kernel(kernel, signature, compiler_options, arch)
+        binary = _binaries.binary_of(compiled, signature, len(args))
+    if make is not None and binary is not None:
+        code = binary.cubin, binary.name
+        start = make(code, binary.threads, binary.shared, device, binary.layout, binary.maps)
+    else:
+        start = _start_by_triton(kernel, compiled, len(args), options)
+    _ready[id(kernel), device, key] = start
+    for watcher in watchers:
+        watcher(Resolved(kernel.fn.__name__, arch, key, origin, time.perf_counter() - began, binary))
+    return start
+
+
+def _start_by_triton(kernel: Any, compiled: Any, num_args: int, options: dict[str, object]) -> Start:
+    """What starts a compiled kernel by Triton's own launcher."""
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    constants = [options.get(parameter.name, parameter.default) for parameter in kernel.params[num_args:]]
+
+    def start(x: int, y: int, z: int, stream: int, *args: object) -> None:
+        run(x, y, z, stream, function, metadata, None, None, None, *args, *constants)
+
+    return start
 
 
 def _is_watched(kernel: Any) -> bool:
@@ -125,23 +198,15 @@ def _is_watched(kernel: Any) -> bool:
     )
 
 
-def _can_be_kept(kernel: Any, num_args: int) -> bool:
-    """Whether the key holds all that a binary depends on: constexprs by value, and no globals."""
+def _has_constexprs_last(kernel: Any, num_args: int) -> bool:
+    """Whether a launch hands over exactly what isn't a constexpr."""
     are_constexprs = [parameter.is_constexpr for parameter in kernel.params]
-    return not kernel.used_global_vals and not any(are_constexprs[:num_args]) and all(are_constexprs[num_args:])
+    return not any(are_constexprs[:num_args]) and all(are_constexprs[num_args:])
 
 
 def _has_calls(hook: object) -> bool:
     """Whether anything is hooked in: a chain may be empty."""
     return hook is not None and bool(getattr(hook, "calls", True))
-
-
-def _key(kernel: Any, device: int, args: tuple[object, ...], options: dict[str, object]) -> tuple[object, ...]:
-    """Everything that the binary depends on, except the device."""
-    assert _specialize is not None
-    backend = kernel.device_caches[device][3]
-    # Of a tuple it gives the types, and what is known of the values.
-    return _specialize(backend, args, False, True, True), *options, *options.values()
 
 
 def unsupported_device(x: Tensor) -> str | None:

@@ -50,11 +50,6 @@ STEMS = sorted(path.stem for path in (Path(__file__).parent / "cases").glob("[a-
 # The matrix instruction of a product whose result has 64 rows or more; smaller ones are mma.sync everywhere.
 WIDE = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 
-_TYPES = {
-    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.bool: "i1",
-    torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
-}  # fmt: skip
-
 MATRIX = ("wgmma", "mma_sync")
 
 
@@ -64,25 +59,26 @@ class Launch(NamedTuple):
     kernel: Any
     arguments: dict[str, Any]
     options: dict[str, int]
+    num_args: int  # of the parameters that aren't constexprs
+    signature: Any  # what it is compiled for
 
 
 @contextlib.contextmanager
 def recorded(arch: int) -> Iterator[list[Launch]]:
     """Collects launches instead of making them; the launchers believe in a GPU of this compute capability."""
-    import triton
+    from fastformer.kernels import _launch
+    from fastformer.kernels._signature import arguments_of, signature_of
 
     launches: list[Launch] = []
 
-    def record(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        names = [param.name for param in self.params]
-        arguments = dict(zip(names, args, strict=False))
-        arguments |= {name: value for name, value in kwargs.items() if name in names}
-        options = {name: value for name, value in kwargs.items() if name not in names}
-        launches.append(Launch(self, arguments, options))
+    def record(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        arguments, compiler_options = arguments_of(kernel, args, options)
+        signature = signature_of(kernel, arguments)
+        launches.append(Launch(kernel, arguments, compiler_options, len(args), signature))
 
     capability = (arch // 10, arch % 10)
     with (
-        mock.patch.object(triton.runtime.JITFunction, "run", record),
+        mock.patch.object(_launch, "interceptor", record),
         mock.patch.object(torch.cuda, "get_device_capability", lambda *_: capability),
         mock.patch.object(torch.cuda, "get_device_properties", lambda *_: mock.Mock(multi_processor_count=132)),
         mock.patch.object(FakeTensor, "data_ptr", lambda _: 0, create=True),
@@ -90,70 +86,20 @@ def recorded(arch: int) -> Iterator[list[Launch]]:
         yield launches
 
 
-# A parameter by its index; an element of a tuple by the indices on the way to it.
-Place = tuple[int, ...]
-
-
-class Signature(NamedTuple):
-    """What Triton's own launch would specialise on."""
-
-    types: dict[str, Any]  # of each parameter; of a tuple the types of its elements
-    constants: dict[Place, Any]
-    attributes: dict[Place, list[list[Any]]]  # which arguments are multiples of 16
-
-
-def _signature(launch: Launch) -> Signature:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    signature = Signature({}, {}, {})
-
-    def describe(value: Any, path: Place, is_constexpr: bool, free: bool) -> Any:
-        if isinstance(value, tuple) and not is_constexpr:
-            return tuple(describe(each, (*path, i), False, free) for i, each in enumerate(value))
-        if is_constexpr or value is None or (type(value) is int and value == 1 and not free):
-            signature.constants[path] = value
-            return "constexpr"
-        if isinstance(value, torch.Tensor):
-            if not free:
-                signature.attributes[path] = [["tt.divisibility", 16]]
-            return "*" + _TYPES[value.dtype]
-        if isinstance(value, TensorDescriptor):
-            return f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)},{value.layout!r}>"
-        if isinstance(value, float):
-            return "fp32"
-        if value % 16 == 0 and not free:
-            signature.attributes[path] = [["tt.divisibility", 16]]
-        return "i32" if -(2**31) <= value < 2**31 else "i64"
-
-    for index, param in enumerate(launch.kernel.params):
-        value = launch.arguments[param.name]
-        signature.types[param.name] = describe(value, (index,), param.is_constexpr, param.do_not_specialize)
-    return signature
-
-
 def compile_launch(launch: Launch, op: str, arch: int, cases: tuple[str, ...]) -> Row:
     """Compiles one recorded launch and reads what came out."""
     import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
 
-    from fastformer.kernels._fences import inserted
+    from fastformer.kernels._binaries import compile_kernel
 
-    signature = _signature(launch)
     blocks = launch.arguments
     tile = "x".join(str(blocks[name]) for name in ("BLOCK_M", "BLOCK_N") if name in blocks)
     tile += f" w{launch.options.get('num_warps', 4)} s{launch.options.get('num_stages', 3)}"
     if (cap := launch.options.get("maxnreg")) is not None:
         tile += f" r{cap}"
     row = Row(op, launch.kernel.fn.__name__, arch, triton.__version__, cases, tile.strip())
-    source_type = GluonASTSource if launch.kernel.is_gluon() else ASTSource
-    source = source_type(
-        fn=launch.kernel, signature=signature.types, constexprs=signature.constants, attrs=signature.attributes
-    )
     try:
-        with inserted(launch.kernel) as more:
-            compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={**launch.options, **more})
+        compiled = compile_kernel(launch.kernel, launch.signature, launch.options, arch)
     except Exception as error:  # any failure of any pass is a row of the report
         return row._replace(problems=(f"does not compile: {str(error)[:200]}",))
     metadata = compiled.metadata
@@ -280,7 +226,7 @@ def distinct_launches(archs: list[int], stems: list[str], size: str) -> list[Wor
             for launch in launches_of(call, arch):
                 name = launch.kernel.fn.__name__
                 times[name] += 1
-                key = (name, repr(_signature(launch)), repr(launch.options))
+                key = (name, repr(launch.signature), repr(launch.options))
                 if size == "once" and key not in seen and (arch, name) in kernels:
                     continue
                 kernels.add((arch, name))

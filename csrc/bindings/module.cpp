@@ -9,6 +9,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "fastformer's ops for the CPU";
   m.attr("instruction_set") = FASTFORMER_ISA;
   fastformer::bind_eager_call(m);
+  fastformer::bind_launcher(m);
   fastformer::bind_packed_gemm(m);
   fastformer::bind_decoder(m);
   fastformer::bind_encoder(m);

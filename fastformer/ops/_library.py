@@ -30,7 +30,7 @@ import torch
 import torch._decomp
 from torch import Tensor
 
-from fastformer.kernels import _plans
+from fastformer.kernels import _host, _plans
 from fastformer.ops import _eager, _extension, _flops
 from fastformer.ops._common import SharedReason
 
@@ -40,6 +40,7 @@ T = TypeVar("T")
 WhyUnsupported = Callable[..., str | None]
 
 logger = logging.getLogger("fastformer")
+_host.extension_function = _extension.host_function
 
 LIBRARY = torch.library.Library("fastformer", "DEF")
 BACKENDS = ("triton", "cpp", "reference")

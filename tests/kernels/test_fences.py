@@ -14,9 +14,17 @@ import triton  # noqa: E402
 from triton import knobs  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from benchmarks.host_time import Driver, stub_compile  # noqa: E402
+from benchmarks.host_time import Compiled, Driver, stub_compile  # noqa: E402
 from benchmarks.machine_code.report import recorded  # noqa: E402
-from fastformer.kernels import _fences, _launch, attention, decode_attention, feed_forward  # noqa: E402
+from fastformer.kernels import (  # noqa: E402
+    _binaries,
+    _fences,
+    _host,
+    _launch,
+    attention,
+    decode_attention,
+    feed_forward,
+)
 
 PTX = "\tcp.async.wait_group \t1;\n\tbar.sync \t0;\n\twgmma.mma_async.sync.aligned {%r1};\n"
 
@@ -33,21 +41,35 @@ def compiled_ptx() -> str:
     return stages["ptx"](PTX, {})
 
 
+@pytest.mark.parametrize("is_watched", [True, False])
 @pytest.mark.parametrize("is_old", [True, False])
 def test_a_launch_compiles_with_fences_where_triton_leaves_them_out(
-    is_old: bool, monkeypatch: pytest.MonkeyPatch
+    is_old: bool, is_watched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where Triton itself launches, for a hook has to see it."""
     seen: list[tuple[str, str]] = []
 
     def compile_one(self: Any, key: str, signature: object, device: int, constants: object, options: Any, *rest: Any):
         seen.append((compiled_ptx(), options.ptx_options or ""))
         return stub_compile(self, key, signature, device, *rest)
 
+    def compile_ahead(source: object, target: object, options: dict[str, Any]) -> Compiled:
+        seen.append((compiled_ptx(), options.get("ptx_options", "")))
+        return Compiled()
+
+    driver = Driver()
     monkeypatch.setattr(_fences, "IS_OLD", is_old)
-    monkeypatch.setattr(_launch, "_compiled", {})
-    monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
+    for name in ("_compiled", "_ready"):
+        monkeypatch.setattr(_launch, name, {})
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    monkeypatch.setattr(_host, "active", driver)
+    monkeypatch.setattr(_host, "extension_function", lambda name: None)
     monkeypatch.setattr(JITFunction, "_do_compile", compile_one)
+    monkeypatch.setattr(triton, "compile", compile_ahead)
+    monkeypatch.setattr(_binaries, "binary_of", lambda *_: None)
     kernel, x = JITFunction(_kernel), torch.zeros(16)
+    if is_watched:
+        kernel.add_pre_run_hook(lambda *_, **__: None)
     for _ in range(2):
         _launch.launch(kernel, (1,), x)
     (ptx, options), *others = seen

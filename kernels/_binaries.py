@@ -1,0 +1,202 @@
+"""Kernels that were compiled ahead of time, in one file an architecture: a launch that finds its binary compiles none.
+
+A file (`sm_90.kernels`) is an index in JSON and the binaries, each compressed. It says which sources it was compiled
+from (`source_digest`), and is passed over by any others. `python -m benchmarks.compile_kernels` writes one of the usual
+launches, `fastformer warmup --out` one of what a model launches.
+
+Files are looked for in FASTFORMER_KERNELS (a folder; empty: nowhere), by default in the folder `binaries` beside this
+file, which a wheel may have, and then in ~/.cache/fastformer/kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import lzma
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+
+from fastformer.kernels._fences import inserted
+from fastformer.kernels._signature import Signature, layout_of
+
+logger = logging.getLogger("fastformer")
+
+MAGIC = b"fastformer kernels 1\n"
+
+
+class Binary(NamedTuple):
+    """A compiled kernel, and how it is launched.
+
+    Attributes:
+        name: of the function in it.
+        threads: of a program.
+        shared: bytes of dynamic shared memory of a program.
+        layout: of its parameters; see csrc/host/launcher.cpp.
+        maps: of each tensor descriptor (swizzle, bytes an element, the driver's type, block).
+        cubin: the machine code.
+    """
+
+    name: str
+    threads: int
+    shared: int
+    layout: str
+    maps: tuple[tuple[int, int, int, tuple[int, ...]], ...]
+    cubin: bytes
+
+
+@functools.cache
+def source_digest() -> str:
+    """Of the sources of all kernels: a change of any makes every file old."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:32]
+
+
+# Types of a tensor map: the compiler counts them otherwise than the driver.
+_MAP_TYPES = {8: 10, 9: 8, 10: 9}
+
+
+def compile_kernel(kernel: Any, signature: Signature, options: Mapping[str, Any], capability: int) -> CompiledKernel:
+    """Compiles a launch for an architecture, 90 for sm_90, or takes it from Triton's own cache."""
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as Source
+    else:
+        Source = ASTSource
+    source = Source(
+        fn=kernel, signature=signature.types, constexprs=signature.constants, attrs=signature.attributes
+    )
+    with inserted(kernel) as more:
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={**options, **more})
+
+
+def binary_of(compiled: CompiledKernel, signature: Signature, num_args: int) -> Binary | None:
+    """What a launch of a compiled kernel needs; None where it needs more than a plain launch: clusters, scratch.
+
+    Args:
+        num_args: how many of the kernel's parameters a launch hands over; the others are constexprs.
+    """
+    metadata = compiled.metadata
+    is_plain = (
+        getattr(metadata, "num_ctas", 1) == 1
+        and not getattr(metadata, "launch_cooperative_grid", False)
+        and not getattr(metadata, "launch_pdl", False)
+        and not getattr(metadata, "global_scratch_size", 0)
+        and not getattr(metadata, "profile_scratch_size", 0)
+    )
+    layout = layout_of(signature, num_args)
+    described = getattr(metadata, "tensordesc_meta", None) or ()
+    if not is_plain or layout.count("T") != len(described) or any(m is None or m["fp4_padded"] for m in described):
+        return None
+    maps = tuple(
+        (m["swizzle"], m["elem_size"], _MAP_TYPES.get(m["elem_type"], m["elem_type"]), tuple(m["block_size"]))
+        for m in described
+    )
+    return Binary(metadata.name, 32 * metadata.num_warps, metadata.shared, layout, maps, compiled.asm["cubin"])
+
+
+class BinaryFile:
+    """One file: its index is read at once, a binary when it is asked for.
+
+    Raises:
+        ValueError: it is no such file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("rb") as file:
+            if file.read(len(MAGIC)) != MAGIC:
+                raise ValueError(f"expected a file of kernels, {path} is none")
+            size = int.from_bytes(file.read(8), "little")
+            self._index: dict[str, Any] = json.loads(file.read(size))
+        self._start = len(MAGIC) + 8 + size
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What it was made of: "sources" (see `source_digest`), "arch", "triton"."""
+        return self._index["about"]
+
+    def keys(self) -> Iterable[str]:
+        """Of all binaries: see `_signature.key_of`."""
+        return self._index["kernels"].keys()
+
+    def get(self, key: str) -> Binary | None:
+        """The binary of a launch, or None."""
+        entry = self._index["kernels"].get(key)
+        if entry is None:
+            return None
+        name, threads, shared, layout, maps, offset, size = entry
+        with self.path.open("rb") as file:
+            file.seek(self._start + offset)
+            cubin = lzma.decompress(file.read(size))
+        return Binary(name, threads, shared, layout, tuple((*m[:3], tuple(m[3])) for m in maps), cubin)
+
+
+def write(path: Path, arch: int, binaries: Mapping[str, Binary]) -> None:
+    """Writes a file of these binaries, by key; a reader sees the old file or the new one."""
+    compressed: dict[bytes, tuple[int, int]] = {}
+    blobs: list[bytes] = []
+    offset = 0
+    index: dict[str, Any] = {}
+    for key, binary in binaries.items():
+        if binary.cubin not in compressed:  # equal launches of two keys share a binary
+            blob = lzma.compress(binary.cubin, preset=9)
+            blobs.append(blob)
+            compressed[binary.cubin] = offset, len(blob)
+            offset += len(blob)
+        index[key] = [*binary[:-1], *compressed[binary.cubin]]
+    about = {"sources": source_digest(), "arch": arch, "triton": triton.__version__}
+    head = json.dumps({"about": about, "kernels": index}, separators=(",", ":")).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary.write_bytes(b"".join([MAGIC, len(head).to_bytes(8, "little"), head, *blobs]))
+    temporary.replace(path)
+
+
+def folders() -> list[Path]:
+    """Where files are looked for."""
+    named = os.environ.get("FASTFORMER_KERNELS")
+    if named is not None:
+        return [Path(named)] if named else []
+    return [Path(__file__).parent / "binaries", Path.home() / ".cache" / "fastformer" / "kernels"]
+
+
+def file_name(arch: int) -> str:
+    """Of an architecture's file."""
+    return f"sm_{arch}.kernels"
+
+
+@functools.cache
+def files(arch: int) -> tuple[BinaryFile, ...]:
+    """The files of an architecture that were made from these sources."""
+    found = []
+    for folder in folders():
+        path = folder / file_name(arch)
+        if not path.is_file():
+            continue
+        try:
+            file = BinaryFile(path)
+        except (OSError, ValueError) as error:
+            logger.warning("kernels are compiled at their first call: %s", error)
+            continue
+        if file.about["sources"] == source_digest() and file.about["arch"] == arch:
+            found.append(file)
+        else:
+            logger.warning("kernels are compiled at their first call: %s was made of other sources than these", path)
+    return tuple(found)
+
+
+def find(arch: int, key: str) -> Binary | None:
+    """The binary of a launch in any file, or None."""
+    for file in files(arch):
+        if (binary := file.get(key)) is not None:
+            return binary
+    return None

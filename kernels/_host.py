@@ -1,0 +1,40 @@
+"""What launches ask of the host: the current device, and functions of the C++ extension. Imports no Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Device:
+    """The current device, as PyTorch knows it: Triton's driver, which runs a C compiler to exist, is not asked."""
+
+    def get_current_device(self) -> int:
+        return torch.cuda.current_device()
+
+    def get_current_stream(self, device: int) -> int:
+        return int(torch._C._cuda_getCurrentRawStream(device))
+
+    def get_capability(self, device: int) -> int:
+        """90 for sm_90."""
+        return capability_of(device)
+
+
+def capability_of(device: int) -> int:
+    """A device's compute capability, 90 for sm_90."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
+
+
+# Tests and reports put another one here, for a device that is not at hand.
+active: Any = Device()
+
+
+def _no_function(name: str) -> Callable[..., Any] | None:
+    return None
+
+
+# (name) -> a function of the C++ extension, None where it has none; `fastformer.ops` puts it here.
+extension_function: Callable[[str], Callable[..., Any] | None] = _no_function

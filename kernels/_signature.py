@@ -1,0 +1,133 @@
+"""What a kernel is compiled for: the types of its arguments, what is known of their values, and the constants.
+
+Triton's own launch asks the same of its arguments, except that it takes no notice of `do_not_specialize` inside of a
+tuple: each number of tiles, and each batch of one, would be a binary of its own. So kernels are compiled by what stands
+here, and not by Triton's launch; and what the compile report reads, what a file of binaries holds and what runs is one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+# A parameter by its index; an element of a tuple by the indices on the way to it.
+Place = tuple[int, ...]
+
+_TYPES = {
+    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.bool: "u1",
+    torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
+}  # fmt: skip
+_DIVISIBLE = [["tt.divisibility", 16]]
+
+
+class Signature(NamedTuple):
+    """What a binary depends on, beside the kernel's source, the compiler and its options."""
+
+    types: dict[str, Any]  # of each parameter; of a tuple the types of its elements
+    constants: dict[Place, Any]
+    attributes: dict[Place, list[list[Any]]]  # which arguments are multiples of 16
+
+
+def signature_of(kernel: Any, arguments: Mapping[str, Any]) -> Signature:
+    """The signature of a launch.
+
+    Args:
+        kernel: what `triton.jit` gives.
+        arguments: by name: tensors, numbers, None, descriptors, tuples of them, and the constexprs.
+
+    Raises:
+        TypeError: an argument is of another kind.
+    """
+    signature = Signature({}, {}, {})
+    for index, parameter in enumerate(kernel.params):
+        name = parameter.name
+        value = arguments[name] if name in arguments else parameter.default
+        free = parameter.do_not_specialize
+        aligned = free or parameter.do_not_specialize_on_alignment
+        signature.types[name] = _describe(signature, value, (index,), parameter.is_constexpr, free, aligned)
+    return signature
+
+
+def _describe(signature: Signature, value: Any, path: Place, is_constexpr: bool, free: bool, aligned: bool) -> Any:
+    """The type of an argument; what is known of its value goes into the signature.
+
+    Args:
+        free: nothing of it is told to the compiler.
+        aligned: whether it is a multiple of 16 is not told.
+    """
+    kind = type(value)
+    if kind is tuple and not is_constexpr:
+        return tuple(_describe(signature, each, (*path, i), False, free, aligned) for i, each in enumerate(value))
+    if is_constexpr or value is None or (kind is int and value == 1 and not free):
+        signature.constants[path] = value
+        return "constexpr"
+    if kind is bool:
+        return "u1"
+    if isinstance(value, int):
+        if value % 16 == 0 and not aligned:
+            signature.attributes[path] = _DIVISIBLE
+        return "i32" if -(2**31) <= value < 2**31 else "i64" if value < 2**63 else "u64"
+    if isinstance(value, float):
+        return "fp32"
+    if isinstance(value, torch.Tensor) and value.dtype in _TYPES:
+        if not aligned and value.data_ptr() % 16 == 0:
+            signature.attributes[path] = _DIVISIBLE
+        return "*" + _TYPES[value.dtype]
+    if hasattr(value, "block_shape"):
+        layout = f",{value.layout!r}" if hasattr(value, "layout") else ""  # Gluon's has one
+        return f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}{layout}>"
+    raise TypeError(f"expected a tensor, a number, None or a tuple for a kernel, got {kind.__name__}")
+
+
+def key_of(kernel: Any, signature: Signature, options: Mapping[str, Any]) -> str:
+    """A digest of everything that a binary depends on, except the sources of the kernels and the architecture.
+
+    Args:
+        options: the compiler's: num_warps, num_stages, maxnreg.
+    """
+    parts = (
+        kernel.fn.__module__.rpartition(".")[2],
+        kernel.fn.__name__,
+        tuple(signature.types.items()),
+        sorted((path, type(value).__name__, repr(value)) for path, value in signature.constants.items()),
+        sorted(signature.attributes),
+        sorted((name, value) for name, value in options.items() if value is not None),
+    )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+_LETTERS = {
+    "u1": "b", "i1": "b", "i8": "b", "u8": "b", "i16": "h", "u16": "h", "i32": "i", "u32": "i", "i64": "q", "u64": "Q",
+    "fp32": "f", "fp64": "d",
+}  # fmt: skip
+
+
+def layout_of(signature: Signature, num_args: int) -> str:
+    """How the first arguments of a launch become the kernel's parameters: see csrc/host/launcher.cpp."""
+
+    def letters(kind: Any) -> str:
+        if isinstance(kind, tuple):
+            return f"({''.join(map(letters, kind))})"
+        if kind == "constexpr":
+            return "n"
+        if kind.startswith("tensordesc"):
+            return "T"
+        return "p" if kind.startswith("*") else _LETTERS[kind]
+
+    return "".join(map(letters, list(signature.types.values())[:num_args])) + "00"
+
+
+def arguments_of(kernel: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A launch's arguments by name, and the compiler's options.
+
+    Args:
+        args: the kernel's first parameters.
+        options: its others by name, and the compiler's options.
+    """
+    names = [parameter.name for parameter in kernel.params]
+    arguments = dict(zip(names, args, strict=False))
+    arguments |= {name: value for name, value in options.items() if name in names}
+    return arguments, {name: value for name, value in options.items() if name not in names}
