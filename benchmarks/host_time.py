@@ -92,7 +92,7 @@ def stub_compile(self: JITFunction[Any], key: str, signature: object, device: in
 def stubbed() -> Iterator[None]:
     """Kernels take CPU tensors; our launcher, where the extension has it, launches nothing on a stub of the driver."""
     make = _extension.host_function("make_kernel")
-    function = library().stub_function()
+    function = library().stub_function(None, 0)
 
     def make_kernel(code: object, *rest: object) -> Callable[..., object]:
         assert make is not None
@@ -109,6 +109,7 @@ def stubbed() -> Iterator[None]:
             (_launch, "_compiled", {}),
             (_launch, "_ready", {}),
             (_launch, "INTERPRETED", True),
+            (attention, "unsupported_products", lambda x: None),
             (attention, "architecture", lambda x: 90),
             (attention_backward, "architecture", lambda x: 90),
             (_attention_hopper, "architecture", lambda x: 90),
@@ -193,10 +194,10 @@ def _runs(cases: dict[str, Callable[[], object]]) -> dict[str, Callable[[], obje
     """Triton's own `run` and `launch`, with the arguments that our launches have."""
     runs: dict[str, Callable[[], object]] = {}
     for name, kernel in _KERNELS.items():
-        seen: list[tuple[Any, tuple[object, ...], dict[str, object]]] = []
-        with mock.patch.object(_launch, "interceptor", lambda *launch: seen.append(launch)):
+        with mock.patch.object(_launch, "interceptor") as intercepted:
             cases[f"{name} launcher"]()
-        ((args, options),) = ((args, options) for launched, args, options in seen if launched is kernel)
+        launches = (call.args for call in intercepted.call_args_list)
+        ((args, options),) = ((args, options) for launched, args, options in launches if launched is kernel)
         runs[f"{name} Triton's run"] = functools.partial(kernel.run, *args, grid=(1,), warmup=False, **options)
         runs[f"{name} our launch"] = functools.partial(_launch.launch, kernel, (1,), *args, **options)
     return runs

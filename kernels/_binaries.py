@@ -71,9 +71,7 @@ def compile_kernel(kernel: Any, signature: Signature, options: Mapping[str, Any]
         from triton.experimental.gluon._runtime import GluonASTSource as Source
     else:
         Source = ASTSource
-    source = Source(
-        fn=kernel, signature=signature.types, constexprs=signature.constants, attrs=signature.attributes
-    )
+    source = Source(fn=kernel, signature=signature.types, constexprs=signature.constants, attrs=signature.attributes)
     with inserted(kernel) as more:
         return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={**options, **more})
 

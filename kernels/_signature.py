@@ -44,7 +44,7 @@ def signature_of(kernel: Any, arguments: Mapping[str, Any]) -> Signature:
     signature = Signature({}, {}, {})
     for index, parameter in enumerate(kernel.params):
         name = parameter.name
-        value = arguments[name] if name in arguments else parameter.default
+        value = arguments.get(name, parameter.default)
         free = parameter.do_not_specialize
         aligned = free or parameter.do_not_specialize_on_alignment
         signature.types[name] = _describe(signature, value, (index,), parameter.is_constexpr, free, aligned)
@@ -120,7 +120,9 @@ def layout_of(signature: Signature, num_args: int) -> str:
     return "".join(map(letters, list(signature.types.values())[:num_args])) + "00"
 
 
-def arguments_of(kernel: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def arguments_of(
+    kernel: Any, args: tuple[Any, ...], options: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """A launch's arguments by name, and the compiler's options.
 
     Args:

@@ -35,10 +35,14 @@ __attribute__((visibility("default"))) void stub_open(const char* path) {
   out = path ? fopen(path, "w") : NULL;
   if (out) setvbuf(out, NULL, _IOLBF, 0);
 }
-// A function that was never compiled: it takes any launch.
-__attribute__((visibility("default"))) void* stub_function(void) {
-  static Function any = {.name = "any", .dynamic_shared = 232448};
-  return &any;
+// A function that was never compiled: it takes any launch, of parameters of these sizes in bytes.
+__attribute__((visibility("default"))) void* stub_function(const int* sizes, int count) {
+  Function* any = calloc(1, sizeof *any);
+  snprintf(any->name, sizeof any->name, "any");
+  any->dynamic_shared = 232448;
+  any->num_parameters = count;
+  for (int i = 0; i < count; i++) any->parameters[i].size = sizes[i];
+  return any;
 }
 __attribute__((visibility("default"))) int stub_launches(void) { return num_launches; }
 __attribute__((visibility("default"))) void stub_host_memory(uintptr_t address) { host_memory = address; }

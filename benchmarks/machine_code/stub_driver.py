@@ -43,6 +43,7 @@ def library() -> ctypes.CDLL:
     os.environ["TRITON_LIBCUDA_PATH"] = str(folder)  # for Triton's own extension, which is linked against it
     stub = ctypes.CDLL(str(built), mode=ctypes.RTLD_GLOBAL)
     stub.stub_function.restype = ctypes.c_void_p
+    stub.stub_host_memory.argtypes = (ctypes.c_void_p,)
     return stub
 
 
@@ -102,7 +103,7 @@ def uncompiled(signature: Any, num_args: int) -> Any:
 
 @contextlib.contextmanager
 def logged(stub: ctypes.CDLL) -> Iterator[list[dict[str, Any]]]:
-    """What the stub is handed in the block: a record of each launch and of each tensor map, when the block has ended."""
+    """What the stub is handed in the block: a record of each launch and tensor map, once it has ended."""
     lines: list[dict[str, Any]] = []
     with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as file:
         stub.stub_open(file.name.encode())
