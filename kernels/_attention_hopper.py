@@ -19,11 +19,11 @@ from fastformer.kernels._launch import architecture, cdiv, launch, stride_unit
 
 ENABLED = os.environ.get("FASTFORMER_HOPPER_ATTENTION") == "1"
 
-# Chosen by what they compile to, not yet measured: no spills with the registers of two consumers (232 a thread).
+# Chosen by what they compile to, not yet measured: no spills in the registers of the consumers.
 BLOCK_DS = (64, 128)
 BACKWARD_BLOCK_DS = (64,)  # where a consumer's registers hold dk and dv
-TILE_ROWS = 128
 CONSUMER_ROWS = 64
+TILE_KEYS = 128  # of the backward
 # A ragged descriptor's middle row, and the extent of its two leading dimensions.
 RAGGED_ROWS = 2**30
 RAGGED_EXTENT = 0x7FFF0000
@@ -49,12 +49,21 @@ def fits(problem: Problem, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | 
     )
 
 
-def tile_of(problem: Problem) -> tuple[int, int]:
-    """(keys a block, buffers a ring): blocks of 128 where a consumer's registers hold what they carry, else of 64."""
+class Tile(NamedTuple):
+    """How the forward divides its work."""
+
+    consumers: int  # warpgroups with CONSUMER_ROWS rows each
+    block_n: int  # keys a block: 128 where a consumer's registers hold what they carry, else 64
+    stages: int  # buffers of a ring
+
+
+def tile_of(problem: Problem) -> Tile:
+    """The forward's tile."""
     if problem.block_d == 128:
         is_full = problem.dropout[0] is not None or problem.window[0] is not None
-        return (64, 4) if is_full else (128, 2)
-    return 128, 4
+        return Tile(2, 64, 4) if is_full else Tile(2, 128, 2)
+    # Dropout's integers, which no product hides, need the registers of two.
+    return Tile(3, 128, 4) if problem.dropout[0] is None else Tile(2, 128, 4)
 
 
 def _addressable(x: Tensor, packed: bool) -> bool:
@@ -148,10 +157,10 @@ def forward_arguments(
     """What the forward kernel is called with: (arguments, constexprs, number of tiles)."""
     packed = problem.lengths == "packed"
     kv_bytes = 2 * problem.seqlen_k * problem.head_dim * q.element_size() // problem.group
-    planes = planes_of(problem, cdiv(problem.seqlen_q, TILE_ROWS), kv_bytes)
+    consumers, block_n, stages = tile_of(problem)
+    planes = planes_of(problem, cdiv(problem.seqlen_q, consumers * CONSUMER_ROWS), kv_bytes)
     num_tiles = planes[2] * planes[3]
     unit = stride_unit(out)
-    block_n, stages = tile_of(problem)
     arguments = (
         ragged_descriptor(q, CONSUMER_ROWS, problem.block_d),
         ragged_descriptor(k, block_n, problem.block_d),
@@ -162,7 +171,9 @@ def forward_arguments(
         problem.softmax_scale, plane_strides(out.stride(), packed, unit),
         (0 if packed else lse.stride(0), lse.stride(-2)),
     )  # fmt: skip
-    constants = {"LENGTHS": problem.lengths, "HEAD_DIM": problem.head_dim, "UNIT": unit, "STAGES": stages}
+    constants = {
+        "LENGTHS": problem.lengths, "HEAD_DIM": problem.head_dim, "UNIT": unit, "STAGES": stages, "CONSUMERS": consumers,
+    }  # fmt: skip
     return arguments, constants, num_tiles
 
 
@@ -185,7 +196,7 @@ def backward_arguments(
     """What the backward kernel is called with: (arguments, constexprs, number of tiles)."""
     packed = problem.lengths == "packed"
     q_bytes = 2 * problem.seqlen_q * problem.head_dim * q.element_size()
-    planes = planes_of(problem, cdiv(problem.seqlen_k, TILE_ROWS), q_bytes)
+    planes = planes_of(problem, cdiv(problem.seqlen_k, TILE_KEYS), q_bytes)
     num_tiles = planes[2] * planes[3]
     unit = stride_unit(dq, dk)
     rows = (q, dout, k, v)

@@ -84,7 +84,7 @@ def _produce(
     count = 0  # of blocks of rows so far
     tiles = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        first_key, plane, where, starts, bounds = _which_tile(tile, planes, lengths, LENGTHS, False)
+        first_key, plane, where, starts, bounds = _which_tile(tile, planes, lengths, TILE_KEYS, LENGTHS, False)
         batch, head, kv_head = where
         start_q, start_k = starts
         len_q, len_k, diagonal = bounds
@@ -220,7 +220,7 @@ def _consume(
     count = 0  # of blocks of rows before this tile
     tiles = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        first_key, plane, where, starts, bounds = _which_tile(tile, planes, lengths, LENGTHS, False)
+        first_key, plane, where, starts, bounds = _which_tile(tile, planes, lengths, TILE_KEYS, LENGTHS, False)
         batch, head, kv_head = where
         start_q, start_k = starts
         len_q, len_k, diagonal = bounds

@@ -1,13 +1,16 @@
 """Attention, forward, for sm_90 in Gluon: warps with roles of their own, so that products and softmax overlap.
 
 The math, the arguments and the results are those of `attention.py`, which stays the oracle and takes what this form
-does not. Here a program owns tile after tile of 128 rows of a head (a persistent grid; with causal masks the heaviest
-tiles come first) and splits its warps into three roles:
+does not. Here a program owns tile after tile of 64 * CONSUMERS rows of a head (a persistent grid; with causal masks
+the heaviest tiles come first) and splits its warps into roles:
 
 - a producer warp copies Q, K and V to shared memory by TMA. K and V run through rings of STAGES buffers, each with two
-  barriers: `full` (the copy has landed) and `empty` (both consumers have read it);
-- two consumers, a warpgroup each, own 64 rows each. A consumer issues Q K^T of block j, then P V of block j - 1, waits
-  for the first alone, and computes the softmax of block j while the second runs.
+  barriers: `full` (the copy has landed) and `empty` (all consumers have read it);
+- CONSUMERS consumers, a warpgroup each, own 64 rows each. A consumer issues Q K^T of block j, then P V of block j - 1,
+  waits for the first alone, and computes the softmax of block j while the second runs.
+
+At head_dim 64 there are three consumers: the products of a block take no longer than its exponentials, and two
+consumers leave the tensor cores idle while both compute those. At head_dim 128 the sums of two fill the registers.
 
 Blocks run from the last to the first, so that those at the diagonal and at the tail, the only ones that are masked,
 come first. TMA descriptors are "ragged": the hardware returns zeros beyond a sequence's own length, dense or packed.
@@ -34,24 +37,23 @@ _key_range = gluon.jit(_attention_common.key_range.fn)
 _load_dropout = gluon.jit(_dropout.load_dropout.fn)
 _philox = gluon.jit(_dropout._philox.fn)
 
-# For the compile report. Two consumers have a copy each of: the first Q K^T, both products in each of the two or three
-# copies of the loop, the last P V.
+# For the compile report. Each consumer has a copy of: the first Q K^T, both products in each of the two or three copies
+# of the loop, the last P V.
 PRODUCTS = {
-    "_attention_hopper_fwd_kernel": lambda arguments: [64] * 2 * (6 if arguments["window"][0] is None else 8),
+    "_attention_hopper_fwd_kernel": lambda a: [64] * a["CONSUMERS"] * (6 if a["window"][0] is None else 8),
 }
 # A consumer's 128 threads share 64 rows of a block's scores.
 SCORES = {"_attention_hopper_fwd_kernel": lambda arguments: arguments["k_desc"].block_shape[3] / 2}
 
-# The rows of one consumer, of a tile.
+# The rows of one consumer.
 CONSUMER_ROWS = gl.constexpr(64)
-TILE_ROWS = gl.constexpr(128)
 # A ragged descriptor's middle: see `ragged_descriptor`.
 RAGGED_ROWS = gl.constexpr(2**30)
 
 
 @gluon.jit
-def _which_tile(tile, planes, lengths, LENGTHS: gl.constexpr, LAST_FIRST: gl.constexpr):
-    """Whose rows a tile holds: (first_row, plane, (batch, head, kv_head), (start_q, start_k), bounds); see `locate`."""
+def _which_tile(tile, planes, lengths, TILE: gl.constexpr, LENGTHS: gl.constexpr, LAST_FIRST: gl.constexpr):
+    """Whose TILE rows a tile holds: (first_row, plane, (batch, head, kv_head), (start_q, start_k), bounds); see `locate`."""
     num_heads, group, num_planes, num_blocks, together = planes
     seqlens_q_ptr, seqlens_k_ptr, seqlen_q, seqlen_k = lengths
     first_plane = tile // (together * num_blocks) * together
@@ -77,17 +79,17 @@ def _which_tile(tile, planes, lengths, LENGTHS: gl.constexpr, LAST_FIRST: gl.con
         diagonal = len_k - len_q
         if LENGTHS == "seqlens_k":
             len_k = gl.minimum(gl.load(seqlens_k_ptr + batch).to(gl.int32), len_k)
-    return block * TILE_ROWS, plane, (batch, head, head // group), (start_q, start_k), (len_q, len_k, diagonal)
+    return block * TILE, plane, (batch, head, head // group), (start_q, start_k), (len_q, len_k, diagonal)
 
 
 @gluon.jit
-def _blocks_of(first_row, bounds, window, BLOCK_N: gl.constexpr):
+def _blocks_of(first_row, bounds, window, TILE: gl.constexpr, BLOCK_N: gl.constexpr):
     """The key blocks of a tile, from the last to the first: (last_start, masked, masked_or_full, blocks).
 
     Of `blocks` blocks, the first at last_start, each BLOCK_N before the one before it, the first `masked` reach over
     the diagonal or the length, and those from `masked_or_full` on over the left window. At least one block.
     """
-    first, full_first, full_last, last = _key_range(first_row, bounds, window, TILE_ROWS, BLOCK_N)
+    first, full_first, full_last, last = _key_range(first_row, bounds, window, TILE, BLOCK_N)
     masked = (last - full_last + BLOCK_N - 1) // BLOCK_N
     full = (full_last - full_first) // BLOCK_N
     blocks = gl.maximum(masked + full + (full_first - first) // BLOCK_N, 1)
@@ -105,22 +107,23 @@ def _copy_rows(descriptor, batch_rows, start, row, length, head, barrier, buffer
 @gluon.jit
 def _produce(
     q_desc, k_desc, v_desc, buffers, barriers, planes, lengths, window, batch_rows, num_tiles, LENGTHS: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     """The producer: copies what the consumers will read, in the order in which they read it."""
     q_buffers, k_buffers, v_buffers = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    TILE: gl.constexpr = CONSUMERS * CONSUMER_ROWS
     count = 0  # of key blocks so far
     tiles = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        first_row, plane, where, starts, bounds = _which_tile(tile, planes, lengths, LENGTHS, window[1] is not None)
+        first_row, plane, where, starts, bounds = _which_tile(tile, planes, lengths, TILE, LENGTHS, window[1] is not None)
         batch, head, kv_head = where
         start_q, start_k = starts
         len_q, len_k, diagonal = bounds
         if first_row < len_q:
-            start, masked, masked_or_full, blocks = _blocks_of(first_row, bounds, window, BLOCK_N)
+            start, masked, masked_or_full, blocks = _blocks_of(first_row, bounds, window, TILE, BLOCK_N)
             q_rows, k_rows, v_rows = batch_rows
-            for consumer in gl.static_range(2):
+            for consumer in gl.static_range(CONSUMERS):
                 mbarrier.wait(q_empty.index(consumer), (tiles & 1) ^ 1)
                 mbarrier.expect(q_full.index(consumer), q_desc.block_type.nbytes)
                 _copy_rows(
@@ -190,14 +193,17 @@ def _weights(s, start, rows, peak, total, bounds, window, factor, S_LAYOUT: gl.c
     """One step of the online softmax: (p, fade, peak, total). peak: in the scores' units; factor: scale * log2(e)."""
     len_q, len_k, diagonal = bounds
     if CHECK:
-        # Columns and their limits count from `start`, so that a thread's columns differ by constants.
+        # Columns and their limits count from `start`. Two bits of a column are the lane's: with those on the limits'
+        # side a thread compares with numbers, not with a register for each column.
         columns = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, S_LAYOUT))[None, :]
+        of_lane = columns & 6
+        columns = columns & ~6
         end = rows * 0 + len_k
         if window[1] is not None:
             end = gl.minimum(rows + (diagonal + window[1] + 1), end)
-        visible = columns < (end - start)[:, None]
+        visible = columns < (end - start)[:, None] - of_lane
         if window[0] is not None:
-            visible = visible & (columns >= (rows + (diagonal - window[0] - start))[:, None])
+            visible = visible & (columns >= (rows + (diagonal - window[0] - start))[:, None] - of_lane)
         s = gl.where(visible, s, float("-inf"))
     new_peak = gl.maximum(peak, gl.max(s, 1))
     base = new_peak
@@ -273,7 +279,7 @@ def _steps(
 def _consume(
     consumer: gl.constexpr, out_ptr, lse_ptr, buffers, barriers, planes, lengths, window, dropout, softmax_scale,
     out_strides, lse_strides, num_tiles, LENGTHS: gl.constexpr, HEAD_DIM: gl.constexpr, UNIT: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 64 rows of each tile, from their scores to out and lse."""
     q_buffers, k_buffers, v_buffers = buffers
@@ -283,18 +289,19 @@ def _consume(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    TILE: gl.constexpr = CONSUMERS * CONSUMER_ROWS
     factor = softmax_scale * 1.4426950408889634
     DROPOUT: gl.constexpr = dropout[0] is not None
     drawn = _load_dropout(dropout)
     count = 0  # of key blocks before this tile
     tiles = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        first_row, plane, where, starts, bounds = _which_tile(tile, planes, lengths, LENGTHS, window[1] is not None)
+        first_row, plane, where, starts, bounds = _which_tile(tile, planes, lengths, TILE, LENGTHS, window[1] is not None)
         batch, head, kv_head = where
         start_q, start_k = starts
         len_q, len_k, diagonal = bounds
         if first_row < len_q:
-            start, masked, masked_or_full, blocks = _blocks_of(first_row, bounds, window, BLOCK_N)
+            start, masked, masked_or_full, blocks = _blocks_of(first_row, bounds, window, TILE, BLOCK_N)
             first_row += consumer * CONSUMER_ROWS
             rows = first_row + gl.arange(0, CONSUMER_ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
             mbarrier.wait(q_full.index(consumer), tiles & 1)
@@ -395,14 +402,15 @@ def _attention_hopper_fwd_kernel(
     HEAD_DIM: gl.constexpr,
     UNIT: gl.constexpr,
     STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr,
 ):
     """out and lse of every num_programs-th tile from this program's own on."""
-    q_buffers = gl.allocate_shared_memory(q_desc.dtype, [2] + q_desc.block_type.shape, q_desc.layout)
+    q_buffers = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS] + q_desc.block_type.shape, q_desc.layout)
     k_buffers = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
     v_buffers = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
+    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(CONSUMERS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -412,36 +420,73 @@ def _attention_hopper_fwd_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
-        mbarrier.init(v_empty.index(i), count=2)
+        mbarrier.init(k_empty.index(i), count=CONSUMERS)
+        mbarrier.init(v_empty.index(i), count=CONSUMERS)
     fence_async_shared()
     buffers = (q_buffers, k_buffers, v_buffers)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[3]
-    gl.warp_specialize(
-        [
-            (
-                _consume,
+    # Registers of the workers; the first consumer, which is none, has what they leave.
+    if CONSUMERS == 3:
+        gl.warp_specialize(
+            [
                 (
-                    0, out_ptr, lse_ptr, buffers, barriers, planes, lengths, window, dropout, softmax_scale,
-                    out_strides, lse_strides, num_tiles, LENGTHS, HEAD_DIM, UNIT, STAGES,
+                    _consume,
+                    (
+                        0, out_ptr, lse_ptr, buffers, barriers, planes, lengths, window, dropout, softmax_scale,
+                        out_strides, lse_strides, num_tiles, LENGTHS, HEAD_DIM, UNIT, STAGES, CONSUMERS,
+                    ),
                 ),
-            ),
-            (
-                _consume,
                 (
-                    1, out_ptr, lse_ptr, buffers, barriers, planes, lengths, window, dropout, softmax_scale,
-                    out_strides, lse_strides, num_tiles, LENGTHS, HEAD_DIM, UNIT, STAGES,
+                    _consume,
+                    (
+                        1, out_ptr, lse_ptr, buffers, barriers, planes, lengths, window, dropout, softmax_scale,
+                        out_strides, lse_strides, num_tiles, LENGTHS, HEAD_DIM, UNIT, STAGES, CONSUMERS,
+                    ),
                 ),
-            ),
-            (
-                _produce,
                 (
-                    q_desc, k_desc, v_desc, buffers, barriers, planes, lengths, window, batch_rows, num_tiles, LENGTHS,
-                    BLOCK_N, STAGES,
+                    _consume,
+                    (
+                        2, out_ptr, lse_ptr, buffers, barriers, planes, lengths, window, dropout, softmax_scale,
+                        out_strides, lse_strides, num_tiles, LENGTHS, HEAD_DIM, UNIT, STAGES, CONSUMERS,
+                    ),
                 ),
-            ),
-        ],
-        [4, 1],
-        [232, 40],
-    )  # fmt: skip
+                (
+                    _produce,
+                    (
+                        q_desc, k_desc, v_desc, buffers, barriers, planes, lengths, window, batch_rows, num_tiles, LENGTHS,
+                        BLOCK_N, STAGES, CONSUMERS,
+                    ),
+                ),
+            ],
+            [4, 4, 1],
+            [160, 160, 32],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _consume,
+                    (
+                        0, out_ptr, lse_ptr, buffers, barriers, planes, lengths, window, dropout, softmax_scale,
+                        out_strides, lse_strides, num_tiles, LENGTHS, HEAD_DIM, UNIT, STAGES, CONSUMERS,
+                    ),
+                ),
+                (
+                    _consume,
+                    (
+                        1, out_ptr, lse_ptr, buffers, barriers, planes, lengths, window, dropout, softmax_scale,
+                        out_strides, lse_strides, num_tiles, LENGTHS, HEAD_DIM, UNIT, STAGES, CONSUMERS,
+                    ),
+                ),
+                (
+                    _produce,
+                    (
+                        q_desc, k_desc, v_desc, buffers, barriers, planes, lengths, window, batch_rows, num_tiles, LENGTHS,
+                        BLOCK_N, STAGES, CONSUMERS,
+                    ),
+                ),
+            ],
+            [4, 1],
+            [232, 40],
+        )  # fmt: skip

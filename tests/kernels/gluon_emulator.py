@@ -3,7 +3,8 @@
 The functions under `@gluon.jit` are run as Python with stand-ins for the language (NumPy). What a GPU does at the same
 time happens here in an order that a schedule chooses, one step at a time:
 
-- each partition of `warp_specialize` is a thread, and one thread runs until its next barrier, copy or product;
+- each partition of `warp_specialize` is a thread, and one thread runs until its next barrier, copy or product; it is
+  called as its function, with a number ("consume 0");
 - a TMA copy lands at a time of the schedule's choice; until then its buffer can't be read;
 - a product (`warpgroup_mma`) reads its shared operands as late as it may: when a wait says that it is done;
 - barriers have phases, counts and bytes as in PTX.
@@ -47,19 +48,18 @@ Schedule = Callable[[list[str]], int]
 
 
 def eager(*first: str) -> Schedule:
-    """The schedule that runs the first of `first` that can go on; else what else can, in order."""
-    return lambda names: min(range(len(names)), key=lambda i: (first.index(kind(names[i])), i))
+    """The schedule that runs what begins with the first of `first`, if it can go on; else with the next of them."""
+
+    def rank(name: str) -> int:
+        return next(i for i, start in enumerate(first) if name.startswith(start))
+
+    return lambda names: min(range(len(names)), key=lambda i: (rank(names[i]), i))
 
 
 def shuffled(seed: int) -> Schedule:
     """A schedule at random."""
     generator = np.random.default_rng(seed)
     return lambda names: int(generator.integers(len(names)))
-
-
-def kind(name: str) -> str:
-    """ "copy" or a partition's index as text."""
-    return name.split(":")[0]
 
 
 class Slot:
@@ -71,12 +71,13 @@ class Slot:
         self.dtype = dtype
         self.state = "never written"  # or "in flight", "landed", "read", "stored" and then "fenced"
         self.readers = 0
+        self.writer: str | None = None  # the partition that stored
 
 
 class View:
     """A buffer as an operand."""
 
-    def __init__(self, slot: Slot, see: Callable[[np.ndarray], np.ndarray]) -> None:
+    def __init__(self, slot: Slot, see: Callable[[np.ndarray], np.ndarray] = lambda array: array) -> None:
         self.slot = slot
         self.see = see
 
@@ -86,6 +87,19 @@ class View:
     def permute(self, order: tuple[int, ...]) -> View:
         return View(self.slot, lambda array: self.see(array).transpose(order))
 
+    def slice(self, start: Any, length: Any, dim: int = 0) -> View:
+        """[start, start + length) of a dimension."""
+        start, length = int(value(start)), int(value(length))
+
+        def see(array: np.ndarray) -> np.ndarray:
+            whole = self.see(array)
+            if not 0 <= start <= start + length <= whole.shape[dim]:
+                raise GluonError(f"a slice [{start}, {start + length}) of {whole.shape[dim]}")
+            return whole[(slice(None),) * dim + (slice(start, start + length),)]
+
+        see(self.slot.array)
+        return View(self.slot, see)
+
     def store(self, x: Value) -> None:
         """What a partition writes itself; a product sees it only behind a fence."""
         if self.slot.readers or self.slot.state == "in flight":
@@ -94,6 +108,7 @@ class View:
             raise GluonError(f"{x.dtype} {x.shape} is stored as {self.slot.dtype} {self.slot.array.shape}")
         self.slot.array[...] = x.array
         self.slot.state = "stored"
+        self.slot.writer = threading.current_thread().name
 
 
 class Shared:
@@ -110,7 +125,7 @@ class Shared:
         if not 0 <= i < len(self.items):
             raise GluonError(f"buffer {i} of {len(self.items)}")
         item = self.items[i]
-        return item if isinstance(item, Barrier) else View(item, lambda array: array)
+        return item if isinstance(item, Barrier) else View(item)
 
 
 class Barrier:
@@ -187,26 +202,29 @@ class Run:
     # The partitions.
 
     def specialize(self, partitions: list[tuple[Callable, tuple]], *_: Any) -> None:
-        threads = [
-            threading.Thread(target=self._partition, args=(str(i), function, arguments), daemon=True)
-            for i, (function, arguments) in enumerate(partitions)
-        ]
-        for i, thread in enumerate(threads):
-            self.ready[str(i)] = lambda: True
-            self.batons[str(i)] = threading.Semaphore(0)
+        threads = []
+        for function, arguments in partitions:
+            role = function.__name__.strip("_")
+            name = f"{role} {sum(other.startswith(role) for other in self.batons)}"
+            self.ready[name] = lambda: True
+            self.batons[name] = threading.Semaphore(0)
+            threads.append(
+                threading.Thread(target=self._partition, args=(name, function, arguments), name=name, daemon=True)
+            )
+        for thread in threads:
             thread.start()
         while (self.ready or self.copies) and self.error is None:
             names = [name for name, can in self.ready.items() if can()]
-            names += [f"copy:{i}" for i in range(len(self.copies))]
+            names += [f"copy {i}" for i in range(len(self.copies))]
             if not names:
                 self.error = GluonError(f"deadlock: {self.waiting}")
                 break
             name = names[self.schedule(names)]
-            if kind(name) == "copy":
-                self.copies.pop(int(name.split(":")[1]))()
-            else:
+            if name in self.batons:
                 self.batons[name].release()
                 self.back.acquire()
+            else:
+                self.copies.pop(int(name.removeprefix("copy ")))()
         for baton in self.batons.values():
             baton.release()
         for thread in threads:
@@ -254,8 +272,9 @@ class Run:
         return shared
 
     def fence(self) -> None:
+        """Behind it the asynchronous units see what this partition stored; what another stored, behind the other's."""
         for slot in self.slots:
-            if slot.state == "stored":
+            if slot.state == "stored" and slot.writer == threading.current_thread().name:
                 slot.state = "fenced"
 
     def init(self, barrier: Barrier, count: int) -> None:
@@ -470,6 +489,7 @@ def _emulated(function: Any, replaced: Callable[[Any], Any]) -> Callable:
 
     made: list[types.FunctionType] = []
 
+    @functools.wraps(body)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not made:
             made.append(look_up())
