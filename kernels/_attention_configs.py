@@ -4,7 +4,8 @@ No row has been measured on a device yet. Each was chosen by what it compiles to
 spills, shared memory within the architecture's limit, wgmma or tcgen05 where the tile has 64 rows) and by the tiles
 that published kernels use. A file of measured rows overrides them (`_tuning.py`).
 
-A mask and dropout take registers, so a row may name a tile of its own for each, and for both together.
+A mask and dropout take registers, so a row may name a tile of its own for each, and for both together; and one for
+calls that have neither these nor a boolean mask or a left window.
 """
 
 from __future__ import annotations
@@ -37,33 +38,42 @@ class Call(NamedTuple):
     dropout: bool
     is_causal: bool
     bucket: str  # "short": up to 256 rows and keys; "long"
+    bare: bool  # no mask of any kind, cap, left window or dropout: the fewest registers beside those of the products
 
 
 def call_of(capability: int, problem: Problem, dtype: torch.dtype, mask: str) -> Call:
     """The key of a described call; mask: see `mask_kind`."""
+    capped = problem.softcap is not None
+    dropout = problem.dropout[0] is not None
     return Call(
         capability,
         dtype == torch.float32,
         problem.block_d,
-        mask not in ("none", "bool_keys") or (problem.softcap is not None and problem.block_d <= 128),
-        problem.dropout[0] is not None,
+        mask not in ("none", "bool_keys") or (capped and problem.block_d <= 128),
+        dropout,
         problem.window[1] is not None,
         "short" if max(problem.seqlen_q, problem.seqlen_k) <= 256 else "long",
+        mask == "none" and not capped and not dropout and problem.window[0] is None,
     )
 
 
 class Row(NamedTuple):
-    """One architecture's configs for a head_dim; left out, `masked` and `dropout` are `plain`, `both` is `dropout`."""
+    """One architecture's configs for a head_dim.
+
+    Left out, `masked`, `dropout` and `bare` are `plain`, and `both` is `dropout`.
+    """
 
     plain: Config
     masked: Config | None = None
     dropout: Config | None = None
     both: Config | None = None
+    bare: Config | None = None
 
-    def config(self, masked: bool, dropout: bool) -> Config:
-        if masked and dropout and self.both is not None:
+    def config(self, call: Call) -> Config:
+        if call.masked and call.dropout and self.both is not None:
             return self.both
-        return (self.dropout if dropout else self.masked if masked else None) or self.plain
+        own = self.dropout if call.dropout else self.masked if call.masked else self.bare if call.bare else None
+        return own or self.plain
 
 
 # (architecture's row, block_d up to) -> configs. Rows: 80 for all whose products are mma.sync (sm_80 to 89, and
@@ -76,7 +86,12 @@ FORWARD: Table = {
     (80, 256): Row(Config(64, 32, 8, 2), Config(64, 16, 8, 2), Config(64, 16, 8, 2)),
     (90, 32): Row(Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 3)),
     (90, 64): Row(Config(128, 64, 8, 3, maxnreg=128), Config(128, 64, 8, 3), both=Config(128, 64, 8, 3)),
-    (90, 128): Row(Config(128, 64, 8, 3), Config(128, 64, 8, 3), Config(128, 64, 8, 2), Config(128, 32, 8, 3)),
+    (90, 128): Row(
+        Config(128, 64, 8, 3),
+        dropout=Config(128, 64, 8, 2),
+        both=Config(128, 32, 8, 3),
+        bare=Config(128, 128, 8, 3),
+    ),
     (90, 256): Row(Config(128, 32, 8, 2)),
     (100, 32): Row(Config(128, 64, 8, 3)),
     (100, 64): Row(Config(128, 64, 8, 3)),
@@ -188,7 +203,7 @@ def _look_up(kernel: str, call: Call, *tables: Table) -> Config:
         covering = [(largest, rows.index(row)) for row, largest in table if row in rows and call.block_d <= largest]
         if covering:
             largest, rank = min(covering)
-            return table[rows[rank], largest].config(call.masked, call.dropout)
+            return table[rows[rank], largest].config(call)
     raise AssertionError(f"no config for {call}")
 
 

@@ -172,7 +172,8 @@ def forward_arguments(
         (0 if packed else lse.stride(0), lse.stride(-2)),
     )  # fmt: skip
     constants = {
-        "LENGTHS": problem.lengths, "HEAD_DIM": problem.head_dim, "UNIT": unit, "STAGES": stages, "CONSUMERS": consumers,
+        "LENGTHS": problem.lengths, "HEAD_DIM": problem.head_dim, "UNIT": unit, "STAGES": stages,
+        "CONSUMERS": consumers,
     }  # fmt: skip
     return arguments, constants, num_tiles
 

@@ -53,7 +53,10 @@ RAGGED_ROWS = gl.constexpr(2**30)
 
 @gluon.jit
 def _which_tile(tile, planes, lengths, TILE: gl.constexpr, LENGTHS: gl.constexpr, LAST_FIRST: gl.constexpr):
-    """Whose TILE rows a tile holds: (first_row, plane, (batch, head, kv_head), (start_q, start_k), bounds); see `locate`."""
+    """Whose rows a tile of TILE rows holds.
+
+    (first_row, plane, (batch, head, kv_head), (start_q, start_k), bounds), as of `locate`.
+    """
     num_heads, group, num_planes, num_blocks, together = planes
     seqlens_q_ptr, seqlens_k_ptr, seqlen_q, seqlen_k = lengths
     first_plane = tile // (together * num_blocks) * together
@@ -116,7 +119,9 @@ def _produce(
     count = 0  # of key blocks so far
     tiles = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        first_row, plane, where, starts, bounds = _which_tile(tile, planes, lengths, TILE, LENGTHS, window[1] is not None)
+        first_row, plane, where, starts, bounds = _which_tile(
+            tile, planes, lengths, TILE, LENGTHS, window[1] is not None
+        )
         batch, head, kv_head = where
         start_q, start_k = starts
         len_q, len_k, diagonal = bounds
@@ -296,7 +301,9 @@ def _consume(
     count = 0  # of key blocks before this tile
     tiles = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        first_row, plane, where, starts, bounds = _which_tile(tile, planes, lengths, TILE, LENGTHS, window[1] is not None)
+        first_row, plane, where, starts, bounds = _which_tile(
+            tile, planes, lengths, TILE, LENGTHS, window[1] is not None
+        )
         batch, head, kv_head = where
         start_q, start_k = starts
         len_q, len_k, diagonal = bounds
@@ -454,8 +461,8 @@ def _attention_hopper_fwd_kernel(
                 (
                     _produce,
                     (
-                        q_desc, k_desc, v_desc, buffers, barriers, planes, lengths, window, batch_rows, num_tiles, LENGTHS,
-                        BLOCK_N, STAGES, CONSUMERS,
+                        q_desc, k_desc, v_desc, buffers, barriers, planes, lengths, window, batch_rows, num_tiles,
+                        LENGTHS, BLOCK_N, STAGES, CONSUMERS,
                     ),
                 ),
             ],
@@ -482,8 +489,8 @@ def _attention_hopper_fwd_kernel(
                 (
                     _produce,
                     (
-                        q_desc, k_desc, v_desc, buffers, barriers, planes, lengths, window, batch_rows, num_tiles, LENGTHS,
-                        BLOCK_N, STAGES, CONSUMERS,
+                        q_desc, k_desc, v_desc, buffers, barriers, planes, lengths, window, batch_rows, num_tiles,
+                        LENGTHS, BLOCK_N, STAGES, CONSUMERS,
                     ),
                 ),
             ],

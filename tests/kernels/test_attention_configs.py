@@ -18,10 +18,13 @@ from fastformer.kernels._attention_configs import Call, Config, Row, call_of, ti
 PLAIN, MASKED, DROPOUT, BOTH = (Config(size, size, 4, 1) for size in (16, 32, 64, 128))
 
 
-def problem_of(dropout_p: float = 0.0, head_dim: int = 64, seqlen: int = 300, right: int | None = None):
+def problem_of(
+    dropout_p: float = 0.0, head_dim: int = 64, seqlen: int = 300, left: int | None = None, right: int | None = None,
+    softcap: float = 0.0,
+):  # fmt: skip
     q = torch.zeros(1, seqlen, 2, head_dim)
     seed = torch.tensor([1, 2]) if dropout_p else None
-    return kernels.describe_dense(q, q, None, 0.1, None, right, dropout_p, seed)
+    return kernels.describe_dense(q, q, None, 0.1, left, right, dropout_p, seed, softcap)
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +52,19 @@ def test_a_mask_and_dropout_choose_apart(row: Row, chosen: tuple[Config, ...], m
         assert configs.forward_config(call) == config
 
 
+def test_what_is_bare() -> None:
+    """A call without anything that takes registers of its own may have a tile of its own, and no other call has it."""
+    row = Row(PLAIN, bare=MASKED)
+
+    def chosen(mask: str = "none", **options: object) -> Config:
+        return row.config(call_of(90, problem_of(**options), torch.bfloat16, mask))
+
+    assert chosen() == chosen(right=0) == MASKED
+    for mask in ("bool_keys", "bool", "additive_keys", "additive"):
+        assert chosen(mask) == PLAIN
+    assert chosen(dropout_p=0.1) == chosen(left=70) == chosen(left=70, right=0) == chosen(softcap=30.0) == PLAIN
+
+
 def test_every_call_has_a_tile() -> None:
     """Of every architecture, head_dim, dtype and option; a kernel's fp32 tile is never a 16-bit one's."""
     choosers = (configs.forward_config, configs.backward_config, configs.choose_dq_config)
@@ -57,7 +73,7 @@ def test_every_call_has_a_tile() -> None:
         Call._make,
         product(
             (80, 86, 89, 90, 100, 103, 120, 121), yes_or_no, (16, 32, 64, 128, 256), yes_or_no, yes_or_no, yes_or_no,
-            ("short", "long"),
+            ("short", "long"), yes_or_no,
         ),
     ):  # fmt: skip
         if not call.is_fp32 or call.block_d <= configs.LARGEST_FP32_HEAD_DIM:

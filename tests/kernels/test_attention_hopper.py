@@ -123,12 +123,8 @@ def test_agrees_with_fp64(name: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(
-    "consumers, dropout_p", [(2, 0.2), (3, 0.0), pytest.param(3, 0.2, marks=pytest.mark.slow)]
-)  # fmt: skip
-def test_any_order_of_events(
-    consumers: int, dropout_p: float, schedule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("consumers, dropout_p", [(2, 0.2), (3, 0.0), pytest.param(3, 0.2, marks=pytest.mark.slow)])
+def test_any_order_of_events(consumers: int, dropout_p: float, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With either number of consumers; the slow ones: with the one that no table chooses, dropout beside three."""
     case = replace(BASE, seqlen_q=400, seqlen_k=700, window=(None, 0), dropout_p=dropout_p)
     inputs = make_inputs(case, torch.bfloat16)
