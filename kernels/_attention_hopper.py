@@ -21,7 +21,6 @@ ENABLED = os.environ.get("FASTFORMER_HOPPER_ATTENTION") == "1"
 
 # Chosen by what they compile to, not yet measured: no spills in the registers of the consumers.
 BLOCK_DS = (64, 128)
-BACKWARD_BLOCK_DS = (64,)  # where a consumer's registers hold dk and dv
 CONSUMER_ROWS = 64
 TILE_KEYS = 128  # of the backward
 # A ragged descriptor's middle row, and the extent of its two leading dimensions.
@@ -126,7 +125,8 @@ def takes_backward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tens
     """
     return (
         takes(problem, q, k, v, attn_mask)
-        and problem.block_d in BACKWARD_BLOCK_DS
+        # Beside dk and dv of 128 columns there are no registers to draw in.
+        and (problem.block_d == 64 or problem.dropout[0] is None)
         and (q.dtype != torch.float16 or problem.dropout[2] <= 2)
         and _addressable(dout, problem.lengths == "packed")
     )

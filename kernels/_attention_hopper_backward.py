@@ -6,13 +6,15 @@ products a block of scores. A program owns tile after tile of 128 keys of a head
 
 - a producer warp copies K and V of the tile once, and Q and dO, 64 rows at a time, through rings of STAGES buffers;
 - two consumers, a warpgroup each, own 64 keys each. A consumer computes S = Q K^T and dP = dO V^T, P under the second
-  product, then dS; P and dS go through shared memory, because dV = P^T dO and dK = dS^T Q want them transposed. Its
-  share of dQ = dS K is added to global memory while those two run.
+  product, then dS; P and dS go through shared memory, because dV = P^T dO and dK = dS^T Q want them transposed. The
+  consumers meet where both have stored their dS: of dQ = dS K each computes half the columns over all 128 keys, and
+  adds them to global memory while dK runs. So dQ is added to once a tile of keys, and its sum takes half the registers.
 
 fp32: scores, P, dS, the three sums. P and dS (with dropout dS / keep_scale) are rounded to the inputs' dtype for their
 products.
 
-A consumer has 240 registers a thread, and dropout needs them all: values that the launcher can compute come as
+A consumer has 240 registers a thread; dropout at head_dim 64 needs them all, and so does head_dim 128, whose dk and dv
+take 128, without dropout. So values that the launcher can compute come as
 arguments, which instructions read without a register (`scales`), and addresses are made anew where they are used.
 """
 
@@ -40,8 +42,8 @@ from fastformer.kernels._attention_hopper_forward import (
 
 _row_range = gluon.jit(_attention_common.row_range.fn)
 
-# For the compile report: five products in each of the two copies of the loop, for two consumers.
-PRODUCTS = {"_attention_hopper_bwd_kernel": lambda arguments: [64] * 20}
+# For the compile report: six products (dq is two) in each of the two copies of the loop, for two consumers.
+PRODUCTS = {"_attention_hopper_bwd_kernel": lambda arguments: [64] * 24}
 SCORES = {"_attention_hopper_bwd_kernel": lambda arguments: 32}
 
 ROWS = gl.constexpr(64)  # of a block of Q and dO
@@ -80,7 +82,7 @@ def _produce(
 ):  # fmt: skip
     """The producer: K and V of both consumers once a tile, Q and dO of each block of rows."""
     q_buffers, dout_buffers, k_buffers, v_buffers, p_buffers, ds_buffers = buffers
-    q_full, dout_full, row_empty, key_full, key_empty = barriers
+    q_full, dout_full, row_empty, key_full, key_empty, ds_full, ds_empty = barriers
     count = 0  # of blocks of rows so far
     tiles = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
@@ -123,24 +125,32 @@ def _steps(
 ):  # fmt: skip
     """Steps [first_step, last_step) of a consumer, one block of rows each: (dk, dv)."""
     q_buffers, dout_buffers, k_buffers, v_buffers, p_buffers, ds_buffers = buffers
-    q_full, dout_full, row_empty, key_full, key_empty = barriers
+    q_full, dout_full, row_empty, key_full, key_empty, ds_full, ds_empty = barriers
     row_lse_ptr, delta_ptr, dq_ptr = pointers
     len_q, len_k, diagonal = bounds
     factor, grad_scale, drop_scale = scales
     dk, dv = state
+    first_full = blocks[4] - blocks[3] * ROWS  # what needs no mask starts there, were there no others before
     BLOCK_D: gl.constexpr = k_buffers.shape[5]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONSUMER_KEYS, 16])
-    D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    DS_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
-    k = k_buffers.index(consumer).reshape([CONSUMER_KEYS, BLOCK_D])
-    v = v_buffers.index(consumer).reshape([CONSUMER_KEYS, BLOCK_D])
-    p_shared = p_buffers.index(consumer)
-    ds_shared = ds_buffers.index(consumer)
+    HALF_D: gl.constexpr = BLOCK_D // 2
+    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_D, 16])
+    DS_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, DQ_LAYOUT, 2)
     DTYPE: gl.constexpr = k_buffers.dtype
     for step in range(first_step, last_step):
         stage = (count + step) & (STAGES - 1)
         phase = ((count + step) // STAGES) & 1
-        first_row = _first_row(step, blocks)
+        if CHECK:
+            first_row = _first_row(step, blocks)
+        else:
+            first_row = first_full + step * ROWS
+        # 0, as no compiler can tell: else descriptors of buffers that stay the same would keep to registers, and spill.
+        zero = (first_row >= len_q).to(gl.int32)
+        own, other = consumer + zero, 1 - consumer + zero
+        k = k_buffers.index(own).reshape([CONSUMER_KEYS, BLOCK_D])
+        v = v_buffers.index(own).reshape([CONSUMER_KEYS, BLOCK_D])
+        p_shared = p_buffers.index(own)
+        ds_shared = ds_buffers.index(own)
         mbarrier.wait(q_full.index(stage), phase)
         q = q_buffers.index(stage).reshape([ROWS, BLOCK_D])
         zeros = gl.zeros([ROWS, CONSUMER_KEYS], gl.float32, S_LAYOUT)
@@ -184,20 +194,31 @@ def _steps(
             odd = gl.where(keep < 0, odd, 0.0)
             dp = gl.convert_layout(gl.join(even, odd).reshape([ROWS, CONSUMER_KEYS]), S_LAYOUT)
         words = _pack(p * (dp - delta[:, None]), DTYPE)
+        # The other's dq of the step before has read this dS.
+        mbarrier.wait(ds_empty.index(0), ((count + step) & 1) ^ 1)
         ds_shared.store(_unpack(words, DTYPE, S_LAYOUT))
-        # The asynchronous units read the stored values.
+        # The asynchronous units read the stored values, the other consumer's too.
         fence_async_shared()
-        zeros = gl.zeros([ROWS, BLOCK_D], gl.float32, D_LAYOUT)
-        dq = warpgroup_mma(_unpack(words, DTYPE, DS_LAYOUT), k, zeros, use_acc=False, is_async=True)
+        mbarrier.arrive(ds_full.index(0), count=1)
+        dq = gl.zeros([ROWS, HALF_D], gl.float32, DQ_LAYOUT)
+        own_k = k.slice(consumer * HALF_D, HALF_D, dim=1)
+        dq = warpgroup_mma(_unpack(words, DTYPE, DS_LAYOUT), own_k, dq, use_acc=False, is_async=True)
         dv = warpgroup_mma(p_shared.permute((1, 0)), dout, dv, is_async=True)
+        mbarrier.wait(ds_full.index(0), (count + step) & 1)
+        other_k = k_buffers.index(other).reshape([CONSUMER_KEYS, BLOCK_D])
+        other_k = other_k.slice(consumer * HALF_D, HALF_D, dim=1)
+        dq = warpgroup_mma(ds_buffers.index(other), other_k, dq, is_async=True)
         dk = warpgroup_mma(ds_shared.permute((1, 0)), q, dk, is_async=True)
-        dq = warpgroup_mma_wait(2, deps=[dq])
-        inside = gl.arange(0, ROWS, layout=gl.SliceLayout(1, D_LAYOUT))
-        dims = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, D_LAYOUT))
+        dq = warpgroup_mma_wait(1, deps=[dq])
+        mbarrier.arrive(ds_empty.index(0), count=1)
+        inside = gl.arange(0, ROWS, layout=gl.SliceLayout(1, DQ_LAYOUT))
+        dims = consumer * HALF_D + gl.arange(0, HALF_D, layout=gl.SliceLayout(0, DQ_LAYOUT))
         # The product of a sum, not a sum of products: a thread keeps none of them in registers from step to step.
         inside += first_row
         dq_at = dq_ptr + (inside.to(gl.int64) * dq_row)[:, None] + dims[None, :]
-        here = (inside < len_q)[:, None] & (dims < HEAD_DIM)[None, :]
+        here = (inside < len_q)[:, None]
+        if HEAD_DIM != BLOCK_D:
+            here = here & (dims < HEAD_DIM)[None, :]
         gl.atomic_add(dq_at, dq * grad_scale, mask=here, sem="relaxed")
         dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
         mbarrier.arrive(row_empty.index(stage), count=1)
@@ -212,7 +233,7 @@ def _consume(
 ):  # fmt: skip
     """A consumer: 64 keys of each tile, their dk and dv, and their share of dq."""
     q_buffers, dout_buffers, k_buffers, v_buffers, p_buffers, ds_buffers = buffers
-    q_full, dout_full, row_empty, key_full, key_empty = barriers
+    q_full, dout_full, row_empty, key_full, key_empty, ds_full, ds_empty = barriers
     BLOCK_D: gl.constexpr = k_buffers.shape[5]
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     DROPOUT: gl.constexpr = dropout[0] is not None
@@ -233,7 +254,9 @@ def _consume(
             first = batch.to(gl.int64) * dq_strides[0] + start_q.to(gl.int64) * dq_strides[1]
             first += head.to(gl.int64) * dq_strides[2]
             pointers = (row_lse_ptr + at_row, delta_ptr + at_row, dq_ptr + first * UNIT)
-            mbarrier.wait(key_full.index(consumer), tiles & 1)
+            # Its dq takes the other's keys too.
+            for i in gl.static_range(2):
+                mbarrier.wait(key_full.index(i), tiles & 1)
             state = (dk, dv)
             state = _steps(
                 0, blocks[3], consumer, blocks, buffers, barriers, count, first_key, state, pointers,
@@ -244,7 +267,8 @@ def _consume(
                 dq_strides[1] * UNIT, plane, bounds, window, drawn, scales, HEAD_DIM, STAGES, False, DROPOUT,
             )  # fmt: skip
             dk, dv = state
-            mbarrier.arrive(key_empty.index(consumer), count=1)
+            for i in gl.static_range(2):
+                mbarrier.arrive(key_empty.index(i), count=1)
             count += blocks[5]
             tiles += 1
         # Keys beyond the length have a gradient too, zero, where the tensor has room for them.
@@ -295,7 +319,7 @@ def _attention_hopper_bwd_kernel(
     key_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(key_full.index(i), count=1)
-        mbarrier.init(key_empty.index(i), count=1)
+        mbarrier.init(key_empty.index(i), count=2)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     dout_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     row_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -303,9 +327,13 @@ def _attention_hopper_bwd_kernel(
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(dout_full.index(i), count=1)
         mbarrier.init(row_empty.index(i), count=2)
+    ds_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    ds_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(ds_full.index(0), count=2)
+    mbarrier.init(ds_empty.index(0), count=2)
     fence_async_shared()
     buffers = (q_buffers, dout_buffers, k_buffers, v_buffers, p_buffers, ds_buffers)
-    barriers = (q_full, dout_full, row_empty, key_full, key_empty)
+    barriers = (q_full, dout_full, row_empty, key_full, key_empty, ds_full, ds_empty)
     gl.warp_specialize(
         [
             (

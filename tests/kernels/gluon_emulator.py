@@ -273,6 +273,8 @@ class Run:
 
     def fence(self) -> None:
         """Behind it the asynchronous units see what this partition stored; what another stored, behind the other's."""
+        if hasattr(self.local, "name"):
+            self.pause()
         for slot in self.slots:
             if slot.state == "stored" and slot.writer == threading.current_thread().name:
                 slot.state = "fenced"
@@ -401,9 +403,10 @@ def _load(pointer: Pointer, mask: Value | None = None, other: float = 0.0) -> Va
 
 
 def _atomic_add(pointer: Pointer, x: Value, mask: Value, sem: str) -> None:
-    index = pointer.inside(mask.array)
+    here = np.broadcast_to(mask.array, x.array.shape)
+    index = pointer.inside(here)
     pointer.memory.added[index] = True
-    np.add.at(pointer.memory.array, index, x.array[mask.array])
+    np.add.at(pointer.memory.array, index, x.array[here])
 
 
 def _store(pointer: Pointer, x: Value, mask: Value) -> None:

@@ -207,7 +207,7 @@ def check_backward(
         assert_accurate(x, rival[name], exact[name], name)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("head_dim")])
+@pytest.mark.parametrize("name", CASES)
 def test_backward_agrees_with_fp64(name: str) -> None:
     dtype = torch.float16 if name in ("window", "dropout") else torch.bfloat16
     check_backward(CASES[name], dtype, shuffled(6))
@@ -281,14 +281,33 @@ MISTAKES = {
 
 BACKWARD_MISTAKES = {
     "the phase": ("phase = ((count + step) // STAGES) & 1", "phase = (count + step) & 1"),
-    "the keys' phase": ("key_full.index(consumer), tiles & 1)", "key_full.index(consumer), 0)"),
+    "the keys' phase": ("key_full.index(i), tiles & 1)", "key_full.index(i), 0)"),
+    "the other's keys released early": (
+        "mbarrier.init(key_empty.index(i), count=2)",
+        "mbarrier.init(key_empty.index(i), count=1)",
+    ),
+    "dS not waited for": ("mbarrier.wait(ds_full.index(0), (count + step) & 1)", "pass"),
+    "dS overwritten early": ("mbarrier.wait(ds_empty.index(0), ((count + step) & 1) ^ 1)", "pass"),
+    "dS released early": (
+        "        dq = warpgroup_mma_wait(1, deps=[dq])\n        mbarrier.arrive(ds_empty.index(0), count=1)",
+        "        mbarrier.arrive(ds_empty.index(0), count=1)\n        dq = warpgroup_mma_wait(1, deps=[dq])",
+    ),
+    "dS told of before its fence": (
+        "        fence_async_shared()\n        mbarrier.arrive(ds_full.index(0), count=1)",
+        "        mbarrier.arrive(ds_full.index(0), count=1)\n        fence_async_shared()",
+    ),
+    "one arrival for both dS": ("mbarrier.init(ds_full.index(0), count=2)", "mbarrier.init(ds_full.index(0), count=1)"),
+    "the other's dS is one's own": ("ds_buffers.index(other)", "ds_buffers.index(own)"),
+    "the other half of the columns": ("other_k.slice(consumer * HALF_D", "other_k.slice((1 - consumer) * HALF_D"),
+    "dq of the same columns": ("dims = consumer * HALF_D", "dims = 0 * HALF_D"),
+    "where no mask is needed": ("blocks[4] - blocks[3] * ROWS", "blocks[4]"),
     "no wait for free rows": ("mbarrier.wait(row_empty.index(stage), ((count // STAGES) & 1) ^ 1)", "pass"),
     "no wait for free keys": ("mbarrier.wait(key_empty.index(consumer), (tiles & 1) ^ 1)", "pass"),
     "no wait for dO": ("mbarrier.wait(dout_full.index(stage), phase)", "pass"),
     "no arrival": ("mbarrier.arrive(row_empty.index(stage), count=1)", "pass"),
-    "no fence": ("        fence_async_shared()\n        zeros", "        zeros"),
+    "no fence": ("        fence_async_shared()\n        mbarrier.arrive", "        mbarrier.arrive"),
     "scores used early": ("s = warpgroup_mma_wait(1, deps=[s])", "s = warpgroup_mma_wait(2, deps=[s])"),
-    "dq used early": ("dq = warpgroup_mma_wait(2, deps=[dq])", "dq = warpgroup_mma_wait(3, deps=[dq])"),
+    "dq used early": ("dq = warpgroup_mma_wait(1, deps=[dq])", "dq = warpgroup_mma_wait(2, deps=[dq])"),
     "rows released early": ("dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])", "pass"),
     "P not transposed": ("p_shared.permute((1, 0))", "p_shared"),
     "dk of dO": ("warpgroup_mma(ds_shared.permute((1, 0)), q,", "warpgroup_mma(ds_shared.permute((1, 0)), dout,"),
@@ -318,7 +337,7 @@ def few(mistakes: dict[str, tuple[str, str]], *fast: str) -> list[Any]:
     "mistake",
     few(
         BACKWARD_MISTAKES, "the phase", "no wait for free keys", "no arrival", "no fence", "scores used early",
-        "P not transposed", "dropout's keys", "the last key",
+        "dS not waited for", "dS told of before its fence", "dS released early", "P not transposed", "the last key",
     ),
 )  # fmt: skip
 def test_a_mistake_in_the_backward_is_noticed(mistake: str) -> None:
@@ -426,6 +445,8 @@ def test_off_until_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = make_inputs(replace(case, head_dim=128), torch.bfloat16)
     q, k, v = wide["q"], wide["k"], wide["v"]
     problem = problem_of(replace(case, head_dim=128), q, k)
+    assert hopper.takes(problem, q, k, v, None) and hopper.takes_backward(problem, q, k, v, q, None)
+    problem = problem_of(replace(case, head_dim=128, dropout_p=0.1), q, k)
     assert hopper.takes(problem, q, k, v, None) and not hopper.takes_backward(problem, q, k, v, q, None)
 
 
