@@ -96,28 +96,31 @@ def test_beside_the_plain_form(head_dim: int, dropout_p: float, monkeypatch: pyt
     torch.testing.assert_close(out, plain_out, rtol=2e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_repeats_to_the_bit(head_dim: int) -> None:
+@pytest.mark.parametrize("head_dim, dropout_p", [(64, 0.0), (64, 0.1), (128, 0.1)])
+def test_repeats_to_the_bit(head_dim: int, dropout_p: float) -> None:
     """A race shows as a run that differs: 100 runs, with other work beside them to shift the timing."""
     case = Case(batch=4, heads=8, kv_heads=4, head_dim=head_dim, seqlen_q=1500, seqlen_k=1500, window=(None, 0))
     q, k, v = (make_inputs(case, torch.bfloat16, "cuda")[name] for name in ("q", "k", "v"))
-    rest = (None, None, case.scale, None, 0, 0.1, torch.tensor(SEED, device="cuda"))
+    rest = (None, None, case.scale, None, 0, dropout_p, torch.tensor(SEED, device="cuda"))
     assert_repeats(lambda: kernels.attention_fwd(q, k, v, *rest))
 
 
-@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
-def test_backward_repeats_to_the_bit(dropout_p: float) -> None:
+BACKWARD = [(64, 0.0), (64, 0.1), (128, 0.0)]
+
+
+@pytest.mark.parametrize("head_dim, dropout_p", BACKWARD)
+def test_backward_repeats_to_the_bit(head_dim: int, dropout_p: float) -> None:
     """dk and dv, 100 runs; dq adds up by atomics in any order."""
-    q, k, v, dout = (torch.randn(4, 1500, 8, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    q, k, v, dout = (torch.randn(4, 1500, 8, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     rest = (None, None, 0.125, None, 0, dropout_p, torch.tensor(SEED, device="cuda") if dropout_p else None)
     out, lse = kernels.attention_fwd(q, k, v, *rest)
     assert_repeats(lambda: kernels.attention_bwd(dout, q, k, v, out, lse, *rest, False)[1:3])
 
 
-@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
-def test_backward_beside_the_plain_form(dropout_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("head_dim, dropout_p", BACKWARD)
+def test_backward_beside_the_plain_form(head_dim: int, dropout_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """dk and dv to the bit from run to run; dq adds up by atomics in any order."""
-    q, k, v, dout = (torch.randn(4, 1500, 8, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    q, k, v, dout = (torch.randn(4, 1500, 8, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     launched: list[bool] = []
     launch = hopper.launch_backward
 

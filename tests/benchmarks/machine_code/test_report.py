@@ -121,9 +121,9 @@ def test_softmax_runs_under_a_product_on_sm_90(rows: list[Row]) -> None:
             assert loop["instructions"] <= 900  # 64 x 128 scores a warpgroup, with dropout and a diagonal
 
 
-@pytest.mark.parametrize("options, most", slow_but_for("causal+dropout", ("causal", 500), ("causal+dropout", 740)))
+@pytest.mark.parametrize("options, most", slow_but_for("causal+dropout", ("causal", 530), ("causal+dropout", 740)))
 def test_a_backward_for_sm_90_that_keeps_all_in_registers(rows: list[Row], options: str, most: int) -> None:
-    """With dropout, too: the scores wait with dO V^T still in flight, and dq with the products of dk and dv."""
+    """With dropout, too: the scores wait with dO V^T still in flight, and dq with the product of dk."""
     case = f"bf16 d64 hopper {options}"
     (row,) = (row for row in rows if row["kernel"] == "_attention_hopper_bwd_kernel" and case in row["cases"])
     assert row["spilled"] == 0 and row["narrow"] == 0
@@ -131,8 +131,8 @@ def test_a_backward_for_sm_90_that_keeps_all_in_registers(rows: list[Row], optio
     loops = [loop for loop in row["loops"] if "exp2" in loop]
     assert len(loops) >= 2
     for loop in loops:
-        assert loop["waits"] == [1, 0, 2, 0] and loop["exp2_a_score"] == 1 and "local" not in loop
-        assert loop["barriers"] <= 3 and loop["instructions"] <= most
+        assert loop["waits"] == [1, 0, 1, 0] and loop["exp2_a_score"] == 1 and "local" not in loop
+        assert loop["barriers"] <= 5 and loop["instructions"] <= most
 
 
 TWO_PROGRAMS = ("causal", "causal+packed", "bool_keys", "additive_keys", "causal+dropout")
