@@ -18,6 +18,8 @@ from fastformer.kernels._attention_common import Problem, plane_strides, planes_
 from fastformer.kernels._launch import architecture, cdiv, launch, stride_unit
 
 ENABLED = os.environ.get("FASTFORMER_HOPPER_ATTENTION") == "1"
+# (block_d, "fwd" or "bwd") of the kernels that are on by themselves: `python -m benchmarks.attention_forms` decides.
+PROMOTED: frozenset[tuple[int, str]] = frozenset()
 
 # Chosen by what they compile to, not yet measured: no spills in the registers of the consumers.
 BLOCK_DS = (64, 128)
@@ -29,8 +31,12 @@ RAGGED_EXTENT = 0x7FFF0000
 
 
 def takes(problem: Problem, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> bool:
-    """Whether these kernels take a call. Other calls go to the plain form, silently."""
-    return ENABLED and architecture(q) == 90 and fits(problem, q, k, v, attn_mask)
+    """Whether the forward kernel takes a call. Other calls go to the plain form, silently."""
+    return _is_on(problem, "fwd") and architecture(q) == 90 and fits(problem, q, k, v, attn_mask)
+
+
+def _is_on(problem: Problem, direction: str) -> bool:
+    return ENABLED or (problem.block_d, direction) in PROMOTED
 
 
 def fits(problem: Problem, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> bool:
@@ -124,7 +130,9 @@ def takes_backward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tens
     there is, not more.
     """
     return (
-        takes(problem, q, k, v, attn_mask)
+        _is_on(problem, "bwd")
+        and architecture(q) == 90
+        and fits(problem, q, k, v, attn_mask)
         # Beside dk and dv of 128 columns there are no registers to draw in.
         and (problem.block_d == 64 or problem.dropout[0] is None)
         and (q.dtype != torch.float16 or problem.dropout[2] <= 2)

@@ -434,6 +434,13 @@ def test_off_until_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
             assert hopper.takes(problem, q, k, v, None) == (enabled and capability == 90)
             assert hopper.takes_backward(problem, q, k, v, q, None) == (enabled and capability == 90)
     monkeypatch.setattr(hopper, "architecture", lambda _: 90)
+    # Each direction may be promoted by itself.
+    monkeypatch.setattr(hopper, "ENABLED", False)
+    for forms in ({(64, "fwd")}, {(64, "bwd"), (128, "fwd")}):
+        monkeypatch.setattr(hopper, "PROMOTED", frozenset(forms))
+        assert hopper.takes(problem, q, k, v, None) == ((64, "fwd") in forms)
+        assert hopper.takes_backward(problem, q, k, v, q, None) == ((64, "bwd") in forms)
+    monkeypatch.setattr(hopper, "ENABLED", True)
     for other in (problem_of(replace(case, dropout_p=0.1), q, k), problem_of(BASE, q, k)):
         assert hopper.takes_backward(other, q, k, v, q, None)
     assert not hopper.takes_backward(problem, q, k, v, q[:, :1].expand(q.shape), None)
