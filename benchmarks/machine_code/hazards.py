@@ -5,8 +5,8 @@ Each rule follows the control flow from the entry and asks what may be true at a
 - Fences: wgmma (sm_90) and tcgen05.mma (sm_100) read shared memory in the async proxy. What cp.async or a store wrote
   there, in the generic proxy, needs a `fence.proxy.async` behind the wait for it and before the product (PTX ISA,
   "Async proxy").
-- Copies: a wait for products is one of a single warp group. Others may still read a buffer that a copy then fills, so
-  a barrier has to stand between.
+- Copies: a wait for products is one of a single warp group. Where a program has several, others may still read a buffer
+  that a copy then fills, so a barrier has to stand between.
 - Arrivals: where one thread arrives at an mbarrier for its warp group, the group has met at a barrier before.
 - Registers in flight: until its wait an asynchronous product reads its operand, and writes its result, in registers
   that nothing else may touch. Assemblers have broken this (Triton's issue 11781).
@@ -135,8 +135,12 @@ def orders(ptx: str) -> list[str]:
             events[i] = event._replace(kind="")
     states = _flow([event.successors for event in events], _State(0), lambda i, s: _after(events[i].kind, s), _union)
     found: Counter[str] = Counter()
+    threads = re.search(r"\.reqntid\s+(\d+)", ptx)
+    is_one_group = threads is not None and int(threads[1]) <= 128
     for event, state in zip(events, states, strict=True):
         for (kind, bit), what in _ORDERS.items():
+            if is_one_group and kind == "copy":
+                continue
             if event.kind == kind and state is not None and state & bit:
                 found[what] += 1
     return [f"{count} {what}" for what, count in found.items()]

@@ -74,6 +74,9 @@ def test_an_order_that_nothing_keeps_is_found(name: str) -> None:
     planted, expected = PLANTED_ORDERS[name]
     assert planted not in (LOOP, STORED) and orders(planted) == expected
     assert orders(LOOP) == orders(STORED) == []
+    # A single warp group needs no barrier before its copies.
+    assert orders(".reqntid 256\n" + planted) == expected
+    assert bool(orders(".reqntid 128\n" + planted)) == ("copies go" not in expected[0])
 
 
 @pytest.mark.parametrize("place", ["\twgmma.mma_async", "\twgmma.wait_group", "\tret"])
