@@ -8,7 +8,6 @@ PyTorch advances with every replay, by as much as an uncaptured call would have:
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Protocol
 
@@ -26,8 +25,9 @@ class CaptureError(RuntimeError):
     """The work can't be captured; the message names what stood in the way."""
 
 
-# Graphs whose capture broke: PyTorch's allocators may go on asking them which memory is theirs, so they have to stay.
-_broken: list[torch.cuda.CUDAGraph] = []
+# The graph whose capture broke, and why. PyTorch's allocator goes on asking it which memory is its own, so it has to
+# stay; and no other capture is begun in this process.
+_broken: list[tuple[torch.cuda.CUDAGraph, str]] = []
 
 
 class _Call:
@@ -56,7 +56,6 @@ class Graphs:
         if self._on_cuda:
             self._stream = torch.cuda.Stream(self.device)
             self._pool = torch.cuda.graph_pool_handle()
-            self._scratch = torch.zeros((), device=self.device)
 
     def warm_up(self, function: Callable[[], None]) -> None:
         """Calls the function, uncaptured, on the stream on which it will be captured.
@@ -78,42 +77,37 @@ class Graphs:
 
         Raises:
             CaptureError: the function raised, or it did something that a graph can't hold, such as reading a value on
-                the host.
+                the host. That breaks the capture, which PyTorch takes for one that goes on: from then on this process
+                captures nothing.
         """
         if not self._on_cuda:
             return _Call(function)
+        if _broken:
+            raise CaptureError(f"an earlier capture of this process broke: {_broken[0][1]}")
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         raised: Exception | None = None
         try:
-            with torch.cuda.device(self.device), self._capturing(graph):
+            with (
+                torch.cuda.device(self.device),
+                # Other threads (a progress bar's, a loader's) may go on with what a capture forbids this one to do.
+                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            ):
                 try:
                     function()
                 except Exception as error:
                     raised = error
                     raise
         except Exception as error:
-            if error is not raised:  # the end of a capture that broke raises, too, and leaves its stream on
-                self._recover(graph)
-            torch.cuda.set_stream(current)
             cause = raised or error
-            raise CaptureError(f"{type(cause).__name__}: {cause}") from cause
+            reason = f"{type(cause).__name__}: {cause}"
+            torch.cuda.set_stream(current)
+            if error is not raised:  # the end of a capture that broke raises, too, and leaves its stream on
+                _broken.append((graph, reason))
+                self._free_generator()
+            raise CaptureError(reason) from cause
         return graph
 
-    def _capturing(self, graph: torch.cuda.CUDAGraph) -> torch.cuda.graph:
-        # Other threads (a progress bar's, a loader's) may go on with what a capture forbids this one to do.
-        return torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
-
-    def _recover(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Makes PyTorch forget a capture that broke, which it takes for one that goes on."""
-        _broken.append(graph)
-        pool, self._pool = self._pool, torch.cuda.graph_pool_handle()
-        # Until then the allocator keeps all that is free to itself.
-        with contextlib.suppress(AttributeError, RuntimeError):
-            torch._C._cuda_endAllocateToPool(self._stream.device_index, pool)
-        # The generator refuses to draw outside a capture, until one ends as it should.
-        with (
-            contextlib.suppress(RuntimeError),
-            torch.cuda.device(self.device),
-            self._capturing(torch.cuda.CUDAGraph()),
-        ):
-            self._scratch.zero_()
+    def _free_generator(self) -> None:
+        """Puts a copy in the place of the generator's state, which would draw nothing until the capture ends."""
+        generator = torch.cuda.default_generators[self._stream.device_index]
+        generator.graphsafe_set_state(generator.clone_state())

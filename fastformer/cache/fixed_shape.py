@@ -57,11 +57,6 @@ class FixedShapeCache(KVCache):
 
     # By the host, between runs.
 
-    @property
-    def nbytes(self) -> int:
-        """Of the tables."""
-        return 4 * self._tensors.numel()
-
     def reserve_run(self, num_steps: int, last: Ints) -> None:
         """Reserves the slots of the next num_steps tokens, and sends the tables to the device.
 

@@ -54,14 +54,14 @@ class CapturedStep:
         cache, search: what a step reads and writes; search is None where the shape has no rules.
         tokens: (slots,) int32, the input of a step.
         hidden: (slots, d_model), the output of a step without a search; None before the first one.
-        graph: None before it is captured; graph_bytes: what that took of the device's memory.
-        is_warm: a step was taken. is_plain: all have to be taken without a graph.
+        graph: None before it is captured.
+        is_warm: a step was taken.
     """
 
     def __init__(self, shape: Shape, cache: KVCache, spare: Ints, vocab_size: int, num_steps: int) -> None:
-        self.shape, self.graph_bytes = shape, 0
+        self.shape = shape
         self.graph: Graph | None = None
-        self.is_warm = self.is_plain = False
+        self.is_warm = False
         device, rules, groups = cache.k.device, shape.rules, shape.num_groups
         self.search: DeviceSearch | None = None
         self.hidden: Tensor | None = None
@@ -78,13 +78,6 @@ class CapturedStep:
         """Without a search, the next tokens of the rows."""
         self._staged.numpy()[: len(tokens)] = tokens
         self.tokens.copy_(self._staged, non_blocking=True)
-
-    @property
-    def nbytes(self) -> int:
-        """Of the tables, the search and the graph."""
-        search = 0 if self.search is None else self.search.nbytes
-        hidden = 0 if self.hidden is None else self.hidden.numel() * self.hidden.element_size()
-        return self.cache.nbytes + search + hidden + self.graph_bytes
 
 
 def power_of_two(number: int) -> int:

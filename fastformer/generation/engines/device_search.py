@@ -87,11 +87,6 @@ class DeviceSearch:
         banned[list(rules.suppressed)] = True
         self._is_end, self._is_suppressed = ends.to(device), banned.to(device)
 
-    @property
-    def nbytes(self) -> int:
-        """Of its tensors, about."""
-        return 4 * self._record.numel() + 16 * self._slots + 2 * self._is_end.numel()
-
     def load(self, tokens: Sequence[int], scores: Sequence[float], said: Sequence[int], least: Sequence[int]) -> None:
         """Sends the device where the searches are.
 

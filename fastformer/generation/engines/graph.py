@@ -49,9 +49,8 @@ from fastformer.ops import _library
 logger = logging.getLogger("fastformer")
 
 STEPS_PER_LOOK = 8  # at what has ended: a row whose search ends decodes along until then
-GRAPH_BYTES = 2**30  # of graphs and their tables
-_GRAPH_OWN_BYTES = 2**25  # of one graph at most, beside the memory that its operations work in
-_KEPT_BYTES = 2**32  # of a model's cache and graphs, between two calls
+MAX_SHAPES = 32  # of an engine, each with a graph: they share the memory that their operations work in
+_KEPT_BYTES = 2**32  # of a model's cache, between two calls
 _KEPT_ON = ("cuda",)  # the devices on which anything is kept
 _LEAST_WIDTH = 64  # of a table of tokens
 
@@ -81,6 +80,7 @@ class _Kept:
         captured: the step of each shape, the one that was used last at the end.
         guards: of the model as it was after the first step; None: there was none.
         graphs: captures them.
+        is_plain: all steps have to be taken without a graph.
         num_batches: that were opened with it.
     """
 
@@ -90,21 +90,17 @@ class _Kept:
     captured: OrderedDict[Shape, CapturedStep]
     guards: ModelGuards | None
     graphs: Graphs
+    is_plain: bool = False
     num_batches: int = 0
 
     def is_current(self, model: object) -> bool:
         """Whether the graphs do what the model does now: its tensors are where they were, and so are its hooks."""
         return self.guards is not None and isinstance(model, nn.Module) and self.guards.hold(model)
 
-    @property
-    def nbytes(self) -> int:
-        """All of it."""
-        return 2 * self.cache.k.numel() * self.cache.k.element_size() + self.captured_bytes
-
-    @property
-    def captured_bytes(self) -> int:
-        """Of the graphs and their tables."""
-        return sum(one.nbytes for one in self.captured.values())
+    def forget(self) -> None:
+        """Drops the graphs: they read memory that is no longer the model's, or would leave out its hooks."""
+        self.captured.clear()
+        self.guards, self.is_plain = None, False
 
 
 _kept: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
@@ -117,8 +113,8 @@ class GraphEngine(KVCacheEngine):
     goes step by step: a graph then ends with the hidden states, from which the host chooses. On a CPU a graph is a
     plain call, and its results are the same.
 
-    A new shape takes its first step without a graph, and is captured when it occurs again. A shape that can't be
-    captured runs without a graph, and the log says so once. The cache and the graphs stay with the model, for the next
+    A new shape takes its first step without a graph, and is captured when it occurs again. If one can't be captured,
+    all steps go without graphs, and the log says so once. The cache and the graphs stay with the model, for the next
     engine.
 
     One batch is open at a time: it uses the cache and the graphs of the one before.
@@ -129,14 +125,14 @@ class GraphEngine(KVCacheEngine):
 
     Attributes:
         steps_per_look: how many steps are taken between two looks at what has ended.
-        max_graph_bytes: of graphs and tables; beyond, those that were used least recently go.
+        max_shapes: that are kept; beyond, those that were used least recently go.
     """
 
     name: ClassVar[str] = "graph"
 
     def __init__(self, model: Model, precision: str | None = None) -> None:
         super().__init__(model, precision)
-        self.steps_per_look, self.max_graph_bytes = STEPS_PER_LOOK, GRAPH_BYTES
+        self.steps_per_look, self.max_shapes = STEPS_PER_LOOK, MAX_SHAPES
         self._state = _Kept(self._empty, (0, 0), np.zeros(0, np.int32), OrderedDict(), None, Graphs(self.device))
         self._keeper: weakref.finalize[..., GraphEngine] | None = None
 
@@ -154,11 +150,6 @@ class GraphEngine(KVCacheEngine):
         """The shapes of the steps that were taken, the one that was used last at the end."""
         return [*self._state.captured]
 
-    @property
-    def graph_bytes(self) -> int:
-        """What the graphs and their tables take of the device's memory."""
-        return self._state.captured_bytes
-
     def runs_searches(self) -> bool:
         """Greedy and beam searches."""
         return True
@@ -171,7 +162,7 @@ class GraphEngine(KVCacheEngine):
             self._keeper = weakref.finalize(self, _keep, weakref.ref(self.model), self._state)
             self._keeper.atexit = False
         self._make_room(max_rows, num_tokens)
-        return GraphBatch(self.model, self.device, self._state, self.steps_per_look, self.max_graph_bytes)
+        return GraphBatch(self.model, self.device, self._state, self.steps_per_look, self.max_shapes)
 
     def _make_room(self, max_rows: int, num_tokens: int) -> None:
         """Empties the cache; a new one, with new graphs, where it is too small or the weights have moved."""
@@ -181,8 +172,7 @@ class GraphEngine(KVCacheEngine):
             return
         # Somewhat more than is asked for, so that the next request, which is a little longer, needs no new graphs.
         rows, tokens = (max(rounded(new), old) for new, old in zip(wanted, state.room, strict=True))
-        state.captured.clear()
-        state.guards = None
+        state.forget()
         state.room = 0, 0  # should there be no memory
         state.cache = self._empty  # there may be no memory for two
         # At most as many batch slots are empty as there are rows: that is how far `bucket` rounds up.
@@ -199,10 +189,10 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         device: torch.device,
         state: _Kept,
         steps_per_look: int,
-        max_graph_bytes: int,
+        max_shapes: int,
     ) -> None:
         super().__init__(model, device, state.cache)
-        self._state, self._steps_per_look, self._max_graph_bytes = state, steps_per_look, max_graph_bytes
+        self._state, self._steps_per_look, self._max_shapes = state, steps_per_look, max_shapes
         state.num_batches += 1
         self._number = state.num_batches
         self._groups: list[_Group] = []
@@ -213,9 +203,7 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
     def prefill(self, prompts: Sequence[Prompt]) -> None:
         state = self._state
         if not self._groups and state.guards is not None and not state.is_current(self.model):
-            # The graphs read memory that is no longer the model's, or would leave out its hooks.
-            state.captured.clear()
-            state.guards = None
+            state.forget()
         self._loaded = None
         super().prefill(prompts)
         self._groups += [_Group(prompt) for prompt in prompts]
@@ -426,11 +414,13 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         if captured is None:
             num_steps, vocab_size = max(STEPS_PER_LOOK, self._steps_per_look), self.model.config.vocab_size
             captured = kept[shape] = CapturedStep(shape, self._cache, self._state.spare, vocab_size, num_steps)
+            if len(kept) > self._max_shapes:
+                kept.popitem(last=False)
         kept.move_to_end(shape)
         return captured
 
     def _replay(self, captured: CapturedStep) -> None:
-        if captured.graph is None and captured.is_warm and not captured.is_plain:
+        if captured.graph is None and captured.is_warm and not self._state.is_plain:
             self._capture(captured)
         if captured.graph is not None:
             captured.graph.replay()
@@ -441,26 +431,14 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
             self._state.guards = ModelGuards(self.model)  # now: modules note what they find out in their first call
 
     def _capture(self, captured: CapturedStep) -> None:
-        kept = self._state.captured
         if (reason := why_not_captured(self.model)) is None:
-            before = _memory(self.device)
             try:
                 captured.graph = self._state.graphs.capture(lambda: self._step_once(captured))
+                return
             except CaptureError as error:
                 reason = str(error)
-            else:
-                captured.graph_bytes = _taken(before, _memory(self.device))
-                while self._state.captured_bytes > self._max_graph_bytes:
-                    oldest = next(iter(kept))
-                    if kept[oldest] is captured:
-                        reason = f"it takes more than the {self._max_graph_bytes} bytes that graphs may take"
-                        captured.graph, captured.graph_bytes = None, 0
-                        break
-                    del kept[oldest]
-        if reason is None:
-            return
-        captured.is_plain = True
-        message = f"engine 'graph' steps without a graph: {reason}"
+        self._state.is_plain = True
+        message = f"engine 'graph' steps without graphs: {reason}"
         if _library.is_strict():
             raise RuntimeError(message)
         logger.warning(message)
@@ -480,25 +458,6 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         else:
             values, found = model.top_tokens(hidden, shape.num_candidates, log_probs=shape.log_probs)
         cache.end_step(search.advance(values, found, cache.step))
-
-
-def _memory(device: torch.device) -> tuple[int, int]:
-    """The bytes of a GPU that are in use by all processes, and those that PyTorch holds in this one."""
-    if device.type != "cuda":
-        return 0, 0
-    # A capture gives unused memory back, which must not hide what it takes.
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free, torch.cuda.memory_reserved(device)
-
-
-def _taken(before: tuple[int, int], after: tuple[int, int]) -> int:
-    """What a capture took, by `_memory` before and after it.
-
-    The graph itself is the driver's, and PyTorch does not know its size; but other processes come and go on the device.
-    """
-    used, held = (max(0, now - was) for was, now in zip(before, after, strict=True))
-    return held + min(max(0, used - held), _GRAPH_OWN_BYTES)
 
 
 class _Banned:
@@ -534,6 +493,6 @@ def _keep(reference: weakref.ref[nn.Module], state: _Kept) -> None:
     model = reference()
     if model is None or any(getattr(value, "__self__", None) is model for value in vars(model).values()):
         return  # the guards would keep a model with methods of its own alive
-    if state.nbytes <= _KEPT_BYTES:
+    if 2 * state.cache.k.nbytes <= _KEPT_BYTES:
         state.cache.reset()
         _kept[model] = state
