@@ -90,7 +90,7 @@ class Server:
         health: str = "/health",
     ) -> None:
         self.name, self.precision, self.path, self.body, self.threads = name, precision, path, body, threads
-        self._command, self._said, self._health = command, said, health
+        self.said, self._command, self._health = said, command, health
         self._process: subprocess.Popen[bytes] | None = None
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ class Server:
 
     def count(self, answer: Any) -> int:
         """The new tokens of an answer: its words."""
-        return len(self._said(answer).split())
+        return len(self.said(answer).split())
 
     def start(self, log: Path) -> None:
         """Starts it, and writes what it says to a file; `wait` waits for it."""
@@ -160,7 +160,8 @@ class Asked:
     requests: list[Request]
 
 
-def _text(request: Request) -> str:
+def text_of(request: Request) -> str:
+    """Its words."""
     return " ".join(f"t{word}" for word in request.words)
 
 
@@ -176,10 +177,41 @@ def _backend(vocab_size: int) -> Any:
     return backend
 
 
-def _ours(folder: Path, precision: str, threads: int, path: str, body: Callable[[Request], Body], said: Any) -> Server:
+def _ours(
+    folder: Path,
+    precision: str,
+    threads: int,
+    path: str,
+    body: Callable[[Request], Body],
+    said: Any,
+    flags: Sequence[str],
+) -> Server:
     begin = "import sys; from fastformer.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", begin, "serve", str(folder), "--port", "PORT", "--precision", precision]
+    command = [sys.executable, "-c", begin, "serve", str(folder), "--port", "PORT", "--precision", precision, *flags]
     return Server(OURS, precision, command, path, body, said, threads=threads, health="/ready")
+
+
+def write_translator(case: str, folder: Path) -> tuple[Transformer, Any]:
+    """Writes the model of a case to a new folder; the model, and the backend of its tokenizer."""
+    model = make_model({"name": case})
+    assert isinstance(model, Transformer)
+    with torch.no_grad():
+        model.output_weight[: len(_SPECIAL)] = 0.0  # no special token is ever among the best
+    ids, backend = ForeignIds(pad=0, eos=1, unk=2), _backend(model.config.vocab_size)
+    model.save_pretrained(folder, ForeignTokenizer(HuggingFaceModel(backend), ids))
+    return model, backend
+
+
+def our_translator(folder: Path, precision: str, threads: int, *flags: str) -> Server:
+    """Ours, of a folder that `write_translator` wrote; flags are those of `fastformer serve`."""
+
+    def body(request: Request) -> Body:
+        return {"text": text_of(request), "max_new_tokens": request.new_tokens}
+
+    def said(answer: Any) -> str:
+        return str(answer["text"])
+
+    return _ours(folder, precision, threads, "/v1/translate", body, said, flags)
 
 
 def translators(case: str, folder: Path, precisions: Sequence[str], threads: int) -> Asked:
@@ -191,21 +223,9 @@ def translators(case: str, folder: Path, precisions: Sequence[str], threads: int
         precisions: of ours; CTranslate2's is int8.
         threads: that a server computes with.
     """
-    model = make_model({"name": case})
-    assert isinstance(model, Transformer)
-    with torch.no_grad():
-        model.output_weight[: len(_SPECIAL)] = 0.0  # no special token is ever among the best
-    vocab_size = model.config.vocab_size
-    ids, backend = ForeignIds(pad=0, eos=1, unk=2), _backend(vocab_size)
-    model.save_pretrained(folder / case, ForeignTokenizer(HuggingFaceModel(backend), ids))
-
-    def body(request: Request) -> Body:
-        return {"text": _text(request), "max_new_tokens": request.new_tokens}
-
-    def said(answer: Any) -> str:
-        return str(answer["text"])
-
-    servers = [_ours(folder / case, precision, threads, "/v1/translate", body, said) for precision in precisions]
+    model, backend = write_translator(case, folder / case)
+    servers = [our_translator(folder / case, precision, threads) for precision in precisions]
+    body, said = servers[0].body, servers[0].said
     missing = []
     name = "ctranslate2, fastapi"
     if importlib.util.find_spec("ctranslate2") is None:
@@ -226,8 +246,13 @@ def translators(case: str, folder: Path, precisions: Sequence[str], threads: int
                 str(workers), str(each), "--together", str(together),
             ]  # fmt: skip
             servers.append(Server(way, "int8", command, "/v1/translate", body, said, threads=each))
+    return Asked(servers, missing, translations(case, model.config.vocab_size))
+
+
+def translations(case: str, vocab_size: int) -> list[Request]:
+    """What is asked of a translator."""
     lengths = range(8, 33) if case == "base" else range(3, 9)
-    return Asked(servers, missing, requests(vocab_size, lengths=lengths, new_tokens=lambda length: length + 4))
+    return requests(vocab_size, lengths=lengths, new_tokens=lambda length: length + 4)
 
 
 def language_models(case: str, folder: Path, precisions: Sequence[str], threads: int, llama_server: str = "") -> Asked:
@@ -254,13 +279,13 @@ def language_models(case: str, folder: Path, precisions: Sequence[str], threads:
 
     def body(request: Request) -> Body:
         limits = {"max_tokens": request.new_tokens, "temperature": 0}
-        return {"model": case, "prompt": _text(request), **limits}
+        return {"model": case, "prompt": text_of(request), **limits}
 
     def said(answer: Any) -> str:
         return str(answer["choices"][0]["text"])
 
     path = "/v1/completions"
-    servers = [_ours(folder / case, precision, threads, path, body, said) for precision in precisions]
+    servers = [_ours(folder / case, precision, threads, path, body, said, ()) for precision in precisions]
     missing = []
     if importlib.util.find_spec("transformers.cli.serve") is None:
         missing.append(("transformers serve", "fp32", "not installed: pip install 'transformers[serving]>=5'"))

@@ -136,7 +136,7 @@ def test_each_row_is_as_if_it_were_alone(driven, seed) -> None:
     dice = random.Random(seed)
     engine = driven.engine
     groups: list[Group] = []
-    batch = engine.open(24, 10_000)
+    batch = engine.open(24, 10_007)  # no whole number of blocks
     room = batch.free_tokens()
     for turn in range(22):
         if turn < 2 or (dice.random() < 0.25 and len([row for group in groups for row in group.rows]) < 12):

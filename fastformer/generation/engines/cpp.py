@@ -235,7 +235,7 @@ class CppBatch(SearchingBatch):
 
     def free_tokens(self) -> int:
         if self._session is None:
-            return self._num_tokens // BLOCK_SIZE * BLOCK_SIZE
+            return max(1, _blocks_of(self._num_tokens)) * BLOCK_SIZE  # as the session will count them
         return self._session.free_tokens()
 
     def step_tokens(self) -> int:

@@ -1,0 +1,157 @@
+"""Clients in a process of their own, so that they share neither its thread nor its interpreter with a server.
+
+Each is a socket that is written to and waited for, and nothing more: a client that did as much as the server would
+measure itself.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import selectors
+import socket
+import time
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, NamedTuple
+
+_LONGEST = 60.0  # seconds that an answer may take
+
+
+class Reply(NamedTuple):
+    """The status of an answer, and the seconds from the request's last byte to the answer's first."""
+
+    status: int
+    seconds: float
+
+
+class Clients:
+    """A process that asks a server on this machine; a context.
+
+    Args:
+        port, path: that is posted to.
+    """
+
+    def __init__(self, port: int, path: str) -> None:
+        self._ours, theirs = multiprocessing.get_context("spawn").Pipe()
+        self._process = multiprocessing.get_context("spawn").Process(
+            target=_work, args=(port, path, theirs), daemon=True
+        )
+
+    def __enter__(self) -> Clients:
+        self._process.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._ours.send(None)
+        self._process.join(10)
+        self._process.kill()
+
+    def at_once(self, body: dict[str, Any], count: int, *, anew: bool) -> list[Reply]:
+        """Sends a request on each of so many connections, without waiting for any.
+
+        Args:
+            body: of all of them, as JSON.
+            count: of connections.
+            anew: open each for this; else they are open and have been used.
+        """
+        return self._asked("at_once", body, count, anew)  # type: ignore[no-any-return]
+
+    def one(self, body: dict[str, Any]) -> tuple[float, Any]:
+        """Asks on a connection that stays open; the seconds until the whole answer is there, and its JSON."""
+        return self._asked("one", body)  # type: ignore[no-any-return]
+
+    def _asked(self, *what: Any) -> Any:
+        self._ours.send(what)
+        found = self._ours.recv()
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+def _work(port: int, path: str, orders: Connection) -> None:
+    sockets = _Sockets(port, path)
+    while (order := orders.recv()) is not None:
+        try:
+            orders.send(getattr(sockets, order[0])(*order[1:]))
+        except Exception as error:
+            orders.send(error)
+
+
+class _Sockets:
+    def __init__(self, port: int, path: str) -> None:
+        self._place, self._path = ("127.0.0.1", port), path
+        self._open: list[socket.socket] = []
+        self._alone: socket.socket | None = None
+
+    def _connected(self) -> socket.socket:
+        found = socket.create_connection(self._place, _LONGEST)
+        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return found
+
+    def _message(self, body: dict[str, Any]) -> bytes:
+        content = json.dumps(body).encode()
+        head = f"POST {self._path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+
+    def one(self, body: dict[str, Any]) -> tuple[float, Any]:
+        if self._alone is None:
+            self._alone = self._connected()
+        message = self._message(body)
+        began = time.perf_counter()
+        self._alone.sendall(message)
+        answer = _whole(self._alone)
+        return time.perf_counter() - began, json.loads(answer)
+
+    def at_once(self, body: dict[str, Any], count: int, anew: bool) -> list[Reply]:
+        if anew or len(self._open) != count:
+            for each in self._open:
+                each.close()
+            self._open = [self._connected() for _ in range(count)]
+        if not anew:
+            for each in self._open:
+                each.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+                _whole(each)
+        message, sent, found = self._message(body), {}, []
+        with selectors.DefaultSelector() as selector:
+            for each in self._open:
+                selector.register(each, selectors.EVENT_READ)
+            for each in self._open:
+                each.sendall(message)
+                sent[each] = time.perf_counter()
+            while sent:
+                ready = selector.select(_LONGEST)
+                now = time.perf_counter()
+                if not ready:
+                    raise TimeoutError(f"{len(sent)} of {count} requests were not answered within {_LONGEST:g} s")
+                for key, _ in ready:
+                    each = key.fileobj
+                    assert isinstance(each, socket.socket)
+                    found.append(Reply(int(each.recv(12, socket.MSG_PEEK)[9:12]), now - sent.pop(each)))
+                    selector.unregister(each)
+        for each in self._open:
+            _whole(each)
+        return found
+
+
+def _whole(connection: socket.socket) -> bytes:
+    """The body of the next answer."""
+    got = b""
+    while b"\r\n\r\n" not in got:
+        got += _part(connection)
+    head, _, body = got.partition(b"\r\n\r\n")
+    length = next(
+        int(line.partition(b":")[2]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")
+    )
+    while len(body) < length:
+        body += _part(connection)
+    return body
+
+
+def _part(connection: socket.socket) -> bytes:
+    found = connection.recv(65536)
+    if not found:
+        raise ConnectionError("the server has closed the connection before the whole answer was there")
+    return found

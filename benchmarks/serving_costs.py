@@ -1,0 +1,339 @@
+"""What HTTP costs beside the library: refusals of a full queue, one request, many clients, a stream among texts.
+
+    python -m benchmarks.serving_costs --out benchmarks/results/serving_costs.jsonl
+    python -m benchmarks.serving_costs --part refusals one --case tiny
+
+- refusals: 200 requests at once to a server with room for 8 that wait, on connections that are open and on new ones:
+  the time from a request's last byte to the first byte of its refusal. After each turn nothing runs or waits.
+- one: a request by HTTP, by `AsyncTranslator` and by `Translator.translate`, in turns, of the model of one process.
+- many: 64 clients that ask for 10 texts each, beside `Translator.translate` of the same texts at once. Each text must
+  come back as the library translates it, and takes 20 ms or more of the whole machine.
+- stream: 16 clients, one of which streams, beside 16 that don't.
+
+Clients are a process of their own. The exit status is 1 where an answer is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import re
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.measure import record
+from benchmarks.peers import servers
+from benchmarks.peers.bursts import Clients
+from benchmarks.peers.load import Client, percentile
+from benchmarks.peers.servers import OURS, Request, Server, text_of
+from fastformer.generation import Translator
+
+Row = dict[str, Any]
+_BURST, _MAX_WAITING = 200, 8
+_CLIENTS, _EACH = 64, 10
+_STREAMS = 16  # clients, of which one streams
+_LIBRARY = "Translator.translate"
+
+
+class Wrong(Exception):
+    """An answer is not as it should be."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints a line for each figure, and writes it."""
+    options = _options(arguments)
+    shared = record.environment("cpu") | {"threads": options.threads}
+    print(f"{shared['device']}, {shared['cores']} cores, commit {shared['commit']}")
+    torch.set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory(prefix="fastformer-serving-") as name:
+        model, _ = servers.write_translator(options.case, Path(name) / options.case)
+        requests = servers.translations(options.case, model.config.vocab_size)
+        del model
+        for part in options.part:
+            try:
+                for row in PARTS[part](Path(name) / options.case, requests, options):
+                    row = {"suite": "decoding", "op": "serving_costs", "model": options.case, **row}
+                    print(line(row), flush=True)
+                    if options.out:
+                        record.append(options.out, shared | row)
+            except Wrong as error:
+                print(f"{part} is wrong: {error}")
+                return 1
+    return 0
+
+
+def _refusals(folder: Path, requests: list[Request], options: argparse.Namespace) -> Iterator[Row]:
+    flags = ["--max_waiting", str(_MAX_WAITING), "--max_batch_size", "8"]
+    with _running(folder, "int8", options, *flags) as server, Clients(server.port, server.path) as clients:
+        body = {"text": text_of(requests[0]), "max_new_tokens": 100}
+        found: dict[bool, list[float]] = {False: [], True: []}
+        for turn in range(-1, options.rounds):
+            for anew, seconds in found.items():
+                replies = clients.at_once(body, _BURST, anew=anew)
+                if strange := {reply.status for reply in replies} - {200, 429}:
+                    raise Wrong(f"expected 200 and 429 alone, got {sorted(strange)}")
+                refused = [reply.seconds for reply in replies if reply.status == 429]
+                if len(replies) - len(refused) < _MAX_WAITING:
+                    raise Wrong(f"expected {_MAX_WAITING} answers or more, got {len(replies) - len(refused)}")
+                seconds += refused if turn >= 0 else []  # the first turn warms up
+                _expect_idle(server)
+        for anew, seconds in found.items():
+            shape = {"part": "refusals", "requests": _BURST, "max_waiting": _MAX_WAITING, "new_connections": anew}
+            yield {"provider": OURS, "precision": "int8", "shape": shape, "rounds": options.rounds, **_times(seconds)}
+
+
+def _one(folder: Path, requests: list[Request], options: argparse.Namespace) -> Iterator[Row]:
+    from fastformer.serving import Limits, make_app
+    from fastformer.serving.run import Server as Http
+    from fastformer.serving.service import TranslateService
+
+    for precision in options.precision:
+        translator = Translator.from_pretrained(folder, precision=precision)
+        service = TranslateService(translator, "model", limits=Limits(drain_delay_s=0))
+        server = Http(make_app(service), host="127.0.0.1", port=0)
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=loop.run_until_complete, args=(server.serve(),), daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+
+        async def direct(text: str, count: int, front: Any = service.front) -> tuple[float, str]:
+            began = time.perf_counter()
+            found = await front.translate(text, max_new_tokens=count)
+            return time.perf_counter() - began, found
+
+        with Clients(server.servers[0].sockets[0].getsockname()[1], "/v1/translate") as clients:
+
+            def ways(request: Request) -> dict[str, Callable[[], tuple[float, str]]]:
+                text, count = text_of(request), request.new_tokens
+
+                def http() -> tuple[float, str]:
+                    seconds, answer = clients.one({"text": text, "max_new_tokens": count, "split": False})  # noqa: B023
+                    return seconds, answer["text"]
+
+                def plain() -> tuple[float, str]:
+                    began = time.perf_counter()
+                    found = translator.translate(text, max_new_tokens=count)  # noqa: B023
+                    return time.perf_counter() - began, found
+
+                return {
+                    OURS: http,  # noqa: B023
+                    "AsyncTranslator": lambda: asyncio.run_coroutine_threadsafe(direct(text, count), loop).result(),  # noqa: B023
+                    _LIBRARY: plain,
+                }
+
+            found: dict[str, list[float]] = {}
+            for turn in range(-5, 20 * options.rounds):
+                request = requests[turn % len(requests)]
+                order = list(ways(request).items())
+                said = set()
+                for name, ask in order[turn % 3 :] + order[: turn % 3]:
+                    seconds, text = ask()
+                    said.add(text)
+                    if turn >= 0:
+                        found.setdefault(name, []).append(seconds)
+                if len(said) != 1:
+                    raise Wrong(f"expected one translation of a text, got {len(said)}")
+        server.should_exit = True
+        thread.join(10)
+        for name, seconds in found.items():
+            row = {"provider": name, "precision": precision, "shape": {"part": "one"}, **_times(seconds)}
+            if name == OURS:
+                added = [
+                    1e3 * (http - library) for http, library in zip(seconds, found["AsyncTranslator"], strict=True)
+                ]
+                row |= {"value": statistics.median(added), "unit": "ms beyond AsyncTranslator, the median"}
+            yield row
+
+
+def _many(folder: Path, requests: list[Request], options: argparse.Namespace) -> Iterator[Row]:
+    texts = [text_of(request) for request in itertools.islice(itertools.cycle(requests), _CLIENTS * _EACH)]
+    precision = options.many_precision
+    translator = Translator.from_pretrained(folder, precision=precision)
+    with _running(folder, precision, options) as server:
+        rates: dict[str, list[float]] = {OURS: [], _LIBRARY: []}
+        tokens, latencies = 0, list[float]()
+        for turn in range(options.many_rounds):
+            for name in list(rates)[:: -1 if turn % 2 else 1]:
+                began = time.perf_counter()
+                if name == OURS:
+                    http, seconds = asyncio.run(_all(server, texts))
+                    latencies += seconds
+                else:
+                    expected = translator.translate(texts)
+                rates[name].append(len(texts) / (time.perf_counter() - began))
+            wrong = sum(one != other for one, other in zip(http, expected, strict=True))
+            if wrong:
+                raise Wrong(f"{wrong} of {len(texts)} texts are not as the library translates them")
+            tokens = sum(len(text.split()) for text in expected)
+        _expect_idle(server)
+    shape = {"part": "many", "clients": _CLIENTS, "texts": len(texts)}
+    for name, found in rates.items():
+        rate = statistics.median(found)
+        row = {"provider": name, "precision": precision, "shape": shape, "rounds": len(found), "requests_s": rate}
+        row["tokens_s"] = rate * tokens / len(texts)
+        if name == OURS:
+            pairs = zip(found, rates[_LIBRARY], strict=True)
+            row |= {"speedup": statistics.median(one / other for one, other in pairs), "baseline": _LIBRARY}
+            row |= _times(latencies)
+        yield row
+
+
+async def _all(server: Server, texts: list[str]) -> tuple[list[str], list[float]]:
+    """The translations of texts, of which each client asks for some, one after another; and how long each took."""
+    found, seconds = [""] * len(texts), list[float]()
+
+    async def work(number: int) -> None:
+        client = Client(server.port, server.path)
+        for place in range(number, len(texts), _CLIENTS):
+            began = time.perf_counter()
+            found[place] = (await client.ask({"text": texts[place], "split": False}))["text"]
+            seconds.append(time.perf_counter() - began)
+        client.close()
+
+    await asyncio.gather(*map(work, range(_CLIENTS)))
+    return found, seconds
+
+
+def _stream(folder: Path, requests: list[Request], options: argparse.Namespace) -> Iterator[Row]:
+    with _running(folder, "int8", options) as server:
+        rates: dict[int, list[float]] = {0: [], 1: []}
+        for turn in range(-1, options.rounds):
+            for streams, found in rates.items():
+                rate = asyncio.run(_mixed(server, requests, streams, options.seconds if turn >= 0 else 0.5))
+                found += [rate] if turn >= 0 else []
+    for streams, found in rates.items():
+        shape = {"part": "stream", "clients": _STREAMS, "streams": streams}
+        row = {"provider": OURS, "precision": "int8", "shape": shape, "rounds": len(found)}
+        row["tokens_s"] = statistics.median(found)
+        if streams:
+            pairs = zip(found, rates[0], strict=True)
+            row |= {"speedup": statistics.median(one / other for one, other in pairs), "baseline": OURS}
+        yield row
+
+
+async def _mixed(server: Server, requests: list[Request], streams: int, seconds: float) -> float:
+    """Tokens a second of clients that ask again and again, some of which stream."""
+    bodies = itertools.cycle([(server.body(request) | {"split": False}, request.new_tokens) for request in requests])
+    end = time.perf_counter() + seconds
+    tokens = 0
+
+    async def work(number: int) -> None:
+        nonlocal tokens
+        client = Client(server.port, server.path)
+        while time.perf_counter() < end:
+            body, count = next(bodies)
+            if number < streams:
+                await _streamed(server, body)
+            else:
+                await client.ask(body)
+            tokens += count if time.perf_counter() < end else 0
+        client.close()
+
+    await asyncio.gather(*map(work, range(_STREAMS)))
+    return tokens / seconds
+
+
+async def _streamed(server: Server, body: dict[str, Any]) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    content = json.dumps(body | {"stream": True}).encode()
+    head = f"POST {server.path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    said = await reader.read(-1)
+    writer.close()
+    if b'"done":true' not in said:
+        raise Wrong(f"expected a stream to its end, got {said[-200:]!r}")
+
+
+class _running:  # noqa: N801
+    """A context: ours, as a process of its own."""
+
+    def __init__(self, folder: Path, precision: str, options: argparse.Namespace, *flags: str) -> None:
+        self._server = servers.our_translator(folder, precision, options.threads, *flags)
+        self._log = folder / "server.log"
+
+    def __enter__(self) -> Server:
+        self._server.start(self._log)
+        self._server.wait()
+        return self._server
+
+    def __exit__(self, *_: object) -> None:
+        self._server.stop()
+
+
+def _expect_idle(server: Server) -> None:
+    """Waits until nothing runs and nothing waits, and all of the cache is free.
+
+    Raises:
+        Wrong: it does not come to that.
+    """
+    for _ in range(200):
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+        found = dict(re.findall(r"^fastformer_(\w+) (\S+)$", text, re.MULTILINE))
+        is_free = found["cache_free_tokens"] == found["cache_tokens"]
+        if is_free and float(found["requests_running"]) == float(found["requests_waiting"]) == 0:
+            return
+        time.sleep(0.02)
+    raise Wrong("expected nothing to run and nothing to wait after all answers, got " + json.dumps(found))
+
+
+def _times(seconds: list[float]) -> Row:
+    return {f"ms_p{p}": 1e3 * percentile(seconds, p / 100) for p in (20, 50, 80, 99)}
+
+
+PARTS: dict[str, Callable[[Path, list[Request], argparse.Namespace], Iterator[Row]]] = {
+    "refusals": _refusals, "one": _one, "many": _many, "stream": _stream,
+}  # fmt: skip
+
+
+def line(row: Row) -> str:
+    """A row for people."""
+    shape = " ".join(f"{name}={value}" for name, value in row["shape"].items() if name != "part")
+    parts = [f"{row['model']} {row['shape']['part']:<9} {row['provider']}, {row['precision']} {shape}".ljust(86)]
+    if "requests_s" in row:
+        parts.append(f"{row['requests_s']:8.1f} texts/s")
+    if "tokens_s" in row:
+        parts.append(f"{row['tokens_s']:8.0f} tokens/s")
+    if "ms_p50" in row:
+        parts.append(f"p50 {row['ms_p50']:7.2f} ms  p99 {row['ms_p99']:7.2f} ms")
+    if "value" in row:
+        parts.append(f"{row['value']:.2f} {row['unit']}")
+    if "speedup" in row:
+        parts.append(f"{row['speedup']:.3f} of {row['baseline']}'s")
+    return "  ".join(parts)
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.serving_costs", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS), help="what is measured (all)")
+    parser.add_argument("--case", choices=servers.TRANSLATORS, default="base", help="the model (base)")
+    parser.add_argument("--precision", nargs="+", default=["int8", "fp32"], help="of one request (int8 fp32)")
+    parser.add_argument("--many_precision", default="fp32", help="of many clients, whose texts take longer in fp32")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="to compute with")
+    parser.add_argument("--rounds", type=int, default=10, help="turns of refusals, streams, and twenties of one (10)")
+    parser.add_argument("--many_rounds", type=int, default=2, help="turns of many clients (2)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of a turn of streams (2)")
+    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
+    options = parser.parse_args(arguments)
+    for name in ("threads", "rounds", "many_rounds", "seconds"):
+        if getattr(options, name) <= 0:
+            parser.error(f"expected --{name} above 0, got {getattr(options, name)}")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())
