@@ -147,12 +147,10 @@ def _one(folder: Path, requests: list[Request], options: argparse.Namespace) -> 
                     raise Wrong(f"expected one translation of a text, got {len(said)}")
         server.should_exit = True
         thread.join(10)
-        for name, seconds in found.items():
-            row = {"provider": name, "precision": precision, "shape": {"part": "one"}, **_times(seconds)}
+        for name, each in found.items():
+            row = {"provider": name, "precision": precision, "shape": {"part": "one"}, **_times(each)}
             if name == OURS:
-                added = [
-                    1e3 * (http - library) for http, library in zip(seconds, found["AsyncTranslator"], strict=True)
-                ]
+                added = [1e3 * (http - library) for http, library in zip(each, found["AsyncTranslator"], strict=True)]
                 row |= {"value": statistics.median(added), "unit": "ms beyond AsyncTranslator, the median"}
             yield row
 

@@ -57,11 +57,11 @@ class Clients:
             count: of connections.
             anew: open each for this; else they are open and have been used.
         """
-        return self._asked("at_once", body, count, anew)  # type: ignore[no-any-return]
+        return self._asked("at_once", body, count, anew)
 
     def one(self, body: dict[str, Any]) -> tuple[float, Any]:
         """Asks on a connection that stays open; the seconds until the whole answer is there, and its JSON."""
-        return self._asked("one", body)  # type: ignore[no-any-return]
+        return self._asked("one", body)
 
     def _asked(self, *what: Any) -> Any:
         self._ours.send(what)
@@ -117,7 +117,7 @@ class _Sockets:
         message, sent, found = self._message(body), {}, []
         with selectors.DefaultSelector() as selector:
             for each in self._open:
-                selector.register(each, selectors.EVENT_READ)
+                selector.register(each, selectors.EVENT_READ, each)
             for each in self._open:
                 each.sendall(message)
                 sent[each] = time.perf_counter()
@@ -127,10 +127,9 @@ class _Sockets:
                 if not ready:
                     raise TimeoutError(f"{len(sent)} of {count} requests were not answered within {_LONGEST:g} s")
                 for key, _ in ready:
-                    each = key.fileobj
-                    assert isinstance(each, socket.socket)
-                    found.append(Reply(int(each.recv(12, socket.MSG_PEEK)[9:12]), now - sent.pop(each)))
-                    selector.unregister(each)
+                    status = int(key.data.recv(12, socket.MSG_PEEK)[9:12])
+                    found.append(Reply(status, now - sent.pop(key.data)))
+                    selector.unregister(key.data)
         for each in self._open:
             _whole(each)
         return found

@@ -34,6 +34,7 @@ T = TypeVar("T")
 
 KEYS = "FASTFORMER_API_KEYS"
 OPEN = ("/health", "/ready")  # answered without a key, and while the server ends
+_LOG_SECONDS = 0.05
 _IGNORED_BYTES = 64 << 20  # that are read of a body that is too large, so that its client hears of it
 
 Respond: TypeAlias = Callable[..., Response]  # (path, status, message, headers=...) in the shape of the path's format
@@ -97,6 +98,8 @@ class Watch:
     ) -> None:
         self.app, self.traffic, self.metrics, self.logs = app, traffic, metrics, logs
         self.template_of, self.respond = template_of, respond
+        self._lines: list[tuple[float, Scope, str, int, float, int]] = []  # that the log lacks
+        self._logging: asyncio.TimerHandle | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -129,16 +132,32 @@ class Watch:
             seconds, route = time.perf_counter() - began, self.template_of(path)
             self.metrics.answered(route, status or 499, seconds, first)
             if self.logs and counts:
-                line = {
-                    "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-                    "client": (scope.get("client") or ("",))[0],
-                    "method": scope["method"],
-                    "route": route,
-                    "status": status or 499,
-                    "ms": round(1000 * seconds, 1),
-                    "bytes": sent,
-                }
-                access.info(json.dumps(line))
+                self._lines.append((time.time(), scope, route, status or 499, seconds, sent))
+                self._log_soon()
+
+    def _log_soon(self) -> None:
+        """Writes the log when nothing is under way, or in a moment: no answer waits for the lines of others."""
+        if not self.traffic.in_flight:
+            self._log()
+        elif self._logging is None:
+            self._logging = asyncio.get_running_loop().call_later(_LOG_SECONDS, self._log)
+
+    def _log(self) -> None:
+        if self._logging is not None:
+            self._logging.cancel()
+            self._logging = None
+        lines, self._lines = self._lines, []
+        for now, scope, route, status, seconds, sent in lines:
+            line = {
+                "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now)),
+                "client": (scope.get("client") or ("",))[0],
+                "method": scope["method"],
+                "route": route,
+                "status": status,
+                "ms": round(1000 * seconds, 1),
+                "bytes": sent,
+            }
+            access.info(json.dumps(line))
 
 
 class Gate:

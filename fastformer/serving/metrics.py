@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -59,15 +60,23 @@ class Metrics:
             buckets=_SECONDS, registry=self._registry,
         )  # fmt: skip
         self._registry.register(_Front(service))
+        self._of = functools.cache(self._labelled)
 
     def answered(self, route: str, status: int, seconds: float, first: float) -> None:
         """Notes a request: how long it took, and until its first byte, 0 where none came."""
-        self._requests.labels(route, str(status)).inc()
-        self._seconds.labels(route).observe(seconds)
+        count, whole, begun, rejected = self._of(route, status)
+        count.inc()
+        whole.observe(seconds)
         if first:
-            self._first.labels(route).observe(first)
-        if status in _REASONS:
-            self._rejected.labels(_REASONS[status]).inc()
+            begun.observe(first)
+        if rejected is not None:
+            rejected.inc()
+
+    def _labelled(self, route: str, status: int) -> tuple[Counter, Histogram, Histogram, Counter | None]:
+        """The collectors of a kind of answer, which it takes a while to look up."""
+        rejected = self._rejected.labels(_REASONS[status]) if status in _REASONS else None
+        seconds, first = self._seconds.labels(route), self._first.labels(route)
+        return self._requests.labels(route, str(status)), seconds, first, rejected
 
     def text(self) -> bytes:
         """All of them in Prometheus' text format."""

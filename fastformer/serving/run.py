@@ -37,9 +37,10 @@ class Server(uvicorn.Server):
         self._traffic: Traffic = app.state.traffic
         self._ending: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        # The event loop of asyncio: where many connect at once, uvloop has the last of them wait half as long again.
         super().__init__(
             uvicorn.Config(
-                app, host=host, port=port, http=protocol_of(self.limits), ws="none", access_log=False,
+                app, host=host, port=port, loop="asyncio", http=protocol_of(self.limits), ws="none", access_log=False,
                 log_level="warning", server_header=False, timeout_graceful_shutdown=_CLOSE_SECONDS,
             )
         )  # fmt: skip
