@@ -72,14 +72,13 @@ sanitize-memory: $(INSTALLED)
 # The engine's threads under ThreadSanitizer, without Python, whose own threads it doesn't know.
 RACES := $(addprefix engine/,decoder encoder forward forward_attention lm_head token_cache prefix_table packed_model \
 		packed_gemm packed_brgemm int4_gemm search) \
-	$(addprefix common/,thread_team cpu_features buffer_pool gemm)
+	$(addprefix common/,thread_team cpu_features buffer_pool memory_report brgemm gemm)
 sanitize-threads: $(INSTALLED)
 	mkdir -p build
 	torch=$$($(BIN)/python -c "import os, torch; print(os.path.dirname(torch.__file__))") && \
-		$(CXX) -std=c++20 -O1 -g -fsanitize=thread -fopenmp -fno-math-errno -w -mavx2 -mfma -mf16c \
-		-DCPU_CAPABILITY=AVX2 -DCPU_CAPABILITY_AVX2 -Icsrc -I$$torch/include -I$$torch/include/torch/csrc/api/include \
-		tests/csrc/threads.cpp $(RACES:%=csrc/%.cpp) -L$$torch/lib -Wl,-rpath,$$torch/lib -ltorch_cpu -lc10 -ltorch \
-		-o build/threads
+		$(CXX) -std=c++20 -O1 -g -fsanitize=thread -fno-math-errno -w -mavx2 -mfma -mf16c \
+		-DCPU_CAPABILITY=AVX2 -DCPU_CAPABILITY_AVX2 -Icsrc -I$$torch/include tests/csrc/threads.cpp \
+		$(RACES:%=csrc/%.cpp) -o build/threads
 	build/threads
 
 format: $(INSTALLED)

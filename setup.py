@@ -1,21 +1,33 @@
-"""Packages and the C++ extension of fastformer; everything static lives in pyproject.toml.
+"""Packages and the C++ libraries of fastformer; everything static lives in pyproject.toml.
 
 `kernels/` stays at the root of the repository and is installed as `fastformer.kernels`. It has no __init__.py: with
 one, a checkout on sys.path would shadow Hugging Face's `kernels` package, which transformers probes by importing it.
 
-The sources in `csrc/` are compiled once per instruction set, into `fastformer._C_<isa>`; the import picks what the CPU
+The libraries are listed in `libraries()`. Some are compiled once per instruction set, and the import picks what the CPU
 can run. No -march=native: a wheel built here runs elsewhere. A broken compiler fails the build with its own message; no
-compiler, another architecture, or FASTFORMER_BUILD_CPP=0 leaves the extension out.
+compiler, another architecture, or FASTFORMER_BUILD_CPP=0 leaves the libraries out.
 """
 
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
 import os
 import platform
+import shlex
 import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).resolve().parent
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 INSTRUCTION_SETS = {
     "avx2": [*AVX2, "-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2"],
@@ -24,43 +36,149 @@ INSTRUCTION_SETS = {
         "-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512",
     ],
 }  # fmt: skip
+FLAGS = ["-O3", "-g0", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wall"]
+# GCC 12 warns of its own AVX-512 headers, whose "undefined" vectors are meant.
+FLAGS += ["-Wno-unknown-pragmas", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+FLAGS += os.environ.get("FASTFORMER_CXXFLAGS", "").split()
+LINK_FLAGS = ["-shared", "'-Wl,-rpath,$$ORIGIN'", "-Wl,--as-needed"]
+LINK_FLAGS += os.environ.get("FASTFORMER_LDFLAGS", "-Wl,-s").split()
 
 
-def cpp_extensions() -> dict:
+@dataclass
+class Library:
+    """A shared library in fastformer/.
+
+    Attributes:
+        name: that of its module, or of its file without ".so".
+        sources: patterns below csrc/.
+        shares: patterns of sources that other libraries are made of, too, and that are compiled without `flags`.
+        isa: the instruction set that it is compiled for; None: any x86-64.
+        flags: what its own sources are compiled with in addition.
+        links: what it is linked with in addition.
+        python: "none": it is no module of Python; "limited": one for every Python from 3.10 on; "this": for this one.
+    """
+
+    name: str
+    sources: list[str]
+    shares: tuple[str, ...] = ()
+    isa: str | None = None
+    flags: tuple[str, ...] = ()
+    links: tuple[str, ...] = ()
+    python: str = "none"
+
+    def extension(self) -> Extension:
+        found = Extension(
+            f"fastformer.{self.name}",
+            [str(path) for path in _paths([*self.sources, *self.shares])],
+            py_limited_api=self.python == "limited",
+        )
+        found.library = self
+        return found
+
+
+def _paths(patterns: Iterable[str]) -> list[Path]:
+    return [path.relative_to(ROOT) for each in patterns for path in sorted((ROOT / "csrc").glob(each))]
+
+
+def _package(name: str) -> Path:
+    """The folder of an installed package, without the seconds that an import of PyTorch takes."""
+    found = importlib.util.find_spec(name)
+    if found is None or found.origin is None:
+        sys.exit(f"building the C++ libraries needs {name}; FASTFORMER_BUILD_CPP=0 leaves them out")
+    return Path(found.origin).parent
+
+
+def libraries() -> list[Library]:
+    """All of them; the first is what the others are linked with."""
+    python = f"-I{sysconfig.get_paths()['include']}"
+    torch_libs = [f"-L{_package('torch') / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch_python"]
+    once = ["thread_team", "buffer_pool", "cpu_features", "brgemm", "memory_report"]
+    found = [Library("libfastformer_common", [f"common/{name}.cpp" for name in once], links=("-ldl", "-pthread"))]
+    products = ("common/gemm*.cpp",)
+    for isa in INSTRUCTION_SETS:
+        name = f"_C_{isa}"
+        flags = (python, "-fopenmp", f"-DTORCH_EXTENSION_NAME={name}", f"-DFASTFORMER_ISA='\"{isa}\"'")
+        links = ("-fopenmp", *torch_libs)
+        found.append(Library(name, ["ops/*.cpp", "common/share_out.cpp"], products, isa, flags, links, "this"))
+    for isa in INSTRUCTION_SETS:
+        flags = (python, f"-isystem{_package('numpy') / '_core/include'}", f"-DFASTFORMER_ISA={isa}")
+        found.append(Library(f"_engine_{isa}", ["engine/*.cpp", "bindings/*.cpp"], products, isa, flags, (), "limited"))
+    # Bound to this PyTorch and this Python by its name; see `_extension.host_function`.
+    host = "_host_torch{}_{}".format(*importlib.metadata.version("torch").split(".")[:2])
+    flags = (python, f"-DFASTFORMER_MODULE={host}")
+    found.append(Library(host, ["host/*.cpp"], (), None, flags, tuple(torch_libs), "this"))
+    return found
+
+
+class BuildLibraries(build_ext):
+    """Compiles each source once for each instruction set that it is needed for, by ninja."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        stem = fullname.rpartition(".")[2]
+        if any(each.library.name == stem and each.library.python == "none" for each in self.extensions):
+            return os.path.join(*fullname.split(".")) + ".so"
+        return super().get_ext_filename(fullname)
+
+    def build_extensions(self) -> None:
+        folder = Path(self.build_temp).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / "build.ninja"
+        file.write_text("\n".join(self._ninja_file(folder)) + "\n")
+        options = ["-j", os.environ["MAX_JOBS"]] if "MAX_JOBS" in os.environ else []
+        options += [] if self.verbose else ["--quiet"]
+        subprocess.run([_ninja(), *options, "-f", str(file)], cwd=ROOT, check=True)
+
+    def _ninja_file(self, folder: Path) -> Iterator[str]:
+        torch = _package("torch") / "include"
+        includes = ["-Icsrc", f"-isystem{torch}", f"-isystem{torch / 'torch/csrc/api/include'}"]
+        yield f"builddir = {_escaped(folder)}"
+        yield f"cxx = {os.environ.get('CXX', 'c++')}"
+        yield f"flags = {shlex.join([*FLAGS, *includes])}"
+        yield f"links = {' '.join(LINK_FLAGS)}"
+        yield "rule compile\n command = $cxx -MMD -MF $out.d $flags $more -c $in -o $out"
+        yield " depfile = $out.d\n deps = gcc\n description = compiling $out"
+        yield "rule link\n command = $cxx $in $links $more -o $out\n description = linking $out"
+        made: set[Path] = set()
+        common: list[Path] = []
+        for extension in self.extensions:
+            library: Library = extension.library
+            output = Path(self.get_ext_fullpath(extension.name)).absolute()
+            output.parent.mkdir(parents=True, exist_ok=True)
+            objects = []
+            for patterns, prefix, flags in (
+                (library.sources, library.name, library.flags),
+                (library.shares, library.isa, ()),
+            ):
+                more = " ".join([*flags, *INSTRUCTION_SETS.get(library.isa or "", [])])
+                for source in _paths(patterns):
+                    objects.append(folder / f"{prefix}/{source.parent.name}/{source.stem}.o")
+                    if objects[-1] not in made:
+                        yield f"build {_escaped(objects[-1])}: compile {source}\n more = {more}"
+                    made.add(objects[-1])
+            more = " ".join([*library.links, *([] if common else [f"-Wl,-soname,{output.name}"])])
+            yield f"build {_escaped(output)}: link {' '.join(map(_escaped, [*objects, *common]))}\n more = {more}"
+            common = common or [output]
+
+
+def _escaped(path: Path) -> str:
+    return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+
+def _ninja() -> str:
+    beside = Path(sys.executable).with_name("ninja")
+    return str(beside) if beside.exists() else "ninja"
+
+
+def cpp_extensions() -> dict[str, Any]:
     """ext_modules and cmdclass for setup(), empty where there is nothing to build."""
     wanted = os.environ.get("FASTFORMER_BUILD_CPP", "1") != "0" and platform.machine() in ("x86_64", "AMD64")
     compiler = os.environ.get("CXX", "c++")
     if wanted and shutil.which(compiler) is None:
         print(f"no C++ compiler ({compiler}): installing without the CPU kernels, so the ops run on plain PyTorch")
         return {}
-    sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.cpp"))
-    if not wanted or not sources:
+    if not wanted or not (ROOT / "csrc").is_dir():
         return {}
-    from torch.utils.cpp_extension import BuildExtension, CppExtension
-
-    class BuildPerInstructionSet(BuildExtension):
-        def build_extension(self, ext):  # type: ignore[no-untyped-def]
-            # The same sources are compiled once per instruction set: each needs object files of its own.
-            shared = self.build_temp
-            self.build_temp = os.path.join(shared, ext.name.rpartition(".")[2])
-            super().build_extension(ext)
-            self.build_temp = shared
-
-    common = ["-O3", "-g0", "-std=c++20", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-Wall"]
-    # GCC 12 warns of its own AVX-512 headers, whose "undefined" vectors are meant.
-    common += ["-Wno-unknown-pragmas", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
-    common += os.environ.get("FASTFORMER_CXXFLAGS", "").split()
-    modules = [
-        CppExtension(
-            f"fastformer._C_{isa}",
-            sources,
-            include_dirs=[str(ROOT / "csrc")],
-            extra_compile_args=[*common, f'-DFASTFORMER_ISA="{isa}"', *flags],
-            extra_link_args=["-fopenmp", *os.environ.get("FASTFORMER_LDFLAGS", "").split()],
-        )
-        for isa, flags in INSTRUCTION_SETS.items()
-    ]
-    return {"ext_modules": modules, "cmdclass": {"build_ext": BuildPerInstructionSet.with_options(use_ninja=True)}}
+    return {"ext_modules": [each.extension() for each in libraries()], "cmdclass": {"build_ext": BuildLibraries}}
 
 
 setup(

@@ -2,68 +2,106 @@
 
 #include "engine/decoder.h"
 
-#include <pybind11/numpy.h>
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
+#include <algorithm>
 #include <mutex>
 
-#include "bindings/bindings.h"
-
-namespace py = pybind11;
+#include "bindings/arrays.h"
+#include "bindings/module.h"
 
 namespace fastformer {
 namespace {
 
-ModelOptions options_of(const py::dict& d) {
-  const auto integer = [&](const char* name) { return d[name].cast<int64_t>(); };
-  const auto flag = [&](const char* name) { return d[name].cast<bool>(); };
-  const auto number = [&](const char* name) { return d[name].cast<float>(); };
-  return {.precision = precision_named(d["precision"].cast<std::string>()),
+using python::Array;
+using python::Object;
+using python::Released;
+
+// Models are shared with the sessions and encoders that are made of them.
+using SharedModel = std::shared_ptr<const PackedModel>;
+
+template <typename T>
+T option(PyObject* options, const char* name) {
+  PyObject* const found = PyDict_GetItemString(options, name);
+  if (found == nullptr) {
+    PyErr_SetString(PyExc_KeyError, name);
+    throw python::Raised{};
+  }
+  try {
+    return python::Cast<T>::from(found);
+  } catch (const python::Unexpected& why) {
+    PyErr_Format(PyExc_TypeError, "options: expected %s for '%s'", why.wanted, name);
+    throw python::Raised{};
+  }
+}
+
+ModelOptions options_of(PyObject* d) {
+  const auto integer = [&](const char* name) { return option<int64_t>(d, name); };
+  const auto flag = [&](const char* name) { return option<bool>(d, name); };
+  const auto number = [&](const char* name) { return option<float>(d, name); };
+  const auto text = [&](const char* name) { return option<std::string>(d, name); };
+  return {.precision = precision_named(text("precision")),
           .d_model = integer("d_model"),
           .num_heads = integer("num_heads"),
           .num_kv_heads = integer("num_kv_heads"),
           .head_dim = integer("head_dim"),
           .num_encoder_layers = integer("num_encoder_layers"),
           .num_decoder_layers = integer("num_decoder_layers"),
-          .norm_placement = norm_placement_named(d["norm_placement"].cast<std::string>()),
+          .norm_placement = norm_placement_named(text("norm_placement")),
           .rms_norm = flag("rms_norm"),
           .rotary_interleaved = flag("rotary_interleaved"),
           .parallel_residual = flag("parallel_residual"),
-          .skips_first_norm = d.contains("skips_first_norm") && flag("skips_first_norm"),
+          .skips_first_norm =
+              PyDict_GetItemString(d, "skips_first_norm") != nullptr && flag("skips_first_norm"),
           .eps = number("eps"),
           .scale = number("scale"),
           .attention_scale = number("attention_scale"),
           .attention_softcap = number("attention_softcap"),
           .logit_softcap = number("logit_softcap"),
           .padding_idx = integer("padding_idx"),
-          .encoder_windows = d["encoder_windows"].cast<std::vector<int64_t>>(),
-          .decoder_windows = d["decoder_windows"].cast<std::vector<int64_t>>(),
+          .encoder_windows = option<std::vector<int64_t>>(d, "encoder_windows"),
+          .decoder_windows = option<std::vector<int64_t>>(d, "decoder_windows"),
           .max_len = integer("max_len"),
-          .activation = activation_named(d["activation"].cast<std::string>())};
+          .activation = activation_named(text("activation"))};
 }
 
-ModelTensors tensors_of(const py::dict& arrays) {
+ModelTensors tensors_of(PyObject* arrays) {
   ModelTensors tensors;
-  for (const auto& [name, value] : arrays) {
-    const auto array = value.cast<py::array>();
-    const bool is_bf16 = py::isinstance<py::array_t<uint16_t>>(array),
-               is_byte = py::isinstance<py::array_t<uint8_t>>(array);
-    if (!is_bf16 && !is_byte && !py::isinstance<py::array_t<float>>(array))
-      throw std::invalid_argument("expected arrays of float32, of uint16 for the bits of bfloat16, or of uint8");
-    if (!(array.flags() & py::array::c_style)) throw std::invalid_argument("expected arrays without gaps");
+  PyObject *name = nullptr, *value = nullptr;
+  Py_ssize_t next = 0;
+  while (PyDict_Next(arrays, &next, &name, &value)) {
+    const Array array = python::Cast<Array>::from(value);  // the dictionary keeps its memory alive
     using Kind = ModelTensor::Kind;
-    const Kind kind = is_bf16 ? Kind::bf16 : is_byte ? Kind::bytes : Kind::fp32;
-    tensors[name.cast<std::string>()] = {array.data(), kind, {array.shape(), array.shape() + array.ndim()}};
+    using python::Dtype;
+    if (array.dtype() == Dtype::other)
+      throw std::invalid_argument("expected arrays of float32, of uint16 for the bits of bfloat16, or of uint8");
+    if (!array.is_dense()) throw std::invalid_argument("expected arrays without gaps");
+    const Kind kind = array.dtype() == Dtype::uint16 ? Kind::bf16
+                      : array.dtype() == Dtype::uint8 ? Kind::bytes
+                                                      : Kind::fp32;
+    tensors[python::Cast<std::string>::from(name)] = {array.data(), kind, array.shape()};
   }
   return tensors;
 }
 
+// A copy, which nothing changes while the GIL is away.
+Object dictionary(PyObject* object) {
+  if (!PyDict_Check(object)) throw python::Unexpected{"a dictionary"};
+  return Object(python::sure(PyDict_Copy(object)));
+}
+
+std::unique_ptr<SharedModel> pack_model(PyObject* options, PyObject* tensors) {
+  const Object all = dictionary(tensors), settings = dictionary(options);
+  const ModelOptions o = options_of(settings.get());
+  const ModelTensors of_model = tensors_of(all.get());
+  const Released released;
+  return std::make_unique<SharedModel>(std::make_shared<const PackedModel>(o, of_model));
+}
+
+int64_t step_bytes(const SharedModel& model) { return model->step_bytes(); }
+
 // A session that raises an error when two threads use it at once.
 class GuardedSession {
  public:
-  GuardedSession(std::shared_ptr<const PackedModel> model, int64_t num_tokens)
-      : session_(std::move(model), num_tokens) {}
+  GuardedSession(SharedModel model, int64_t num_tokens) : session_(std::move(model), num_tokens) {}
 
   template <typename F>
   auto with(F&& f) {
@@ -77,83 +115,109 @@ class GuardedSession {
   Session session_;
 };
 
-py::tuple step(GuardedSession& guarded, const Ids& tokens, int64_t k, bool log_probs, const Ids& logit_rows,
-               std::optional<py::array_t<float, py::array::c_style>> logits, int threads) {
+std::unique_ptr<GuardedSession> new_session(SharedModel* model, int64_t num_tokens) {
+  if (model == nullptr) throw std::invalid_argument("expected a model, got None");
+  return std::make_unique<GuardedSession>(*model, num_tokens);
+}
+
+std::vector<int64_t> admit(GuardedSession& guarded, const std::vector<Ids>& sources, const std::vector<Ids>& tokens,
+                           int32_t threads) {
+  const Released released;
+  return guarded.with([&](Session& session) { return session.admit(sources, tokens, threads); });
+}
+
+// Logits that would be copied would be lost.
+Object step(GuardedSession& guarded, const Ids& tokens, int64_t k, bool log_probs, const Ids& logit_rows,
+            const std::optional<Array>& logits, int32_t threads) {
   return guarded.with([&](Session& session) {
     if (k < 1 || k > session.model().vocab_size())
       throw std::invalid_argument("expected k from 1 to the size of the vocabulary");
+    if (logits && (logits->dtype() != python::Dtype::fp32 || !logits->is_dense() || !logits->is_writable()))
+      throw std::invalid_argument("expected logits of float32 without gaps that can be written to");
     Selection selection{k, log_probs, logit_rows};
     if (!logit_rows.empty()) {
-      if (!logits || logits->ndim() != 2 || logits->shape(0) != static_cast<py::ssize_t>(logit_rows.size()) ||
+      if (!logits || logits->ndim() != 2 || logits->shape(0) != static_cast<int64_t>(logit_rows.size()) ||
           logits->shape(1) != session.model().vocab_size())
         throw std::invalid_argument("expected room for the logits of the rows that were named");
       for (const int32_t row : logit_rows)
         if (row < 0 || row >= session.num_rows()) throw std::invalid_argument("expected rows that are there");
-      selection.logits = logits->mutable_data();
+      selection.logits = static_cast<float*>(logits->data());
     }
     const Candidates* candidates;
     {
-      const py::gil_scoped_release released;
+      const Released released;
       candidates = &session.step(tokens, selection, threads);
     }
-    const std::vector<py::ssize_t> shape{session.num_rows(), static_cast<py::ssize_t>(k)};
-    return py::make_tuple(py::array_t<int32_t>(shape, candidates->ids.data()),
-                          py::array_t<float>(shape, candidates->values.data()));
+    const int64_t rows = session.num_rows();
+    Array ids = python::new_ids(rows, k), values = python::new_floats(rows, k);
+    std::copy_n(candidates->ids.data(), rows * k, static_cast<int32_t*>(ids.data()));
+    std::copy_n(candidates->values.data(), rows * k, static_cast<float*>(values.data()));
+    return python::make_tuple(std::move(ids.object()), std::move(values.object()));
+  });
+}
+
+std::vector<int64_t> run(GuardedSession& guarded, const std::vector<Search*>& searches, const Ids& tokens,
+                         int64_t max_steps, double seconds, int64_t least_rows, bool log_probs, int32_t threads) {
+  const Released released;
+  const RunLimits limits{max_steps, seconds, least_rows};
+  return guarded.with([&](Session& session) { return session.run(searches, tokens, limits, log_probs, threads); });
+}
+
+void reorder(GuardedSession& guarded, const std::vector<Ids>& parents) {
+  guarded.with([&](Session& session) { session.reorder(parents); });
+}
+
+void release(GuardedSession& guarded, const std::vector<int64_t>& groups) {
+  guarded.with([&](Session& session) { session.release(groups); });
+}
+
+void set_shortlist(GuardedSession& guarded, const Ids& ids) {
+  guarded.with([&](Session& session) { session.set_shortlist(ids); });
+}
+
+int64_t free_tokens(GuardedSession& guarded) {
+  return guarded.with([](Session& session) { return session.free_tokens(); });
+}
+
+int64_t step_tokens(GuardedSession& guarded) {
+  return guarded.with([](Session& session) { return session.step_tokens(); });
+}
+
+int64_t shared_tokens(GuardedSession& guarded) {
+  return guarded.with([](Session& session) { return session.shared_tokens(); });
+}
+
+Object known(GuardedSession& guarded, const Ids& tokens) {
+  return guarded.with([&](Session& session) {
+    const TokenCache::Known known = session.known(tokens);
+    return python::make_tuple(known.cached, known.held);
   });
 }
 
 }  // namespace
 
-void bind_decoder(py::module_& m) {
-  py::class_<PackedModel, std::shared_ptr<PackedModel>>(m, "PackedModel")
-      .def(py::init([](const py::dict& options, const py::dict& arrays) {
-             const ModelOptions o = options_of(options);
-             const ModelTensors tensors = tensors_of(arrays);
-             const py::gil_scoped_release released;
-             return std::make_shared<PackedModel>(o, tensors);
-           }),
-           py::arg("options"), py::arg("tensors"))
-      .def_property_readonly("step_bytes", &PackedModel::step_bytes);
-
-  py::class_<GuardedSession>(m, "Session")
-      .def(py::init([](std::shared_ptr<PackedModel> model, int64_t num_tokens) {
-             return std::make_unique<GuardedSession>(std::move(model), num_tokens);
-           }),
-           py::arg("model"), py::arg("num_tokens"))
-      .def("admit",
-           [](GuardedSession& guarded, const std::vector<Ids>& sources, const std::vector<Ids>& tokens, int threads) {
-             const py::gil_scoped_release released;
-             return guarded.with([&](Session& session) { return session.admit(sources, tokens, threads); });
-           })
-      // Logits that would be copied would be lost.
-      .def("step", step, py::arg("tokens"), py::arg("k"), py::arg("log_probs"), py::arg("logit_rows"),
-           py::arg("logits").noconvert(), py::arg("threads"))
-      .def("run",
-           [](GuardedSession& guarded, const std::vector<Search*>& searches, const Ids& tokens, int64_t max_steps,
-              double seconds, int64_t least_rows, bool log_probs, int threads) {
-             const py::gil_scoped_release released;
-             const RunLimits limits{max_steps, seconds, least_rows};
-             return guarded.with(
-                 [&](Session& session) { return session.run(searches, tokens, limits, log_probs, threads); });
-           })
-      .def("reorder", [](GuardedSession& guarded,
-                         const std::vector<Ids>& parents) { guarded.with([&](Session& s) { s.reorder(parents); }); })
-      .def("release", [](GuardedSession& guarded,
-                         const std::vector<int64_t>& groups) { guarded.with([&](Session& s) { s.release(groups); }); })
-      .def("set_shortlist",
-           [](GuardedSession& guarded, const Ids& ids) { guarded.with([&](Session& s) { s.set_shortlist(ids); }); })
-      .def("free_tokens",
-           [](GuardedSession& guarded) { return guarded.with([](Session& s) { return s.free_tokens(); }); })
-      .def("step_tokens",
-           [](GuardedSession& guarded) { return guarded.with([](Session& s) { return s.step_tokens(); }); })
-      .def("shared_tokens",
-           [](GuardedSession& guarded) { return guarded.with([](Session& s) { return s.shared_tokens(); }); })
-      .def("known", [](GuardedSession& guarded, const Ids& tokens) {
-        return guarded.with([&](Session& session) {
-          const TokenCache::Known known = session.known(tokens);
-          return py::make_tuple(known.cached, known.held);
-        });
-      });
+void bind_decoder(PyObject* module) {
+  using python::method;
+  static PyMethodDef none[] = {{}};
+  static PyGetSetDef model_properties[] = {python::property<&step_bytes>("step_bytes"), {}};
+  python::add_class<SharedModel>(module, "PackedModel",
+                                 &python::construct<&pack_model, "PackedModel", "options tensors">, none,
+                                 model_properties);
+  static PyMethodDef methods[] = {method<"admit", "sources tokens threads", &admit>(),
+                                  method<"step", "tokens k log_probs logit_rows logits threads", &step>(),
+                                  method<"run", "searches tokens max_steps seconds least_rows log_probs threads", &run>(),
+                                  method<"reorder", "parents", &reorder>(),
+                                  method<"release", "groups", &release>(),
+                                  method<"set_shortlist", "ids", &set_shortlist>(),
+                                  method<"free_tokens", "", &free_tokens>(),
+                                  method<"step_tokens", "", &step_tokens>(),
+                                  method<"shared_tokens", "", &shared_tokens>(),
+                                  method<"known", "tokens", &known>(),
+                                  {}};
+  static PyGetSetDef no_properties[] = {{}};
+  python::add_class<GuardedSession>(module, "Session",
+                                    &python::construct<&new_session, "Session", "model num_tokens">, methods,
+                                    no_properties);
 }
 
 }  // namespace fastformer

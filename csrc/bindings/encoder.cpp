@@ -2,21 +2,17 @@
 
 #include "engine/encoder.h"
 
-#include <pybind11/numpy.h>
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
 #include <algorithm>
 #include <limits>
-#include <optional>
 
-#include "bindings/bindings.h"
-
-namespace py = pybind11;
+#include "bindings/arrays.h"
+#include "bindings/module.h"
 
 namespace fastformer {
 namespace {
 
+using python::Object;
+using SharedModel = std::shared_ptr<const PackedModel>;
 using Lists = std::vector<std::vector<int64_t>>;
 
 // One that 32 bits can't hold is out of range in every model, as the largest of them is.
@@ -31,28 +27,34 @@ std::vector<Ids> narrow(const Lists& lists) {
   return found;
 }
 
-py::array_t<float> encode(Encoder& encoder, const Lists& ids, const std::optional<Lists>& types,
-                          const std::string& pooling, bool normalise, int threads) {
+std::unique_ptr<Encoder> new_encoder(SharedModel* model) {
+  if (model == nullptr) throw std::invalid_argument("expected a model, got None");
+  return std::make_unique<Encoder>(*model);
+}
+
+int64_t max_len(const Encoder& encoder) { return encoder.model().max_len(); }
+
+Object encode(Encoder& encoder, const Lists& ids, const std::optional<Lists>& types, const std::string& pooling,
+              bool normalise, int32_t threads) {
   const Texts texts{narrow(ids), types ? narrow(*types) : std::vector<Ids>()};
   const Pooling how = pooling_named(pooling);
   if (types && types->size() != ids.size()) throw std::invalid_argument("token_types: expected those of each text");
-  py::array_t<float> out({static_cast<py::ssize_t>(encoder.num_rows(texts, how)),
-                          static_cast<py::ssize_t>(encoder.model().options.d_model)});
-  float* to = out.mutable_data();
-  const py::gil_scoped_release released;
-  encoder.encode(texts, how, normalise, threads, to);
-  return out;
+  python::Array out = python::new_floats(encoder.num_rows(texts, how), encoder.model().options.d_model);
+  {
+    const python::Released released;
+    encoder.encode(texts, how, normalise, threads, static_cast<float*>(out.data()));
+  }
+  return std::move(out.object());
 }
 
 }  // namespace
 
-void bind_encoder(py::module_& m) {
-  py::class_<Encoder>(m, "Encoder")
-      .def(py::init([](std::shared_ptr<PackedModel> model) { return std::make_unique<Encoder>(std::move(model)); }),
-           py::arg("model"))
-      .def_property_readonly("max_len", [](const Encoder& encoder) { return encoder.model().max_len(); })
-      .def("encode", encode, py::arg("ids"), py::arg("token_types"), py::arg("pooling"), py::arg("normalize"),
-           py::arg("threads"));
+void bind_encoder(PyObject* module) {
+  static PyMethodDef methods[] = {
+      python::method<"encode", "ids token_types pooling normalize threads", &encode>(), {}};
+  static PyGetSetDef properties[] = {python::property<&max_len>("max_len"), {}};
+  python::add_class<Encoder>(module, "Encoder", &python::construct<&new_encoder, "Encoder", "model">, methods,
+                             properties);
 }
 
 }  // namespace fastformer

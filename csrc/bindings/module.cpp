@@ -1,17 +1,43 @@
-// The Python module of the extension. Ops register themselves under torch.ops.fastformer_cpp, each in its own file; the
-// module has the name of the instruction set that it was compiled for, and the objects that aren't ops.
+// The engine's Python module, which knows neither PyTorch nor OpenMP. It has the name of the instruction set that it was
+// compiled for.
 
-#include <pybind11/pybind11.h>
+#include "bindings/module.h"
 
-#include "bindings/bindings.h"
+#include "bindings/arrays.h"
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.doc() = "fastformer's ops for the CPU";
-  m.attr("instruction_set") = FASTFORMER_ISA;
-  fastformer::bind_eager_call(m);
-  fastformer::bind_launcher(m);
-  fastformer::bind_packed_gemm(m);
-  fastformer::bind_decoder(m);
-  fastformer::bind_encoder(m);
-  fastformer::bind_search(m);
+#define FASTFORMER_INIT(name) PyInit__engine_##name
+#define FASTFORMER_INIT_OF(name) FASTFORMER_INIT(name)
+#define FASTFORMER_TEXT(name) #name
+#define FASTFORMER_TEXT_OF(name) FASTFORMER_TEXT(name)
+
+PyMODINIT_FUNC FASTFORMER_INIT_OF(FASTFORMER_ISA)() {
+  using namespace fastformer;
+  static PyModuleDef definition = {PyModuleDef_HEAD_INIT,
+                                   "fastformer._engine_" FASTFORMER_TEXT_OF(FASTFORMER_ISA),
+                                   "fastformer's decoding engine, searches and encoders for the CPU",
+                                   -1,
+                                   nullptr,
+                                   nullptr,
+                                   nullptr,
+                                   nullptr,
+                                   nullptr};
+  python::Object module(PyModule_Create(&definition));
+  if (!module) return nullptr;
+  try {
+    python::load_numpy();
+    if (PyModule_AddStringConstant(module.get(), "instruction_set", FASTFORMER_TEXT_OF(FASTFORMER_ISA)) != 0)
+      return nullptr;
+    bind_tensors(module.get());
+    bind_guards(module.get());
+    bind_packed_gemm(module.get());
+    bind_decoder(module.get());
+    bind_encoder(module.get());
+    bind_search(module.get());
+    bind_team(module.get());
+    bind_launcher(module.get());
+    return module.release();
+  } catch (...) {
+    python::set_error();
+    return nullptr;
+  }
 }

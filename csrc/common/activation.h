@@ -2,10 +2,9 @@
 
 #pragma once
 
-#include <c10/util/Exception.h>
-
 #include <string_view>
 
+#include "common/check.h"
 #include "common/simd.h"
 
 namespace fastformer {
@@ -27,7 +26,7 @@ inline Activation activation_named(std::string_view name) {
   if (name == "silu") return Activation::silu;
   if (name == "swiglu") return Activation::swiglu;
   if (name == "geglu") return Activation::geglu;
-  TORCH_CHECK(name == "geglu_tanh", "unknown activation ", name);
+  check(name == "geglu_tanh", "unknown activation ", name);
   return Activation::geglu_tanh;
 }
 

@@ -1,6 +1,5 @@
 #include "common/buffer_pool.h"
 
-#include <c10/core/CPUAllocator.h>
 #include <pthread.h>
 #include <sys/mman.h>
 
@@ -10,11 +9,15 @@
 #include <new>
 #include <vector>
 
+#include "common/memory_report.h"
+
 namespace fastformer {
 namespace {
 
 constexpr int64_t kHugePage = int64_t{2} << 20;
 constexpr int64_t kMostKept = int64_t{64} << 20;
+constexpr int64_t kLarge = int64_t{1} << 20;
+constexpr int64_t kLine = 64;
 
 struct Chunk {
   char* data;
@@ -81,16 +84,25 @@ PooledMemory::~PooledMemory() {
   for (const Chunk& chunk : gone) std::free(chunk.data);
 }
 
-c10::DataPtr pooled_data(int64_t bytes) {
-  auto* memory = new PooledMemory(bytes);
-  c10::profiledCPUMemoryReporter().New(memory->data(), static_cast<size_t>(bytes));
-  return {memory->data(), memory,
-          [](void* context) {
-            auto* gone = static_cast<PooledMemory*>(context);
-            c10::profiledCPUMemoryReporter().Delete(gone->data());
-            delete gone;
-          },
-          c10::Device(c10::kCPU)};
+Scratch new_scratch(int64_t bytes) {
+  if (bytes < 0) throw std::bad_alloc();
+  ReleaseScratch release;
+  void* data = nullptr;
+  if (bytes >= kLarge) {
+    release.pooled = PooledMemory(bytes);
+    data = release.pooled.data();
+  } else {
+    const int64_t whole = std::max<int64_t>((bytes + kLine - 1) / kLine, 1) * kLine;
+    data = std::aligned_alloc(kLine, static_cast<size_t>(whole));
+    if (data == nullptr) throw std::bad_alloc();
+  }
+  if (const MemoryReport* report = memory_report()) report->allocated(data, bytes);
+  return Scratch(data, std::move(release));
+}
+
+void ReleaseScratch::operator()(void* data) const {
+  if (const MemoryReport* report = memory_report()) report->released(data);
+  if (pooled.data() == nullptr) std::free(data);
 }
 
 }  // namespace fastformer

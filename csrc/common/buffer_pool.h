@@ -3,16 +3,17 @@
 
 #pragma once
 
-#include <c10/core/Allocator.h>
-
 #include <cstdint>
+#include <memory>
 #include <utility>
+
+#include "common/export.h"
 
 namespace fastformer {
 
 // Uninitialised memory, new or from the pool, aligned to huge pages, which the system is asked for. The pool keeps the
 // last 64 MiB of what is released.
-class PooledMemory {
+class FASTFORMER_API PooledMemory {
  public:
   PooledMemory() = default;
   explicit PooledMemory(int64_t bytes);
@@ -32,8 +33,14 @@ class PooledMemory {
   int64_t bytes_ = 0;
 };
 
-// Memory of the pool as PyTorch's allocators give it, counted by PyTorch's profiler.
-c10::DataPtr pooled_data(int64_t bytes);
+// Memory aligned to a cache line, which is counted: see memory_report.h. It is the pool's from 1 MiB on: the C library
+// returns such blocks to the system when they are freed, and an op that packs weights would get fresh pages in each call.
+struct FASTFORMER_API ReleaseScratch {
+  PooledMemory pooled;
+  void operator()(void* data) const;
+};
+using Scratch = std::unique_ptr<void, ReleaseScratch>;
+FASTFORMER_API Scratch new_scratch(int64_t bytes);
 
 // Rows of floats for the steps of a session; what they hold is undefined after reserve.
 class FloatBuffer {

@@ -6,6 +6,8 @@
 
 #pragma once
 
+#include "common/export.h"
+
 namespace fastformer {
 
 struct CpuFeatures {
@@ -17,9 +19,9 @@ struct CpuFeatures {
 };
 
 // Throws std::invalid_argument for a name in FASTFORMER_CPU_FEATURES that is none of the above.
-const CpuFeatures& cpu_features();
+FASTFORMER_API const CpuFeatures& cpu_features();
 
 // Did Intel make this CPU?
-bool is_intel_cpu();
+FASTFORMER_API bool is_intel_cpu();
 
 }  // namespace fastformer

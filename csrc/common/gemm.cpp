@@ -2,11 +2,10 @@
 
 #include "common/gemm.h"
 
-#include <ATen/native/CPUBlas.h>
-
 #include <algorithm>
 #include <cstdlib>
 
+#include "common/brgemm.h"
 #include "common/buffer.h"
 #include "common/gemm_kernels.h"
 #include "common/transpose.h"
@@ -87,7 +86,7 @@ bool use_brgemm() {
     const char* asked = std::getenv("FASTFORMER_BRGEMM");
     const bool amx = __builtin_cpu_supports("amx-bf16") && __builtin_cpu_supports("amx-tile");
     const bool on = asked ? asked[0] == '1' : amx;
-    return on && at::native::cpublas::could_pack(at::kBFloat16);
+    return on && brgemm() != nullptr && brgemm()->has_bf16();
   }();
   return wanted;
 #else
@@ -183,7 +182,7 @@ void gemm(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* pac
   if constexpr (std::is_same_v<T, bfloat16>) {
     if (use_brgemm() && k % 2 == 0 && n % kPanel == 0) {
       for (int64_t j = 0; j < n; j += kPanel, packed += panel_size)
-        at::native::cpublas::brgemm(m, kPanel, k, lda, kPanel, ldc, accumulate, a, packed, c + j, true);
+        brgemm()->bf16(m, kPanel, k, lda, kPanel, ldc, accumulate, a, packed, c + j);
       return;
     }
     if (!has_bf16_dot()) return gemm_widened(m, n, k, a, lda, packed, c, ldc, accumulate, panel_size);
@@ -228,7 +227,7 @@ void gemm_transposed(int64_t m, int64_t n, int64_t k, const T* packed_a, const T
 }
 
 void gemm_release() {
-  if (use_brgemm()) at::native::cpublas::brgemm_release();
+  if (use_brgemm()) brgemm()->release();
 }
 
 #define FASTFORMER_INSTANTIATE(T)                                                                                   \

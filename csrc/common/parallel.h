@@ -6,13 +6,13 @@
 #pragma once
 
 #include <ATen/Parallel.h>
-#include <c10/util/ThreadLocalDebugInfo.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
 
 #include "common/gemm.h"
+#include "common/memory_report.h"
 #include "common/share_out.h"
 
 namespace fastformer {
@@ -31,11 +31,10 @@ void for_each_worker(int64_t n, bool parallel, F&& worker) {
   };
   const int64_t threads = parallel ? std::min<int64_t>(n, at::get_num_threads()) : 1;
   if (threads <= 1) return work();
-  const auto profiler = c10::ThreadLocalDebugInfo::current();
+  const Watcher watcher;
   share_out(static_cast<int>(threads), [&] {
     if (taken.load(std::memory_order_relaxed) >= n) return;
-    const c10::DebugInfoGuard guard(profiler);
-    work();
+    watcher.run(work);
   });
 }
 

@@ -10,8 +10,8 @@
 
 #pragma once
 
-#include <c10/util/BFloat16.h>
 #include <immintrin.h>
+#include <torch/headeronly/util/BFloat16.h>
 
 #include <algorithm>
 #include <cmath>

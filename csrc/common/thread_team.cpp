@@ -1,7 +1,7 @@
 #include "common/thread_team.h"
 
+#include <dlfcn.h>
 #include <immintrin.h>
-#include <omp.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -59,15 +59,26 @@ void run_alone(const std::vector<Stage>& stages) {
     for (int64_t task = 0; task < stage.tasks; ++task) stage.run(task);
 }
 
+// A function of the OpenMP that the process has loaded, PyTorch's own; null without one. The library links to none: a
+// second OpenMP in a process is a second set of threads.
+template <typename F>
+F* openmp(const char* name) {
+  return reinterpret_cast<F*>(dlsym(RTLD_DEFAULT, name));
+}
+
 // Under OMP_PROC_BIND the program's threads are bound to cores of their own, the first one too. What it starts would
 // share its core, so a helper takes all that OpenMP has.
 void leave_bound_core() {
-  if (omp_get_proc_bind() == omp_proc_bind_false) return;
+  constexpr int kNotBound = 0;  // omp_proc_bind_false
+  const auto binding = openmp<int()>("omp_get_proc_bind"), num_places = openmp<int()>("omp_get_num_places");
+  const auto place_size = openmp<int(int)>("omp_get_place_num_procs");
+  const auto place_cores = openmp<void(int, int*)>("omp_get_place_proc_ids");
+  if (!binding || !num_places || !place_size || !place_cores || binding() == kNotBound) return;
   cpu_set_t cores;
   CPU_ZERO(&cores);
-  for (int place = 0; place < omp_get_num_places(); ++place) {
-    std::vector<int> numbers(omp_get_place_num_procs(place));
-    omp_get_place_proc_ids(place, numbers.data());
+  for (int place = 0; place < num_places(); ++place) {
+    std::vector<int> numbers(place_size(place));
+    place_cores(place, numbers.data());
     for (const int number : numbers)
       if (number < CPU_SETSIZE) CPU_SET(number, &cores);
   }

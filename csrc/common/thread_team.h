@@ -10,6 +10,8 @@
 #include <functional>
 #include <vector>
 
+#include "common/export.h"
+
 namespace fastformer {
 
 struct Stage {
@@ -23,14 +25,14 @@ struct Stage {
 // slower than one thread.
 //
 // If tasks throw, the caller gets one of the exceptions at the end; later stages may or may not have run.
-void run_stages(const std::vector<Stage>& stages, int threads);
+FASTFORMER_API void run_stages(const std::vector<Stage>& stages, int threads);
 
 // Runs long, independent tasks, one a thread, and returns when the last is done. Returns false, without running any,
 // while the team works for another caller. Exceptions: see run_stages.
-bool run_workers(const Stage& tasks);
+FASTFORMER_API bool run_workers(const Stage& tasks);
 
 // Calls work() on up to so many threads at once, the caller's included, and returns when the calls that have begun are
 // done: a thread that has no core is not waited for. Returns false as run_workers does. Exceptions: see run_stages.
-bool run_together(int threads, const std::function<void()>& work);
+FASTFORMER_API bool run_together(int threads, const std::function<void()>& work);
 
 }  // namespace fastformer

@@ -1,16 +1,11 @@
-// The one file of the decoding engine's products that knows torch.
-
 #include "engine/packed_brgemm.h"
-
-#include <ATen/Context.h>
-#include <ATen/native/CPUBlas.h>
 
 #include <cstdlib>
 
+#include "common/brgemm.h"
 #include "common/cpu_features.h"
 
 namespace fastformer {
-namespace blas = at::native::cpublas;
 namespace {
 
 thread_local int64_t num_products = 0;
@@ -23,14 +18,14 @@ bool can_brgemm(Precision precision) {
     const char* asked = std::getenv("FASTFORMER_BRGEMM");
     return asked != nullptr && asked[0] == '1';
   }();
-  if (precision == Precision::fp32) return false;
+  if (precision == Precision::fp32 || brgemm() == nullptr) return false;
   // brgemm throws while oneDNN is switched off (torch.backends.mkldnn), which may change between two products.
-  if (!at::globalContext().userEnabledMkldnn()) return false;
+  if (!brgemm()->is_enabled()) return false;
   const CpuFeatures& cpu = cpu_features();
   const bool bf16 = precision == Precision::bf16;
   if (forced && (bf16 ? cpu.avx512_bf16 : cpu.avx512_vnni)) return true;
   // Whether weights need packing is torch's only answer to whether it has AMX.
-  return bf16 ? cpu.amx_bf16 && blas::could_pack(at::kBFloat16) : cpu.amx_int8 && blas::could_pack(at::kByte);
+  return bf16 ? cpu.amx_bf16 && brgemm()->has_bf16() : cpu.amx_int8 && brgemm()->has_u8s8();
 #else
   return false;
 #endif
@@ -40,17 +35,19 @@ void brgemm_panel(Precision precision, int64_t rows, const char* left, int64_t l
                   int64_t steps, void* sums) {
   ++num_products;
   if (precision == Precision::int8) {
-    blas::brgemm(rows, kPanelColumns, steps * 4, left_stride, kPanelColumns, kPanelColumns, false,
-                 reinterpret_cast<const unsigned char*>(left), reinterpret_cast<const signed char*>(right),
-                 static_cast<int32_t*>(sums), true);
+    brgemm()->u8s8(rows, kPanelColumns, steps * 4, left_stride, kPanelColumns, kPanelColumns, false,
+                   reinterpret_cast<const uint8_t*>(left), reinterpret_cast<const int8_t*>(right),
+                   static_cast<int32_t*>(sums));
   } else {
-    blas::brgemm(rows, kPanelColumns, steps * 2, left_stride / 2, kPanelColumns, kPanelColumns, false,
-                 reinterpret_cast<const at::BFloat16*>(left), reinterpret_cast<const at::BFloat16*>(right),
-                 static_cast<float*>(sums), true);
+    brgemm()->bf16(rows, kPanelColumns, steps * 2, left_stride / 2, kPanelColumns, kPanelColumns, false,
+                   reinterpret_cast<const bfloat16*>(left), reinterpret_cast<const bfloat16*>(right),
+                   static_cast<float*>(sums));
   }
 }
 
-void release_brgemm() { blas::brgemm_release(); }
+void release_brgemm() {
+  if (brgemm() != nullptr) brgemm()->release();
+}
 
 int64_t num_brgemm_products() { return num_products; }
 

@@ -50,8 +50,9 @@ class ModelGuards:
 def layout_of(tensors: list[Tensor]) -> object:
     """Which tensors these are, where they are, and how their memory is read."""
     in_cpp = _extension.host_function("tensor_layout")
-    if in_cpp is not None:
-        return in_cpp(tensors)
+    found = None if in_cpp is None else in_cpp(tensors)
+    if found is not None:
+        return found
     return (
         [*map(id, tensors)],
         [tensor.data_ptr() for tensor in tensors],

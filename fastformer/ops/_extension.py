@@ -1,4 +1,10 @@
-"""Finds the C++ extension: one module per instruction set, the best one that this CPU can run."""
+"""Finds the C++ libraries: of each, what fits this CPU, this PyTorch and this Python.
+
+- `_C_<isa>`: the ops, one library per instruction set.
+- `_engine_<isa>`: the decoding engine, searches and encoders, likewise. It knows nothing of PyTorch, and serves every
+  Python.
+- `_host_torch<version>`: what reads PyTorch's own objects. It is bound to one PyTorch and one Python, and optional.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +21,19 @@ import torch
 logger = logging.getLogger("fastformer")
 
 # Best first. The names on the right are what torch.backends.cpu.get_cpu_capability() answers; it honours
-# ATEN_CPU_CAPABILITY, so that the lesser module can be tested on a better CPU.
-_MODULES = {"avx512": ("AVX512",), "avx2": ("AVX512", "AVX2")}
+# ATEN_CPU_CAPABILITY, so that the lesser library can be tested on a better CPU.
+_INSTRUCTION_SETS = {"avx512": ("AVX512",), "avx2": ("AVX512", "AVX2")}
 
 NOT_BUILT = "the C++ extension is not built for this CPU; `fastformer doctor` says how"
-# Why a module that is there could not be loaded, by its instruction set.
+# Why a library that is there could not be loaded, by its name.
 failures: dict[str, str] = {}
 
 
 @cache
 def load() -> str | None:
-    """Loads the extension that fits this CPU. Returns its instruction set ("avx512", "avx2"), or None without one.
+    """Loads the ops that fit this CPU. Returns their instruction set ("avx512", "avx2"), or None without any.
 
-    A module that does not load (built against another torch, say) is passed over with a warning: the ops run on plain
+    A library that does not load (built against another torch, say) is passed over with a warning: the ops run on plain
     PyTorch then. FASTFORMER_STRICT=1 makes the missing kernels errors.
     """
     isa = instruction_set()
@@ -41,32 +47,67 @@ def load() -> str | None:
 
 @cache
 def instruction_set() -> str | None:
-    """That of the module which fits this CPU and loads; None without one, and then no warning is logged."""
+    """That of the ops which fit this CPU and load; None without any, and then no warning is logged."""
+    ops = ops_module()
+    return None if ops is None else str(ops.instruction_set)
+
+
+@cache
+def ops_module() -> ModuleType | None:
+    """The library of the ops as a Python module; None, without a warning, where there is none."""
+    return _best("_C")
+
+
+@cache
+def _host() -> ModuleType | None:
+    """What is bound to this PyTorch and this Python. It comes first: it hands functions to the other libraries."""
+    version = "_".join(torch.__version__.split(".")[:2])
+    return _imported(f"_host_torch{version}")
+
+
+@cache
+def _engine() -> ModuleType | None:
+    return _best("_engine")
+
+
+def _best(stem: str) -> ModuleType | None:
+    """Of the libraries of this stem, the best that this CPU can run and that loads."""
+    _host()
     capability = torch.backends.cpu.get_cpu_capability()
-    for isa, capabilities in _MODULES.items():
-        name = f"fastformer._C_{isa}"
-        if capability not in capabilities or importlib.util.find_spec(name) is None:
-            continue
-        try:
-            return str(importlib.import_module(name).instruction_set)
-        except (ImportError, OSError, RuntimeError) as failure:
-            failures[isa] = str(failure)
-            logger.warning("%s does not load and has to be built again for this PyTorch: %s", name, failure)
+    for isa, capabilities in _INSTRUCTION_SETS.items():
+        if capability in capabilities and (found := _imported(f"{stem}_{isa}")) is not None:
+            return found
     return None
+
+
+def _imported(name: str) -> ModuleType | None:
+    """The module `fastformer.<name>`; None where it is not there, and with a warning where it does not load."""
+    if importlib.util.find_spec(f"fastformer.{name}") is None:
+        return None
+    try:
+        return importlib.import_module(f"fastformer.{name}")
+    except (ImportError, OSError, RuntimeError) as failure:
+        failures[name] = str(failure)
+        logger.warning("fastformer.%s does not load and has to be built again for this PyTorch: %s", name, failure)
+        return None
 
 
 @cache
 def host_function(name: str) -> Callable[..., Any] | None:
-    """A function that saves time in every call, on a GPU too; None, without a warning, where the module lacks it."""
-    isa = instruction_set()
-    return None if isa is None else getattr(importlib.import_module(f"fastformer._C_{isa}"), name, None)
+    """A function that saves time in every call, on a GPU too; None, without a warning, where no library has it."""
+    for module in (_host(), _engine()):
+        if hasattr(module, name):
+            return getattr(module, name)
+    return None
 
 
 @cache
 def module() -> ModuleType | None:
-    """The extension as a Python module, for what isn't an op; None where there is none."""
-    isa = load()
-    return None if isa is None else importlib.import_module(f"fastformer._C_{isa}")
+    """The engine as a Python module; None, with a warning that there is no extension, where there is none."""
+    found = _engine()
+    if found is None:
+        load()  # which says so
+    return found
 
 
 def why_missing(name: str) -> str | None:

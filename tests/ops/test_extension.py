@@ -27,22 +27,22 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(sys, "meta_path", finders)
     monkeypatch.setattr(_extension, "failures", {})
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    for isa in ("avx512", "avx2"):
-        monkeypatch.delitem(sys.modules, f"fastformer._C_{isa}", raising=False)
-    cached = (
-        _extension.load,
-        _extension.instruction_set,
-        _extension.module,
-        _extension.function,
-        _extension.host_function,
-    )
+    for name in _libraries():
+        monkeypatch.delitem(sys.modules, name)
+    cached = [value for value in vars(_extension).values() if hasattr(value, "cache_clear")]
     for function in cached:
         function.cache_clear()
     yield tmp_path
-    for isa in ("avx512", "avx2"):  # those of the folder, which later tests in this process would be given
-        sys.modules.pop(f"fastformer._C_{isa}", None)
+    for name in _libraries():  # those of the folder, which later tests in this process would be given
+        sys.modules.pop(name)
     for function in cached:
         function.cache_clear()
+
+
+def _libraries() -> list[str]:
+    return [
+        name for name in sys.modules if name.startswith(("fastformer._C_", "fastformer._engine_", "fastformer._host_"))
+    ]
 
 
 def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -82,7 +82,7 @@ def test_the_next_best_is_taken(folder: Path, caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.WARNING, "fastformer"):
         assert _extension.load() == "avx2"
     assert [record.getMessage().partition(" does")[0] for record in caplog.records] == ["fastformer._C_avx512"]
-    assert set(_extension.failures) == {"avx512"}
+    assert set(_extension.failures) == {"_C_avx512"}
 
 
 def test_one_that_is_too_much_for_the_cpu_is_left_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,3 +91,19 @@ def test_one_that_is_too_much_for_the_cpu_is_left_alone(folder: Path, monkeypatc
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     assert _extension.load() == "avx2"
     assert not _extension.failures
+
+
+def test_the_engine_is_there_without_the_ops(folder: Path) -> None:
+    (folder / "_engine_avx512.py").write_text("class Session: ...\ndef guards_hold(): ...\n")
+    assert _extension.load() is None
+    assert _extension.why_missing("Session") is None and _extension.host_function("guards_hold") is not None
+    assert _extension.why_missing("Encoder") is not None
+
+
+def test_what_reads_pytorchs_objects_is_of_this_pytorch_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "_host_torch2_99.py").write_text("geometry = print\n")
+    assert _extension.host_function("geometry") is None
+    _extension._host.cache_clear()
+    _extension.host_function.cache_clear()
+    monkeypatch.setattr(torch, "__version__", "2.99.1+cpu")
+    assert _extension.host_function("geometry") is print

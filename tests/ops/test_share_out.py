@@ -20,7 +20,7 @@ import fastformer
 from fastformer.ops import _extension
 from tests.engine.test_thread_team import in_child, until
 
-MODULE: Any = _extension.module()
+MODULE: Any = _extension.ops_module()
 pytestmark = pytest.mark.skipif(MODULE is None, reason="no C++ extension for this CPU")
 SHARINGS = ("openmp", "team", "by_load")
 
@@ -144,7 +144,7 @@ import os, threading, time
 import torch
 from fastformer.ops import _extension
 
-module, x = _extension.module(), torch.zeros(2**18)
+module, x = _extension.ops_module(), torch.zeros(2**18)
 torch.set_num_threads(2)
 
 
@@ -186,7 +186,7 @@ from pathlib import Path
 import torch
 from fastformer.ops import _extension
 
-module = _extension.module()
+module = _extension.ops_module()
 torch.set_num_threads(2)
 
 

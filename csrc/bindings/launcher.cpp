@@ -20,7 +20,7 @@
 #include <string>
 #include <vector>
 
-#include "bindings/bindings.h"
+#include "bindings/module.h"
 
 namespace fastformer {
 namespace {
@@ -504,8 +504,6 @@ PyMethodDef methods[] = {
 
 }  // namespace
 
-void bind_launcher(pybind11::module_& m) {
-  if (PyModule_AddFunctions(m.ptr(), methods) != 0) throw pybind11::error_already_set();
-}
+void bind_launcher(PyObject* module) { python::add_functions(module, methods); }
 
 }  // namespace fastformer

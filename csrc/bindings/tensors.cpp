@@ -1,0 +1,246 @@
+// What fastformer/ops/_eager.py and kernels/_plans.py ask of the arguments of every call, and nn/model_guards.py and
+// prepack.py of the tensors of a model. All have it in Python, too, where the answers about six tensors take as long as
+// the launch of a kernel. Tensors are read by DLPack's table and by their attributes, not by PyTorch's own C++.
+
+#include <cstdint>
+#include <string>
+
+#include "bindings/dlpack.h"
+#include "bindings/module.h"
+
+namespace fastformer {
+namespace {
+
+using python::Object;
+
+Object attribute(PyObject* object, const char* name) { return Object(python::sure(PyObject_GetAttrString(object, name))); }
+
+// What is looked up in PyTorch once; it stays alive.
+struct Torch {
+  PyObject *tensor, *parameter, *dtype;             // classes
+  PyObject *is_deterministic, *keys_of;             // functions
+  PyObject *raw_repr, *requires_grad, *version;     // names
+  PyObject *cpu, *cuda;                             // strings
+  uint64_t cpu_keys, cuda_keys;                     // of tensors that are nothing but strided memory
+  int (*read)(void* object, dlpack::Tensor* tensor);
+};
+Torch torch;
+
+uint64_t number(PyObject* object) {
+  const uint64_t found = PyLong_AsUnsignedLongLong(object);
+  if (found == static_cast<uint64_t>(-1) && PyErr_Occurred() != nullptr) throw python::Raised{};
+  return found;
+}
+
+// The dispatch keys of a tensor that is nothing but strided memory, which autograd may see.
+uint64_t plain_keys(PyObject* c_module, const std::string& device) {
+  const Object key = attribute(c_module, "DispatchKey"), set = attribute(c_module, "DispatchKeySet");
+  Object all;
+  for (const std::string& name : {device, "Autocast" + device, "Autograd" + device, std::string("ADInplaceOrView")}) {
+    const Object one = attribute(key.get(), name.c_str());
+    Object keys(python::sure(PyObject_CallFunctionObjArgs(set.get(), one.get(), nullptr)));
+    all = all ? Object(python::sure(PyNumber_Or(all.get(), keys.get()))) : std::move(keys);
+  }
+  return number(Object(python::sure(PyObject_CallMethod(all.get(), "raw_repr", nullptr))).get());
+}
+
+// Whether this PyTorch has all that is read here.
+bool find_torch() {
+  const Object module(PyImport_ImportModule("torch"));
+  if (!module) throw python::Raised{};
+  const Object c_module = attribute(module.get(), "_C"), nn = attribute(module.get(), "nn");
+  Object tensor = attribute(module.get(), "Tensor");
+  const Object capsule(PyObject_GetAttrString(tensor.get(), "__dlpack_c_exchange_api__"));
+  if (!capsule) {
+    PyErr_Clear();
+    return false;
+  }
+  const auto* table = static_cast<const dlpack::Exchange*>(PyCapsule_GetPointer(capsule.get(), dlpack::kCapsule));
+  if (table == nullptr) throw python::Raised{};
+  while (table != nullptr && table->major > dlpack::kMajorVersion) table = table->older;
+  if (table == nullptr || table->major != dlpack::kMajorVersion || table->tensor_from_object == nullptr) return false;
+  torch.read = table->tensor_from_object;
+  torch.cpu_keys = plain_keys(c_module.get(), "CPU"), torch.cuda_keys = plain_keys(c_module.get(), "CUDA");
+  torch.parameter = attribute(nn.get(), "Parameter").release();
+  torch.dtype = attribute(module.get(), "dtype").release();
+  torch.is_deterministic = attribute(c_module.get(), "_get_deterministic_algorithms").release();
+  torch.keys_of = attribute(c_module.get(), "_dispatch_keys").release();
+  torch.tensor = tensor.release();
+  torch.raw_repr = PyUnicode_InternFromString("raw_repr");
+  torch.requires_grad = PyUnicode_InternFromString("requires_grad");
+  torch.version = PyUnicode_InternFromString("_version");
+  torch.cpu = PyUnicode_InternFromString("cpu"), torch.cuda = PyUnicode_InternFromString("cuda");
+  return true;
+}
+
+// Whether it is a Tensor or a Parameter and of no class derived from them.
+bool is_tensor(PyObject* x) {
+  auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(x));
+  return type == torch.tensor || type == torch.parameter;
+}
+
+template <class T>
+void put(std::string& key, T value) {
+  key.append(reinterpret_cast<const char*>(&value), sizeof value);
+}
+
+void put_sizes(std::string& key, const dlpack::Tensor& x) {
+  put(key, x.code), put(key, x.bits), put(key, x.lanes);
+  put(key, x.ndim);
+  for (int32_t i = 0; i < x.ndim; ++i) put(key, x.shape[i]);
+  for (int32_t i = 0; i < x.ndim; ++i) put(key, x.strides[i]);
+}
+
+// False where it is of a kind that no key holds.
+bool put_value(std::string& key, PyObject* x) {
+  if (x == Py_None) {
+    key += 'N';
+  } else if (PyBool_Check(x)) {
+    key += x == Py_True ? '1' : '0';
+  } else if (PyFloat_CheckExact(x)) {
+    key += 'F';
+    put(key, PyFloat_AsDouble(x));
+  } else if (PyLong_CheckExact(x)) {
+    int overflow = 0;
+    const long long value = PyLong_AsLongLongAndOverflow(x, &overflow);
+    if (overflow != 0) return false;
+    key += 'I';
+    put(key, value);
+  } else if (reinterpret_cast<PyObject*>(Py_TYPE(x)) == torch.dtype) {
+    key += 'D';
+    put(key, x);  // each dtype is one object
+  } else if (PyUnicode_CheckExact(x)) {
+    const std::string text = python::Cast<std::string>::from(x);
+    key += 'S';
+    put(key, text.size());
+    key += text;
+  } else if (PyList_CheckExact(x)) {
+    key += 'L';
+    const Py_ssize_t size = PyList_Size(x);
+    put(key, size);
+    for (Py_ssize_t i = 0; i < size; ++i)
+      if (!put_value(key, PyList_GetItem(x, i))) return false;
+  } else {
+    return false;
+  }
+  return true;
+}
+
+Object bytes_of(const std::string& key) {
+  return Object(python::sure(PyBytes_FromStringAndSize(key.data(), static_cast<Py_ssize_t>(key.size()))));
+}
+
+// `_plans.geometry`, as bytes.
+Object geometry(PyObject* args) {
+  static thread_local std::string key;  // keeps its memory
+  if (!PyTuple_Check(args)) throw python::Unexpected{"a tuple"};
+  key.clear();
+  const Py_ssize_t count = PyTuple_Size(args);
+  if (count == 0 || !is_tensor(PyTuple_GetItem(args, 0))) return Object::borrowed(Py_None);
+  const Object deterministic(python::sure(PyObject_CallObject(torch.is_deterministic, nullptr)));
+  put(key, deterministic.get() == Py_True);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* const argument = PyTuple_GetItem(args, i);
+    if (is_tensor(argument)) {
+      dlpack::Tensor x;
+      if (torch.read(argument, &x) != 0) {  // of a dtype or a device that DLPack has no name for
+        PyErr_Clear();
+        return Object::borrowed(Py_None);
+      }
+      if (i == 0) put(key, x.device_type), put(key, x.device_index);
+      key += 'T';
+      put_sizes(key, x);
+      put(key, static_cast<uint8_t>((reinterpret_cast<uintptr_t>(x.data) + x.byte_offset) % 16));
+    } else if (!put_value(key, argument)) {
+      return Object::borrowed(Py_None);
+    }
+  }
+  return bytes_of(key);
+}
+
+// `_eager.device_of`.
+Object device_of(PyObject* args, PyObject* places) {
+  if (!PyTuple_Check(args)) throw python::Unexpected{"a tuple"};
+  const Py_ssize_t count = PyTuple_Size(args);
+  const Object kinds(python::sure(PyTuple_New(count)));
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(PyTuple_GetItem(args, i)));
+    PyTuple_SetItem(kinds.get(), i, Object::borrowed(type).release());
+  }
+  // Not the dict's own lookup: `Places` knows what to do about kinds that it has not met.
+  const Object where(python::sure(PyObject_GetItem(places, kinds.get())));
+  const auto found = [](PyObject* device, bool requires_grad) {
+    return python::make_tuple(Object::borrowed(device), requires_grad);
+  };
+  uint64_t seen = 0;
+  bool requires_grad = false;
+  const Py_ssize_t tensors = PyTuple_Size(where.get());
+  for (Py_ssize_t i = 0; i < tensors; ++i) {
+    PyObject* const x = python::sure(PyTuple_GetItem(args, PyLong_AsSsize_t(PyTuple_GetItem(where.get(), i))));
+    const Object set(python::sure(PyObject_CallFunctionObjArgs(torch.keys_of, x, nullptr)));
+    const Object raw(python::sure(PyObject_CallMethodObjArgs(set.get(), torch.raw_repr, nullptr)));
+    const uint64_t keys = number(raw.get());
+    if ((keys != torch.cpu_keys && keys != torch.cuda_keys) || (seen != 0 && keys != seen)) return found(Py_None, false);
+    seen = keys;
+    requires_grad =
+        requires_grad || Object(python::sure(PyObject_GetAttr(x, torch.requires_grad))).get() == Py_True;
+  }
+  if (seen == 0) return found(Py_None, false);
+  return found(seen == torch.cuda_keys ? torch.cuda : torch.cpu, requires_grad);
+}
+
+// `model_guards.layout_of`: which tensors these are, where they are, and how their memory is read. None where DLPack has
+// no name for one of them.
+Object tensor_layout(PyObject* tensors) {
+  if (!PyList_Check(tensors)) throw python::Unexpected{"a list"};
+  std::string key;
+  const Py_ssize_t count = PyList_Size(tensors);
+  key.reserve(static_cast<size_t>(count) * 64);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* const each = python::sure(PyList_GetItem(tensors, i));
+    dlpack::Tensor x;
+    const int is_instance = PyObject_IsInstance(each, torch.tensor);
+    if (is_instance < 0) throw python::Raised{};
+    if (is_instance == 0) throw python::Unexpected{"a list of tensors"};
+    if (torch.read(each, &x) != 0) {
+      PyErr_Clear();
+      return Object::borrowed(Py_None);
+    }
+    put(key, each);
+    put(key, static_cast<char*>(x.data) + x.byte_offset);
+    put_sizes(key, x);
+  }
+  return bytes_of(key);
+}
+
+// How often each tensor was changed, as PyTorch counts it.
+Object tensor_versions(PyObject* tensors) {
+  if (!PyList_Check(tensors)) throw python::Unexpected{"a list"};
+  std::string key;
+  const Py_ssize_t count = PyList_Size(tensors);
+  key.reserve(static_cast<size_t>(count) * 8);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    const Object version(python::sure(PyObject_GetAttr(python::sure(PyList_GetItem(tensors, i)), torch.version)));
+    put(key, PyLong_AsLongLong(version.get()));
+  }
+  if (PyErr_Occurred() != nullptr) throw python::Raised{};
+  return bytes_of(key);
+}
+
+}  // namespace
+
+void bind_tensors(PyObject* module) {
+  using python::function;
+  if (!find_torch()) return;  // Python does it
+  static PyMethodDef functions[] = {
+      function<"geometry", "args", &geometry>("Equal bytes for two calls that one plan serves, or None."),
+      function<"device_of", "args places", &device_of>(
+          "(the type of device on which all tensors of a call are plain ones or None, whether one requires a "
+          "gradient)."),
+      function<"tensor_layout", "tensors", &tensor_layout>("Which tensors these are, and where, as bytes."),
+      function<"tensor_versions", "tensors", &tensor_versions>("How often each was changed, as bytes."),
+      {}};
+  python::add_functions(module, functions);
+}
+
+}  // namespace fastformer
