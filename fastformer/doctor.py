@@ -105,7 +105,8 @@ def _decoding_in_cpp() -> Iterator[str]:
         yield "models decode by their own modules (engine 'kv_cache'), in their own dtype"
         return
     features: Callable[[], list[str]] = getattr(_extension.module(), "cpu_features", list)
-    yield f"engine 'cpp': fp32, bf16, int8 and int4, on {', '.join([getattr(_extension.module(), 'instruction_set', 'any CPU'), *features()])}"
+    isa = getattr(_extension.module(), "instruction_set", "any CPU")
+    yield f"engine 'cpp': fp32, bf16, int8 and int4, on {', '.join([isa, *features()])}"
     yield "it takes a models.Transformer or GPT on the CPU, in evaluation, as its config makes it, without hooks;"
     yield "of any other generate(model, ..., engine='cpp') says why not"
 

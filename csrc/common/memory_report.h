@@ -1,9 +1,8 @@
-// Who is told of the kernels' scratch memory: PyTorch's profiler, where a module that knows it (csrc/host) is loaded.
+// PyTorch's profiler is told of the kernels' scratch memory where a module that knows it (csrc/host) is loaded.
 
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "common/export.h"
 
@@ -33,9 +32,9 @@ class Watcher {
   Watcher& operator=(const Watcher&) = delete;
 
   template <typename F>
-  void run(F& work) const {
+  void run(const F& work) const {
     if (state_ == nullptr) return work();
-    report_->watch(state_, [](void* what) { (*static_cast<std::remove_reference_t<F>*>(what))(); }, &work);
+    report_->watch(state_, [](void* what) { (*static_cast<const F*>(what))(); }, const_cast<F*>(&work));
   }
 
  private:
