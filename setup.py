@@ -96,10 +96,11 @@ def libraries() -> list[Library]:
     found = [Library("libfastformer_common", [f"common/{name}.cpp" for name in once], links=("-ldl", "-pthread"))]
     products = ("common/gemm*.cpp",)
     for isa in INSTRUCTION_SETS:
-        name = f"_C_{isa}"
-        flags = (python, "-fopenmp", f"-DTORCH_EXTENSION_NAME={name}", f"-DFASTFORMER_ISA='\"{isa}\"'")
-        links = ("-fopenmp", *torch_libs)
-        found.append(Library(name, ["ops/*.cpp", "common/share_out.cpp"], products, isa, flags, links, "this"))
+        # PyTorch's stable C functions and no others, of the oldest version that is supported: 2.11.
+        flags = ("-fopenmp", "-DTORCH_TARGET_VERSION=0x020b000000000000")
+        sources = ["ops/*.cpp", "common/share_out.cpp", "common/tensor.cpp"]
+        links = ("-fopenmp", f"-L{_package('torch') / 'lib'}", "-ltorch_cpu")
+        found.append(Library(f"_ops_{isa}", sources, products, isa, flags, links))
     for isa in INSTRUCTION_SETS:
         flags = (python, f"-isystem{_package('numpy') / '_core/include'}", f"-DFASTFORMER_ISA={isa}")
         found.append(Library(f"_engine_{isa}", ["engine/*.cpp", "bindings/*.cpp"], products, isa, flags, (), "limited"))

@@ -64,8 +64,9 @@ def _surroundings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     if HAS_GPU or backend == "triton" or request.node.path.parent.name == "kernels":
         _poison_empty(monkeypatch)
     else:
-        # This reaches the C++ extension too. Under Triton it would choose other kernels than people run.
+        # Under Triton it would choose other kernels than people run.
         torch.use_deterministic_algorithms(True, warn_only=True)
+        _poison_extension()
     settings = _settings()
     yield
     left = _settings()
@@ -74,6 +75,15 @@ def _surroundings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     torch.set_default_dtype(settings["default dtype"])
     torch.set_grad_enabled(settings["gradients"])
     assert left == settings, "the test left torch with other settings"
+
+
+@functools.cache
+def _poison_extension() -> None:
+    """The same for what the C++ ops return."""
+    from fastformer.ops import _extension
+
+    if _extension.instruction_set() is not None:
+        torch.ops.fastformer_checks.fill_new_tensors(True)
 
 
 def _poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:

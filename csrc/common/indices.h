@@ -2,18 +2,19 @@
 
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <algorithm>
 #include <optional>
+#include <stdexcept>
 #include <vector>
+
+#include "common/tensor.h"
 
 namespace fastformer {
 
 // Contiguous int64 indices, all of them in [0, size) or `ignored`; `what` names them in the message.
-inline at::Tensor checked_indices(const at::Tensor& indices, int64_t size, const char* what,
-                                  std::optional<int64_t> ignored = std::nullopt) {
-  const at::Tensor wide = indices.to(at::kLong).contiguous();
+inline Tensor checked_indices(const Tensor& indices, int64_t size, const char* what,
+                              std::optional<int64_t> ignored = std::nullopt) {
+  const Tensor wide = indices.to(kLong).contiguous();
   const int64_t* index = wide.const_data_ptr<int64_t>();
   int64_t low = 0, high = 0;
   for (int64_t i = 0; i < wide.numel(); ++i) {
@@ -24,13 +25,14 @@ inline at::Tensor checked_indices(const at::Tensor& indices, int64_t size, const
   if (wide.numel() == 0 || (low >= 0 && high < size)) return wide;
   const int64_t bad = low < 0 ? low : high;
   if (ignored)
-    TORCH_CHECK_INDEX(false, "expected ", what, " in [0, ", size, ") or ", *ignored, " (ignored), got ", bad);
-  TORCH_CHECK_INDEX(false, "expected ", what, " in [0, ", size, "), got ", bad);
+    check<std::out_of_range>(false, "expected ", what, " in [0, ", size, ") or ", *ignored, " (ignored), got ", bad);
+  check<std::out_of_range>(false, "expected ", what, " in [0, ", size, "), got ", bad);
+  return wide;
 }
 
 // The elements of a small vector of integers, whatever its stride: lengths may be a column of something larger.
 template <typename I>
-std::vector<I> integers(const at::Tensor& t) {
+std::vector<I> integers(const Tensor& t) {
   std::vector<I> elements(t.numel());
   const I* from = t.const_data_ptr<I>();
   for (int64_t i = 0; i < t.numel(); ++i) elements[i] = from[i * t.stride(0)];

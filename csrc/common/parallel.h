@@ -5,7 +5,8 @@
 
 #pragma once
 
-#include <ATen/Parallel.h>
+#include <torch/csrc/stable/c/shim.h>
+#include <torch/headeronly/util/shim_utils.h>
 
 #include <algorithm>
 #include <atomic>
@@ -20,6 +21,13 @@ namespace fastformer {
 constexpr int64_t kSerialFlops = 1 << 20;     // of products, below which they run on one thread
 constexpr int64_t kSerialElements = 1 << 15;  // read or written, likewise, where memory is what counts
 
+// As many as PyTorch gives its own operators.
+inline int64_t num_threads() {
+  uint32_t threads = 1;
+  TORCH_ERROR_CODE_CHECK(torch_get_num_threads(&threads));
+  return threads;
+}
+
 // Calls worker(next) once per thread that takes part; next() gives out 0, 1, ... and ends at n or beyond. A thread that
 // the machine holds up, or that meets a long task, takes fewer, and one that comes when all are taken is not called.
 template <typename F>
@@ -29,7 +37,7 @@ void for_each_worker(int64_t n, bool parallel, F&& worker) {
     worker([&] { return taken.fetch_add(1, std::memory_order_relaxed); });
     gemm_release();
   };
-  const int64_t threads = parallel ? std::min<int64_t>(n, at::get_num_threads()) : 1;
+  const int64_t threads = parallel ? std::min<int64_t>(n, num_threads()) : 1;
   if (threads <= 1) return work();
   const Watcher watcher;
   share_out(static_cast<int>(threads), [&] {
@@ -51,7 +59,7 @@ template <typename F>
 void for_row_ranges(int64_t rows, int64_t elements, F&& range) {
   constexpr int64_t kTurns = 4;  // that a thread takes, so that one that is held up delays the others less
   const int64_t least = std::max<int64_t>(1, kSerialElements / std::max<int64_t>(elements, 1));
-  const int64_t parts = std::min((rows + least - 1) / least, kTurns * at::get_num_threads());
+  const int64_t parts = std::min((rows + least - 1) / least, kTurns * num_threads());
   if (parts > 1) for_each_task(parts, true, [&](int64_t i) { range(rows * i / parts, rows * (i + 1) / parts); });
   else if (rows > 0) range(0, rows);
 }

@@ -10,7 +10,6 @@
 
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <immintrin.h>
 
 #include <algorithm>
@@ -20,6 +19,7 @@
 #include <type_traits>
 
 #include "common/simd.h"
+#include "common/tensor.h"
 
 namespace fastformer {
 
@@ -34,7 +34,7 @@ struct Dropout {
 
   Dropout() = default;
   // seed: int64 (2,), the key and the offset; none where p is 0.
-  Dropout(double p, const std::optional<at::Tensor>& seed) {
+  Dropout(double p, const OptionalTensor& seed) {
     on = p > 0 && seed.has_value();
     if (!on) return;
     threshold = p >= 1 ? 256 : static_cast<uint32_t>(std::clamp(std::nearbyint(p * 256.0), 1.0, 255.0));

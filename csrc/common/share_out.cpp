@@ -1,9 +1,10 @@
 #include "common/share_out.h"
 
-#include <ATen/Parallel.h>
 #include <omp.h>
 #include <pthread.h>
 #include <signal.h>
+#include <torch/csrc/stable/c/shim.h>
+#include <torch/headeronly/util/shim_utils.h>
 
 #include <algorithm>
 #include <atomic>
@@ -103,15 +104,41 @@ Load& load() {
 
 std::atomic<Sharing> the_sharing{Sharing::by_load};
 thread_local int ops_alone = 0;
+thread_local int inside_region = 0;
+
+// As long as it lives, what this thread shares out it does itself.
+struct Inside {
+  Inside() { ++inside_region; }
+  ~Inside() { --inside_region; }
+};
+
+// PyTorch's C function has no place for an exception.
+struct Region {
+  const std::function<void()>& work;
+  Clock::time_point done;  // with the caller's own part
+  std::exception_ptr thrown;
+  std::atomic<bool> has_thrown{false};
+
+  static void run(int64_t begin, int64_t end, void* context) {
+    auto& region = *static_cast<Region*>(context);
+    for (int64_t part = begin; part < end; ++part) {
+      try {
+        const Inside inside;
+        region.work();
+      } catch (...) {
+        if (!region.has_thrown.exchange(true)) region.thrown = std::current_exception();
+      }
+    }
+    if (begin == 0) region.done = Clock::now();
+  }
+};
 
 void by_openmp(int threads, const std::function<void()>& work) {
   const auto begun = Clock::now();
-  auto done = begun;
-  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t) {
-    work();
-    if (begin == 0) done = Clock::now();  // the caller's own part
-  });
-  load().record(done - begun, Clock::now() - done);
+  Region region{work, begun, nullptr};
+  TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, threads, 1, &Region::run, &region));
+  load().record(region.done - begun, Clock::now() - region.done);
+  if (region.thrown) std::rethrow_exception(region.thrown);
 }
 
 }  // namespace
@@ -124,7 +151,7 @@ void hush_openmp(std::chrono::milliseconds time) { load().hush(time); }
 void set_sharing(Sharing sharing) { the_sharing.store(sharing, std::memory_order_relaxed); }
 
 void share_out(int threads, const std::function<void()>& work) {
-  if (threads <= 1 || at::in_parallel_region()) return work();
+  if (threads <= 1 || inside_region > 0) return work();
   const Sharing sharing = the_sharing.load(std::memory_order_relaxed);
   const bool by_team =
       sharing == Sharing::team || (sharing == Sharing::by_load && (ops_alone > 0 || load().prefers_team()));

@@ -7,11 +7,6 @@
 // for fp64). dweight and dbias are summed in blocks of rows whose number does not depend on the number of threads, so
 // the result is the same whatever the machine runs them with.
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <torch/library.h>
-
 #include <optional>
 #include <vector>
 
@@ -20,19 +15,18 @@
 #include "common/philox.h"
 #include "common/rows.h"
 #include "ops/forward.h"
+#include "ops/library.h"
 
 namespace fastformer {
 namespace {
-
-using at::Tensor;
 
 constexpr int64_t kGroup = 16;  // rows summed before the sum is added to the block's: long fp32 sums lose digits
 
 // The vector of a parameter in the accumulation type; `absent` throughout where there is none.
 template <typename acc>
-std::vector<acc> widened(const std::optional<Tensor>& parameter, int64_t dim, acc absent) {
+std::vector<acc> widened(const OptionalTensor& parameter, int64_t dim, acc absent) {
   if (!parameter.has_value()) return std::vector<acc>(dim, absent);
-  const Tensor flat = parameter->to(c10::CppTypeToScalarType<acc>::value).contiguous();
+  const Tensor flat = parameter->to(scalar_type_of<acc>()).contiguous();
   return {flat.const_data_ptr<acc>(), flat.const_data_ptr<acc>() + flat.numel()};
 }
 
@@ -61,9 +55,9 @@ struct RowPlaces {
 };
 
 template <typename T, typename R>
-void forward(const Tensor& x, const RowPlaces& places, const std::optional<Tensor>& residual,
-             const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, double eps, const Dropout& dropout,
-             bool rms_norm, Tensor& y, Tensor& s, Tensor& mean, Tensor& rstd) {
+void forward(const Tensor& x, const RowPlaces& places, const OptionalTensor& residual, const OptionalTensor& weight,
+             const OptionalTensor& bias, double eps, const Dropout& dropout, bool rms_norm, Tensor& y, Tensor& s,
+             Tensor& mean, Tensor& rstd) {
   using acc = acc_t<T>;
   const int64_t dim = x.size(-1), rows = dim == 0 ? 0 : x.numel() / dim;
   const std::vector<acc> w = widened<acc>(weight, dim, 1), b = widened<acc>(bias, dim, 0);
@@ -127,9 +121,9 @@ void backward_row(const T* dy, const R* ds, const R* s, const acc* keep, const a
 }
 
 template <typename T, typename R>
-void backward(const Tensor& dy, const std::optional<Tensor>& dresidual_out, const Tensor& s,
-              const std::optional<Tensor>& weight, const Tensor& mean, const Tensor& rstd, const Dropout& dropout,
-              bool rms_norm, Tensor& dx, Tensor& dresidual, Tensor& dweight, Tensor& dbias) {
+void backward(const Tensor& dy, const OptionalTensor& dresidual_out, const Tensor& s, const OptionalTensor& weight,
+              const Tensor& mean, const Tensor& rstd, const Dropout& dropout, bool rms_norm, Tensor& dx,
+              Tensor& dresidual, Tensor& dweight, Tensor& dbias) {
   using acc = acc_t<T>;
   const int64_t dim = s.size(-1), rows = dim == 0 ? 0 : s.numel() / dim;
   const std::vector<acc> w = widened<acc>(weight, dim, 1);
@@ -176,9 +170,11 @@ void backward(const Tensor& dy, const std::optional<Tensor>& dresidual_out, cons
     for (int64_t c = 0; c < 2 * dim; ++c) partial[c] += partial[i * 2 * dim + c];
   const auto finish = [&](Tensor& to, int64_t from) {
     if (to.numel() == 0) return;
-    Tensor sum = at::empty({dim}, to.options().dtype(c10::CppTypeToScalarType<acc>::value));
-    for (int64_t c = 0; c < dim; ++c) sum.mutable_data_ptr<acc>()[c] = blocks ? partial[from + c] : acc(0);
-    to.copy_(sum);
+    const bool is_wide = to.scalar_type() == scalar_type_of<acc>();
+    const Tensor sum = is_wide ? to : empty({dim}, scalar_type_of<acc>());
+    acc* each = sum.mutable_data_ptr<acc>();
+    for (int64_t c = 0; c < dim; ++c) each[c] = blocks ? partial[from + c] : acc(0);
+    if (!is_wide) to.copy_from(sum);
   };
   finish(dweight, 0);
   finish(dbias, dim);
@@ -186,31 +182,30 @@ void backward(const Tensor& dy, const std::optional<Tensor>& dresidual_out, cons
 
 // f.operator()<T, R>() for the dtypes of x and of the residual stream: the same one, or an fp32 stream beside bf16.
 template <typename F>
-void dispatch_with_stream(at::ScalarType x, at::ScalarType stream, F&& f) {
-  if (x == at::kBFloat16 && stream == at::kFloat) return f.template operator()<bfloat16, float>();
-  TORCH_CHECK(x == stream, "add_layer_norm: no C++ code for x ", x, " with residual ", stream);
+void dispatch_with_stream(ScalarType x, ScalarType stream, F&& f) {
+  if (x == kBFloat16 && stream == kFloat) return f.template operator()<bfloat16, float>();
+  check(x == stream, "add_layer_norm: no C++ code for x ", x, " with residual ", stream);
   dispatch(x, "add_layer_norm", [&]<typename T>() { f.template operator()<T, T>(); });
 }
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd(
-    const Tensor& x_in, const std::optional<Tensor>& residual_in, const std::optional<Tensor>& weight,
-    const std::optional<Tensor>& bias, double eps, double dropout_p, const std::optional<Tensor>& dropout_seed,
-    bool rms_norm) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd(const Tensor& x_in, const OptionalTensor& residual_in,
+                                                              const OptionalTensor& weight, const OptionalTensor& bias,
+                                                              double eps, double dropout_p,
+                                                              const OptionalTensor& dropout_seed, bool rms_norm) {
   std::optional<RowPlaces> places = RowPlaces::of(x_in);
   const Tensor x = places ? x_in : x_in.contiguous();
   if (!places) places = RowPlaces{1, 0, x.size(-1)};
-  const std::optional<Tensor> residual =
-      residual_in.has_value() ? std::make_optional(residual_in->contiguous()) : std::nullopt;
-  TORCH_CHECK(!residual || residual->sizes() == x.sizes(), "residual and x differ in shape");
+  const OptionalTensor residual = contiguous(residual_in);
+  check(!residual || residual->sizes() == x.sizes(), "residual and x differ in shape");
   const Dropout dropout(dropout_p, dropout_seed);
-  const at::ScalarType stream = residual ? residual->scalar_type() : x.scalar_type();
-  const auto statistics = x.options().dtype(accumulation_dtype(x.scalar_type()));
+  const ScalarType stream = residual ? residual->scalar_type() : x.scalar_type();
+  const ScalarType statistics = accumulation_dtype(x.scalar_type());
   const int64_t rows = x.size(-1) == 0 ? 0 : x.numel() / x.size(-1);
-  Tensor y = at::empty(x.sizes(), x.options());
-  Tensor s = residual || dropout.on ? at::empty(x.sizes(), x.options().dtype(stream)) : at::empty({0}, x.options());
-  Tensor mean = at::empty({rms_norm ? 0 : rows}, statistics), rstd = at::empty({rows}, statistics);
+  Tensor y = empty(x.sizes(), x.scalar_type());
+  Tensor s = residual || dropout.on ? empty(x.sizes(), stream) : empty({0}, x.scalar_type());
+  Tensor mean = empty({rms_norm ? 0 : rows}, statistics), rstd = empty({rows}, statistics);
   dispatch_with_stream(x.scalar_type(), stream, [&]<typename T, typename R>() {
     forward<T, R>(x, *places, residual, weight, bias, eps, dropout, rms_norm, y, s, mean, rstd);
   });
@@ -220,23 +215,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd(
 namespace {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_bwd(const Tensor& dy_in,
-                                                              const std::optional<Tensor>& dresidual_out_in,
-                                                              const Tensor& s_in, const std::optional<Tensor>& weight,
+                                                              const OptionalTensor& dresidual_out_in,
+                                                              const Tensor& s_in, const OptionalTensor& weight,
                                                               const Tensor& mean, const Tensor& rstd, double dropout_p,
-                                                              const std::optional<Tensor>& dropout_seed, bool rms_norm,
-                                                              bool has_bias, at::ScalarType x_dtype) {
+                                                              const OptionalTensor& dropout_seed, bool rms_norm,
+                                                              bool has_bias, ScalarType x_dtype) {
   const Tensor dy = dy_in.contiguous(), s = s_in.contiguous();
-  const std::optional<Tensor> dresidual_out =
-      dresidual_out_in.has_value() ? std::make_optional(dresidual_out_in->contiguous()) : std::nullopt;
-  TORCH_CHECK(dy.sizes() == s.sizes(), "dy and s differ in shape");
+  const OptionalTensor dresidual_out = contiguous(dresidual_out_in);
+  check(dy.sizes() == s.sizes(), "dy and s differ in shape");
   const Dropout dropout(dropout_p, dropout_seed);
   const bool same = !dropout.on && x_dtype == s.scalar_type();
   const int64_t dim = s.size(-1);
-  const auto parameter = weight.has_value() ? weight->options() : s.options();
-  Tensor dx = at::empty(s.sizes(), s.options().dtype(x_dtype));
-  Tensor dresidual = same ? at::empty({0}, s.options()) : at::empty(s.sizes(), s.options());
-  Tensor dweight = at::empty({weight.has_value() ? dim : 0}, parameter),
-         dbias = at::empty({has_bias ? dim : 0}, parameter);
+  const ScalarType parameter = weight.has_value() ? weight->scalar_type() : s.scalar_type();
+  Tensor dx = empty(s.sizes(), x_dtype);
+  Tensor dresidual = same ? empty({0}, s.scalar_type()) : empty(s.sizes(), s.scalar_type());
+  Tensor dweight = empty({weight.has_value() ? dim : 0}, parameter), dbias = empty({has_bias ? dim : 0}, parameter);
   dispatch_with_stream(x_dtype, s.scalar_type(), [&]<typename T, typename R>() {
     backward<T, R>(dy, dresidual_out, s, weight, mean, rstd, dropout, rms_norm, dx, dresidual, dweight, dbias);
   });
@@ -245,7 +238,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_bwd(const Tensor& dy_i
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
   m.def(
       "add_layer_norm_fwd(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, float dropout_p, "
       "Tensor? dropout_seed, bool rms_norm) -> (Tensor, Tensor, Tensor, Tensor)");
@@ -255,9 +248,9 @@ TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
       "-> (Tensor, Tensor, Tensor, Tensor)");
 }
 
-TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) {
-  m.impl("add_layer_norm_fwd", add_layer_norm_fwd);
-  m.impl("add_layer_norm_bwd", add_layer_norm_bwd);
+STABLE_TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) {
+  m.impl("add_layer_norm_fwd", boxed<add_layer_norm_fwd>);
+  m.impl("add_layer_norm_bwd", boxed<add_layer_norm_bwd>);
 }
 
 }  // namespace fastformer

@@ -17,20 +17,18 @@
 
 #include "ops/attention.h"
 
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
-
 #include "common/softcap.h"
 #include "ops/forward.h"
+#include "ops/library.h"
 
 namespace fastformer {
 
-Mask::Mask(const OptionalTensor& mask, at::ScalarType acc) {
+Mask::Mask(const OptionalTensor& mask, ScalarType acc) {
   if (!mask.has_value()) return;
   on = true;
-  TORCH_CHECK(mask->dim() == 4, "attn_mask must be 4-d here, got ", mask->sizes());
-  boolean = mask->scalar_type() == at::kBool;
-  const bool as_it_is = boolean || (mask->scalar_type() == at::kBFloat16 && acc == at::kFloat);
+  check(mask->dim() == 4, "attn_mask must be 4-d here, got ", mask->sizes());
+  boolean = mask->scalar_type() == kBool;
+  const bool as_it_is = boolean || (mask->scalar_type() == kBFloat16 && acc == kFloat);
   values = rows_of(as_it_is ? *mask : mask->to(acc));
   for (int d = 0; d < 4; ++d) strides[d] = values.size(d) == 1 ? 0 : values.stride(d);
 }
@@ -56,11 +54,11 @@ Problem Problem::packed(const Tensor& q, const Tensor& k, const Tensor& cu_seqle
   p.num_heads = q.size(1), p.num_kv_heads = k.size(1), p.head_dim = q.size(2);
   p.lse_head_stride = q.size(0);
   const std::vector<int32_t> cu_q = integers<int32_t>(cu_seqlens_q), cu_k = integers<int32_t>(cu_seqlens_k);
-  TORCH_CHECK(cu_q[0] == 0 && cu_k[0] == 0, "cu_seqlens must begin with 0, got ", cu_q[0], " and ", cu_k[0]);
+  check(cu_q[0] == 0 && cu_k[0] == 0, "cu_seqlens must begin with 0, got ", cu_q[0], " and ", cu_k[0]);
   for (int64_t b = 0; b < p.batch; ++b) {
     const int64_t seqlen_q = cu_q[b + 1] - cu_q[b], seqlen_k = cu_k[b + 1] - cu_k[b];
-    TORCH_CHECK(seqlen_q >= 0 && seqlen_k >= 0 && cu_q[b + 1] <= q.size(0) && cu_k[b + 1] <= k.size(0),
-                "cu_seqlens must rise from 0 to at most the number of rows; sequence ", b, " breaks that");
+    check(seqlen_q >= 0 && seqlen_k >= 0 && cu_q[b + 1] <= q.size(0) && cu_k[b + 1] <= k.size(0),
+          "cu_seqlens must rise from 0 to at most the number of rows; sequence ", b, " breaks that");
     p.sequences.push_back({cu_q[b], cu_k[b], seqlen_q, seqlen_k, seqlen_k - seqlen_q, cu_q[b], 0});
   }
   p.used_q = cu_q[p.batch], p.used_k = cu_k[p.batch];
@@ -269,13 +267,17 @@ void forward(const Problem& p, const OptionalTensor& attn_mask, const Tensor& q,
   const Mask mask(attn_mask, lse.scalar_type());
   const Rows<const T> q_rows(q), k_rows(k), v_rows(v);
   const Rows<T> out_rows(out);
-  acc_t<T>* lse_data = static_cast<acc_t<T>*>(lse.data_ptr());
+  acc_t<T>* lse_data = lse.mutable_data_ptr<acc_t<T>>();
+  if (p.used_q < q.size(0))  // packed rows behind the last sequence
+    for (int64_t h = 0; h < p.num_heads; ++h)
+      std::fill(lse_data + h * p.lse_head_stride + p.used_q, lse_data + (h + 1) * p.lse_head_stride,
+                -std::numeric_limits<acc_t<T>>::infinity());
   const int64_t kv_heads = p.batch * p.num_kv_heads, group = p.num_heads / p.num_kv_heads;
   int64_t scores = 0;
   for (const Sequence& s : p.sequences) scores += s.seqlen_q * s.keys * p.num_heads;
   const bool parallel = scores > kSerialScores;
   // Where there are heads enough for the threads, the thread that packs a head also works on all of its queries.
-  if (!parallel || kv_heads >= kManyHeads * at::get_num_threads()) {
+  if (!parallel || kv_heads >= kManyHeads * num_threads()) {
     int64_t largest = 0;
     for (const Sequence& s : p.sequences) largest = std::max(largest, PackedKV<T>::size(p, s));
     for_each_worker(kv_heads, parallel, [&](auto next) {
@@ -328,12 +330,9 @@ void attention_forward(const Problem& p, const OptionalTensor& attn_mask, const 
 namespace {
 
 std::tuple<Tensor, Tensor> run(const Problem& p, const OptionalTensor& attn_mask, const Tensor& q_in,
-                               const Tensor& k_in, const Tensor& v_in, at::IntArrayRef lse_shape) {
+                               const Tensor& k_in, const Tensor& v_in, const Dims& lse_shape) {
   const Tensor q = rows_of(q_in), k = rows_of(k_in), v = rows_of(v_in);
-  const auto statistics = q.options().dtype(accumulation_dtype(q.scalar_type()));
-  Tensor out = empty_rows(q, p.used_q), lse = at::empty(lse_shape, statistics);
-  if (p.used_q < q.size(0))
-    lse.narrow(-1, p.used_q, q.size(0) - p.used_q).fill_(-std::numeric_limits<double>::infinity());
+  Tensor out = empty_rows(q, p.used_q), lse = empty(lse_shape, accumulation_dtype(q.scalar_type()));
   attention_forward(p, attn_mask, q, k, v, out, lse);
   return {out, lse};
 }
@@ -360,7 +359,7 @@ std::tuple<Tensor, Tensor> varlen_attention_fwd(const Tensor& q, const Tensor& k
   return run(p, std::nullopt, q, k, v, {q.size(1), q.size(0)});
 }
 
-TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
   m.def(
       "attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, Tensor? seqlens_k, float softmax_scale, "
       "int? window_left, int? window_right, float dropout_p, Tensor? dropout_seed, float softcap=0.0) "
@@ -372,9 +371,9 @@ TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
       "-> (Tensor, Tensor)");
 }
 
-TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) {
-  m.impl("attention_fwd", attention_fwd);
-  m.impl("varlen_attention_fwd", varlen_attention_fwd);
+STABLE_TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) {
+  m.impl("attention_fwd", boxed<attention_fwd>);
+  m.impl("varlen_attention_fwd", boxed<varlen_attention_fwd>);
 }
 
 }  // namespace fastformer

@@ -2,9 +2,6 @@
 
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-
 #include <optional>
 #include <vector>
 
@@ -15,11 +12,9 @@
 #include "common/parallel.h"
 #include "common/philox.h"
 #include "common/simd.h"
+#include "common/tensor.h"
 
 namespace fastformer {
-
-using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 constexpr int64_t kSerialScores = 1 << 14;  // below this many a second thread costs more than it gives
 
@@ -44,19 +39,25 @@ struct Rows {
   int64_t batch_stride, stride, head_stride;
 
   explicit Rows(const Tensor& t)
-      : data(static_cast<T*>(t.data_ptr())),
+      : data(data_of(t)),
         batch_stride(t.dim() == 4 ? t.stride(0) : 0),
         stride(t.stride(-3)),
         head_stride(t.stride(-2)) {}
   T* at(int64_t batch, int64_t row, int64_t head) const {
     return data + batch * batch_stride + row * stride + head * head_stride;
   }
+
+ private:
+  static T* data_of(const Tensor& t) {
+    if constexpr (std::is_const_v<T>) return static_cast<T*>(t.const_data_ptr());
+    else return static_cast<T*>(t.mutable_data_ptr());
+  }
 };
 
 // A tensor shaped like t that a kernel writes up to row `used` of the first dimension; what lies beyond is zero.
 inline Tensor empty_rows(const Tensor& t, int64_t used) {
-  Tensor rows = at::empty(t.sizes(), t.options());
-  if (used < t.size(0)) rows.narrow(0, used, t.size(0) - used).zero_();
+  Tensor rows = empty(t.sizes(), t.scalar_type());
+  if (used < t.size(0)) rows.narrow(0, used, t.size(0) - used).zero();
   return rows;
 }
 
@@ -66,7 +67,7 @@ struct Mask {
   int64_t strides[4] = {0, 0, 0, 0};
   bool on = false, boolean = false;
 
-  Mask(const OptionalTensor& mask, at::ScalarType acc);
+  Mask(const OptionalTensor& mask, ScalarType acc);
   bool adds() const { return on && !boolean; }
 
   // Calls f(load): load(j, n) are the values of one query for n keys from j on, 1 or 0 where they are boolean.
@@ -74,7 +75,7 @@ struct Mask {
   void with_row(int64_t b, int64_t h, int64_t i, F&& f) const {
     if (boolean) return with_row_of<bool, acc>(b, h, i, f);
     if constexpr (std::is_same_v<acc, float>)
-      if (values.scalar_type() == at::kBFloat16) return with_row_of<bfloat16, acc>(b, h, i, f);
+      if (values.scalar_type() == kBFloat16) return with_row_of<bfloat16, acc>(b, h, i, f);
     with_row_of<acc, acc>(b, h, i, f);
   }
 

@@ -16,13 +16,9 @@
 //
 // 10 FLOPs per visible score and head_dim. Accumulation is fp32 (fp64 for fp64); bf16 rounds P and dS for the products.
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
-#include <torch/library.h>
-
 #include "common/softcap.h"
 #include "ops/attention.h"
+#include "ops/library.h"
 
 namespace fastformer {
 namespace {
@@ -209,7 +205,7 @@ void through_cap(int64_t keys, Tile<T>& tile) {
 template <typename T>
 void add_mask_gradient(const Tensor& dmask, const Sequence& s, int64_t b, int64_t h, int64_t i, int64_t j, int64_t keys,
                        const acc_t<T>* dscores) {
-  auto* to = static_cast<acc_t<T>*>(dmask.data_ptr());
+  auto* to = dmask.mutable_data_ptr<acc_t<T>>();
   const auto stride = [&](int d) { return dmask.size(d) == 1 ? 0 : dmask.stride(d); };
   const int64_t base = b * stride(0) + h * stride(1), stride_q = stride(2), stride_k = stride(3);
   for (int64_t r = 0; r < keys; ++r)
@@ -304,6 +300,18 @@ void store_key_gradients(const Problem& p, const Inputs<T>& in, int64_t b, int64
   }
 }
 
+// to += from, both contiguous.
+template <typename acc>
+void add(const Tensor& from, const Tensor& to) {
+  const acc* part = from.const_data_ptr<acc>();
+  acc* sum = to.mutable_data_ptr<acc>();
+  for_row_ranges(to.numel(), 1, [&](int64_t begin, int64_t end) {
+    for_each_vec<acc>(end - begin, [&](int64_t i, int64_t n) {
+      (Vec<acc>::load(sum + begin + i, n) + Vec<acc>::load(part + begin + i, n)).store(sum + begin + i, n);
+    });
+  });
+}
+
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 template <typename T>
@@ -314,7 +322,7 @@ void backward(const Problem& p, const OptionalTensor& attn_mask, const Tensor& d
   using acc = acc_t<T>;
   const Inputs<T> in{Rows<const T>(q),   Rows<const T>(k),    Rows<const T>(v),
                      Rows<const T>(out), Rows<const T>(dout), Rows<T>(dq),
-                     Rows<T>(dk),        Rows<T>(dv),         static_cast<const acc*>(lse.const_data_ptr())};
+                     Rows<T>(dk),        Rows<T>(dv),         lse.const_data_ptr<acc>()};
   int64_t scores = 0;
   for (const Sequence& s : p.sequences) scores += s.seqlen_q * s.keys * p.num_heads;
   // Neither the tasks nor the chains depend on the number of threads: the order of the sums would, too.
@@ -324,7 +332,7 @@ void backward(const Problem& p, const OptionalTensor& attn_mask, const Tensor& d
   const int64_t chains = shared ? std::min(tasks, kChains) : tasks;
   std::vector<Tensor> copies;  // of dmask, for all chains but the first
   if (shared)
-    for (int64_t chain = 1; chain < chains; ++chain) copies.push_back(at::zeros_like(dmask));
+    for (int64_t chain = 1; chain < chains; ++chain) copies.push_back(zeros(dmask.sizes(), dmask.scalar_type()));
   std::vector<KeyGradients<acc>> found(parts == 1 ? 0 : tasks);
   for_each_task(chains, scores > kSerialScores, [&](int64_t chain) {
     const Tensor& sum = shared && chain > 0 ? copies[chain - 1] : dmask;
@@ -335,7 +343,7 @@ void backward(const Problem& p, const OptionalTensor& attn_mask, const Tensor& d
       else found[task] = std::move(of_task);
     }
   });
-  for (const Tensor& copy : copies) dmask.add_(copy);
+  for (const Tensor& copy : copies) add<acc>(copy, dmask);
   if (parts == 1) return;
   for_each_task(kv_heads, scores > kSerialScores, [&](int64_t i) {
     store_key_gradients<T>(p, in, i / p.num_kv_heads, i % p.num_kv_heads, found.data() + i * parts, parts);
@@ -345,8 +353,8 @@ void backward(const Problem& p, const OptionalTensor& attn_mask, const Tensor& d
 Gradients run(const Problem& p, const OptionalTensor& attn_mask, bool needs_mask_grad, const Tensor& dout,
               const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& out, const Tensor& lse) {
   const Tensor q = rows_of(q_in), k = rows_of(k_in), v = rows_of(v_in);
-  Tensor dmask, dmask_out = at::empty({0}, attn_mask ? attn_mask->options() : q.options());
-  if (needs_mask_grad) dmask = at::zeros(attn_mask->sizes(), lse.options());
+  Tensor dmask, dmask_out = empty({0}, attn_mask ? attn_mask->scalar_type() : q.scalar_type());
+  if (needs_mask_grad) dmask = zeros(attn_mask->sizes(), lse.scalar_type());
   Gradients gradients{empty_rows(q, p.used_q), empty_rows(k, p.used_k), empty_rows(v, p.used_k), dmask_out};
   dispatch(q.scalar_type(), "attention", [&]<typename T>() {
     backward<T>(p, attn_mask, rows_of(dout), q, k, v, rows_of(out), lse.contiguous(), dmask, gradients);
@@ -379,7 +387,7 @@ std::tuple<Tensor, Tensor, Tensor> varlen_attention_bwd(const Tensor& dout, cons
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
   m.def(
       "attention_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? attn_mask, Tensor? "
       "seqlens_k, "
@@ -393,9 +401,9 @@ TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
       "float dropout_p, Tensor? dropout_seed, float softcap=0.0) -> (Tensor, Tensor, Tensor)");
 }
 
-TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) {
-  m.impl("attention_bwd", attention_bwd);
-  m.impl("varlen_attention_bwd", varlen_attention_bwd);
+STABLE_TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) {
+  m.impl("attention_bwd", boxed<attention_bwd>);
+  m.impl("varlen_attention_bwd", boxed<varlen_attention_bwd>);
 }
 
 }  // namespace fastformer

@@ -9,12 +9,10 @@
 //
 // All numbers that say where to read and write are checked before anything is written.
 
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
-
 #include "common/rows.h"
 #include "common/softcap.h"
 #include "ops/attention.h"
+#include "ops/library.h"
 
 namespace fastformer {
 namespace {
@@ -47,7 +45,7 @@ struct Cache {
   int64_t row_stride, stride, head_stride;
 
   Cache(const Tensor& t, const Places& places)
-      : data(static_cast<T*>(t.data_ptr())),
+      : data(static_cast<T*>(t.mutable_data_ptr())),
         row_stride(places.table ? 0 : t.stride(0)),
         stride(places.table && t.size(1) == 1 ? t.stride(0) : t.stride(1)),
         head_stride(t.stride(2)) {}
@@ -77,19 +75,21 @@ struct Call {
   // The first position that any query of the sequence sees.
   int64_t first_seen(const Sequence& s) const { return p.keys_of(s, 0).begin; }
 
-  void check(int64_t cache_rows, int64_t max_seqlen, int64_t num_tokens) const {
+  void check_places(int64_t cache_rows, int64_t max_seqlen, int64_t num_tokens) const {
     for (int64_t b = 0; b < p.batch; ++b) {
       const int64_t row = rows.empty() ? b : rows[b];
-      TORCH_CHECK_VALUE(row >= 0 && row < cache_rows, "expected cache_batch_idx in [0, ", cache_rows, "), got ", row);
-      TORCH_CHECK_VALUE(seqlens[row] >= 0 && seqlens[row] + fresh <= max_seqlen, "expected cache_seqlens in [0, ",
-                        max_seqlen - fresh + 1, "), got ", seqlens[row]);
+      check<std::invalid_argument>(row >= 0 && row < cache_rows, "expected cache_batch_idx in [0, ", cache_rows,
+                                   "), got ", row);
+      check<std::invalid_argument>(seqlens[row] >= 0 && seqlens[row] + fresh <= max_seqlen,
+                                   "expected cache_seqlens in [0, ", max_seqlen - fresh + 1, "), got ", seqlens[row]);
       if (!places.table) continue;
       const Sequence s = sequence(b);
       const int32_t* slots = places.table + row * places.row_stride;
       for (int64_t j = std::min(first_seen(s), s.keys - fresh); j < s.keys; ++j) {
         const int64_t slot = slots[j * places.stride];
-        TORCH_CHECK_VALUE(slot >= 0 && slot < num_tokens, "expected the slots that are written or read in [0, ",
-                          num_tokens, "), got ", slot);
+        check<std::invalid_argument>(slot >= 0 && slot < num_tokens,
+                                     "expected the slots that are written or read in [0, ", num_tokens, "), got ",
+                                     slot);
       }
     }
   }
@@ -117,7 +117,7 @@ void decode(const Call& call, const Tensor& q, const Cache<T>& k_cache, const Ca
   for (int64_t b = 0; b < p.batch; ++b) elements += call.sequence(b).keys * p.num_kv_heads * p.head_dim;
   // A thread takes a row as a whole where there are enough of them: its tokens lie together, and rows that follow each
   // other often share theirs.
-  const int64_t heads = p.batch >= 4 * at::get_num_threads() ? p.num_kv_heads : 1, parts = p.num_kv_heads / heads;
+  const int64_t heads = p.batch >= 4 * num_threads() ? p.num_kv_heads : 1, parts = p.num_kv_heads / heads;
   for_each_task(p.batch * parts, elements > kSerialElements, [&](int64_t task) {
     const int64_t b = task / parts, first = task % parts * heads;
     const Sequence s = call.sequence(b);
@@ -156,9 +156,9 @@ void decode(const Call& call, const Tensor& q, const Cache<T>& k_cache, const Ca
 template <typename T>
 Tensor gathered(const Call& call, const Tensor& cache, const std::vector<Sequence>& sequences, int64_t tokens) {
   const Problem& p = call.p;
-  Tensor dense = at::empty({1, tokens, p.num_kv_heads, p.head_dim}, cache.options());
+  Tensor dense = empty({1, tokens, p.num_kv_heads, p.head_dim}, cache.scalar_type());
   const Cache<T> from(cache, call.places);
-  T* to = static_cast<T*>(dense.data_ptr());
+  T* to = dense.mutable_data_ptr<T>();
   const int64_t token_size = p.num_kv_heads * p.head_dim;
   for_each_task(p.batch, tokens * token_size > kSerialElements, [&](int64_t b) {
     const Sequence whole = call.sequence(b);
@@ -200,8 +200,7 @@ void decode_blocked(Call& call, const Tensor& q, const Tensor& k_cache, const Te
     }
     p.sequences.push_back(s);
   }
-  Tensor lse =
-      at::empty({p.batch, p.num_heads, q.size(1)}, q.options().dtype(c10::CppTypeToScalarType<acc_t<T>>::value));
+  Tensor lse = empty({p.batch, p.num_heads, q.size(1)}, scalar_type_of<acc_t<T>>());
   if (!call.places.table) return attention_forward(p, std::nullopt, q, k_cache, v_cache, out, lse);
   const Tensor keys = gathered<T>(call, k_cache, p.sequences, tokens);
   const Tensor values = gathered<T>(call, v_cache, p.sequences, tokens);
@@ -214,10 +213,9 @@ Tensor decode_attention(const Tensor& q_in, Tensor k_cache, Tensor v_cache, cons
                         std::optional<int64_t> window_left, double softcap) {
   const Tensor q = rows_of(q_in);
   for (const Tensor& cache : {k_cache, v_cache}) {
-    TORCH_CHECK(cache.stride(3) == 1, "the caches must be contiguous in head_dim");
-    TORCH_CHECK(
-        !slot_table || cache.size(0) <= 1 || cache.size(1) <= 1 || cache.stride(0) == cache.size(1) * cache.stride(1),
-        "the blocks of the caches must follow each other");
+    check(cache.stride(3) == 1, "the caches must be contiguous in head_dim");
+    check(!slot_table || cache.size(0) <= 1 || cache.size(1) <= 1 || cache.stride(0) == cache.size(1) * cache.stride(1),
+          "the blocks of the caches must follow each other");
   }
   // Without new tokens the cache stands in their place; none are read from it.
   const Tensor k = k_in ? rows_of(*k_in) : k_cache, v = v_in ? rows_of(*v_in) : v_cache;
@@ -235,8 +233,8 @@ Tensor decode_attention(const Tensor& q_in, Tensor k_cache, Tensor v_cache, cons
   p.set_options(softmax_scale, window_left, is_causal ? std::make_optional<int64_t>(0) : std::nullopt, 0.0,
                 std::nullopt, softcap);
   const Tensor& rows = slot_table ? *slot_table : k_cache;
-  call.check(rows.size(0), rows.size(1), k_cache.size(0) * k_cache.size(1));
-  Tensor out = at::empty(q.sizes(), q.options());
+  call.check_places(rows.size(0), rows.size(1), k_cache.size(0) * k_cache.size(1));
+  Tensor out = empty(q.sizes(), q.scalar_type());
   dispatch(q.scalar_type(), "decode_attention", [&]<typename T>() {
     if (q.size(1) >= kBlocked) return decode_blocked<T>(call, q, k_cache, v_cache, k, v, out);
     decode<T>(call, q, {k_cache, call.places}, {v_cache, call.places}, k, v, out);
@@ -246,7 +244,7 @@ Tensor decode_attention(const Tensor& q_in, Tensor k_cache, Tensor v_cache, cons
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
   m.def(
       "decode_attention(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens, Tensor? k, Tensor? "
       "v, "
@@ -254,6 +252,6 @@ TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
       "float softcap=0.0) -> Tensor");
 }
 
-TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) { m.impl("decode_attention", decode_attention); }
+STABLE_TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) { m.impl("decode_attention", boxed<decode_attention>); }
 
 }  // namespace fastformer

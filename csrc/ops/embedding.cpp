@@ -6,10 +6,6 @@
 // from and then writes every row of the gradient once: zeros, or the sum over its tokens in their order, whatever the
 // threads. Sums are fp32 (fp64 for fp64), in groups.
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
-
 #include <optional>
 #include <vector>
 
@@ -18,12 +14,10 @@
 #include "common/parallel.h"
 #include "common/philox.h"
 #include "common/rows.h"
+#include "ops/library.h"
 
 namespace fastformer {
 namespace {
-
-using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 constexpr int64_t kGroup = 16;   // tokens summed before the sum is added to the row's: long fp32 sums lose digits
 constexpr int64_t kShares = 64;  // parts of a gradient, of about the same work, for the threads to share
@@ -125,15 +119,15 @@ Tensor embedding_fwd(const Tensor& ids_in, const Tensor& weight_in, const Option
   const Tensor ids = checked_indices(ids_in, weight_in.size(0), "token ids"), weight = rows_of(weight_in);
   OptionalTensor table, positions;
   if (positions_in) positions = checked_indices(*positions_in, table_in->size(0), "positions");
-  std::vector<int64_t> shape = ids.sizes().vec();
+  Dims shape = ids.sizes();
   shape.push_back(weight.size(1));
-  Tensor out = at::empty(shape, weight.options());
+  Tensor out = empty(shape, weight.scalar_type());
   const Dropout dropout(dropout_p, dropout_seed);
   dispatch(weight.scalar_type(), "embedding", [&]<typename T>() {
     using acc = acc_t<T>;
     // A table in another dtype than the weight's is read in what the sum is computed in.
     const bool same = !table_in || table_in->scalar_type() == weight.scalar_type();
-    if (table_in) table = rows_of(table_in->to(same ? weight.scalar_type() : c10::CppTypeToScalarType<acc>::value));
+    if (table_in) table = rows_of(table_in->to(same ? weight.scalar_type() : scalar_type_of<acc>()));
     if (same) forward<T, T>(ids, weight, table, positions, scale, padding_idx, dropout, out);
     else forward<T, acc>(ids, weight, table, positions, scale, padding_idx, dropout, out);
   });
@@ -143,13 +137,13 @@ Tensor embedding_fwd(const Tensor& ids_in, const Tensor& weight_in, const Option
 std::tuple<Tensor, Tensor> embedding_bwd(const Tensor& dout_in, const Tensor& ids_in,
                                          const OptionalTensor& positions_in, int64_t num_embeddings,
                                          int64_t num_positions, double scale, int64_t padding_idx, double dropout_p,
-                                         const OptionalTensor& dropout_seed, at::ScalarType dtype,
+                                         const OptionalTensor& dropout_seed, ScalarType dtype,
                                          bool /* atomics: these sums need none to be fast */) {
   const Tensor dout = dout_in.contiguous(), ids = checked_indices(ids_in, num_embeddings, "token ids");
   const int64_t dim = dout.size(-1), seqlen = ids.size(-1), tokens = ids.numel();
-  Tensor dweight = at::empty({num_embeddings, dim}, dout.options().dtype(dtype));
+  Tensor dweight = empty({num_embeddings, dim}, dtype);
   Tensor dtable =
-      num_positions ? at::empty({num_positions, dim}, dweight.options()) : at::empty({0}, dweight.options());
+      num_positions ? empty({num_positions, dim}, dweight.scalar_type()) : empty({0}, dweight.scalar_type());
   const Dropout dropout(dropout_p, dropout_seed);
   dispatch(dtype, "embedding", [&]<typename T>() {
     const int64_t* id = ids.const_data_ptr<int64_t>();
@@ -167,7 +161,7 @@ std::tuple<Tensor, Tensor> embedding_bwd(const Tensor& dout_in, const Tensor& id
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
   m.def(
       "embedding_fwd(Tensor ids, Tensor weight, Tensor? position_table, Tensor? positions, float scale, int "
       "padding_idx, "
@@ -177,9 +171,9 @@ TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
       "int padding_idx, float dropout_p, Tensor? dropout_seed, ScalarType dtype, bool atomics) -> (Tensor, Tensor)");
 }
 
-TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) {
-  m.impl("embedding_fwd", embedding_fwd);
-  m.impl("embedding_bwd", embedding_bwd);
+STABLE_TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) {
+  m.impl("embedding_fwd", boxed<embedding_fwd>);
+  m.impl("embedding_bwd", boxed<embedding_bwd>);
 }
 
 }  // namespace fastformer

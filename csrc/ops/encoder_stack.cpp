@@ -6,27 +6,20 @@
 //
 // It adds no arithmetic of its own: the same kernels get the same rows as where each op is called by itself.
 
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/add.h>
-#include <ATen/ops/linear.h>
-#include <torch/library.h>
-
-#include <array>
 #include <cmath>
 #include <optional>
 #include <string_view>
 #include <tuple>
 #include <vector>
 
+#include "common/dispatch.h"
+#include "common/parallel.h"
 #include "common/share_out.h"
 #include "ops/forward.h"
+#include "ops/library.h"
 
 namespace fastformer {
 namespace {
-
-using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 // What a layer has, as nn/stack.py lists it.
 struct Layer {
@@ -52,21 +45,29 @@ struct Layer {
         eps2(eps[1]) {}
 };
 
-// Whether it is nothing but strided memory of the CPU, as the kernels read it.
-bool is_plain(const Tensor& t) {
-  using c10::DispatchKey;
-  static const c10::DispatchKeySet plain(
-      {DispatchKey::CPU, DispatchKey::AutocastCPU, DispatchKey::AutogradCPU, DispatchKey::ADInplaceOrView});
-  return (t.key_set().raw_repr() & ~plain.raw_repr()) == 0;
-}
-
 bool is_matrix(const OptionalTensor& t, const Tensor& x, int64_t rows, int64_t columns) {
   return t && t->dim() == 2 && t->size(0) == rows && t->size(1) == columns && t->scalar_type() == x.scalar_type() &&
-         is_plain(*t);
+         t->is_plain();
 }
 
 bool is_vector(const OptionalTensor& t, const Tensor& x, int64_t size) {
-  return !t || (t->dim() == 1 && t->size(0) == size && t->scalar_type() == x.scalar_type() && is_plain(*t));
+  return !t || (t->dim() == 1 && t->size(0) == size && t->scalar_type() == x.scalar_type() && t->is_plain());
+}
+
+// Of contiguous tensors.
+Tensor sum_of(const Tensor& a, const Tensor& b) {
+  Tensor sum = empty(a.sizes(), a.scalar_type());
+  dispatch(a.scalar_type(), "encoder_stack", [&]<typename T>() {
+    using acc = acc_t<T>;
+    const T *left = a.const_data_ptr<T>(), *right = b.const_data_ptr<T>();
+    T* to = sum.mutable_data_ptr<T>();
+    for_row_ranges(sum.numel(), 1, [=](int64_t begin, int64_t end) {
+      for_each_vec<acc>(end - begin, [=](int64_t i, int64_t n) {
+        (Vec<acc>::load(left + begin + i, n) + Vec<acc>::load(right + begin + i, n)).store(to + begin + i, n);
+      });
+    });
+  });
+  return sum;
 }
 
 struct Stack {
@@ -92,17 +93,17 @@ struct Stack {
   }
 
   static Tensor multiply(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias, bool by_ours) {
-    return by_ours ? fastformer::linear(x, *weight, bias) : at::linear(x, *weight, bias);
+    return by_ours ? fastformer::linear(x, *weight, bias) : torch_linear(x, *weight, bias);
   }
 
   Tensor attend(const Tensor& x, const Layer& layer) const {
     const Tensor qkv = multiply(x, layer.in_weight, layer.in_bias, multiplies_in);
     const int64_t dim = x.size(-1), head_dim = dim / num_heads, kv_dim = head_dim * num_kv_heads;
     const auto heads = [&](int64_t start, int64_t count) {
-      std::vector<int64_t> sizes = qkv.sizes().vec(), strides = qkv.strides().vec();
+      Dims sizes = qkv.sizes(), strides = qkv.strides();
       sizes.back() = count, sizes.push_back(head_dim);
       strides.back() = head_dim, strides.push_back(1);
-      return qkv.as_strided(sizes, strides, qkv.storage_offset() + start);
+      return qkv.view(sizes, strides, start);
     };
     const Tensor q = heads(0, num_heads), k = heads(dim, num_kv_heads), v = heads(dim + kv_dim, num_kv_heads);
     const double scale = std::pow(static_cast<double>(head_dim), -0.5);
@@ -111,7 +112,7 @@ struct Stack {
                                                       window_left, window_right, 0.0, std::nullopt))
                    : std::get<0>(attention_fwd(q, k, v, attn_mask, std::nullopt, scale, window_left, window_right, 0.0,
                                                std::nullopt));
-    return multiply(attended.view(x.sizes()), layer.out_weight, layer.out_bias, multiplies_out);
+    return multiply(attended.view(x.sizes(), x.sizes().contiguous()), layer.out_weight, layer.out_bias, multiplies_out);
   }
 
   Tensor feed_forward(const Tensor& x, const Layer& layer) const {
@@ -127,23 +128,20 @@ struct Stack {
   }
 };
 
-std::optional<Tensor> encoder_stack(const Tensor& x, const c10::List<std::optional<Tensor>>& tensors,
-                                    at::ArrayRef<double> eps, int64_t num_heads, int64_t num_kv_heads,
-                                    std::string_view activation, bool norm_first, bool rms_norm,
-                                    std::optional<bool> final_rms_norm, std::array<bool, 2> multiplies,
-                                    const OptionalTensor& attn_mask, const OptionalTensor& cu_seqlens,
-                                    int64_t max_seqlen, std::optional<int64_t> window_left,
-                                    std::optional<int64_t> window_right) {
+OptionalTensor encoder_stack(const Tensor& x, const std::vector<OptionalTensor>& given, const std::vector<double>& eps,
+                             int64_t num_heads, int64_t num_kv_heads, std::string_view activation, bool norm_first,
+                             bool rms_norm, std::optional<bool> final_rms_norm, const std::vector<bool>& multiplies,
+                             const OptionalTensor& attn_mask, const OptionalTensor& cu_seqlens, int64_t max_seqlen,
+                             std::optional<int64_t> window_left, std::optional<int64_t> window_right) {
   const bool has_final_norm = final_rms_norm.has_value();
-  const size_t num_layers = (tensors.size() - 2 * has_final_norm) / Layer::kTensors;
-  TORCH_CHECK(tensors.size() == num_layers * Layer::kTensors + 2 * has_final_norm &&
-                  eps.size() == 2 * num_layers + has_final_norm && num_heads > 0,
-              "encoder_stack: expected 12 tensors and 2 eps a layer, got ", tensors.size(), " and ", eps.size());
+  const size_t num_layers = (given.size() - 2 * has_final_norm) / Layer::kTensors;
+  check(given.size() == num_layers * Layer::kTensors + 2 * has_final_norm &&
+            eps.size() == 2 * num_layers + has_final_norm && num_heads > 0,
+        "encoder_stack: expected 12 tensors and 2 eps a layer, got ", given.size(), " and ", eps.size());
   const auto dtype = x.scalar_type();
-  if (dtype != at::kFloat && dtype != at::kBFloat16 && dtype != at::kDouble) return std::nullopt;
-  if (x.dim() != (cu_seqlens ? 2 : 3) || !is_plain(x) || x.numel() == 0 || x.size(-1) % num_heads != 0)
+  if (dtype != kFloat && dtype != kBFloat16 && dtype != kDouble) return std::nullopt;
+  if (x.dim() != (cu_seqlens ? 2 : 3) || !x.is_plain() || x.numel() == 0 || x.size(-1) % num_heads != 0)
     return std::nullopt;
-  const std::vector<OptionalTensor> given = tensors.vec();
   const Stack stack{num_heads,     num_kv_heads, activation, norm_first, rms_norm,    multiplies[0],
                     multiplies[1], attn_mask,    cu_seqlens, max_seqlen, window_left, window_right};
   std::vector<Layer> layers;
@@ -154,7 +152,6 @@ std::optional<Tensor> encoder_stack(const Tensor& x, const c10::List<std::option
   const OptionalTensor final_bias = has_final_norm ? given.back() : std::nullopt;
   if (!is_vector(final_weight, x, x.size(-1)) || !is_vector(final_bias, x, x.size(-1))) return std::nullopt;
 
-  const at::AutoDispatchBelowADInplaceOrView without_autograd;
   std::optional<OpsAlone> ops_alone;
   if (multiplies[0] && multiplies[1]) ops_alone.emplace();
   const auto end = [&](const Tensor& y, const OptionalTensor& residual) {
@@ -185,18 +182,18 @@ std::optional<Tensor> encoder_stack(const Tensor& x, const c10::List<std::option
     delta = stack.feed_forward(y, layer);
   }
   if (!delta) return has_final_norm ? end(residual, std::nullopt) : residual;
-  return has_final_norm ? end(*delta, residual) : at::add(residual, *delta);
+  return has_final_norm ? end(*delta, residual) : sum_of(residual, *delta);
 }
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
   m.def(
       "encoder_stack(Tensor x, Tensor?[] tensors, float[] eps, int num_heads, int num_kv_heads, str activation, bool "
       "norm_first, bool rms_norm, bool? final_rms_norm, bool[2] multiplies, Tensor? attn_mask, "
       "Tensor? cu_seqlens, int max_seqlen, int? window_left, int? window_right) -> Tensor?");
 }
 
-TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) { m.impl("encoder_stack", encoder_stack); }
+STABLE_TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) { m.impl("encoder_stack", boxed<encoder_stack>); }
 
 }  // namespace fastformer

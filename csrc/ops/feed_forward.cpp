@@ -8,8 +8,6 @@
 // Sums are fp32 (fp64 for fp64) and rounded once, after the bias; a row's result does not depend on how many rows there
 // are.
 
-#include <torch/library.h>
-
 #include <optional>
 #include <string_view>
 
@@ -17,12 +15,11 @@
 #include "common/dispatch.h"
 #include "common/philox.h"
 #include "ops/forward.h"
+#include "ops/library.h"
 #include "ops/linear.h"
 
 namespace fastformer {
 namespace {
-
-using OptionalTensor = std::optional<Tensor>;
 
 // x as memory of type T holds it.
 template <typename T>
@@ -93,7 +90,7 @@ void forward(const Tensor& x, const Tensor& weight1, const OptionalTensor& bias1
   const int64_t rows = x.size(0), dim = x.size(1), hidden = weight2.size(1);
   const bool gated = is_gated(activation);
   const bool keeps_hidden = needs_saved && activation == Activation::relu;
-  const Tensor hidden_rows = keeps_hidden ? saved : scratch_rows<T>(rows, hidden, x);
+  const Tensor hidden_rows = keeps_hidden ? saved : scratch_rows<T>(rows, hidden);
   const Forward<T> epilogue{activation,
                             dropout,
                             hidden,
@@ -166,8 +163,8 @@ Gradients backward(const Tensor& dout, const Tensor& x, const Tensor& weight1, b
                    const Tensor& saved, Activation activation, const Dropout& dropout, bool has_bias2) {
   using acc = acc_t<T>;
   const int64_t rows = x.size(0), dim_out = weight2.size(0), hidden = weight2.size(1), wide = weight1.size(0);
-  const Tensor dpre = scratch_rows<T>(rows, wide, x);
-  const Tensor hidden_rows = activation == Activation::relu ? saved : at::empty({rows, hidden}, x.options());
+  const Tensor dpre = scratch_rows<T>(rows, wide);
+  const Tensor hidden_rows = activation == Activation::relu ? saved : empty({rows, hidden}, x.scalar_type());
   const Tensor left = readable_rows<T>(dout);
   const T* doutp = left.const_data_ptr<T>();
   const Tensor strided1 = strided(weight1), strided2 = strided(weight2);
@@ -183,16 +180,14 @@ Gradients backward(const Tensor& dout, const Tensor& x, const Tensor& weight1, b
                       hidden_rows.mutable_data_ptr<T>() + row * hidden + t.column);
     }
   });
-  Tensor dx = at::empty(x.sizes(), x.options());
+  Tensor dx = empty(x.sizes(), x.scalar_type());
   multiply<T>(dpre, Right<T>::as_is(strided1, rows), nullptr, dx.mutable_data_ptr<T>());
-  const Tensor none = at::empty({0}, x.options());
+  const Tensor none = empty({0}, x.scalar_type());
   return {dx, gradient_like<T>(weight1, dpre, x), has_bias1 ? column_sums<T>(dpre) : none,
-          gradient_like<T>(weight2, dout, hidden_rows), has_bias2 ? column_sums<T>(dout) : at::empty({0}, x.options())};
+          gradient_like<T>(weight2, dout, hidden_rows), has_bias2 ? column_sums<T>(dout) : empty({0}, x.scalar_type())};
 }
 
-Tensor as_rows(const Tensor& t) { return t.reshape({-1, t.size(-1)}).contiguous(); }
-
-OptionalTensor contiguous(const OptionalTensor& t) { return t ? OptionalTensor(t->contiguous()) : t; }
+Tensor as_rows(const Tensor& t) { return t.flattened(1).contiguous(); }
 
 }  // namespace
 
@@ -201,11 +196,10 @@ std::tuple<Tensor, Tensor> feed_forward_fwd(const Tensor& x, const Tensor& weigh
                                             std::string_view activation, double dropout_p,
                                             const OptionalTensor& dropout_seed, bool needs_saved) {
   const Tensor rows = as_rows(x);
-  std::vector<int64_t> shape = x.sizes().vec();
+  Dims shape = x.sizes();
   shape.back() = weight2.size(0);
-  // Not a view of rows: autograd lets no view that a function gives be changed.
-  Tensor out = at::empty(shape, x.options());
-  Tensor saved = needs_saved ? at::empty({rows.size(0), weight1.size(0)}, x.options()) : at::empty({0}, x.options());
+  Tensor out = empty(shape, x.scalar_type());
+  Tensor saved = needs_saved ? empty({rows.size(0), weight1.size(0)}, x.scalar_type()) : empty({0}, x.scalar_type());
   dispatch(x.scalar_type(), "feed_forward", [&]<typename T>() {
     forward<T>(rows, strided(weight1), contiguous(bias1), strided(weight2), contiguous(bias2),
                activation_named(activation), Dropout(dropout_p, dropout_seed), needs_saved, out, saved);
@@ -222,13 +216,13 @@ Gradients feed_forward_bwd(const Tensor& dout, const Tensor& x, const Tensor& we
     return backward<T>(as_rows(dout), as_rows(x), weight1, bias1.has_value(), weight2, saved.contiguous(),
                        activation_named(activation), Dropout(dropout_p, dropout_seed), has_bias2);
   });
-  std::get<0>(gradients) = std::get<0>(gradients).view(x.sizes());
+  std::get<0>(gradients) = std::get<0>(gradients).view(x.sizes(), x.sizes().contiguous());
   return gradients;
 }
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
   m.def(
       "feed_forward_fwd(Tensor x, Tensor weight1, Tensor? bias1, Tensor weight2, Tensor? bias2, str activation, float "
       "dropout_p, Tensor? dropout_seed, bool needs_saved) -> (Tensor, Tensor)");
@@ -237,9 +231,9 @@ TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
       "activation, float dropout_p, Tensor? dropout_seed, bool has_bias2) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
-TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) {
-  m.impl("feed_forward_fwd", feed_forward_fwd);
-  m.impl("feed_forward_bwd", feed_forward_bwd);
+STABLE_TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) {
+  m.impl("feed_forward_fwd", boxed<feed_forward_fwd>);
+  m.impl("feed_forward_bwd", boxed<feed_forward_bwd>);
 }
 
 }  // namespace fastformer

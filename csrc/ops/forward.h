@@ -2,40 +2,37 @@
 
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <optional>
 #include <string_view>
 #include <tuple>
 
+#include "common/tensor.h"
+
 namespace fastformer {
 
-at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias);
+Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias);
 
-std::tuple<at::Tensor, at::Tensor> attention_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                                 const std::optional<at::Tensor>& attn_mask,
-                                                 const std::optional<at::Tensor>& seqlens_k, double softmax_scale,
-                                                 std::optional<int64_t> window_left,
-                                                 std::optional<int64_t> window_right, double dropout_p,
-                                                 const std::optional<at::Tensor>& dropout_seed, double softcap = 0.0);
+std::tuple<Tensor, Tensor> attention_fwd(const Tensor& q, const Tensor& k, const Tensor& v,
+                                         const OptionalTensor& attn_mask, const OptionalTensor& seqlens_k,
+                                         double softmax_scale, std::optional<int64_t> window_left,
+                                         std::optional<int64_t> window_right, double dropout_p,
+                                         const OptionalTensor& dropout_seed, double softcap = 0.0);
 
-std::tuple<at::Tensor, at::Tensor> varlen_attention_fwd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                                        const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k,
-                                                        int64_t max_seqlen_q, int64_t max_seqlen_k,
-                                                        double softmax_scale, std::optional<int64_t> window_left,
-                                                        std::optional<int64_t> window_right, double dropout_p,
-                                                        const std::optional<at::Tensor>& dropout_seed,
-                                                        double softcap = 0.0);
+std::tuple<Tensor, Tensor> varlen_attention_fwd(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
+                                                int64_t max_seqlen_q, int64_t max_seqlen_k, double softmax_scale,
+                                                std::optional<int64_t> window_left, std::optional<int64_t> window_right,
+                                                double dropout_p, const OptionalTensor& dropout_seed,
+                                                double softcap = 0.0);
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_layer_norm_fwd(
-    const at::Tensor& x, const std::optional<at::Tensor>& residual, const std::optional<at::Tensor>& weight,
-    const std::optional<at::Tensor>& bias, double eps, double dropout_p, const std::optional<at::Tensor>& dropout_seed,
-    bool rms_norm);
+std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd(const Tensor& x, const OptionalTensor& residual,
+                                                              const OptionalTensor& weight, const OptionalTensor& bias,
+                                                              double eps, double dropout_p,
+                                                              const OptionalTensor& dropout_seed, bool rms_norm);
 
-std::tuple<at::Tensor, at::Tensor> feed_forward_fwd(const at::Tensor& x, const at::Tensor& weight1,
-                                                    const std::optional<at::Tensor>& bias1, const at::Tensor& weight2,
-                                                    const std::optional<at::Tensor>& bias2, std::string_view activation,
-                                                    double dropout_p, const std::optional<at::Tensor>& dropout_seed,
-                                                    bool needs_saved);
+std::tuple<Tensor, Tensor> feed_forward_fwd(const Tensor& x, const Tensor& weight1, const OptionalTensor& bias1,
+                                            const Tensor& weight2, const OptionalTensor& bias2,
+                                            std::string_view activation, double dropout_p,
+                                            const OptionalTensor& dropout_seed, bool needs_saved);
 
 }  // namespace fastformer

@@ -3,12 +3,11 @@
 
 #include "ops/linear.h"
 
-#include <torch/library.h>
-
 #include <optional>
 
 #include "common/dispatch.h"
 #include "ops/forward.h"
+#include "ops/library.h"
 
 namespace fastformer {
 namespace {
@@ -18,17 +17,23 @@ constexpr int64_t kMostPacked = int64_t{1} << 22;
 
 }  // namespace
 
-Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
-  TORCH_CHECK(
-      x.dim() > 0 && weight.dim() == 2 && x.size(-1) == weight.size(1) && x.scalar_type() == weight.scalar_type() &&
-          (!bias || (bias->dim() == 1 && bias->size(0) == weight.size(0) && bias->scalar_type() == x.scalar_type())),
-      "linear: expected (..., in_features), (out_features, in_features) and (out_features,) of one dtype, got ",
-      x.sizes(), " of ", x.scalar_type(), " and ", weight.sizes(), " of ", weight.scalar_type());
-  std::vector<int64_t> shape = x.sizes().vec();
+Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+  check(x.dim() > 0 && weight.dim() == 2 && x.size(-1) == weight.size(1) && x.scalar_type() == weight.scalar_type() &&
+            (!bias || (bias->dim() == 1 && bias->size(0) == weight.size(0) && bias->scalar_type() == x.scalar_type())),
+        "linear: expected (..., in_features), (out_features, in_features) and (out_features,) of one dtype, got ",
+        x.sizes(), " of ", x.scalar_type(), " and ", weight.sizes(), " of ", weight.scalar_type());
+  Dims shape = x.sizes();
   shape.back() = weight.size(0);
-  Tensor out = at::empty(shape, x.options());
-  if (weight.size(1) == 0) return bias ? out.copy_(bias->expand(shape)) : out.zero_();
-  const Tensor rows = x.reshape({-1, x.size(-1)});
+  Tensor out = empty(shape, x.scalar_type());
+  if (weight.size(1) == 0) {
+    Dims strides = shape;
+    std::fill_n(strides.data(), strides.size(), 0);
+    if (!bias) return out.zero(), out;
+    strides.back() = bias->stride(0);
+    out.copy_from(bias->view(shape, strides));
+    return out;
+  }
+  const Tensor rows = x.flattened(1);
   // Rows that lie in one another are what oneDNN's brgemm does not expect.
   const Tensor from = rows.stride(1) == 1 && rows.stride(0) >= rows.size(1) ? rows : rows.contiguous();
   const Tensor strided = weight.stride(0) == 1 || weight.stride(1) == 1 ? weight : weight.contiguous();
@@ -48,9 +53,9 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
 namespace {
 
 Tensor linear_weight_grad(const Tensor& dout, const Tensor& x) {
-  TORCH_CHECK(dout.dim() == 2 && x.dim() == 2 && dout.size(0) == x.size(0) && dout.scalar_type() == x.scalar_type(),
-              "linear_weight_grad: expected (rows, out_features) and (rows, in_features) of one dtype, got ",
-              dout.sizes(), " of ", dout.scalar_type(), " and ", x.sizes(), " of ", x.scalar_type());
+  check(dout.dim() == 2 && x.dim() == 2 && dout.size(0) == x.size(0) && dout.scalar_type() == x.scalar_type(),
+        "linear_weight_grad: expected (rows, out_features) and (rows, in_features) of one dtype, got ", dout.sizes(),
+        " of ", dout.scalar_type(), " and ", x.sizes(), " of ", x.scalar_type());
   const auto rows = [](const Tensor& t) { return t.stride(1) == 1 ? t : t.contiguous(); };
   return dispatch(x.scalar_type(), "linear_weight_grad",
                   [&]<typename T>() { return weight_gradient<T>(rows(dout), rows(x)); });
@@ -58,14 +63,14 @@ Tensor linear_weight_grad(const Tensor& dout, const Tensor& x) {
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
   m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
   m.def("linear_weight_grad(Tensor dout, Tensor x) -> Tensor");
 }
 
-TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) {
-  m.impl("linear", linear);
-  m.impl("linear_weight_grad", linear_weight_grad);
+STABLE_TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) {
+  m.impl("linear", boxed<linear>);
+  m.impl("linear_weight_grad", boxed<linear_weight_grad>);
 }
 
 }  // namespace fastformer

@@ -3,20 +3,14 @@
 
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
-#include <ATen/ops/mm.h>
-
 #include <memory>
 
 #include "common/buffer.h"
 #include "common/gemm.h"
 #include "common/parallel.h"
+#include "common/tensor.h"
 
 namespace fastformer {
-
-using at::Tensor;
 
 // A tile is wide where there are many rows, and tall where there are few, of which it takes up to kTallRows.
 constexpr int64_t kTileRows = 64;
@@ -41,10 +35,10 @@ Buffer<T> packed(const T* b, int64_t stride_k, int64_t stride_n, int64_t k, int6
 
 // Scratch rows for a product to read, (rows, columns) and so far apart that none of them need be copied.
 template <typename T>
-Tensor scratch_rows(int64_t rows, int64_t columns, const Tensor& like) {
+Tensor scratch_rows(int64_t rows, int64_t columns) {
   const int64_t stride = row_stride<T>(columns);
   const auto memory = std::make_shared<Buffer<T>>(rows * stride);
-  return at::from_blob(memory->data(), {rows, columns}, {stride, 1}, [memory](void*) {}, like.options());
+  return {memory->data(), scalar_type_of<T>(), {rows, columns}, {stride, 1}, memory};
 }
 
 // x (rows, columns), or a copy of it for gemm() to read, which would copy the rows of each tile else.
@@ -52,7 +46,7 @@ template <typename T>
 Tensor readable_rows(const Tensor& x) {
   const int64_t rows = x.size(0), columns = x.size(1), apart = x.stride(0);
   if (!evict_one_another<T>(rows, apart)) return x;
-  const Tensor copy = scratch_rows<T>(rows, columns, x);
+  const Tensor copy = scratch_rows<T>(rows, columns);
   const T* from = x.const_data_ptr<T>();
   T* to = copy.mutable_data_ptr<T>();
   for_row_ranges(rows, columns, [&](int64_t begin, int64_t end) {
@@ -158,16 +152,16 @@ void multiply(const Tensor& x, const Right<T>& b, const T* bias, T* y) {
 // way through the cache, the other one once.
 template <typename T>
 Tensor weight_gradient(const Tensor& dy, const Tensor& x) {
-  if (std::is_same_v<T, bfloat16> && use_brgemm()) return at::mm(dy.t(), x);  // AMX there, FMA here
+  if (std::is_same_v<T, bfloat16> && use_brgemm()) return torch_mm(dy.t(), x);  // AMX there, FMA here
   constexpr int64_t kWidest = 128;
   static_assert(kWidest * kWidest <= kTileSize && kWidest % kPanel == 0);
   const int64_t m = dy.size(0), n = dy.size(1), k = x.size(1);
-  Tensor dweight = at::empty({n, k}, x.options());
-  if (m == 0) return dweight.zero_();
+  Tensor dweight = m == 0 ? zeros({n, k}, x.scalar_type()) : empty({n, k}, x.scalar_type());
+  if (m == 0) return dweight;
   const bool cuts_dy = n >= k;
   const Tensor &wide = cuts_dy ? dy : x, &narrow = cuts_dy ? x : dy;
   const int64_t columns = wide.size(1), panel = packed_size<T>(m, kPanel),
-                width = std::min(kWidest, round_up(columns / (4 * at::get_num_threads()) + 1, kPanel)),
+                width = std::min(kWidest, round_up(columns / (4 * num_threads()) + 1, kPanel)),
                 slices = (columns + width - 1) / width;
   const Buffer<T> whole = packed<T>(narrow.const_data_ptr<T>(), narrow.stride(0), 1, m, narrow.size(1));
   const T* from = wide.const_data_ptr<T>();
@@ -197,7 +191,7 @@ template <typename T>
 Tensor column_sums(const Tensor& y) {
   using V = Vec<acc_t<T>>;
   const int64_t m = y.size(0), n = y.size(1), ld = y.stride(0);
-  Tensor sums = at::empty({n}, y.options());
+  Tensor sums = empty({n}, y.scalar_type());
   const T* from = y.const_data_ptr<T>();
   T* to = sums.mutable_data_ptr<T>();
   constexpr int64_t kColumns = 4 * V::size, kBlock = 32;

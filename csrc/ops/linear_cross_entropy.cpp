@@ -13,20 +13,17 @@
 // sums of its own which are added in order, so a result depends on no thread's timing. Sums are fp32 (fp64 for fp64);
 // those of a bf16 dW lie in two bf16 numbers, the result's own and a correction, 16 bits in all.
 
-#include <torch/library.h>
-
 #include <limits>
 #include <optional>
 
 #include "common/dispatch.h"
 #include "common/indices.h"
 #include "common/softcap.h"
+#include "ops/library.h"
 #include "ops/linear.h"
 
 namespace fastformer {
 namespace {
-
-using OptionalTensor = std::optional<Tensor>;
 
 constexpr int64_t kGroups = 16;     // of tiles, for the sums of dx; more only on more threads than that
 constexpr int64_t kRowBlock = 128;  // rows of x that stay in the second-level cache together with a tile of W
@@ -216,7 +213,7 @@ struct LinearCrossEntropy {
   void with_gradients(const acc* row_scale, acc* losses, Tensor& dx, Tensor& dweight, Tensor& dbias) const {
     const int64_t largest = chunk_rows(vocab_size), chunks = std::max<int64_t>(1, (rows + largest - 1) / largest);
     const int64_t most = (rows + chunks - 1) / chunks;
-    const int64_t groups = std::min(tiles(), std::max<int64_t>(kGroups, at::get_num_threads()));
+    const int64_t groups = std::min(tiles(), std::max<int64_t>(kGroups, num_threads()));
     Buffer<acc> logits(tiles() * most * kTileColumns), dx_sums(groups * most * dim);
     Buffer<double> dbias_sums(bias ? vocab_size : 0);
     Buffer<T> correction(std::is_same_v<T, acc> || chunks == 1 ? 0 : vocab_size * dim),
@@ -307,7 +304,7 @@ struct Inputs {
       : x(x.contiguous()),
         weight(weight.contiguous()),
         target(checked_indices(target, weight.size(0), "targets", options.ignore_index)),
-        bias(bias ? OptionalTensor(bias->contiguous()) : bias),
+        bias(contiguous(bias)),
         options(options) {}
 
   template <typename T>
@@ -321,18 +318,18 @@ struct Inputs {
             weight.size(0),
             options};
   }
-  at::TensorOptions wide() const { return x.options().dtype(accumulation_dtype(x.scalar_type())); }
+  ScalarType wide() const { return accumulation_dtype(x.scalar_type()); }
 };
 
 struct Gradients {
   Tensor dx, dweight, dbias;
   explicit Gradients(const Inputs& in)
-      : dx(at::empty(in.x.sizes(), in.x.options())),
-        dweight(at::empty(in.weight.sizes(), in.x.options())),
-        dbias(at::empty({in.bias ? in.weight.size(0) : 0}, in.x.options())) {
+      : dx(empty(in.x.sizes(), in.x.scalar_type())),
+        dweight(empty(in.weight.sizes(), in.x.scalar_type())),
+        dbias(empty({in.bias ? in.weight.size(0) : 0}, in.x.scalar_type())) {
     if (in.x.size(0) > 0) return;
-    dweight.zero_();
-    dbias.zero_();
+    dweight.zero();
+    dbias.zero();
   }
 };
 
@@ -341,7 +338,7 @@ std::tuple<Tensor, Tensor> linear_cross_entropy_fwd(const Tensor& x, const Tenso
                                                     bool smooth_others, double z_loss, double softcap) {
   const Inputs in(x, weight, bias, target,
                   make_options(ignore_index, label_smoothing, smooth_others, z_loss, softcap, weight.size(0)));
-  Tensor losses = at::empty({x.size(0)}, in.wide()), lse = at::empty({x.size(0)}, in.wide());
+  Tensor losses = empty({x.size(0)}, in.wide()), lse = empty({x.size(0)}, in.wide());
   dispatch(x.scalar_type(), "linear_cross_entropy", [&]<typename T>() {
     using acc = acc_t<T>;
     const LinearCrossEntropy<T> op = in.of<T>();
@@ -360,11 +357,15 @@ std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_bwd(const Tensor& dlosse
   const Inputs in(x, weight, bias, target,
                   make_options(ignore_index, label_smoothing, smooth_others, z_loss, softcap, weight.size(0)));
   Gradients gradients(in);
-  const Tensor scale = dlosses.to(in.wide().dtype()).masked_fill(in.target.eq(ignore_index), 0).contiguous();
+  const Tensor of_losses = dlosses.to(in.wide());
   if (x.size(0) > 0)
     dispatch(x.scalar_type(), "linear_cross_entropy", [&]<typename T>() {
-      in.of<T>().with_gradients(scale.const_data_ptr<acc_t<T>>(), nullptr, gradients.dx, gradients.dweight,
-                                gradients.dbias);
+      using acc = acc_t<T>;
+      const LinearCrossEntropy<T> op = in.of<T>();
+      const acc* each = of_losses.const_data_ptr<acc>();
+      std::vector<acc> scale(op.rows);
+      for (int64_t r = 0; r < op.rows; ++r) scale[r] = op.counts(r) ? each[r * of_losses.stride(0)] : acc(0);
+      op.with_gradients(scale.data(), nullptr, gradients.dx, gradients.dweight, gradients.dbias);
     });
   return {gradients.dx, gradients.dweight, gradients.dbias};
 }
@@ -377,8 +378,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_fwd_bwd(const Te
   const Inputs in(x, weight, bias, target,
                   make_options(ignore_index, label_smoothing, smooth_others, z_loss, softcap, weight.size(0)));
   Gradients gradients(in);
-  Tensor loss = at::empty({}, in.wide()), losses = at::empty({x.size(0)}, in.wide()),
-         scale = at::empty({x.size(0)}, in.wide());
+  Tensor loss = empty({}, in.wide()), losses = empty({x.size(0)}, in.wide()), scale = empty({x.size(0)}, in.wide());
   dispatch(x.scalar_type(), "linear_cross_entropy", [&]<typename T>() {
     using acc = acc_t<T>;
     const LinearCrossEntropy<T> op = in.of<T>();
@@ -397,7 +397,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_fwd_bwd(const Te
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
   m.def(
       "linear_cross_entropy_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index, float "
       "label_smoothing, "
@@ -412,10 +412,10 @@ TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
       "bool smooth_others, float z_loss, bool mean, float softcap=0.0) -> (Tensor, Tensor, Tensor, Tensor)");
 }
 
-TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) {
-  m.impl("linear_cross_entropy_fwd", linear_cross_entropy_fwd);
-  m.impl("linear_cross_entropy_bwd", linear_cross_entropy_bwd);
-  m.impl("linear_cross_entropy_fwd_bwd", linear_cross_entropy_fwd_bwd);
+STABLE_TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) {
+  m.impl("linear_cross_entropy_fwd", boxed<linear_cross_entropy_fwd>);
+  m.impl("linear_cross_entropy_bwd", boxed<linear_cross_entropy_bwd>);
+  m.impl("linear_cross_entropy_fwd_bwd", boxed<linear_cross_entropy_fwd_bwd>);
 }
 
 }  // namespace fastformer

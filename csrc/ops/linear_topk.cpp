@@ -12,15 +12,13 @@
 // of oneDNN, for bf16 on AMX, seem to), and ties are broken by the index, so the bits of a row depend neither on the
 // threads nor on the other rows. Logits and sums are fp32 (fp64 for fp64).
 
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
-
 #include <atomic>
 #include <limits>
 #include <vector>
 
 #include "common/dispatch.h"
 #include "common/softcap.h"
+#include "ops/library.h"
 #include "ops/linear.h"
 
 namespace fastformer {
@@ -115,7 +113,7 @@ struct LinearTopK {
     Buffer<acc> maxima(log_probs ? tiles() * count : 0), sums(log_probs ? tiles() * count : 0);  // (tiles, count)
     const bool few = count <= kFewRows && stride_dim == 1 && !std::is_same_v<T, double> &&
                      !(std::is_same_v<T, bfloat16> && use_brgemm());
-    std::vector<Best<acc>> best(at::get_num_threads());
+    std::vector<Best<acc>> best(num_threads());
     std::atomic<int64_t> workers{0};
     for_each_worker(tiles(), 2 * count * vocab_size * dim >= kSerialFlops, [&](auto next) {
       Best<acc>& mine = best[workers++];
@@ -228,8 +226,8 @@ std::tuple<Tensor, Tensor> linear_topk(const Tensor& x_in, const Tensor& weight_
   const Tensor x = x_in.stride(1) == 1 && x_in.stride(0) >= x_in.size(1) ? x_in : x_in.contiguous();
   const Tensor weight = weight_in.stride(0) == 1 || weight_in.stride(1) == 1 ? weight_in : weight_in.contiguous();
   const int64_t rows = x.size(0);
-  Tensor values = at::empty({rows, k}, x.options().dtype(accumulation_dtype(x.scalar_type())));
-  Tensor indices = at::empty({rows, k}, x.options().dtype(at::kLong));
+  Tensor values = empty({rows, k}, accumulation_dtype(x.scalar_type()));
+  Tensor indices = empty({rows, k}, kLong);
   dispatch(x.scalar_type(), "linear_topk", [&]<typename T>() {
     const LinearTopK<T> op{x.const_data_ptr<T>(),
                            weight.const_data_ptr<T>(),
@@ -251,10 +249,10 @@ std::tuple<Tensor, Tensor> linear_topk(const Tensor& x_in, const Tensor& weight_
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
   m.def("linear_topk(Tensor x, Tensor weight, int k, bool log_probs, float softcap=0.0) -> (Tensor, Tensor)");
 }
 
-TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) { m.impl("linear_topk", linear_topk); }
+STABLE_TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) { m.impl("linear_topk", boxed<linear_topk>); }
 
 }  // namespace fastformer

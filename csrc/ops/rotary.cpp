@@ -5,10 +5,6 @@
 // One pass: x is read where it lies (any strides but the last), computed in fp32 (fp64 for fp64) and rounded once. The
 // gradient is the turn back, `inverse`.
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
-
 #include <optional>
 #include <vector>
 
@@ -16,12 +12,10 @@
 #include "common/indices.h"
 #include "common/parallel.h"
 #include "common/rows.h"
+#include "ops/library.h"
 
 namespace fastformer {
 namespace {
-
-using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 // x: (batch, seqlen, num_heads, head_dim), the last dimension dense; out: the same, contiguous.
 template <typename T>
@@ -53,13 +47,13 @@ void turn(const Tensor& x, const Tensor& cos_table, const Tensor& sin_table, con
 
 Tensor rotary_fwd(const Tensor& x, const Tensor& cos, const Tensor& sin, const OptionalTensor& positions,
                   bool interleaved, bool inverse) {
-  Tensor out = at::empty(x.sizes(), x.options());
+  Tensor out = empty(x.sizes(), x.scalar_type());
   const Tensor rows = positions ? checked_indices(*positions, cos.size(0), "positions") : Tensor();
   if (x.numel() == 0) return out;
   const int64_t seqlen = x.size(-3), tabled = positions ? cos.size(0) : seqlen;
-  Tensor view = x.dim() == 4 ? x : x.reshape({-1, seqlen, x.size(-2), x.size(-1)});
+  Tensor view = x.dim() == 4 ? x : x.flattened(3);
   if (view.stride(3) != 1) view = view.contiguous();
-  const at::ScalarType wide = accumulation_dtype(x.scalar_type());
+  const ScalarType wide = accumulation_dtype(x.scalar_type());
   const Tensor cosines = rows_of(cos.narrow(0, 0, tabled).to(wide)), sines = rows_of(sin.narrow(0, 0, tabled).to(wide));
   dispatch(x.scalar_type(), "rotary", [&]<typename T>() {
     turn<T>(view, cosines, sines, positions ? rows.const_data_ptr<int64_t>() : nullptr, interleaved, inverse, out);
@@ -69,10 +63,10 @@ Tensor rotary_fwd(const Tensor& x, const Tensor& cos, const Tensor& sin, const O
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) {
   m.def("rotary_fwd(Tensor x, Tensor cos, Tensor sin, Tensor? positions, bool interleaved, bool inverse) -> Tensor");
 }
 
-TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) { m.impl("rotary_fwd", rotary_fwd); }
+STABLE_TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) { m.impl("rotary_fwd", boxed<rotary_fwd>); }
 
 }  // namespace fastformer

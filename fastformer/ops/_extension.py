@@ -1,6 +1,7 @@
 """Finds the C++ libraries: of each, what fits this CPU, this PyTorch and this Python.
 
-- `_C_<isa>`: the ops, one library per instruction set.
+- `_ops_<isa>`: the ops, one library per instruction set. It calls PyTorch's stable C functions alone, so it serves every
+  PyTorch from 2.11 on, and knows nothing of Python.
 - `_engine_<isa>`: the decoding engine, searches and encoders, likewise. It knows nothing of PyTorch, and serves every
   Python.
 - `_host_torch<version>`: what reads PyTorch's own objects. It is bound to one PyTorch and one Python, and optional.
@@ -48,14 +49,32 @@ def load() -> str | None:
 @cache
 def instruction_set() -> str | None:
     """That of the ops which fit this CPU and load; None without any, and then no warning is logged."""
-    ops = ops_module()
-    return None if ops is None else str(ops.instruction_set)
+    _host()
+    return next((isa for isa in _instruction_sets() if _has_loaded(f"_ops_{isa}")), None)
 
 
-@cache
-def ops_module() -> ModuleType | None:
-    """The library of the ops as a Python module; None, without a warning, where there is none."""
-    return _best("_C")
+def _has_loaded(name: str) -> bool:
+    """Loads the library `fastformer/<name>.so`, whose ops register themselves; a warning where it does not load."""
+    spec = importlib.util.find_spec(f"fastformer.{name}")
+    if spec is None or spec.origin is None:
+        return False
+    try:
+        torch.ops.load_library(spec.origin)
+    except (OSError, RuntimeError) as failure:
+        _tell_failure(name, failure)
+        return False
+    return True
+
+
+def _instruction_sets() -> list[str]:
+    """Those that this CPU can run, best first."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return [isa for isa, capabilities in _INSTRUCTION_SETS.items() if capability in capabilities]
+
+
+def _tell_failure(name: str, failure: Exception) -> None:
+    failures[name] = str(failure)
+    logger.warning("fastformer.%s does not load and has to be built again for this PyTorch: %s", name, failure)
 
 
 @cache
@@ -67,17 +86,9 @@ def _host() -> ModuleType | None:
 
 @cache
 def _engine() -> ModuleType | None:
-    return _best("_engine")
-
-
-def _best(stem: str) -> ModuleType | None:
-    """Of the libraries of this stem, the best that this CPU can run and that loads."""
+    """The engine's library, the best that this CPU can run and that loads."""
     _host()
-    capability = torch.backends.cpu.get_cpu_capability()
-    for isa, capabilities in _INSTRUCTION_SETS.items():
-        if capability in capabilities and (found := _imported(f"{stem}_{isa}")) is not None:
-            return found
-    return None
+    return next((found for isa in _instruction_sets() if (found := _imported(f"_engine_{isa}")) is not None), None)
 
 
 def _imported(name: str) -> ModuleType | None:
@@ -87,8 +98,7 @@ def _imported(name: str) -> ModuleType | None:
     try:
         return importlib.import_module(f"fastformer.{name}")
     except (ImportError, OSError, RuntimeError) as failure:
-        failures[name] = str(failure)
-        logger.warning("fastformer.%s does not load and has to be built again for this PyTorch: %s", name, failure)
+        _tell_failure(name, failure)
         return None
 
 

@@ -15,8 +15,6 @@ import fastformer
 from fastformer import doctor
 from fastformer.ops import _extension
 
-SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
-
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
@@ -40,9 +38,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def _libraries() -> list[str]:
-    return [
-        name for name in sys.modules if name.startswith(("fastformer._C_", "fastformer._engine_", "fastformer._host_"))
-    ]
+    return [name for name in sys.modules if name.startswith(("fastformer._engine_", "fastformer._host_"))]
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the libraries that a test loads, in place of loading them: all do that are not empty."""
+    names: list[str] = []
+
+    def load_library(path: str) -> None:
+        if not Path(path).read_bytes():
+            raise OSError(f"{path}: file too short")
+        names.append(Path(path).name)
+
+    monkeypatch.setattr(torch.ops, "load_library", load_library)
+    return names
 
 
 def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -63,34 +73,38 @@ def test_who_only_wants_to_be_faster_is_not_warned(folder: Path, caplog: pytest.
     assert len(_warnings(caplog)) == 1
 
 
-def test_one_that_is_older_lacks_a_function(folder: Path) -> None:
-    (folder / "_C_avx512.py").write_text("instruction_set = 'avx512'\n")
+def test_one_that_is_older_lacks_a_function(folder: Path, loaded: list[str]) -> None:
+    (folder / "_ops_avx512.so").write_bytes(b"a library")
     assert _extension.host_function("geometry") is None and _extension.load() == "avx512"
+    assert _extension.function("an op that no library has") is None
 
 
 def test_one_that_does_not_load_is_passed_over(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (folder / f"_C_avx512{SUFFIX}").write_bytes(b"no library")
+    (folder / "_ops_avx512.so").write_bytes(b"no library")
     broken, none = _warnings(caplog)
-    assert broken.startswith("fastformer._C_avx512 does not load") and "_C_avx512" in broken.partition(": ")[2]
+    assert broken.startswith("fastformer._ops_avx512 does not load") and "_ops_avx512" in broken.partition(": ")[2]
     assert none.startswith("no C++ extension for this CPU (AVX512)")
     assert any("avx512 does not load" in line for line in doctor.machine())
 
 
-def test_the_next_best_is_taken(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (folder / f"_C_avx512{SUFFIX}").write_bytes(b"no library")
-    (folder / "_C_avx2.py").write_text("instruction_set = 'avx2'\n")
+def test_the_next_best_is_taken(folder: Path, loaded: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    (folder / "_ops_avx512.so").write_bytes(b"")
+    (folder / "_ops_avx2.so").write_bytes(b"a library")
     with caplog.at_level(logging.WARNING, "fastformer"):
         assert _extension.load() == "avx2"
-    assert [record.getMessage().partition(" does")[0] for record in caplog.records] == ["fastformer._C_avx512"]
-    assert set(_extension.failures) == {"_C_avx512"}
+    assert loaded == ["_ops_avx2.so"]
+    assert [record.getMessage().partition(" does")[0] for record in caplog.records] == ["fastformer._ops_avx512"]
+    assert set(_extension.failures) == {"_ops_avx512"}
 
 
-def test_one_that_is_too_much_for_the_cpu_is_left_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "_C_avx512.py").write_text("raise AssertionError('AVX-512 code on a CPU without')\n")
-    (folder / "_C_avx2.py").write_text("instruction_set = 'avx2'\n")
+def test_one_that_is_too_much_for_the_cpu_is_left_alone(
+    folder: Path, loaded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for isa in ("avx512", "avx2"):
+        (folder / f"_ops_{isa}.so").write_bytes(b"a library")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     assert _extension.load() == "avx2"
-    assert not _extension.failures
+    assert loaded == ["_ops_avx2.so"] and not _extension.failures
 
 
 def test_the_engine_is_there_without_the_ops(folder: Path) -> None:

@@ -20,9 +20,21 @@ import fastformer
 from fastformer.ops import _extension
 from tests.engine.test_thread_team import in_child, until
 
-MODULE: Any = _extension.ops_module()
-pytestmark = pytest.mark.skipif(MODULE is None, reason="no C++ extension for this CPU")
+pytestmark = pytest.mark.skipif(_extension.load() is None, reason="no C++ extension for this CPU")
+CHECKS: Any = torch.ops.fastformer_checks
 SHARINGS = ("openmp", "team", "by_load")
+
+
+def tasks_check(tasks: int, rounds: int, breaks: int) -> tuple[list[int], int]:
+    """How often each task ran, and on how many threads; from task `breaks` on they throw."""
+    counts, most = CHECKS.tasks_check(tasks, rounds, breaks)
+    return counts.tolist(), most
+
+
+def waits_check(regions: list[tuple[int, int, int]]) -> list[int]:
+    """For how many milliseconds the team takes over after each region."""
+    found: list[int] = CHECKS.waits_check(torch.tensor(regions)).tolist()
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -30,13 +42,13 @@ def settings_as_before() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-    MODULE._set_sharing("by_load")
+    CHECKS.set_sharing("by_load")
 
 
 def gradients(threads: int, sharing: str) -> list[Tensor]:
     """Of a layer that is large enough for several threads: its output, and the gradients of all that learns."""
     torch.set_num_threads(threads)
-    MODULE._set_sharing(sharing)
+    CHECKS.set_sharing(sharing)
     torch.manual_seed(0)
     layer = fastformer.nn.TransformerEncoderLayer(96, 4, 200, dropout=0.1, batch_first=True)
     x = torch.randn(3, 130, 96, requires_grad=True)
@@ -53,37 +65,37 @@ def test_the_kind_of_threads_and_their_number_change_no_bit() -> None:
 
 
 def is_shared(threads: int) -> bool:
-    return bool(MODULE._tasks_check(40, 3, 40)[1] == threads)
+    return bool(tasks_check(40, 3, 40)[1] == threads)
 
 
 @pytest.mark.parametrize("sharing", SHARINGS)
 def test_each_task_runs_once_on_no_more_threads_than_pytorch_has(sharing: str) -> None:
-    MODULE._set_sharing(sharing)
+    CHECKS.set_sharing(sharing)
     for threads in (1, 2, 3, 2):
         torch.set_num_threads(threads)
         for tasks in (0, 1, 2, 40):
-            counts, most = MODULE._tasks_check(tasks, 3, tasks)
+            counts, most = tasks_check(tasks, 3, tasks)
             assert counts == [3] * tasks and most <= min(threads, max(tasks, 1))
         assert until(partial(is_shared, threads)), "no thread helps"
 
 
 @pytest.mark.parametrize("sharing", SHARINGS)
 def test_what_a_task_throws_reaches_the_caller_and_the_next_call_is_as_ever(sharing: str) -> None:
-    MODULE._set_sharing(sharing)
+    CHECKS.set_sharing(sharing)
     torch.set_num_threads(2)
     for _ in range(5):
         with pytest.raises(RuntimeError, match="a task broke"):
-            MODULE._tasks_check(9, 1, 4)
-        assert MODULE._tasks_check(9, 2, 9)[0] == [2] * 9
+            tasks_check(9, 1, 4)
+        assert tasks_check(9, 2, 9)[0] == [2] * 9
 
 
 @pytest.mark.parametrize("sharing", SHARINGS)
 def test_callers_at_the_same_time_have_tasks_of_their_own(sharing: str) -> None:
     """One of them has the team; the others have OpenMP's threads meanwhile."""
-    MODULE._set_sharing(sharing)
+    CHECKS.set_sharing(sharing)
     torch.set_num_threads(2)
     found: list[list[int]] = []
-    callers = [threading.Thread(target=lambda: found.append(MODULE._tasks_check(12, 30, 12)[0])) for _ in range(4)]
+    callers = [threading.Thread(target=lambda: found.append(tasks_check(12, 30, 12)[0])) for _ in range(4)]
     for caller in callers:
         caller.start()
     for caller in callers:
@@ -92,19 +104,19 @@ def test_callers_at_the_same_time_have_tasks_of_their_own(sharing: str) -> None:
 
 
 def test_the_team_works_in_a_child_of_fork() -> None:
-    MODULE._set_sharing("team")
+    CHECKS.set_sharing("team")
     torch.set_num_threads(2)
-    assert MODULE._tasks_check(8, 2, 8)[0] == [2] * 8
+    assert tasks_check(8, 2, 8)[0] == [2] * 8
 
     def check() -> None:
-        assert MODULE._tasks_check(8, 2, 8)[0] == [2] * 8
+        assert tasks_check(8, 2, 8)[0] == [2] * 8
 
     in_child(check)
 
 
 def test_no_thread_is_bound_to_a_core_behind_a_call() -> None:
     """A helper moves away from the caller's core by binding itself to others, for that moment alone."""
-    MODULE._set_sharing("team")
+    CHECKS.set_sharing("team")
     torch.set_num_threads(3)  # more than many machines have cores: some share one
 
     def cores_of(task: str) -> str:
@@ -112,20 +124,20 @@ def test_no_thread_is_bound_to_a_core_behind_a_call() -> None:
 
     own = cores_of(str(threading.get_native_id()))
     for _ in range(20):
-        MODULE._tasks_check(40, 1, 40)
+        tasks_check(40, 1, 40)
     assert until(lambda: {cores_of(task) for task in os.listdir("/proc/self/task")} == {own})
 
 
 def test_an_unknown_sharing_is_an_error() -> None:
     with pytest.raises(ValueError, match="'openmp'"):
-        MODULE._set_sharing("both")
+        CHECKS.set_sharing("both")
 
 
 def test_the_team_takes_over_after_two_long_waits_and_for_longer_where_they_come_again() -> None:
     """In microseconds: (when, worked, waited). A wait is long for itself, and beside what the caller worked."""
-    assert MODULE._waits_check([(0, 900, 499), (10, 900, 499), (20, 9000, 2000), (30, 9000, 2000)]) == [0] * 4
-    assert MODULE._waits_check([(0, 900, 600), (99_999, 900, 600)]) == [0, 250]
-    assert MODULE._waits_check([(0, 900, 600), (100_000, 900, 600), (150_000, 900, 600)]) == [0, 0, 250]
+    assert waits_check([(0, 900, 499), (10, 900, 499), (20, 9000, 2000), (30, 9000, 2000)]) == [0] * 4
+    assert waits_check([(0, 900, 600), (99_999, 900, 600)]) == [0, 250]
+    assert waits_check([(0, 900, 600), (100_000, 900, 600), (150_000, 900, 600)]) == [0, 0, 250]
     regions, now, due = [(0, 0, 5000)], 1000, [0]
     for hold in (250, 500, 1000, 2000, 4000, 4000):
         regions += [(now, 0, 5000), (now + 9000, 0, 5000)]  # the second while the team runs all ops: no region of ours
@@ -134,9 +146,9 @@ def test_the_team_takes_over_after_two_long_waits_and_for_longer_where_they_come
         regions.append((now, 0, 5000))
         due.append(0)
         now += 50_000
-    assert MODULE._waits_check(regions) == due
+    assert waits_check(regions) == due
     now += 10_000_000  # much later all begins anew
-    assert MODULE._waits_check([*regions, (now, 0, 5000), (now + 10, 0, 5000)])[-2:] == [0, 250]
+    assert waits_check([*regions, (now, 0, 5000), (now + 10, 0, 5000)])[-2:] == [0, 250]
 
 
 _SPINS = """
@@ -144,7 +156,8 @@ import os, threading, time
 import torch
 from fastformer.ops import _extension
 
-module, x = _extension.ops_module(), torch.zeros(2**18)
+_extension.load()
+x = torch.zeros(2**18)
 torch.set_num_threads(2)
 
 
@@ -165,10 +178,10 @@ def until(holds):
 
 
 assert until(lambda ms: ms > 2), "libgomp's thread never spins"
-module._hush_openmp(60_000)
+torch.ops.fastformer_checks.hush_openmp(60_000)
 assert until(lambda ms: ms < 1), "it goes on spinning"
 assert sum(spun() < 1 for _ in range(9)) >= 5
-module._hush_openmp(0)
+torch.ops.fastformer_checks.hush_openmp(0)
 assert until(lambda ms: ms > 2), "it doesn't spin again"
 """
 
@@ -186,7 +199,8 @@ from pathlib import Path
 import torch
 from fastformer.ops import _extension
 
-module = _extension.ops_module()
+_extension.load()
+checks = torch.ops.fastformer_checks
 torch.set_num_threads(2)
 
 
@@ -195,9 +209,9 @@ def cores_of(task):
 
 
 before = set(os.listdir("/proc/self/task"))
-module._set_sharing("team")
+checks.set_sharing("team")
 for _ in range(1000):
-    if module._tasks_check(40, 3, 40)[1] == 2:
+    if checks.tasks_check(40, 3, 40)[1] == 2:
         break
 (helper,) = set(os.listdir("/proc/self/task")) - before
 print(cores_of(threading.get_native_id()), cores_of(helper))

@@ -1,0 +1,184 @@
+// A tensor as the ops see it: a pointer, sizes, strides and a dtype, and what keeps the memory.
+//
+// The library of the ops knows PyTorch by its stable C functions alone (torch/csrc/stable), so that one build serves
+// every version of it from 2.11 on. Each of those is a call, and some go through the dispatcher. So a tensor is asked
+// once what it is, views are made here without PyTorch, and nothing is converted or copied that is right as it lies.
+
+#pragma once
+
+#include <torch/csrc/stable/c/shim.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/shim_utils.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+#include <memory>
+#include <optional>
+#include <ostream>
+#include <utility>
+#include <vector>
+
+#include "common/check.h"
+#include "common/simd.h"
+
+namespace fastformer {
+
+using torch::headeronly::ScalarType;
+constexpr auto kFloat = ScalarType::Float, kDouble = ScalarType::Double, kBFloat16 = ScalarType::BFloat16,
+               kLong = ScalarType::Long, kInt = ScalarType::Int, kBool = ScalarType::Bool;
+
+template <typename T>
+constexpr ScalarType scalar_type_of() {
+  if constexpr (std::is_same_v<T, float>) return kFloat;
+  else if constexpr (std::is_same_v<T, double>) return kDouble;
+  else if constexpr (std::is_same_v<T, bfloat16>) return kBFloat16;
+  else if constexpr (std::is_same_v<T, int64_t>) return kLong;
+  else if constexpr (std::is_same_v<T, int32_t>) return kInt;
+  else return kBool;
+}
+
+// Sizes or strides. Up to kFew of them need no memory of their own.
+class Dims {
+ public:
+  Dims() = default;
+  Dims(const int64_t* from, int64_t count) : size_(count) {
+    if (count > kFew) many_.resize(count);
+    std::copy_n(from, count, data());
+  }
+  Dims(std::initializer_list<int64_t> from) : Dims(from.begin(), static_cast<int64_t>(from.size())) {}
+
+  int64_t size() const { return size_; }
+  const int64_t* data() const { return size_ > kFew ? many_.data() : few_; }
+  int64_t* data() { return size_ > kFew ? many_.data() : few_; }
+  int64_t operator[](int64_t i) const { return data()[i]; }
+  int64_t& operator[](int64_t i) { return data()[i]; }
+  const int64_t* begin() const { return data(); }
+  const int64_t* end() const { return data() + size_; }
+  int64_t& back() { return data()[size_ - 1]; }
+  void push_back(int64_t x) {
+    if (size_ == kFew) many_.assign(few_, few_ + size_);
+    if (size_ >= kFew) many_.push_back(x);
+    else few_[size_] = x;
+    ++size_;
+  }
+  int64_t product() const {
+    int64_t product = 1;
+    for (const int64_t x : *this) product *= x;
+    return product;
+  }
+  // The strides of contiguous memory of these sizes.
+  Dims contiguous() const {
+    Dims strides = *this;
+    int64_t stride = 1;
+    for (int64_t d = size_ - 1; d >= 0; stride *= std::max<int64_t>((*this)[d], 1), --d) strides[d] = stride;
+    return strides;
+  }
+  friend bool operator==(const Dims& a, const Dims& b) { return std::equal(a.begin(), a.end(), b.begin(), b.end()); }
+  friend std::ostream& operator<<(std::ostream& out, const Dims& dims);
+
+ private:
+  static constexpr int64_t kFew = 5;
+  int64_t size_ = 0;
+  int64_t few_[kFew];
+  std::vector<int64_t> many_;
+};
+
+class Tensor {
+ public:
+  Tensor() = default;
+  // PyTorch's tensor, which is deleted along with the last that refers to its memory.
+  explicit Tensor(AtenTensorHandle handle);
+  // Memory that `owner` keeps.
+  Tensor(void* data, ScalarType dtype, const Dims& sizes, const Dims& strides, std::shared_ptr<void> owner)
+      : data_(data),
+        dtype_(dtype),
+        numel_(sizes.product()),
+        sizes_(sizes),
+        strides_(strides),
+        owner_(std::move(owner)) {}
+
+  bool defined() const { return owner_ != nullptr; }
+  int64_t dim() const { return sizes_.size(); }
+  int64_t numel() const { return numel_; }
+  ScalarType scalar_type() const { return dtype_; }
+  const Dims& sizes() const { return sizes_; }
+  const Dims& strides() const { return strides_; }
+  int64_t size(int64_t d) const { return sizes_[d < 0 ? d + dim() : d]; }  // from the end where d is negative
+  int64_t stride(int64_t d) const { return strides_[d < 0 ? d + dim() : d]; }
+  bool is_contiguous() const;
+  bool is_plain() const;  // nothing but strided memory of the CPU, as kernels read it
+
+  const void* const_data_ptr() const { return data_; }
+  void* mutable_data_ptr() const;
+  template <typename T>
+  const T* const_data_ptr() const {
+    expect(scalar_type_of<T>());
+    return static_cast<const T*>(data_);
+  }
+  template <typename T>
+  T* mutable_data_ptr() const {
+    expect(scalar_type_of<T>());
+    return static_cast<T*>(mutable_data_ptr());
+  }
+
+  // Views, `offset` elements behind the first one.
+  Tensor view(const Dims& sizes, const Dims& strides, int64_t offset = 0) const;
+  Tensor narrow(int64_t d, int64_t start, int64_t length) const;
+  Tensor t() const { return view({size(1), size(0)}, {stride(1), stride(0)}); }  // of a matrix
+  // All dimensions but the last `kept` as one, whose first is the number of rows; a copy where strides forbid a view.
+  Tensor flattened(int64_t kept) const;
+
+  // The tensor itself where it is so already, or else a contiguous copy.
+  Tensor contiguous() const { return is_contiguous() ? *this : copied_to(dtype_); }
+  Tensor to(ScalarType dtype) const { return dtype == dtype_ ? *this : copied_to(dtype); }
+
+  void zero() const;  // of contiguous memory
+  void copy_from(const Tensor& from) const;
+
+  // A handle for the caller to delete: PyTorch's tensor, or one for a view of it that was made here.
+  AtenTensorHandle release() const;
+  // A handle for the caller to delete: to this memory, for a call that ends before the memory goes.
+  AtenTensorHandle borrowed() const;
+
+ private:
+  friend Tensor empty(const Dims& sizes, const Dims& strides, ScalarType dtype);
+
+  void expect(ScalarType dtype) const {
+    if (dtype != dtype_) [[unlikely]]
+      throw_unexpected(dtype);
+  }
+  [[noreturn]] void throw_unexpected(ScalarType dtype) const;
+  Tensor copied_to(ScalarType dtype) const;
+
+  void* data_ = nullptr;
+  ScalarType dtype_ = kFloat;
+  bool is_input_ = false;  // PyTorch may have its own ideas before such memory is written
+  bool is_whole_ = false;  // and not a view that was made here
+  int64_t numel_ = 0;
+  Dims sizes_, strides_;
+  std::shared_ptr<void> owner_;        // that deletes handle_, too
+  AtenTensorHandle handle_ = nullptr;  // null where the memory is not PyTorch's
+};
+
+using OptionalTensor = std::optional<Tensor>;
+
+// Uninitialised memory of PyTorch's.
+Tensor empty(const Dims& sizes, const Dims& strides, ScalarType dtype);
+inline Tensor empty(const Dims& sizes, ScalarType dtype) { return empty(sizes, sizes.contiguous(), dtype); }
+Tensor zeros(const Dims& sizes, ScalarType dtype);
+
+// The tensor itself when each row lies dense, as kernels read them, wherever the rows are (in an expanded tensor all in
+// one place); else a copy.
+inline Tensor rows_of(const Tensor& t) { return t.numel() == 0 || t.stride(-1) == 1 ? t : t.contiguous(); }
+
+inline OptionalTensor contiguous(const OptionalTensor& t) { return t ? OptionalTensor(t->contiguous()) : t; }
+
+// PyTorch's own products, x weight^T + bias and a b, as the dispatcher runs them without gradients.
+Tensor torch_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias);
+Tensor torch_mm(const Tensor& a, const Tensor& b);
+
+// Whether new tensors are filled with NaN, for tests.
+void fill_new_tensors(bool fills);
+
+}  // namespace fastformer

@@ -1,0 +1,119 @@
+// How a function becomes an op of `torch.ops.fastformer_cpp`, by PyTorch's stable C functions:
+//
+//   STABLE_TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) { m.def("name(Tensor x, ...) -> Tensor"); }
+//   STABLE_TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) { m.impl("name", boxed<name>); }
+//
+// An std::out_of_range is an IndexError in Python, an std::invalid_argument a ValueError, and others a RuntimeError.
+
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+
+#include <array>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <vector>
+
+#include "common/tensor.h"
+
+namespace fastformer {
+
+// Takes an argument over from the stack of a call.
+template <typename T>
+struct Argument {
+  static T take(StableIValue value) { return torch::stable::detail::to<T>(value); }
+};
+
+template <>
+struct Argument<Tensor> {
+  static Tensor take(StableIValue value) { return Tensor(torch::stable::detail::to<AtenTensorHandle>(value)); }
+};
+
+template <>
+struct Argument<OptionalTensor> {
+  static OptionalTensor take(StableIValue value) {
+    const auto handle = torch::stable::detail::to<std::optional<AtenTensorHandle>>(value);
+    return handle ? OptionalTensor(Tensor(*handle)) : std::nullopt;
+  }
+};
+
+template <>
+struct Argument<ScalarType> {
+  static ScalarType take(StableIValue value) {
+    return static_cast<ScalarType>(torch::stable::detail::to<int32_t>(value));
+  }
+};
+
+// PyTorch's own conversion leaks the text.
+template <>
+struct Argument<std::string> {
+  static std::string take(StableIValue value) {
+    const auto handle = torch::stable::detail::to<StringHandle>(value);
+    size_t length = 0;
+    const char* text = nullptr;
+    TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
+    TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &text));
+    std::string taken(text, length);
+    TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
+    return taken;
+  }
+};
+
+template <typename T>
+struct Argument<std::vector<T>> {
+  static std::vector<T> take(StableIValue value) {
+    const auto list = torch::stable::detail::to<StableListHandle>(value);
+    size_t size = 0;
+    TORCH_ERROR_CODE_CHECK(torch_list_size(list, &size));
+    std::vector<T> taken;
+    taken.reserve(size);
+    for (size_t i = 0; i < size; ++i) {
+      StableIValue element{};
+      TORCH_ERROR_CODE_CHECK(torch_list_get_item(list, i, &element));
+      taken.push_back(Argument<T>::take(element));
+    }
+    TORCH_ERROR_CODE_CHECK(torch_delete_list(list));
+    return taken;
+  }
+};
+
+inline StableIValue as_result(int64_t x) { return torch::stable::detail::from(x); }
+inline StableIValue as_result(const Tensor& t) { return torch::stable::detail::from(t.release()); }
+inline StableIValue as_result(const OptionalTensor& t) {
+  return torch::stable::detail::from(t ? std::make_optional(t->release()) : std::nullopt);
+}
+
+// What an argument is kept as while the function runs.
+template <typename T>
+using Kept =
+    std::conditional_t<std::is_same_v<std::remove_cvref_t<T>, std::string_view>, std::string, std::remove_cvref_t<T>>;
+
+template <auto function, typename Results, typename... Arguments, size_t... i>
+void call_boxed(StableIValue* stack, Results (*)(Arguments...), std::index_sequence<i...>) {
+  std::tuple<Kept<Arguments>...> arguments{Argument<Kept<Arguments>>::take(stack[i])...};  // from left to right
+  if constexpr (std::is_void_v<Results>) {
+    std::apply(function, arguments);
+  } else {
+    const Results results = std::apply(function, arguments);
+    if constexpr (requires { std::tuple_size<Results>::value; })
+      [&]<size_t... r>(std::index_sequence<r...>) {
+        ((stack[r] = as_result(std::get<r>(results))), ...);
+      }(std::make_index_sequence<std::tuple_size_v<Results>>{});
+    else stack[0] = as_result(results);
+  }
+}
+
+template <typename Results, typename... Arguments>
+constexpr size_t arity(Results (*)(Arguments...)) {
+  return sizeof...(Arguments);
+}
+
+template <auto function>
+void boxed(StableIValue* stack, uint64_t num_arguments, uint64_t) {
+  constexpr size_t kArguments = arity(function);
+  check(num_arguments == kArguments, "an op's schema has ", num_arguments, " arguments, its function ", kArguments);
+  call_boxed<function>(stack, function, std::make_index_sequence<kArguments>{});
+}
+
+}  // namespace fastformer
