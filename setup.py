@@ -106,8 +106,8 @@ def libraries() -> list[Library]:
         found.append(Library(f"_engine_{isa}", ["engine/*.cpp", "bindings/*.cpp"], products, isa, flags, (), "limited"))
     # Bound to this PyTorch and this Python by its name; see `_extension.host_function`.
     host = "_host_torch{}_{}".format(*importlib.metadata.version("torch").split(".")[:2])
-    flags = (python, f"-DFASTFORMER_MODULE={host}")
-    found.append(Library(host, ["host/*.cpp"], (), None, flags, tuple(torch_libs), "this"))
+    flags = (python, f"-DFASTFORMER_MODULE={host}", "-DFASTFORMER_BOUND")
+    found.append(Library(host, ["host/*.cpp", "bindings/python.cpp"], (), None, flags, tuple(torch_libs), "this"))
     return found
 
 

@@ -11,72 +11,104 @@ namespace {
 
 using python::Object;
 
-PyObject* item(PyObject* tuple, Py_ssize_t i) { return python::sure(PyTuple_GetItem(tuple, i)); }
+using Items = std::vector<PyObject*>;
 
-Py_ssize_t number(PyObject* tuple, Py_ssize_t i) { return PyLong_AsSsize_t(item(tuple, i)); }
+// The items of a tuple, which are the tuple's and not counted here.
+Items items_of(PyObject* tuple) {
+  if (!PyTuple_Check(tuple)) throw python::Unexpected{"a tuple"};
+  Items items(static_cast<size_t>(PyTuple_Size(tuple)));
+  for (size_t i = 0; i < items.size(); ++i) items[i] = PyTuple_GetItem(tuple, static_cast<Py_ssize_t>(i));
+  return items;
+}
 
-// Whether a place (a dictionary, the `vars` of a class, or an object, and a name) holds an object; None where it holds
-// nothing.
-bool place_holds(PyObject* place, PyObject* expected) {
-  PyObject *const holder = item(place, 0), *const name = item(place, 1);
-  if (PyDict_Check(holder)) {
-    PyObject* const found = PyDict_GetItemWithError(holder, name);
-    if (found == nullptr && PyErr_Occurred()) throw python::Raised{};
+// A name in a dictionary, in the `vars` of a class, or of an object.
+struct Place {
+  PyObject *holder, *name, *expected;
+  bool is_dict, is_proxy;
+
+  // Whether it holds what is expected; None where it holds nothing.
+  bool holds() const {
+    PyObject* found;
+    if (is_dict) {
+      found = PyDict_GetItemWithError(holder, name);
+      if (found == nullptr && PyErr_Occurred() != nullptr) throw python::Raised{};
+    } else {
+      found = is_proxy ? PyObject_GetItem(holder, name) : PyObject_GetAttr(holder, name);
+      if (found == nullptr) PyErr_Clear();
+      Py_XDECREF(found);  // it is compared, and not looked into
+    }
     return found == expected || (found == nullptr && expected == Py_None);
   }
-  const bool is_proxy = Py_TYPE(holder) == &PyDictProxy_Type;
-  PyObject* const found = is_proxy ? PyObject_GetItem(holder, name) : PyObject_GetAttr(holder, name);
-  if (found == nullptr) PyErr_Clear();
-  Py_XDECREF(found);  // it is compared, and not looked into
-  return found == expected || (found == nullptr && expected == Py_None);
-}
+};
 
-// `Guards.hold`; `record` is what guards.py says it is.
-bool guards_hold(PyObject* owner, PyObject* record) {
-  PyObject* parts[12];
-  if (!PyTuple_Check(record) || PyTuple_Size(record) != 12)
-    throw std::invalid_argument("guards_hold: expected twelve parts");
-  for (Py_ssize_t i = 0; i < 12; ++i) {
-    parts[i] = item(record, i);
-    if (!PyTuple_Check(parts[i])) throw python::Unexpected{"tuples as parts of the record"};
+// The record of nn/guards.py, unpacked once. What it names is kept alive by the record itself, which each call brings.
+class GuardRecord {
+ public:
+  explicit GuardRecord(PyObject* record) : record_(record) {
+    const Items parts = items_of(record);
+    if (parts.size() != 12) throw std::invalid_argument("GuardRecord: expected twelve parts");
+    kinds_ = items_of(parts[0]), modules_ = items_of(parts[1]);
+    names_ = items_of(parts[2]), own_values_ = items_of(parts[3]);
+    sized_ = items_of(parts[4]), sizes_ = python::Cast<std::vector<int64_t>>::from(parts[5]);
+    spaces_ = items_of(parts[6]), values_ = items_of(parts[7]);
+    const Items places = items_of(parts[8]), expected = items_of(parts[9]);
+    tensors_ = items_of(parts[10]), types_ = items_of(parts[11]);
+    if (kinds_.size() != modules_.size() + 1 || names_.size() != own_values_.size() ||
+        sizes_.size() != sized_.size() + 1 || places.size() != expected.size())
+      throw std::invalid_argument("GuardRecord: expected parts of matching sizes");
+    for (size_t i = 0; i < places.size(); ++i) {
+      const Items place = items_of(places[i]);
+      if (place.size() != 2) throw std::invalid_argument("GuardRecord: expected pairs as places");
+      places_.push_back({place[0], place[1], expected[i], PyDict_Check(place[0]) != 0,
+                         Py_TYPE(place[0]) == &PyDictProxy_Type});
+    }
   }
-  const auto [kinds, modules, names, own_values, sized, sizes, spaces, values, places, expected, tensors, types] =
-      parts;
-  const Py_ssize_t num_modules = PyTuple_Size(modules);
-  if (item(kinds, 0) != reinterpret_cast<PyObject*>(Py_TYPE(owner))) return false;
-  for (Py_ssize_t i = 0; i < num_modules; ++i)
-    if (item(kinds, i + 1) != reinterpret_cast<PyObject*>(Py_TYPE(item(modules, i)))) return false;
-  const Object own(python::sure(PyObject_GenericGetDict(owner, nullptr)));
-  if (PyDict_Size(own.get()) != number(sizes, 0)) return false;
-  const Py_ssize_t num_names = PyTuple_Size(names), num_sized = PyTuple_Size(sized);
-  for (Py_ssize_t i = 0; i < num_names; ++i) {
-    PyObject *const found = PyDict_GetItemWithError(own.get(), item(names, i)), *const was = item(own_values, i);
-    if (found != was && !(found == nullptr && was == Py_None)) return false;
+
+  // `Guards.hold`.
+  bool holds(PyObject* owner, PyObject* record) const {
+    if (record != record_) throw std::invalid_argument("GuardRecord: expected the record that it was made of");
+    if (kinds_[0] != type(owner)) return false;
+    for (size_t i = 0; i < modules_.size(); ++i)
+      if (kinds_[i + 1] != type(modules_[i])) return false;
+    const Object own(python::sure(PyObject_GenericGetDict(owner, nullptr)));
+    if (PyDict_Size(own.get()) != sizes_[0]) return false;
+    for (size_t i = 0; i < names_.size(); ++i) {
+      PyObject* const found = PyDict_GetItemWithError(own.get(), names_[i]);
+      if (found != own_values_[i] && !(found == nullptr && own_values_[i] == Py_None)) return false;
+    }
+    for (size_t i = 0; i < sized_.size(); ++i)
+      if (PyDict_Size(sized_[i]) != sizes_[i + 1]) return false;
+    size_t seen = 0;
+    for (PyObject* const space : spaces_) {
+      Py_ssize_t at = 0;
+      PyObject* value = nullptr;
+      while (PyDict_Next(space, &at, nullptr, &value))
+        if (seen >= values_.size() || value != values_[seen++]) return false;
+    }
+    for (const Place& place : places_)
+      if (!place.holds()) return false;
+    seen = 0;
+    for (PyObject* const parameters : tensors_) {
+      Py_ssize_t at = 0;
+      PyObject* value = nullptr;
+      while (PyDict_Next(parameters, &at, nullptr, &value))
+        if (seen >= types_.size() || type(value) != types_[seen++]) return false;
+    }
+    return true;
   }
-  for (Py_ssize_t i = 0; i < num_sized; ++i)
-    if (PyDict_Size(item(sized, i)) != number(sizes, i + 1)) return false;
-  const Py_ssize_t num_spaces = PyTuple_Size(spaces), num_values = PyTuple_Size(values);
-  Py_ssize_t seen = 0;
-  for (Py_ssize_t i = 0; i < num_spaces; ++i) {
-    PyObject* const space = item(spaces, i);
-    Py_ssize_t at = 0;
-    PyObject* value = nullptr;
-    while (PyDict_Next(space, &at, nullptr, &value))
-      if (seen >= num_values || value != item(values, seen++)) return false;
-  }
-  const Py_ssize_t num_places = PyTuple_Size(places);
-  for (Py_ssize_t i = 0; i < num_places; ++i)
-    if (!place_holds(item(places, i), item(expected, i))) return false;
-  const Py_ssize_t num_tensors = PyTuple_Size(tensors), num_types = PyTuple_Size(types);
-  seen = 0;
-  for (Py_ssize_t i = 0; i < num_tensors; ++i) {
-    Py_ssize_t at = 0;
-    PyObject* value = nullptr;
-    while (PyDict_Next(item(tensors, i), &at, nullptr, &value))
-      if (seen >= num_types || reinterpret_cast<PyObject*>(Py_TYPE(value)) != item(types, seen++)) return false;
-  }
-  return true;
-}
+
+ private:
+  static PyObject* type(PyObject* object) { return reinterpret_cast<PyObject*>(Py_TYPE(object)); }
+
+  PyObject* record_;
+  Items kinds_, modules_, names_, own_values_, sized_, spaces_, values_, tensors_, types_;
+  std::vector<int64_t> sizes_;
+  std::vector<Place> places_;
+};
+
+std::unique_ptr<GuardRecord> new_record(PyObject* record) { return std::make_unique<GuardRecord>(record); }
+
+bool holds(GuardRecord& guards, PyObject* owner, PyObject* record) { return guards.holds(owner, record); }
 
 // 128 bits of what is in some places of memory, (address, number of bytes) each, which the caller keeps alive. Each
 // step is one-to-one in the word that it takes in, so that a change of one word always shows.
@@ -112,12 +144,12 @@ Object memory_digest(const std::vector<std::tuple<int64_t, int64_t>>& places) {
 }  // namespace
 
 void bind_guards(PyObject* module) {
-  using python::function;
+  static PyMethodDef methods[] = {python::method<"holds", "owner record", &holds>(), {}};
+  static PyGetSetDef properties[] = {{}};
+  python::add_class<GuardRecord>(module, "GuardRecord", &python::construct<&new_record, "GuardRecord", "record">, methods,
+                                 properties);
   static PyMethodDef functions[] = {
-      function<"guards_hold", "owner record", &guards_hold>(
-          "Whether all places that guards watch hold the same objects as when they were made."),
-      function<"memory_digest", "places", &memory_digest>("128 bits of what is in (address, bytes) places."),
-      {}};
+      python::function<"memory_digest", "places", &memory_digest>("128 bits of what is in (address, bytes) places."), {}};
   python::add_functions(module, functions);
 }
 

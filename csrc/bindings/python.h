@@ -1,4 +1,5 @@
-// Python objects in C++, over CPython's limited API of 3.10: one binary serves every Python from 3.10 on.
+// Python objects in C++, over CPython's limited API of 3.10: one binary serves every Python from 3.10 on. A library
+// that is bound to one Python anyway, as PyTorch's headers need it, is compiled with FASTFORMER_BOUND.
 //
 // A function is bound with the names of its arguments, as Python sees them, "?" behind one that may be left out:
 //   method<"step", "tokens k threads?", &step>()
@@ -7,7 +8,9 @@
 
 #pragma once
 
+#ifndef FASTFORMER_BOUND
 #define Py_LIMITED_API 0x030A0000
+#endif
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 

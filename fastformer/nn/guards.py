@@ -333,8 +333,13 @@ class Guards:
 
     def hold(self, owner: nn.Module) -> bool:
         """Whether everything is as it was, of the owner and inside of it."""
-        in_cpp = _extension.host_function("guards_hold")
-        return self._hold(owner) if in_cpp is None else bool(in_cpp(owner, self._record))
+        in_cpp = self._in_cpp
+        return self._hold(owner) if in_cpp is None else bool(in_cpp.holds(owner, self._record))
+
+    @functools.cached_property
+    def _in_cpp(self) -> Any:
+        made = _extension.host_function("GuardRecord")
+        return None if made is None else made(self._record)
 
     def _hold(self, owner: nn.Module) -> bool:
         """`hold` without the C++ extension: built-in functions over flat columns, and no line of Python a place."""

@@ -108,9 +108,9 @@ def test_one_that_is_too_much_for_the_cpu_is_left_alone(
 
 
 def test_the_engine_is_there_without_the_ops(folder: Path) -> None:
-    (folder / "_engine_avx512.py").write_text("class Session: ...\ndef guards_hold(): ...\n")
+    (folder / "_engine_avx512.py").write_text("class Session: ...\ndef memory_digest(): ...\n")
     assert _extension.load() is None
-    assert _extension.why_missing("Session") is None and _extension.host_function("guards_hold") is not None
+    assert _extension.why_missing("Session") is None and _extension.host_function("memory_digest") is not None
     assert _extension.why_missing("Encoder") is not None
 
 
