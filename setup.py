@@ -179,7 +179,12 @@ def cpp_extensions() -> dict[str, Any]:
         return {}
     if not wanted or not (ROOT / "csrc").is_dir():
         return {}
-    return {"ext_modules": [each.extension() for each in libraries()], "cmdclass": {"build_ext": BuildLibraries}}
+    return {
+        "ext_modules": [each.extension() for each in libraries()],
+        "cmdclass": {"build_ext": BuildLibraries},
+        # A wheel serves every CPython from 3.10 on: what is bound to one is optional, and has its name.
+        "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
+    }
 
 
 setup(
