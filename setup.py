@@ -51,6 +51,8 @@ class Library:
     Attributes:
         name: that of its module, or of its file without ".so".
         sources: patterns below csrc/.
+        once: those of them without vectors: compiled for AVX2 alone, and linked into the library of each
+            instruction set.
         shares: patterns of sources that other libraries are made of, too, and that are compiled without `flags`.
         isa: the instruction set that it is compiled for; None: any x86-64.
         flags: what its own sources are compiled with in addition.
@@ -59,7 +61,8 @@ class Library:
     """
 
     name: str
-    sources: list[str]
+    sources: tuple[str, ...]
+    once: tuple[str, ...] = ()
     shares: tuple[str, ...] = ()
     isa: str | None = None
     flags: tuple[str, ...] = ()
@@ -69,11 +72,23 @@ class Library:
     def extension(self) -> Extension:
         found = Extension(
             f"fastformer.{self.name}",
-            [str(path) for path in _paths([*self.sources, *self.shares])],
+            [str(path) for path in _paths(self.sources) + _paths(self.shares)],
             py_limited_api=self.python == "limited",
         )
         found.library = self
         return found
+
+    def compiled(self) -> Iterator[tuple[str, Path, list[str]]]:
+        """The folder of its object, the source and the flags of each file that it is made of."""
+        own = INSTRUCTION_SETS.get(self.isa or "", [])
+        once = _paths(self.once)
+        for path in _paths(self.sources):
+            if path in once:
+                yield "once", path, [*self.flags, *INSTRUCTION_SETS["avx2"]]
+            else:
+                yield self.name, path, [*self.flags, *own]
+        for path in _paths(self.shares):
+            yield self.isa or "", path, own
 
 
 def _paths(patterns: Iterable[str]) -> list[Path]:
@@ -92,22 +107,27 @@ def libraries() -> list[Library]:
     """All of them; the first is what the others are linked with."""
     python = f"-I{sysconfig.get_paths()['include']}"
     torch_libs = [f"-L{_package('torch') / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch_python"]
-    once = ["thread_team", "buffer_pool", "cpu_features", "brgemm", "memory_report"]
-    found = [Library("libfastformer_common", [f"common/{name}.cpp" for name in once], links=("-ldl", "-pthread"))]
+    names = ("thread_team", "buffer_pool", "cpu_features", "brgemm", "memory_report")
+    found = [Library("libfastformer_common", tuple(f"common/{name}.cpp" for name in names), links=("-ldl", "-pthread"))]
     products = ("common/gemm*.cpp",)
     for isa in INSTRUCTION_SETS:
         # PyTorch's stable C functions and no others, of the oldest version that is supported: 2.11.
         flags = ("-fopenmp", "-DTORCH_TARGET_VERSION=0x020b000000000000")
-        sources = ["ops/*.cpp", "common/share_out.cpp", "common/tensor.cpp"]
+        once = ("common/share_out.cpp",)
+        sources = ("ops/*.cpp", "common/tensor.cpp", *once)
         links = ("-fopenmp", f"-L{_package('torch') / 'lib'}", "-ltorch_cpu")
-        found.append(Library(f"_ops_{isa}", sources, products, isa, flags, links))
+        found.append(Library(f"_ops_{isa}", sources, once, products, isa, flags, links))
     for isa in INSTRUCTION_SETS:
         flags = (python, f"-isystem{_package('numpy') / '_core/include'}", f"-DFASTFORMER_ISA={isa}")
-        found.append(Library(f"_engine_{isa}", ["engine/*.cpp", "bindings/*.cpp"], products, isa, flags, (), "limited"))
+        stepwise = ("decoder", "encoder", "search", "token_cache", "prefix_table")
+        once = (*(f"engine/{name}.cpp" for name in stepwise), "bindings/[!m]*.cpp")  # all but module.cpp
+        sources = ("engine/*.cpp", "bindings/*.cpp")
+        found.append(Library(f"_engine_{isa}", sources, once, products, isa, flags, python="limited"))
     # Bound to this PyTorch and this Python by its name; see `_extension.host_function`.
     host = "_host_torch{}_{}".format(*importlib.metadata.version("torch").split(".")[:2])
     flags = (python, f"-DFASTFORMER_MODULE={host}", "-DFASTFORMER_BOUND")
-    found.append(Library(host, ["host/*.cpp", "bindings/python.cpp"], (), None, flags, tuple(torch_libs), "this"))
+    sources = ("host/*.cpp", "bindings/python.cpp")
+    found.append(Library(host, sources, flags=flags, links=tuple(torch_libs), python="this"))
     return found
 
 
@@ -146,16 +166,11 @@ class BuildLibraries(build_ext):
             output = Path(self.get_ext_fullpath(extension.name)).absolute()
             output.parent.mkdir(parents=True, exist_ok=True)
             objects = []
-            for patterns, prefix, flags in (
-                (library.sources, library.name, library.flags),
-                (library.shares, library.isa, ()),
-            ):
-                more = " ".join([*flags, *INSTRUCTION_SETS.get(library.isa or "", [])])
-                for source in _paths(patterns):
-                    objects.append(folder / f"{prefix}/{source.parent.name}/{source.stem}.o")
-                    if objects[-1] not in made:
-                        yield f"build {_escaped(objects[-1])}: compile {source}\n more = {more}"
-                    made.add(objects[-1])
+            for prefix, source, flags in library.compiled():
+                objects.append(folder / f"{prefix}/{source.parent.name}/{source.stem}.o")
+                if objects[-1] not in made:
+                    yield f"build {_escaped(objects[-1])}: compile {source}\n more = {' '.join(flags)}"
+                made.add(objects[-1])
             more = " ".join([*library.links, *([] if common else [f"-Wl,-soname,{output.name}"])])
             yield f"build {_escaped(output)}: link {' '.join(map(_escaped, [*objects, *common]))}\n more = {more}"
             common = common or [output]

@@ -2,33 +2,10 @@
 
 #pragma once
 
-#include <string_view>
-
-#include "common/check.h"
+#include "common/activation_kinds.h"
 #include "common/simd.h"
 
 namespace fastformer {
-
-enum class Activation { relu, gelu, gelu_tanh, silu, swiglu, geglu, geglu_tanh };
-
-// Whether it has a second input, which the activation of the first gates.
-inline bool is_gated(Activation a) {
-  return a == Activation::swiglu || a == Activation::geglu || a == Activation::geglu_tanh;
-}
-
-// Whether a GELU is the one of tanh, and not that of erf.
-inline bool has_tanh(Activation a) { return a == Activation::gelu_tanh || a == Activation::geglu_tanh; }
-
-inline Activation activation_named(std::string_view name) {
-  if (name == "relu") return Activation::relu;
-  if (name == "gelu") return Activation::gelu;
-  if (name == "gelu_tanh") return Activation::gelu_tanh;
-  if (name == "silu") return Activation::silu;
-  if (name == "swiglu") return Activation::swiglu;
-  if (name == "geglu") return Activation::geglu;
-  check(name == "geglu_tanh", "unknown activation ", name);
-  return Activation::geglu_tanh;
-}
 
 inline Vec<double> erf(Vec<double> x) { return std::erf(x.v); }
 

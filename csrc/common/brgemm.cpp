@@ -15,7 +15,7 @@ struct Found {
   void* (*context)();
   bool (*is_enabled)(const void* context);
   bool (*could_pack)(int8_t dtype);
-  void (*bf16)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool, const c10::BFloat16*, const c10::BFloat16*,
+  void (*bf16)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool, const bfloat16*, const bfloat16*,
                float*, bool is_interleaved);
   void (*u8s8)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool, const uint8_t*, const int8_t*, int32_t*,
                bool is_interleaved);
@@ -43,8 +43,8 @@ constexpr Brgemm kFunctions{
     // Whether weights need packing is PyTorch's only answer to whether the CPU has AMX.
     [] { return found.could_pack(kBFloat16); },
     [] { return found.could_pack(kByte); },
-    [](int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc, bool adds, const c10::BFloat16* a,
-       const c10::BFloat16* b, float* c) { found.bf16(m, n, k, lda, ldb, ldc, adds, a, b, c, true); },
+    [](int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc, bool adds, const bfloat16* a,
+       const bfloat16* b, float* c) { found.bf16(m, n, k, lda, ldb, ldc, adds, a, b, c, true); },
     [](int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc, bool adds, const uint8_t* a,
        const int8_t* b, int32_t* c) { found.u8s8(m, n, k, lda, ldb, ldc, adds, a, b, c, true); },
     [] { found.release(true); },

@@ -4,10 +4,9 @@
 
 #pragma once
 
-#include <torch/headeronly/util/BFloat16.h>
-
 #include <cstdint>
 
+#include "common/bfloat16.h"
 #include "common/export.h"
 
 namespace fastformer {
@@ -18,7 +17,7 @@ struct Brgemm {
   bool (*has_u8s8)();
   // C = A * B or, with `adds`, C += A * B: A (m, k), B (k, n) with its rows interleaved by 2 of bf16 or 4 of int8.
   void (*bf16)(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc, bool adds,
-               const c10::BFloat16* a, const c10::BFloat16* b, float* c);
+               const bfloat16* a, const bfloat16* b, float* c);
   void (*u8s8)(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc, bool adds, const uint8_t* a,
                const int8_t* b, int32_t* c);
   void (*release)();  // the tiles; on each thread, behind its last product

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "common/activation.h"
 #include "common/rows.h"
 
 namespace fastformer {

@@ -26,7 +26,7 @@
 #include <string_view>
 #include <vector>
 
-#include "common/simd.h"
+#include "common/bfloat16.h"
 
 namespace fastformer {
 

@@ -14,6 +14,7 @@
 #include <limits>
 #include <utility>
 
+#include "common/simd.h"
 #include "engine/packed_gemm.h"
 
 namespace fastformer {

@@ -10,7 +10,7 @@
 #include <string_view>
 #include <vector>
 
-#include "common/activation.h"
+#include "common/activation_kinds.h"
 #include "engine/packed_gemm.h"
 
 namespace fastformer {
