@@ -39,7 +39,7 @@ class Binary(NamedTuple):
         name: of the function in it.
         threads: of a program.
         shared: bytes of dynamic shared memory of a program.
-        layout: of its parameters; see csrc/host/launcher.cpp.
+        layout: of its parameters; see csrc/bindings/launcher.cpp.
         maps: of each tensor descriptor (swizzle, bytes an element, the driver's type, block).
         cubin: the machine code.
     """

@@ -106,7 +106,7 @@ _LETTERS = {
 
 
 def layout_of(signature: Signature, num_args: int) -> str:
-    """How the first arguments of a launch become the kernel's parameters: see csrc/host/launcher.cpp."""
+    """How the first arguments of a launch become the kernel's parameters: see csrc/bindings/launcher.cpp."""
 
     def letters(kind: Any) -> str:
         if isinstance(kind, tuple):

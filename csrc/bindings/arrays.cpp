@@ -18,8 +18,10 @@ Array new_array(int type, int64_t rows, int64_t columns) {
 Array::Array(Object array) : array_(std::move(array)) {
   PyArrayObject* const from = as_array(array_.get());
   const int type = PyArray_TYPE(from);
-  dtype_ = type == NPY_FLOAT ? Dtype::fp32 : type == NPY_UINT16 ? Dtype::uint16 : type == NPY_UINT8 ? Dtype::uint8
-                                                                                                    : Dtype::other;
+  dtype_ = type == NPY_FLOAT    ? Dtype::fp32
+           : type == NPY_UINT16 ? Dtype::uint16
+           : type == NPY_UINT8  ? Dtype::uint8
+                                : Dtype::other;
   shape_.assign(PyArray_DIMS(from), PyArray_DIMS(from) + PyArray_NDIM(from));
   is_dense_ = PyArray_IS_C_CONTIGUOUS(from) && PyArray_ISBEHAVED_RO(from);
   is_writable_ = PyArray_ISWRITEABLE(from);
@@ -37,7 +39,8 @@ Floats Cast<Floats>::from(PyObject* object) {
 
 Bytes Cast<Bytes>::from(PyObject* object) {
   Bytes bytes{Cast<Array>::from(object)};
-  if (bytes.array.dtype() != Dtype::uint8 || !bytes.array.is_dense()) throw Unexpected{"an array of uint8 without gaps"};
+  if (bytes.array.dtype() != Dtype::uint8 || !bytes.array.is_dense())
+    throw Unexpected{"an array of uint8 without gaps"};
   return bytes;
 }
 

@@ -49,8 +49,7 @@ ModelOptions options_of(PyObject* d) {
           .rms_norm = flag("rms_norm"),
           .rotary_interleaved = flag("rotary_interleaved"),
           .parallel_residual = flag("parallel_residual"),
-          .skips_first_norm =
-              PyDict_GetItemString(d, "skips_first_norm") != nullptr && flag("skips_first_norm"),
+          .skips_first_norm = PyDict_GetItemString(d, "skips_first_norm") != nullptr && flag("skips_first_norm"),
           .eps = number("eps"),
           .scale = number("scale"),
           .attention_scale = number("attention_scale"),
@@ -74,7 +73,7 @@ ModelTensors tensors_of(PyObject* arrays) {
     if (array.dtype() == Dtype::other)
       throw std::invalid_argument("expected arrays of float32, of uint16 for the bits of bfloat16, or of uint8");
     if (!array.is_dense()) throw std::invalid_argument("expected arrays without gaps");
-    const Kind kind = array.dtype() == Dtype::uint16 ? Kind::bf16
+    const Kind kind = array.dtype() == Dtype::uint16  ? Kind::bf16
                       : array.dtype() == Dtype::uint8 ? Kind::bytes
                                                       : Kind::fp32;
     tensors[python::Cast<std::string>::from(name)] = {array.data(), kind, array.shape()};
@@ -200,24 +199,23 @@ void bind_decoder(PyObject* module) {
   using python::method;
   static PyMethodDef none[] = {{}};
   static PyGetSetDef model_properties[] = {python::property<&step_bytes>("step_bytes"), {}};
-  python::add_class<SharedModel>(module, "PackedModel",
-                                 &python::construct<&pack_model, "PackedModel", "options tensors">, none,
-                                 model_properties);
-  static PyMethodDef methods[] = {method<"admit", "sources tokens threads", &admit>(),
-                                  method<"step", "tokens k log_probs logit_rows logits threads", &step>(),
-                                  method<"run", "searches tokens max_steps seconds least_rows log_probs threads", &run>(),
-                                  method<"reorder", "parents", &reorder>(),
-                                  method<"release", "groups", &release>(),
-                                  method<"set_shortlist", "ids", &set_shortlist>(),
-                                  method<"free_tokens", "", &free_tokens>(),
-                                  method<"step_tokens", "", &step_tokens>(),
-                                  method<"shared_tokens", "", &shared_tokens>(),
-                                  method<"known", "tokens", &known>(),
-                                  {}};
+  python::add_class<SharedModel>(
+      module, "PackedModel", &python::construct<&pack_model, "PackedModel", "options tensors">, none, model_properties);
+  static PyMethodDef methods[] = {
+      method<"admit", "sources tokens threads", &admit>(),
+      method<"step", "tokens k log_probs logit_rows logits threads", &step>(),
+      method<"run", "searches tokens max_steps seconds least_rows log_probs threads", &run>(),
+      method<"reorder", "parents", &reorder>(),
+      method<"release", "groups", &release>(),
+      method<"set_shortlist", "ids", &set_shortlist>(),
+      method<"free_tokens", "", &free_tokens>(),
+      method<"step_tokens", "", &step_tokens>(),
+      method<"shared_tokens", "", &shared_tokens>(),
+      method<"known", "tokens", &known>(),
+      {}};
   static PyGetSetDef no_properties[] = {{}};
-  python::add_class<GuardedSession>(module, "Session",
-                                    &python::construct<&new_session, "Session", "model num_tokens">, methods,
-                                    no_properties);
+  python::add_class<GuardedSession>(module, "Session", &python::construct<&new_session, "Session", "model num_tokens">,
+                                    methods, no_properties);
 }
 
 }  // namespace fastformer

@@ -50,8 +50,7 @@ Object encode(Encoder& encoder, const Lists& ids, const std::optional<Lists>& ty
 }  // namespace
 
 void bind_encoder(PyObject* module) {
-  static PyMethodDef methods[] = {
-      python::method<"encode", "ids token_types pooling normalize threads", &encode>(), {}};
+  static PyMethodDef methods[] = {python::method<"encode", "ids token_types pooling normalize threads", &encode>(), {}};
   static PyGetSetDef properties[] = {python::property<&max_len>("max_len"), {}};
   python::add_class<Encoder>(module, "Encoder", &python::construct<&new_encoder, "Encoder", "model">, methods,
                              properties);

@@ -1,5 +1,5 @@
-// What nn/guards.py asks of the modules of a stack in every call, and prepack.py of the memory of a model. Both have it in
-// Python, too, where it takes several times as long.
+// What nn/guards.py asks of the modules of a stack in every call, and prepack.py of the memory of a model. Both have it
+// in Python, too, where it takes several times as long.
 
 #include <cstdint>
 #include <cstring>
@@ -59,8 +59,8 @@ class GuardRecord {
     for (size_t i = 0; i < places.size(); ++i) {
       const Items place = items_of(places[i]);
       if (place.size() != 2) throw std::invalid_argument("GuardRecord: expected pairs as places");
-      places_.push_back({place[0], place[1], expected[i], PyDict_Check(place[0]) != 0,
-                         Py_TYPE(place[0]) == &PyDictProxy_Type});
+      places_.push_back(
+          {place[0], place[1], expected[i], PyDict_Check(place[0]) != 0, Py_TYPE(place[0]) == &PyDictProxy_Type});
     }
   }
 
@@ -146,10 +146,11 @@ Object memory_digest(const std::vector<std::tuple<int64_t, int64_t>>& places) {
 void bind_guards(PyObject* module) {
   static PyMethodDef methods[] = {python::method<"holds", "owner record", &holds>(), {}};
   static PyGetSetDef properties[] = {{}};
-  python::add_class<GuardRecord>(module, "GuardRecord", &python::construct<&new_record, "GuardRecord", "record">, methods,
-                                 properties);
+  python::add_class<GuardRecord>(module, "GuardRecord", &python::construct<&new_record, "GuardRecord", "record">,
+                                 methods, properties);
   static PyMethodDef functions[] = {
-      python::function<"memory_digest", "places", &memory_digest>("128 bits of what is in (address, bytes) places."), {}};
+      python::function<"memory_digest", "places", &memory_digest>("128 bits of what is in (address, bytes) places."),
+      {}};
   python::add_functions(module, functions);
 }
 

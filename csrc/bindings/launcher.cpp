@@ -28,13 +28,13 @@ namespace {
 using Result = int;  // CUresult: 0 is success
 
 constexpr Result kInvalidValue = 1;
-constexpr int kPointerDevice = 3;          // CU_POINTER_ATTRIBUTE_DEVICE_POINTER
-constexpr int kSharedOptIn = 97;           // CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-constexpr int kMaxThreads = 0;             // CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
-constexpr int kStaticShared = 1;           // CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
-constexpr int kMaxDynamicShared = 8;       // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-constexpr int kPreferShared = 1;           // CU_FUNC_CACHE_PREFER_SHARED
-constexpr int kPromotion128 = 2;           // CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+constexpr int kPointerDevice = 3;           // CU_POINTER_ATTRIBUTE_DEVICE_POINTER
+constexpr int kSharedOptIn = 97;            // CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+constexpr int kMaxThreads = 0;              // CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
+constexpr int kStaticShared = 1;            // CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+constexpr int kMaxDynamicShared = 8;        // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+constexpr int kPreferShared = 1;            // CU_FUNC_CACHE_PREFER_SHARED
+constexpr int kPromotion128 = 2;            // CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 constexpr unsigned kDefaultShared = 49152;  // what a function may have without asking
 constexpr int kMaxValues = 160, kMaxMaps = 8, kMaxRank = 5;
 
@@ -213,9 +213,9 @@ bool encode(const Driver& cuda, PyObject* descriptor, const MapRecipe& recipe, E
     into->sizes[rank - 1 - i] = static_cast<int32_t>(sizes[i]);
     into->strides[rank - 1 - i] = strides[i];
   }
-  const Result result = cuda.encode_tiled(&into->map, recipe.element_type, static_cast<uint32_t>(rank),
-                                          reinterpret_cast<void*>(address), extents, bytes, recipe.box,
-                                          element_strides, 0, recipe.swizzle, kPromotion128, is_zero ? 0 : 1);
+  const Result result =
+      cuda.encode_tiled(&into->map, recipe.element_type, static_cast<uint32_t>(rank), reinterpret_cast<void*>(address),
+                        extents, bytes, recipe.box, element_strides, 0, recipe.swizzle, kPromotion128, is_zero ? 0 : 1);
   return is_well(cuda, result, "cuTensorMapEncodeTiled");
 }
 
@@ -477,8 +477,8 @@ PyObject* make_kernel(PyObject*, PyObject* arguments) {
         !is_well(*cuda, cuda->function_attribute(&most, kMaxThreads, kernel->function), "cuFuncGetAttribute"))
       return fail();
     if (shared > static_cast<unsigned>(limit) || threads > static_cast<unsigned>(most)) {
-      PyErr_Format(PyExc_RuntimeError, "the device gives %d bytes of shared memory and %d threads, not %u and %u", limit,
-                   most, shared, threads);
+      PyErr_Format(PyExc_RuntimeError, "the device gives %d bytes of shared memory and %d threads, not %u and %u",
+                   limit, most, shared, threads);
       return fail();
     }
     if (shared > kDefaultShared &&

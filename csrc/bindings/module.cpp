@@ -1,5 +1,5 @@
-// The engine's Python module, which knows neither PyTorch nor OpenMP. It has the name of the instruction set that it was
-// compiled for.
+// The engine's Python module, which knows neither PyTorch nor OpenMP. It has the name of the instruction set that it
+// was compiled for.
 
 #include "bindings/module.h"
 

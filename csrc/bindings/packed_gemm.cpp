@@ -50,7 +50,8 @@ Object packed_linear_int4(const Floats& x, const Bytes& nibbles, const Floats& s
                           const std::optional<Bytes>& zeros, const std::optional<Floats>& bias,
                           const std::optional<std::vector<int32_t>>& columns) {
   if (x.array.ndim() != 2 || nibbles.array.ndim() != 2 || scales.array.ndim() != 2)
-    throw std::invalid_argument("packed_linear_int4: expected x of (rows, k), and nibbles and scales of two dimensions");
+    throw std::invalid_argument(
+        "packed_linear_int4: expected x of (rows, k), and nibbles and scales of two dimensions");
   const int64_t n = nibbles.array.shape(0), k = x.array.shape(1), groups = int4_groups(k);
   const auto fits = [&](const Array& array) {
     return array.ndim() == 2 && array.shape(0) == n && array.shape(1) == groups;
@@ -90,7 +91,8 @@ void bind_packed_gemm(PyObject* module) {
           "of_int4: of int8, the rows are those of a model in int4."),
       function<"packed_linear_int4", "x nibbles scales zeros bias columns?", &packed_linear_int4>(
           "The same with a weight of 4 bits: nibbles (n, 16 * groups), scales and zeros or None (n, groups)."),
-      function<"cpu_features", "", &names_of_features>("Instructions that the CPU has and FASTFORMER_CPU_FEATURES allows."),
+      function<"cpu_features", "", &names_of_features>(
+          "Instructions that the CPU has and FASTFORMER_CPU_FEATURES allows."),
       function<"is_intel_cpu", "", &is_intel_cpu>("Did Intel make this CPU?"),
       function<"num_brgemm_products", "", &num_brgemm_products>(
           "How many products the calling thread has sent to brgemm, which takes them where the CPU has AMX."),

@@ -4,7 +4,8 @@
 // A function is bound with the names of its arguments, as Python sees them, "?" behind one that may be left out:
 //   method<"step", "tokens k threads?", &step>()
 // The types of its parameters say what is accepted: see Cast. Conversions are strict: a float is no integer, an integer
-// of more bits than fit is refused, and what is of another type is a TypeError that names the function and the argument.
+// of more bits than fit is refused, and what is of another type is a TypeError that names the function and the
+// argument.
 
 #pragma once
 

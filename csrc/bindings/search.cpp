@@ -59,8 +59,7 @@ std::unique_ptr<Search> beam_search(int64_t limit, std::vector<int32_t> eos, int
   if (num_return < 1 || num_return > num_beams)
     throw std::invalid_argument("expected num_return from 1 to num_beams = " + std::to_string(num_beams) + ", got " +
                                 std::to_string(num_return));
-  if (begun.value_or(0) < 0)
-    throw std::invalid_argument("expected begun of at least 0, got " + std::to_string(*begun));
+  if (begun.value_or(0) < 0) throw std::invalid_argument("expected begun of at least 0, got " + std::to_string(*begun));
   const auto stopping = never_stops.value_or(false) ? EarlyStopping::kNever
                         : early_stopping            ? EarlyStopping::kYes
                                                     : EarlyStopping::kNo;
@@ -116,11 +115,16 @@ void bind_search(PyObject* module) {
   using python::function;
   using python::method;
   using python::property;
-  static PyMethodDef methods[] = {method<"advance", "ids values first", &advance>(), method<"tokens", "row", &tokens>(),
-                                  method<"results", "", &results>(), {}};
-  static PyGetSetDef properties[] = {property<&limit>("limit"),       property<&num_candidates>("num_candidates"),
-                                     property<&num_rows>("num_rows"), property<&peak_rows>("peak_rows"),
-                                     property<&is_done>("is_done"),   property<&is_broken>("is_broken"),
+  static PyMethodDef methods[] = {method<"advance", "ids values first", &advance>(),
+                                  method<"tokens", "row", &tokens>(),
+                                  method<"results", "", &results>(),
+                                  {}};
+  static PyGetSetDef properties[] = {property<&limit>("limit"),
+                                     property<&num_candidates>("num_candidates"),
+                                     property<&num_rows>("num_rows"),
+                                     property<&peak_rows>("peak_rows"),
+                                     property<&is_done>("is_done"),
+                                     property<&is_broken>("is_broken"),
                                      {}};
   python::add_class<Search>(module, "Search", nullptr, methods, properties);
   static PyMethodDef functions[] = {

@@ -13,15 +13,17 @@ namespace {
 
 using python::Object;
 
-Object attribute(PyObject* object, const char* name) { return Object(python::sure(PyObject_GetAttrString(object, name))); }
+Object attribute(PyObject* object, const char* name) {
+  return Object(python::sure(PyObject_GetAttrString(object, name)));
+}
 
 // What is looked up in PyTorch once; it stays alive.
 struct Torch {
-  PyObject *tensor, *parameter, *dtype;             // classes
-  PyObject *is_deterministic, *keys_of;             // functions
-  PyObject *raw_repr, *requires_grad, *version;     // names
-  PyObject *cpu, *cuda;                             // strings
-  uint64_t cpu_keys, cuda_keys;                     // of tensors that are nothing but strided memory
+  PyObject *tensor, *parameter, *dtype;          // classes
+  PyObject *is_deterministic, *keys_of;          // functions
+  PyObject *raw_repr, *requires_grad, *version;  // names
+  PyObject *cpu, *cuda;                          // strings
+  uint64_t cpu_keys, cuda_keys;                  // of tensors that are nothing but strided memory
   int (*read)(void* object, dlpack::Tensor* tensor);
 };
 Torch torch;
@@ -180,17 +182,17 @@ Object device_of(PyObject* args, PyObject* places) {
     const Object set(python::sure(PyObject_CallFunctionObjArgs(torch.keys_of, x, nullptr)));
     const Object raw(python::sure(PyObject_CallMethodObjArgs(set.get(), torch.raw_repr, nullptr)));
     const uint64_t keys = number(raw.get());
-    if ((keys != torch.cpu_keys && keys != torch.cuda_keys) || (seen != 0 && keys != seen)) return found(Py_None, false);
+    if ((keys != torch.cpu_keys && keys != torch.cuda_keys) || (seen != 0 && keys != seen))
+      return found(Py_None, false);
     seen = keys;
-    requires_grad =
-        requires_grad || Object(python::sure(PyObject_GetAttr(x, torch.requires_grad))).get() == Py_True;
+    requires_grad = requires_grad || Object(python::sure(PyObject_GetAttr(x, torch.requires_grad))).get() == Py_True;
   }
   if (seen == 0) return found(Py_None, false);
   return found(seen == torch.cuda_keys ? torch.cuda : torch.cpu, requires_grad);
 }
 
-// `model_guards.layout_of`: which tensors these are, where they are, and how their memory is read. None where DLPack has
-// no name for one of them.
+// `model_guards.layout_of`: which tensors these are, where they are, and how their memory is read. None where DLPack
+// has no name for one of them.
 Object tensor_layout(PyObject* tensors) {
   if (!PyList_Check(tensors)) throw python::Unexpected{"a list"};
   std::string key;

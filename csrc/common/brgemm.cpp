@@ -15,8 +15,8 @@ struct Found {
   void* (*context)();
   bool (*is_enabled)(const void* context);
   bool (*could_pack)(int8_t dtype);
-  void (*bf16)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool, const bfloat16*, const bfloat16*,
-               float*, bool is_interleaved);
+  void (*bf16)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool, const bfloat16*, const bfloat16*, float*,
+               bool is_interleaved);
   void (*u8s8)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool, const uint8_t*, const int8_t*, int32_t*,
                bool is_interleaved);
   void (*release)(bool is_interleaved);

@@ -34,7 +34,8 @@ class FASTFORMER_API PooledMemory {
 };
 
 // Memory aligned to a cache line, which is counted: see memory_report.h. It is the pool's from 1 MiB on: the C library
-// returns such blocks to the system when they are freed, and an op that packs weights would get fresh pages in each call.
+// returns such blocks to the system when they are freed, and an op that packs weights would get fresh pages in each
+// call.
 struct FASTFORMER_API ReleaseScratch {
   PooledMemory pooled;
   void operator()(void* data) const;

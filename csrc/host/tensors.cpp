@@ -1,5 +1,5 @@
-// What is bound to one version of PyTorch and of Python: an optional module. Without it csrc/bindings/tensors.cpp answers
-// for the functions here, which read tensors where they lie, in a fraction of the time.
+// What is bound to one version of PyTorch and of Python: an optional module. Without it csrc/bindings/tensors.cpp
+// answers for the functions here, which read tensors where they lie, in a fraction of the time.
 
 #include <c10/core/DispatchKeySet.h>
 #include <torch/csrc/autograd/python_variable.h>
