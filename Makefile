@@ -92,6 +92,6 @@ clean:
 # --no-build-isolation: an isolated build would fetch a second torch to compile against.
 $(INSTALLED): setup.py pyproject.toml constraints.txt $(wildcard csrc/*/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt torch numpy "setuptools>=77" wheel ninja pybind11
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt torch numpy "setuptools>=77" wheel ninja
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev]"
 	touch $@

@@ -189,7 +189,7 @@ def cpp_extensions() -> dict[str, Any]:
     """ext_modules and cmdclass for setup(), empty where there is nothing to build."""
     wanted = os.environ.get("FASTFORMER_BUILD_CPP", "1") != "0" and platform.machine() in ("x86_64", "AMD64")
     compiler = os.environ.get("CXX", "c++")
-    if wanted and shutil.which(compiler) is None:
+    if wanted and shutil.which(shlex.split(compiler)[0]) is None:
         print(f"no C++ compiler ({compiler}): installing without the CPU kernels, so the ops run on plain PyTorch")
         return {}
     if not wanted or not (ROOT / "csrc").is_dir():

@@ -1,6 +1,6 @@
 """Finds the C++ libraries: of each, what fits this CPU, this PyTorch and this Python.
 
-- `_ops_<isa>`: the ops, one library per instruction set. It calls PyTorch's stable C functions alone, so it serves every
+- `_ops_<isa>`: the ops, one library per instruction set. It calls PyTorch's stable C functions alone: it serves every
   PyTorch from 2.11 on, and knows nothing of Python.
 - `_engine_<isa>`: the decoding engine, searches and encoders, likewise. It knows nothing of PyTorch, and serves every
   Python.

@@ -1,0 +1,60 @@
+"""What the libraries need of others: the engine nothing of PyTorch, the ops its C functions, none a second OpenMP."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+NM, READELF = shutil.which("nm"), shutil.which("readelf")
+pytestmark = pytest.mark.skipif(NM is None or READELF is None, reason="binutils are not installed")
+
+
+def library(name: str) -> Path:
+    spec = importlib.util.find_spec(f"fastformer.{name}")
+    if spec is None or spec.origin is None:
+        pytest.skip("the C++ libraries are not built for this CPU")
+    return Path(spec.origin)
+
+
+def undefined(path: Path) -> set[str]:
+    """The symbols that it takes from others."""
+    lines = subprocess.run([str(NM), "-D", "--undefined-only", str(path)], capture_output=True, text=True, check=True)
+    return {line.split()[-1].partition("@")[0] for line in lines.stdout.splitlines()}
+
+
+def needed(path: Path) -> set[str]:
+    lines = subprocess.run([str(READELF), "-d", str(path)], capture_output=True, text=True, check=True).stdout
+    return {line.partition("[")[2].partition("]")[0] for line in lines.splitlines() if "(NEEDED)" in line}
+
+
+@pytest.mark.parametrize("isa", ["avx2", "avx512"])
+def test_the_engine_serves_every_pytorch(isa: str) -> None:
+    path = library(f"_engine_{isa}")
+    assert path.name.endswith(".abi3.so")
+    assert not [
+        name for name in undefined(path) if any(part in name for part in ("c10", "2at", "torch", "omp_", "GOMP"))
+    ]
+    assert not [name for name in needed(path) if name.startswith(("libtorch", "libc10", "libgomp", "libpython"))]
+    assert "libfastformer_common.so" in needed(path)
+
+
+@pytest.mark.parametrize("isa", ["avx2", "avx512"])
+def test_the_ops_take_c_functions_of_pytorch_alone(isa: str) -> None:
+    path = library(f"_ops_{isa}")
+    taken = undefined(path)
+    assert any(name.startswith(("aoti_torch_", "torch_")) for name in taken)
+    assert not [name for name in taken if name.startswith(("_ZN3c10", "_ZNK3c10", "_ZN2at", "_ZNK2at", "Py", "_Py"))]
+    assert "libfastformer_common.so" in needed(path)  # one team of threads in a process
+
+
+def test_what_a_process_has_once_needs_the_c_libraries_alone() -> None:
+    path = library("libfastformer_common")
+    assert not [
+        name
+        for name in needed(path)
+        if not name.startswith(("libstdc++", "libm.", "libgcc", "libc.", "ld-", "libdl", "libpthread"))
+    ]
