@@ -209,9 +209,9 @@ def test_other_paths(path: str, tmp_path: Path) -> None:
     isa, settings = PATHS[path]
     if isa == "avx512" and torch.backends.cpu.get_cpu_capability() != "AVX512":
         pytest.skip("no AVX-512 on this CPU")
-    spec = importlib.util.find_spec(f"fastformer._C_{isa}")
+    spec = importlib.util.find_spec(f"fastformer._engine_{isa}")
     if spec is None or spec.origin is None:
-        pytest.skip(f"fastformer._C_{isa} is not built")
+        pytest.skip(f"fastformer._engine_{isa} is not built")
     cases: dict[str, np.ndarray] = {}
     wanted: dict[str, np.ndarray] = {}
     full = np.full((9, 999), 255, np.float32)
@@ -232,7 +232,7 @@ def test_other_paths(path: str, tmp_path: Path) -> None:
     np.savez(tmp_path / "cases.npz", **cases)
     files = [spec.origin, str(tmp_path / "cases.npz"), str(tmp_path / "results.npz")]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | settings
-    subprocess.run([sys.executable, "-c", PRODUCTS, f"_C_{isa}", *files], env=environment, check=True)
+    subprocess.run([sys.executable, "-c", PRODUCTS, f"_engine_{isa}", *files], env=environment, check=True)
     found = dict(np.load(tmp_path / "results.npz"))
     has_vnni = "avx512_vnni" in extension().cpu_features()
     assert (found.pop("brgemm") > 0) == (settings.get("FASTFORMER_BRGEMM") == "1" and has_vnni)

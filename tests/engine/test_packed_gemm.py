@@ -33,7 +33,7 @@ def extension() -> ModuleType:
     isa = _extension.load()
     if isa is None:
         pytest.skip("the C++ extension is not built")
-    return importlib.import_module(f"fastformer._C_{isa}")
+    return importlib.import_module(f"fastformer._engine_{isa}")
 
 
 def packed_linear() -> Callable[..., np.ndarray]:
@@ -280,9 +280,9 @@ def test_other_paths(path: str, tmp_path: Path) -> None:
     isa, settings = PATHS[path]
     if isa == "avx512" and torch.backends.cpu.get_cpu_capability() != "AVX512":
         pytest.skip("no AVX-512 on this CPU")
-    spec = importlib.util.find_spec(f"fastformer._C_{isa}")
+    spec = importlib.util.find_spec(f"fastformer._engine_{isa}")
     if spec is None or spec.origin is None:
-        pytest.skip(f"fastformer._C_{isa} is not built")
+        pytest.skip(f"fastformer._engine_{isa} is not built")
     cases: dict[str, np.ndarray] = {}
     x, weight, bias = draw(70, 603), draw(129, 603, seed=1), draw(129, seed=2)
     x[7, 600] = np.nan
@@ -302,7 +302,7 @@ def test_other_paths(path: str, tmp_path: Path) -> None:
     np.savez(tmp_path / "cases.npz", **cases)
     files = [spec.origin, str(tmp_path / "cases.npz"), str(tmp_path / "results.npz")]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | settings
-    subprocess.run([sys.executable, "-c", PRODUCTS, f"_C_{isa}", *files], env=environment, check=True)
+    subprocess.run([sys.executable, "-c", PRODUCTS, f"_engine_{isa}", *files], env=environment, check=True)
     found = dict(np.load(tmp_path / "results.npz"))
 
     allowed = settings.get("FASTFORMER_CPU_FEATURES")
@@ -332,12 +332,12 @@ def test_other_paths(path: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_feature_that_does_not_exist() -> None:
     """The extension says which of the names in FASTFORMER_CPU_FEATURES it doesn't know."""
-    spec = importlib.util.find_spec(f"fastformer._C_{_extension.load()}")
+    spec = importlib.util.find_spec(f"fastformer._engine_{_extension.load()}")
     if spec is None or spec.origin is None:
         pytest.skip("the C++ extension is not built")
     code = PRODUCTS.partition("given =")[0]
     ended = subprocess.run(
-        [sys.executable, "-c", code, f"_C_{_extension.load()}", spec.origin, "", ""],
+        [sys.executable, "-c", code, f"_engine_{_extension.load()}", spec.origin, "", ""],
         env=os.environ | {"FASTFORMER_CPU_FEATURES": "avx512_vnni,vnni"},
         capture_output=True,
         text=True,
