@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import re
 import signal
 import socket
@@ -24,6 +25,7 @@ import torch
 from fastformer.data import ByteTokenizer
 from fastformer.generation import Translator
 from fastformer.models import Transformer
+from fastformer.serving import Limits
 
 pytestmark = pytest.mark.slow  # each test starts a server of its own, and some of them load it for a while
 LONG = {"text": "a long one", "split": False, "max_new_tokens": 1000}
@@ -43,11 +45,19 @@ def folder(tmp_path_factory) -> Path:
     return found
 
 
+class Process(subprocess.Popen[str]):
+    """A server's; `said` are the lines that it has written to standard error since it listens."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.said: list[str] = []
+
+
 @contextlib.contextmanager
-def served(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def served(folder: Path, *flags: str) -> Iterator[tuple[Process, str]]:
     """A server's process and its address."""
     words = [sys.executable, "-m", "fastformer.cli", "serve", str(folder), "--port", "0", "--access_log", "false"]
-    process = subprocess.Popen([*words, *flags], stderr=subprocess.PIPE, text=True)
+    process = Process([*words, *flags], stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
         line = ""
@@ -55,7 +65,8 @@ def served(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], s
             line = process.stderr.readline()
         found = re.search(r"http://\S+", line)
         assert found, line
-        threading.Thread(target=process.stderr.read, daemon=True).start()
+        reader = threading.Thread(target=lambda: process.said.extend(process.stderr), daemon=True)
+        reader.start()
         yield process, found.group()
     finally:
         process.kill()
@@ -105,12 +116,52 @@ def test_sigterm_lets_eight_streams_end(folder) -> None:
         streams = [pool.submit(stream, number) for number in range(8)]
         for _ in range(8):
             assert begun.acquire(timeout=30)
-        process.send_signal(signal.SIGTERM)
-        began = time.monotonic()
-        while httpx.get(f"{url}/ready").status_code == 200:
-            assert time.monotonic() - began < 1
+        with httpx.Client() as client:
+            assert client.get(f"{url}/ready").status_code == 200
+            process.send_signal(signal.SIGTERM)
+            began = asked = time.monotonic()
+            while client.get(f"{url}/ready").status_code == 200:
+                assert asked - began < 0.1  # what is asked later is told no, however long that takes on a busy machine
+                asked = time.monotonic()
+            print(f"not ready {1000 * (time.monotonic() - began):.1f} ms after SIGTERM, beside 8 streams")
         said = [one.result(60) for one in streams]
         assert len(set(said)) == 1 and process.wait(30) == 0
+
+
+def test_sigterm_at_any_moment_cuts_no_answer(folder) -> None:
+    dice = random.Random(0)
+    for _ in range(10):
+        begun = threading.Semaphore(0)
+        with served(folder, "--drain_delay_s", "0.2", "--access_log", "true") as (process, url):
+
+            def ask(number: int) -> None:
+                stream = number % 2 == 0
+                body = {"text": "ab", "split": False, "max_new_tokens": 20 + 40 * number, "stream": stream}
+                with httpx.Client(timeout=30) as client:
+                    while True:
+                        request = client.build_request("POST", f"{url}/v1/translate", json=body)  # noqa: B023
+                        try:
+                            answer = client.send(request, stream=True)
+                        except httpx.TransportError:  # the server is no longer there; what it had begun is in its log
+                            return
+                        begun.release()  # noqa: B023
+                        said = answer.read().decode()  # an answer that has begun is whole, or this raises
+                        assert answer.status_code in (200, 503)
+                        if answer.status_code == 503:
+                            return
+                        assert '"done":true' in said or not stream
+
+            with ThreadPoolExecutor(6) as pool:
+                asking = [pool.submit(ask, number) for number in range(6)]
+                assert begun.acquire(timeout=30)
+                time.sleep(dice.random())
+                process.send_signal(signal.SIGTERM)
+                for one in asking:
+                    one.result(60)
+            assert process.wait(30) == 0
+            time.sleep(0.1)  # for the thread that reads it
+            log = [json.loads(line) for line in process.said if line.startswith("{")]
+            assert log and {line["status"] for line in log} <= {200, 503}
 
 
 def test_a_second_signal_ends_at_once_and_a_drain_has_its_time(folder) -> None:
@@ -169,6 +220,31 @@ def test_a_client_that_is_gone_leaves_the_batch(folder, stream) -> None:
                 assert time.monotonic() - began < 0.5
             slowest = max(slowest, time.monotonic() - began)
     print(f"left the batch within {1000 * slowest:.0f} ms, 25 times")
+
+
+def test_a_client_that_never_reads_leaves_the_batch(tmp_path) -> None:
+    # More than the buffers of sockets hold: 4,000 tokens of some kilobytes each.
+    from tests.serving import models
+    from tests.serving.servers import running, until
+
+    pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
+    limits = Limits(write_s=0.5, max_new_tokens=4000)
+    with running(models.generator(tmp_path / "model", max_len=4096), limits) as server:
+        fields = {"max_tokens": 4000, "min_tokens": 4000, "stream": True, "temperature": 0}
+        fields |= {"logprobs": True, "top_logprobs": 20, "messages": [{"role": "user", "content": "the dog"}]}
+        body = json.dumps(fields).encode()
+        length = f"Content-Type: application/json\r\nContent-Length: {len(body)}"
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n{length}\r\n\r\n"
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect((httpx.URL(server.url).host, httpx.URL(server.url).port))
+            client.sendall(head.encode() + body)
+            until(lambda: server.service.stats().running == 1)
+            seconds = until(lambda: server.service.stats().cancelled == 1)
+            until(lambda: server.service.stats().running == 0)
+            stats = server.service.stats()
+            assert stats.free_tokens == stats.capacity_tokens
+            print(f"its request left the batch after {seconds:.1f} s")
 
 
 def test_rude_clients_hold_nothing_up(folder) -> None:
