@@ -291,6 +291,57 @@ def serving(numbers: Numbers) -> str:
     return table(head, lines) if lines else ""
 
 
+def serving_losses(numbers: Numbers) -> str:
+    """The servers that answer more requests than ours, worst first; "" until they were measured."""
+    rows = [row for row in numbers.results.find(op="serving") if was_timed(row) and "ours" in row]
+    slower = sorted((row for row in rows if row["ours"] < 1), key=lambda row: float(row["ours"]))
+    lines = []
+    for row in slower:
+        what = f"{row['model']}, {row['shape']['clients']} clients, {row['precision']}"
+        shown = numbers.shown(two_digits(row["ours"]), f"ours of {what}, {row['provider']}", [row])
+        lines.append([what, shown, name_of(row["provider"])])
+    if lines:
+        return table(["", "of the requests of", ""], lines)
+    return "There is none." if rows else ""
+
+
+def serving_costs(numbers: Numbers) -> str:
+    """What HTTP costs beside the library; "" until it was measured."""
+    where = {"op": "serving_costs"}
+    if not numbers.results.find(**where):
+        return ""
+    ms, share = "{:.1f} ms".format, "{:.2f} of it".format
+
+    def of(field: str, show: Callable[[float], str], **more: Any) -> str:
+        return numbers.value(field, show, **where, **more)
+
+    server, edges = {"provider": "fastformer serve"}, ("ms_p50", "ms_p99")
+    lines = [
+        [f"a refusal by a full queue of 200 requests at once, {kind} connections", *(of(p, ms, **own) for p in edges)]
+        for kind, own in (("open", {"new_connections": False}), ("new", {"new_connections": True}))
+    ]  # fmt: skip
+    for precision in ("int8", "fp32"):
+        own = {"part": "one", "precision": precision}
+        asked, library = (of("ms_p50", ms, provider=name, **own) for name in ("fastformer serve", "AsyncTranslator"))
+        lines.append(
+            [f"one request, {precision}; `AsyncTranslator` takes {library}", asked, of("value", ms, **server, **own)]
+        )
+    rate = of("requests_s", "{:.1f} texts/s".format, part="many", provider="Translator.translate")
+    lines.append(
+        [
+            f"64 clients with 10 texts each; `Translator.translate` of all texts: {rate}",
+            of("requests_s", "{:.1f} texts/s".format, **server, part="many"),
+            of("speedup", share, **server, part="many"),
+        ]
+    )
+    plain = of("tokens_s", "{:,.0f} tokens/s".format, part="stream", streams=0)
+    streamed = of("tokens_s", "{:,.0f} tokens/s".format, part="stream", streams=1)
+    lines.append(
+        [f"15 clients and a stream; 16 clients: {plain}", streamed, of("speedup", share, part="stream", streams=1)]
+    )
+    return table(["", "the median, or the rate", "p99, beyond the library, or its share"], lines)
+
+
 def precisions(numbers: Numbers) -> str:
     """What the smaller ones cost in quality."""
 
@@ -339,6 +390,8 @@ TABLES: dict[str, Callable[[Numbers], str]] = {
     "llama": llama,
     "embedding": embedding,
     "serving": serving,
+    "serving_losses": serving_losses,
+    "serving_costs": serving_costs,
     "precisions": precisions,
     "accelerated": functools.partial(times_faster, DROP_IN),
     "accelerated_generate": accelerated_generate,

@@ -37,11 +37,13 @@ class Server(uvicorn.Server):
         self._traffic: Traffic = app.state.traffic
         self._ending: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        # Clients can't fill the log with lines about bytes that are no HTTP, or no form.
+        logging.getLogger("python_multipart").setLevel(logging.ERROR)
         # The event loop of asyncio: where many connect at once, uvloop has the last of them wait half as long again.
         super().__init__(
             uvicorn.Config(
                 app, host=host, port=port, loop="asyncio", http=protocol_of(self.limits), ws="none", access_log=False,
-                log_level="warning", server_header=False, timeout_graceful_shutdown=_CLOSE_SECONDS,
+                log_level="error", server_header=False, timeout_graceful_shutdown=_CLOSE_SECONDS,
             )
         )  # fmt: skip
 

@@ -230,7 +230,7 @@ def test_a_client_that_never_reads_leaves_the_batch(tmp_path) -> None:
     pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
     limits = Limits(write_s=0.5, max_new_tokens=4000)
     with running(models.generator(tmp_path / "model", max_len=4096), limits) as server:
-        fields = {"max_tokens": 4000, "min_tokens": 4000, "stream": True, "temperature": 0}
+        fields: dict[str, Any] = {"max_tokens": 4000, "min_tokens": 4000, "stream": True, "temperature": 0}
         fields |= {"logprobs": True, "top_logprobs": 20, "messages": [{"role": "user", "content": "the dog"}]}
         body = json.dumps(fields).encode()
         length = f"Content-Type: application/json\r\nContent-Length: {len(body)}"

@@ -15,6 +15,7 @@ from fastformer.data import ByteTokenizer
 from fastformer.encoding import CrossEncoder
 from fastformer.generation import Translator
 from fastformer.models import Transformer
+from fastformer.serving import Limits
 from tests.serving import models
 from tests.serving.servers import Running, running, until
 
@@ -106,7 +107,7 @@ def chatting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with torch.no_grad():
         model.output_weight[:3] = 0.0
     model.save_pretrained(folder)
-    with running(folder) as server:
+    with running(folder, Limits(max_new_tokens=3500)) as server:
         yield server
 
 
@@ -147,7 +148,8 @@ def test_stop_ends_the_request_on_the_server(browser: Any, translating: Running)
     visit.page.click("#go")
     visit.expect("#result").not_to_be_empty()
     assert translating.service.stats().running >= 1
-    visit.page.click("#stop")
+    visit.page.focus("#stop")
+    visit.page.keyboard.press("Enter")
     until(lambda: translating.service.stats().running == 0, 2.0)
     visit.expect("#status").to_contain_text("Stopped")
     visit.expect("#stop").to_be_disabled()
@@ -198,7 +200,7 @@ def test_a_chat_of_several_turns(scheme: str, width: int, browser: Any, chatting
 def test_a_chat_is_stopped(browser: Any, chatting: Running) -> None:
     visit = Visit(browser, chatting.url)
     visit.page.click("#more summary")
-    visit.page.fill("#most", "1000")
+    visit.page.fill("#most", "3500")
     visit.page.fill("#temperature", "0")
     visit.page.fill("#say", "two birds")
     visit.page.click("#send")
