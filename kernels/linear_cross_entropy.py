@@ -9,8 +9,9 @@ FLOPs: 2 * rows * vocab * dim forward, 6 * rows * vocab * dim with gradients (8 
 its backward computes the logits again). Bytes of device memory, beyond x, weight and their gradients: rows * vocab
 logits written and read, and their gradient written and read twice, 2 bytes each in half dtypes; for each chunk after
 the first vocab * dim * 8 of fp32 dweight. Memory held: one chunk of logits, at most the larger of CHUNK_BYTES and
-SMALLEST_CHUNK rows, and dweight in fp32. fp32: statistics, losses, the exponentials; dlogits are rounded to x's
-dtype. The number of rows that count never leaves the device.
+SMALLEST_CHUNK rows, and dweight in fp32. Few rows of a half dtype are one chunk where that holds no more: dweight is
+in x's dtype then, and its sum in fp32 leaves vocab * dim * 4 bytes for logits. fp32: statistics, losses, the
+exponentials; dlogits are rounded to x's dtype. The number of rows that count never leaves the device.
 """
 
 from __future__ import annotations
@@ -244,9 +245,16 @@ def _weights(label_smoothing: float, smooth_others: bool, vocab_size: int) -> tu
     return 1.0 - label_smoothing - (each if smooth_others else 0.0), each
 
 
-def chunk_rows(rows: int, row_bytes: int) -> int:
-    """How many rows of logits are held at once: about CHUNK_BYTES, and chunks of about the same size."""
+def chunk_rows(rows: int, row_bytes: int, sum_bytes: int = 0) -> int:
+    """How many rows of logits are held at once: about CHUNK_BYTES, and chunks of about the same size.
+
+    Args:
+        sum_bytes: what the fp32 sums over several chunks would take. One chunk has none, and may have as many bytes
+            more.
+    """
     largest = min(max(CHUNK_BYTES // row_bytes, SMALLEST_CHUNK), LARGEST_CHUNK)
+    if rows <= LARGEST_CHUNK and rows * row_bytes <= largest * row_bytes + sum_bytes:
+        return cdiv(rows, 128) * 128
     chunks = max(1, cdiv(rows, largest))
     return min(largest, cdiv(cdiv(rows, chunks), 128) * 128)
 
@@ -266,7 +274,7 @@ class _Chunks:
 
     def __init__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int, label_smoothing: float,
-        smooth_others: bool, z_loss: float, softcap: float,
+        smooth_others: bool, z_loss: float, softcap: float, sums_dweight: bool,
     ) -> None:  # fmt: skip
         self.x, self.weight = x, weight
         self.bias = None if bias is None else bias.contiguous()
@@ -275,7 +283,8 @@ class _Chunks:
         rows, self.vocab_size = len(x), len(weight)
         self.weights = _weights(label_smoothing, smooth_others, self.vocab_size)
         self.padded_size = cdiv(self.vocab_size, PADDING) * PADDING
-        self.step = max(1, min(rows, chunk_rows(rows, self.padded_size * x.element_size())))
+        sum_bytes = weight.numel() * 4 if sums_dweight and x.dtype != torch.float32 else 0
+        self.step = max(1, min(rows, chunk_rows(rows, self.padded_size * x.element_size(), sum_bytes)))
         self.buffer = x.new_empty(self.step, self.padded_size)
 
     def __iter__(self) -> Iterator[tuple[Chunk, Tensor]]:
@@ -403,7 +412,7 @@ def linear_cross_entropy_fwd(
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """`fastformer::linear_cross_entropy_fwd`: (losses, lse); both are 0 in rows that don't count."""
-    chunks = _Chunks(x, weight, bias, target, ignore_index, label_smoothing, smooth_others, z_loss, softcap)
+    chunks = _Chunks(x, weight, bias, target, ignore_index, label_smoothing, smooth_others, z_loss, softcap, False)
     losses = x.new_empty(len(x), dtype=torch.float32)
     lse = torch.empty_like(losses)
     for chunk, _ in chunks:
@@ -426,7 +435,9 @@ def linear_cross_entropy_bwd(
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`fastformer::linear_cross_entropy_bwd`: (dx, dweight, dbias)."""
-    chunks = _Chunks(x, weight, bias, target, ignore_index, label_smoothing, smooth_others, z_loss, softcap)
+    chunks = _Chunks(
+        x, weight, bias, target, ignore_index, label_smoothing, smooth_others, z_loss, softcap, output_mask[1]
+    )
     gradients = _Gradients(chunks, output_mask)
     # A large lse holds few digits of its fraction. Half dtypes hold fewer still of their logits; fp32 counts anew.
     known = None if x.dtype == torch.float32 else lse
@@ -450,7 +461,9 @@ def linear_cross_entropy_fwd_bwd(
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`fastformer::linear_cross_entropy_fwd_bwd`: (loss, dx, dweight, dbias)."""
-    chunks = _Chunks(x, weight, bias, target, ignore_index, label_smoothing, smooth_others, z_loss, softcap)
+    chunks = _Chunks(
+        x, weight, bias, target, ignore_index, label_smoothing, smooth_others, z_loss, softcap, output_mask[1]
+    )
     gradients = _Gradients(chunks, output_mask)
     losses = x.new_empty(len(x), dtype=torch.float32)
     scale = (target != ignore_index).sum().clamp(min=1).float().reciprocal() if mean else None

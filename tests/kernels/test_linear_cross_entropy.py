@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
 
@@ -59,6 +60,30 @@ def test_chunk_rows() -> None:
     assert kernels.chunk_rows(0, 64_000) >= 0
 
 
+@pytest.mark.parametrize(
+    "vocab_size, dim, dtype, due",
+    [
+        (128_000, 4096, torch.bfloat16, 4096),  # 1 GB of logits in place of half that and 2 GB of sums
+        (128_000, 512, torch.bfloat16, 2048),  # sums of 262 MB leave no room for as much again of logits
+        (128_000, 4096, torch.float32, 2048),  # dweight is of fp32 in any case
+    ],
+)
+def test_few_rows_are_one_chunk_where_that_holds_no_more(
+    vocab_size: int, dim: int, dtype: torch.dtype, due: int
+) -> None:
+    rows = 4096
+    with FakeTensorMode():
+        x, weight = torch.empty(rows, dim, dtype=dtype), torch.empty(vocab_size, dim, dtype=dtype)
+        target = torch.empty(rows, dtype=torch.int64)
+        held = []
+        for sums_dweight in (True, False):
+            chunks = kernels._Chunks(x, weight, None, target, -100, 0.0, False, 0.0, 0.0, sums_dweight)
+            held.append(chunks.buffer.numel() * x.element_size())
+            assert chunks.step == (due if sums_dweight else 2048)
+    in_chunks = max(kernels.CHUNK_BYTES, kernels.SMALLEST_CHUNK * held[1] // chunks.step)
+    assert held[0] <= in_chunks + (weight.numel() * 4 if dtype == torch.bfloat16 else 0)
+
+
 def test_chunks_sum_in_fp32(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many chunks of a half dtype err no more than one: what is summed over them is rounded once."""
     inputs = make_inputs((256, 8), 12, device, torch.bfloat16)
@@ -85,7 +110,7 @@ def test_dweight_is_added_up_in_place(dtype: torch.dtype, monkeypatch: pytest.Mo
     """cuBLAS adds to the fp32 sum where it lies, and rounds to 16 bits nowhere on the way."""
     monkeypatch.setattr(kernels, "chunk_rows", lambda *_: 128)
     x, weight, target, _ = make_inputs((300, 64), 520, "cuda", dtype, bias=False).values()
-    chunks = kernels._Chunks(x, weight, None, target, -100, 0.0, False, 0.0, 0.0)
+    chunks = kernels._Chunks(x, weight, None, target, -100, 0.0, False, 0.0, 0.0, True)
     gradients = kernels._Gradients(chunks, (False, True, False))
     expected = torch.zeros(520, 64, dtype=torch.float64, device="cuda")
     places = set()
