@@ -8,7 +8,13 @@ namespace {
 
 PyArrayObject* as_array(PyObject* object) { return reinterpret_cast<PyArrayObject*>(object); }
 
+// When the first array is asked for: what else the module has does without numpy.
+void load_numpy() {
+  if (PyArray_API == nullptr && _import_array() < 0) throw Raised{};
+}
+
 Array new_array(int type, int64_t rows, int64_t columns) {
+  load_numpy();
   npy_intp shape[] = {static_cast<npy_intp>(rows), static_cast<npy_intp>(columns)};
   return Array(Object(sure(PyArray_SimpleNew(2, shape, type))));
 }
@@ -29,11 +35,13 @@ Array::Array(Object array) : array_(std::move(array)) {
 }
 
 Array Cast<Array>::from(PyObject* object) {
+  load_numpy();
   if (!PyArray_Check(object)) throw Unexpected{"an array of numpy"};
   return Array(Object::borrowed(object));
 }
 
 Floats Cast<Floats>::from(PyObject* object) {
+  load_numpy();
   return {Array(Object(sure(PyArray_FROM_OTF(object, NPY_FLOAT, NPY_ARRAY_IN_ARRAY | NPY_ARRAY_FORCECAST))))};
 }
 
@@ -46,9 +54,5 @@ Bytes Cast<Bytes>::from(PyObject* object) {
 
 Array new_floats(int64_t rows, int64_t columns) { return new_array(NPY_FLOAT, rows, columns); }
 Array new_ids(int64_t rows, int64_t columns) { return new_array(NPY_INT32, rows, columns); }
-
-void load_numpy() {
-  if (_import_array() < 0) throw Raised{};
-}
 
 }  // namespace fastformer::python

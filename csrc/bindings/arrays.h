@@ -59,7 +59,4 @@ struct Cast<Bytes> {
 Array new_floats(int64_t rows, int64_t columns);
 Array new_ids(int64_t rows, int64_t columns);
 
-// Once, before anything else here. Throws Raised.
-void load_numpy();
-
 }  // namespace fastformer::python

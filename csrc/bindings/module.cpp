@@ -3,8 +3,6 @@
 
 #include "bindings/module.h"
 
-#include "bindings/arrays.h"
-
 #define FASTFORMER_INIT(name) PyInit__engine_##name
 #define FASTFORMER_INIT_OF(name) FASTFORMER_INIT(name)
 #define FASTFORMER_TEXT(name) #name
@@ -24,7 +22,6 @@ PyMODINIT_FUNC FASTFORMER_INIT_OF(FASTFORMER_ISA)() {
   python::Object module(PyModule_Create(&definition));
   if (!module) return nullptr;
   try {
-    python::load_numpy();
     if (PyModule_AddStringConstant(module.get(), "instruction_set", FASTFORMER_TEXT_OF(FASTFORMER_ISA)) != 0)
       return nullptr;
     bind_tensors(module.get());
