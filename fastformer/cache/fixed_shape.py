@@ -43,14 +43,20 @@ class FixedShapeCache(KVCache):
         self.k, self.v, self._table, self._cache = cache.k, cache.v, cache._table, cache
         self.rows_per_group, self.width, self.source_width = rows_per_group, width, source_width
         self._rows, self._num_groups, self._spare = num_groups * rows_per_group, num_groups, spare
-        ends = list(accumulate((self._rows * width, self._rows, self._rows, num_groups * source_width, num_groups)))
+        sizes = self._rows * width, self._rows, self._rows, num_groups * source_width, num_groups
+        # Each table begins at a multiple of 16 bytes, whatever the number of rows: kernels are compiled for that.
+        ends = list(accumulate(-(-size // 4) * 4 for size in sizes))
         device = cache.k.device
         self._tensors = torch.zeros(ends[-1], dtype=torch.int32, device=device)
         # Pinned, so that the device fetches it by itself. A run is waited for before the next one writes here.
         self._pinned = torch.zeros(ends[-1], dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
-        slots, self._seqlens, self._last, sources, self._lengths_of_sources = self._tensors.tensor_split(ends[:-1])
+        padded = self._tensors.tensor_split(ends[:-1])
+        slots, self._seqlens, self._last, sources, self._lengths_of_sources = (
+            table[:size] for table, size in zip(padded, sizes, strict=True)
+        )
         self._slots, self._source_slots = slots.view(self._rows, width), sources.view(num_groups, source_width)
-        self._host = np.split(self._pinned.numpy(), ends[:-1])
+        on_host = np.split(self._pinned.numpy(), ends[:-1])
+        self._host = [table[:size] for table, size in zip(on_host, sizes, strict=True)]
         self._position = torch.arange(width, device=device)
         self._steps = torch.zeros(1, dtype=torch.int64, device=device)
         self._counts = np.zeros(0, np.int32)

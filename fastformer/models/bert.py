@@ -25,6 +25,7 @@ from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.linear import linear
 from fastformer.nn.norm import AddLayerNorm
 from fastformer.nn.transformer import TransformerEncoder
+from fastformer.ops._dropout import draws_seeds_together
 
 _HEAD_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "roberta": torch.tanh,
@@ -168,6 +169,7 @@ class BERT(PretrainedModel):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
 
+    @draws_seeds_together
     def encode(
         self, tokens: Tensor, *, layout: SequenceLayout | None = None, token_types: Tensor | None = None
     ) -> Tensor:
@@ -264,6 +266,7 @@ class BERT(PretrainedModel):
         out: Tensor = self.head(self.pooled(hidden, layout, kind))
         return out
 
+    @draws_seeds_together
     def classify(
         self, tokens: Tensor, *, layout: SequenceLayout | None = None, token_types: Tensor | None = None
     ) -> Tensor:

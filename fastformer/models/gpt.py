@@ -20,6 +20,7 @@ from fastformer.nn.linear import linear
 from fastformer.nn.norm import AddLayerNorm
 from fastformer.nn.transformer import TransformerEncoder
 from fastformer.ops._common import soft_capped
+from fastformer.ops._dropout import draws_seeds_together
 from fastformer.ops.linear_cross_entropy import linear_cross_entropy
 from fastformer.ops.linear_topk import TopK, best_of_logits, linear_topk
 
@@ -125,6 +126,7 @@ class GPT(PretrainedModel):
         """The cap of the logits; 0: none."""
         return self.config.logit_softcap or 0.0
 
+    @draws_seeds_together
     def decode(self, tokens: Tensor, *, layout: SequenceLayout | None = None, cache: KVCache | None = None) -> Tensor:
         """Runs the layers over tokens, or over the next tokens when there is a cache.
 

@@ -30,6 +30,7 @@ from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.linear import linear
 from fastformer.nn.norm import AddLayerNorm
 from fastformer.nn.transformer import TransformerDecoder, TransformerEncoder
+from fastformer.ops._dropout import draws_seeds_together
 from fastformer.ops.linear_cross_entropy import linear_cross_entropy
 from fastformer.ops.linear_topk import TopK, best_of_logits, linear_topk
 from fastformer.settings import Amount, Count, Positive, Probability, Range, check_settings
@@ -280,6 +281,7 @@ class Transformer(PretrainedModel):
         """The projection before the softmax: (vocab_size, d_model)."""
         return self.embedding.weight if self.config.tie_embeddings else self.output.weight
 
+    @draws_seeds_together
     def encode(self, source: Tensor, layout: SequenceLayout | None = None) -> Tensor:
         """Encodes the source.
 
@@ -302,6 +304,7 @@ class Transformer(PretrainedModel):
         bias = _whole_bias(self.encoder_position_bias, layout.max_seqlen)
         return self.encoder(self._normalised(x, self.source_embedding_norm), layout=layout, position_bias=bias)
 
+    @draws_seeds_together
     def decode(
         self,
         target: Tensor,
@@ -398,6 +401,7 @@ class Transformer(PretrainedModel):
             return chosen_log_probs(self.logits, hidden, tokens)
         return -linear_cross_entropy(*self._last_product(hidden), tokens, reduction="none")
 
+    @draws_seeds_together
     def forward(
         self,
         source: Tensor,
@@ -417,6 +421,7 @@ class Transformer(PretrainedModel):
         """
         return self.logits(self._hidden(source, target, source_layout, target_layout))
 
+    @draws_seeds_together
     def loss(
         self,
         source: Tensor,

@@ -17,6 +17,11 @@ rounded p, so that the expectation is exact.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, ParamSpec, TypeVar
+
 import torch
 from torch import Tensor
 
@@ -29,12 +34,71 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 7
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# How many seeds are drawn at once, and on which devices: on a GPU a draw is a launch of its own.
+_TOGETHER = 64
+_DEVICES = {"cuda"}
+# Inside of a forward pass: the seeds that are left, and where they were drawn.
+_drawn: ContextVar[tuple[list[Tensor], list[object]] | None] = ContextVar("fastformer_seeds", default=None)
+
+
 def draw_seed(device: torch.device | str) -> Tensor:
     """A fresh (seed, offset) for one dropout: int64, shape (2,), from the device's default generator.
 
     Drawn on the device, so that activation checkpointing, torch.compile and CUDA graphs replay it without a host sync.
+    Inside of `draws_seeds_together` it is one of many that were drawn at once.
     """
+    drawn = _drawn.get()
+    if drawn is not None and _may_share(torch.device(device)):
+        seeds, where = drawn
+        here = _place(torch.device(device))
+        if not seeds or where != [here]:
+            seeds[:] = torch.randint(0, 2**62, (_TOGETHER, 2), dtype=torch.int64, device=device).unbind(0)
+            where[:] = [here]
+        return seeds.pop()
     return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
+
+
+def _may_share(device: torch.device) -> bool:
+    """Whether a seed may be one of many.
+
+    A pass that is computed again under activation checkpointing restores the generator, and what had been drawn from it
+    earlier is gone then: so each seed is drawn by itself where autograd's hooks, or no gradients, may be such a pass.
+    Modes and transforms see each draw, too.
+    """
+    return (
+        device.type in _DEVICES
+        and torch.is_grad_enabled()
+        and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        and not torch._C._len_torch_dispatch_stack()
+        and torch._C._functorch.maybe_current_level() is None
+    )
+
+
+def _place(device: torch.device) -> tuple[int | None, bool]:
+    """The device, and whether a graph is being captured: what is captured may use no seed from before."""
+    return device.index, device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def draws_seeds_together(forward: Callable[P, T]) -> Callable[P, T]:
+    """A model's forward pass, whose dropouts draw their seeds at once on a GPU: one launch for 64 of them.
+
+    On a CPU, where a draw is a function call, each is drawn by itself. Equal states of the generator give equal seeds.
+    """
+
+    @functools.wraps(forward)
+    def drawing(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or _drawn.get() is not None:
+            return forward(*args, **kwargs)
+        token = _drawn.set(([], []))
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            _drawn.reset(token)
+
+    return drawing
 
 
 def resolve_dropout(dropout_p: float, dropout_seed: Tensor | None, device: torch.device) -> tuple[float, Tensor | None]:

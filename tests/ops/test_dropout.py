@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import Linear
+from torch.utils.checkpoint import checkpoint
 
+from fastformer.models.transformer import Transformer, TransformerConfig
+from fastformer.ops import _dropout
 from fastformer.ops._dropout import draw_seed, drop, keep_mask, keep_scale, philox, resolve_dropout, threshold
 
 
@@ -104,3 +110,95 @@ def test_resolve_dropout_draws_only_where_it_must() -> None:
     assert resolve_dropout(0.5, seed, torch.device("cpu"))[1] is seed
     torch.set_rng_state(state)
     assert torch.equal(resolve_dropout(0.5, None, torch.device("cpu"))[1], seed)
+
+
+class CountedDraws:
+    """Counts the launches that draw."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+        draw = torch.randint
+
+        def randint(low: int, high: int, size: tuple[int, ...], **options: Any) -> Tensor:
+            self.shapes.append(tuple(size))
+            return draw(low, high, size, **options)
+
+        monkeypatch.setattr(torch, "randint", randint)
+
+    def taken(self) -> list[tuple[int, ...]]:
+        shapes, self.shapes = self.shapes, []
+        return shapes
+
+
+def small_model() -> Transformer:
+    torch.manual_seed(0)
+    config = TransformerConfig(
+        vocab_size=50, d_model=16, num_heads=2, d_ff=32, num_encoder_layers=2, num_decoder_layers=2, dropout=0.5,
+        attention_dropout=0.5, activation_dropout=0.5,
+    )  # fmt: skip
+    return Transformer(config)
+
+
+def gradients(model: Transformer, seed: int = 1) -> Tensor:
+    torch.manual_seed(seed)
+    tokens = torch.arange(4, 24).view(2, 10)
+    model.zero_grad()
+    model.loss(tokens, tokens, tokens).mean().backward()
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+def test_a_forward_pass_draws_its_seeds_at_once_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here on the CPU, told to do as a GPU: one launch, the same seeds from the same state, and none that are left."""
+    draws, model = CountedDraws(monkeypatch), small_model()
+    apart = gradients(model)
+    each = draws.taken()
+    assert set(each) == {(2,)} and len(each) > 15
+    assert torch.equal(gradients(model), apart)
+    draws.taken()
+    monkeypatch.setattr(_dropout, "_DEVICES", {"cpu"})
+    together = gradients(model)
+    assert draws.taken() == [(64, 2)]
+    assert torch.equal(gradients(model), together) and not torch.equal(gradients(model, seed=2), together)
+    draws.taken()
+    monkeypatch.setattr(_dropout, "_TOGETHER", 8)  # a model may have more dropouts than that
+    gradients(model)
+    assert draws.taken() == [(8, 2)] * -(-len(each) // 8)
+    draw_seed("cpu")
+    assert draws.taken() == [(2,)]
+    with torch.no_grad():
+        gradients_of_none = model.train()(torch.arange(4, 14)[None], torch.arange(4, 14)[None])
+    assert gradients_of_none.isfinite().all() and draws.taken() == each
+
+
+@pytest.mark.parametrize("how", ["own", "not reentrant", "reentrant"])
+def test_what_is_computed_again_drops_the_same(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer under activation checkpointing, among dropouts whose seeds were drawn together."""
+    monkeypatch.setattr(_dropout, "_DEVICES", {"cpu"})
+    seeds: list[Tensor] = []
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            seed = draw_seed("cpu")
+            seeds.append(seed)
+            return drop(self.linear(x), 0.5, seed)
+
+    if how == "own":
+        model = small_model()
+        model.encoder.gradient_checkpointing = True
+        first = gradients(model)
+        assert first.isfinite().all() and torch.equal(gradients(model), first)
+    layers = [Layer(), Layer(), Layer()]
+
+    @_dropout.draws_seeds_together
+    def forward(x: Tensor) -> Tensor:
+        x = layers[0](x)
+        x = checkpoint(layers[1], x, use_reentrant=how == "reentrant")
+        return layers[2](x)
+
+    forward(torch.ones(4, 8, requires_grad=True)).sum().backward()
+    _, inner, _, again = seeds
+    assert torch.equal(inner, again)
