@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import math
 import os
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastformer.kernels._attention_common import Problem, plane_strides, planes_of
-from fastformer.kernels._launch import architecture, cdiv, launch, stride_unit
+from fastformer.kernels._launch import Dropout, Launch, architecture, cdiv, stride_unit
 
 ENABLED = os.environ.get("FASTFORMER_HOPPER_ATTENTION") == "1"
 # (block_d, "fwd" or "bwd") of the kernels that are on by themselves: `python -m benchmarks.attention_forms` decides.
@@ -28,6 +29,7 @@ TILE_KEYS = 128  # of the backward
 # A ragged descriptor's middle row, and the extent of its two leading dimensions.
 RAGGED_ROWS = 2**30
 RAGGED_EXTENT = 0x7FFF0000
+_KEPT = 256  # descriptors of a plan's tensor: a caching allocator gives the same addresses again
 
 
 def takes(problem: Problem, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> bool:
@@ -101,13 +103,15 @@ def _descriptor(base: _Base, heads: int, head_dim: int, row: int, head: int, row
 
     block = [1, 1, 1, rows, block_d]
     element = gl.bfloat16 if base.dtype == torch.bfloat16 else gl.float16
-    return TensorDescriptor(
+    descriptor = TensorDescriptor(
         base,
         [RAGGED_EXTENT, RAGGED_EXTENT, heads, RAGGED_ROWS, head_dim],
         [2**34 - row, row, head, row, 1],
         block,
         gl.NVMMASharedLayout.get_default_for(block, element),
     )
+    descriptor.encoded = {}  # the tensor maps that the launcher in C++ makes of it
+    return descriptor
 
 
 def ragged_descriptor(x: Tensor, rows: int, block_d: int) -> Any:
@@ -150,13 +154,73 @@ def _batch_rows(x: Tensor, packed: bool) -> int:
     return 0 if packed else x.stride(0) // x.stride(1)
 
 
-def launch_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem) -> None:
-    """Fills out and lse (as `attention.launch_forward` allocates them) of a call that `takes` takes."""
-    from fastformer.kernels._attention_hopper_forward import _attention_hopper_fwd_kernel
+class Plan:
+    """What is left of a launch for calls of one geometry: which descriptors, and arguments that stay as they are.
 
-    arguments, constants, num_tiles = forward_arguments(q, k, v, out, lse, problem)
-    programs = min(num_tiles, _processors(q.device))
-    launch(_attention_hopper_fwd_kernel, (programs,), *arguments, **constants, num_warps=4)
+    Args:
+        kernel: () -> the kernel.
+        arguments_of: `forward_arguments` or `backward_arguments`.
+        problem: of the calls, without its tensors.
+        order: which of the first tensors of `arguments_of` the descriptors are of, in the kernel's order.
+    """
+
+    def __init__(
+        self, kernel: Callable[[], Any], arguments_of: Callable[..., Any], problem: Problem, order: tuple[int, ...]
+    ) -> None:
+        self._kernel, self._arguments_of, self._problem, self._order = kernel, arguments_of, problem, order
+        self._descriptors: tuple[dict[int, Any], ...] = tuple({} for _ in order)
+        self._run: Launch | None = None
+        self._boxes: list[tuple[int, int]] = []
+        self._rest: tuple[Any, ...] = ()
+
+    def __call__(self, tensors: tuple[Tensor, ...], lengths: tuple[Any, ...], dropout: Dropout) -> None:
+        """Launches the kernel.
+
+        Args:
+            tensors: the first arguments of `arguments_of`.
+            lengths: (seqlens_q, seqlens_k, seqlen_q, seqlen_k).
+            dropout: as the kernel has it.
+        """
+        count = len(self._order)
+        if self._run is None:
+            problem = self._problem._replace(seqlens_q=lengths[0], seqlens_k=lengths[1], dropout=dropout)
+            arguments, constants, num_tiles = self._arguments_of(*tensors, problem)
+            programs = min(num_tiles, _processors(tensors[0].device))
+            self._run = Launch(self._kernel(), (programs,), **constants, num_warps=4)
+            self._boxes = [tuple(each.block_shape[-2:]) for each in arguments[:count]]
+            self._rest = arguments[len(tensors) :]
+            self._run(*arguments)
+            return
+        descriptors = []
+        for place, known, box in zip(self._order, self._descriptors, self._boxes, strict=True):
+            x = tensors[place]
+            address = x.data_ptr()
+            descriptor = known.get(address)
+            if descriptor is None:
+                if len(known) >= _KEPT:
+                    known.clear()
+                descriptor = known[address] = ragged_descriptor(x, *box)
+            descriptors.append(descriptor)
+        planes, _, window, _, *others = self._rest
+        self._run(*descriptors, *tensors[count:], planes, lengths, window, dropout, *others)
+
+
+def plan_forward(problem: Problem) -> Plan:
+    """For `launch_forward`."""
+
+    def kernel() -> Any:
+        from fastformer.kernels._attention_hopper_forward import _attention_hopper_fwd_kernel
+
+        return _attention_hopper_fwd_kernel
+
+    return Plan(kernel, forward_arguments, problem, (0, 1, 2))
+
+
+def launch_forward(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: tuple[Any, ...], dropout: Dropout
+) -> None:
+    """Fills out and lse (as `attention.launch_forward` allocates them) of a call that `takes` takes."""
+    plan((q, k, v, out, lse), lengths, dropout)
 
 
 def forward_arguments(
@@ -186,16 +250,23 @@ def forward_arguments(
     return arguments, constants, num_tiles
 
 
+def plan_backward(problem: Problem) -> Plan:
+    """For `launch_backward`."""
+
+    def kernel() -> Any:
+        from fastformer.kernels._attention_hopper_backward import _attention_hopper_bwd_kernel
+
+        return _attention_hopper_bwd_kernel
+
+    return Plan(kernel, backward_arguments, problem, (1, 0, 2, 3))
+
+
 def launch_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, row_lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
-    problem: Problem,
+    plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, row_lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor,
+    dv: Tensor, lengths: tuple[Any, ...], dropout: Dropout,
 ) -> None:  # fmt: skip
     """Fills dk and dv and adds to dq (fp32), all as `attention_backward.launch_backward` allocates them."""
-    from fastformer.kernels._attention_hopper_backward import _attention_hopper_bwd_kernel
-
-    arguments, constants, num_tiles = backward_arguments(dout, q, k, v, row_lse, delta, dq, dk, dv, problem)
-    programs = min(num_tiles, _processors(q.device))
-    launch(_attention_hopper_bwd_kernel, (programs,), *arguments, **constants, num_warps=4)
+    plan((dout, q, k, v, row_lse, delta, dq, dk, dv), lengths, dropout)
 
 
 def backward_arguments(

@@ -206,7 +206,7 @@ def plan_forward(
     window, softmax_scale, drop = problem.window, problem.softmax_scale, problem.dropout[1:]
     softcap = problem.softcap
     is_empty = q.numel() == 0 or problem.seqlen_q == 0
-    untensored = problem._replace(seqlens_q=None, seqlens_k=None, dropout=(None, *drop))
+    hopper = _attention_hopper.plan_forward(problem._replace(seqlens_q=None, seqlens_k=None, dropout=(None, *drop)))
     run = Launch(
         _attention_fwd_kernel, (planes[2] * planes[3],), LENGTHS=problem.lengths, MASK=mask_kind(attn_mask),
         HEAD_DIM=problem.head_dim, UNIT=unit, BLOCK_D=problem.block_d, **tile_of(config, problem),
@@ -235,8 +235,7 @@ def plan_forward(
             return out, lse
         lengths, dropout = (seqlens_q, seqlens_k, *seqlens), (dropout_seed, *drop)
         if by_hopper and work_counter is None:
-            described = untensored._replace(seqlens_q=seqlens_q, seqlens_k=seqlens_k, dropout=dropout)
-            _attention_hopper.launch_forward(q, k, v, out, lse, described)
+            _attention_hopper.launch_forward(hopper, q, k, v, out, lse, lengths, dropout)
         else:
             run(
                 q, k, v, out, lse, mask_bytes(attn_mask), work_counter, planes, lengths, window, dropout,

@@ -362,6 +362,7 @@ def plan_backward(
         run_dq = Launch(_dq_kernel, (dq_planes[2] * dq_planes[3],), **shared, **tile_of(config, problem))
     run_round = Launch(_round_dq_kernel, (cdiv(q.numel(), 2048),), BLOCK_N=2048, num_warps=4)
     untensored = problem._replace(seqlens_q=None, seqlens_k=None, dropout=(None, *drop))
+    hopper = _attention_hopper.plan_backward(untensored)
     num_heads, num_elements = problem.num_heads, q.numel()
     adds = dq_mode == "atomic"
     rounds = adds and dtype != torch.float32
@@ -397,8 +398,9 @@ def plan_backward(
         mask = mask_bytes(attn_mask)
         lengths, dropout = (seqlens_q, seqlens_k, *seqlens), (dropout_seed, *drop)
         if by_hopper and work_counter is None:
-            described = untensored._replace(seqlens_q=seqlens_q, seqlens_k=seqlens_k, dropout=dropout)
-            _attention_hopper.launch_backward(dout, q, k, v, row_lse, delta, dq, dk, dv, described)
+            _attention_hopper.launch_backward(
+                hopper, dout, q, k, v, row_lse, delta, dq, dk, dv, lengths, dropout
+            )  # fmt: skip
         else:
             run_dkdv(
                 q, k, v, dout, delta, row_lse, None if dq_mode == "none" else dq, dk, dv, mask, dmask, work_counter,

@@ -464,3 +464,44 @@ def test_descriptors_are_kept_and_keep_no_tensor() -> None:
     assert hopper.ragged_descriptor(x.half(), 64, 64) is not descriptor
     assert hopper.ragged_descriptor(x, 128, 64) is not descriptor
     assert not isinstance(descriptor.base, Tensor) and descriptor.base.data_ptr() == x.data_ptr()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_a_plan_hands_over_each_calls_own_tensors(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept of a geometry is no tensor and no address; descriptors are found again by theirs."""
+    launched: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(hopper, "Launch", lambda *_, **__: lambda *arguments: launched.append(arguments))
+    monkeypatch.setattr(hopper, "_processors", lambda device: 132)
+    case = Case(window=(None, 0), dropout_p=0.25, packed=packed, seqlen_q=56)
+    plans: dict[str, Any] = {}
+    for turn in range(3):
+        inputs = make_inputs(case, torch.bfloat16)
+        q, k, v = (pack(inputs[name], lengths_of(case)[0]) if packed else inputs[name] for name in ("q", "k", "v"))
+        problem = problem_of(case, q, k)
+        rows, sums, dout = torch.zeros(2 * q.numel()), torch.zeros(q.shape), torch.zeros_like(q)
+        lse = rows[: q.numel() // 64].view((q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1]))
+        lengths = (problem.seqlens_q, problem.seqlens_k, problem.seqlen_q, problem.seqlen_k)
+        out, dq, dk, dv = torch.zeros_like(q), sums, torch.zeros_like(k), torch.zeros_like(v)
+        untensored = problem._replace(seqlens_q=None, seqlens_k=None, dropout=(None, *problem.dropout[1:]))
+        if not plans:
+            plans = {"fwd": hopper.plan_forward(untensored), "bwd": hopper.plan_backward(untensored)}
+        for repeated in range(2):
+            hopper.launch_forward(plans["fwd"], q, k, v, out, lse, lengths, problem.dropout)
+            hopper.launch_backward(plans["bwd"], dout, q, k, v, lse, lse, dq, dk, dv, lengths, problem.dropout)
+            expected = [
+                hopper.forward_arguments(q, k, v, out, lse, problem)[0],
+                hopper.backward_arguments(dout, q, k, v, lse, lse, dq, dk, dv, problem)[0],
+            ]
+            for given, due in zip(launched[-2:], expected, strict=True):
+                assert compared(given) == compared(due), (turn, repeated)
+
+
+def compared(value: Any) -> Any:
+    """An argument of a launch: tensors by identity of their memory, descriptors by what they describe."""
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return [compared(each) for each in value]
+    if isinstance(value, Tensor):
+        return value.data_ptr(), value.dtype
+    if hasattr(value, "block_shape"):
+        return value.base, value.shape, value.strides, value.block_shape
+    return value
