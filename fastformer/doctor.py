@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 import fastformer.ops  # noqa: F401  (defines them)
-from fastformer.ops import _extension, _library
+from fastformer.kernels import _host
+from fastformer.ops import _extension, _fastest, _library
 
 PACKAGES = (
     "torch",
@@ -122,6 +124,15 @@ def encoding() -> Iterator[str]:
     yield "fastformer.report(model) says which way a model goes, and why, and debug lines say it of a call"
 
 
+def kernels() -> Iterator[str]:
+    """Lines about where kernels for the current GPU come from, and which take attention."""
+    capability = _host.capability_of(torch.cuda.current_device())
+    yield from _fastest.report(capability)
+    binaries: Any = _library.triton_kernel("_binaries")
+    if binaries is not None:
+        yield binaries.describe(capability)
+
+
 def report() -> str:
     """The whole report as text."""
     device_types = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
@@ -133,6 +144,8 @@ def report() -> str:
         for op in forward_ops():
             backend, why = choice(op, device_type)
             lines.append(f"  {op.name.removesuffix('_fwd'):<22} {backend:<10} {why}")
+    if torch.cuda.is_available():
+        lines += ["", "which kernels on cuda", *(f"  {line}" for line in kernels())]
     lines += ["", "A call that a kernel can't take runs on PyTorch's own kernel (torch) or on the reference and is"]
     lines += ["logged once with the kernel's reason; FASTFORMER_STRICT=1 makes that an error."]
     return "\n".join(lines)

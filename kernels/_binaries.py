@@ -159,6 +159,25 @@ def write(path: Path, arch: int, binaries: Mapping[str, Binary]) -> None:
     temporary.replace(path)
 
 
+def add(path: Path, arch: int, binaries: Mapping[str, Binary]) -> None:
+    """Writes a file of these binaries and of those that it has already, if it was made of the same sources."""
+    known: dict[str, Binary] = {}
+    if path.is_file():
+        file = BinaryFile(path)
+        if file.about["sources"] == source_digest() and file.about["arch"] == arch:
+            known = {key: binary for key in file.keys() if (binary := file.get(key)) is not None}  # noqa: SIM118
+    write(path, arch, known | dict(binaries))
+
+
+def describe(arch: int) -> str:
+    """A line for doctor: where kernels of an architecture come from."""
+    found = files(arch)
+    if not found:
+        return f"no file of kernels for sm_{arch}: Triton compiles each at its first call; see `fastformer warmup`"
+    counts = ", ".join(f"{len(list(file.keys()))} in {file.path} (by Triton {file.about['triton']})" for file in found)
+    return f"kernels for sm_{arch} that need no compiler: {counts}"
+
+
 def folders() -> list[Path]:
     """Where files are looked for."""
     named = os.environ.get("FASTFORMER_KERNELS")

@@ -31,7 +31,7 @@ import torch._decomp
 from torch import Tensor
 
 from fastformer.kernels import _host, _plans
-from fastformer.ops import _eager, _extension, _flops
+from fastformer.ops import _eager, _extension, _fastest, _flops
 from fastformer.ops._common import SharedReason
 
 P = ParamSpec("P")
@@ -135,6 +135,7 @@ class Op:
         taken: the geometries of calls that C++ was found to take.
         checked: the geometries of calls that the documented function has checked; see `repeat`.
         places: where the tensors stand in a call.
+        chosen: kernels of PyTorch's that take calls on a GPU in place of ours; None for an op that has no others.
     """
 
     name: str
@@ -155,6 +156,7 @@ class Op:
     taken: set[Hashable] = field(default_factory=set)
     checked: set[Hashable] = field(default_factory=set)
     places: _eager.Places
+    chosen: _fastest.Chosen | None = None
 
     def repeat(self, args: tuple[Any, ...]) -> Any:
         """The results of a plain eager call whose geometry `settle` knows: the same checks would pass again.
@@ -203,6 +205,11 @@ class Op:
         has_cpp = wanted == "cpp" and cpp_kernel(self.name) is not None
         if key is None and (has_cpp or wanted == "triton"):
             key = _eager.argument_checks().geometry(args)
+        if self.chosen is not None and device.type in _fastest.DEVICES and _forced_backend.get() is None:
+            choice = self.chosen.find(self.name, key, lambda: self.bind(*args))
+            if choice is not None:
+                note_backend(self.name, choice.name)
+                return choice.run(*args)
         plan = self.plans.get(key) if wanted == "triton" else None
         # The geometry decides whether C++ can take a call, so each geometry is asked once.
         if plan is not None or (has_cpp and key in self.taken):
@@ -313,6 +320,7 @@ def define_op(
     torch_unsupported: WhyUnsupported | None = None,
     torch_is_faster: Callable[[str], str | None] | None = None,
     formula: Callable[..., T] | None = None,
+    has_faster: bool = False,
 ) -> Callable[P, T]:
     """Defines `fastformer::<name>` with its reference, its fake and the choice of a backend on CUDA and CPU.
 
@@ -336,6 +344,7 @@ def define_op(
         formula: the same results, of operations that PyTorch differentiates any number of times in both directions,
             batches and hands to subclasses: nothing is written in place or read on the host. An op without
             gradients has none.
+        has_faster: PyTorch may have a faster kernel on a GPU: see `_fastest`.
 
     Returns:
         What to call: the overload `torch.ops.fastformer.<name>.default`, or in a plain eager call what that would come
@@ -358,6 +367,7 @@ def define_op(
         torch_is_faster=torch_is_faster,
         formula=formula,
         places=_eager.Places(default._schema),
+        chosen=_fastest.Chosen() if has_faster else None,
     )
     LIBRARY.impl(name, lambda *args: op.run("reference", op.filled(args)), "CompositeExplicitAutograd")
     LIBRARY.impl(name, lambda *args: op.run(PREFERRED["cuda"], op.filled(args)), "CUDA")

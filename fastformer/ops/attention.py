@@ -112,6 +112,7 @@ _fwd = define_op(
     torch_function=_attention_torch,
     torch_unsupported=unsupported,
     formula=attention_reference,
+    has_faster=True,
 )
 _bwd = define_op(
     "attention_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? attn_mask, "
@@ -124,6 +125,7 @@ _bwd = define_op(
     cpp_unsupported=cpp_unsupported,
     torch_function=_attention_backward_torch,
     torch_unsupported=unsupported,
+    has_faster=True,
 )
 
 

@@ -1,0 +1,108 @@
+"""Fills the table of the fastest attention from a GPU's rows: `python -m benchmarks.fastest_attention ROWS.jsonl ...`.
+
+The rows are those of the runner's case "attention" (`benchmarks.run`, `benchmarks.gpu_run_plan`). Of each shape without
+dropout the medians of ours are held against those of PyTorch's kernels, forward and backward apart. Another kernel gets
+a line of the table (fastformer/ops/fastest_attention.json) where it is faster by 5 % or more. Lines of other devices
+stay; those of a device that the rows are of are made anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import record
+from fastformer.ops._fastest import KERNELS, OURS, TABLE, Entry
+
+# What the runner calls PyTorch's kernels.
+PROVIDERS = {"fastformer": OURS, "sdpa cudnn": "cudnn", "sdpa flash": "flash2", "sdpa flash3": "flash3"}
+FASTER = 1.05  # another kernel has to be so many times faster than ours
+
+
+def capability_of(row: Mapping[str, Any]) -> int:
+    """A row's compute capability, 90 for "9.0" and for "sm_90"."""
+    return int("".join(character for character in str(row["capability"]) if character.isdigit()))
+
+
+def times(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[int, str, int, bool, int], dict[str, float]]:
+    """By (capability, direction, head_dim, is_causal, seqlen): the milliseconds of each kernel.
+
+    The backward pass alone is "bwd", or "fwdbwd" less "fwd" of the same shape. Of several batches the largest counts.
+    """
+    found: dict[tuple[Any, ...], dict[tuple[str, str], float]] = defaultdict(dict)
+    for row in rows:
+        shape = row["shape"]
+        if row["op"] != "attention" or row["provider"] not in PROVIDERS or shape.get("dropout_p"):
+            continue
+        if row.get("dtype") != "bfloat16" or row.get("ms_p50") is None:
+            continue
+        case = capability_of(row), shape["head_dim"], bool(shape["causal"]), shape["seqlen"], shape["batch"]
+        found[case][PROVIDERS[row["provider"]], row["mode"]] = float(row["ms_p50"])
+    by_call: dict[tuple[int, str, int, bool, int], dict[str, float]] = {}
+    for case in sorted(found):  # the largest batch last
+        measured = found[case]
+        capability, head_dim, is_causal, seqlen, _ = case
+        passes: dict[str, dict[str, float]] = {"fwd": {}, "bwd": {}}
+        for kernel in {kernel for kernel, _ in measured}:
+            fwd, bwd, both = (measured.get((kernel, mode)) for mode in ("fwd", "bwd", "fwdbwd"))
+            if fwd is not None:
+                passes["fwd"][kernel] = fwd
+            if bwd is not None:
+                passes["bwd"][kernel] = bwd
+            elif fwd is not None and both is not None and both > fwd:
+                passes["bwd"][kernel] = both - fwd
+        for direction, kernels in passes.items():
+            if OURS in kernels:
+                by_call[capability, direction, head_dim, is_causal, seqlen] = kernels
+    return by_call
+
+
+def entries(by_call: Mapping[tuple[int, str, int, bool, int], Mapping[str, float]]) -> list[Entry]:
+    """The table's lines; one that says what the line before it says is left out."""
+    found: list[Entry] = []
+    kind: tuple[Any, ...] = ()
+    before = OURS
+    for call in sorted(by_call):
+        kernels = by_call[call]
+        best = min(kernels, key=lambda kernel: kernels[kernel])
+        if kernels[OURS] < FASTER * kernels[best]:
+            best = OURS
+        if call[:4] != kind:
+            kind, before = call[:4], OURS
+        if best != before:
+            found.append(Entry(*call, best))
+            before = best
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.fastest_attention", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("rows", type=Path, nargs="+", help="files of rows")
+    parser.add_argument("--out", type=Path, default=TABLE, help="the table (default: %(default)s)")
+    args = parser.parse_args(arguments)
+    rows = [row for path in args.rows for row in record.read(path)]
+    by_call = times(rows)
+    if not by_call:
+        parser.error("expected rows of attention in bfloat16 without dropout, ours among them, got none")
+    new = entries(by_call)
+    assert all(entry.kernel in (OURS, *KERNELS) for entry in new)
+    measured = {call[0] for call in by_call}
+    old = [Entry(**line) for line in json.loads(args.out.read_text())] if args.out.exists() else []
+    lines = sorted([entry for entry in old if entry.capability not in measured] + new)
+    args.out.write_text("[" + ",".join("\n  " + json.dumps(line._asdict()) for line in lines) + "\n]\n")
+    for entry in new:
+        print(" ".join(map(str, entry)))
+    print(f"{args.out}: {len(lines)} lines, of {len(by_call)} shapes that were measured")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

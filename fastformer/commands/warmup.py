@@ -1,0 +1,151 @@
+"""`fastformer warmup`."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastformer.generation.config import Precision
+
+if TYPE_CHECKING:
+    from fastformer.kernels._launch import Resolved
+
+Call = Callable[[], object]
+
+
+def warmup(
+    run: str,
+    *,
+    batch_size: int = 8,
+    length: int = 512,
+    training: bool = False,
+    device: str = "auto",
+    precision: Precision | None = None,
+    out: str | None = None,
+) -> None:
+    """Makes the GPU kernels that a model launches ready, so that its first calls wait for no compiler.
+
+    A kernel comes from a file of kernels, from Triton's cache, or is compiled into that cache, where the next process
+    finds it. Whether a batch or a text is a bit longer changes no kernel; other dtypes and options do.
+
+    Args:
+        run: the folder of the model
+        batch_size: the largest batch that you will use
+        length: of the longest texts, in tokens; at most the model's limit
+        training: what training launches, too
+        device: auto (a GPU), cuda, cuda:1, ...
+        precision: of the calls: the kernels of another dtype are others
+        out: write all these kernels into a file in this folder, for machines without a compiler; see the guide to GPUs
+    """
+    import torch
+
+    from fastformer.checkpoints import load_model
+    from fastformer.devices import choose_device
+    from fastformer.generation.model_protocols import DTYPES
+
+    if batch_size < 1 or length < 1:
+        raise ValueError(f"expected a batch size and a length of at least 1, got {batch_size} and {length}")
+    place = choose_device(device, precision)
+    if place.type != "cuda":
+        raise ValueError(f"expected a GPU, got {place}: kernels for CPUs were compiled when fastformer was installed")
+    model, _ = load_model(run, ("Transformer", "GPT", "BERT"), device=place, dtype=DTYPES.get(precision or ""))
+    from fastformer.kernels import _launch
+
+    made: list[Resolved] = []
+    _launch.watchers.append(made.append)
+    began = time.perf_counter()
+    try:
+        with torch.cuda.device(place):
+            run_all(calls(model, batch_size, length, training))
+            torch.cuda.synchronize()
+    finally:
+        _launch.watchers.remove(made.append)
+    for line in told(made, time.perf_counter() - began):
+        print(line)
+    if out is not None:
+        print(written(made, Path(out)))
+
+
+def run_all(each: Iterator[Call]) -> None:
+    """Makes the calls, one after the other."""
+    for call in each:
+        call()
+
+
+def calls(model: Any, batch_size: int, length: int, training: bool) -> Iterator[Call]:
+    """What a model is used for, in the sizes between which kernels differ: one row and many, short and long texts."""
+    import torch
+
+    from fastformer.generation import generate
+
+    longest = max(1, min(length, model.config.max_len - 8))
+    token = model.config.vocab_size - 1
+    kind = type(model).__name__
+
+    def tokens(batch: int, size: int) -> torch.Tensor:
+        return torch.full((batch, size), token, device=next(model.parameters()).device)
+
+    def infer(batch: int, size: int) -> None:
+        texts = tokens(batch, size)
+        with torch.inference_mode():
+            if kind == "BERT":
+                model.encode(texts)
+            else:
+                for beams in (1, 4):
+                    generate(model, texts, num_beams=beams, max_new_tokens=4, do_sample=False)
+
+    def train(batch: int, size: int) -> None:
+        texts = tokens(batch, size)
+        if kind == "BERT":
+            loss = model.encode(texts).float().sum()
+        elif kind == "GPT":
+            loss = model.loss(texts, texts)
+        else:
+            loss = model.loss(texts, texts, texts)
+        loss.backward()
+        model.zero_grad()
+
+    was_training = model.training
+    # A length that is no multiple of 8 has kernels of its own, since rows lie otherwise in memory.
+    sizes = sorted({(batch, size) for batch in (1, batch_size) for size in {min(16, longest), longest, longest - 3}})
+    sizes = [(batch, size) for batch, size in sizes if size >= 1]
+    model.eval()
+    for batch, size in sizes:
+        yield lambda batch=batch, size=size: infer(batch, size)  # type: ignore[misc]
+    if training:
+        model.train()
+        for batch, size in sizes:
+            yield lambda batch=batch, size=size: train(batch, size)  # type: ignore[misc]
+    model.train(was_training)
+
+
+def told(made: Sequence[Resolved], seconds: float) -> Iterator[str]:
+    """What was made ready, as lines to print."""
+    if not made:
+        yield "no kernel was launched that was not ready"
+        return
+    by_origin = Counter(each.origin for each in made)
+    compiling = sum(each.seconds for each in made if each.origin != "file")
+    ahead, compiled = by_origin["file"], by_origin["compiler"]
+    yield (
+        f"{len(made)} kernels for sm_{made[0].arch} are ready: {ahead} from a file, {compiled} from Triton's cache or "
+        f"compiler, in {compiling:.1f} s; {seconds:.1f} s in all"
+    )
+    for kernel, number in sorted(Counter(each.kernel for each in made if each.origin != "file").items()):
+        yield f"  {kernel} {number}"
+
+
+def written(made: Sequence[Resolved], folder: Path) -> str:
+    """Writes the kernels into a file of the folder, beside those that it has of the same sources; says how many."""
+    from fastformer.kernels import _binaries
+
+    if not made:
+        return f"{folder}: nothing to write"
+    arch = made[0].arch
+    binaries = {each.key: each.binary for each in made if each.binary is not None}
+    path = folder / _binaries.file_name(arch)
+    _binaries.add(path, arch, binaries)
+    return f"{path}: {len(binaries)} kernels, {path.stat().st_size / 1e6:.2f} MB"

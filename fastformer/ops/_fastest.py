@@ -1,0 +1,277 @@
+"""Attention by PyTorch's own GPU kernels, where a table of measured times says that they are faster than ours.
+
+cuDNN's attention, and FlashAttention in the version that PyTorch has active, take plain and causal calls: no dropout,
+masks, lengths, windows, caps or grouped heads. Their results are ours: out in q's dtype, and lse, the natural log of
+the sum of exponentials, in fp32 of (batch, num_heads, seqlen_q). So the forward pass of one and the backward pass of
+another fit together, and each pass takes the fastest.
+
+`FASTFORMER_ATTENTION_KERNELS` decides: "ours" (the default, as long as no device has filled the table), "fastest" (by
+the table), or the name of a kernel, which then takes every call that it can, so that it can be measured.
+`python -m benchmarks.fastest_attention` fills the table from a GPU's rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastformer.kernels import _host, _plans
+
+OURS, FASTEST = "ours", "fastest"
+TABLE = Path(__file__).with_name("fastest_attention.json")
+# Where these kernels are; tests add the CPU, with a kernel that it has.
+DEVICES = {"cuda"}
+_ATEN = torch.ops.aten
+
+Passes = Callable[..., Any]
+
+
+class Kernel(NamedTuple):
+    """One of PyTorch's kernels.
+
+    Attributes:
+        why_missing: () -> why this PyTorch lacks it, or None.
+        forward: (q, k, v, is_causal, scale) -> (out, lse); tensors of (batch, num_heads, seqlen, head_dim).
+        backward: (dout, q, k, v, out, lse, is_causal, scale) -> (dq, dk, dv).
+    """
+
+    why_missing: Callable[[], str | None]
+    forward: Passes
+    backward: Passes
+
+
+def _lacks(*names: str) -> str | None:
+    missing = [name for name in names if not hasattr(_ATEN, name)]
+    return f"this PyTorch has no {missing[0]}" if missing else None
+
+
+def _no_draws(q: Tensor) -> tuple[Tensor, Tensor]:
+    """The state of a generator that draws nothing."""
+    return torch.zeros((), dtype=torch.int64, device=q.device), torch.zeros((), dtype=torch.int64, device=q.device)
+
+
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _ATEN._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal, False, scale=scale)
+    return out, lse
+
+
+def _cudnn_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _ATEN._scaled_dot_product_cudnn_attention_backward(
+        dout, q, k, v, out, lse.unsqueeze(-1), *_no_draws(q), None, None, None, q.shape[2], k.shape[2], 0.0, is_causal,
+        scale=scale,
+    )  # fmt: skip
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)
+    return out, lse
+
+
+def _flash_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _ATEN._scaled_dot_product_flash_attention_backward(
+        dout, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, is_causal, *_no_draws(q), scale=scale
+    )
+
+
+def _flash_version() -> str:
+    """What PyTorch's flash attention is: "FA2", or "FA3" where that was activated."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    return (current() if current is not None else None) or "FA2"
+
+
+def _why_no_flash(version: str) -> str | None:
+    lacks = _lacks("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward")
+    if lacks is None and _flash_version() != version:
+        return f"PyTorch's flash attention is {_flash_version()}, not {version}"
+    return lacks
+
+
+KERNELS: dict[str, Kernel] = {
+    "cudnn": Kernel(
+        lambda: _lacks("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"),
+        _cudnn_forward,
+        _cudnn_backward,
+    ),
+    "flash2": Kernel(lambda: _why_no_flash("FA2"), _flash_forward, _flash_backward),
+    "flash3": Kernel(lambda: _why_no_flash("FA3"), _flash_forward, _flash_backward),
+}
+
+
+class Entry(NamedTuple):
+    """A line of the table: the fastest kernel from a length on, up to the next line of the same kind.
+
+    Attributes:
+        capability: 90 for sm_90.
+        direction: "fwd" or "bwd".
+        head_dim: of the calls that were timed, exactly.
+        is_causal: likewise.
+        seqlen: the shortest that it holds for.
+        kernel: "ours" or a name of KERNELS.
+    """
+
+    capability: int
+    direction: str
+    head_dim: int
+    is_causal: bool
+    seqlen: int
+    kernel: str
+
+
+@functools.cache
+def table() -> tuple[Entry, ...]:
+    """The committed table."""
+    return tuple(Entry(**line) for line in json.loads(TABLE.read_text(encoding="utf-8")))
+
+
+def wanted() -> str:
+    """What FASTFORMER_ATTENTION_KERNELS says.
+
+    Raises:
+        ValueError: neither "ours", "fastest" nor the name of a kernel.
+    """
+    said = os.environ.get("FASTFORMER_ATTENTION_KERNELS", OURS)
+    if said not in (OURS, FASTEST, *KERNELS):
+        expected = ", ".join([OURS, FASTEST, *KERNELS])
+        raise ValueError(f"expected FASTFORMER_ATTENTION_KERNELS to be one of {expected}, got {said!r}")
+    return said
+
+
+def fastest(capability: int, direction: str, head_dim: int, is_causal: bool, seqlen: int) -> str:
+    """The kernel that the table has for a call; "ours" where it has none."""
+    kind = (capability, direction, head_dim, is_causal)
+    fitting = [entry for entry in table() if entry[:4] == kind and entry.seqlen <= seqlen]
+    return max(fitting, key=lambda entry: entry.seqlen).kernel if fitting else OURS
+
+
+def why_not(
+    op_name: str,
+    *,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    window_left: int | None,
+    window_right: int | None,
+    dropout_p: float,
+    attn_mask: Tensor | None = None,
+    seqlens_k: Tensor | None = None,
+    softcap: float = 0.0,
+    **_: object,
+) -> str | None:
+    """Why no kernel of PyTorch's takes a call of attention_fwd or attention_bwd as ours does, or None."""
+    options = {
+        "a mask": attn_mask is not None, "lengths of keys": seqlens_k is not None, "dropout": dropout_p > 0.0,
+        "a cap on scores": bool(softcap), "grouped heads": q.shape[2] != k.shape[2],
+        "a window": window_left is not None or window_right not in (None, 0),
+        # PyTorch's causal mask begins at the first key, ours ends at the last.
+        "a causal mask of fewer queries than keys": window_right == 0 and q.shape[1] != k.shape[1],
+    }  # fmt: skip
+    for option, is_there in options.items():
+        if is_there:
+            return f"the call has {option}"
+    if q.dtype not in (torch.float16, torch.bfloat16) or not q.dtype == k.dtype == v.dtype:
+        return f"q is {q.dtype}"
+    if q.shape[-1] % 8 or q.shape[-1] > 128 or not softmax_scale > 0 or q.numel() == 0 or k.numel() == 0:
+        return "of its head_dim, scale or size"
+    if op_name == "attention_bwd" and torch.are_deterministic_algorithms_enabled():
+        return "their sums have no fixed order"
+    return None if all(x.stride(-1) == 1 for x in (q, k, v)) else "a row's numbers are not side by side"
+
+
+class Choice(NamedTuple):
+    """What takes calls of a geometry in place of our kernels: its name, and the call with the op's arguments."""
+
+    name: str
+    run: Callable[..., Any]
+
+
+def choose(op_name: str, arguments: dict[str, Any]) -> Choice | None:
+    """The kernel for a call of attention_fwd or attention_bwd, by what `wanted` says; None where it is ours.
+
+    Args:
+        op_name: the op's.
+        arguments: by the schema's names.
+    """
+    name = wanted()
+    if name == OURS or why_not(op_name, **arguments) is not None:
+        return None
+    q, is_causal, direction = arguments["q"], arguments["window_right"] == 0, op_name.rpartition("_")[2]
+    if name == FASTEST:
+        capability = _host.capability_of(q.device.index) if q.is_cuda else 0
+        name = fastest(capability, direction, q.shape[-1], is_causal, q.shape[1])
+    if name == OURS or KERNELS[name].why_missing() is not None:
+        return None
+    return Choice(name, functools.partial(_forward if direction == "fwd" else _backward, KERNELS[name], is_causal))
+
+
+def _forward(kernel: Kernel, is_causal: bool, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    out, lse = kernel.forward(*(x.transpose(1, 2) for x in (q, k, v)), is_causal, rest[2])
+    batch, seqlen, heads = q.shape[:3]
+    return out.transpose(1, 2).contiguous(), lse.reshape(batch, heads, seqlen).contiguous()
+
+
+def _backward(
+    kernel: Kernel, is_causal: bool, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tensors = (x.transpose(1, 2) for x in (dout if dout.stride(-1) == 1 else dout.contiguous(), q, k, v, out))
+    gradients = kernel.backward(*tensors, lse, is_causal, rest[2])
+    dq, dk, dv = (x.transpose(1, 2).contiguous() for x in gradients)
+    return dq, dk, dv, q.new_empty(0)
+
+
+class Chosen:
+    """The choices of an op, by the geometry of its calls."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Choice | None] = {}
+        self._of: tuple[object, ...] = ()
+
+    def find(self, op_name: str, key: Hashable | None, bind: Callable[[], dict[str, Any]]) -> Choice | None:
+        """What takes a call in place of our kernels, or None.
+
+        Args:
+            op_name: the op's.
+            key: the geometry; None: the call is decided anew.
+            bind: gives the arguments by the schema's names.
+        """
+        said = os.environ.get("FASTFORMER_ATTENTION_KERNELS", OURS)
+        if said == OURS:
+            return None
+        now = said, _flash_version(), table()
+        if now != self._of or len(self._known) >= _plans.LARGEST:
+            self._known, self._of = {}, now
+        if key is None:
+            return choose(op_name, bind())
+        if key not in self._known:
+            self._known[key] = choose(op_name, bind())
+        return self._known[key]
+
+
+def report(capability: int) -> list[str]:
+    """Lines for doctor: what takes plain and causal attention on a GPU of this capability."""
+    said = wanted()
+    if said == OURS:
+        return ["attention: our kernels; FASTFORMER_ATTENTION_KERNELS=fastest takes PyTorch's where they were measured"]
+    if said != FASTEST:
+        missing = KERNELS[said].why_missing()
+        return [f"attention: {said} where it can take a call" if missing is None else f"attention: ours, for {missing}"]
+    here = [entry for entry in table() if entry.capability == capability and entry.kernel != OURS]
+    if not here:
+        return [f"attention: our kernels, for no times were recorded on sm_{capability} in which another was faster"]
+    return [
+        f"attention {entry.direction}, head_dim {entry.head_dim}, {'causal' if entry.is_causal else 'full'}, from "
+        f"{entry.seqlen} tokens: {entry.kernel}"
+        + (f" (not here: {missing})" if (missing := KERNELS[entry.kernel].why_missing()) is not None else "")
+        for entry in here
+    ]

@@ -1,0 +1,64 @@
+"""`fastformer warmup`: what it has a model do, and what it says and writes. Its kernels need a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastformer.cli import main
+from fastformer.commands.warmup import calls, run_all, told, written
+from fastformer.models import BERT, GPT, BERTConfig, GPTConfig, Transformer, TransformerConfig
+
+SIZES: dict[str, Any] = {"vocab_size": 20, "d_model": 16, "num_heads": 2, "max_len": 32}
+
+
+def model(kind: str) -> Any:
+    if kind == "Transformer":
+        return Transformer(TransformerConfig(**SIZES, d_ff=32, num_encoder_layers=1, num_decoder_layers=1))
+    if kind == "GPT":
+        return GPT(GPTConfig(**SIZES, d_ff=32, num_layers=1))
+    return BERT(BERTConfig(**SIZES, d_ff=32, num_layers=1))
+
+
+@pytest.mark.parametrize("kind", ["Transformer", "GPT", "BERT"])
+def test_each_kind_of_model_is_used_as_it_will_be(kind: str) -> None:
+    """Every call runs, of texts that are cut to the model's positions, and nothing of the model is changed."""
+    used = model(kind).train()
+    before = {name: value.clone() for name, value in used.state_dict().items()}
+    modes: list[bool] = []
+    embedding = next(module for module in used.modules() if "Embedding" in type(module).__name__)
+    embedding.register_forward_pre_hook(lambda module, args: modes.append(torch.is_grad_enabled()))
+    run_all(calls(used, 3, 100, True))
+    assert True in modes and (kind != "BERT" or False in modes)  # on a CPU others decode by an engine
+    assert used.training and all(torch.equal(value, before[name]) for name, value in used.state_dict().items())
+    assert all(parameter.grad is None for parameter in used.parameters())
+
+
+def test_it_says_and_writes_what_was_made_ready(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    from fastformer.kernels._binaries import Binary, BinaryFile
+    from fastformer.kernels._launch import Resolved
+
+    assert len(list(told([], 1.0))) == 1 and "nothing" in written([], tmp_path)
+    binary = Binary("kernel", 128, 0, "p00", (), b"code")
+    made = [
+        Resolved("_one_kernel", 90, "a", "file", 0.1, binary),
+        Resolved("_two_kernel", 90, "b", "compiler", 2.0, binary),
+        Resolved("_two_kernel", 90, "c", "compiler", 2.5, None),
+    ]
+    first, *rest = told(made, 9.0)
+    assert "3 kernels" in first and "1 from a file" in first and "2 from Triton" in first and "4.5 s" in first
+    assert rest == ["  _two_kernel 2"]
+    assert "2 kernels" in written(made, tmp_path)
+    written([made[1]._replace(key="d")], tmp_path)
+    assert set(BinaryFile(tmp_path / "sm_90.kernels").keys()) == {"a", "b", "d"}  # beside what was there
+
+
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["warmup", str(tmp_path), "--device", "cpu"]) == 1
+    assert "GPU" in capsys.readouterr().err
+    assert main(["warmup", str(tmp_path), "--batch_size", "0"]) == 1
+    assert "batch size" in capsys.readouterr().err
