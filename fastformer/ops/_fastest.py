@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.attention
 from torch import Tensor
 
 from fastformer.kernels import _host, _plans
