@@ -17,13 +17,12 @@ from benchmarks.measure import record
 from benchmarks.measure.suites import benchmarks, has_values, key_value
 
 SHARDS = min(14, os.cpu_count() or 1)
-# Of a lent machine: processes that compile side by side, and how many of them its 16 hyperthreads amount to.
-_LENT_SHARDS, _LENT_CORES = 14, 9.0
+# What the 16 hyperthreads of a lent machine amount to, of cores that compile.
+_LENT_CORES = 9.0
 _START = 6.0  # seconds until a process times something
 _TESTS_START = 14.0  # seconds until so many processes have imported PyTorch and collected tests
 _COMPILING = 2.6  # seconds of a core for a binary and its launcher
 _TIMING = 0.5  # the share of a case's estimate that its turns may take: compiling and checking take the rest
-RESULTS = record.ROOT / "benchmarks" / "results" / "gpu_rehearsal.jsonl"  # binaries of each step, as counted
 
 _KERNELS = (
     "tests/kernels/test_attention_gpu.py tests/kernels/test_rows_gpu.py tests/kernels/test_decode_attention_gpu.py"
@@ -79,18 +78,12 @@ def other_tests() -> str:
     return " ".join(found)
 
 
-@functools.cache
-def _counted() -> dict[str, int]:
-    """The binaries that each step compiles, as the rehearsal counted them."""
-    rows = record.read(RESULTS) if RESULTS.is_file() else []
-    return {row["key"]: row["binaries"] for row in rows}
-
-
-def tests(name: str, files: str, seconds: float, *, only: str = "", flag: str = "") -> Step:
+def tests(name: str, files: str, seconds: float, binaries: int, *, only: str = "", flag: str = "") -> Step:
     """The GPU tests of some files (space between), in processes side by side, since most of it is compiling.
 
     Args:
         seconds: of the tests themselves, all processes side by side.
+        binaries: that they compile, about.
         only: pytest's -k.
         flag: as to `times`.
     """
@@ -99,8 +92,7 @@ def tests(name: str, files: str, seconds: float, *, only: str = "", flag: str = 
     key = f"tests {name}"
     variables = {flag: "1"} if flag else {}
     shards = [(command, variables | {"FASTFORMER_TEST_SHARD": f"{shard}/{SHARDS}"}) for shard in range(SHARDS)]
-    compiling = _COMPILING * _counted().get(key, 0) / _LENT_CORES
-    return Step(key, shards, _TESTS_START + compiling + seconds)
+    return Step(key, shards, _TESTS_START + _COMPILING * binaries / _LENT_CORES + seconds)
 
 
 def times(
@@ -167,11 +159,11 @@ def _build() -> Step:
 def steps(out: Path) -> Iterator[Step]:
     """All steps, in the order that their weight gives them. A new step is another `yield`."""
     yield from first_look(out)
-    yield tests("repeats", _KERNELS, 20, only="repeat")
-    yield tests("attention", TESTS["attention"], 25, only=f"not repeat and not ({_LATER})")
-    yield tests("ops", TESTS["ops"], 60, only="not repeat")
+    yield tests("repeats", _KERNELS, 20, 60, only="repeat")
+    yield tests("attention", TESTS["attention"], 25, 250, only=f"not repeat and not ({_LATER})")
+    yield tests("ops", TESTS["ops"], 60, 300, only="not repeat")
     yield _build()
-    yield tests("models", TESTS["models"], 60)
+    yield tests("models", TESTS["models"], 60, 100)
     for head_dim in (64, 128):
         yield times("attention", out, "causal=True", "seqlen=8192", f"head_dim={head_dim}", rivals=_BEST_RIVALS,
                     seconds=25)  # fmt: skip
@@ -198,12 +190,12 @@ _LATER = "pair or float16 or float32"
 
 def _off_by_default(out: Path) -> Iterator[Step]:
     """Kernels that may hang or be wrong, as none has met a device: tests, and times where all of them passed."""
-    yield tests("hopper", TESTS["attention_hopper"], 20, only=f"not ({_LATER})")
+    yield tests("hopper", TESTS["attention_hopper"], 20, 80, only=f"not ({_LATER})")
     for head_dim in (64, 128):
         yield times("attention", out, "causal=True", "seqlen=8192", "dropout_p=0.0", f"head_dim={head_dim}",
                     label="hopper", rivals=_BEST_RIVALS, seconds=25, flag="FASTFORMER_HOPPER_ATTENTION",
                     kernel="_attention_hopper_fwd_kernel", after="tests hopper")  # fmt: skip
-    yield tests("persistent", "tests/kernels/test_rows_gpu.py", 10, only="feed_forward",
+    yield tests("persistent", "tests/kernels/test_rows_gpu.py", 10, 30, only="feed_forward",
                 flag="FASTFORMER_PERSISTENT_FEED_FORWARD")  # fmt: skip
     yield times("feed_forward", out, "dropout_p=0.1", "activation=relu", label="persistent", rivals=("fastformer",),
                 flag="FASTFORMER_PERSISTENT_FEED_FORWARD", kernel="[persistent]", after="tests persistent")  # fmt: skip
@@ -211,9 +203,9 @@ def _off_by_default(out: Path) -> Iterator[Step]:
 
 def _later(out: Path) -> Iterator[Step]:
     """What waits for another machine: the tests of everything else, other tiles, and sizes that say less."""
-    yield tests("pairs", TESTS["attention"], 60, only=_LATER)
-    yield tests("hopper pairs", TESTS["attention_hopper"], 60, only=_LATER)._replace(after="tests hopper")
-    yield tests("others", other_tests(), 100)
+    yield tests("pairs", TESTS["attention"], 60, 900, only=_LATER)
+    yield tests("hopper pairs", TESTS["attention_hopper"], 60, 150, only=_LATER)._replace(after="tests hopper")
+    yield tests("others", other_tests(), 100, 200)
     for head_dim in (64, 128):
         values = ("causal=True", "seqlen=2048", "dropout_p=0.0", f"head_dim={head_dim}")
         tune = [sys.executable, "-m", "benchmarks.tune_attention", "--shape", *values]
