@@ -21,11 +21,11 @@
 namespace fastformer {
 namespace {
 
-// What a layer has, as nn/stack.py lists it.
+// What a layer has, as nn/stack.py lists it: the list outlives it.
 struct Layer {
   static constexpr size_t kTensors = 12;
-  OptionalTensor norm1_weight, norm1_bias, in_weight, in_bias, out_weight, out_bias, norm2_weight, norm2_bias;
-  OptionalTensor weight1, bias1, weight2, bias2;
+  const OptionalTensor &norm1_weight, &norm1_bias, &in_weight, &in_bias, &out_weight, &out_bias;
+  const OptionalTensor &norm2_weight, &norm2_bias, &weight1, &bias1, &weight2, &bias2;
   double eps1, eps2;
 
   Layer(const OptionalTensor* from, const double* eps)
