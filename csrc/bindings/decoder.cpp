@@ -50,6 +50,7 @@ ModelOptions options_of(PyObject* d) {
           .rotary_interleaved = flag("rotary_interleaved"),
           .parallel_residual = flag("parallel_residual"),
           .skips_first_norm = PyDict_GetItemString(d, "skips_first_norm") != nullptr && flag("skips_first_norm"),
+          .is_bare = PyDict_GetItemString(d, "is_bare") != nullptr && flag("is_bare"),
           .eps = number("eps"),
           .scale = number("scale"),
           .attention_scale = number("attention_scale"),

@@ -33,6 +33,7 @@ std::unique_ptr<Encoder> new_encoder(SharedModel* model) {
 }
 
 int64_t max_len(const Encoder& encoder) { return encoder.model().max_len(); }
+int64_t weight_bytes(const Encoder& encoder) { return encoder.model().encoder_bytes(); }
 
 Object encode(Encoder& encoder, const Lists& ids, const std::optional<Lists>& types, const std::string& pooling,
               bool normalise, int32_t threads) {
@@ -47,11 +48,31 @@ Object encode(Encoder& encoder, const Lists& ids, const std::optional<Lists>& ty
   return std::move(out.object());
 }
 
+// What the layers make of rows that are embeddings already, one text after the other.
+Object encode_states(Encoder& encoder, const python::Floats& states, const std::vector<int64_t>& lengths,
+                     int32_t threads) {
+  const int64_t dim = encoder.model().options.d_model;
+  Texts texts;
+  texts.embedded = states.data(), texts.lengths = lengths;
+  if (states.array.ndim() != 2 || states.array.shape(1) != dim ||
+      encoder.num_rows(texts, Pooling::none) != states.array.shape(0))
+    throw std::invalid_argument("states: expected rows of d_model numbers, as many as the lengths say");
+  python::Array out = python::new_floats(states.array.shape(0), dim);
+  {
+    const python::Released released;
+    encoder.encode(texts, Pooling::none, false, threads, static_cast<float*>(out.data()));
+  }
+  return std::move(out.object());
+}
+
 }  // namespace
 
 void bind_encoder(PyObject* module) {
-  static PyMethodDef methods[] = {python::method<"encode", "ids token_types pooling normalize threads", &encode>(), {}};
-  static PyGetSetDef properties[] = {python::property<&max_len>("max_len"), {}};
+  static PyMethodDef methods[] = {python::method<"encode", "ids token_types pooling normalize threads", &encode>(),
+                                  python::method<"encode_states", "states lengths threads", &encode_states>(),
+                                  {}};
+  static PyGetSetDef properties[] = {
+      python::property<&max_len>("max_len"), python::property<&weight_bytes>("weight_bytes"), {}};
   python::add_class<Encoder>(module, "Encoder", &python::construct<&new_encoder, "Encoder", "model">, methods,
                              properties);
 }

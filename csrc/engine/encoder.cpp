@@ -20,8 +20,6 @@ constexpr int64_t kTurns = 4;  // that a thread takes, at the least, so that all
 constexpr int64_t kWork =
     4 << 20;  // bytes of weights times tokens, below which a second thread costs more than it gives
 
-int64_t length_of(const Ids& text) { return static_cast<int64_t>(text.size()); }
-
 void pool(Pooling pooling, const float* states, int64_t length, int64_t dim, float* to) {
   if (pooling == Pooling::cls) std::copy_n(states, dim, to);
   else if (pooling == Pooling::last) std::copy_n(states + (length - 1) * dim, dim, to);
@@ -99,40 +97,45 @@ void Encoder::give_back(std::unique_ptr<Lane> lane) {
 
 int64_t Encoder::num_rows(const Texts& texts, Pooling pooling) const {
   const auto number = [](int64_t n) { return std::to_string(n); };
-  const auto check = [&](const char* name, size_t place, const Ids& found, int64_t size) {
+  const auto check = [&](const char* name, int64_t place, const Ids& found, int64_t size) {
     for (const int32_t id : found)
       if (id < 0 || id >= size)
         throw std::invalid_argument(std::string(name) + ": expected numbers from 0 to " + number(size - 1) + ", got " +
-                                    number(id) + " in text " + number(static_cast<int64_t>(place)));
+                                    number(id) + " in text " + number(place));
   };
-  if (!texts.types.empty() && texts.types.size() != texts.ids.size())
-    throw std::invalid_argument("token_types: expected those of " + number(static_cast<int64_t>(texts.ids.size())) +
-                                " texts, got " + number(static_cast<int64_t>(texts.types.size())));
+  if (!texts.embedded && model_->source_vocab_size() == 0)
+    throw std::invalid_argument("expected embeddings: the model has no table of them");
+  if (!texts.types.empty() && static_cast<int64_t>(texts.types.size()) != texts.count())
+    throw std::invalid_argument("token_types: expected those of " + number(texts.count()) + " texts, got " +
+                                number(static_cast<int64_t>(texts.types.size())));
   int64_t tokens = 0;
-  for (size_t i = 0; i < texts.ids.size(); ++i) {
-    const int64_t length = length_of(texts.ids[i]);
+  for (int64_t i = 0; i < texts.count(); ++i) {
+    const int64_t length = texts.length(i);
     if (length < 1 || length > model_->max_len())
       throw std::invalid_argument("ids: expected texts of 1 to " + number(model_->max_len()) + " tokens, got " +
-                                  number(length) + " in text " + number(static_cast<int64_t>(i)));
-    check("ids", i, texts.ids[i], model_->source_vocab_size());
+                                  number(length) + " in text " + number(i));
+    if (!texts.embedded) check("ids", i, texts.ids[i], model_->source_vocab_size());
     if (!texts.types.empty()) {
-      if (length_of(texts.types[i]) != length)
+      const auto types = static_cast<int64_t>(texts.types[i].size());
+      if (types != length)
         throw std::invalid_argument("token_types: expected one for each of " + number(length) + " tokens, got " +
-                                    number(length_of(texts.types[i])) + " in text " + number(static_cast<int64_t>(i)));
+                                    number(types) + " in text " + number(i));
       check("token_types", i, texts.types[i], std::max<int64_t>(1, model_->num_token_types()));
     }
     tokens += length;
   }
-  return pooling == Pooling::none ? tokens : static_cast<int64_t>(texts.ids.size());
+  return pooling == Pooling::none ? tokens : texts.count();
 }
 
 void Encoder::encode(const Texts& texts, Pooling pooling, bool normalise, int threads, float* out) {
   if (threads < 1) throw std::invalid_argument("expected one thread or more");
-  const int64_t dim = model_->options.d_model, count = static_cast<int64_t>(texts.ids.size());
+  const int64_t dim = model_->options.d_model, count = texts.count();
   std::vector<int64_t> places(count + 1, 0);  // of the rows that a text gives
+  std::vector<int64_t> firsts(count, 0);      // tokens, of those that are embedded
   int64_t tokens = 0;
   for (int64_t i = 0; i < count; ++i) {
-    tokens += length_of(texts.ids[i]);
+    firsts[i] = tokens;
+    tokens += texts.length(i);
     places[i + 1] = pooling == Pooling::none ? tokens : i + 1;
   }
   if (model_->encoder_bytes() * std::min<int64_t>(tokens, 16) < kWork) threads = 1;
@@ -142,11 +145,10 @@ void Encoder::encode(const Texts& texts, Pooling pooling, bool normalise, int th
   const int64_t most = is_apart ? std::clamp(tokens / (kTurns * threads), kLeastTokens, kMostTokens) : kMostTokens;
   std::vector<int64_t> order(count);
   std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(),
-                   [&](int64_t a, int64_t b) { return texts.ids[a].size() > texts.ids[b].size(); });
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return texts.length(a) > texts.length(b); });
   std::vector<int64_t> ends;  // of the parts of `order` that go through the stack together
   for (int64_t i = 0, held = 0; i < count; ++i) {
-    const int64_t length = length_of(texts.ids[order[i]]);
+    const int64_t length = texts.length(order[i]);
     if (i > 0 && held + length > most) ends.push_back(i), held = 0;
     held += length;
   }
@@ -155,10 +157,12 @@ void Encoder::encode(const Texts& texts, Pooling pooling, bool normalise, int th
   const auto run = [&](Lane& lane, size_t part, int threads) {
     const int64_t begin = part ? ends[part - 1] : 0, end = ends[part];
     Batch& batch = lane.batch;
-    batch.ids.clear(), batch.positions.clear(), batch.types.clear(), batch.spans.clear();
+    batch.ids.clear(), batch.positions.clear(), batch.types.clear(), batch.spans.clear(), batch.embedded.clear();
     for (int64_t i = begin; i < end; ++i) {
-      const Ids& text = texts.ids[order[i]];
-      batch.add(text.data(), length_of(text), 0, nullptr, nullptr, false);
+      const int64_t length = texts.length(order[i]);
+      if (texts.embedded)
+        for (int64_t t = 0; t < length; ++t) batch.embedded.push_back(texts.embedded + (firsts[order[i]] + t) * dim);
+      batch.add(texts.embedded ? nullptr : texts.ids[order[i]].data(), length, 0, nullptr, nullptr, false);
       if (!texts.types.empty()) {
         const Ids& types = texts.types[order[i]];
         batch.types.insert(batch.types.end(), types.begin(), types.end());

@@ -1,4 +1,5 @@
-// An encoder alone, in one call: texts as ids to the states of their tokens, or to a row of each text.
+// An encoder alone, in one call: texts as ids, or as embeddings, to the states of their tokens, or to a row of each
+// text.
 
 #pragma once
 
@@ -32,6 +33,12 @@ Pooling pooling_named(std::string_view name);
 struct Texts {
   std::vector<Ids> ids;
   std::vector<Ids> types;  // of their tokens; none: all are 0
+  // In the place of ids: rows of d_model numbers, one text after the other, and how many each text has.
+  const float* embedded = nullptr;
+  std::vector<int64_t> lengths;
+
+  int64_t count() const { return static_cast<int64_t>(embedded ? lengths.size() : ids.size()); }
+  int64_t length(int64_t text) const { return embedded ? lengths[text] : static_cast<int64_t>(ids[text].size()); }
 };
 
 // Several threads may call one encoder at once.
@@ -44,7 +51,8 @@ class Encoder {
   Encoder& operator=(const Encoder&) = delete;
 
   // How many rows encode writes. Throws std::invalid_argument for texts that it doesn't take: without tokens, longer
-  // than max_len, with ids that the vocabulary has not, or types that the model has not.
+  // than max_len, with ids that the vocabulary has not, or types that the model has not; ids, where the model has no
+  // table of embeddings.
   int64_t num_rows(const Texts& texts, Pooling pooling) const;
 
   // Writes rows of d_model numbers for texts that num_rows takes. normalise: divides each row by its length. The bits

@@ -9,6 +9,8 @@
 namespace fastformer {
 namespace {
 
+constexpr int64_t kChunk = 128;  // rows
+
 // hidden = act(hidden); with a gate the first half times what it gates.
 void activate_row(Activation activation, float* hidden, int64_t n) {
   for_each_vec<float>(n, [=](int64_t c, int64_t m) {
@@ -24,7 +26,8 @@ void activate_row(Activation activation, float* hidden, int64_t n) {
 void Batch::add(const int32_t* tokens, int64_t count, int64_t first_position, const TokenCache::Group* group,
                 const TokenCache::Row* row, bool is_prompt) {
   const int64_t begin = this->count();
-  ids.insert(ids.end(), tokens, tokens + count);
+  if (tokens) ids.insert(ids.end(), tokens, tokens + count);
+  else ids.resize(ids.size() + count);
   for (int64_t i = 0; i < count; ++i) positions.push_back(static_cast<int32_t>(first_position + i));
   spans.push_back({begin, begin + count, first_position, group, row, is_prompt});
 }
@@ -95,17 +98,18 @@ void Forward::normalise(const float* x, const Norm& norm, float* out) const {
                                                    o.rms_norm, o.d_model, nullptr, out);
 }
 
-// given: null where there is no sub-layer before.
-void Forward::join(int64_t row, const float* given, const Join& how) {
+// The row `place` of narrow_, and of the residual stream the one that lies as far behind `first`. given: null where
+// there is no sub-layer before.
+void Forward::join(int64_t first, int64_t place, const float* given, const Join& how) {
   const ModelOptions& o = model_.options;
-  const int64_t dim = o.d_model;
+  const int64_t dim = o.d_model, row = first + place;
   float* x = x_.data() + row * dim;
   static thread_local std::vector<float> scratch;
   scratch.resize(2 * dim);
   float *normed = scratch.data(), *other = normed + dim;
   const auto store = [&](const float* states) {
     if (how.states) std::copy_n(states, dim, how.states + row * dim);
-    else narrow_.store(row, states);
+    else narrow_.store(place, states);
   };
   const auto take_in = [&](const Norm& norm, float* sum, float* out) {
     normalise_row<false, true, float, float, float>(given, x, nullptr, norm.weight.data(), norm.bias.data(), o.eps,
@@ -134,12 +138,15 @@ void Forward::add_stack(const PackedStack& stack, const Batch& batch, bool is_en
   const int64_t rows = batch.count(), dim = o.d_model, wide = padded(dim), q_dim = o.q_dim();
   const int64_t inner = stack.layers.empty() ? 0 : stack.layers[0].ff1.num_panels * kPanelColumns;
   const int64_t d_ff = stack.layers.empty() ? 1 : stack.layers[0].ff2.k;
-  x_.reserve(rows * dim), y_.reserve(rows * wide), context_.reserve(rows * q_dim);
-  hidden_.reserve(rows * inner);
+  // All but attention goes on with some rows at a time, whose activations then stay in the cache. Where narrow_ is read
+  // afterwards, it goes on with all of them.
+  const int64_t most = states ? std::min(kChunk, rows) : rows;
+  x_.reserve(rows * dim), context_.reserve(rows * q_dim);
+  y_.reserve((model_.source_projection.empty() ? most : rows) * wide), hidden_.reserve(most * inner);
   // The stored keys and values of sources go through here as well.
   qkv_.reserve(rows * padded(o.qkv_dim()));
-  narrow_.resize(rows, dim, o.precision), heads_.resize(rows, q_dim, o.precision);
-  wide_.resize(rows, d_ff, o.precision);
+  narrow_.resize(most, dim, o.precision), heads_.resize(most, q_dim, o.precision);
+  wide_.resize(most, d_ff, o.precision);
   stages_.clear();
 
   const bool sums = o.norm_placement == NormPlacement::sum, in_front = o.has_norms_in_front();
@@ -148,42 +155,29 @@ void Forward::add_stack(const PackedStack& stack, const Batch& batch, bool is_en
     if (layer < stack.layers.size()) return in_front ? &stack.layers[layer].norm1 : nullptr;
     return sums || stack.final_norm.empty() ? nullptr : &stack.final_norm[0];
   };
-  const PackedWeight* projection =
-      is_encoder && !model_.source_projection.empty() ? &model_.source_projection[0] : nullptr;
-  const auto embed = [this, is_encoder, &batch](int64_t r, float* to) {
-    model_.embed(is_encoder, batch.ids[r], batch.types.empty() ? 0 : batch.types[r], batch.positions[r], to);
+  // What narrow_ holds of the rows from `first` on, to the layer's queries, keys and values.
+  const auto project_states = [&](size_t layer, int64_t first, int64_t count) {
+    if (layer < stack.layers.size())
+      add_product(narrow_, stack.layers[layer].qkv, qkv_.data() + first * padded(o.qkv_dim()), count, threads);
   };
-  if (projection) {
-    embedded_.resize(rows, projection->k, o.precision);
-    add_rows(rows, threads, [=, this](int64_t r) {
-      static thread_local std::vector<float> embedding;
-      embedding.resize(projection->k);
-      embed(r, embedding.data());
-      embedded_.store(r, embedding.data());
+  const auto project_context = [&](const PackedWeight& out, int64_t first, int64_t count) {
+    add_rows(count, threads, [=, this](int64_t r) { heads_.store(r, context_.data() + (first + r) * q_dim); });
+    add_product(heads_, out, y_.data(), count, threads);
+  };
+  const bool is_projected = is_encoder && !model_.source_projection.empty();
+  if (is_projected) add_projection(batch, model_.source_projection[0], threads);
+  for (int64_t first = 0; first < rows; first += most) {
+    const int64_t count = std::min(most, rows - first);
+    const Join how{.next = first_norm_of(0), .states = stack.layers.empty() ? states : nullptr};
+    add_rows(count, threads, [=, this, &batch](int64_t r) {
+      if (!is_projected) embed(batch, is_encoder, first + r, x_.data() + (first + r) * dim);
+      join(first, r, nullptr, how);
     });
-    add_product(embedded_, *projection, y_.data(), rows, threads);
+    project_states(0, first, count);
   }
-  const Join first{.next = first_norm_of(0), .states = stack.layers.empty() ? states : nullptr};
-  add_rows(rows, threads, [=, this](int64_t r) {
-    float* x = x_.data() + r * dim;
-    if (projection) std::copy_n(y_.data() + r * wide, dim, x);
-    else embed(r, x);
-    join(r, nullptr, first);
-  });
-  const auto finish = [&](const Norm& own, const Norm& post, const Norm* next, bool reads_x_before = false,
-                          float* last = nullptr) {
-    const Join how = sums ? Join{.of_sum = &own, .states = last}
-                          : Join{nullptr, o.has_norms_behind() ? &post : nullptr, next, reads_x_before, last};
-    add_rows(rows, threads, [=, this](int64_t r) { join(r, y_.data() + r * wide, how); });
-  };
-  const auto project_context = [&](const PackedWeight& out) {
-    add_rows(rows, threads, [=, this](int64_t r) { heads_.store(r, context_.data() + r * q_dim); });
-    add_product(heads_, out, y_.data(), rows, threads);
-  };
   for (size_t i = 0; i < stack.layers.size(); ++i) {
     const PackedLayer& layer = stack.layers[i];
     const auto place = static_cast<int64_t>(i);
-    add_product(narrow_, layer.qkv, qkv_.data(), rows, threads);
     if (layer.norms_all_heads(o)) add_head_norms(layer, rows, threads);
     with_cache_type(o.precision, [&]<typename T>() {
       add_heads(batch, threads, [=, this](const Span& span, int64_t begin, int64_t end) {
@@ -191,28 +185,61 @@ void Forward::add_stack(const PackedStack& stack, const Batch& batch, bool is_en
         for (int64_t head = begin; head < end; ++head) attend_own_span<T>(place, span, head);
       });
     });
-    project_context(layer.out);
-    finish(layer.norm1, layer.post_norm1, in_front ? &layer.norm2 : nullptr, o.parallel_residual);
-    if (!is_encoder && o.has_encoder()) {
-      add_product(narrow_, layer.cross_q, qkv_.data(), rows, threads);
-      with_cache_type(o.precision, [&]<typename T>() {
-        add_heads(batch, threads, [=, this](const Span& span, int64_t begin, int64_t end) {
-          attend_source<T>(place, span, begin, end);
+    for (int64_t first = 0; first < rows; first += most) {
+      const int64_t count = std::min(most, rows - first);
+      const auto finish = [&](const Norm& own, const Norm& post, const Norm* next, bool reads_x_before = false,
+                              float* last = nullptr) {
+        const Join how = sums ? Join{.of_sum = &own, .states = last}
+                              : Join{nullptr, o.has_norms_behind() ? &post : nullptr, next, reads_x_before, last};
+        add_rows(count, threads, [=, this](int64_t r) { join(first, r, y_.data() + r * wide, how); });
+      };
+      project_context(layer.out, first, count);
+      finish(layer.norm1, layer.post_norm1, in_front ? &layer.norm2 : nullptr, o.parallel_residual);
+      if (!is_encoder && o.has_encoder()) {
+        add_product(narrow_, layer.cross_q, qkv_.data(), count, threads);
+        with_cache_type(o.precision, [&]<typename T>() {
+          add_heads(batch, threads, [=, this](const Span& span, int64_t begin, int64_t end) {
+            attend_source<T>(place, span, begin, end);
+          });
         });
+        project_context(layer.cross_out, first, count);
+        finish(layer.norm2, layer.post_norm2, in_front ? &layer.norm3 : nullptr);
+      }
+      add_product(narrow_, layer.ff1, hidden_.data(), count, threads);
+      add_rows(count, threads, [=, this](int64_t r) {
+        activate_row(o.activation, hidden_.data() + r * inner, d_ff);
+        wide_.store(r, hidden_.data() + r * inner);
       });
-      project_context(layer.cross_out);
-      finish(layer.norm2, layer.post_norm2, in_front ? &layer.norm3 : nullptr);
+      add_product(wide_, layer.ff2, y_.data(), count, threads);
+      const bool has_third = !is_encoder && o.has_encoder();
+      finish(has_third ? layer.norm3 : layer.norm2, layer.post_norm2, first_norm_of(i + 1), false,
+             i + 1 == stack.layers.size() ? states : nullptr);
+      project_states(i + 1, first, count);
     }
-    add_product(narrow_, layer.ff1, hidden_.data(), rows, threads);
-    add_rows(rows, threads, [=, this](int64_t r) {
-      activate_row(o.activation, hidden_.data() + r * inner, d_ff);
-      wide_.store(r, hidden_.data() + r * inner);
-    });
-    add_product(wide_, layer.ff2, y_.data(), rows, threads);
-    const bool has_third = !is_encoder && o.has_encoder();
-    finish(has_third ? layer.norm3 : layer.norm2, layer.post_norm2, first_norm_of(i + 1), false,
-           i + 1 == stack.layers.size() ? states : nullptr);
   }
+  if (sums && states && !stack.final_norm.empty())
+    add_rows(rows, threads,
+             [=, this, &stack](int64_t r) { normalise(states + r * dim, stack.final_norm[0], states + r * dim); });
+}
+
+// What the residual stream begins with, of a token.
+void Forward::embed(const Batch& batch, bool is_encoder, int64_t row, float* to) const {
+  if (!batch.embedded.empty()) std::copy_n(batch.embedded[row], model_.options.d_model, to);
+  else model_.embed(is_encoder, batch.ids[row], batch.types.empty() ? 0 : batch.types[row], batch.positions[row], to);
+}
+
+// Likewise of all tokens, where it is projected.
+void Forward::add_projection(const Batch& batch, const PackedWeight& projection, int threads) {
+  const int64_t rows = batch.count(), dim = model_.options.d_model;
+  embedded_.resize(rows, projection.k, model_.options.precision);
+  add_rows(rows, threads, [=, this, &batch, &projection](int64_t r) {
+    static thread_local std::vector<float> embedding;
+    embedding.resize(projection.k);
+    embed(batch, true, r, embedding.data());
+    embedded_.store(r, embedding.data());
+  });
+  add_product(embedded_, projection, y_.data(), rows, threads);
+  add_rows(rows, threads, [=, this](int64_t r) { std::copy_n(y_.data() + r * padded(dim), dim, x_.data() + r * dim); });
 }
 
 // Of queries and keys that are normalised over all heads together.

@@ -24,9 +24,11 @@ struct Span {
 };
 
 struct Batch {
-  Ids ids, positions, types;  // types: of an encoder's tokens; empty: all are 0
+  Ids ids, positions, types;           // types: of an encoder's tokens; empty: all are 0
+  std::vector<const float*> embedded;  // of an encoder's tokens: d_model numbers each, which are read; or empty
   std::vector<Span> spans;
   int64_t count() const { return static_cast<int64_t>(ids.size()); }
+  // tokens: null, where they are embedded.
   void add(const int32_t* tokens, int64_t count, int64_t first_position, const TokenCache::Group* group,
            const TokenCache::Row* row, bool is_prompt);
 };
@@ -55,6 +57,8 @@ class Forward {
   // Adds the stages that take a batch through a stack; after them narrow_ holds the normalised states, or `states`
   // where that is not null.
   void add_stack(const PackedStack& stack, const Batch& batch, bool is_encoder, int threads, float* states = nullptr);
+  void add_projection(const Batch& batch, const PackedWeight& projection, int threads);
+  void embed(const Batch& batch, bool is_encoder, int64_t row, float* to) const;
   void add_stores(const Batch& batch, int threads);
   void add_head_norms(const PackedLayer& layer, int64_t rows, int threads);
 
@@ -71,7 +75,7 @@ class Forward {
     bool reads_x_before = false;  // before x takes in what was given: a parallel residual
     float* states = nullptr;      // rows of fp32 that the next one reads instead of narrow_
   };
-  void join(int64_t row, const float* given, const Join& how);
+  void join(int64_t first, int64_t place, const float* given, const Join& how);
   void normalise(const float* x, const Norm& norm, float* out) const;
 
   template <typename T>
@@ -100,9 +104,9 @@ class Forward {
   Candidates candidates_;
 
   std::vector<Stage> stages_;
-  // Of the tokens of a batch: the residual stream, what a product gives, queries with keys and values, what attention
-  // gives, the inside of the feed-forward network. Rows that a product writes are `padded`.
-  FloatBuffer x_, y_, qkv_, context_, hidden_;
+  // Of the tokens of a batch: the residual stream, queries with keys and values, what attention gives. Of some of them:
+  // what a product gives, the inside of the feed-forward network. Rows that a product writes are `padded`.
+  FloatBuffer x_, qkv_, context_, y_, hidden_;
   // What products read: a sub-layer's input, all heads' results, the inside, and embeddings that are projected.
   PackedRows narrow_, heads_, wide_, embedded_;
 };

@@ -135,7 +135,8 @@ PackedStack pack_stack(const ModelOptions& o, const Names& names, bool has_cross
   PackedStack stack;
   for (size_t i = 0; i < windows.size(); ++i)
     stack.layers.push_back(pack_layer(o, names.within("layers." + std::to_string(i)), has_cross, windows[i]));
-  if (names.find("norm.weight") || o.norm_placement != NormPlacement::sum)
+  // The layers of torch.nn end without a norm, unless it is given.
+  if (names.find("norm.weight") || (o.norm_placement != NormPlacement::sum && !o.is_bare))
     stack.final_norm.push_back({names.vector("norm.weight", o.d_model, 1), names.vector("norm.bias", o.d_model, 0)});
   return stack;
 }
@@ -164,6 +165,8 @@ const ModelOptions& checked(const ModelOptions& o) {
     throw std::invalid_argument("expected a window of each layer of the decoder");
   if (static_cast<int64_t>(o.encoder_windows.size()) != std::max<int64_t>(0, o.num_encoder_layers))
     throw std::invalid_argument("expected a window of each layer of the encoder");
+  if (o.is_bare && (o.has_decoder() || !o.has_encoder()))
+    throw std::invalid_argument("expected an encoder alone, where there are no embeddings");
   if (o.parallel_residual && (o.norm_placement != NormPlacement::pre || o.has_encoder()))
     throw std::invalid_argument("expected norms in front, and no encoder, of layers with a parallel residual");
   return o;
@@ -261,7 +264,7 @@ PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : o
     if (norm.find("weight")) found.norm.push_back({norm.vector("weight", width, 1), norm.vector("bias", width, 0)});
     return found;
   };
-  if (o.has_encoder()) source_ = input("source");
+  if (o.has_encoder() && !o.is_bare) source_ = input("source");
   if (o.has_encoder() && names.find("source_projection.weight"))
     source_projection.push_back(names.weight("source_projection.weight", "source_projection.bias", 0, o.d_model,
                                              o.d_model, source_.embedding.dim(), o.precision));

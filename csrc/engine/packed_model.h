@@ -46,6 +46,7 @@ struct ModelOptions {
   bool rms_norm, rotary_interleaved;
   bool parallel_residual;  // x + attention(norm1(x)) + feed_forward(norm2(x)), with norms in front alone
   bool skips_first_norm;   // the first layer of the encoder reads the embeddings as they are
+  bool is_bare;            // layers alone, and maybe a norm behind them: the embeddings come with each call
   float eps, scale;
   float attention_scale, attention_softcap, logit_softcap;
   int64_t padding_idx;                                    // whose embedding is zero; -1: none

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from fastformer.generation.engines.cpp import activation_name, arrays_of, bias_by_distance
 from fastformer.generation.engines.cpp_support import find_guards, forget_guards, why_not_in, why_not_now
-from fastformer.generation.engines.prepack import packed
 from fastformer.generation.model_protocols import check_precision, dtype_precision, own_precision, why_not_by_modules
 from fastformer.models import BERT
 from fastformer.models.pooling import POOLINGS, Pooling
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.model_guards import ModelGuards
+from fastformer.nn.prepack import packed
 from fastformer.ops import _extension
 
 Rows: TypeAlias = Sequence[Sequence[int]]

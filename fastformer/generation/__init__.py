@@ -6,7 +6,6 @@ from fastformer.generation.chat import Chat as Chat
 from fastformer.generation.chat_template import ChatTemplate as ChatTemplate
 from fastformer.generation.config import GenerationConfig as GenerationConfig
 from fastformer.generation.config import GenerationSettings as GenerationSettings
-from fastformer.generation.engines.prepack import repack as repack
 from fastformer.generation.ensemble import Ensemble as Ensemble
 from fastformer.generation.generate import GenerateOutput as GenerateOutput
 from fastformer.generation.generate import generate as generate
@@ -16,4 +15,5 @@ from fastformer.generation.sentences import Sentence as Sentence
 from fastformer.generation.sentences import split_sentences as split_sentences
 from fastformer.generation.streaming import TextStreamer as TextStreamer
 from fastformer.generation.translator import Translator as Translator
+from fastformer.nn.prepack import repack as repack
 from fastformer.plots import draw_attention as draw_attention

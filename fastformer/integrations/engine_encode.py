@@ -25,7 +25,6 @@ from fastformer.checkpoints.hf import ENCODER_FORMS, FAMILIES
 from fastformer.encoding.engine import PackedEncoder, pack_encoder, why_no_encoder
 from fastformer.encoding.source_engine import pack_source
 from fastformer.generation.engines.cpp_support import PACKED_PRECISIONS
-from fastformer.generation.engines.prepack import unpack
 from fastformer.integrations.as_made import why_not_as_made, why_not_at_this_moment
 from fastformer.integrations.conversion import from_huggingface
 from fastformer.integrations.engine_models import (
@@ -41,6 +40,8 @@ from fastformer.integrations.known import RETURNS_TUPLES, gives_tuple
 from fastformer.integrations.padding import Owner, PackingStack
 from fastformer.integrations.replace import original_class
 from fastformer.models import BERT, Transformer
+from fastformer.nn.packed_stack import copy_bytes, megabytes
+from fastformer.nn.prepack import unpack
 
 logger = logging.getLogger("fastformer")
 
@@ -397,8 +398,18 @@ def described(model: nn.Module) -> dict[str, str]:
         if reason is not None:
             found[name] = f"by its modules: {reason}"
         elif isinstance(plan, EncoderModel):
-            found[name] = f"on the C++ engine in {setting.precision or plan.precision}, in evaluation without gradients"
+            precision = setting.precision or plan.precision
+            size = megabytes(_copy_bytes(module, precision))
+            found[name] = (
+                f"on the C++ engine in {precision}, in evaluation without gradients, over a packed copy of {size}"
+            )
     return found
+
+
+def _copy_bytes(model: nn.Module, precision: str) -> int:
+    tables = sum(each.weight.numel() for each in model.modules() if isinstance(each, nn.Embedding))
+    matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1) - tables
+    return copy_bytes(max(matrices, 0), tables, precision)
 
 
 def _encoders(model: nn.Module) -> dict[str, OnEncoder]:

@@ -20,13 +20,13 @@ from fastformer.encoding.engine import PackedEncoder
 from fastformer.encoding.source_engine import encoder_of
 from fastformer.generation.engines.cpp import CppEngine, pack
 from fastformer.generation.engines.cpp_support import forget_guards, why_no_cpp_engine, why_not_supported
-from fastformer.generation.engines.prepack import packed, packed_before, repack
 from fastformer.integrations.as_made import PRECISIONS, guards_of, tables_of, why_not_as_made
 from fastformer.integrations.conversion import from_huggingface
 from fastformer.integrations.replace import original_class
 from fastformer.models import GPT, Transformer
 from fastformer.nn.guards import Kept
 from fastformer.nn.model_guards import ModelGuards
+from fastformer.nn.prepack import packed, packed_before, repack
 
 # Positions of tables that end nowhere: the engine counts tokens in 32 bits.
 NO_END = 2**20

@@ -9,6 +9,8 @@ from torch import nn
 import fastformer.nn as fnn
 from fastformer.integrations.replace import Replacement
 from fastformer.nn.guards import BLOCKS, is_its_own
+from fastformer.nn.packed_stack import PRECISIONS, copy_bytes, forget, megabytes, why_no_engine
+from fastformer.nn.stack import Stack, stack_plan
 
 
 class MultiheadAttention(fnn.MultiheadAttention, nn.MultiheadAttention):  # type: ignore[misc]
@@ -54,6 +56,40 @@ def _why_not(module: nn.Module) -> str | None:
         if not is_its_own(kind, nn, method=name):
             return f"{kind.__name__}.{name} was replaced"
     return None
+
+
+def decide(model: nn.Module, *, wanted: bool) -> None:
+    """Says of the stacks inside of a module whether the engine may keep copies of their weights."""
+    for module in model.modules():
+        if not isinstance(module, Stack):
+            continue
+        if wanted:
+            vars(module).pop("packs_weights", None)
+        else:
+            module.packs_weights = False
+            forget(module)
+
+
+def described(model: nn.Module) -> dict[str, str]:
+    """For each encoder of torch.nn, or of ours, inside of a module, by its name: what computes it in evaluation."""
+    found = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, fnn.TransformerEncoder):
+            continue
+        plan, parameters = stack_plan(module).evaluation, [*module.parameters()]
+        precision = PRECISIONS.get(parameters[0].dtype) if parameters else None
+        reason = why_no_engine()
+        if plan is None or plan.packed is None or precision is None:
+            reason = "its layers are not all alike, or one of them has something that the engine doesn't know"
+        if not module.packs_weights:
+            reason = "you asked for it"
+        if reason is not None or precision is None:
+            found[name] = f"without the C++ engine: {reason}"
+            continue
+        matrices = sum(each.numel() for each in parameters if each.dim() > 1)
+        size = megabytes(copy_bytes(matrices, 0, precision))
+        found[name] = f"on the C++ engine in {precision}, in evaluation without gradients, over a packed copy of {size}"
+    return found
 
 
 REPLACEMENTS = (

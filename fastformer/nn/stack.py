@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from itertools import starmap
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from fastformer.nn.layers import (
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.masks import merge_masks
 from fastformer.nn.norm_plan import NormPlan, find_norm_plan
+from fastformer.nn.packed_stack import PRECISIONS, StackSettings, run_packed, why_no_engine
 from fastformer.ops import _eager, _extension, _library
 from fastformer.ops.linear import runs_as_op
 
@@ -35,28 +36,43 @@ _NORM_AND_FEED_FORWARD = ("add_layer_norm_fwd", "feed_forward_fwd")
 
 
 class Evaluation(NamedTuple):
-    """An encoder without dropout whose layers are alike: all that one call of the C++ op `encoder_stack` needs of it.
+    """An encoder without dropout whose layers are alike: all that one call of C++ needs of it.
+
+    That is the engine, where it may copy the weights and knows the mask, and else the op `encoder_stack`.
 
     Attributes:
         parameters: where the tensors stand, in the op's order.
         attention: that of the first layer.
         settings: eps, num_heads, num_kv_heads, activation, norm_first, rms_norm and the final norm's rms_norm.
         routes: by the number of rows, the dtype and a forced backend: whether each projection is the extension's.
+        packed: the same settings for the engine; None where it doesn't know them.
     """
 
     parameters: tuple[tuple[dict[str, Any], str], ...]
     attention: MultiheadAttention
     settings: tuple[Any, ...]
     routes: dict[tuple[int, torch.dtype, str | None], list[bool]]
+    packed: StackSettings | None
 
-    def run(self, x: Tensor, mask: Tensor | None, is_causal: bool, layout: SequenceLayout | None) -> Tensor | None:
+    def run(
+        self,
+        stack: Stack,
+        x: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+        layout: SequenceLayout | None,
+        *,
+        is_trusted: bool,
+    ) -> Tensor | None:
         """The stack's output without gradients, from one call; None where something may see or change a part of it.
 
         Args:
+            stack: whose plan this is.
             x: (batch, seqlen, dim), or packed (total, dim).
             mask: (seqlen, seqlen) or (batch * num_heads, seqlen, seqlen), bool (True = ignore) or additive.
             is_causal: whether attention is causal, in place of the mask.
-            layout: of a packed x.
+            layout: how x lies in memory.
+            is_trusted: whether nothing in the layout needs a check.
         """
         if torch.compiler.is_compiling():
             return None
@@ -73,25 +89,59 @@ class Evaluation(NamedTuple):
             if not (attention.batch_first and x.dim() == 3):
                 return None
             mask = merge_masks(mask, None, x.shape[0], attention.num_heads, x.shape[1], x.shape[1])
-        elif layout is None and not (attention.batch_first and x.dim() == 3):
+        elif (layout is None or not layout.is_packed) and not (attention.batch_first and x.dim() == 3):
             return None
         left, right = attention.window_size
         if is_causal:
             mask, right = None, 0 if right is None else min(right, 0)
         tensors: list[Any] = [*starmap(dict.get, self.parameters)]
+        if mask is None and not is_causal and self.packed is not None and stack.packs_weights and x.numel():
+            out = self._run_packed(stack, self.packed, tensors, x, layout)
+            if out is not None:
+                return out
+        if not (layout is None or is_trusted):
+            return None
         key = (x.numel(), x.dtype, forced)
         if (routes := self.routes.get(key)) is None:
             if len(self.routes) >= _MOST_ROUTES:
                 self.routes.clear()
             routes = self.routes[key] = [runs_as_op(x, *tensors[2:4]), runs_as_op(x, *tensors[4:6])]
         cu_seqlens, max_seqlen = (None, 0) if layout is None else (layout.cu_seqlens, layout.max_seqlen)
-        out: Tensor | None = function(x, tensors, *self.settings, routes, mask, cu_seqlens, max_seqlen, left, right)
+        out = function(x, tensors, *self.settings, routes, mask, cu_seqlens, max_seqlen, left, right)
         if out is not None:
-            for is_ours in routes:
-                _library.note_backend("linear", "cpp" if is_ours else "torch")
-            for name in ("attention_fwd" if layout is None else "varlen_attention_fwd", *_NORM_AND_FEED_FORWARD):
-                _library.note_backend(name, "cpp")
+            self._note(routes, layout)
+        return cast(Tensor | None, out)
+
+    def _run_packed(
+        self, stack: Stack, settings: StackSettings, tensors: list[Any], x: Tensor, layout: SequenceLayout | None
+    ) -> Tensor | None:
+        if x.dtype not in PRECISIONS or x.shape[-1] != settings.d_model or why_no_engine() is not None:
+            return None
+        lengths: list[int] = [x.shape[1]] * x.shape[0] if layout is None else layout.read_seqlens().tolist()
+        rows, real = x, None
+        if layout is not None and not layout.is_packed:
+            if x.shape[:2] != (layout.batch_size, layout.max_seqlen):
+                return None
+            if min(lengths) < x.shape[1]:
+                real = torch.arange(x.shape[1]) < layout.seqlens[:, None]
+                rows = x[real]
+        # A layout may have empty sequences, and rows behind its sequences.
+        if 0 in lengths or sum(lengths) * settings.d_model != rows.numel():
+            return None
+        out = run_packed(stack, tensors, settings, rows, lengths)
+        if out is not None:
+            self._note([True, True], layout)
+            if real is not None:
+                out, rows = out.new_zeros(x.shape), out
+                out[real] = rows
         return out
+
+    @staticmethod
+    def _note(routes: list[bool], layout: SequenceLayout | None) -> None:
+        for is_ours in routes:
+            _library.note_backend("linear", "cpp" if is_ours else "torch")
+        for name in ("attention_fwd" if layout is None else "varlen_attention_fwd", *_NORM_AND_FEED_FORWARD):
+            _library.note_backend(name, "cpp")
 
 
 class StackPlan(NamedTuple):
@@ -213,7 +263,13 @@ def _evaluation(layers: list[tuple[Any, LayerPlan]], norm: NormPlan | None) -> E
         parameters += [(norm.parameters, "weight"), (norm.parameters, "bias")]
         eps.append(norm.eps)
     settings = (eps, num_heads, num_kv_heads, activation, norm_first, rms_norm, None if norm is None else norm.rms_norm)
-    return Evaluation(tuple(parameters), layers[0][0].self_attn, settings, {})
+    attention = layers[0][0].self_attn
+    left, right = attention.window_size
+    packed = None
+    if left == right and len({*eps}) == 1 and (norm is None or norm.rms_norm == rms_norm):
+        sizes = (attention.embed_dim, num_heads, num_kv_heads, len(layers))
+        packed = StackSettings(*sizes, activation, norm_first, rms_norm, eps[0], norm is not None, left)
+    return Evaluation(tuple(parameters), attention, settings, {}, packed)
 
 
 def _has_own_methods(module: nn.Module) -> bool:
@@ -240,6 +296,8 @@ class Stack(nn.Module):
 
     layers: Any  # an nn.ModuleList of layers: ours, torch.nn's or the caller's
     norm: nn.Module | None
+    # Whether the engine may keep a copy of an encoder's weights, for evaluation; see `packed_stack`.
+    packs_weights = True
 
     def __init__(self, layer: nn.Module, num_layers: int, norm: nn.Module | None) -> None:
         super().__init__()

@@ -32,6 +32,8 @@ class TransformerEncoder(Stack):
 
     Attributes:
         gradient_checkpointing: recompute each layer in the backward pass, to save memory while training.
+        packs_weights: in evaluation without gradients on a CPU, compute all layers in one call over a packed copy of
+            their weights, which takes as much memory as they do. False does without.
     """
 
     def __init__(
@@ -136,8 +138,8 @@ class TransformerEncoder(Stack):
         """
         if plan.evaluation is not None and not torch.is_grad_enabled():
             is_plain = all(each is None for each in (key_padding_mask, cache, rotary, position_bias))
-            if is_plain and (layout is None or is_trusted):
-                out = plan.evaluation.run(src, mask, is_causal, layout)
+            if is_plain:
+                out = plan.evaluation.run(self, src, mask, is_causal, layout, is_trusted=is_trusted)
                 if out is not None:
                     return out
         step = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import functools
 import mmap
 import os
 import random
@@ -16,12 +17,15 @@ import pytest
 import torch
 
 from fastformer.generation import generate, repack
-from fastformer.generation.engines import page_watch, prepack
-from fastformer.generation.engines.page_watch import PageWatch
-from fastformer.generation.engines.prepack import fingerprint, packed
+from fastformer.generation.engines.cpp_support import find_guards
 from fastformer.models import GPT, Transformer
+from fastformer.nn import page_watch, prepack
+from fastformer.nn.page_watch import PageWatch
 from tests.generation.small import needs_cpp
 from tests.generation.weights import drawn
+
+fingerprint = functools.partial(prepack.fingerprint, find=find_guards)
+packed = functools.partial(prepack.packed, find=find_guards)
 
 PAGE = mmap.PAGESIZE
 

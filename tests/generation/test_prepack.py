@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import gc
 import os
 import re
@@ -20,11 +21,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastformer.generation import generate
 from fastformer.generation.engines import cpp_support
-from fastformer.generation.engines.cpp_support import why_not_supported
-from fastformer.generation.engines.prepack import fingerprint, packed
+from fastformer.generation.engines.cpp_support import find_guards, why_not_supported
 from fastformer.models import GPT, GPTConfig, Transformer
-from fastformer.nn import MultiheadAttention
+from fastformer.nn import MultiheadAttention, prepack
 from fastformer.ops import use_backend
+
+fingerprint = functools.partial(prepack.fingerprint, find=find_guards)
+packed = functools.partial(prepack.packed, find=find_guards)
 
 SOURCES = torch.tensor([[5, 6, 7, 1], [9, 8, 1, 0]])
 

@@ -20,8 +20,7 @@ from fastformer.generation.engines.base import (
     SearchingBatch,
     Selection,
 )
-from fastformer.generation.engines.cpp_support import why_not_supported
-from fastformer.generation.engines.prepack import packed
+from fastformer.generation.engines.cpp_support import find_guards, why_not_supported
 from fastformer.generation.engines.sampling import choose
 from fastformer.generation.model_protocols import Model, own_precision
 from fastformer.generation.native_search import NativeSearch
@@ -30,6 +29,7 @@ from fastformer.models.gpt import GPTConfig
 from fastformer.models.quantization import INT4, SCALE, ZERO, groups_of
 from fastformer.nn import Embedding, MultiheadAttention, RelativePositionBias
 from fastformer.nn.feed_forward import Activation, fused_name
+from fastformer.nn.prepack import packed
 from fastformer.ops import _extension
 
 BLOCK_SIZE = 16  # tokens; csrc/engine/prefix_table.h's kBlockTokens
@@ -112,7 +112,7 @@ class CppEngine(Engine):
     def prepacked(self, *, may_be_old: bool = False) -> object:
         """The `PackedModel` of the model's weights as they are now; see `prepack`."""
         model, precision = self._model, self.precision
-        return packed(model, precision, lambda: pack(model, precision), may_be_old=may_be_old)
+        return packed(model, precision, lambda: pack(model, precision), find=find_guards, may_be_old=may_be_old)
 
     @classmethod
     def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:

@@ -1,4 +1,4 @@
-"""The weights of models that are prepacked for the C++ engine, and whether they are still the models' own."""
+"""The weights of models and stacks that are packed for the C++ engine, and whether they are still their own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -16,14 +16,26 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from fastformer.generation.engines.cpp_support import find_guards
-from fastformer.generation.engines.page_watch import PageWatch
-from fastformer.nn.model_guards import ModelGuards
+from fastformer.nn.page_watch import PageWatch
 from fastformer.ops import _extension
 
 T = TypeVar("T")
+
+
+class Held(Protocol):
+    """The tensors of a model or a stack, as `ModelGuards` has them."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of which a change counts."""
+
+    @property
+    def layout(self) -> object:
+        """Where they are; see `layout_of`."""
+
+
 # (model) -> the guards of a model that may be packed, or None and why it may not.
-FindGuards: TypeAlias = Callable[[Any], tuple[ModelGuards | None, str | None]]
+FindGuards: TypeAlias = Callable[[Any], tuple[Held | None, str | None]]
 Bits: TypeAlias = npt.NDArray[np.integer[Any]]
 
 _SAMPLES = 32  # of each tensor, where the system doesn't say what was written
@@ -46,11 +58,11 @@ class _Watch:
     """Finds out whether the tensors of a model were written. It keeps them alive.
 
     Attributes:
-        layout: see `ModelGuards`.
+        layout: see `Held`.
         period: a number that changes when watched memory was written.
     """
 
-    def __init__(self, guards: ModelGuards) -> None:
+    def __init__(self, guards: Held) -> None:
         self._pages: PageWatch | None = None
         self._tensors, self.layout = guards.tensors, guards.layout
         memory = [_memory(tensor.detach()) for tensor in self._tensors if tensor.numel()]
@@ -91,7 +103,7 @@ class _Watch:
 _watches: WeakKeyDictionary[nn.Module, _Watch] = WeakKeyDictionary()
 
 
-def fingerprint(model: nn.Module, find: FindGuards = find_guards) -> Fingerprint:
+def fingerprint(model: nn.Module, find: FindGuards) -> Fingerprint:
     """A value that differs once a parameter or buffer of a model was changed or replaced, or its config was changed.
 
     PyTorch counts the changes of a tensor, but for those through `parameter.data` or an array that shares its memory.
@@ -117,7 +129,9 @@ def fingerprint(model: nn.Module, find: FindGuards = find_guards) -> Fingerprint
     count = _extension.host_function("tensor_versions")
     versions = [tensor._version for tensor in guards.tensors] if count is None else count(guards.tensors)
     read = watch.look()
-    return Fingerprint(guards.layout, versions, watch.period, read, tuple(vars(cast(Any, model.config)).values()))
+    config = vars(model).get("config")
+    settings = () if config is None else tuple(vars(config).values())
+    return Fingerprint(guards.layout, versions, watch.period, read, settings)
 
 
 def _memory(tensor: Tensor) -> Bits:
@@ -158,7 +172,7 @@ def packed(
     precision: str,
     pack: Callable[[], T],
     *,
-    find: FindGuards = find_guards,
+    find: FindGuards,
     may_be_old: bool = False,
 ) -> T:
     """What `pack` made of a model in a precision, made again when the model has changed since.
@@ -166,7 +180,7 @@ def packed(
     There is one at a time for each model and precision, the same in all threads, and none when the model is gone.
 
     Args:
-        model: for which `why_not_supported` gives None, or another one whose weights `pack` reads.
+        model: one whose weights `pack` reads, a stack of layers among them.
         precision: names what is packed.
         pack: packs it. What it returns must not refer to the model, or neither would ever be freed.
         find: the guards of the model.
@@ -190,7 +204,7 @@ def is_packed(model: nn.Module, precision: str) -> bool:
         return precision in _packed.get(model, ())
 
 
-def packed_before(model: nn.Module, precision: str, *, find: FindGuards = find_guards) -> Any:
+def packed_before(model: nn.Module, precision: str, *, find: FindGuards) -> Any:
     """The result of `packed` for a model as it is now, or None: nothing is packed for this call."""
     with _lock:
         kept = _packed.get(model, {})

@@ -1,0 +1,177 @@
+"""Encoders on the engine: what their modules compute, whatever becomes of their weights."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastformer
+import fastformer.nn as fnn
+from fastformer.models import Transformer
+from fastformer.nn import packed_stack, stack
+from tests.checks import assert_accurate
+
+pytestmark = pytest.mark.skipif(packed_stack.why_no_engine() is not None, reason="it is C++")
+
+DIM, SEQLEN = 32, 7
+PADDED = torch.arange(SEQLEN) >= torch.tensor([5, 7, 2])[:, None]
+
+
+def made(num_layers: int = 2, *, final: bool = False, seed: int = 0, **options: Any) -> fnn.TransformerEncoder:
+    torch.manual_seed(seed)
+    layer = fnn.TransformerEncoderLayer(DIM, 4, 48, batch_first=True, **options)
+    found = fnn.TransformerEncoder(layer, num_layers, fnn.AddLayerNorm(DIM) if final else None).eval()
+    with torch.no_grad():
+        for parameter in found.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return found
+
+
+def inputs(batch: int = 3) -> Tensor:
+    return torch.randn(batch, SEQLEN, DIM, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each call that came to the engine whether it computed it."""
+    found: list[bool] = []
+
+    def counted(*args: Any) -> Tensor | None:
+        out = packed_stack.run_packed(*args)
+        found.append(out is not None)
+        return out
+
+    monkeypatch.setattr(stack, "run_packed", counted)
+    return found
+
+
+@torch.no_grad()
+def check(module: Any, call: Callable[[Any], Tensor], keep: Tensor | None = None) -> None:
+    """The engine errs no more than the layers of torch.nn's kind do, against fp64."""
+    found = call(module)
+    plain = copy.deepcopy(module)
+    plain.packs_weights = False
+    exact = call(copy.deepcopy(plain).double())
+    kept = slice(None) if keep is None else keep
+    assert_accurate(found[kept], call(plain)[kept], exact[kept])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"norm_first": norm_first, "final": final, "bias": bias, "activation": activation}
+        for (norm_first, final), (bias, activation) in zip(
+            itertools.product((False, True), repeat=2),
+            ((True, "relu"), (False, "gelu"), (True, "gelu"), (False, "relu")),
+            strict=True,
+        )
+    ],
+    ids=str,
+)
+def test_the_engine_computes_what_the_layers_do(options: dict[str, Any], dtype: torch.dtype, runs: list[bool]) -> None:
+    module = made(**options).to(dtype)
+    for padding in (None, PADDED):
+
+        def call(m: Any, padding: Tensor | None = padding) -> Tensor:
+            out: Tensor = m(inputs().to(dtype).to(m.layers[0].linear1.weight.dtype), src_key_padding_mask=padding)
+            return out
+
+        check(module, call, None if padding is None else ~padding)
+    assert runs == [True, True]
+
+
+def test_what_the_engine_does_not_know_goes_by_the_layers(runs: list[bool]) -> None:
+    x, causal = inputs(), nn.Transformer.generate_square_subsequent_mask(SEQLEN)
+    module = made()
+    check(module, lambda m: m(x.to(m.layers[0].linear1.weight.dtype), mask=causal.to(m.layers[0].linear1.weight.dtype)))
+    mixed = made()
+    mixed.layers[1].norm1.eps = 0.5
+    check(mixed, lambda m: m(x.to(m.layers[0].linear1.weight.dtype)))
+    assert not any(runs)
+
+
+def test_changed_weights_are_packed_again(runs: list[bool]) -> None:
+    module, x = made(), inputs()
+    weight = module.layers[1].linear1.weight
+    changes: list[Callable[[], object]] = [
+        lambda: None,
+        lambda: weight.data.view(-1)[5].add_(1.0),
+        lambda: weight.detach().numpy().fill(0.01),
+        lambda: module.load_state_dict(made(seed=3).state_dict()),
+        lambda: setattr(module.layers[0], "linear2", nn.Linear(48, DIM)),
+        lambda: setattr(module.layers[0].norm1, "weight", nn.Parameter(torch.full((DIM,), 2.0))),
+    ]
+    for change in changes:
+        change()
+        for _ in range(4):
+            check(module, lambda m: m(x.to(m.layers[0].linear1.weight.dtype)))
+    assert all(runs) and len(runs) == 4 * len(changes)
+
+
+@torch.no_grad()
+def test_weights_that_change_with_each_call_are_not_packed_for_each(runs: list[bool]) -> None:
+    module, x = made(), inputs()
+    for _ in range(8):
+        module.layers[0].linear1.weight.mul_(1.1)
+        check(module, lambda m: m(x.to(m.layers[0].linear1.weight.dtype)))
+    assert runs[0] and not any(runs[4:])
+    for _ in range(4):
+        module(x)
+    assert runs[-1]
+
+
+@torch.no_grad()
+def test_a_sequence_has_the_same_bits_alone(runs: list[bool]) -> None:
+    module, x = made(), inputs(5)
+    together = module(x)
+    for i in range(5):
+        assert torch.equal(module(x[i : i + 1])[0], together[i])
+    padded = module(inputs(), src_key_padding_mask=PADDED)
+    assert torch.equal(module(inputs()[:1, :5])[0], padded[0, :5])
+    assert all(runs)
+
+
+@torch.no_grad()
+def test_a_copy_goes_with_its_stack() -> None:
+    module, x = made(), inputs()
+    out = module(x)
+    assert torch.equal(copy.deepcopy(module)(x), out) and torch.equal(pickle.loads(pickle.dumps(module))(x), out)
+    gone = weakref.ref(module)
+    del module
+    gc.collect()
+    assert gone() is None
+
+
+@torch.no_grad()
+def test_torch_nns_encoder_after_accelerate(runs: list[bool]) -> None:
+    layer = nn.TransformerEncoderLayer(DIM, 4, 48, batch_first=True)
+    module = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    x = inputs()
+    plain = module(x)
+    fastformer.accelerate(module)
+    torch.testing.assert_close(module(x), plain)
+    assert runs == [True] and "C++ engine in fp32" in fastformer.report(module).encode[""]
+    fastformer.accelerate(module, encode=False)
+    torch.testing.assert_close(module(x), plain)
+    assert runs == [True] and "C++ engine in" not in fastformer.report(module).encode[""]
+
+
+@torch.no_grad()
+def test_a_transformers_sources(runs: list[bool]) -> None:
+    torch.manual_seed(0)
+    model = Transformer.from_preset("tiny", vocab_size=50).eval()
+    source = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]])
+    found = model.encode(source)
+    assert runs == [True]
+    model.encoder.packs_weights = False
+    torch.testing.assert_close(found[source != 0], model.encode(source)[source != 0])
