@@ -1,10 +1,10 @@
 """What is left of an encoder's speed beside a busy process: its training step and its evaluation.
 
-    python -m benchmarks.busy_neighbour [--threads 2] [--neighbours 1] [--out benchmarks/results/cpu.jsonl]
+    python -m benchmarks.busy_neighbour [--mode fwd] [--threads 2] [--neighbours 1] [--out benchmarks/results/cpu.jsonl]
 
-Each provider computes alone and beside the neighbours in turn, in whole turns of a second: many slices of the system's
-scheduler. A fair share is what is left if every thread gets as much of the cores (`peers.compare.fair_share`). Run it
-where nothing else runs: another process is one more neighbour.
+Each provider computes alone and beside the neighbours in turn, in turns of a second, and of less in evaluation, whose
+calls are shorter: many slices of the system's scheduler. A fair share is what is left if every thread gets as much of
+the cores (`peers.compare.fair_share`). Run it where nothing else runs: another process is one more neighbour.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import functools
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from benchmarks.measure.timing import Timing
 from benchmarks.peers.compare import PAUSE, busy_neighbours, fair_share, take_turns
 
 SHAPE = {"dim": 256, "layers": 6, "heads": 4, "batch": 16, "seqlen": 128}
-MODES = ("step", "fwd")
+MODES = {"step": 1.0, "fwd": 0.4}  # the seconds of a turn
 
 
 def turn(call: Callable[[], object], neighbours: int, seconds: float) -> float:
@@ -55,17 +55,23 @@ def work(provider: str, mode: str, shape: dict[str, Any]) -> Callable[[], object
 
 
 def measure(
-    providers: list[str], threads: int, neighbours: int, rounds: int, seconds: float, shape: dict[str, Any]
+    providers: list[str],
+    threads: int,
+    neighbours: int,
+    rounds: int,
+    seconds: float | None,
+    shape: dict[str, Any],
+    modes: Sequence[str] = tuple(MODES),
 ) -> Iterator[record.Row]:
     """A row for each mode and provider."""
     shape = {**shape, "threads": threads}
-    for mode in MODES:
+    for mode in modes:
         given = {**shape, "dropout_p": 0.1} if mode == "step" else shape
         calls = {provider: work(provider, mode, given) for provider in providers}
         for call in calls.values():
             call()
         turns = {
-            (provider, count): functools.partial(turn, call, count, seconds)
+            (provider, count): functools.partial(turn, call, count, seconds or MODES[mode])
             for provider, call in calls.items()
             for count in (0, neighbours)
         }
@@ -97,10 +103,11 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m benchmarks.busy_neighbour", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--provider", nargs="+", choices=KINDS, default=list(KINDS), help="which ones")
+    parser.add_argument("--mode", nargs="+", choices=MODES, default=list(MODES), help="step: training; fwd: evaluation")
     parser.add_argument("--threads", type=int, default=2, help="of torch (default 2)")
     parser.add_argument("--neighbours", type=int, default=1, help="busy processes (default 1)")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each, alone and not (default 5)")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of a turn (default 1)")
+    parser.add_argument("--seconds", type=float, help=f"of a turn (default {MODES['step']}, fwd {MODES['fwd']})")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     for name, size in SHAPE.items():
         parser.add_argument(f"--{name}", type=int, default=size, help=f"of the encoder (default {size})")
@@ -112,7 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
     shared = record.environment("cpu")
     sizes = {name: getattr(options, name) for name in SHAPE}
     given = options.provider, options.threads, options.neighbours, options.rounds, options.seconds, sizes
-    for row in measure(*given):
+    for row in measure(*given, options.mode):
         kept, fair = row["speedup"], row["fair_share"]
         print(
             f"{row['mode']:4} {row['provider']:12} {row['ms_quiet']:8.1f} ms alone, {row['ms_p50']:8.1f} ms beside "
