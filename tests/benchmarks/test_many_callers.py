@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from benchmarks import many_callers
-from fastformer.encoding.engine import EncoderEngine
+from fastformer.encoding.engine import Array, EncoderEngine
 from fastformer.models import BERT, BERTConfig
 
 SIZES = {"vocab_size": 60, "d_model": 32, "num_heads": 4, "num_layers": 1, "d_ff": 48, "max_len": 128}
@@ -23,9 +25,9 @@ def test_a_line_for_each_way(capsys: pytest.CaptureFixture[str]) -> None:
 def test_other_bits_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     encode, calls = many_callers.encode, []
 
-    def once_otherwise(*args: object) -> many_callers.Array:
+    def once_otherwise(*args: Any) -> Array:
         calls.append(1)
-        found = encode(*args)  # type: ignore[arg-type]
+        found = encode(*args)
         return found if len(calls) != 4 else np.nextafter(found, np.float32(1))
 
     monkeypatch.setattr(many_callers, "encode", once_otherwise)
@@ -34,7 +36,7 @@ def test_other_bits_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_caller_takes_all_texts() -> None:
-    engine = EncoderEngine(BERT(BERTConfig(**SIZES)).eval())  # type: ignore[arg-type]
+    engine = EncoderEngine(BERT(BERTConfig(**SIZES)).eval())
     texts = many_callers.draw_texts(5, 60)
     _, found = many_callers.seconds_of(engine, texts, 2, 3)
     assert [each.shape for each in found] == [(5, 32)] * 3

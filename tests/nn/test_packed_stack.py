@@ -32,7 +32,7 @@ def made(num_layers: int = 2, *, final: bool = False, seed: int = 0, **options: 
     found = fnn.TransformerEncoder(layer, num_layers, fnn.AddLayerNorm(DIM) if final else None).eval()
     with torch.no_grad():
         for parameter in found.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
+            parameter.add_(0.1 * torch.randn_like(parameter))
     return found
 
 
@@ -69,13 +69,14 @@ def check(module: Any, call: Callable[[Any], Tensor], keep: Tensor | None = None
 @pytest.mark.parametrize(
     "options",
     [
-        {"norm_first": norm_first, "final": final, "bias": bias, "activation": activation}
+        {"norm_first": norm_first, "final": final, "bias": bias, "activation": activation, "num_kv_heads": 2 + 2 * bias}
         for (norm_first, final), (bias, activation) in zip(
             itertools.product((False, True), repeat=2),
             ((True, "relu"), (False, "gelu"), (True, "gelu"), (False, "relu")),
             strict=True,
         )
-    ],
+    ]
+    + [{"window_size": (2, 2)}],
     ids=str,
 )
 def test_the_engine_computes_what_the_layers_do(options: dict[str, Any], dtype: torch.dtype, runs: list[bool]) -> None:
