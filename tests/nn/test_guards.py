@@ -179,7 +179,8 @@ def test_a_stack_in_evaluation_compiles_to_one_graph():
 def test_one_call_in_evaluation_is_accurate(options, dtype, monkeypatch):
     exact, x = encoder(**options)
     stack, x = copy.deepcopy(exact).to(dtype), x.to(dtype)
-    stack.packs_weights = False  # else the engine takes what it knows: tests/nn/test_packed_stack.py
+    # Else the engine takes what it knows: see test_packed_stack.py.
+    stack.packs_weights = False  # type: ignore[assignment]
     exact.load_state_dict(stack.state_dict())  # the rounded weights
     given = [{}, {"is_causal": True}, {"src_key_padding_mask": torch.arange(5) >= torch.tensor([[5], [3]])}]
     results: list[Tensor | None] = []
