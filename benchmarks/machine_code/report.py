@@ -103,11 +103,7 @@ def compile_launch(launch: Launch, op: str, arch: int, cases: tuple[str, ...]) -
     except Exception as error:  # any failure of any pass is a row of the report
         return row._replace(problems=(f"does not compile: {str(error)[:200]}",))
     metadata = compiled.metadata
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = dict(re.findall(r"(REG|STACK):(\d+)", _tool("cuobjdump", "--dump-resource-usage", file.name)))
-        instructions = sass.parse(_tool("nvdisasm", "-c", file.name))
+    usage, instructions = disassembled(compiled.asm["cubin"])
     ctas, limit = sass.ctas_an_sm(
         arch, metadata.num_warps, int(usage["REG"]), metadata.shared, getattr(metadata, "tmem_size", 0) or 0
     )
@@ -129,6 +125,15 @@ def compile_launch(launch: Launch, op: str, arch: int, cases: tuple[str, ...]) -
     )
     unordered = (*hazards.orders(ptx), *hazards.in_flight(instructions)[:3])
     return row._replace(problems=(*problems_of(row, products_of(launch)), *unordered))
+
+
+def disassembled(cubin: bytes) -> tuple[dict[str, str], list[sass.Instruction]]:
+    """(REG and STACK as text, the instructions) of a compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = dict(re.findall(r"(REG|STACK):(\d+)", _tool("cuobjdump", "--dump-resource-usage", file.name)))
+        return usage, sass.parse(_tool("nvdisasm", "-c", file.name))
 
 
 def _tool(name: str, *arguments: str) -> str:

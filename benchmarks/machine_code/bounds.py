@@ -1,0 +1,114 @@
+"""What attention's kernels for sm_90 could reach on an H100, by the model of `schedule.py`. Bounds, no speeds.
+
+    python -m benchmarks.machine_code.bounds [--label after] [--out benchmarks/results/machine_code_bounds.jsonl]
+
+Each kernel is compiled, without a GPU, for causal bf16 calls of 4096 keys; the loop that counts is the one without a
+mask, which runs in all blocks but those at the diagonal. Of that loop a line says what one warp runs (instructions,
+exp2, products, spilled registers), the clocks of each unit, what the busiest unit allows (`unit_tflops`), how much of
+the time the model keeps the tensor cores busy (`tensor_share`), and the bound: that share of what a H100's matrix
+products sustain, times REACHED.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.machine_code import report, sass, schedule
+from benchmarks.machine_code.cases.attention import attention_call
+from benchmarks.machine_code.cases.attention_hopper import hopper_call
+
+# What a large bf16 product of cuBLAS sustains on one H100 SXM, of a peak of 989.
+SUSTAINED_TFLOPS = 798
+# What is assumed to be left of a bound by all that the model leaves out, by head_dim: a scale for comparisons, by what
+# FlashAttention-3 publishes for its forward beside a count of its units' clocks.
+REACHED = {64: 0.68, 128: 0.81}
+# Consumers of a Gluon program, which take their turns of the loop side by side; a program of the plain form has eight
+# warps, two in each part of an SM.
+PLAIN_WARPS = 2
+
+
+def _consumers(launch: report.Launch) -> int | None:
+    if not launch.kernel.fn.__name__.startswith("_attention_hopper"):
+        return None
+    return int(launch.arguments.get("CONSUMERS", 2))
+
+
+def line_of(launch: report.Launch, head_dim: int) -> dict[str, Any]:
+    """The line of one launch."""
+    import triton
+
+    from fastformer.kernels._binaries import compile_kernel
+
+    compiled = compile_kernel(launch.kernel, launch.signature, launch.options, 90)
+    usage, instructions = report.disassembled(compiled.asm["cubin"])
+    metadata = compiled.metadata
+    loops = [loop for loop in sass.loops(instructions) if sass.count(loop).wgmma]
+    loop = min(loops, key=len)  # the one without a mask, of one consumer
+    counts = sass.count(loop)
+    consumers = _consumers(launch)
+    programs, _ = sass.ctas_an_sm(90, metadata.num_warps, int(usage["REG"]), metadata.shared)
+    warps = consumers or PLAIN_WARPS
+    found = schedule.shares(loop, warps, 1 if consumers else programs)
+    clocks = sass.clocks(counts, 4 * warps)
+    return {
+        "kernel": launch.kernel.fn.__name__,
+        "head_dim": head_dim,
+        "triton": triton.__version__,
+        "tile": "x".join(str(launch.arguments[name]) for name in ("BLOCK_M", "BLOCK_N") if name in launch.arguments)
+        or f"{consumers} consumers",
+        "registers": int(usage["REG"]),
+        "stack": int(usage["STACK"]),
+        "shared": metadata.shared,
+        "instructions": counts.instructions,
+        "exp2": counts.exp2,
+        "wgmma": counts.wgmma,
+        "atomics": counts.atomics,
+        "local": counts.local,
+        "clocks": {name: round(value) for name, value in clocks.items() if value},
+        "unit_tflops": round(sass.bound(counts, 4 * warps).tflops),
+        "tensor_share": round(found.tensor, 3),
+        "bound_tflops": round(found.tensor * SUSTAINED_TFLOPS * REACHED[head_dim]),
+    }
+
+
+def lines() -> Iterator[dict[str, Any]]:
+    """A line of each kernel with products that a causal call launches: the plain form's, then the Gluon kernels'."""
+    for head_dim in REACHED:
+        for call in (attention_call, hopper_call):
+            for launch in report.launches_of(call(torch.bfloat16, head_dim, ("causal",), 4096), 90):
+                is_gluon = launch.kernel.fn.__name__.startswith("_attention_hopper")
+                if report.products_of(launch) and is_gluon == (call is hopper_call):
+                    yield line_of(launch, head_dim)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.machine_code.bounds", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--label", default="", help='such as "before": what of this code a line stands for')
+    parser.add_argument("--out", type=Path, help="JSON lines, in the place of those with the same label and compiler")
+    options = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET", "0") == "1":
+        parser.error("expected TRITON_INTERPRET unset: interpreted functions can't be compiled")
+    found = []
+    for line in lines():
+        found.append({"label": options.label} | line)
+        print(json.dumps(found[-1]), flush=True)
+    if options.out is not None:
+        old = options.out.read_text().splitlines() if options.out.exists() else []
+        same = ("label", "triton")
+        kept = [line for line in map(json.loads, old) if [line[key] for key in same] != [found[0][key] for key in same]]
+        options.out.write_text("".join(json.dumps(line) + "\n" for line in kept + found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

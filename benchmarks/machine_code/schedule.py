@@ -1,0 +1,137 @@
+"""How well a loop of an sm_90 kernel could keep the tensor cores busy: its instructions, clock by clock.
+
+A model of one of the four parts of an SM, of which each has a scheduler, a tensor core, and a quarter of everything
+else. Its warps run the loop over and over:
+
+- a warp issues its instructions in the order of the code, one a clock for all warps, the one that waited longest first;
+- a warp's 32 results take 8 clocks of the exp2 unit, 2 of the integer lanes, 1 of the fp32 lanes (2 of an IMAD);
+- an HGMMA goes to the tensor core, which works in the order of issue: n / 2 clocks for 64 x n x 16, or as long as its
+  operands take from shared memory, 32 bytes a clock, where that is longer;
+- WARPGROUP.DEPBAR waits until at most its number of the warp's groups is in flight; a barrier of the whole program for
+  the program's other warps; what else is read from shared memory shares its 32 bytes a clock.
+
+Left out, and so assumed free: latencies of instructions and memories, waits for copies, barriers within a warpgroup and
+between the consumers, bank conflicts, clocks that the chip lowers, all that comes before and after the loop. So the
+share is a bound, and no kernel reaches it.
+
+The order of the code decides: exponentials that the compiler puts behind the wait for a product don't run under it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from benchmarks.machine_code import sass
+
+# Of one part of an SM: clocks of a unit for an instruction of one warp.
+EXP2, INTEGER, FP32 = 8.0, 2.0, 1.0
+SHARED_BYTES = 32.0  # a clock
+STEPS = 12  # of each warp; the first half fills the pipeline
+
+
+class Step(NamedTuple):
+    """One instruction, as the model sees it."""
+
+    unit: str  # "" for one that takes an issue slot alone
+    clocks: float  # of the unit
+    shared: float = 0.0  # clocks of shared memory beside it
+    ends_group: bool = False
+    waits: int | None = None  # for as many groups in flight at most
+    meets: bool = False  # all warps of the program
+
+
+def step_of(instruction: sass.Instruction) -> Step | None:
+    """What the model makes of an instruction; None for one that takes no slot."""
+    counts = sass.count([instruction])
+    if not counts.instructions:
+        return None
+    shared = counts.shared_bytes / SHARED_BYTES
+    if counts.wgmma:
+        return Step("tensor", 4 * counts.tensor_clocks, shared, ends_group="gsb0" in instruction.operands)
+    if counts.waits:
+        return Step("", 0.0, waits=counts.waits[0])
+    if instruction.base == "BAR":
+        # Behind a count of threads it is one warpgroup's: its warps are each in a part of their own.
+        return Step("", 0.0, meets=instruction.operands.count(",") == 0)
+    if counts.special:
+        return Step("exp2", EXP2)
+    if counts.integer:
+        return Step("integer", INTEGER)
+    if counts.fp32:
+        return Step("fp32", FP32 * counts.fp32)
+    return Step("shared", shared) if shared else Step("", 0.0)
+
+
+class Warp:
+    """A warp of the model."""
+
+    def __init__(self, program: int) -> None:
+        self.program = program
+        self.at = 0
+        self.turns = 0
+        self.issued = -1.0  # when it last issued
+        self.groups: list[float] = []  # when its groups of products end
+        self.meetings = 0
+
+
+class Shares(NamedTuple):
+    """What the model says of a loop."""
+
+    clocks: float  # a turn of the loop, of all warps
+    tensor: float  # the share of them in which the tensor core works
+
+
+def shares(loop: Sequence[sass.Instruction], warps: int, programs: int = 1) -> Shares:
+    """Runs the loop on `warps` warps of each of `programs` programs, in one part of an SM."""
+    steps = [step for step in map(step_of, loop) if step is not None]
+    running = [Warp(program) for program in range(programs) for _ in range(warps)]
+    free: dict[str, float] = dict.fromkeys(("tensor", "exp2", "integer", "fp32", "shared"), 0.0)
+    now, worked, begun = 0.0, 0.0, 0.0
+    half = 0.0  # the tensor core's clocks by then
+    while any(warp.turns < STEPS for warp in running):
+        ready = [warp for warp in running if _may_issue(warp, steps[warp.at], now, free, running)]
+        if ready:
+            warp = min(ready, key=lambda each: each.issued)
+            worked += _issue(warp, steps[warp.at], now, free)
+            warp.at += 1
+            if warp.at == len(steps):
+                warp.at, warp.turns = 0, warp.turns + 1
+                if begun == 0.0 and min(each.turns for each in running) == STEPS // 2:
+                    begun, half = now, worked
+        now += 1.0
+    turns = STEPS - STEPS // 2
+    return Shares((now - begun) / turns, (worked - half) / (now - begun))
+
+
+def _may_issue(warp: Warp, step: Step, now: float, free: dict[str, float], running: list[Warp]) -> bool:
+    if step.waits is not None:
+        unfinished = sum(end > now for end in warp.groups)
+        return unfinished <= step.waits
+    if step.meets:
+        # The others of its program are there too, or further.
+        others = [each for each in running if each.program == warp.program]
+        return all(each.meetings > warp.meetings or _is_at_meeting(each, warp) for each in others)
+    # Products queue before the tensor core; the other units take what they can at once.
+    return not step.unit or step.unit == "tensor" or free[step.unit] <= now
+
+
+def _is_at_meeting(other: Warp, warp: Warp) -> bool:
+    return other.meetings == warp.meetings and other.at == warp.at
+
+
+def _issue(warp: Warp, step: Step, now: float, free: dict[str, float]) -> float:
+    """Takes the units; returns the clocks of the tensor core."""
+    warp.issued = now
+    warp.meetings += step.meets
+    if step.unit == "tensor":
+        start = max(now, free["tensor"], free["shared"] - step.clocks)
+        end = start + max(step.clocks, step.shared)
+        free["tensor"] = end
+        free["shared"] = max(free["shared"], start) + step.shared
+        if step.ends_group:
+            warp.groups = [*(each for each in warp.groups if each > now), end]
+        return step.clocks
+    if step.unit:
+        free[step.unit] = max(now, free[step.unit]) + step.clocks
+    return 0.0

@@ -1,0 +1,39 @@
+"""The model of a loop's schedule, on a few instructions that one can follow by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.machine_code.sass import parse
+from benchmarks.machine_code.schedule import shares, step_of
+from tests.benchmarks.machine_code.test_sass import listing
+
+PRODUCT = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24, gsb0\n"  # 64 clocks, of shared memory 48
+WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0\n"
+EXPONENTIALS = "MUFU.EX2 R1, R2\n" * 8  # 64 clocks
+
+
+def test_clocks_of_an_instruction() -> None:
+    steps = [step_of(each) for each in parse(listing(PRODUCT + WAIT + "MUFU.EX2 R1, R2\nIADD3 R1, R2, R3, RZ\nNOP"))]
+    product, wait, exponential, integer, nothing = steps
+    assert product is not None and (product.unit, product.clocks, product.shared) == ("tensor", 64, 48)
+    assert product.ends_group and wait is not None and wait.waits == 0
+    assert exponential is not None and exponential.clocks == 8 and integer is not None and integer.clocks == 2
+    assert nothing is None
+
+
+def test_the_order_of_a_wait_decides_whether_exponentials_hide() -> None:
+    """One warp: 64 clocks of products and 64 of exp2 take as long as the longer, or as long as both."""
+    hidden = shares(parse(listing(PRODUCT + EXPONENTIALS + WAIT)), 1)
+    serial = shares(parse(listing(PRODUCT + WAIT + EXPONENTIALS)), 1)
+    assert hidden.tensor == pytest.approx(1, abs=0.1)
+    assert serial.tensor == pytest.approx(0.5, abs=0.05)
+
+
+def test_another_warp_fills_the_gap_unless_a_barrier_holds_it() -> None:
+    loop = PRODUCT + WAIT + EXPONENTIALS
+    alone, beside = (shares(parse(listing(loop)), warps) for warps in (1, 2))
+    assert beside.tensor > 1.5 * alone.tensor
+    held = shares(parse(listing(loop + "BAR.SYNC.DEFER_BLOCKING 0x0\n")), 2)
+    free = shares(parse(listing(loop + "BAR.SYNC.DEFER_BLOCKING 0x2, 0x80\n")), 2)
+    assert held.tensor < free.tensor
