@@ -94,7 +94,7 @@ def patient_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def translating(patient_folder: Path) -> Iterator[Running]:
-    with running(patient_folder) as server:
+    with running(patient_folder, Limits(max_new_tokens=3900)) as server:
         yield server
 
 
@@ -203,7 +203,7 @@ def test_a_chat_is_stopped(browser: Any, chatting: Running) -> None:
     visit.page.fill("#most", "3500")
     visit.page.fill("#temperature", "0")
     visit.page.fill("#say", "two birds")
-    visit.page.click("#send")
+    visit.page.click("#send", no_wait_after=True)
     visit.expect("#turns li.assistant span:last-child").not_to_be_empty()
     visit.page.keyboard.press("Escape")
     until(lambda: chatting.service.stats().running == 0, 2.0)
