@@ -43,7 +43,7 @@ from fastformer.training.schedule import rate_of
 from fastformer.training.state import fingerprint, restore, split, state_of
 from fastformer.training.updates import Update, dropout_seed, places_of
 from fastformer.training.validation import Part, scores_of, validate_part
-from fastformer.training.world import PartsWriter, World, local_part, read_parts, whole_tensor
+from fastformer.training.world import PartsWriter, World, local_part, read_parts
 
 logger = logging.getLogger("fastformer")
 
@@ -317,11 +317,11 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.scaler.unscale_(self.optimizer)
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.clip or float("inf"))
+        norm = self.world.clip(self.model.parameters(), config.clip or float("inf"))
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        return total, whole_tensor(norm.detach())
+        return total, norm.detach()
 
     def note(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
         """Adds an update to what is known on the device of all of them."""

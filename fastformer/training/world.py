@@ -15,12 +15,12 @@ import os
 import pickle
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ T = TypeVar("T")
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Words in gloo's errors about a process that is gone or silent; NCCL's errors have a type of their own.
 _SIGNS_OF_LOSS = ("gloo", "Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe")
+_ROOM = 1 / 16  # of a process's memory, which the whole weights of a sharded model may take during an update
 
 
 class OtherRankError(RuntimeError):
@@ -72,6 +73,7 @@ class Runner:
     factor: int = 1
     waiting: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     shell: nn.Module | None = None  # of sharded weights, the model without them
+    gathers: Literal["update", "layer"] | None = None  # how long sharded weights stay whole: an update, or a layer
 
     def whole(self, model: nn.Module) -> nn.Module:
         """A model with all of its weights, for use outside of updates; all processes ask for it together.
@@ -235,6 +237,20 @@ class World:
                 dist.all_reduce(tensor)
         return tensor
 
+    def clip(self, parameters: Iterable[Tensor], most: float) -> Tensor:
+        """Scales gradients down to a norm of at most `most`, as torch's `clip_grad_norm_` does. Returns their norm.
+
+        Of parameters that are sharded each process scales its parts. PyTorch's function does the same by DTensors,
+        each operation on which costs the CPU as much as a small layer.
+        """
+        parameters = list(parameters)
+        if not any(is_parted(parameter) for parameter in parameters):
+            return nn.utils.clip_grad_norm_(parameters, most)
+        gradients = [local_part(each.grad.detach()) for each in parameters if each.grad is not None]
+        norm = self.add_up(torch.stack(torch._foreach_norm(gradients)).square().sum()).sqrt()
+        torch._foreach_mul_(gradients, (most / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
     def first(self, action: Callable[[], T]) -> T:
         """Rank 0 does something; its result reaches all processes, and so does its failure.
 
@@ -322,32 +338,72 @@ class World:
             for weight in model.parameters()
         }
         shell = copy.deepcopy(model, memo)
-        mesh = init_device_mesh(next(model.parameters()).device.type, (self.size,))
+        device = next(model.parameters()).device
+        mesh = init_device_mesh(device.type, (self.size,))
+        size = sum(weight.nbytes for weight in model.parameters())
+        # All processes gather together, so that what one of them lacks the room for none of them does.
+        by_layer = bool(self.most(size > _ROOM * _memory(device))[0])
         for each in (model, *others):
-            _shard_by_layer(each, mesh)
+            _shard_weights(each, mesh, by_layer=by_layer)
         register_fsdp_forward_method(model, "loss")
         sharded: Any = model
 
         @contextlib.contextmanager
         def waiting() -> Iterator[None]:
             sharded.set_requires_gradient_sync(False)
+            sharded.set_reshard_after_backward(by_layer)  # the next batch of the update needs the same weights
             try:
                 yield
             finally:
                 sharded.set_requires_gradient_sync(True)
+                sharded.set_reshard_after_backward(True)
 
-        return Runner(model, 1, waiting, shell)
+        return Runner(model, 1, waiting, shell, "layer" if by_layer else "update")
 
 
-def _shard_by_layer(model: nn.Module, mesh: Any) -> None:
-    """Shards each layer of each stack, and what is left as a whole: the embeddings, which two sides may share."""
+def _memory(device: torch.device) -> float:
+    """Bytes that a process has of a device: of a machine its share."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    pages, size = (os.sysconf(name) for name in ("SC_PHYS_PAGES", "SC_PAGE_SIZE"))
+    return pages * size / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+class _ReduceScatter:
+    """How FSDP adds up gradients by gloo: each process gets its parts of all others, and adds them in their order.
+
+    gloo's own way adds up the whole gradient in each process, and throws most of it away.
+    """
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A place for gradients."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: object, async_op: bool = False
+    ) -> None:
+        """Puts the sum of this process's part over all processes into `output_tensor`."""
+        parts = torch.empty_like(input_tensor)
+        dist.all_to_all_single(parts, input_tensor, group=group)
+        torch.sum(parts.view(group.size(), -1), dim=0, out=output_tensor)
+
+
+def _shard_weights(model: nn.Module, mesh: Any, *, by_layer: bool) -> None:
+    """Shards a model's weights.
+
+    Args:
+        model: which one.
+        mesh: of the processes.
+        by_layer: each layer of each stack by itself, whose weights are whole while it computes, and what is left: the
+            embeddings, which two sides may share. Otherwise all together, which are whole during an update.
+    """
     # Imported here, as everything of sharding is: it takes as long as the rest of a training's imports.
     from torch.distributed.fsdp import FSDPModule, fully_shard
     from torch.distributed.tensor import DTensor
 
     guards.PARTED.add(DTensor)
     layers = [layer for stack in model.modules() if isinstance(stack, Stack) for layer in stack.layers]
-    for layer in layers:
+    for layer in layers if by_layer else ():
         unknown = set(_hooks(layer))
         fully_shard(layer, mesh=mesh)
         guards.GATHERING.update(hook.__func__ for hook in _hooks(layer) if hook not in unknown)
@@ -357,6 +413,8 @@ def _shard_by_layer(model: nn.Module, mesh: Any) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # the loss is divided by the tokens of all processes
             module.set_force_sum_reduction_for_comms(True)  # gloo has no product within a sum, which fp32 would take
+            if mesh.device_type == "cpu":
+                module.set_custom_reduce_scatter(_ReduceScatter())  # type: ignore[arg-type]
 
 
 def _hooks(module: nn.Module) -> list[Any]:

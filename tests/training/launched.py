@@ -5,7 +5,7 @@
 OPTIONS is JSON: "updates": a folder for a file of each process, with a line for each batch of an update that it began;
 "nan": [rank, step]: that loss is NaN; "full": the disk has no room for that checkpoint; "freeze": [rank, step]: this
 process says no more; "data": [rank, file]: this process reads another file; "pace": seconds that each update waits;
-"dtype": another than float64.
+"dtype": another than float64; "by_layer": there is no room for whole weights, which FSDP gathers a layer at a time.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ torch.set_num_threads(1)
 
 from torch.distributed.checkpoint.filesystem import FileSystemWriter  # noqa: E402
 
+from fastformer.__main__ import leave  # noqa: E402
 from fastformer.checkpoints.training_state import save_checkpoint  # noqa: E402
 from fastformer.cli import main  # noqa: E402
 from fastformer.data import Batch  # noqa: E402
-from fastformer.training import build  # noqa: E402
+from fastformer.training import build, world  # noqa: E402
 from fastformer.training import trainer as module  # noqa: E402
 from fastformer.training.trainer import Trainer  # noqa: E402
 
@@ -60,6 +61,8 @@ def install(options: dict) -> None:
         return inner(self, batches)
 
     Trainer.update = update
+    if options.get("by_layer"):
+        world._ROOM = 0.0
     if "full" in options:
         save = save_checkpoint
 
@@ -87,4 +90,4 @@ if __name__ == "__main__":
     if asked.get("data", [None])[0] == RANK:
         load = build.load_data  # type: ignore[attr-defined]
         build.load_data = lambda config, *others: load(replace(config, train_tsv=asked["data"][1]), *others)  # type: ignore[attr-defined]
-    sys.exit(main(words))
+    leave(main(words))
