@@ -342,6 +342,42 @@ def serving_costs(numbers: Numbers) -> str:
     return table(["", "the median, or the rate", "p99, beyond the library, or its share"], lines)
 
 
+def processes(numbers: Numbers) -> str:
+    """A line for one process and for each way in which several share a training; "" until they were measured."""
+    rows = numbers.results.find(op="processes")
+    lines = []
+    for provider in dict.fromkeys(row["provider"] for row in rows):
+        where = {"op": "processes", "provider": provider}
+        tokens = numbers.value("tokens_s", "{:,.0f}".format, **where)
+        lines.append([provider, tokens, numbers.value("speedup", **where)])
+    return table(["", "real tokens/s", "times one process"], lines) if lines else ""
+
+
+def preparing(numbers: Numbers) -> str:
+    """What preparing a corpus takes beside the tokenizers library alone; "" until it was measured."""
+    rows = [row for row in numbers.results.find(op="preparing") if row["shape"]["clock"] == "wall"]
+    if not rows:
+        return ""
+    share = numbers.value("speedup", "{:.0%}".format, op="preparing", provider="fastformer prepare", clock="cpu")
+    lines = [["the tokenizers library's share of the CPU time of one process", share]]
+    for count in sorted({row["shape"]["processes"] for row in rows} - {1}):
+        faster = numbers.value("speedup", op="preparing", provider="fastformer prepare", clock="wall", processes=count)
+        lines.append([f"{count} processes, times as fast as one", faster])
+    return table(["fastformer prepare", ""], lines)
+
+
+def large_corpus(numbers: Numbers) -> str:
+    """The peak of a process's memory on a large corpus; "" until it was measured."""
+    rows = numbers.results.find(op="large_corpus")
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        where = {"op": "large_corpus", "model": model}
+        show = "{:,.0f}".format
+        cells = [numbers.value(field, show, **where) for field in ("pairs", "peak_mib")]
+        lines.append([f"fastformer {model}", *cells])
+    return table(["", "pairs", "most memory of a process, MiB"], lines) if lines else ""
+
+
 def precisions(numbers: Numbers) -> str:
     """What the smaller ones cost in quality."""
 
@@ -393,6 +429,9 @@ TABLES: dict[str, Callable[[Numbers], str]] = {
     "serving_losses": serving_losses,
     "serving_costs": serving_costs,
     "precisions": precisions,
+    "processes": processes,
+    "preparing": preparing,
+    "large_corpus": large_corpus,
     "accelerated": functools.partial(times_faster, DROP_IN),
     "accelerated_generate": accelerated_generate,
     "accelerated_full_rate": functools.partial(elsewhere, AT_FULL_RATE, functools.partial(_measured, DROP_IN)),

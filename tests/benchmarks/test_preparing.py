@@ -1,0 +1,55 @@
+"""The benchmarks of preparing a corpus: its lines, and that made-up text is what it says."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pyarrow", reason="shards are files of Arrow")
+
+from benchmarks import large_corpus, preparing
+from benchmarks.measure import record
+from benchmarks.measure.synthetic_text import write_pairs
+
+
+def test_made_up_pairs(tmp_path: Path) -> None:
+    path = write_pairs(tmp_path / "a.tsv", 500, seed=1, shortest=2, longest=5)
+    pairs = [line.split("\t") for line in path.read_text().splitlines()]
+    assert len(pairs) == 500 and all(len(pair) == 2 for pair in pairs)
+    assert {len(side.split()) for pair in pairs for side in pair} == {2, 3, 4, 5}
+    counts = Counter(word for source, _ in pairs for word in source.split())
+    assert counts.most_common(1)[0][1] > 50 and len(counts) > 300  # few words often, many rarely
+    assert write_pairs(tmp_path / "b.tsv", 500, seed=1, shortest=2, longest=5).read_text() == path.read_text()
+    assert write_pairs(tmp_path / "c.tsv", 500, seed=2, shortest=2, longest=5).read_text() != path.read_text()
+
+
+def test_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "rows.jsonl"
+    assert preparing.main(["--pairs", "300", "--processes", "1", "--rounds", "1", "--out", str(out)]) == 0
+    alone, whole, clock = (json.loads(line) for line in out.read_text().splitlines())
+    for row in (alone, whole, clock):
+        record.check(row)
+    assert 0 < alone["ms_p50"] < whole["ms_p50"] and 0 < whole["speedup"] < 1
+    assert clock["shape"]["processes"] == 1 and clock["speedup"] == 1.0
+    assert "of which tokenizers are" in capsys.readouterr().out
+
+
+def test_bad_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, main in (("rounds", preparing.main), ("pairs", preparing.main), ("steps", large_corpus.main)):
+        with pytest.raises(SystemExit):
+            main([f"--{name}", "0"])
+        assert f"--{name}" in capsys.readouterr().err
+
+
+@pytest.mark.slow  # 20 s: both commands of the benchmark run, and the system says what they took
+def test_the_memory_of_a_small_corpus(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    words = ["--pairs", "20000", "--steps", "2", "--shards", "6", "--folder", str(tmp_path), "--out", str(out)]
+    assert large_corpus.main(words) == 0
+    for row in map(json.loads, out.read_text().splitlines()):
+        record.check(row)
+        assert 100 < row["peak_mib"] < 1000
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]

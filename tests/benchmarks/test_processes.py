@@ -1,0 +1,69 @@
+"""The benchmark of a training by one process and by several: what it starts, what it reads, and lines of the schema."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import processes
+from benchmarks.measure import record
+from fastformer.commands import _parsing
+from fastformer.commands import train as command
+from fastformer.training import TrainConfig
+
+
+def test_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Trainings that say what a test wants them to say; what they are started with is understood."""
+    speeds = {None: 100.0, "ddp": 180.0, "fsdp": 150.0}
+    started: list[str | None] = []
+
+    def trained(words: list[str], run: Path) -> float:
+        after = words[words.index("train") + 1 :]
+        values = _parsing.parse(command, "train", after)
+        config = TrainConfig.from_dict({k: v for k, v in values.items() if k not in ("run", "config", "resume")})
+        assert (config.steps, config.accumulate) == (16, 2) and Path(str(config.train_data)).is_dir()
+        kind = config.sharding if "torch.distributed.run" in words else None
+        started.append(kind)
+        run.mkdir()
+        lines = [{"kind": "train", "tokens_per_second": speed} for speed in (1.0, 1.0, *[speeds[kind]] * 3)]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return 1 / processes.tokens_a_second(run)
+
+    monkeypatch.setattr(processes, "train", trained)
+    monkeypatch.setattr(processes, "_PAIRS", 200)
+    monkeypatch.setattr(processes, "_VOCABULARY", 80)
+    monkeypatch.setattr("benchmarks.processes.take_turns", lambda turns, rounds, pause: take(turns, rounds))
+    out = tmp_path / "rows.jsonl"
+    assert processes.main(["--rounds", "2", "--steps", "16", "--out", str(out)]) == 0
+    assert started == [None, "ddp", "fsdp"] * 2
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    for row in rows:
+        record.check(row)
+    assert [row["shape"]["processes"] for row in rows] == [1, 2, 2]
+    assert [row["speedup"] for row in rows] == pytest.approx([1.0, 1.8, 1.5])
+    assert len(capsys.readouterr().out.splitlines()) >= 3
+
+
+def take(turns, rounds):
+    found = {name: [] for name in turns}
+    for _ in range(rounds):
+        for name, turn in turns.items():
+            found[name].append(turn())
+    return found
+
+
+def test_bad_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--rounds", "0"], ["--processes", "3"]):
+        with pytest.raises(SystemExit):
+            processes.main(words)
+    assert "--accumulate" in capsys.readouterr().err
+
+
+@pytest.mark.slow  # 40 s: the trainings of the benchmark run, and say a speed
+def test_a_training_of_each_kind_runs(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    sizes = ["--d_model", "32", "--layers", "1", "--max_tokens", "256", "--steps", "8", "--rounds", "1"]
+    assert processes.main([*sizes, "--out", str(out)]) == 0
+    assert all(json.loads(line)["tokens_s"] > 0 for line in out.read_text().splitlines())
