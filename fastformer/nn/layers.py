@@ -38,6 +38,7 @@ from fastformer.nn.masks import as_additive
 from fastformer.nn.norm import AddLayerNorm
 from fastformer.nn.norm_plan import NormPlan, find_norm_plan
 from fastformer.nn.padding import open_nested
+from fastformer.ops._autograd import unviewed
 
 
 class ResidualStream(NamedTuple):
@@ -66,6 +67,19 @@ def _post_norm(x: Tensor, residual: Tensor, dropout: nn.Module, norm: NormPlan) 
     if x.dtype != residual.dtype:
         x = x.to(torch.promote_types(x.dtype, residual.dtype))
     return norm.join(x, residual, active_dropout(dropout))[0]
+
+
+def _handed_over(plan: LayerPlan, out: Tensor | ResidualStream) -> Tensor | ResidualStream:
+    """What a call of a layer returns: no view where a hook on it gathers the layer's parameters for the backward pass.
+
+    A change of a view in place would lose the hook.
+    """
+    if not plan.gathers:
+        return out
+    if not isinstance(out, ResidualStream):
+        return unviewed(out)
+    delta = None if out.delta is None else unviewed(out.delta)
+    return ResidualStream(delta, unviewed(out.residual), out.dropout_p)
 
 
 class LayerPlan(NamedTuple):
@@ -308,7 +322,7 @@ class TransformerEncoderLayer(_Layer):
             return opened.close(values)
         own = None if cache is None else cache.self_attention
         options = given(layout=layout, cache=own, rotary=rotary, position_bias=position_bias)
-        return self.compute(plan, src, src_mask, src_key_padding_mask, is_causal, **options)
+        return _handed_over(plan, self.compute(plan, src, src_mask, src_key_padding_mask, is_causal, **options))
 
     def compute(
         self,
@@ -446,10 +460,11 @@ class TransformerDecoderLayer(_Layer):
             out: Tensor = plan.replaced.original.forward(self, tgt, memory, **options)
             return out
         masks, memory_masks = (tgt_mask, tgt_key_padding_mask), (memory_mask, memory_key_padding_mask)
-        return self.compute(
+        found = self.compute(
             plan, tgt, memory, masks, memory_masks, tgt_is_causal, memory_is_causal, layout, memory_layout, cache,
             rotary, position_bias,
         )  # fmt: skip
+        return _handed_over(plan, found)
 
     def compute(
         self,

@@ -47,7 +47,7 @@ def test_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 def take(turns, rounds):
-    found = {name: [] for name in turns}
+    found: dict[str, list[float]] = {name: [] for name in turns}
     for _ in range(rounds):
         for name, turn in turns.items():
             found[name].append(turn())
