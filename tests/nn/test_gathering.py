@@ -31,15 +31,14 @@ class Gatherer:
 @pytest.mark.parametrize("decodes", [False, True])
 def test_no_view_comes_out(norm_first, decodes, monkeypatch) -> None:
     torch.manual_seed(0)
+    sizes = (16, 2, 32, 0.1)
     options = {"norm_first": norm_first, "batch_first": True, "dtype": torch.float64}
+    plain: ours.TransformerDecoder | ours.TransformerEncoder
+    norm = nn.LayerNorm(16).double()
     if decodes:
-        plain = ours.TransformerDecoder(
-            ours.TransformerDecoderLayer(16, 2, 32, 0.1, **options), 2, nn.LayerNorm(16).double()
-        )
+        plain = ours.TransformerDecoder(ours.TransformerDecoderLayer(*sizes, **options), 2, norm)
     else:
-        plain = ours.TransformerEncoder(
-            ours.TransformerEncoderLayer(16, 2, 32, 0.1, **options), 2, nn.LayerNorm(16).double()
-        )
+        plain = ours.TransformerEncoder(ours.TransformerEncoderLayer(*sizes, **options), 2, norm)
     hooked, gatherer = copy.deepcopy(plain), Gatherer()
     monkeypatch.setattr(guards, "GATHERING", {Gatherer.before, Gatherer.behind})
     for layer in hooked.layers:
