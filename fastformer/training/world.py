@@ -504,6 +504,7 @@ class PartsWriter:
         Raises:
             OSError: an earlier write has failed.
         """
+        from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.state_dict_saver import async_save
 
@@ -515,7 +516,9 @@ class PartsWriter:
         def complete() -> None:
             try:
                 saving.result()
-            except Exception as error:  # DCP gathers the failures of all processes into one that is no OSError
+            # DCP gathers the failures of all processes into one that is a BaseException. A full disk is an error of
+            # torch's archive in it, that writes end elsewhere than they should.
+            except (Exception, CheckpointException) as error:
                 raise OSError(None, f"could not write {folder}: {_cause(error)}; free some space") from error
             if self._world.rank == 0:
                 finish()

@@ -5,15 +5,21 @@
 OPTIONS is JSON: "updates": a folder for a file of each process, with a line for each batch of an update that it began;
 "nan": [rank, step]: that loss is NaN; "full": the disk has no room for that checkpoint; "freeze": [rank, step]: this
 process says no more; "data": [rank, file]: this process reads another file; "pace": seconds that each update waits;
-"dtype": another than float64; "by_layer": there is no room for whole weights, which FSDP gathers a layer at a time.
+"small": [rank, step, bytes]: from that update on no file of this process may get larger; "deaf": [rank, step]: this
+process loses its network; "dtype": another than float64; "by_layer": there is no room for whole weights, which FSDP
+gathers a layer at a time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
+import resource
+import socket
+import stat
 import sys
 import time
 from dataclasses import replace
@@ -56,6 +62,10 @@ def install(options: dict) -> None:
         if options.get("nan") == [RANK, self.step]:
             loss = self.model.loss
             self.model.loss = lambda *inputs, **others: loss(*inputs, **others) * float("nan")
+        if options.get("small", [None])[:2] == [RANK, self.step]:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (options["small"][2], resource.RLIM_INFINITY))
+        if options.get("deaf") == [RANK, self.step]:
+            hang_up()
         if options.get("pace"):
             time.sleep(options["pace"])
         return inner(self, batches)
@@ -73,6 +83,14 @@ def install(options: dict) -> None:
 
         module.save_checkpoint = full  # type: ignore[attr-defined]
         FileSystemWriter.write_data = full_parts(FileSystemWriter.write_data, options["full"])
+
+
+def hang_up() -> None:
+    """Ends every connection of this process."""
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                socket.socket(fileno=os.dup(descriptor)).shutdown(socket.SHUT_RDWR)
 
 
 def full_parts(write, step: int):

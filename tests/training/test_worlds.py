@@ -80,6 +80,21 @@ def test_another_number_of_processes_goes_on(whole, tmp_path, sharding) -> None:
         assert found == worlds.batches(whole.parent / "updates") and len(found) == 20 * 4
 
 
+def test_every_start_has_another_number_of_processes(whole, tmp_path) -> None:
+    """Ten starts of two updates each, by one to four processes that keep weights in different ways."""
+    chooser, seen = random.Random(0), tmp_path / "updates"
+    seen.mkdir()
+    before: int | None = None
+    for start in range(10):
+        processes: int = chooser.choice([each for each in (0, 1, 2, 4) if each != before])
+        before, sharding = processes, chooser.choice(["ddp", "fsdp"])
+        options = {"updates": str(seen), "by_layer": chooser.random() < 0.5}
+        settings = {"steps": 2 * start + 2, "sharding": sharding, "resume": "auto", "dropout_seeds": "batch"}
+        worlds.train(processes, tmp_path / "run", options=options, **settings, **CONSTANT)
+    assert worlds.difference(whole, tmp_path / "run") <= TOLERANCE
+    assert worlds.batches(seen) == worlds.batches(whole.parent / "updates")
+
+
 def test_a_file_of_ddp_is_read_by_fsdp_and_back(whole, tmp_path) -> None:
     """One process begins, FSDP goes on from its file, DDP from the parts, and the average reads both."""
     run = tmp_path / "run"
@@ -97,10 +112,14 @@ def test_a_file_of_ddp_is_read_by_fsdp_and_back(whole, tmp_path) -> None:
 # What may go wrong.
 
 
-def test_nan_in_one_process_ends_all_in_the_same_update(tmp_path) -> None:
-    said = worlds.train(2, tmp_path / "run", options={"nan": [1, 5]}, save_every=2, fails=True)
-    assert re.search("loss became nan at update 6", said), said
-    assert step_of(checkpoints(tmp_path / "run")[-1]) == 4
+@pytest.mark.parametrize("seed", range(2))
+def test_nan_in_one_process_ends_all_in_the_same_update(tmp_path, seed) -> None:
+    chooser = random.Random(seed)
+    rank, step, sharding = chooser.randrange(2), chooser.randrange(2, 15), ("ddp", "fsdp")[seed % 2]
+    options = {"nan": [rank, step]}
+    said = worlds.train(2, tmp_path / "run", options=options, save_every=2, sharding=sharding, fails=True)
+    assert re.search(f"loss became nan at update {step + 1}", said), said
+    assert step_of(checkpoints(tmp_path / "run")[-1]) == step - step % 2
     exits = re.findall(r"exitcode *: *(-?\d+)", said)
     assert exits and set(exits) <= {"1", "-15"}, said
 
@@ -117,10 +136,32 @@ def test_other_files_in_one_process_are_named_before_anything_is_written(tmp_pat
 def test_a_full_disk_ends_all_and_loses_nothing(tmp_path, sharding) -> None:
     run = tmp_path / "run"
     said = worlds.train(2, run, options={"full": 4}, save_every=2, sharding=sharding, fails=True)
-    assert "No space left" in said
+    assert "No space left" in said and "Traceback" not in said, said
     assert [step_of(path) for path in checkpoints(run)] == [2]
     worlds.train(2, run, resume="true", steps=6)  # the half that was written is no checkpoint
     assert not [*(run / "checkpoints").glob(".step*")]
+
+
+@pytest.mark.parametrize(("sharding", "rank"), [("ddp", 0), ("fsdp", 0), ("fsdp", 1)])
+def test_a_file_that_may_not_grow_ends_all_and_loses_nothing(tmp_path, sharding, rank) -> None:
+    """The system refuses to write more, as it does where a disk is full, or a quota is used up."""
+    run = tmp_path / "run"
+    said = worlds.train(2, run, options={"small": [rank, 2, 3000]}, save_every=2, sharding=sharding, fails=True)
+    assert re.search("could not write .*free some space", said) and "Traceback" not in said, said
+    assert [step_of(path) for path in checkpoints(run)] == [2]
+    worlds.train(2, run, resume="true", steps=6)
+    assert step_of(checkpoints(run)[-1]) == 6 and not [*(run / "checkpoints").glob(".step*")]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_without_network_is_named_by_all(tmp_path, rank) -> None:
+    began = time.monotonic()
+    options = {"deaf": [rank, 3]}
+    said = worlds.train(2, tmp_path / "run", options=options, save_every=2, rank_timeout=20, fails=True)
+    assert re.search(r"rank \d lost the other processes", said), said
+    assert "this is a bug" not in said, said
+    assert step_of(checkpoints(tmp_path / "run")[-1]) == 2
+    assert time.monotonic() - began < 60 * SLOWNESS
 
 
 def test_a_damaged_part_is_named_and_the_checkpoint_before_it_is_taken(tmp_path) -> None:
