@@ -519,7 +519,7 @@ class PartsWriter:
             # DCP gathers the failures of all processes into one that is a BaseException. A full disk is an error of
             # torch's archive in it, that writes end elsewhere than they should.
             except (Exception, CheckpointException) as error:
-                raise OSError(None, f"could not write {folder}: {_cause(error)}; free some space") from error
+                raise OSError(f"could not write {folder}: {_cause(error)}; free some space") from error
             if self._world.rank == 0:
                 finish()
 
