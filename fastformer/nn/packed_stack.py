@@ -7,13 +7,12 @@ still the stack's own.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -23,7 +22,11 @@ from fastformer.ops import _extension
 
 logger = logging.getLogger("fastformer")
 
-Array = npt.NDArray[np.float32]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Array: TypeAlias = npt.NDArray[np.float32]
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _MOST_TOKENS = 2**31 - 1
 _NAMES = (
@@ -140,8 +143,13 @@ class _Copies:
 _copies: WeakKeyDictionary[nn.Module, _Copies] = WeakKeyDictionary()
 
 
+@functools.cache
 def why_no_engine() -> str | None:
     """Why the engine runs no stack on this machine; None where it does."""
+    try:
+        import numpy  # noqa: F401  (its arrays are how tensors come to the engine)
+    except ImportError:
+        return "numpy is not installed"
     if (missing := _extension.why_missing("Encoder")) is not None:
         return missing
     is_new = hasattr(cast(Any, _extension.module()).Encoder, "encode_states")
@@ -242,5 +250,7 @@ def _arrays(tensors: list[Tensor | None], settings: StackSettings) -> dict[str, 
 
 
 def _array(tensor: Tensor) -> Any:
+    import numpy as np
+
     tensor = tensor.detach().contiguous()
     return tensor.view(torch.int16).numpy().view(np.uint16) if tensor.dtype == torch.bfloat16 else tensor.numpy()

@@ -8,11 +8,9 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 from weakref import WeakKeyDictionary
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -36,7 +34,11 @@ class Held(Protocol):
 
 # (model) -> the guards of a model that may be packed, or None and why it may not.
 FindGuards: TypeAlias = Callable[[Any], tuple[Held | None, str | None]]
-Bits: TypeAlias = npt.NDArray[np.integer[Any]]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Bits: TypeAlias = npt.NDArray[np.integer[Any]]
 
 _SAMPLES = 32  # of each tensor, where the system doesn't say what was written
 _WHOLE_BYTES = 2 * mmap.PAGESIZE  # tensors below are read whole
@@ -138,7 +140,7 @@ def _memory(tensor: Tensor) -> Bits:
     """All that lies between a tensor's first and last element, as bits, a view."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     bits = tensor.as_strided((extent,), (1,)).view(_BITS[tensor.element_size()])
-    return cast(Bits, bits.numpy())
+    return cast("Bits", bits.numpy())
 
 
 def _range(bits: Bits) -> tuple[int, int]:
