@@ -5,10 +5,11 @@
 RESULTS is the folder of a finished `benchmarks.gpu_run_plan`: its cuda.jsonl and cuda_hopper.jsonl have the times of
 both forms, its gpu_run_plan.jsonl whether the tests of the kernels for sm_90 passed, 100 runs of the same bits among
 them. The rule: a kernel for sm_90 is promoted if its tests passed and it is 1.15 times as fast as the plain form, and
-nowhere slower; else it is deleted, for two forms of one thing cost more than that. What was not measured stays open.
+in no case slower; otherwise it is deleted, for two forms of one thing cost more than that. A form without measurements
+stays open.
 
---apply writes the promotions into kernels/_attention_hopper.py. What is to be deleted is named. Exit status 2 where
-something stays open.
+--apply writes the promotions into kernels/_attention_hopper.py. The command prints the names of the forms to delete.
+The exit status is 2 if a form stays open.
 """
 
 from __future__ import annotations

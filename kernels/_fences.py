@@ -39,7 +39,7 @@ def fenced(ptx: str) -> str:
 
 @contextlib.contextmanager
 def inserted(kernel: Any) -> Iterator[dict[str, str]]:
-    """What is compiled inside has its fences, under each Triton.
+    """Adds the fences to every kernel that is compiled inside the context, under each Triton.
 
     Args:
         kernel: what `triton.jit` gives; the interpreter's needs none.

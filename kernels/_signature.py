@@ -52,7 +52,7 @@ def signature_of(kernel: Any, arguments: Mapping[str, Any]) -> Signature:
 
 
 def _describe(signature: Signature, value: Any, path: Place, is_constexpr: bool, free: bool, aligned: bool) -> Any:
-    """The type of an argument; what is known of its value goes into the signature.
+    """Returns the type of an argument, and records the known facts about its value in the signature.
 
     Args:
         free: nothing of it is told to the compiler.

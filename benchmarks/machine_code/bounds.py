@@ -27,8 +27,8 @@ from benchmarks.machine_code.cases.attention_hopper import hopper_call
 
 # What a large bf16 product of cuBLAS sustains on one H100 SXM, of a peak of 989.
 SUSTAINED_TFLOPS = 798
-# What is assumed to be left of a bound by all that the model leaves out, by head_dim: a scale for comparisons, by what
-# FlashAttention-3 publishes for its forward beside a count of its units' clocks.
+# The share of a bound that is assumed to remain after all effects that the model omits, by head_dim: a scale for
+# comparisons. It compares FlashAttention-3's published speed of the forward pass with a count of its units' clocks.
 REACHED = {64: 0.68, 128: 0.81}
 # Consumers of a Gluon program, which take their turns of the loop side by side; a program of the plain form has eight
 # warps, two in each part of an SM.

@@ -29,7 +29,7 @@ State = TypeVar("State")
 
 
 class _State(IntFlag):
-    """What may have happened on the way to an instruction."""
+    """The events that may have happened on the way to an instruction."""
 
     COPYING = auto()  # cp.async was issued
     ARRIVED = auto()  # copies were waited for, and no fence has followed

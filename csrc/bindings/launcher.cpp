@@ -8,7 +8,7 @@
 //   n            an argument that was compiled in: it is skipped
 //   ( )          a tuple of these
 //   T            a tensor descriptor of Triton's: a tensor map of 128 bytes, then its sizes as i and its strides as q
-//   0            a pointer that nobody reads: Triton's scratch memory, which no kernel here asks for
+//   0            a pointer that no kernel here reads: Triton's scratch memory, which none of them asks for
 //
 // Python's limited API and the driver's ABI alone are used. The parameters' bytes are those that Triton's own launcher
 // hands over (tests/kernels/test_ahead_of_time.py holds them to that).
@@ -35,7 +35,7 @@ constexpr int kStaticShared = 1;            // CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYT
 constexpr int kMaxDynamicShared = 8;        // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 constexpr int kPreferShared = 1;            // CU_FUNC_CACHE_PREFER_SHARED
 constexpr int kPromotion128 = 2;            // CU_TENSOR_MAP_L2_PROMOTION_L2_128B
-constexpr unsigned kDefaultShared = 49152;  // what a function may have without asking
+constexpr unsigned kDefaultShared = 49152;  // bytes that a function may use without opting in
 constexpr int kMaxValues = 160, kMaxMaps = 8, kMaxRank = 5;
 
 // CUlaunchConfig

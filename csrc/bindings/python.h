@@ -78,7 +78,7 @@ class Released {
 // Sets the Python exception for the C++ one that is being handled.
 void set_error() noexcept;
 
-// What an argument should have been; the caller knows its name.
+// Thrown for a wrong argument, with a description of the expected one; the caller knows the argument's name.
 struct Unexpected {
   const char* wanted;
 };

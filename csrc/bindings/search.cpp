@@ -53,7 +53,7 @@ std::unique_ptr<Search> beam_search(int64_t limit, std::vector<int32_t> eos, int
                                     std::optional<std::vector<int32_t>> suppressed,
                                     std::optional<bool> by_transformers_rules, std::optional<bool> never_stops,
                                     std::optional<int64_t> begun) {
-  constexpr int64_t kMost = 1 << 20;  // of candidates: what is made of them is counted in 64 bits
+  constexpr int64_t kMost = 1 << 20;  // of candidates; counts derived from this number are in 64 bits
   if (num_beams > kMost || static_cast<int64_t>(eos.size()) >= kMost / std::max<int64_t>(1, num_beams))
     throw std::invalid_argument("expected fewer beams and ends");
   if (num_return < 1 || num_return > num_beams)

@@ -1,4 +1,4 @@
-// What the CPU can do beyond the instruction set that a module is compiled for, found out once at run time.
+// The CPU's features beyond the instruction set that a module is compiled for, detected once at run time.
 //
 // The environment variable FASTFORMER_CPU_FEATURES, a comma list, names the features that may be used; those that the
 // CPU lacks stay off. It is read once, and serves tests: FASTFORMER_CPU_FEATURES="" takes the plain paths, and

@@ -46,8 +46,8 @@ struct Dropout {
   }
 
   // Writes the multipliers (scale or 0) of columns [first_column, first_column + n) of rows [row, row + rows), each row
-  // `stride` after the one before. What lies up to kGroup elements behind a row's n is overwritten too, so that `out`
-  // has room for (rows - 1) * stride + n + kGroup; stride >= n.
+  // `stride` after the one before. Up to kGroup elements behind a row's n are overwritten too, so that `out` needs
+  // room for (rows - 1) * stride + n + kGroup; stride >= n.
   template <typename acc>
   void multipliers(int64_t row, int64_t rows, int64_t plane, int64_t first_column, int64_t n, acc* out,
                    int64_t stride) const {

@@ -8,7 +8,7 @@
 namespace fastformer {
 
 // Calls work() on up to `threads` threads at once, the caller's included, and returns when those that have begun are
-// done. What there is to do, the calls share out among themselves: one that comes late finds nothing left.
+// done. The calls share out the tasks among themselves: a call that begins late finds none left.
 //
 // OpenMP's threads are ready at once where operators of PyTorch run in between, but a region of OpenMP ends when all of
 // them have come and gone. Beside busy processes one of them may have no core just then, and the caller waits for whole

@@ -134,8 +134,8 @@ void Session::read_sources(const std::vector<Ids>& sources, size_t first, int th
   for (const Batch& batch : batches) forward(0).read_sources(batch, threads);
 }
 
-// The prompts of the groups from `first` on, wave by wave. A prompt may be cut: what is in front of a piece is in the
-// cache by then.
+// The prompts of the groups from `first` on, wave by wave. A prompt may be cut into pieces: the tokens before a
+// piece are in the cache by then.
 void Session::read_prompts(const std::vector<Ids>& tokens, const std::vector<TokenCache::Beginning>& beginnings,
                            size_t first, int threads) {
   std::vector<size_t> order(tokens.size());

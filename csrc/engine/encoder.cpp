@@ -140,7 +140,7 @@ void Encoder::encode(const Texts& texts, Pooling pooling, bool normalise, int th
   }
   if (model_->encoder_bytes() * std::min<int64_t>(tokens, 16) < kWork) threads = 1;
 
-  // The longest first: what comes last is short, and no thread waits for it long.
+  // The longest texts first: the last ones are then short, and no thread waits long for them.
   const bool is_apart = threads > 1 && count > 1 && tokens >= kLeastTokens * threads;
   const int64_t most = is_apart ? std::clamp(tokens / (kTurns * threads), kLeastTokens, kMostTokens) : kMostTokens;
   std::vector<int64_t> order(count);

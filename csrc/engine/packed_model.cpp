@@ -244,7 +244,7 @@ PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : o
   if (o.has_decoder()) decoder = pack_stack(o, names.within("decoder"), o.has_encoder(), o.decoder_windows);
   encoder.position_bias = position_bias(o, names, "encoder_position_bias");
   decoder.position_bias = position_bias(o, names, "decoder_position_bias");
-  std::map<const void*, Table> tables;  // what both sides have in common is kept once
+  std::map<const void*, Table> tables;  // a table that both sides share is stored once
   const auto table = [&](const std::string& name, int64_t width) {
     const ModelTensor& tensor = names.table(name, width);
     const auto [place, is_new] = tables.try_emplace(tensor.data);

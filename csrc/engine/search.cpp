@@ -164,8 +164,8 @@ class BeamSearch : public Search {
     }
   };
 
-  // Drops what goes on to no avail. What goes on from it stays behind all that goes on from the others, so that these
-  // find what they would find beside it.
+  // Drops the hopeless beams. Their continuations would rank behind those of all other beams, so that the others find
+  // the same texts without them.
   void drop_hopeless() {
     size_t rows = is_decided() ? 0 : last_.size();
     while (rows > 0 && is_hopeless(scores_[rows - 1])) --rows;

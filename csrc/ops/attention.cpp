@@ -105,8 +105,8 @@ struct Tile {
 };
 
 // Scales the scores of query i, columns [begin, end) of a block that starts at key j, and puts them under the mask, in
-// base e: a mask's lowest number times log2(e) would be -inf. What is not allowed is -inf whatever the score is, NaN
-// too.
+// base e: a mask's lowest number times log2(e) would be -inf. The score of a masked key becomes -inf whatever it was,
+// NaN too.
 template <typename acc>
 void apply(const Mask& mask, int64_t b, int64_t h, int64_t i, int64_t j, int64_t begin, int64_t end, acc scale,
            acc* x) {

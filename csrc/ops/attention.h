@@ -54,7 +54,7 @@ struct Rows {
   }
 };
 
-// A tensor shaped like t that a kernel writes up to row `used` of the first dimension; what lies beyond is zero.
+// A tensor shaped like t that a kernel writes up to row `used` of the first dimension; the rows beyond are zero.
 inline Tensor empty_rows(const Tensor& t, int64_t used) {
   Tensor rows = empty(t.sizes(), t.scalar_type());
   if (used < t.size(0)) rows.narrow(0, used, t.size(0) - used).zero();

@@ -187,7 +187,7 @@ void tile_gradients(const Problem& p, const Mask& mask, const Sequence& s, const
       kept.store(x + c);
       (probability * (gradient - V::load(delta + c))).store(ds + c);
     }
-    // What a query does not see may hold anything, NaN included: it is overwritten, never multiplied.
+    // Positions that a query does not see may hold anything, NaN included: they are overwritten, never multiplied.
     std::fill(x, x + begin, acc(0)), std::fill(x + end, x + kPanel, acc(0));
     std::fill(ds, ds + begin, acc(0)), std::fill(ds + end, ds + kPanel, acc(0));
     if (capped) std::fill(slope, slope + begin, acc(0)), std::fill(slope + end, slope + kPanel, acc(0));

@@ -1,4 +1,4 @@
-// The forward passes of ops that other ops are made of; what they compute is said where they are defined.
+// The forward passes of ops that other ops are made of; their definitions say what they compute.
 
 #pragma once
 

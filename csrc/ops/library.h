@@ -84,7 +84,7 @@ inline StableIValue as_result(const OptionalTensor& t) {
   return torch::stable::detail::from(t ? std::make_optional(t->release()) : std::nullopt);
 }
 
-// What an argument is kept as while the function runs.
+// The type that holds an argument while the function runs.
 template <typename T>
 using Kept =
     std::conditional_t<std::is_same_v<std::remove_cvref_t<T>, std::string_view>, std::string, std::remove_cvref_t<T>>;

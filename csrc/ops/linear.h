@@ -75,7 +75,7 @@ void for_each_tile(int64_t m, int64_t n, int64_t k, F&& f) {
 }
 
 // B (k, n) of products x * B with so many rows: packed for all of them, or slice by slice where tiles are tall, or not
-// at all for a handful. The sums are the same bit for bit: what a row gives does not depend on the others.
+// at all for a handful. The sums are the same bit for bit: the result of a row does not depend on the others.
 template <typename T>
 class Right {
  public:

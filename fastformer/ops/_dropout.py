@@ -78,7 +78,7 @@ def _may_share(device: torch.device) -> bool:
 
 
 def _place(device: torch.device) -> tuple[int | None, bool]:
-    """The device, and whether a graph is being captured: what is captured may use no seed from before."""
+    """Returns the device's index, and whether a graph is being captured: a captured graph may use no earlier seed."""
     return device.index, device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
