@@ -50,7 +50,7 @@ def draw_seed(device: torch.device | str) -> Tensor:
     Drawn on the device, so that activation checkpointing, torch.compile and CUDA graphs replay it without a host sync.
     Inside of `draws_seeds_together` it is one of many that were drawn at once.
     """
-    drawn = _drawn.get()
+    drawn = None if torch.compiler.is_compiling() else _drawn.get()  # a variable of the context can't be traced
     if drawn is not None and _may_share(torch.device(device)):
         seeds, where = drawn
         here = _place(torch.device(device))

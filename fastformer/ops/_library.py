@@ -481,6 +481,18 @@ AUTOCAST = {
 }
 
 
+# Asked once, since torch.compile of PyTorch 2.11 can't trace the question.
+_AUTOCAST_DEVICES = frozenset(
+    name for name in ("cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia") if torch.amp.is_autocast_available(name)
+)
+
+
+def _has_autocast(device_type: str) -> bool:
+    if torch.compiler.is_compiling():
+        return device_type in _AUTOCAST_DEVICES
+    return torch.amp.is_autocast_available(device_type)
+
+
 @overload
 def autocast(op: str, *tensors: Tensor) -> tuple[Tensor, ...]: ...
 @overload
@@ -499,7 +511,7 @@ def autocast(op: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
             break
     else:
         return tensors
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+    if not _has_autocast(device_type) or not torch.is_autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(

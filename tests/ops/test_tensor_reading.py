@@ -36,7 +36,12 @@ def _inference() -> Tensor:
 
 def _batched() -> Tensor:
     kept: list[Tensor] = []
-    torch.func.vmap(lambda x: kept.append(x) or x)(torch.ones(2, 2))
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x
+
+    torch.func.vmap(keep)(torch.ones(2, 2))
     return kept[0]
 
 
