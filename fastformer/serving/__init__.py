@@ -1,14 +1,14 @@
 """A model folder as an HTTP service: one process, one event loop, one thread that decodes, one model.
 
-limits.py          `Limits`, and the middlewares that hold them: size and time of a body, keys
-service.py         `Service`: what a folder does, without HTTP; `open_service` finds out which kind it is
-answers.py         answers and errors as HTTP: until_gone, server-sent events, the status of an error
-translate.py       our own routes of a translator; libretranslate.py has LibreTranslate's
+limits.py          `Limits`: the most that a server accepts
+service.py         `Service`: a model folder without HTTP; `open_service` picks its kind
+answers.py         responses and errors as HTTP: until_gone, server-sent events, the status of an error
+translate.py       fastformer's own routes of a translator; libretranslate.py has LibreTranslate's
 html_text.py       the texts of an HTML page
 openai*.py         OpenAI's routes: completions and chats; embeddings.py has those of embeddings
 tei.py, tgi.py     the routes of Hugging Face's servers, for encoders and for language models
 *_service.py       the services of language models and of encoders
-app.py             `make_app`: the routes that the service's kind has, health, errors in each format's shape
+app.py             `make_app`: the routes of the service's kind, health, errors in each format's shape
 """
 
 from fastformer.serving.app import make_app as make_app

@@ -1,4 +1,4 @@
-"""Answers and errors as HTTP: the shape of our own errors, server-sent events, and requests whose client leaves."""
+"""Responses and errors as HTTP: fastformer's own shape of errors, server-sent events, requests whose client leaves."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ logger = logging.getLogger("fastformer")
 T = TypeVar("T")
 
 FAILED = "the request failed; the server's log says more"
-_PING_SECONDS = 15.0  # without a byte for longer, proxies give a connection up
+_PING_SECONDS = 15.0  # proxies close a connection that is silent for longer
 
 
 class ErrorFields(BaseModel):
-    """What went wrong."""
+    """The fields of an error in fastformer's own shape."""
 
     message: str
     code: int
@@ -33,13 +33,13 @@ class ErrorFields(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """Of an answer that is none, of our own routes."""
+    """The body of an error response of fastformer's own routes."""
 
     error: ErrorFields
 
 
 def error_schemas(body: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """What a route of a translator says of its errors in the schema, whose bodies are these."""
+    """Returns the `responses` of a route's schema for its errors, by status; `body` is the model of their bodies."""
     return {status: {"model": body, "description": text} for status, text in _ERRORS.items()}
 
 
@@ -56,18 +56,18 @@ _ERRORS = {
 
 
 class ClientGone(Exception):
-    """The client closed its connection before its answer was there."""
+    """The client closed its connection before its response was complete."""
 
 
 class EndedEarly(Exception):
-    """An answer that had begun can't be ended as it should; its connection is closed, so that it doesn't look whole."""
+    """A response that had begun can't be completed; its connection is closed, so that it doesn't look complete."""
 
 
 def as_json(value: object) -> bytes:
-    """JSON in UTF-8; a lone surrogate, which UTF-8 can't hold, becomes an escape.
+    """Encodes a value as JSON in UTF-8; a lone surrogate, which UTF-8 can't hold, becomes an escape.
 
     Raises:
-        RuntimeError: a number that is NaN or infinite.
+        RuntimeError: a number is NaN or infinite.
     """
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -77,16 +77,16 @@ def as_json(value: object) -> bytes:
 
 
 def answer(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A value as JSON."""
+    """Makes a response with a value as JSON."""
     return Response(as_json(value), status, headers, media_type="application/json")
 
 
 def error_response(status: int, message: str, **detail: Any) -> Response:
-    """An error in the shape of our own routes, which resembles OpenAI's.
+    """Makes an error response in the shape of fastformer's own routes, which resembles OpenAI's.
 
     Args:
-        status: of HTTP.
-        message: what was expected and what came.
+        status: the HTTP status.
+        message: says what was expected and what the request had.
         detail: `headers` of the response; anything else becomes a field of the error.
     """
     headers = detail.pop("headers", None)
@@ -98,17 +98,17 @@ def _error_body(status: int, message: str, **detail: Any) -> dict[str, Any]:
 
 
 class TooLarge(ValueError):
-    """More than the server's limits allow."""
+    """A request exceeds one of the server's limits."""
 
 
 def status_of(error: Exception) -> int:
-    """The status of HTTP that tells of an error."""
+    """Returns the HTTP status for an error."""
     kinds = ((QueueFull, 429), (TooLate, 504), (NotRunning, 503), (TooLarge, 413), (ValueError, 400))
     return next((status for kind, status in kinds if isinstance(error, kind)), 500)
 
 
 def explained(error: Exception) -> tuple[int, str]:
-    """The status and the message of an error. Failures of the server are logged, without the client's text."""
+    """Returns the status and the message for an error. Failures of the server are logged, without the client's text."""
     status = status_of(error)
     if status != 500:
         return status, str(error)
@@ -118,18 +118,18 @@ def explained(error: Exception) -> tuple[int, str]:
 
 
 def headers_of(error: Exception) -> dict[str, str]:
-    """Headers that go with an error."""
+    """Returns the HTTP headers that go with an error."""
     if isinstance(error, QueueFull):
         return {"Retry-After": str(math.ceil(error.retry_after))}
     return {"Retry-After": "1"} if isinstance(error, NotRunning) else {}
 
 
 async def until_gone(http: Request, work: Awaitable[T]) -> T:
-    """Waits for an answer as long as its client does.
+    """Waits for an answer until it is there or its client leaves.
 
     Args:
-        http: whose body has been read.
-        work: is cancelled when the client closes the connection.
+        http: the request, whose body has been read.
+        work: computes the answer; it is cancelled when the client closes the connection.
 
     Raises:
         ClientGone: the client has left.
@@ -154,7 +154,7 @@ async def _disconnected(http: Request) -> None:
 
 
 async def behind(first: T, rest: AsyncIterator[T]) -> AsyncIterator[T]:
-    """What has been taken of an iterator, and then the rest of it, which is closed at the end."""
+    """Yields an item that was already taken from an iterator, then the rest of the iterator, which it closes."""
     try:
         yield first
         async for one in rest:
@@ -164,18 +164,18 @@ async def behind(first: T, rest: AsyncIterator[T]) -> AsyncIterator[T]:
 
 
 def event(value: object) -> bytes:
-    """A value as a server-sent event of JSON."""
+    """Encodes a value as a server-sent event of JSON."""
     return b"data: " + as_json(value) + b"\n\n"
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. A comment goes out where nothing else does for a while, and keeps proxies from giving up.
+    """A response of server-sent events. While no event comes, it sends comments, so that proxies keep the connection.
 
-    An error that comes when the answer has begun is an event `error`, behind which the connection is closed.
+    An error after the start of the response becomes an event `error`; then the connection is closed.
 
     Args:
-        events: each a whole event, as `event` writes it. It is closed when the client leaves.
-        error_body: the JSON of an error, in the shape of the format: of a status and a message.
+        events: yields whole events, as `event` encodes them. It is closed when the client leaves.
+        error_body: makes the JSON value of an error, in the format's shape, from a status and a message.
     """
 
     media_type = "text/event-stream"

@@ -1,4 +1,4 @@
-"""The application: the routes of what the model is, health, metrics, and errors in the shape of each format."""
+"""The application: the routes of the model's kind, health, metrics, and errors in the shape of each format."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from fastformer.serving.service import Service
 
 logger = logging.getLogger("fastformer")
 
-_BRANCH = re.compile(r"str|int|bool|float|.*[\[(].*")  # pydantic's names of the types that a field may have
-_UNMATCHED = "unmatched"  # in metrics and the log, a path that no route has
-# The formats of each kind of service, modules with `router(service, limits)` and `error_response(status, message)`; one
-# whose bodies may hold a key has BODY_KEYS, the paths of such; UNQUEUED are paths that are posted to and need no place
+_BRANCH = re.compile(r"str|int|bool|float|.*[\[(].*")  # pydantic's names of the possible types of a field
+_UNMATCHED = "unmatched"  # the name of a path without a route, in metrics and the log
+# The formats of each kind of service: modules with `router(service, limits)` and `error_response(status, message)`.
+# BODY_KEYS of a module are the paths whose bodies may hold a key; UNQUEUED are paths whose POST requests need no place
 # in the queue.
 _FORMATS = {
     "translator": ("translate", "libretranslate"),
@@ -54,15 +54,15 @@ def make_app(
     origins: Sequence[str] = (),
     access_log: bool = False,
 ) -> FastAPI:
-    """The application that serves a model. Its lifespan opens and closes the service.
+    """Makes the application that serves a model. Its lifespan opens and closes the service.
 
     Args:
         service: see `open_service`.
         limits: see `Limits`; None: the service's.
-        keys: one of which each request has to bring, but for /health and /ready; empty: none has to.
+        keys: each request needs one of them, except /health and /ready; empty: no request needs a key.
         metrics_public: answer /metrics without a key too.
-        page_public: answer the page at / without a key too; what it asks for needs one all the same.
-        origins: of web pages elsewhere whose scripts may read answers; "*" is all.
+        page_public: answer the page at / without a key too; the page's own requests still need one.
+        origins: the origins of other web pages whose scripts may read answers; "*" allows all.
         access_log: write a line of JSON for each request to the logger "fastformer.access".
     """
     limits = limits or service.limits
@@ -99,7 +99,7 @@ def make_app(
         found: Response = state.paths.module(path).error_response(status, message, **detail)
         return found
 
-    # The last one added is the first to see a request.
+    # The middleware that is added last sees a request first.
     public = [path for path, is_public in (("/metrics", metrics_public), ("/", page_public)) if is_public]
     body_keys = [path for module in modules for path in getattr(module, "BODY_KEYS", ())]
     queued = [path for path in posted if not any(path in getattr(module, "UNQUEUED", ()) for module in modules)]
@@ -120,27 +120,27 @@ def make_app(
 
 
 class _Paths:
-    """Which route and which format a path belongs to, before anything is routed."""
+    """Finds the route template and the format of a path before the request is routed."""
 
     def __init__(self) -> None:
         self._known: list[tuple[re.Pattern[str], str, ModuleType]] = []
-        self._plain: dict[str, ModuleType] = {}  # those that match themselves alone
+        self._plain: dict[str, ModuleType] = {}  # templates that match only themselves
 
     def add(self, templates: Collection[str] | Any, module: ModuleType) -> None:
-        """Routes by their templates, and the module whose errors they have."""
+        """Adds the templates of routes, with the module that makes their errors."""
         for template in templates:
             self._known.append((compile_path(template)[0], template, module))
             if "{" not in template:
                 self._plain.setdefault(template, module)
 
     def template(self, path: str) -> str:
-        """The template of a path's route."""
+        """Returns the template of a path's route."""
         if path in self._plain:
             return path
         return next((template for pattern, template, _ in self._known if pattern.match(path)), _UNMATCHED)
 
     def module(self, path: str) -> ModuleType:
-        """The module whose errors a path has."""
+        """Returns the module that makes a path's errors."""
         found = self._plain.get(path) or next((one for pattern, _, one in self._known if pattern.match(path)), answers)
         return found if hasattr(found, "error_response") else answers
 
@@ -150,24 +150,24 @@ def _add_state_routes(app: FastAPI, service: Service, limits: Limits) -> None:
 
     @app.get("/health", response_model=None)
     async def health() -> Response:
-        """200 as long as the model can answer; an orchestrator restarts what fails here."""
+        """Returns 200 as long as the model can answer; an orchestrator restarts a server that fails here."""
         return answer({"status": "ok"}) if service.is_alive else answer({"status": "failed"}, 503)
 
     @app.get("/ready", response_model=None)
     async def ready() -> Response:
-        """200 as long as new requests are taken; a load balancer sends them elsewhere otherwise."""
+        """Returns 200 as long as the server accepts new requests; otherwise a load balancer chooses other servers."""
         if not service.is_alive:
             return answer({"status": "failed"}, 503)
         return answer({"status": "ready"}) if traffic.is_ready else answer({"status": "ending"}, 503)
 
     @app.get("/metrics", response_model=None, response_class=PlainTextResponse)
     async def metrics() -> Response:
-        """Counters and times for Prometheus."""
+        """Returns counters and times for Prometheus."""
         return Response(app.state.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/v1/info", response_model=None)
     async def info() -> Response:
-        """What is served."""
+        """Describes the model that is served and its limits."""
         found = {"model": service.name, "kind": service.kind, "version": __version__, "limits": asdict(limits)}
         if (has_chat := getattr(service, "has_chat", None)) is not None:
             found["chat"] = has_chat
@@ -181,7 +181,7 @@ def _add_errors(app: FastAPI) -> None:
 
     async def of_http(http: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        fields = getattr(error, "fields", {})  # what a format's errors have besides
+        fields = getattr(error, "fields", {})  # further fields of a format's errors
         return respond(http, error.status_code, str(error.detail), headers=error.headers, **fields)
 
     async def of_schema(http: Request, error: Exception) -> Response:
@@ -205,7 +205,7 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def schema_message(error: RequestValidationError | pydantic.ValidationError) -> tuple[str, str]:
-    """The first thing that is wrong with a body, in one line, without what the body holds; and where it is."""
+    """Returns the first error in a body as one line, without the body's content, and the place of the error."""
     first = error.errors()[0]
     if first["type"] == "json_invalid":  # its place is a number of characters
         return f"expected JSON, got something else: {first['ctx']['error']}", ""

@@ -1,4 +1,4 @@
-"""The languages of a translator as its clients write them, and which language a text is in."""
+"""The codes of a translator's languages in requests, and the detection of a text's language."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from typing import Any, NamedTuple
 from fastformer.generation import Translator
 
 AUTO = "auto"
-UNKNOWN = "und"  # ISO 639's "undetermined": of a model of one pair that nothing names
-_LEAST = 0.01  # probability of a language that is worth telling
+UNKNOWN = "und"  # ISO 639's "undetermined": the language of a one-pair model whose folder names none
+_LEAST = 0.01  # languages of a lower probability are not reported
 
 
 class Detected(NamedTuple):
-    """A language by its code, and how sure that is: a probability."""
+    """A language by its code, and the probability that a text is in it."""
 
     code: str
     confidence: float
 
 
 class Codes:
-    """The codes of a model's languages.
+    """The codes of a model's languages in requests and answers.
 
-    A model that is told its languages knows them by names of its own, such as deu_Latn; their codes are those of ISO
-    639-1 where it has one, else the names. Either is understood. A model of one pair has the codes that it is given.
+    A model with a choice of languages has its own names for them, such as deu_Latn. The code of a language is that of
+    ISO 639-1 if there is one, else the model's name; requests may use either. A model of one pair has the codes in
+    `pair`.
 
     Args:
-        translator: whose languages they are.
-        pair: the codes of source and target, of a model that isn't told any.
+        translator: the translator whose languages have the codes.
+        pair: the codes of source and target of a model without a choice of languages.
     """
 
     def __init__(self, translator: Translator, pair: tuple[str, str] = (UNKNOWN, UNKNOWN)) -> None:
@@ -38,7 +39,7 @@ class Codes:
 
     @cached_property
     def _short(self) -> dict[str, str]:
-        """The code of each of the model's names."""
+        """The codes of the model's names, by name."""
         if self.known is None:
             return {}
         short: dict[str, str] = {}
@@ -48,7 +49,7 @@ class Codes:
         return {name: short.get(name, name) for name in self.known.ids}
 
     def entries(self) -> list[dict[str, Any]]:
-        """Each language with its code, its name, and the codes of what it can be translated into."""
+        """Returns each language with its code, its name, and the codes of the languages that it translates into."""
         if self.known is None:
             source, target = self.pair
             found = {source: [target]}
@@ -61,21 +62,21 @@ class Codes:
         ]
 
     def defaults(self) -> tuple[str, str | None]:
-        """The codes of source and target that a page may begin with."""
+        """Returns the codes of source and target that a page shows first."""
         if self.known is None:
             return self.pair
         source, target = self._defaults
         return AUTO if source is None else self.code(source), None if target is None else self.code(target)
 
     def code(self, name: str) -> str:
-        """The code of one of the model's names."""
+        """Returns the code of one of the model's names."""
         return name if self.known is None else self._short.get(self.known.find(name), name)
 
     def source(self, code: str | None) -> str | None:
-        """The model's name of a source language; None: it isn't told one, or its default is meant.
+        """Returns the model's name of a source language; None if the model isn't told one, or for its default.
 
         Raises:
-            ValueError: a language that the model doesn't translate from.
+            ValueError: the model doesn't translate from the language.
         """
         if code is None or code == "":
             return None
@@ -83,10 +84,10 @@ class Codes:
             self._expect_one("source_lang", code, self.pair[0])
             return None
         name = self.known.find(code, "source_lang")
-        return None if self.known.places == "asked" else name  # such a model reads what comes
+        return None if self.known.places == "asked" else name  # such a model infers the source language from the text
 
     def target(self, code: str | None) -> str | None:
-        """The model's name of a target language; see `source`."""
+        """Returns the model's name of a target language; see `source`."""
         if code is None or code == "":
             return None
         if self.known is None:
@@ -102,7 +103,7 @@ class Codes:
             )
 
     def detect(self, text: str) -> list[Detected]:
-        """The languages that a text may be in, the likeliest first, out of those that the model is told."""
+        """Returns the languages that a text may be in, the likeliest first, among those of the model."""
         ranked = self._identifier.rank(text)
         likely = [Detected(code, share) for code, share in ranked if share >= _LEAST]
         return likely or [Detected(*ranked[0])]

@@ -1,4 +1,4 @@
-"""OpenAI's route of embeddings."""
+"""OpenAI's route for embeddings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add_embeddings(found: APIRouter, service: EmbedService, limits: Limits) -> N
 
     @found.post("/v1/embeddings", response_model=None, responses={200: {"model": Embeddings}, **ERRORS})
     async def embeddings(body: EmbeddingsBody, http: Request) -> Response:
-        """The embeddings of texts."""
+        """Returns the embeddings of texts."""
         check_model(body.model, service.name)
         texts = _texts(body.input)
         if len(texts) > limits.max_texts:
@@ -71,5 +71,5 @@ def _texts(given: str | list[Any]) -> list[str]:
 
 
 def _packed(row: Array) -> str:
-    """The numbers as OpenAI packs them: the base64 of fp32 in little endian."""
+    """Packs the numbers of an embedding as OpenAI does: the base64 of fp32 in little endian."""
     return base64.b64encode(np.ascontiguousarray(row, "<f4").tobytes()).decode("ascii")

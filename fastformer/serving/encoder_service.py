@@ -1,4 +1,4 @@
-"""An encoder as a service, without HTTP: texts in, embeddings, scores or classes out, many callers at once."""
+"""An encoder as a service without HTTP: it embeds, scores or classifies the texts of many callers at once."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from fastformer.serving.service import Kind, Service
 
 
 class Encoded(NamedTuple):
-    """What came of texts.
+    """The result of encoding texts.
 
     Attributes:
         rows: (texts, numbers) fp32, or (texts,) for the scores of one label.
-        num_tokens: of all texts.
+        num_tokens: the number of tokens of all texts.
     """
 
     rows: Array
@@ -34,7 +34,7 @@ class Encoded(NamedTuple):
 
 
 class _EncoderService(Service):
-    """What both kinds have in common: the front, and when a request has to be done."""
+    """The part that both kinds of encoder services share: the queue, and the deadline of a request."""
 
     def __init__(self, encoder: Encoder | CrossEncoder, name: str, limits: Limits | None) -> None:
         super().__init__(name, limits or Limits())
@@ -50,7 +50,7 @@ class _EncoderService(Service):
     @property
     @abstractmethod
     def max_seq_length(self) -> int:
-        """Tokens of a text at most."""
+        """The most tokens that a text may have."""
 
     @property
     def async_front(self) -> AsyncFront[Any]:
@@ -67,7 +67,7 @@ class EmbedService(_EncoderService):
     """An encoder of embeddings as a service.
 
     Args:
-        encoder: whose embeddings these are.
+        encoder: computes the embeddings.
         name: of the model.
         limits: see `Limits`.
     """
@@ -83,11 +83,11 @@ class EmbedService(_EncoderService):
         return self.encoder.max_seq_length
 
     async def embed(self, texts: Sequence[str], *, timeout: float | None = None, **options: Any) -> Encoded:
-        """The embeddings of texts, those of `Encoder.encode`.
+        """Returns the embeddings of texts, those of `Encoder.encode`.
 
         Args:
-            texts: see above.
-            timeout: seconds after which it is an error; the limit where it is less.
+            texts: the texts to embed.
+            timeout: seconds after which the request fails; at most the server's limit.
             options: prompt_name, normalize, truncate_dim, cuts; see `embed_request`.
 
         Raises:
@@ -102,7 +102,7 @@ class RankService(_EncoderService):
     """A cross-encoder or a classifier as a service.
 
     Args:
-        encoder: whose scores these are.
+        encoder: computes the scores.
         name: of the model.
         limits: see `Limits`.
     """
@@ -126,7 +126,7 @@ class RankService(_EncoderService):
         cuts: bool = False,
         timeout: float | None = None,
     ) -> Encoded:
-        """The scores of pairs or texts, those of `CrossEncoder.predict`.
+        """Returns the scores of pairs or texts, those of `CrossEncoder.predict`.
 
         Args:
             inputs: pairs of texts, or lists of one text each.
@@ -147,7 +147,7 @@ class RankService(_EncoderService):
 def open_encoder(
     folder: str | os.PathLike[str], name: str, *, precision: str | None, device: Any, limits: Limits | None
 ) -> EmbedService | RankService:
-    """The service of an encoder's folder: one with a head for classification and without a pooling scores texts.
+    """Opens the service of an encoder's folder: scores if it has a classification head and no pooling, else embeddings.
 
     Args:
         folder: see `Encoder` and `CrossEncoder`, also for precision and device.

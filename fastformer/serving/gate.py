@@ -1,6 +1,6 @@
-"""What stands in front of the routes: keys, bodies in time and within their size, and the count of what is under way.
+"""The middlewares in front of the routes: they check keys, the time and size of bodies, and count running requests.
 
-Both middlewares are plain ASGI: one of Starlette's BaseHTTPMiddleware would hide from a route that its client has left.
+Both middlewares are plain ASGI: Starlette's BaseHTTPMiddleware would hide from a route that its client has left.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ access = logging.getLogger("fastformer.access")
 T = TypeVar("T")
 
 KEYS = "FASTFORMER_API_KEYS"
-OPEN = ("/health", "/ready")  # answered without a key, and while the server ends
+OPEN = ("/health", "/ready")  # answered without a key, and also while the server ends
 _LOG_SECONDS = 0.05
-_IGNORED_BYTES = 64 << 20  # that are read of a body that is too large, so that its client hears of it
+_IGNORED_BYTES = 64 << 20  # read of a body that is too large, so that its client receives the error
 
 Respond: TypeAlias = Callable[..., Response]  # (path, status, message, headers=...) in the shape of the path's format
 
 
 def read_keys(file: str | os.PathLike[str] | None = None) -> tuple[str, ...]:
-    """The keys of clients: of a file, a key in each line, and of the environment, with white space or commas between.
+    """Reads the clients' keys: one a line from a file, and from the environment, separated by white space or commas.
 
     Args:
-        file: empty lines and lines that begin with # are left out; None: no file.
+        file: the file, in which empty lines and lines that begin with # are ignored; None: no file.
 
     Raises:
-        ValueError: no such file, or none in it.
+        ValueError: the file does not exist or has no key.
     """
     found = os.environ.get(KEYS, "").replace(",", " ").split()
     if file is not None:
@@ -63,12 +63,12 @@ def read_keys(file: str | os.PathLike[str] | None = None) -> tuple[str, ...]:
 
 
 class Traffic:
-    """What is under way, and whether more is taken.
+    """The number of running requests, and whether the server accepts more.
 
     Attributes:
-        in_flight: requests that haven't been answered to their end, but for those of `OPEN`.
-        is_ready: what /ready says.
-        is_refusing: new requests are answered 503.
+        in_flight: requests whose response isn't complete, except those of `OPEN`.
+        is_ready: whether /ready answers 200.
+        is_refusing: whether new requests are answered 503.
     """
 
     def __init__(self) -> None:
@@ -77,13 +77,13 @@ class Traffic:
 
 
 class Watch:
-    """Counts and times requests, and writes the access log: a line of JSON each, without anything of a text.
+    """Counts and times requests, and writes the access log: a line of JSON for each request, without its texts.
 
     Args:
-        app: what stands behind it.
-        traffic, metrics: take what it sees.
-        template_of: the route's template of a path, so that no client can make labels up.
-        respond: makes the response of an error that nothing behind it has handled.
+        app: the application behind it.
+        traffic, metrics: record the requests.
+        template_of: returns the route's template of a path, so that no client can invent labels.
+        respond: makes the response for an error that nothing behind it has handled.
         logs: whether to write the log.
     """
 
@@ -98,7 +98,7 @@ class Watch:
     ) -> None:
         self.app, self.traffic, self.metrics, self.logs = app, traffic, metrics, logs
         self.template_of, self.respond = template_of, respond
-        self._lines: list[tuple[float, Scope, str, int, float, int]] = []  # that the log lacks
+        self._lines: list[tuple[float, Scope, str, int, float, int]] = []  # the lines that are not written yet
         self._logging: asyncio.TimerHandle | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -120,10 +120,10 @@ class Watch:
         self.traffic.in_flight += counts
         try:
             await self.app(scope, receive, watched)
-        except EndedEarly:  # it has been told; the server closes a connection whose answer isn't whole
+        except EndedEarly:  # already logged; the server closes a connection whose response isn't complete
             pass
-        except Exception as error:  # not one that a route is known to raise
-            where = "".join(traceback.format_tb(error.__traceback__))  # without its message, which may hold a text
+        except Exception as error:  # an error that no route is known to raise
+            where = "".join(traceback.format_tb(error.__traceback__))  # without the message, which may hold a text
             logger.error("a request to %s failed: %s\n%s", self.template_of(path), type(error).__name__, where)
             if not status:
                 await self.respond(path, 500, FAILED)(scope, receive, watched)
@@ -136,7 +136,7 @@ class Watch:
                 self._log_soon()
 
     def _log_soon(self) -> None:
-        """Writes the log when nothing is under way, or in a moment: no answer waits for the lines of others."""
+        """Writes the log when no request is running, or in a moment: no answer waits for other requests' lines."""
         if not self.traffic.in_flight:
             self._log()
         elif self._logging is None:
@@ -161,21 +161,21 @@ class Watch:
 
 
 class Gate:
-    """Lets in what has a key, while the server takes requests, and whose body comes in time and within its size.
+    """Checks a request's key, the time and size of its body, and that the server still accepts requests.
 
-    A route behind it gets the body as a whole.
+    The routes behind it receive the whole body at once.
 
     Args:
-        app: what stands behind it.
-        limits: of the body.
-        traffic: whether requests are taken.
-        keys: one of them has to come; empty: none has to.
-        open_paths: that need no key.
-        body_key_paths: whose bodies may hold the key, as `api_key`.
-        queued_paths: that are posted to, and need a place in the queue.
-        place: keeps one as long as the context is open, or raises QueueFull: such a request is refused before anything
-            is made of its body.
-        respond: makes the response of an error.
+        app: the application behind it.
+        limits: the limits of the body.
+        traffic: says whether new requests are refused.
+        keys: a request needs one of them; empty: no request needs a key.
+        open_paths: paths that need no key.
+        body_key_paths: paths whose bodies may hold the key, as `api_key`.
+        queued_paths: paths whose POST requests need a place in the queue.
+        place: holds a place in the queue while its context is open, or raises QueueFull: the request is then refused
+            before its body is parsed.
+        respond: makes the response for an error.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class Gate:
             try:
                 with self.place():
                     await self.app(scope, _again(body, receive), send)
-            except QueueFull as error:  # the app handles its own
+            except QueueFull as error:  # the app itself handles those that it raises
                 await self.respond(path, 429, str(error), headers=headers_of(error))(scope, receive, send)
             return
         await self.app(scope, _again(body, receive), send)
@@ -262,17 +262,17 @@ class Gate:
 
     def _is_key(self, given: bytes) -> bool:
         found = False
-        for key in self.keys:  # all of them, so that the time says nothing
+        for key in self.keys:  # compares all of them, so that the time tells nothing about the key
             found |= hmac.compare_digest(key, given)
         return found
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The whole body, counted while it comes; `_TOO_LARGE` where it is; None where the client leaves."""
+        """Reads the whole body and counts its bytes; `_TOO_LARGE` if there are too many, None if the client leaves."""
         headers = dict(scope["headers"])
         most = self.limits.max_body_bytes
         length = headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > most and b"expect" in headers:
-            return _TOO_LARGE  # the client asks before it sends
+            return _TOO_LARGE  # the client waits for permission before it sends the body
         parts: list[bytes] = []
         size, is_large = 0, False
         while True:
@@ -283,7 +283,7 @@ class Gate:
             size += len(part)
             is_large = is_large or size > most
             if is_large:
-                parts.clear()  # the rest is read and dropped: a client that is still sending doesn't listen
+                parts.clear()  # reads and drops the rest: a client that is still sending reads no response
             else:
                 parts.append(part)
             if not message.get("more_body", False) or size > most + _IGNORED_BYTES:
@@ -291,18 +291,18 @@ class Gate:
 
 
 async def _in_time(work: Coroutine[Any, Any, T], seconds: float) -> T:
-    """What is awaited, or a TimeoutError of asyncio; `wait_for` alone would begin a task each time."""
+    """Awaits `work`, or raises asyncio's TimeoutError; `wait_for` alone would begin a task each time."""
     if sys.version_info < (3, 11):
         return await asyncio.wait_for(work, seconds)
     async with asyncio.timeout(seconds):
         return await work
 
 
-_TOO_LARGE = bytes(bytearray(b"too large"))  # an object of its own
+_TOO_LARGE = bytes(bytearray(b"too large"))  # an object of its own, compared by identity
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
-    """A body that has come, and then what else comes: that the client leaves."""
+    """Makes a `receive` that returns a body that was already read, then the messages behind it."""
     is_told = False
 
     async def told() -> Message:
@@ -316,9 +316,9 @@ def _again(body: bytes, receive: Receive) -> Receive:
 
 
 async def _body_key(scope: Scope, body: bytes) -> bytes:
-    """The `api_key` of a body of JSON or of a form; b"" where there is none."""
+    """Returns the `api_key` of a JSON or form body; b"" if it has none."""
     found: Any = None
-    with suppress(Exception):  # whatever is wrong with it, there is no key in it
+    with suppress(Exception):  # a body that can't be read has no key
         if b"json" in dict(scope["headers"]).get(b"content-type", b""):
             found = json.loads(body).get("api_key")
         else:

@@ -1,4 +1,4 @@
-"""A language model as a service, without HTTP: prompts and chats in, completions out, many at once."""
+"""A language model as a service without HTTP: it completes many prompts and chats at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class GenerateService(Service):
     """A language model as a service.
 
     Args:
-        generator: what completes.
+        generator: computes the completions.
         name: of the model.
         limits: see `Limits`.
     """
@@ -39,7 +39,7 @@ class GenerateService(Service):
         return self.generator.template is not None
 
     async def prompt_ids(self, prompt: Prompt) -> list[int]:
-        """The ids of a prompt.
+        """Returns the ids of a prompt.
 
         Raises:
             ValueError: see `AsyncGenerator.encode`.
@@ -47,7 +47,7 @@ class GenerateService(Service):
         return await self.generator.aside(lambda: self.generator.encode(prompt), len(prompt))
 
     async def chat_ids(self, messages: Sequence[Mapping[str, Any]]) -> ChatIds:
-        """The ids of a chat.
+        """Returns the ids of a chat.
 
         Raises:
             ValueError: see `AsyncGenerator.chat_ids`.
@@ -56,11 +56,11 @@ class GenerateService(Service):
         return await self.generator.aside(lambda: self.generator.chat_ids(messages), _A_LOT)
 
     async def complete(self, ids: list[int], options: Mapping[str, Any], **asked: Any) -> list[Completion]:
-        """See `AsyncGenerator.complete`."""
+        """Completes a prompt; see `AsyncGenerator.complete`."""
         return await self.generator.complete(ids, **options, **asked)
 
     def stream(self, ids: list[int], options: Mapping[str, Any], **asked: Any) -> AsyncIterator[Piece]:
-        """See `AsyncGenerator.stream`."""
+        """Streams a prompt's completions; see `AsyncGenerator.stream`."""
         return self.generator.stream(ids, **options, **asked)
 
 
@@ -73,7 +73,7 @@ def open_generator(
     engine: str | None,
     limits: Limits | None,
 ) -> GenerateService:
-    """The service of a language model's folder.
+    """Opens the service of a language model's folder.
 
     Args:
         folder: see `AsyncGenerator.from_pretrained`, also for precision, device and engine.

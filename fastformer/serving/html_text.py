@@ -1,7 +1,7 @@
-"""The texts of an HTML page between its tags, and the page with other texts in their place.
+"""Extracts the texts between the tags of an HTML page, and makes the page with other texts in their places.
 
-The rest of the page stays as it came, letter by letter. The work grows with the page's length alone, however deep its
-tags are nested.
+The rest of the page stays the same, character by character. The work grows only with the page's length, however deep
+its tags are nested.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _VOID = frozenset(
 
 
 class HtmlPage:
-    """A page whose texts are translated each by itself.
+    """A page whose texts are translated separately.
 
-    Those of elements such as <code>, of elements with `translate="no"` and of the class "notranslate" stay as they are.
+    Texts in elements such as <code>, and in elements with `translate="no"` or the class "notranslate", do not change.
 
     Args:
-        page: in HTML; a part of a page will do.
+        page: HTML, either a whole page or a part of one.
 
     Attributes:
-        texts: with characters in the place of entities.
+        texts: the texts to translate, with characters in the place of entities.
 
     Raises:
-        ValueError: markup that can't be read.
+        ValueError: the markup can't be read.
     """
 
     def __init__(self, page: str) -> None:
@@ -39,7 +39,7 @@ class HtmlPage:
         try:
             reader.feed(page)
             reader.close()
-        except AssertionError as error:  # of a broken declaration
+        except AssertionError as error:  # raised for a broken declaration
             raise ValueError("expected HTML that can be read, got a broken declaration") from error
         spans = [(begin, end) for begin, end in reader.spans if page[begin:end].strip()]
         self.texts = [html.unescape(page[begin:end]) for begin, end in spans]
@@ -48,30 +48,30 @@ class HtmlPage:
         self._between = [page[end:begin] for end, begin in zip(ends, begins, strict=True)]
 
     def plain(self) -> str:
-        """The texts without markup."""
+        """Returns the texts without markup."""
         return " ".join(self.texts)
 
     def filled(self, texts: Sequence[str]) -> str:
-        """The page with these in the place of `texts`."""
+        """Returns the page with other texts in the places of `texts`."""
         escaped = (html.escape(text, quote=False) for text in texts)
         return "".join(itertools.chain.from_iterable(itertools.zip_longest(self._between, escaped, fillvalue="")))
 
 
 class _Reader(HTMLParser):
-    """Finds where texts that are to be translated begin and end.
+    """Finds the places of the texts that are to be translated.
 
     Attributes:
-        spans: their places, in order; a text with entities is one.
+        spans: the places of the texts, in order; a text with entities is one span.
     """
 
     def __init__(self, page: str) -> None:
-        super().__init__(convert_charrefs=False)  # places are those of the page as it came
+        super().__init__(convert_charrefs=False)  # places refer to the unchanged page
         self.spans: list[tuple[int, int]] = []
         self._page = page
         self._lines = [0, *itertools.accumulate(len(line) + 1 for line in page.split("\n"))]
-        self._open: list[tuple[str, bool]] = []  # elements by name, and whether each stays as it is
-        self._names: Counter[str] = Counter()  # of the open ones
-        self._kept = 0  # how many of them stay as they are
+        self._open: list[tuple[str, bool]] = []  # open elements by name, and whether the texts of each stay unchanged
+        self._names: Counter[str] = Counter()  # the names of the open elements
+        self._kept = 0  # the number of open elements whose texts stay unchanged
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag in _VOID:
@@ -84,10 +84,10 @@ class _Reader(HTMLParser):
         self._kept += is_kept
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """An element that ends with its start tag has no text."""
+        """Handles an element that ends with its start tag: it has no text."""
 
     def handle_endtag(self, tag: str) -> None:
-        while self._names[tag]:  # an end tag ends what is open inside of its element too
+        while self._names[tag]:  # an end tag also closes all elements that are open inside its element
             name, is_kept = self._open.pop()
             self._names[name] -= 1
             self._kept -= is_kept
@@ -104,7 +104,7 @@ class _Reader(HTMLParser):
         self._add(2 + len(name), ";")
 
     def _add(self, length: int, closing: str = "") -> None:
-        """A piece of text at the reader's place, with a closing character if the page has it there."""
+        """Adds a piece of text at the reader's place, with a closing character if the page has it there."""
         if self._kept:
             return
         line, column = self.getpos()

@@ -1,4 +1,4 @@
-"""LibreTranslate's routes: /translate, /languages, /detect and /frontend/settings, for the clients that speak it."""
+"""LibreTranslate's routes: /translate, /languages, /detect and /frontend/settings, for LibreTranslate's clients."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fastformer.serving.html_text import HtmlPage
 from fastformer.serving.limits import Limits
 from fastformer.serving.service import TranslateService
 
-BODY_KEYS = ("/translate", "/detect", "/languages", "/frontend/settings")  # whose bodies may hold the api_key
+BODY_KEYS = ("/translate", "/detect", "/languages", "/frontend/settings")  # paths whose bodies may hold the api_key
 UNQUEUED = ("/detect",)
 
 
 class TranslateBody(BaseModel):
-    """The body of POST /translate."""
+    """The body of a POST /translate request."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -35,7 +35,7 @@ class TranslateBody(BaseModel):
 
 
 class DetectBody(BaseModel):
-    """The body of POST /detect."""
+    """The body of a POST /detect request."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -44,20 +44,20 @@ class DetectBody(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """Of an answer that is none."""
+    """The body of an error response."""
 
     error: str
 
 
 class DetectedBody(BaseModel):
-    """A language by its code, and how sure that is, in percent."""
+    """A language by its code, and its probability in percent."""
 
     language: str
     confidence: float
 
 
 class TranslatedBody(BaseModel):
-    """Of POST /translate: of a text, or of lists for a list of texts."""
+    """The body of a POST /translate response: a text, or lists for a list of texts."""
 
     translatedText: str | list[str]  # noqa: N815
     alternatives: list[str] | list[list[str]] | None = None
@@ -65,7 +65,7 @@ class TranslatedBody(BaseModel):
 
 
 class LanguageBody(BaseModel):
-    """Of GET /languages."""
+    """A language in the response to GET /languages."""
 
     code: str
     name: str
@@ -73,12 +73,12 @@ class LanguageBody(BaseModel):
 
 
 def error_response(status: int, message: str, **detail: Any) -> Response:
-    """An error in LibreTranslate's shape."""
+    """Makes an error response in LibreTranslate's shape."""
     return answer({"error": message}, status, detail.get("headers"))
 
 
 def router(service: TranslateService, limits: Limits) -> APIRouter:
-    """The routes of a translator."""
+    """Makes LibreTranslate's routes for a translator."""
     found = APIRouter()
     codes, errors = service.codes, error_schemas(ErrorBody)
 
@@ -87,7 +87,7 @@ def router(service: TranslateService, limits: Limits) -> APIRouter:
         responses={200: {"model": TranslatedBody}, **errors},
     )  # fmt: skip
     async def translate(http: Request) -> Response:
-        """Translates a text, or a list of texts, of plain text or HTML."""
+        """Translates a text or a list of texts, in plain text or HTML."""
         ask = TranslateBody.model_validate(await _values(http, "alternatives"))
         deadline = service.deadline()
         texts = [ask.q] if isinstance(ask.q, str) else ask.q
@@ -125,7 +125,7 @@ def router(service: TranslateService, limits: Limits) -> APIRouter:
         responses={200: {"model": list[DetectedBody]}, **errors},
     )  # fmt: skip
     async def detect(http: Request) -> Response:
-        """The languages that a text may be in, the likeliest first."""
+        """Returns the languages that a text may be in, the likeliest first."""
         ask = DetectBody.model_validate(await _values(http))
         if not ask.q:
             raise ValueError("expected a text as q, got an empty one")
@@ -136,12 +136,12 @@ def router(service: TranslateService, limits: Limits) -> APIRouter:
 
     @found.get("/languages", response_model=None, responses={200: {"model": list[LanguageBody]}, **known})
     async def languages() -> Response:
-        """The languages, each with what it can be translated into."""
+        """Returns the languages, each with the languages that it can be translated into."""
         return answer(codes.entries())
 
     @found.get("/frontend/settings", response_model=None, responses=known)
     async def settings(http: Request) -> Response:
-        """What a page has to know."""
+        """Returns the settings that a web page needs."""
         source, target = codes.defaults()
         return answer(
             {
@@ -169,14 +169,14 @@ def _source(service: TranslateService, asked: str, detected: Detected | None) ->
 
 
 async def _values(http: Request, *numbers: str) -> dict[str, Any]:
-    """The fields of a body of JSON or of a form.
+    """Reads the fields of a JSON or form body.
 
     Args:
         http: the request.
-        numbers: the fields that are integers, which a form has as text.
+        numbers: the names of integer fields, which a form sends as text.
 
     Raises:
-        ValueError: neither; JSON that is no object, or no JSON.
+        ValueError: invalid JSON, JSON that is no object, or text that is no integer in one of `numbers`.
     """
     if "json" in http.headers.get("content-type", ""):
         try:
@@ -188,7 +188,7 @@ async def _values(http: Request, *numbers: str) -> dict[str, Any]:
         return values
     async with http.form() as form:
         values = {name: value for name, value in form.items() if isinstance(value, str)}
-    if isinstance(values.get("q"), str):  # a form has CRLF at each line end
+    if isinstance(values.get("q"), str):  # a form has CRLF at the end of each line
         values["q"] = values["q"].replace("\r\n", "\n")
     for name in numbers:
         text = values.pop(name, "")
@@ -200,7 +200,7 @@ async def _values(http: Request, *numbers: str) -> dict[str, Any]:
 
 
 def _told(ask: TranslateBody, whole: Sequence[list[str]], detected: Sequence[Detected | None]) -> dict[str, Any]:
-    """The answer: of lists for a list."""
+    """Makes the body of the response, with lists if the request had a list of texts."""
     found: dict[str, list[Any]] = {"translatedText": [texts[0] for texts in whole]}
     if ask.alternatives:
         found["alternatives"] = [texts[1 : ask.alternatives + 1] for texts in whole]
@@ -214,33 +214,33 @@ def _detected(one: Detected) -> dict[str, Any]:
 
 
 class _Plain:
-    """A plain text.
+    """A plain text, with the interface of `HtmlPage`.
 
     Attributes:
-        texts: what is translated.
+        texts: the text to translate, as a list.
     """
 
     def __init__(self, text: str) -> None:
         self.texts = [text]
 
     def plain(self) -> str:
-        """The text without markup."""
+        """Returns the text without markup."""
         return self.texts[0]
 
     def filled(self, texts: Sequence[str]) -> str:
-        """The whole with these in place of `texts`."""
+        """Returns the text with the one in `texts` in its place."""
         return texts[0]
 
 
 def _versions(said: Sequence[Sequence[str]], filled: Callable[[Sequence[str]], str]) -> list[str]:
-    """A text's translations, best first: the n-th has the n-th best of each of its parts, or the last that there is."""
+    """Returns a text's translations, best first: the n-th joins the n-th best, or the last, of each part."""
     most = max(map(len, said), default=1)
     found = [filled([one[min(n, len(one) - 1)] for one in said]) for n in range(most)]
     return list(dict.fromkeys(found))
 
 
 def _body(model: type[BaseModel]) -> dict[str, Any]:
-    """The body of a route that reads JSON and forms, for /openapi.json."""
+    """Returns the schema of the request body of a route that reads JSON and forms, for /openapi.json."""
     schema = model.model_json_schema()
     kinds = ("application/json", "application/x-www-form-urlencoded", "multipart/form-data")
     return {"requestBody": {"required": True, "content": {kind: {"schema": schema} for kind in kinds}}}

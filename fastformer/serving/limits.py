@@ -1,4 +1,4 @@
-"""What a server takes at most."""
+"""The most that a server accepts from its clients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastformer.settings import Amount, Count, Positive, Range, check_settings
 
 @dataclass(frozen=True)
 class Limits:
-    """What a server takes at most. Each is a flag of `fastformer serve`.
+    """The most that a server accepts from its clients. Each limit is a flag of `fastformer serve`.
 
     Attributes:
         max_waiting: requests that wait in front of the batch; one more is answered 429

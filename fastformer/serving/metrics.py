@@ -1,4 +1,4 @@
-"""Counters and times for Prometheus. Routes are named by their templates, never by a path that a client has sent."""
+"""Counters and times for Prometheus. Routes are named by their templates, never by a path from a client."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastformer.generation.async_jobs import QUEUE_BOUNDS
 from fastformer.serving.service import Service
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-# What the front counts: its name in `Stats`, ours, and what it says.
+# The front's numbers: the name in `Stats`, fastformer's name of the metric, and its description.
 _GAUGES = (
     ("running", "requests_running", "Requests in the batch."),
     ("waiting", "requests_waiting", "Requests in front of the batch."),
@@ -40,7 +40,7 @@ class Metrics:
     """The collectors of one application.
 
     Args:
-        service: whose counters are read when Prometheus asks.
+        service: its counters are read when Prometheus asks.
     """
 
     def __init__(self, service: Service) -> None:
@@ -63,7 +63,7 @@ class Metrics:
         self._of = functools.cache(self._labelled)
 
     def answered(self, route: str, status: int, seconds: float, first: float) -> None:
-        """Notes a request: how long it took, and until its first byte, 0 where none came."""
+        """Records a request with its time in seconds and the time until its first byte, 0 if none was sent."""
         count, whole, begun, rejected = self._of(route, status)
         count.inc()
         whole.observe(seconds)
@@ -73,13 +73,13 @@ class Metrics:
             rejected.inc()
 
     def _labelled(self, route: str, status: int) -> tuple[Counter, Histogram, Histogram, Counter | None]:
-        """The collectors of a kind of answer, which it takes a while to look up."""
+        """Returns the collectors for a route and a status, which are slow to look up."""
         rejected = self._rejected.labels(_REASONS[status]) if status in _REASONS else None
         seconds, first = self._seconds.labels(route), self._first.labels(route)
         return self._requests.labels(route, str(status)), seconds, first, rejected
 
     def text(self) -> bytes:
-        """All of them in Prometheus' text format."""
+        """Returns all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 

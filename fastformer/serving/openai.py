@@ -41,7 +41,7 @@ _DONE = b"data: [DONE]\n\n"
 
 
 def router(service: Service, limits: Limits) -> APIRouter:
-    """The routes that a model has."""
+    """Makes OpenAI's routes for a model."""
     found = APIRouter()
     _add_models(found, service)
     if isinstance(service, GenerateService):
@@ -59,12 +59,12 @@ def _add_models(found: APIRouter, service: Service) -> None:
 
     @found.get("/v1/models", response_model=None, responses={200: {"model": ModelsBody}, **known})
     async def models() -> Response:
-        """The model that is served."""
+        """Lists the model that is served."""
         return answer({"object": "list", "data": [model]})
 
     @found.get("/v1/models/{name:path}", response_model=None, responses={200: {"model": ModelBody}, **known})
     async def one_model(name: str) -> Response:
-        """The model of that name."""
+        """Describes the model of a name."""
         check_model(name, service.name)
         return answer(model)
 
@@ -122,7 +122,7 @@ def _add_chat(found: APIRouter, service: GenerateService, limits: Limits) -> Non
 
 
 def _prompts(given: str | list[Any]) -> list[str | list[int]]:
-    """The prompts of a request: texts, or lists of ids."""
+    """Returns the prompts of a request as a list of texts or of lists of ids."""
     if isinstance(given, str) or isinstance(given[0], int):
         return [given]
     return given
@@ -137,7 +137,7 @@ async def _encoded(service: GenerateService, prompts: Sequence[str | list[int]])
 
 
 def _message(message: MessageBody, place: int, limits: Limits) -> dict[str, Any]:
-    """A message as templates read it."""
+    """Converts a message into the form that chat templates read."""
     where = f"messages.{place}"
     for name in ("tool_calls", "function_call"):
         if getattr(message, name):
@@ -154,14 +154,14 @@ def _message(message: MessageBody, place: int, limits: Limits) -> dict[str, Any]
 
 
 class _Asked:
-    """A request, and what its answers share.
+    """A request, with the values that its answers share.
 
     Args:
-        service: what completes.
-        body: of the request.
+        service: completes the prompts.
+        body: the request's body.
         rows: the ids of its prompts.
-        most: new tokens of each.
-        alternatives: how many likely tokens are wanted at each place, with log-probabilities; None: no
+        most: the most new tokens of each prompt.
+        alternatives: the number of likely tokens to return at each place, with log-probabilities; None: no
             log-probabilities at all.
         deadline: a time of `time.monotonic`.
     """
@@ -182,7 +182,7 @@ class _Asked:
             {**options_of(body, service, len(row)), "max_new_tokens": each}
             for row, each in zip(rows, most, strict=True)
         ]
-        # Greedy answers are the same each time, so one is computed.
+        # All greedy answers to a prompt are the same, so only one is computed.
         self.copies = 1 if self._options[0]["do_sample"] else self.count
         self._asked = {
             "log_probs": alternatives is not None,
@@ -197,8 +197,8 @@ class _Asked:
         }
 
     async def complete(self) -> list[list[Completion]]:
-        """The answers of each prompt."""
-        # All are handed over before the first is waited for.
+        """Returns the answers to each prompt."""
+        # All prompts are queued before the first answer is awaited.
         streams = [self._collected(row, options) for row, options in zip(self.rows, self._options, strict=True)]
         found: list[list[Completion]] = [[] for _ in streams]
         async for place, one in merged(streams):
@@ -209,7 +209,7 @@ class _Asked:
         yield await self.service.complete(row, options, **self._asked)
 
     def stream(self) -> AsyncIterator[tuple[int, Piece]]:
-        """The pieces of all prompts, each with the place of its prompt; all have their places when this returns."""
+        """Yields the pieces of all prompts with the index of the prompt; all prompts are queued when this returns."""
         streams = [
             self.service.stream(row, options, **self._asked)
             for row, options in zip(self.rows, self._options, strict=True)
@@ -217,7 +217,7 @@ class _Asked:
         return merged(streams)
 
     def usage(self, new_tokens: int, cached: int) -> dict[str, Any]:
-        """How many tokens the request took."""
+        """Counts the tokens of the request and its answers."""
         prompts = sum(map(len, self.rows))
         return {
             "prompt_tokens": prompts,
@@ -227,7 +227,7 @@ class _Asked:
         }
 
     def token_text(self, token: int) -> tuple[str, bool]:
-        """The text of a token; or its name, and False, where it is a part of a character or has no text."""
+        """Returns the text of a token; or its name and False if it is a part of a character or has no text."""
         tokenizer = self.service.generator.tokenizer
         text: str = tokenizer.decode([token])
         is_text = bool(text) and "\N{REPLACEMENT CHARACTER}" not in text
@@ -235,16 +235,16 @@ class _Asked:
 
 
 class _TextForm:
-    """Completions as OpenAI writes them."""
+    """The JSON of completions in OpenAI's format."""
 
     kind = chunk = "text_completion"
 
     def __init__(self, asked: _Asked) -> None:
         self._asked = asked
-        self._offsets: dict[int, int] = {}  # of each choice, the characters of its tokens so far
+        self._offsets: dict[int, int] = {}  # the characters of each choice's tokens so far, by choice
 
     def whole(self, index: int, found: Completion) -> dict[str, Any]:
-        """A choice."""
+        """Returns a complete choice."""
         return {
             "index": index,
             "text": found.text,
@@ -253,11 +253,11 @@ class _TextForm:
         }
 
     def first(self, index: int) -> Iterator[dict[str, Any]]:
-        """What a choice of a stream begins with."""
+        """Yields the first chunks of a choice's stream: none."""
         return iter(())
 
     def piece(self, index: int, piece: Piece) -> dict[str, Any]:
-        """A piece of a choice."""
+        """Returns a piece of a choice."""
         logprobs = self._logprobs(index, piece.tokens)
         return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
 
@@ -288,7 +288,7 @@ class _TextForm:
 
 
 class _ChatForm:
-    """Answers of a chat as OpenAI writes them."""
+    """The JSON of a chat's answers in OpenAI's format."""
 
     kind, chunk = "chat.completion", "chat.completion.chunk"
 
@@ -296,7 +296,7 @@ class _ChatForm:
         self._asked = asked
 
     def whole(self, index: int, found: Completion) -> dict[str, Any]:
-        """See `_TextForm`, for this and the others."""
+        """Returns a complete choice; see `_TextForm`, also for the other methods."""
         return {
             "index": index,
             "message": {"role": "assistant", "content": found.text, "refusal": None},
@@ -329,10 +329,10 @@ class _ChatForm:
 
 
 async def _respond(asked: _Asked, http: Request, form: _TextForm | _ChatForm) -> Response:
-    """The answer to a request, whole or as a stream."""
+    """Answers a request, at once or as a stream."""
     if asked.body.stream:
         pieces = asked.stream()
-        # A failure before the first piece is an error of HTTP.
+        # An error before the first piece becomes an HTTP error.
         first = await until_gone(http, anext(pieces))
         return EventStream(_events(asked, form, behind(first, pieces)), error_fields)
     found = await until_gone(http, asked.complete())
@@ -345,7 +345,7 @@ async def _respond(asked: _Asked, http: Request, form: _TextForm | _ChatForm) ->
 async def _events(
     asked: _Asked, form: _TextForm | _ChatForm, pieces: AsyncIterator[tuple[int, Piece]]
 ) -> AsyncIterator[bytes]:
-    """The events of a stream."""
+    """Yields the events of a stream."""
     options = asked.body.stream_options
     counts = bool(options and options.include_usage)
     head = {**asked.head, "object": form.chunk}

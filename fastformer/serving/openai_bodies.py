@@ -1,8 +1,8 @@
-"""The bodies of OpenAI's routes: what a request may hold, and what an answer does.
+"""The bodies of requests to OpenAI's routes and of their responses.
 
-A field that a request may hold and that can't be honoured stands in `UNSUPPORTED` with the values that ask for nothing;
-any other value is an error, since an answer that ignores it would be another than the client believes. Fields that
-aren't known at all are ignored, as OpenAI's clients send new ones before servers know them.
+`UNSUPPORTED` has the fields that fastformer knows but can't honour, with the values that ask for nothing. Any other
+value of them is an error, since the client would misread an answer that ignores it. Unknown fields are ignored:
+OpenAI's clients send new ones before servers know them.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
-MOST_ALTERNATIVES = 20  # of a token, with their log-probabilities
+MOST_ALTERNATIVES = 20  # the most alternatives of a token, with their log-probabilities
 _MOST_STOPS = 16
 _MOST_BIASES = 1024
 
-# Fields of the standard that can't be honoured, with the values that ask for nothing; None asks for nothing in any.
+# Fields of the standard that can't be honoured, with the values that ask for nothing; for all of them None does.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "echo": (False,),
@@ -34,7 +34,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 
-# An answer of server-sent events, in a schema: each is an object of such fields.
+# The schema of a response of server-sent events: each event is an object with these fields.
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}, "event": {"type": "string"}}}
 EVENTS: dict[str, Any] = {"text/event-stream": {"schema": _EVENT}}
 
@@ -47,23 +47,23 @@ Token: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class Body(BaseModel):
-    """What a request may hold."""
+    """The base of request bodies."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
 
 class StreamOptions(Body):
-    """Of a stream.
+    """The options of a stream.
 
     Attributes:
-        include_usage: end with a chunk that counts the tokens.
+        include_usage: end the stream with a chunk that counts the tokens.
     """
 
     include_usage: bool | None = None
 
 
 class GenerateBody(Body):
-    """What completions and chats have in common; top_k, repetition_penalty, min_tokens and timeout aren't OpenAI's."""
+    """The fields of completions and chats; top_k, repetition_penalty, min_tokens and timeout aren't OpenAI's."""
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -88,7 +88,7 @@ class GenerateBody(Body):
 
 
 class CompletionBody(GenerateBody):
-    """Of POST /v1/completions."""
+    """The body of a POST /v1/completions request."""
 
     prompt: (
         str
@@ -103,7 +103,7 @@ class CompletionBody(GenerateBody):
 
 
 class ContentPart(Body):
-    """A part of a message; other types than text aren't honoured."""
+    """A part of a message; only the type text is supported."""
 
     type: str
     text: str | None = None
@@ -121,7 +121,7 @@ class MessageBody(Body):
 
 
 class ChatBody(GenerateBody):
-    """Of POST /v1/chat/completions."""
+    """The body of a POST /v1/chat/completions request."""
 
     messages: Annotated[list[MessageBody], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -141,11 +141,11 @@ class ChatBody(GenerateBody):
 
 
 class EmbeddingsBody(Body):
-    """Of POST /v1/embeddings; prompt_name, truncate and timeout aren't OpenAI's.
+    """The body of a POST /v1/embeddings request; prompt_name, truncate and timeout aren't OpenAI's.
 
     Attributes:
-        input: a text or several. Ids are refused: clients that send them made them for another model.
-        truncate: cut texts that are too long; without, they are an error.
+        input: a text or several. Ids are refused: clients make them for another model's vocabulary.
+        truncate: cut texts that are too long; without it they are an error.
     """
 
     input: (
@@ -162,11 +162,11 @@ class EmbeddingsBody(Body):
     timeout: Annotated[float, Field(gt=0)] | None = None
 
 
-# What comes back.
+# The bodies of responses.
 
 
 class ErrorFields(BaseModel):
-    """What went wrong."""
+    """The fields of an error."""
 
     message: str
     type: str
@@ -175,7 +175,7 @@ class ErrorFields(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """Of an answer that is none."""
+    """The body of an error response."""
 
     error: ErrorFields
 
@@ -190,20 +190,20 @@ class ModelBody(BaseModel):
 
 
 class ModelsBody(BaseModel):
-    """Of GET /v1/models."""
+    """The body of a GET /v1/models response."""
 
     object: Literal["list"]
     data: list[ModelBody]
 
 
 class CachedTokens(BaseModel):
-    """Of a prompt."""
+    """The number of a prompt's tokens that were read from the cache."""
 
     cached_tokens: int
 
 
 class Usage(BaseModel):
-    """How many tokens a request took."""
+    """The numbers of tokens of a request and its answers."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -212,7 +212,7 @@ class Usage(BaseModel):
 
 
 class LegacyLogprobs(BaseModel):
-    """Of a completion's tokens."""
+    """The log-probabilities of a completion's tokens."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -230,7 +230,7 @@ class TextChoice(BaseModel):
 
 
 class TextCompletion(BaseModel):
-    """Of POST /v1/completions."""
+    """The body of a POST /v1/completions response."""
 
     id: str
     object: Literal["text_completion"]
@@ -242,7 +242,7 @@ class TextCompletion(BaseModel):
 
 
 class TopLogprob(BaseModel):
-    """A token that was likely."""
+    """A likely token at a place of the answer."""
 
     token: str
     logprob: float
@@ -250,20 +250,20 @@ class TopLogprob(BaseModel):
 
 
 class TokenLogprob(TopLogprob):
-    """A token that came."""
+    """A token of the answer, with the likely tokens at its place."""
 
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(BaseModel):
-    """Of an answer's tokens."""
+    """The log-probabilities of an answer's tokens."""
 
     content: list[TokenLogprob]
     refusal: None
 
 
 class ChatMessage(BaseModel):
-    """An answer."""
+    """An answer in a chat."""
 
     role: Literal["assistant"]
     content: str
@@ -271,7 +271,7 @@ class ChatMessage(BaseModel):
 
 
 class ChatChoice(BaseModel):
-    """An answer and how it ended."""
+    """An answer in a chat, with the reason why it ended."""
 
     index: int
     message: ChatMessage
@@ -280,7 +280,7 @@ class ChatChoice(BaseModel):
 
 
 class ChatCompletion(BaseModel):
-    """Of POST /v1/chat/completions."""
+    """The body of a POST /v1/chat/completions response."""
 
     id: str
     object: Literal["chat.completion"]
@@ -300,14 +300,14 @@ class EmbeddingRow(BaseModel):
 
 
 class EmbeddingsUsage(BaseModel):
-    """How many tokens the texts had."""
+    """The number of the texts' tokens."""
 
     prompt_tokens: int
     total_tokens: int
 
 
 class Embeddings(BaseModel):
-    """Of POST /v1/embeddings."""
+    """The body of a POST /v1/embeddings response."""
 
     object: Literal["list"]
     data: list[EmbeddingRow]

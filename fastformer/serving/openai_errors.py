@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape, and what each of its routes says of them in the schema."""
+"""Errors in OpenAI's shape, and their description in the schema of each of its routes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TYPES = {
     504: ("timeout_error", "timeout"),
 }
 
-# What clients of Hugging Face send where they are told a URL and no model.
+# The names that clients of Hugging Face send if they are configured with a URL and no model.
 _PLACEHOLDERS = ("dummy", "tgi")
 
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -37,13 +37,13 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 class ApiError(HTTPException):
-    """An error with the fields of OpenAI's.
+    """An error with OpenAI's fields.
 
     Args:
-        message: what was expected, and what came.
-        param: the field of the request that is wrong.
-        code: a word for programs.
-        status: of HTTP.
+        message: says what was expected and what the request had.
+        param: the wrong field of the request.
+        code: names the error for programs.
+        status: the HTTP status.
     """
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
@@ -52,7 +52,7 @@ class ApiError(HTTPException):
 
 
 def error_fields(status: int, message: str, **detail: Any) -> dict[str, Any]:
-    """The body of an error."""
+    """Returns the JSON value of an error."""
     usual = ("server_error", None) if status >= 500 else ("invalid_request_error", None)
     kind, code = _TYPES.get(status, usual)
     return {
@@ -66,7 +66,7 @@ def error_fields(status: int, message: str, **detail: Any) -> dict[str, Any]:
 
 
 def error_response(status: int, message: str, **detail: Any) -> Response:
-    """An error as OpenAI's clients read it.
+    """Makes an error response in OpenAI's shape.
 
     Args:
         status, message: see `ApiError`.
@@ -76,7 +76,7 @@ def error_response(status: int, message: str, **detail: Any) -> Response:
 
 
 def check_model(asked: str | None, served: str) -> None:
-    """Raises an ApiError for another model than the one that is served."""
+    """Raises an ApiError if a request asks for another model than the one that is served."""
     if asked not in (None, served, *_PLACEHOLDERS):
         raise ApiError(
             f"expected the model {served!r}, which is served here, got {asked!r:.80}",
@@ -87,7 +87,7 @@ def check_model(asked: str | None, served: str) -> None:
 
 
 def check_supported(body: Body) -> None:
-    """Raises an ApiError for a field that can't be honoured and asks for something."""
+    """Raises an ApiError if a field that can't be honoured has a value that asks for something."""
     for name, neutral in UNSUPPORTED.items():
         value = getattr(body, name, None)
         if value is not None and value not in neutral:

@@ -1,4 +1,4 @@
-"""From the fields of OpenAI's requests to the options of decoding."""
+"""Converts the fields of OpenAI's requests into decoding options."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from fastformer.serving.limits import Limits
 from fastformer.serving.openai_bodies import GenerateBody
 from fastformer.serving.openai_errors import ApiError
 
-_LEAST_TOP_P = 1e-9  # holds one token, as 0 does for OpenAI
-_DIGITS = 9  # of a token's id
+_LEAST_TOP_P = 1e-9  # keeps one token, as OpenAI's 0 does
+_DIGITS = 9  # the most digits of a token's id
 
 
 def check_length(text: str | list[int], limits: Limits, param: str) -> None:
-    """Raises an ApiError for a text of more characters than the limits allow."""
+    """Raises an ApiError if a text has more characters than the limits allow."""
     if isinstance(text, str) and len(text) > limits.max_text_chars:
         raise ApiError(
             f"expected a text of at most {limits.max_text_chars:,} characters, got {len(text):,}",
@@ -25,7 +25,7 @@ def check_length(text: str | list[int], limits: Limits, param: str) -> None:
 
 
 def check_count(body: GenerateBody, limits: Limits) -> None:
-    """Raises an ApiError for more answers to a prompt than the limits allow."""
+    """Raises an ApiError if a request asks for more answers to a prompt than the limits allow."""
     if (body.n or 1) > limits.max_beams:
         raise ApiError(f"expected n of at most {limits.max_beams}", param="n")
 
@@ -33,14 +33,14 @@ def check_count(body: GenerateBody, limits: Limits) -> None:
 def new_tokens(
     body: GenerateBody, ids: list[int], service: GenerateService, asked: int | None, usual: int | None
 ) -> int:
-    """How many new tokens a prompt gets.
+    """Returns the most new tokens of a prompt's answer.
 
     Args:
-        body: of the request.
-        ids: of the prompt.
-        service: whose model has so many positions.
-        asked: what the request says.
-        usual: the number for a request that names none; None: all that there is room for.
+        body: the request's body.
+        ids: the ids of the prompt.
+        service: its model limits the number of positions.
+        asked: the number in the request; None: the request has none.
+        usual: the number for a request without one; None: as many as the model has positions for.
     """
     limits = service.limits
     name = "max_completion_tokens" if getattr(body, "max_completion_tokens", None) is not None else "max_tokens"
@@ -58,14 +58,14 @@ def new_tokens(
 
 
 def options_of(body: GenerateBody, service: GenerateService, prompt_length: int) -> dict[str, Any]:
-    """The options of decoding that a request asks for; what it leaves open, its model's folder decides.
+    """Returns the decoding options for a request; the model's folder has those that the request omits.
 
-    Without a word of either, tokens are drawn at temperature 1, as OpenAI does. Temperature 0 takes the best ones.
+    If neither sets a temperature, tokens are drawn at temperature 1, as OpenAI does. Temperature 0 is greedy decoding.
 
     Args:
-        body: of the request.
-        service: what completes.
-        prompt_length: tokens of the prompt, which penalties don't count.
+        body: the request's body.
+        service: completes the prompt.
+        prompt_length: the number of the prompt's tokens, which penalties don't count.
     """
     found: dict[str, Any] = {"seed": body.seed}
     if body.temperature == 0:

@@ -1,7 +1,7 @@
-"""HTTP/1.1 as uvicorn speaks it through httptools, and what clients can do to a connection besides asking.
+"""HTTP/1.1 as uvicorn implements it with httptools, with limits on what a client can do to a connection.
 
-uvicorn itself waits for ever for a head, takes one of any size, and keeps what it has written for a client that never
-reads.
+uvicorn itself waits for a head without a time limit, accepts a head of any size, and buffers its output for a client
+that never reads.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from fastformer.serving.limits import Limits
 
-_HEAD_BYTES = 64 << 10  # of a head, and of anything else between two pieces of a body
+_HEAD_BYTES = 64 << 10  # the most bytes of a head, and of anything else between two pieces of a body
 _MOST_PIPELINED = 16  # requests that a connection may send before the first is answered
-_IGNORED_BYTES = 64 << 20  # of a body whose request has been answered
+_IGNORED_BYTES = 64 << 20  # the most bytes of the body of a request that has been answered
 
 
 def protocol_of(limits: Limits) -> type[HttpToolsProtocol]:
-    """The protocol of connections within the limits."""
+    """Returns the protocol class of connections within the limits."""
 
     class Protocol(_Protocol):
         seconds, write_seconds = limits.body_s, limits.write_s
@@ -28,11 +28,11 @@ def protocol_of(limits: Limits) -> type[HttpToolsProtocol]:
 
 
 class _Together:
-    """A transport that sends what is written in one turn of the event loop in one call: a head, and the body behind it.
+    """A transport that sends all data of one turn of the event loop in one call: a head and the body behind it.
 
     Args:
-        transport: of a connection.
-        loop: its own.
+        transport: the connection's transport.
+        loop: the connection's event loop.
     """
 
     def __init__(self, transport: asyncio.BaseTransport, loop: asyncio.AbstractEventLoop) -> None:
@@ -43,18 +43,18 @@ class _Together:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        """Sends bytes before the next turn."""
+        """Queues bytes, which are sent before the event loop's next turn."""
         if not self._parts:
             self._loop.call_soon(self._send)
         self._parts.append(data)
 
     def close(self) -> None:
-        """Closes when all is sent."""
+        """Sends the queued bytes and closes the transport."""
         self._send()
         self._transport.close()
 
     def get_write_buffer_size(self) -> int:
-        """The bytes that have been written and not sent."""
+        """Returns the number of bytes that have been written and not sent."""
         return int(self._transport.get_write_buffer_size()) + sum(map(len, self._parts))
 
     def _send(self) -> None:
@@ -64,11 +64,11 @@ class _Together:
 
 
 class _Protocol(HttpToolsProtocol):
-    """A connection whose heads come in time and within their size, and whose client reads what it is sent.
+    """A connection whose client has to send heads in time and within their size, and to read its answers.
 
     Attributes:
-        seconds: for a head.
-        write_seconds: without any progress, after which a client that doesn't read is given up.
+        seconds: the time limit of a head.
+        write_seconds: seconds without progress after which the connection of a client that doesn't read is closed.
     """
 
     seconds: float
@@ -80,7 +80,7 @@ class _Protocol(HttpToolsProtocol):
         self._stuck: asyncio.TimerHandle | None = None  # ends the wait for a client that doesn't read
         self._in_message = False  # between the end of a head and the end of its body
         self._head_bytes = self._ignored_bytes = self._unsent = 0
-        self._running: RequestResponseCycle | None = None  # the others wait in `pipeline`
+        self._running: RequestResponseCycle | None = None  # the other requests wait in `pipeline`
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(_Together(transport, self.loop))  # type: ignore[arg-type]
@@ -91,11 +91,11 @@ class _Protocol(HttpToolsProtocol):
         self._forget_stuck()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
-        if self._running is not None and not self._is_idle:  # uvicorn tells the one that came last
+        if self._running is not None and not self._is_idle:  # uvicorn tells only the request that came last
             self._running.disconnected = True
             self._running.message_event.set()
 
-    # What comes
+    # Incoming data
 
     def data_received(self, data: bytes) -> None:
         if not self._in_message and self._late is None:
@@ -129,7 +129,7 @@ class _Protocol(HttpToolsProtocol):
         self._in_message, self._head_bytes = False, 0
 
     def _unsupported_upgrade_warning(self) -> None:
-        """No protocol but HTTP is spoken: the request is answered as it is, and the parser takes no more behind it."""
+        """Answers a request to change the protocol over HTTP, and closes the connection after it."""
         if self.cycle is not None:
             self.cycle.keep_alive = False
 
@@ -147,7 +147,7 @@ class _Protocol(HttpToolsProtocol):
 
     @property
     def _is_idle(self) -> bool:
-        """Whether no answer is under way."""
+        """Whether no answer is being sent."""
         return self._running is None or bool(self._running.response_complete)
 
     def _refuse(self, message: str) -> None:
@@ -155,9 +155,9 @@ class _Protocol(HttpToolsProtocol):
             self.send_400_response(message)
             self._watch_writing()
         else:
-            self.transport.abort()  # another answer is under way
+            self.transport.abort()  # another answer is being sent
 
-    # What goes
+    # Outgoing data
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -188,7 +188,7 @@ class _Protocol(HttpToolsProtocol):
         self._watch_writing()
 
     def _watch_writing(self) -> None:
-        """Gives the client up where nothing of what is written leaves for a while."""
+        """Aborts the connection if none of the written bytes leaves for a while."""
         if self._stuck is None and (unsent := self.transport.get_write_buffer_size()):
             self._unsent = unsent
             self._stuck = self.loop.call_later(self.write_seconds, self._look_at_writing)

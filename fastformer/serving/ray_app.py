@@ -1,10 +1,10 @@
-"""The same application on many machines, by Ray Serve: replicas, autoscaling, draining. Extra `ray`.
+"""The HTTP application on many machines with Ray Serve: replicas, autoscaling, draining. Needs the extra `ray`.
 
     serve run fastformer.serving.ray_app:build folder=/models/opus-mt num_cpus=8
     serve.run(build(Options(folder="/models/opus-mt", num_cpus=8, max_replicas=4)))
 
-Each replica holds a model and a batch of its own, which requests join as they come: Ray only spreads them, and batches
-nothing. Keys are read on the machine of each replica, as `fastformer serve` reads them.
+Each replica holds a model and a batch of its own, which requests join as they come: Ray only distributes the requests
+and batches nothing. Each replica reads the keys on its own machine, as `fastformer serve` does.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from fastformer.serving.service import open_service
 
 
 class Options(BaseModel):
-    """What `build` takes, as `args` of a Serve config file writes it.
+    """The options of `build`, in the names of the `args` of a Serve config file.
 
     Attributes:
-        folder: of the model; it has to be there on every machine.
-        num_cpus: of a replica, which computes with so many threads.
-        num_gpus: of a replica; with some, the model runs on the first.
+        folder: the model's folder, which has to exist on every machine.
+        num_cpus: the CPUs of a replica, and the number of its threads.
+        num_gpus: the GPUs of a replica; above 0, the model runs on the first.
         precision, engine: see `open_service`.
-        min_replicas, max_replicas: Ray keeps as many as the load asks for.
-        target_ongoing_requests: of a replica, at which Ray neither adds one nor takes one away.
-        max_queued_requests: that wait for a replica at each proxy; one more is answered 503.
+        min_replicas, max_replicas: the bounds within which Ray scales the number of replicas.
+        target_ongoing_requests: the load of a replica at which Ray neither adds nor removes replicas.
+        max_queued_requests: the most requests that wait for a replica at each proxy; one more is answered 503.
         limits: fields of `Limits` by name; max_waiting and drain_s are Ray's, too.
         keys_file, page_public: see `fastformer serve`.
     """
@@ -54,7 +54,7 @@ class Options(BaseModel):
 
 
 def build(options: Options) -> serve.Application:
-    """The application for `serve.run`, or for a Serve config file.
+    """Makes the application for `serve.run`, or for a Serve config file.
 
     Raises:
         ValueError: unknown or impossible limits.

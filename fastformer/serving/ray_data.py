@@ -1,9 +1,9 @@
-"""A corpus translated on many machines, by Ray Data. Extra `ray`.
+"""Translates a corpus on many machines with Ray Data. Needs the extra `ray`.
 
     translate_corpus("s3://bucket/source", "s3://bucket/translated", "/models/opus-mt", num_cpus=8, max_actors=64)
 
-Actors hold the model, and blocks of rows go through them. A machine that dies costs the blocks that it had in hand,
-which others do again. With a checkpoint, a run that was ended goes on where it stopped, by the ids of its rows.
+Actors hold the model and process blocks of rows. If a machine dies, the other machines repeat the blocks that it was
+processing. With a checkpoint, an interrupted run resumes where it stopped, by the ids of its rows.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Batch = dict[str, Any]
 
 
 class TranslateRows:
-    """What an actor does: it loads the model once, and gives each batch of rows a column of translations.
+    """An actor: it loads the model once, and adds a column of translations to each batch of rows.
 
     Args:
-        folder: of the model.
-        text_column, translation_column: names.
+        folder: the model's folder.
+        text_column, translation_column: the names of the columns.
         precision: see `Translator.from_pretrained`.
-        options: of `Translator.translate`.
+        options: options of `Translator.translate`.
     """
 
     def __init__(
@@ -37,12 +37,12 @@ class TranslateRows:
     ) -> None:
         context: Any = ray.get_runtime_context()
         cpus = context.get_assigned_resources().get("CPU", 1)
-        torch.set_num_threads(max(1, int(cpus)))  # else each actor takes all cores
+        torch.set_num_threads(max(1, int(cpus)))  # otherwise each actor would use all cores
         self.translator = Translator.from_pretrained(folder, precision=precision)
         self.text_column, self.translation_column, self.options = text_column, translation_column, options
 
     def __call__(self, batch: Batch) -> Batch:
-        """A batch with its translations; rows of similar length decode together."""
+        """Returns a batch with its translations; rows of similar length decode together."""
         texts = [str(text) for text in batch[self.text_column]]
         found = self.translator.translate(texts, **self.options)
         return {**batch, self.translation_column: np.array(found, dtype=object)}
@@ -64,28 +64,28 @@ def translate_corpus(
     actor: type[TranslateRows] = TranslateRows,
     **options: Any,
 ) -> int:
-    """Translates Parquet files to Parquet files, and counts what came out.
+    """Translates Parquet files to Parquet files, and counts the translated rows.
 
     Args:
         source: a file, or a folder of files, with a text and an id in each row. No two rows have the same id.
-        target: a folder to write to, of this corpus alone.
-        folder: of the model; it has to be there on every machine.
+        target: an output folder for this corpus alone.
+        folder: the model's folder, which has to exist on every machine.
         id_column, text_column, translation_column: names of columns.
-        checkpoint: a folder that all machines see: ids of the rows that are written go there, and a later run with the
-            same folders leaves those rows out. Ray empties it at the end. None: a run that is ended begins anew.
-        num_cpus: of an actor, which computes with so many threads.
-        max_actors: at most; Ray starts them as there is work and room.
+        checkpoint: a folder that all machines see. It stores the ids of the written rows, and a later run with the same
+            folders skips those rows. Ray empties it at the end. None: an interrupted run begins anew.
+        num_cpus: the CPUs of an actor, and the number of its threads.
+        max_actors: the most actors; Ray starts them if there is work and room for them.
         batch_size: rows that are translated in one call; a large one keeps the batch full.
         precision: see `Translator.from_pretrained`.
         actor: `TranslateRows`, or a class that is derived from it.
-        options: of `Translator.translate`, such as num_beams, source_lang, split and on_error.
+        options: options of `Translator.translate`, such as num_beams, source_lang, split and on_error.
 
     Returns:
-        How many rows there are, each of them once.
+        The number of rows, each of which is in the target once.
 
     Raises:
-        ValueError: max_time, which would cut translations short and not say so.
-        RuntimeError: the target's ids are not the source's.
+        ValueError: options has max_time, which would cut translations short without an error.
+        RuntimeError: the target's ids differ from the source's.
     """
     if "max_time" in options:
         raise ValueError("expected no max_time: it ends translations early, and no row would show it")
@@ -116,7 +116,7 @@ def translate_corpus(
 
 
 def _count(rows: Dataset, id_column: str) -> tuple[int, int]:
-    """How many rows there are, and the sum of their ids' hashes: a lost row and a doubled one don't make up for it."""
+    """Returns the number of rows and the sum of their ids' hashes, which shows a lost row beside a doubled one."""
 
     def part(batch: Batch) -> Batch:
         digests = (hashlib.blake2b(str(each).encode(), digest_size=8).digest() for each in batch[id_column])

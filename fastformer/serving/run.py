@@ -1,4 +1,4 @@
-"""A server that takes its time to end: it says so first, then refuses, then waits for what is under way."""
+"""A server that ends in steps: it reports that it will end, refuses new requests, then waits for running ones."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _CLOSE_SECONDS = 5  # for connections whose requests have been answered or cance
 class Server(uvicorn.Server):
     """Serves an application of `make_app` until a signal comes.
 
-    At SIGTERM or SIGINT /ready says no at once, so that a load balancer sends requests elsewhere; after
-    `limits.drain_delay_s` new requests are answered 503; and when what is under way has ended, or after
+    At SIGTERM or SIGINT /ready answers 503 at once, so that a load balancer chooses other servers. After
+    `limits.drain_delay_s` new requests are answered 503. When the running requests have ended, or after
     `limits.drain_s`, the process ends with exit code 0. A second signal ends it at once.
     """
 
@@ -37,9 +37,9 @@ class Server(uvicorn.Server):
         self._traffic: Traffic = app.state.traffic
         self._ending: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        # Clients can't fill the log with lines about bytes that are no HTTP, or no form.
+        # Clients can't fill the log with lines about bytes that are not HTTP or not a form.
         logging.getLogger("python_multipart").setLevel(logging.ERROR)
-        # The event loop of asyncio: where many connect at once, uvloop has the last of them wait half as long again.
+        # asyncio's own event loop: if many clients connect at once, the last ones wait half as long again with uvloop.
         super().__init__(
             uvicorn.Config(
                 app, host=host, port=port, loop="asyncio", http=protocol_of(self.limits), ws="none", access_log=False,
@@ -50,8 +50,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: Any = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
-        # The objects of imports and of the model stay: a collection of garbage that looked through all of them would
-        # hold requests up.
+        # The objects of imports and of the model live on: a garbage collection that traversed all of them would
+        # delay requests.
         gc.collect()
         gc.freeze()
         if self.started:
@@ -61,7 +61,7 @@ class Server(uvicorn.Server):
             logger.info("serving %s, %s %s, on %s", self._service.name, "an" if kind == "encoder" else "a", kind, where)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begins to end; at a second signal ends at once."""
+        """Begins to end the server; a second signal ends it at once."""
         if not self._traffic.is_ready or self._loop is None:
             self.should_exit = self.force_exit = True
             return
@@ -82,7 +82,7 @@ class Server(uvicorn.Server):
         if traffic.in_flight:
             logger.warning("ending: cancelling %d requests, whose %g s are over", traffic.in_flight, limits.drain_s)
             await self._service.close(cancel=True)
-            end = time.monotonic() + 1  # to be told
+            end = time.monotonic() + 1  # to answer the cancelled requests
             while traffic.in_flight and time.monotonic() < end:
                 await asyncio.sleep(_LOOK_SECONDS)
         self.should_exit = True

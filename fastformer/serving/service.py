@@ -1,4 +1,4 @@
-"""What a folder does for its clients, without HTTP: texts in, texts out, many at once."""
+"""A model folder as a service without HTTP: it answers the requests of many clients at once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fastformer.serving.answers import TooLarge
 from fastformer.serving.codes import UNKNOWN, Codes, Detected
 from fastformer.serving.limits import Limits
 
-_MOST_ATTENDED = 1_000  # characters of a text whose attention is told: the answer grows with their square
+_MOST_ATTENDED = 1_000  # characters of a text whose attention is returned: the answer grows with their square
 
 Kind: TypeAlias = Literal["translator", "generator", "encoder", "cross-encoder"]
 
@@ -33,8 +33,8 @@ class Service(ABC):
     """A model that works for many clients at once, inside of `async with`.
 
     Attributes:
-        name: the model's, which is its folder's.
-        kind: what it does.
+        name: the model's name, which is its folder's.
+        kind: the kind of model.
         limits: see `Limits`.
     """
 
@@ -46,40 +46,40 @@ class Service(ABC):
     @property
     @abstractmethod
     def async_front(self) -> AsyncFront[Any]:
-        """The queue of its requests, and the thread that computes them."""
+        """The queue of the service's requests, with the thread that computes them."""
 
     async def open(self) -> None:
         """Starts the thread that computes."""
         await self.async_front.__aenter__()
 
     async def close(self, *, cancel: bool = False) -> None:
-        """Takes no more requests and ends; with `cancel` without the answers of those that run."""
+        """Refuses new requests and ends after the running ones; with `cancel` without their answers."""
         await self.async_front.close(cancel=cancel)
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can answer: it is open, and its thread goes on."""
+        """Whether the service can answer: it is open, and its thread is running."""
         return self.async_front.is_alive
 
     def stats(self) -> Stats:
-        """Its counters as they are now."""
+        """Returns the current counters."""
         return self.async_front.stats()
 
     def deadline(self, timeout: float | None = None) -> float:
-        """When a request that comes now has to be answered, as `time.monotonic` says it.
+        """Returns the time by which a request that arrives now has to be answered, as `time.monotonic` counts it.
 
         Args:
-            timeout: seconds that its client gives it; more than the server gives count as those.
+            timeout: the client's limit in seconds; at most the server's limit counts.
 
         Raises:
-            ValueError: no positive number.
+            ValueError: timeout is no positive number.
         """
         if timeout is not None and not (math.isfinite(timeout) and timeout > 0):
             raise ValueError(f"expected timeout to be a number of seconds above 0, got {timeout}")
         return time.monotonic() + min(self.limits.timeout_s, timeout or self.limits.timeout_s)
 
     def check_texts(self, texts: Sequence[str]) -> None:
-        """Raises TooLarge where there are more texts, or longer ones, than the limits allow."""
+        """Raises TooLarge if there are more texts, or longer ones, than the limits allow."""
         limits = self.limits
         if len(texts) > limits.max_texts:
             raise TooLarge(f"expected at most {limits.max_texts} texts, got {len(texts):,}")
@@ -90,7 +90,7 @@ class Service(ABC):
                 )
 
     def check_config(self, config: GenerationConfig) -> None:
-        """Raises a ValueError where a search costs more than the limits allow."""
+        """Raises a ValueError if a search costs more than the limits allow."""
         limits, rows = self.limits, max(config.num_beams, config.num_return_sequences)
         if rows > limits.max_beams:
             raise ValueError(f"expected at most {limits.max_beams} beams or samples, got {rows:,}")
@@ -113,16 +113,16 @@ class TranslateService(Service):
     """A translator as a service.
 
     Args:
-        translator: what translates.
-        name: of the model.
+        translator: computes the translations.
+        name: the model's name.
         engine: one of `engines.ENGINES`; None: the fastest that can.
         limits: see `Limits`.
-        options: of decoding, where a request doesn't say.
-        pair: the codes of source and target, of a model that isn't told its languages.
+        options: the decoding options that a request may override.
+        pair: the codes of source and target of a model without a choice of languages.
 
     Attributes:
-        codes: of the languages.
-        config: of decoding, where a request doesn't say.
+        codes: the codes of the languages.
+        config: the decoding config that a request may override.
     """
 
     kind: Kind = "translator"
@@ -160,8 +160,8 @@ class TranslateService(Service):
         return [entry["code"] for entry in self.codes.entries()]
 
     async def detect(self, text: str) -> list[Detected]:
-        """The languages that a text may be in, the likeliest first."""
-        # The first call loads what it needs, which takes a moment: beside the event loop.
+        """Returns the languages that a text may be in, the likeliest first."""
+        # The first call loads the detector's model, which takes a moment, so it runs beside the event loop.
         found = await self.front.front.aside(
             lambda: self.codes.detect(text), len(text) if self._has_detected else sys.maxsize
         )
@@ -169,10 +169,10 @@ class TranslateService(Service):
         return found
 
     def settings(self, options: Mapping[str, Any]) -> GenerationConfig:
-        """The config of a request, within the limits.
+        """Returns the decoding config of a request, within the limits.
 
         Raises:
-            ValueError: an option out of its range, or beyond the limits.
+            ValueError: an option is out of its range, or beyond the limits.
         """
         found = self.front.settings(options, self.config)
         self.check_config(found)
@@ -181,17 +181,17 @@ class TranslateService(Service):
     async def translate(
         self, items: Sequence[Item], config: GenerationConfig, *, scores: bool = False, split: bool, deadline: float
     ) -> list[list[PartAnswer]]:
-        """What became of the sentences of each text; all of them decode together.
+        """Translates texts, all of whose sentences decode together; returns the answers for the sentences of each text.
 
         Args:
             items: the texts.
-            config: from `settings`.
-            scores: whether scores are wanted.
+            config: a result of `settings`.
+            scores: whether to compute scores.
             split: cut the texts into sentences.
-            deadline: from `deadline`.
+            deadline: a result of `deadline`.
 
         Raises:
-            ValueError: a text that can't be translated.
+            ValueError: a text can't be translated.
             QueueFull, TooLate, NotRunning, RuntimeError: see `AsyncFront.ask`.
         """
         return await self.front.answers(
@@ -200,20 +200,20 @@ class TranslateService(Service):
         )  # fmt: skip
 
     async def stream(self, item: Item, config: GenerationConfig, *, split: bool, deadline: float) -> TextStream:
-        """A text's translation piece by piece; it has its place when this returns. See `translate`."""
+        """Streams a text's translation; the text is queued when this returns. See `translate`."""
         return await self.front.begin(
             item, config, split=split, deadline=deadline,
             most_new_tokens=self.limits.max_new_tokens, most_parts=self.limits.max_sentences,
         )  # fmt: skip
 
     async def attention(self, parts: Sequence[PartAnswer]) -> Attention:
-        """What each token of a translation looked at: the weights of the last decoder layer, the mean of its heads.
+        """Computes a translation's attention: the weights of the last decoder layer, averaged over its heads.
 
         Raises:
-            ValueError: a model without attention maps.
+            ValueError: the model has no attention maps.
         """
         pairs = [part.answer.sequences[0] for part in parts if part.answer is not None and part.answer.sequences]
-        # In the thread that has the model, between two steps.
+        # The model's thread runs this between two steps.
         weights = await self.front.front.call(lambda: cross_attention(self.translator.model, pairs))
         tokenizer = self.translator.tokenizer
         source_tokens = getattr(tokenizer, "source_tokens", tokenizer.tokens)
@@ -224,11 +224,11 @@ class TranslateService(Service):
             found.target.extend(tokenizer.tokens(target))
             rows = one[-1].mean(0).tolist()
             found.weights.extend([0.0] * before + [round(weight, 4) for weight in row] for row in rows)
-        width = len(found.source)  # a sentence looks at itself alone
+        width = len(found.source)  # a sentence attends only to itself
         return found._replace(weights=[row + [0.0] * (width - len(row)) for row in found.weights])
 
     def check_attention(self, items: Sequence[Item]) -> None:
-        """Raises a ValueError where attention can't be told, or would be too much of it."""
+        """Raises a ValueError if the model can't return its attention, or if a text is too long for it."""
         check_attention(self.translator.model)
         for item in items:
             if len(item.text) > _MOST_ATTENDED:
@@ -239,7 +239,7 @@ class TranslateService(Service):
 
 
 class Attention(NamedTuple):
-    """The tokens of a text and of its translation, and for each of the latter the weights of all the former."""
+    """The tokens of a text and of its translation, and for each target token the weights of all source tokens."""
 
     source: list[str]
     target: list[str]
@@ -259,20 +259,20 @@ def open_service(
     max_batch_size: int | None = None,
     max_batch_bytes: int | None = None,
 ) -> Service:
-    """The service of a folder, whichever kind of model it holds. It is not started yet.
+    """Opens the service of a folder, whatever kind of model it holds. It is not started yet.
 
     Args:
-        folder: of a run, or as transformers or sentence-transformers saves it.
+        folder: a run folder, or a folder that transformers or sentence-transformers saved.
         precision: see `Translator.from_pretrained`.
-        device: where it runs; None: the CPU.
+        device: the model's device; None: the CPU.
         engine: one of `engines.ENGINES`; None: the fastest that can.
         limits: see `Limits`.
-        options: of decoding, where a request doesn't say.
-        source_lang, target_lang: the languages where a request doesn't say; of a model of one pair, their codes.
+        options: the decoding options that a request may override.
+        source_lang, target_lang: the languages of a request that names none; for a model of one pair, their codes.
         max_batch_size, max_batch_bytes: see `Translator`.
 
     Raises:
-        ValueError: a folder that holds no model that can be served.
+        ValueError: the folder holds no model that can be served.
     """
     name = Path(folder).resolve().name
     kind = _kind_of(Path(folder))
@@ -301,8 +301,8 @@ def open_service(
 
 
 def _kind_of(folder: Path) -> Kind:
-    """What a folder's model does, as far as the folder says; a translator reads the rest, and says what is wrong."""
-    if (folder / "modules.json").is_file():  # of sentence-transformers
+    """Returns the kind of a folder's model; an unknown one is a translator's, whose loader explains any error."""
+    if (folder / "modules.json").is_file():  # a folder of sentence-transformers
         return "encoder"
     kind = model_type(folder)
     family = None if kind is None else FAMILIES.get(kind)

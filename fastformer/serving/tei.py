@@ -16,7 +16,7 @@ from fastformer.serving.encoder_service import NOTHING, SIGMOID, EmbedService, R
 from fastformer.serving.limits import Limits
 from fastformer.serving.service import Service
 
-# What its types of errors are as statuses of HTTP, and the other way round for those that come from elsewhere.
+# The HTTP status of each of TEI's error types, and the type for a status that comes from elsewhere.
 _STATUS = {"empty": 400, "validation": 422, "tokenizer": 422, "backend": 424, "overloaded": 429, "unhealthy": 503}
 _TYPES = {400: "validation", 401: "unauthorized", 404: "not_found", 413: "validation", 503: "unhealthy"}
 _TYPES |= {status: kind for kind, status in _STATUS.items() if status > 400 and kind != "tokenizer"}
@@ -29,10 +29,10 @@ class _Body(BaseModel):
 
 
 class EmbedBody(_Body):
-    """Of POST /embed. Ids of tokens are refused: clients that send them made them for another model.
+    """The body of a POST /embed request. Ids of tokens are refused: clients make them for another model's vocabulary.
 
     Attributes:
-        truncate: cut texts that are too long; without, they are an error. truncation_direction "left" is refused.
+        truncate: cut texts that are too long; without it they are an error. truncation_direction "left" is refused.
         normalize: divide each embedding by its length.
     """
 
@@ -46,11 +46,11 @@ class EmbedBody(_Body):
 
 
 class RerankBody(_Body):
-    """Of POST /rerank; see `EmbedBody`.
+    """The body of a POST /rerank request; see `EmbedBody`.
 
     Attributes:
-        raw_scores: give the model's scores as they are; without, a sigmoid makes them numbers from 0 to 1.
-        return_text: give each text back with its score.
+        raw_scores: return the model's raw scores; without it a sigmoid maps them to numbers from 0 to 1.
+        return_text: return each text with its score.
     """
 
     query: str
@@ -66,7 +66,7 @@ Single: TypeAlias = Annotated[list[str], Field(min_length=1, max_length=2)]
 
 
 class PredictBody(_Body):
-    """Of POST /predict; see `EmbedBody` and `RerankBody`.
+    """The body of a POST /predict request; see `EmbedBody` and `RerankBody`.
 
     Attributes:
         inputs: a text; two texts, which are one pair; or a list of lists of one text or two.
@@ -80,14 +80,14 @@ class PredictBody(_Body):
 
 
 class ErrorBody(BaseModel):
-    """Of an answer that is none."""
+    """The body of an error response."""
 
     error: str
     error_type: str
 
 
 class Rank(BaseModel):
-    """A text's place in the list of those that were given, and its score."""
+    """The index of a text in the request's list, and its score."""
 
     index: int
     score: float
@@ -102,14 +102,14 @@ class Prediction(BaseModel):
 
 
 class ClassifierInfo(BaseModel):
-    """What the places of a classifier's numbers mean."""
+    """The labels of a classifier's numbers."""
 
     id2label: dict[str, str]
     label2id: dict[str, int]
 
 
 class Info(BaseModel):
-    """Of GET /info."""
+    """The body of a GET /info response."""
 
     model_id: str
     model_sha: str | None
@@ -141,7 +141,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 class TeiError(HTTPException):
-    """An error of one of TEI's types, which decides the status."""
+    """An error of one of TEI's types; the type decides the status."""
 
     def __init__(self, error_type: str, message: str) -> None:
         super().__init__(_STATUS[error_type], message)
@@ -149,12 +149,12 @@ class TeiError(HTTPException):
 
 
 def error_response(status: int, message: str, **detail: Any) -> Response:
-    """An error as TEI's clients read it.
+    """Makes an error response in TEI's shape.
 
     Args:
-        status: of HTTP; a request that breaks the schema is a 422 here.
-        message: what was expected, and what came.
-        detail: error_type, if it is known; param, the field that is wrong; headers of the response.
+        status: the HTTP status; a request that breaks the schema is a 422 here.
+        message: says what was expected and what the request had.
+        detail: error_type, if it is known; param, the wrong field; headers of the response.
     """
     fields = error_fields(status, message, **detail)
     status = 422 if fields["error_type"] == "validation" and status == 400 else status
@@ -162,13 +162,13 @@ def error_response(status: int, message: str, **detail: Any) -> Response:
 
 
 def error_fields(status: int, message: str, **detail: Any) -> dict[str, Any]:
-    """The body of an error; see `error_response`."""
+    """Returns the JSON value of an error; see `error_response`."""
     kind = detail.get("error_type") or _TYPES.get(status, "backend" if status >= 500 else "validation")
     return {"error": message, "error_type": kind}
 
 
 def router(service: Service, limits: Limits) -> APIRouter:
-    """The routes that a model has."""
+    """Makes TEI's routes for a model."""
     found = APIRouter()
     if isinstance(service, EmbedService):
         _add_embed(found, service, limits)
@@ -183,13 +183,13 @@ def _add_embed(found: APIRouter, service: EmbedService, limits: Limits) -> None:
 
     @found.post("/embed", response_model=None, responses={200: {"model": list[list[float]]}, **ERRORS})
     async def embed(body: EmbedBody, http: Request) -> Response:
-        """The embeddings of texts."""
+        """Returns the embeddings of texts."""
         texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
         _check(body, [[text] for text in texts], limits)
         width = service.encoder.get_embedding_dimension()
         if body.dimensions is not None and body.dimensions > width:
             raise TeiError("validation", f"expected dimensions of at most {width}, got {body.dimensions:,}")
-        # Without normalize they are as the layers behind the pooling give them.
+        # Without normalize, the output of the layers behind the pooling is returned unchanged.
         work = service.embed(
             texts,
             prompt_name=body.prompt_name,
@@ -213,7 +213,7 @@ def _add_predict(found: APIRouter, service: RankService, limits: Limits) -> None
 
     @found.post("/predict", response_model=None, responses=responses)
     async def predict(body: PredictBody, http: Request) -> Response:
-        """The classes of texts or pairs."""
+        """Returns the classes of texts or pairs."""
         is_one, inputs = _inputs(body.inputs)
         _check(body, inputs, limits)
         squashes = not body.raw_scores
@@ -232,7 +232,7 @@ def _add_predict(found: APIRouter, service: RankService, limits: Limits) -> None
 def _add_rerank(found: APIRouter, service: RankService, limits: Limits) -> None:
     @found.post("/rerank", response_model=None, responses={200: {"model": list[Rank]}, **ERRORS})
     async def rerank(body: RerankBody, http: Request) -> Response:
-        """Texts by how well they answer a query, the best first."""
+        """Ranks texts by how well they answer a query, the best first."""
         if service.encoder.num_labels != 1:
             raise TeiError("backend", f"expected a model of one label to rank with, got {service.encoder.num_labels}")
         pairs = [[body.query, text] for text in body.texts]
@@ -267,12 +267,12 @@ def _add_info(found: APIRouter, service: EmbedService | RankService, limits: Lim
 
     @found.get("/info", response_model=None, responses={200: {"model": Info}, **known})
     async def of_model() -> Response:
-        """The model and its limits."""
+        """Describes the model and its limits."""
         return answer(info)
 
 
 def _inputs(given: str | list[Any]) -> tuple[bool, list[list[str]]]:
-    """Whether it is one text or pair, and the texts and pairs."""
+    """Returns whether the input is a single text or pair, and the list of texts and pairs."""
     if isinstance(given, str):
         return True, [[given]]
     is_one = bool(given) and isinstance(given[0], str)
@@ -280,13 +280,13 @@ def _inputs(given: str | list[Any]) -> tuple[bool, list[list[str]]]:
 
 
 def _predictions(row: Sequence[float], labels: Sequence[str]) -> list[dict[str, Any]]:
-    """The labels of an input with their scores, the best first."""
+    """Returns the labels of an input with their scores, the best first."""
     order = sorted(range(len(labels)), key=lambda place: -row[place])
     return [{"score": row[place], "label": labels[place]} for place in order]
 
 
 def _check(body: EmbedBody | RerankBody | PredictBody, inputs: Sequence[Sequence[str]], limits: Limits) -> None:
-    """What all bodies are checked for."""
+    """Checks the fields that all bodies share."""
     if not inputs:
         raise TeiError("empty", "expected at least one text, got none")
     if len(inputs) > limits.max_texts:

@@ -1,4 +1,4 @@
-"""The route of Hugging Face's text-generation-inference: POST /generate, whole or as a stream."""
+"""The route of Hugging Face's text-generation-inference: POST /generate, with a whole answer or a stream."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fastformer.serving.openai_bodies import EVENTS, LEAST_LOG_PROB, Stop
 from fastformer.serving.service import Service
 from fastformer.serving.tei import ERRORS, TeiError
 
-_USUAL = 100  # new tokens, where the request doesn't say
-# Fields that can't be honoured, with the values that ask for nothing; None asks for nothing in any.
+_USUAL = 100  # new tokens if the request sets no number
+# Fields that can't be honoured, with the values that ask for nothing; for all of them None does.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "adapter_id": (), "best_of": (1,), "decoder_input_details": (False,), "grammar": (), "top_n_tokens": (0,),
     "truncate": (), "typical_p": (1.0,), "watermark": (False,),
@@ -26,7 +26,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class Parameters(BaseModel):
-    """How a text is continued."""
+    """The options of a text's continuation."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
@@ -51,7 +51,7 @@ class Parameters(BaseModel):
 
 
 class GenerateBody(BaseModel):
-    """Of POST /generate."""
+    """The body of a POST /generate request."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
@@ -62,7 +62,7 @@ class GenerateBody(BaseModel):
 
 
 class Token(BaseModel):
-    """A new token."""
+    """A token of the answer."""
 
     id: int
     text: str
@@ -71,7 +71,7 @@ class Token(BaseModel):
 
 
 class Details(BaseModel):
-    """How an answer came about."""
+    """The details of an answer: its tokens, and the reason why it ended."""
 
     finish_reason: Literal["length", "eos_token", "stop_sequence"]
     generated_tokens: int
@@ -81,7 +81,7 @@ class Details(BaseModel):
 
 
 class Generated(BaseModel):
-    """Of POST /generate."""
+    """The body of a POST /generate response."""
 
     generated_text: str
     details: Details | None = None
@@ -94,12 +94,12 @@ _STREAMED: dict[str, Any] = {
 
 
 def error_response(status: int, message: str, **detail: Any) -> Response:
-    """An error as TGI's clients read it; see `tei.error_response`."""
+    """Makes an error response in TGI's shape; see `tei.error_response`."""
     return tei.error_response(status, message, **{**_kind(status), **detail})
 
 
 def error_fields(status: int, message: str) -> dict[str, Any]:
-    """The body of an error in a stream, likewise."""
+    """Returns the JSON value of an error in a stream, in TGI's shape."""
     return tei.error_fields(status, message, **_kind(status))
 
 
@@ -108,7 +108,7 @@ def _kind(status: int) -> dict[str, str]:
 
 
 def router(service: Service, limits: Limits) -> APIRouter:
-    """The route of a language model."""
+    """Makes TGI's route for a language model."""
     found = APIRouter()
     assert isinstance(service, GenerateService)
     responses: dict[int | str, Any] = {200: {"model": Generated, **_STREAMED}, **ERRORS}
@@ -126,7 +126,7 @@ def router(service: Service, limits: Limits) -> APIRouter:
         said = _Said(body, service)
         if body.stream:
             pieces = service.stream(ids, options, **asked)
-            # A failure before the first piece is an error of HTTP.
+            # An error before the first piece becomes an HTTP error.
             first = await until_gone(http, anext(pieces))
             return EventStream(_events(said, len(ids), behind(first, pieces)), error_fields)
         [whole] = await until_gone(http, service.complete(ids, options, **asked))
@@ -141,7 +141,7 @@ def router(service: Service, limits: Limits) -> APIRouter:
 
 
 def _options(body: GenerateBody, service: GenerateService, limits: Limits) -> dict[str, Any]:
-    """The options of decoding that a request asks for; it is greedy unless something asks for sampling."""
+    """Returns the decoding options for a request: greedy decoding unless an option asks for sampling."""
     asked = body.parameters
     for name, neutral in _UNSUPPORTED.items():
         value = getattr(asked, name)
@@ -156,7 +156,7 @@ def _options(body: GenerateBody, service: GenerateService, limits: Limits) -> di
     shape = {name: getattr(asked, name) for name in ("temperature", "top_k", "top_p")}
     given = {name: value for name, value in shape.items() if value is not None}
     found: dict[str, Any] = {"do_sample": bool(given) or bool(asked.do_sample), "seed": asked.seed}
-    # Without a word of the request, nothing of the folder's sampling is left.
+    # Sampling options that the request omits are neutral: those of the folder don't apply.
     found |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0, **given}
     if asked.repetition_penalty is not None:
         found["repetition_penalty"] = asked.repetition_penalty
@@ -166,7 +166,7 @@ def _options(body: GenerateBody, service: GenerateService, limits: Limits) -> di
 
 
 class _Said:
-    """What an answer says of its tokens."""
+    """Builds the parts of an answer that describe its tokens."""
 
     def __init__(self, body: GenerateBody, service: GenerateService) -> None:
         self._seed, self._full = body.parameters.seed, bool(body.parameters.return_full_text)
@@ -175,19 +175,19 @@ class _Said:
         self._generator = service.generator
 
     def text_of(self, token: int) -> str:
-        """A token's text, or its name where it has none."""
+        """Returns the text of a token, or its name if it has no text."""
         text: str = self._generator.tokenizer.decode([token])
         if not text and hasattr(self._generator.tokenizer, "tokens"):
             text = self._generator.tokenizer.tokens([token])[0]
         return text
 
     def token(self, one: ScoredToken, text: str) -> dict[str, Any]:
-        """A token."""
+        """Returns the JSON value of a token."""
         is_special = not self._generator.tokenizer.decode([one.token])
         return {"id": one.token, "text": text, "logprob": max(LEAST_LOG_PROB, one.log_prob), "special": is_special}
 
     def details(self, tokens: Sequence[ScoredToken], reason: FinishReason) -> dict[str, Any]:
-        """How it ended."""
+        """Returns the JSON value of an answer's details: the reason of its end, and the number of tokens."""
         ends = self._generator.ends
         kind = "eos_token" if tokens and tokens[-1].token in ends else "stop_sequence"
         return {
@@ -198,10 +198,10 @@ class _Said:
 
 
 async def _events(said: _Said, prompt_length: int, pieces: AsyncIterator[Piece]) -> AsyncIterator[bytes]:
-    """An event for each token. The texts of all are the whole text; one may stand with a later token than its own."""
+    """Yields an event for each token. Their texts joined are the whole text; a part may come with a later token."""
     text = said.prompt
     tokens: list[ScoredToken] = []
-    held: dict[str, Any] | None = None  # the last event, until it is known whether it is the last one
+    held: dict[str, Any] | None = None  # the latest event, held back until another token or the end follows
 
     try:
         async for piece in pieces:

@@ -1,4 +1,4 @@
-"""Our own routes of a translator: POST /v1/translate, as JSON or as server-sent events."""
+"""fastformer's own route of a translator: POST /v1/translate, with JSON or server-sent events."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OPTIONS = (
 
 
 class Ask(BaseModel):
-    """The body of POST /v1/translate. Missing fields have the server's settings, or the library's defaults."""
+    """The body of a POST /v1/translate request. Missing fields have the server's or the library's defaults."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -53,7 +53,7 @@ class Ask(BaseModel):
 
 
 class Alternative(BaseModel):
-    """A further translation; its scores where scores are asked for."""
+    """A further translation, with its scores if the request asks for them."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -61,7 +61,7 @@ class Alternative(BaseModel):
 
 
 class Translated(Alternative):
-    """What became of a text; its score and other fields where they are asked for."""
+    """The translation of a text, with its score and other fields if the request asks for them."""
 
     alternatives: list[Alternative] | None = None
     detected_lang: str | None = None
@@ -69,7 +69,7 @@ class Translated(Alternative):
 
 
 class TranslatedTexts(BaseModel):
-    """What became of a list of texts."""
+    """The translations of a list of texts."""
 
     translations: list[Translated]
 
@@ -81,7 +81,7 @@ _STREAMED: dict[str, Any] = {
 
 
 def router(service: TranslateService, limits: Limits) -> APIRouter:
-    """The routes of a translator."""
+    """Makes fastformer's routes for a translator."""
     found = APIRouter()
 
     responses: dict[int | str, Any] = {200: {"model": Translated | TranslatedTexts, **_STREAMED}}
@@ -121,7 +121,7 @@ def router(service: TranslateService, limits: Limits) -> APIRouter:
 
 
 def _options(ask: Ask, limits: Limits) -> dict[str, Any]:
-    """The options of decoding that a request names."""
+    """Returns the decoding options that a request sets."""
     options = {name: value for name in _OPTIONS if (value := getattr(ask, name)) is not None}
     if ask.alternatives:
         if ask.alternatives > limits.max_alternatives:
@@ -146,7 +146,7 @@ def _expect_one(ask: Ask, name: str) -> None:
 
 
 async def _items(service: TranslateService, ask: Ask, texts: Sequence[str]) -> tuple[list[Item], list[str | None]]:
-    """The texts with their prefixes and languages, and the codes of those that were detected."""
+    """Returns the texts with their prefixes and languages, and the codes of the detected languages."""
     prefixes = ask.prefix if isinstance(ask.prefix, list) else [ask.prefix] * len(texts)
     if isinstance(ask.prefix, list) != isinstance(ask.text, list) and ask.prefix is not None:
         raise ValueError("expected prefix as a list for a list of texts, and as a text for one text")
@@ -165,7 +165,7 @@ async def _items(service: TranslateService, ask: Ask, texts: Sequence[str]) -> t
 
 
 def _told(parts: Sequence[PartAnswer], ask: Ask) -> dict[str, Any]:
-    """What became of a text, for JSON."""
+    """Returns the JSON value of a text's translation."""
     if not ask.scores:
         texts = joined_texts(parts)
         found: dict[str, Any] = {"text": texts[0]}
