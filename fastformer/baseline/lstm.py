@@ -1,8 +1,8 @@
-"""The classic that the Transformer replaced: an LSTM encoder-decoder with attention.
+"""The classic architecture that the Transformer replaced: an LSTM encoder-decoder with attention.
 
 Score functions of Luong et al. 2015, "Effective Approaches to Attention-based Neural Machine Translation", section 3.1
 (dot, general) and Bahdanau et al. 2015 (concat, v^T tanh(W [q; k])). The attentional state is
-tanh(W_c [context; hidden]), fed to the next step with the next token (input feeding is left out, as in Luong's base).
+tanh(W_c [context; hidden]), fed to the next step with the next token (without input feeding, as in Luong's base model).
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ class LSTMConfig:
 
     Attributes:
         vocab_size: tokens of source and target together.
-        d_model: size of the embeddings and of the states; even, for the encoder reads in two directions.
+        d_model: size of the embeddings and of the states; even, because the encoder reads in two directions.
         num_layers: the depth of encoder and decoder.
         score: how a target state is compared with the source: "dot", "general" or "concat".
         dropout: on embeddings and outputs.
         max_len: the longest sequence.
-        pad: the id behind shorter sequences, embedded as the zero vector.
-        eos: the ids that end a sequence; one may be given by itself.
-        unk: the id of what the tokenizer doesn't know; None: there is none. The model treats it as any other.
-        start: the id that a target is shifted right behind.
+        pad: the id that fills up shorter sequences on the right, embedded as the zero vector.
+        eos: the ids that end a sequence; a single id needs no tuple.
+        unk: the id of text that the tokenizer doesn't know; None: the tokenizer has no such id. The model treats it as
+            any other.
+        start: the id in front of a target that is shifted right.
     """
 
     vocab_size: int
@@ -99,7 +100,7 @@ class Attention(nn.Module):
 class LSTMSeq2Seq(nn.Module):
     """Bidirectional LSTM encoder, LSTM decoder with attention.
 
-    Padded batches only. `loss` has the signature of the Transformer's, so that the same trainer trains it.
+    Padded batches only. `loss` has the signature of the Transformer's, so the same trainer can train both.
 
     Args:
         settings: the fields of `LSTMConfig`.
@@ -118,7 +119,7 @@ class LSTMSeq2Seq(nn.Module):
         self.output = nn.Linear(dim, config.vocab_size)
 
     def encode(self, source: Tensor, layout: Any = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """source (batch, n) ids, right-padded -> outputs (batch, n, d_model), and the decoder's first state."""
+        """Encodes source (batch, n) ids, right-padded, to outputs (batch, n, d_model) and the decoder's first state."""
         _check_ids(source, self.config.vocab_size, "source")
         seqlens = self._seqlens(source, layout)
         if source.numel() == 0 or bool((seqlens < 1).any()):
@@ -146,7 +147,7 @@ class LSTMSeq2Seq(nn.Module):
         return torch.tanh(self.combine(torch.cat((context, hidden), dim=-1))), weights, state
 
     def forward(self, source: Tensor, target: Tensor, source_layout: Any = None) -> tuple[Tensor, Tensor]:
-        """Logits (batch, m, vocab_size) and attention weights (batch, m, n)."""
+        """Returns logits (batch, m, vocab_size) and attention weights (batch, m, n)."""
         memory, state = self.encode(source, source_layout)
         hidden, weights, _ = self.decode(target, memory, self._mask(source, source_layout), state)
         return self.output(F.dropout(hidden, self.config.dropout, self.training)), weights
@@ -163,7 +164,7 @@ class LSTMSeq2Seq(nn.Module):
         smooth_others: bool = False,
         reduction: str = "sum",
     ) -> Tensor:
-        """Cross-entropy over real target tokens; target_out is -100 where there is padding.
+        """Computes the cross-entropy over real target tokens; target_out is -100 at padding.
 
         Raises:
             ValueError: a packed batch, which an LSTM can't read: use batching bucketed or random.
@@ -171,7 +172,7 @@ class LSTMSeq2Seq(nn.Module):
         if isinstance(source, Tensor) and source.dim() != 2:
             raise ValueError("expected a padded batch (batch, seqlen) for the LSTM: set batching to bucketed or random")
         logits, _ = self(source, target_in, source_layout)
-        if smooth_others:  # torch spreads over all classes: the same with a factor of V / (V - 1)
+        if smooth_others:  # torch spreads over all classes: the same up to a factor of V / (V - 1)
             label_smoothing *= self.config.vocab_size / (self.config.vocab_size - 1)
         return F.cross_entropy(
             logits.float().flatten(0, 1),
@@ -183,7 +184,7 @@ class LSTMSeq2Seq(nn.Module):
 
     @torch.no_grad()
     def greedy(self, source: Tensor, max_new_tokens: int) -> Tensor:
-        """Greedy decoding. (batch, <= max_new_tokens) ids ending in EOS and then PAD."""
+        """Decodes greedily: (batch, <= max_new_tokens) ids, which end in EOS and then PAD."""
         memory, state = self.encode(source)
         mask = self._mask(source, None)
         config, ends = self.config, torch.tensor(self.config.eos, device=source.device)
@@ -200,15 +201,15 @@ class LSTMSeq2Seq(nn.Module):
         return torch.cat(out, dim=1)
 
     def generate(self, input_ids: Any, **options: Any) -> Any:
-        """Decodes sources: `fastformer.generate(self, input_ids, **options)` says the rest."""
-        import fastformer  # needed here alone; the model stands by itself
+        """Decodes sources; see `fastformer.generate(self, input_ids, **options)`."""
+        import fastformer  # only this method needs decoding; the model itself doesn't
 
         generate: Any = fastformer.generate
         return generate(self, input_ids, **options)
 
     @torch.no_grad()
     def attention_maps(self, source: Tensor, target: Tensor) -> dict[str, Tensor]:
-        """Which source tokens each target position looks at: {"cross": (1, batch, 1, m, n)}, as the Transformer's."""
+        """Returns the attention of target positions to the source as the Transformer does: {"cross": (1, batch, 1, m, n)}."""
         return {"cross": self(source, target)[1][None, :, None]}
 
     def _seqlens(self, source: Tensor, layout: Any) -> Tensor:

@@ -1,9 +1,9 @@
-"""The Transformer without any acceleration, as the sources write it: every benchmark's baseline.
+"""The Transformer without any acceleration, as the papers describe it: every benchmark's baseline.
 
 Vaswani et al. 2017, with the pre-norm order of tensor2tensor as a choice. Scores and masks are materialised, with the
 zero upper triangle; LayerNorm, residual and dropout are steps of their own; batches are padded and padding is
 computed; the loss sees the logits of the whole vocabulary; decoding recomputes everything for each token. It imports
-torch alone and shares nothing with the fast path but the names of its parameters, so that weights can be exchanged.
+nothing but torch and shares only the names of its parameters with the fast path, so that weights can be exchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ IGNORE_INDEX = -100
 
 
 def sinusoids(num_positions: int, dim: int, interleaved: bool) -> Tensor:
-    """(num_positions, dim) positions: the paper's alternating sines and cosines, or tensor2tensor's halves."""
+    """Returns (num_positions, dim) positions: the paper's alternating sines and cosines, or tensor2tensor's halves."""
     position = torch.arange(num_positions, dtype=torch.float64)[:, None]
     if interleaved:  # PE(pos, 2i) = sin(pos / 10000^(2i/d)), PE(pos, 2i+1) = cos(...); section 3.5
         angle = position / 10000 ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
@@ -102,7 +102,7 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Layers in turn, and in pre-norm a last LayerNorm."""
+    """A sequence of layers, and in pre-norm a final LayerNorm."""
 
     def __init__(self, layers: list[Layer], norm: nn.Module | None) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Transformer(nn.Module):
         dropout, attention_dropout, activation_dropout: probabilities.
         max_len: the longest sequence.
         eps: of LayerNorm.
-        pad, eos, start: the ids of padding, of what ends a sequence (one or several), and of what decoding begins with.
+        pad, eos, start: the id of padding, the id or ids that end a sequence, and the id that decoding begins with.
     """
 
     def __init__(
@@ -181,22 +181,22 @@ class Transformer(nn.Module):
     positions: Tensor
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Scaled embedding (PAD is the zero vector), position, dropout."""
+        """Adds positions to the scaled embeddings (PAD is the zero vector) and applies dropout."""
         x = self.embedding(ids) * math.sqrt(self.d_model) * (ids != self.pad)[..., None]
         return F.dropout(x + self.positions[: ids.shape[1]].to(x.dtype), self.dropout, self.training)
 
     def encode(self, source: Tensor) -> tuple[Tensor, Tensor]:
-        """source (batch, n) ids, PAD behind -> memory (batch, n, d_model) and its mask (batch, 1, 1, n)."""
+        """Encodes source (batch, n) ids, right-padded, to memory (batch, n, d_model) and its mask (batch, 1, 1, n)."""
         mask = (source != self.pad)[:, None, None, :]
         return self.encoder(self.embed(source), mask), mask
 
     def decode(self, target: Tensor, memory: Tensor, memory_mask: Tensor) -> Tensor:
-        """target (batch, m) shifted ids -> (batch, m, d_model)."""
+        """Decodes target (batch, m) ids, shifted right, to hidden states (batch, m, d_model)."""
         look_ahead = torch.ones(target.shape[1], target.shape[1], dtype=torch.bool, device=target.device).tril()
         return self.decoder(self.embed(target), look_ahead[None, None], memory, memory_mask)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """(batch, m, vocab_size) logits of the next tokens."""
+        """Returns the logits of the next tokens, (batch, m, vocab_size)."""
         memory, mask = self.encode(source)
         return self.decode(target, memory, mask) @ self.embedding.weight.T
 
@@ -209,7 +209,7 @@ class Transformer(nn.Module):
         label_smoothing: float = 0.0,
         reduction: str = "sum",
     ) -> Tensor:
-        """Cross-entropy over real target tokens; target_out is -100 where there is padding."""
+        """Computes the cross-entropy over real target tokens; target_out is -100 at padding."""
         logits = self(source, target_in).float().flatten(0, 1)
         return F.cross_entropy(
             logits,
@@ -221,7 +221,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def greedy(self, source: Tensor, max_new_tokens: int) -> Tensor:
-        """Greedy decoding that runs encoder and decoder over everything for each token. (batch, <= max_new_tokens)."""
+        """Decodes greedily, (batch, <= max_new_tokens), and runs encoder and decoder over everything for each token."""
         ends = torch.tensor(self.eos, device=source.device)
         out = torch.full((len(source), 1), self.start, dtype=torch.long, device=source.device)
         done = torch.zeros(len(source), dtype=torch.bool, device=source.device)

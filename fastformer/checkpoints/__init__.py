@@ -7,8 +7,8 @@ RUN/checkpoints/step-*.pt            the state that a training resumes from (`tr
 RUN/.lock                            the process that trains in the folder (`lock.py`)
 RUN/metrics.jsonl                    losses and scores
 
-`run.py` loads a model from a folder, no matter which program wrote it. `hf/` has one file for each family of
-transformers' models: its settings, the names of its weights, its tokenizer. To add a family, write that file and its
+`run.py` loads a model from the folder of a run or from one that transformers wrote. `hf/` has one file for each family
+of transformers' models: its settings, the names of its weights, its tokenizer. To add a family, write that file and its
 line in `hf/__init__.py`.
 """
 

@@ -22,17 +22,18 @@ except ImportError:  # Windows
 logger = logging.getLogger("fastformer")
 
 LOCK = ".lock"
-_HOLDER = re.compile(rb"(process \d+ on .*\n?)?")  # what stands in it; nothing after a crash
+_HOLDER = re.compile(rb"(process \d+ on .*\n?)?")  # the lock file's text; empty after a crash
 
 
 class RunLock:
     """A lock on a run folder, held by this process until `release` or its end, however it ends.
 
-    The system forgets the lock with the process, so that a kill leaves nothing to clean up; the file, which names the
-    holder, stays. Where a file system has no locks (some network ones) a warning says so and training goes on.
+    The operating system drops the lock when the process ends, so that a kill leaves nothing to clean up. The file,
+    which names the holder, stays. If the file system has no locks (some network ones), a warning says so and training
+    continues.
 
     Args:
-        run: the folder; it has to be there when the lock is taken.
+        run: the folder; it must exist when the lock is acquired.
     """
 
     def __init__(self, run: Path) -> None:
@@ -40,17 +41,17 @@ class RunLock:
         self._file = run / LOCK
 
     def acquire(self) -> None:
-        """Takes the lock; nothing happens if it is held already.
+        """Acquires the lock; does nothing if this object holds it already.
 
         Raises:
-            ValueError: another process, or another trainer of this one, trains in the folder; something else than the
-                lock of a run has its name.
+            ValueError: another process, or another trainer of this one, trains in the folder; a file that is
+                not the lock of a run has the lock's name.
         """
         if self._descriptor is not None or fcntl is None:
             return
         if os.path.lexists(self._file) and not is_plain_file(self._file):
             raise ValueError(f"expected {self._file} to be a file, got a link, a folder or a pipe: take it away")
-        # O_NOFOLLOW: a link in this place could make us write elsewhere.
+        # O_NOFOLLOW: a symbolic link with this name could redirect the write to another file.
         descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -72,7 +73,7 @@ class RunLock:
         self._descriptor = descriptor
 
     def release(self) -> None:
-        """Gives the lock back; nothing happens if it isn't held."""
+        """Releases the lock; does nothing if this object doesn't hold it."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

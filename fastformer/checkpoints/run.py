@@ -33,14 +33,14 @@ def load_model(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Any, Tokenizer]:
-    """The model and the tokenizer of a run folder.
+    """Loads the model and the tokenizer of a run folder.
 
     Args:
-        run: the folder. Where a "Transformer" is expected, that of a BART, a Marian or a T5 will do, as transformers
-            saves it; where a "GPT" is, that of a decoder, such as a Llama.
-        expected: the architectures that will do, such as "Transformer"; empty: any.
-        device: where the parameters go; None: the CPU.
-        dtype: what they become; None: what they were saved as.
+        run: the folder. If a "Transformer" is expected, the folder may hold a BART, a Marian or a T5 that transformers
+            saved; if a "GPT" is expected, a decoder, such as a Llama.
+        expected: the architectures that the caller accepts, such as "Transformer"; empty: any.
+        device: of the parameters; None: the CPU.
+        dtype: of the parameters; None: the one that they were saved in.
 
     Raises:
         ValueError: another architecture, or a folder that is damaged or whose files don't belong together.
@@ -80,10 +80,10 @@ def load_models(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[list[Any], Tokenizer]:
-    """The models of several folders, and the tokenizer that they share; see `load_model`.
+    """Loads the models of several folders, and the tokenizer that they share; see `load_model`.
 
     Raises:
-        ValueError: what `load_model` raises; no folders, or tokenizers that give a text other ids or ids another text.
+        ValueError: see `load_model`; no folders, or tokenizers that encode or decode differently.
     """
     if not runs:
         raise ValueError("expected at least one run folder, got none")
@@ -103,7 +103,7 @@ def load_models(
 def _load_foreign(
     folder: Path, kind: str, expected: tuple[str, ...], device: torch.device | str | None, dtype: torch.dtype | None
 ) -> tuple[Any, Tokenizer]:
-    """The model and the tokenizer of a folder that transformers saved."""
+    """Loads the model and the tokenizer of a folder that transformers saved."""
     family = FAMILIES.get(kind)
     wanted = [family_kind for family_kind, architecture in _ARCHITECTURE.items() if architecture in expected]
     if family is not None and family.read_tokenizer is not None and family.kind in wanted:

@@ -9,15 +9,15 @@ import torch
 
 
 def read_archive(file: BinaryIO, name: object, what: str) -> Any:
-    """What torch.save wrote, on the CPU: tensors and plain values alone.
+    """Reads a file of torch.save onto the CPU; it may hold tensors and plain values only.
 
-    torch.save stores its entries as they are. The reader takes compressed ones too, and a few megabytes of those can
-    become any number of gigabytes, so that such a file is refused.
+    torch.save stores its entries uncompressed. torch's reader also accepts compressed entries, and a few megabytes of
+    those can expand to any number of gigabytes, so a file with compressed entries is refused.
 
     Args:
         file: its bytes.
         name: of the file, for messages.
-        what: it should be, for messages.
+        what: the kind of file that the caller expects, for messages.
 
     Raises:
         ValueError: a file that is damaged, compressed, or holds more than tensors and plain values.

@@ -1,12 +1,13 @@
 """Checkpoints of a run, each written as a whole or not at all; reading falls back to the last undamaged one.
 
-RUN/checkpoints/step-00000500.pt holds all that a training resumes from (weights, optimizer, counters, random states).
-It is a file of torch.save, which torch.load(path, weights_only=True) opens. Such a file is a zip archive, and the
-comment at its end holds a SHA-256 of everything before it. So a file that was cut short or changed is recognised, and
-the checkpoint before it is used. Only tensors and plain values are unpickled.
+RUN/checkpoints/step-00000500.pt holds everything that a training resumes from (weights, optimizer, counters, random
+states). It is a file of torch.save, which torch.load(path, weights_only=True) opens. The file is a zip archive, and the
+archive's comment, at its end, holds a SHA-256 of everything before it. A file that was cut short or changed is thus
+recognised, and the checkpoint before it is used. Only tensors and plain values are unpickled.
 
-Where each of several processes has a part of the weights, the checkpoint is a folder, RUN/checkpoints/step-00000500:
-the parts, and training.pt with everything else and the SHA-256 of each part. It gets its name when all is in it.
+If each of several processes holds a part of the weights, the checkpoint is a folder, RUN/checkpoints/step-00000500,
+with the parts, and with training.pt, which holds everything else and the SHA-256 of each part. The folder gets its
+final name once it is complete.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _MARK = b"sha256:"
 _COMMENT_LENGTH = len(_MARK) + 2 * hashlib.sha256().digest_size
 _NAME = re.compile("step-([0-9]{8}|[1-9][0-9]{8,})([.]pt)?")
 _LEFT_OVER = re.compile(r"[.]step-[0-9]+[.][0-9a-f]{16}[.]tmp")
-REST = "training.pt"  # of a checkpoint in parts: what is not in parts
+REST = "training.pt"  # the file of a checkpoint in parts that holds everything but the parts
 Reader = Callable[[Path], dict[str, torch.Tensor]]
 _PARTS = {"config": str, "model": dict, "counters": dict}
 
@@ -43,18 +44,18 @@ _PARTS = {"config": str, "model": dict, "counters": dict}
 def save_checkpoint(
     run: Path, step: int, state: dict[str, Any], *, keep_last: int, regular: Callable[[int], bool] = lambda step: True
 ) -> Path:
-    """Writes a checkpoint and removes old ones. An interruption at any point damages none that is kept.
+    """Writes a checkpoint and removes old ones. An interruption at any point damages no checkpoint that is to stay.
 
     Args:
         run: the run folder.
-        step: the update.
+        step: the number of the update.
         state: tensors and plain values.
         keep_last: the number of checkpoints to keep.
         regular: whether an update has a scheduled checkpoint. Others, which an interrupted run leaves, are removed with
             the next one, so that an interrupted run ends with the same checkpoints as an uninterrupted one.
 
     Raises:
-        OSError: it could not be written, for instance to a full disk; the older checkpoints are still there.
+        OSError: the checkpoint could not be written, for instance to a full disk; the older ones still exist.
     """
     folder = checkpoint_folder(run)
     folder.mkdir(parents=True, exist_ok=True)
@@ -65,7 +66,7 @@ def save_checkpoint(
 
 
 def begin_parts(run: Path, step: int) -> Path:
-    """An empty folder for the parts of a checkpoint, which `finish_parts` makes one."""
+    """Creates an empty folder for the parts of a checkpoint; `finish_parts` turns it into the checkpoint."""
     folder = checkpoint_folder(run)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f".step-{step:08d}.{secrets.token_hex(8)}.tmp"
@@ -82,12 +83,12 @@ def finish_parts(
     keep_last: int,
     regular: Callable[[int], bool] = lambda step: True,
 ) -> Path:
-    """Makes a checkpoint of parts that are all on the disk; the rest is as in `save_checkpoint`.
+    """Completes a checkpoint whose parts are all on the disk, and removes old ones as `save_checkpoint` does.
 
     Args:
-        parts: of `begin_parts`.
+        parts: the folder that `begin_parts` returned.
         run, step, keep_last, regular: see `save_checkpoint`.
-        state: what is not in parts, and "parts": the place of each part in the whole state, by its name.
+        state: everything but the parts, and "parts": the place of each part in the whole state, by its name.
 
     Raises:
         OSError: see `save_checkpoint`.
@@ -103,7 +104,7 @@ def finish_parts(
 
 
 def rewrite_rest(path: Path, state: dict[str, Any]) -> None:
-    """Writes what is not in parts anew, of a checkpoint whose parts are as they were."""
+    """Rewrites training.pt of a checkpoint in parts; the parts stay unchanged."""
     files = _read(path / REST)["files"]
     write_atomically(path / REST, _packed({**state, "files": files}))
 
@@ -116,7 +117,7 @@ def remove_left_parts(run: Path) -> None:
 
 
 def _packed(state: dict[str, Any]) -> bytearray:
-    """A file of torch.save with a checksum at its end."""
+    """Returns the bytes of a file of torch.save with a checksum at its end."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     data = bytearray(buffer.getbuffer())
@@ -134,7 +135,7 @@ def _digest(path: Path) -> str:
 
 
 def _remove_older(run: Path, path: Path, keep_last: int, regular: Callable[[int], bool]) -> None:
-    """Removes the checkpoints that are not kept beside a new one."""
+    """Removes the checkpoints that a new one makes superfluous."""
     older = [old for old in checkpoints(run) if step_of(old) < step_of(path) and _is_own(old)]
     planned = [old for old in older if regular(step_of(old))]
     kept = {path, *planned[max(0, len(planned) + 1 - keep_last) :]}
@@ -144,12 +145,12 @@ def _remove_older(run: Path, path: Path, keep_last: int, regular: Callable[[int]
 
 
 def _is_own(path: Path) -> bool:
-    """Whether a path is a checkpoint itself: this program makes no links."""
+    """Checks that a path is a checkpoint and not a link to one; this program makes no links."""
     return is_plain_file(path) or (path.suffix == "" and path.is_dir() and not path.is_symlink())
 
 
 def checkpoint_folder(run: Path) -> Path:
-    """Where the checkpoints of a run are, or will be.
+    """Returns the folder of a run's checkpoints, which may not exist yet.
 
     Raises:
         ValueError: a link or a file of that name. Old checkpoints are deleted, and behind a link they may belong to
@@ -166,7 +167,7 @@ def checkpoint_folder(run: Path) -> Path:
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first: files, and folders of parts, with the names that they are given here.
+    """Lists the checkpoints of a run, oldest first: files and folders of parts whose names are those of checkpoints.
 
     Raises:
         ValueError: see `checkpoint_folder`.
@@ -176,16 +177,16 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """The update that a checkpoint's name tells."""
+    """Returns the number of the update in a checkpoint's name."""
     return int(path.name.removesuffix(".pt").removeprefix("step-"))
 
 
 def load_checkpoint(path: Path, read_parts: Reader | None = None) -> dict[str, Any]:
-    """One checkpoint, on the CPU.
+    """Loads a checkpoint onto the CPU.
 
     Args:
         path: the file, or the folder of parts.
-        read_parts: reads the parts in a folder.
+        read_parts: the function that reads the parts in a folder.
 
     Raises:
         ValueError: the file is damaged, cut short, or no checkpoint of a training.
@@ -223,8 +224,8 @@ def _add_parts(path: Path, state: dict[str, Any], read_parts: Reader | None) -> 
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A dict in a file of `_packed`."""
-    if not path.is_file():  # a pipe may never be written to
+    """Reads the dict in a file that `_packed` made."""
+    if not path.is_file():  # reading a named pipe could block forever
         raise ValueError(f"expected the file {path}, got something else of that name")
     with path.open("rb") as file:
         size = file.seek(0, 2)
@@ -242,7 +243,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def latest_checkpoint(run: Path, read_parts: Reader | None = None) -> tuple[Path, dict[str, Any]] | None:
-    """The newest checkpoint that is whole; None if there is none. Damaged ones are named in the log."""
+    """Returns the newest undamaged checkpoint, or None; logs the names of damaged ones."""
     for path in reversed(checkpoints(run)):
         try:
             return path, load_checkpoint(path, read_parts)
@@ -252,9 +253,9 @@ def latest_checkpoint(run: Path, read_parts: Reader | None = None) -> tuple[Path
 
 
 def average_weights(paths: list[Path], read_parts: Reader | None = None) -> dict[str, torch.Tensor]:
-    """The mean of the weights of some checkpoints (Vaswani et al. 2017, section 6.1), in each weight's dtype.
+    """Averages the weights of some checkpoints (Vaswani et al. 2017, section 6.1), in each weight's dtype.
 
-    Of a run with `ema` it is the mean of the running averages, for those are the weights that it validates.
+    For a run with `ema` it averages the running averages, because those are the weights that the run validates.
 
     Raises:
         ValueError: no paths, a damaged file, or checkpoints of different models.
