@@ -209,7 +209,7 @@ class LSTMSeq2Seq(nn.Module):
 
     @torch.no_grad()
     def attention_maps(self, source: Tensor, target: Tensor) -> dict[str, Tensor]:
-        """Returns the attention of target positions to the source as the Transformer does: {"cross": (1, batch, 1, m, n)}."""
+        """Returns the attention of target positions to the source: {"cross": (1, batch, 1, m, n)}."""
         return {"cross": self(source, target)[1][None, :, None]}
 
     def _seqlens(self, source: Tensor, layout: Any) -> Tensor:

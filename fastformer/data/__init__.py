@@ -1,4 +1,4 @@
-"""Text in, batches out: reading, tokenizers, batching, the built-in task."""
+"""From text to batches: readers of files, tokenizers, batching, the built-in task."""
 
 from fastformer.data.batching import Batch as Batch
 from fastformer.data.batching import collate as collate

@@ -1,9 +1,9 @@
-"""From encoded examples to batches: which examples go together, and how they lie in memory.
+"""Builds batches of encoded examples: chooses the examples of each batch and lays them out in memory.
 
-Which go together is a pure function of (lengths, settings, seed, epoch): to resume, one remembers how many batches were
-done. Three ways:
+The choice is a pure function of (lengths, settings, seed, epoch), so a training that resumes needs nothing but the
+number of batches done. There are three ways of batching:
 
-- random: examples in random order, padded to the longest of the batch; the baseline that most code uses.
+- random: examples in random order, padded to the longest of the batch; the baseline, as most other code does it.
 - bucketed: a shuffled pool of many batches is sorted by length and cut by a budget of padded tokens.
 - packed: random order, tokens one after another with no padding at all.
 """
@@ -27,18 +27,19 @@ Part = TypeVar("Part", Tensor, SequenceLayout)
 
 IGNORE_INDEX = -100
 BATCHINGS = ("random", "bucketed", "packed")
-_POOL = 128  # batches that are sorted together: more lowers the padding by little and sorts the epoch
+_POOL = 128  # batches that are sorted together: more hardly lower the padding, and make the epoch less random
 
 
 @dataclass
 class Batch:
-    """What a model's `loss` takes, and what was in it.
+    """The inputs of a model's `loss`, and the layouts of their sequences.
 
     Attributes:
         source: ids, (batch, source_seqlen) or, packed, (total,); None for a language model.
-        target_in: the decoder's input, the target shifted right behind `start`; for a language model the text itself.
-        target_out: the target; -100 where there is padding.
-        source_layout, target_layout: where the sequences lie.
+        target_in: the decoder's input, `start` and then the target without its last token; for a language model the
+            text itself.
+        target_out: the target; -100 at padding.
+        source_layout, target_layout: the places of the sequences in the ids.
     """
 
     source: Tensor | None
@@ -51,16 +52,16 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Real tokens, source and target."""
+        """The number of real tokens, source and target."""
         return self.num_source_tokens + self.num_target_tokens
 
     @property
     def num_slots(self) -> int:
-        """Tokens that are computed, padding included."""
+        """The number of computed tokens, padding included."""
         return self.target_in.numel() + (0 if self.source is None else self.source.numel())
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on another device. To a GPU it goes through pinned memory, so that the host need not wait."""
+        """Copies the batch to another device; the copy to a GPU uses pinned memory, so that the host doesn't wait."""
         pin = torch.device(device).type == "cuda" and self.target_in.device.type == "cpu"
 
         def move(part: Part) -> Part:
@@ -80,18 +81,19 @@ class Batch:
 def plan_epoch(
     lengths: Tensor, *, max_tokens: int, batching: str, seed: int, epoch: int, weights: Tensor | None = None
 ) -> list[list[int]]:
-    """Which examples form the batches of an epoch, in order.
+    """Chooses the examples of each batch of an epoch, in order.
 
     Args:
         lengths: (examples, 2) source and target lengths.
-        max_tokens: of a batch and side: padded tokens for "random" and "bucketed", real ones for "packed".
+        max_tokens: the most tokens of a batch, on each side: padded tokens for "random" and "bucketed", real ones for
+            "packed".
         batching: one of BATCHINGS.
         seed, epoch: the order is a function of them.
-        weights: (examples,) how often the epoch has each example; of a fraction, which ones is drawn for each epoch.
-            None: each once.
+        weights: (examples,) how often the epoch contains each example; for a fraction, each epoch draws the examples
+            that it contains. None: each once.
 
     Returns:
-        Lists of indices; without weights every example is in exactly one.
+        Lists of indices, one list a batch; without weights every example is in exactly one batch.
 
     Raises:
         ValueError: an unknown batching, lengths of another shape, or an example longer than max_tokens.
@@ -118,7 +120,7 @@ def plan_epoch(
 
 
 def longest_sides(lengths: Tensor, max_tokens: int) -> Tensor:
-    """The longer side of each example, (examples,), none of more than max_tokens.
+    """Returns the length of each example's longer side, (examples,), and checks it against max_tokens.
 
     Raises:
         ValueError: lengths of another shape or type, an example longer than max_tokens.
@@ -138,10 +140,11 @@ def longest_sides(lengths: Tensor, max_tokens: int) -> Tensor:
 
 
 def _cut(order: list[int], lengths: list[list[int]], max_tokens: int, *, padded: bool) -> list[list[int]]:
-    """Fills batches in order; a side is full when its padded (or real) tokens would pass max_tokens."""
+    """Fills batches in order; a batch is full if the next example would raise a side's padded (or real) tokens above
+    max_tokens."""
     batches: list[list[int]] = []
     batch: list[int] = []
-    sides = [0, 0]  # the longest example of a side, or its tokens
+    sides = [0, 0]  # of each side: the longest example if padded, else the number of tokens
     for index in order:
         grown = [max(s, n) if padded else s + n for s, n in zip(sides, lengths[index], strict=True)]
         if batch and max(grown) * (len(batch) + 1 if padded else 1) > max_tokens:
@@ -161,21 +164,21 @@ def _bucketed(order: Tensor, longest: Tensor, max_tokens: int, generator: torch.
     sides = [[n, n] for n in longest.tolist()]
     batches: list[list[int]] = []
     for pool in torch.split(order, pool_size):
-        ranked = pool[torch.argsort(longest[pool], stable=True)].tolist()  # ties stay in random order
+        ranked = pool[torch.argsort(longest[pool], stable=True)].tolist()  # ties keep their random order
         batches += _cut(ranked, sides, max_tokens, padded=True)
     return [batches[i] for i in torch.randperm(len(batches), generator=generator, device="cpu").tolist()]
 
 
 def collate(examples: Sequence[Example], *, packed: bool, special_ids: SpecialIds = SpecialIds()) -> Batch:
-    """The tensors of a batch, padded to the longest example or packed.
+    """Builds the tensors of a batch, padded to the longest example or packed.
 
     Args:
-        examples: of one kind, with sources or without.
-        packed: one after another, with nothing between them.
-        special_ids: of the model: what fills padded rows, and what a target is shifted right behind.
+        examples: all with a source, or all without one.
+        packed: lay the examples one after another without padding.
+        special_ids: of the model: `pad` fills padded rows, `start` comes in front of a shifted target.
 
     Raises:
-        ValueError: no examples, something that is none, examples with and without a source, one without a target.
+        ValueError: no examples, an object that is not an example, examples with and without a source, an empty target.
     """
     for example in examples:
         if not isinstance(example, Example):
@@ -191,7 +194,7 @@ def collate(examples: Sequence[Example], *, packed: bool, special_ids: SpecialId
     has_source = bool(sources[0])
     if has_source:
         shifted = [[special_ids.start, *target[:-1]] for target in targets]
-    else:  # a language model continues text, so it never meets a start in front
+    else:  # a language model continues text, so no `start` comes in front
         shifted, targets = [target[:-1] for target in targets], [target[1:] for target in targets]
     target_layout = layout_of(targets, packed=packed)
     return Batch(
@@ -206,7 +209,7 @@ def collate(examples: Sequence[Example], *, packed: bool, special_ids: SpecialId
 
 
 def layout_of(sequences: Sequence[Sequence[int]], *, packed: bool) -> SequenceLayout:
-    """The layout of sequences padded to the longest, or packed."""
+    """Returns the layout of sequences padded to the longest, or packed."""
     seqlens = torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int32, device="cpu")
     make = SequenceLayout.packed if packed else SequenceLayout.padded
     return make(seqlens, int(seqlens.max()))
@@ -214,7 +217,7 @@ def layout_of(sequences: Sequence[Sequence[int]], *, packed: bool) -> SequenceLa
 
 def _join(sequences: Sequence[Sequence[int]], fill: int, packed: bool) -> Tensor:
     if packed:
-        ids = array("q")  # torch.tensor takes four times as long over a list, with each batch of a training
+        ids = array("q")  # for each batch of a training; torch.tensor takes four times as long to convert a list
         for sequence in sequences:
             ids.extend(sequence)
         return torch.frombuffer(ids, dtype=torch.int64)
@@ -223,7 +226,7 @@ def _join(sequences: Sequence[Sequence[int]], fill: int, packed: bool) -> Tensor
 
 
 def padding_ratio(lengths: Tensor, batches: Sequence[Sequence[int]], *, packed: bool) -> float:
-    """The share of padding among all computed tokens of an epoch, over both sides: 1 - real / computed."""
+    """Returns the share of padding among all computed tokens of an epoch, over both sides: 1 - real / computed."""
     if packed:
         return 0.0
     computed = sum(len(batch) * int(lengths[batch].max(dim=0).values.sum()) for batch in batches)

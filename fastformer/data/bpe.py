@@ -1,4 +1,4 @@
-"""A byte-pair encoding of our own, trained by the `tokenizers` library."""
+"""fastformer's byte-pair encoding, trained by the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ MAX_TOKEN_LENGTH = 32  # no token of Multi30k's 32,000 most useful ones is longe
 _UNK = SPECIAL_TOKENS[2]
 _FIRST_BYTE = len(SPECIAL_TOKENS)
 _BYTE_IDS = range(_FIRST_BYTE, _FIRST_BYTE + NUM_BYTES)
-_MOST_TOKENS = 2**24  # the library would set memory aside for more than any text has
-# Characters of a word, a run of spaces or one of line ends that are encoded as one. Learning takes time that grows with
-# the square of a word's length, and languages that write no spaces have words as long as their lines.
+_MOST_TOKENS = 2**24  # the library reserves memory for as many; no text needs more
+# The most characters of a word, of a run of spaces or of a run of line ends; longer ones are cut. The time of learning
+# grows with the square of a word's length, and in languages without spaces a word is as long as its line.
 _LONGEST_WORD = 128
-# The library's decoder reads more spellings of a byte than it writes: "<0x4a>" and "<0x+a>", too.
+# The library's decoder also reads spellings of a byte that it never writes, such as "<0x4a>" and "<0x+a>".
 _SPELLED = r"pad|/s|unk|0x[0-9A-Fa-f+][0-9A-Fa-f]"
 
 
 @dataclass(frozen=True)
 class TextForm:
-    """What a BPE does to a text before it looks for tokens.
+    """The form that a BPE gives a text before it looks for tokens.
 
     Attributes:
         normalization: the form that the text is brought to: Unicode's NFKC, which also changes how a text looks ("10²"
             becomes "102", "½" becomes "1⁄2", a no-break space becomes a space); NFC, which does not; or "none". With
             "_lower", or "lower" for it alone, the text becomes lower case.
-        spaces: "keep" them all; or "collapse" runs of spaces and tabs into one space and take off white space at the
+        spaces: "keep" them all; or "collapse" runs of spaces and tabs into one space and remove white space at the
             ends of the text and beside its line ends.
-        is_old: of a tokenizer of an earlier version, which didn't cut long words.
+        is_old: whether the tokenizer is of an earlier version, which didn't cut long words.
     """
 
     normalization: Normalization = "nfkc"
@@ -75,9 +75,10 @@ class TextForm:
 class BPETokenizer:
     """A byte-pair encoding of the `tokenizers` library; `train_bpe` makes one.
 
-    It knows every text: `decode(encode(text))` is `normalize(text)`. Words begin with their space, and the first word
-    of each line is given one (decoding takes it off again), so that a word is the same token wherever it stands. What
-    no token spells is spelled in bytes, ids 3 to 258.
+    It encodes every text: `decode(encode(text))` is `normalize(text)`. Words begin with their space, and encoding adds
+        one
+    to the first word of each line (decoding removes it), so that a word is the same token at any place. Characters that
+    no token spells are spelled in bytes, ids 3 to 258.
 
     Args:
         backend: a `tokenizers.Tokenizer` that `train_bpe` made, or that was read from a file which it wrote.
@@ -92,12 +93,12 @@ class BPETokenizer:
             raise ValueError("expected a tokenizer that train_bpe made; load_tokenizer reads those of other programs")
         values = json.loads(backend.to_str())
         added = [token for token in values["added_tokens"] if token["id"] >= _FIRST_BYTE]
-        # In the file, user tokens that are dropped are special ones, so that other programs can drop them too.
+        # The file marks user tokens that decoding drops as special, so that other programs can drop them too.
         self._user = UserTokens(
             (token["content"] for token in added), is_dropped=any(token["special"] for token in added)
         )
         self._user_ids = {token["content"]: int(token["id"]) for token in added}
-        backend.encode_special_tokens = True  # "</s>" in a text is text; the file can't say so
+        backend.encode_special_tokens = True  # "</s>" in a text is ordinary text; the file can't say so
         self._backend, self._form = backend, form
         self._encoder = _without_user_tokens(values) if added else backend
         names = {i: token for token, i in backend.get_vocab().items()}
@@ -111,21 +112,21 @@ class BPETokenizer:
 
     @property
     def form(self) -> TextForm:
-        """What it does to a text before it looks for tokens."""
+        """The form that the tokenizer gives a text before it looks for tokens."""
         return self._form
 
     @property
     def user_tokens(self) -> tuple[str, ...]:
-        """The tokens that its user defined."""
+        """The tokens that the tokenizer's user defined."""
         return self._user.tokens
 
     def normalize(self, text: str) -> str:
-        """The text as the tokenizer reads it, which is what `decode(encode(text))` gives; user tokens stay."""
+        """Returns the text in the tokenizer's form, as `decode(encode(text))` does; user tokens stay."""
         check_text(text)
         return "".join(self._normalized(text))
 
     def _normalized(self, text: str) -> list[str]:
-        """Text, user token, text, ..., text: each text in its normal form."""
+        """Splits a text into text, user token, text, ..., text, with each text in its normal form."""
         normalizers = tokenizers_library().normalizers
         form = normalizers.Sequence(_normalizers(self._form))
         parts = [part if place % 2 else form.normalize_str(part) for place, part in enumerate(self._user.split(text))]
@@ -137,16 +138,16 @@ class BPETokenizer:
         return parts
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without EOS."""
+        """Encodes a text to its ids, without EOS."""
         check_text(text)
         return [i for ids in self.encode_batch(self.pieces(text)) for i in ids]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of many texts, on all cores."""
+        """Encodes many texts on all cores; see `encode`."""
         if not self._user:
             return encode_batch(self._backend, texts)
         check_texts(texts)
-        # The library would give the text behind a user token a space, as the first word of a line has it.
+        # The library would add a space to the text behind a user token, as it does to the first word of a line.
         found: list[list[str]] = []
         for text in texts:
             check_text(text)
@@ -162,13 +163,13 @@ class BPETokenizer:
         ]
 
     def pieces(self, text: str) -> list[str]:
-        """Cuts a long text behind line ends; where spaces are collapsed, a text has no ends but its own."""
+        """Cuts a long text behind line ends; doesn't cut it if spaces are collapsed, which changes a text's ends."""
         return line_pieces(text) if self._form.spaces == "keep" else [text]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids: special tokens are skipped, EOS ends it; broken UTF-8 becomes U+FFFD."""
+        """Decodes ids to text: skips special tokens, stops at EOS; broken UTF-8 becomes U+FFFD."""
         parts: list[str] = []
-        spelled = bytearray()  # the bytes of characters that no token spells
+        spelled = bytearray()  # bytes of characters that no token spells
         kept = [i for i in until_eos(ids, self.special_ids, self.vocab_size) if i >= _FIRST_BYTE]
         for i in kept:
             if i in _BYTE_IDS:
@@ -182,11 +183,11 @@ class BPETokenizer:
         parts.append(spelled.decode("utf-8", errors="replace"))
         text = "".join(parts)
         if not kept or self._tokens[kept[0]] not in self._user_ids or self._dropped:
-            text = text.removeprefix(" ")  # which the first word was given
+            text = text.removeprefix(" ")  # the space that encoding added to the first word
         return text.replace("\n ", "\n")
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
-        """Each id as its piece of text, with visible spaces and line ends."""
+        """Returns the piece of text of each id, with visible spaces and line ends."""
         return [visible(self._tokens[i]) for i in checked_ids(ids, self.vocab_size)]
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -204,21 +205,22 @@ def train_bpe(
     user_tokens: Iterable[str] = (),
     drop_user_tokens: bool = False,
 ) -> BPETokenizer:
-    """A byte-pair encoding learned from texts (for a translator: of both languages).
+    """Learns a byte-pair encoding from texts (for a translator: of both languages).
 
     Args:
-        texts: lines, or pieces of documents with the line ends in them.
-        vocab_size: the most ids it may have, special and user tokens included, beside the 256 bytes: they come on top,
-            so that a small vocabulary has as much room for words as before. At most half of it goes to single
+        texts: lines, or pieces of documents with their line ends.
+        vocab_size: the most ids, special and user tokens included. The 256 bytes are not counted, so that even a small
+            vocabulary has room for words. At most half of it goes to single
             characters, the most frequent ones; the others are spelled in bytes.
         normalization, spaces: see `TextForm`.
         max_token_length: the most characters of a token, its space included; at least 2.
-        user_tokens: tokens that you define: a text that spells one gets its id, and neither is it split nor normalised.
-        drop_user_tokens: leave them out of decoded text.
+        user_tokens: tokens that you define: one that is spelled in a text gets its id, and is neither split nor
+            normalised.
+        drop_user_tokens: omit them from decoded text.
 
     Raises:
         ImportError: the tokenizers library is not installed.
-        ValueError: a vocab_size that leaves no room beside the special tokens and yours, text with a lone surrogate, a
+        ValueError: a vocab_size without room for more than special and user tokens, text with a lone surrogate, a
             setting that is not allowed, or a user token that can't be one.
     """
     library = tokenizers_library()
@@ -233,7 +235,7 @@ def train_bpe(
             f"expected vocab_size of more than the {len(SPECIAL_TOKENS)} special tokens{yours}, got {vocab_size}"
         )
     check_texts(texts)
-    texts = list(texts)  # they are read more than once
+    texts = list(texts)  # the texts are read more than once
     for text in texts:
         check_text(text)
     if user:
@@ -251,7 +253,8 @@ def train_bpe(
     )
     with library_errors("the BPE can't be learned"):
         learner.train_from_iterator(texts, trainer)
-    # The bytes were special for the trainer, to get their ids; now they are ordinary tokens that text never spells.
+    # The trainer needed the bytes as special tokens, to give them their ids; now they become ordinary tokens that text
+    # never spells.
     model = json.loads(learner.to_str())["model"]
     for token in user.tokens:
         if token in model["vocab"]:  # a single character
@@ -273,7 +276,7 @@ def train_bpe(
 
 
 def _alphabet(texts: Sequence[str], limit: int, form: TextForm) -> list[str] | None:
-    """The most frequent characters of some texts; None where there are no more than the limit."""
+    """Returns the most frequent characters of some texts, or None if they have fewer than the limit."""
     if len(set().union(*texts)) < limit:
         return None
     counts = Counter({" ": len(texts)})
@@ -285,7 +288,7 @@ def _alphabet(texts: Sequence[str], limit: int, form: TextForm) -> list[str] | N
 
 
 def _normalizers(form: TextForm) -> list[Any]:
-    """What a part of a text goes through, whatever is around it."""
+    """Returns the normalizers that work on a part of a text as they do on the whole."""
     library = tokenizers_library()
     normalizers = library.normalizers
     found: list[Any] = []
@@ -301,7 +304,7 @@ def _normalizers(form: TextForm) -> list[Any]:
 
 
 def _pipeline(model: tokenizers.models.BPE, form: TextForm, user_tokens: Sequence[str]) -> tokenizers.Tokenizer:
-    """A model between what prepares a text for it and what undoes that."""
+    """Builds a tokenizer of a model, the normalizers and splits in front of it, and the decoders that undo them."""
     library = tokenizers_library()
     normalizers, splits, decoders = library.normalizers, library.pre_tokenizers, library.decoders
     backend: tokenizers.Tokenizer = library.Tokenizer(model)
@@ -311,7 +314,7 @@ def _pipeline(model: tokenizers.models.BPE, form: TextForm, user_tokens: Sequenc
             *_normalizers(form),
             *(ends if form.spaces == "collapse" else []),
             normalizers.Prepend(" "),  # to the text
-            normalizers.Replace(library.Regex(r"\n(?=[^\n])"), "\n "),  # and to each later line that has something
+            normalizers.Replace(library.Regex(r"\n(?=[^\n])"), "\n "),  # and to each later line that isn't empty
         ]
     )
     # No token may be spelled like a special token, a byte or a user token.
@@ -336,12 +339,12 @@ def _pipeline(model: tokenizers.models.BPE, form: TextForm, user_tokens: Sequenc
 
 
 def is_our_bpe(backend: tokenizers.Tokenizer) -> bool:
-    """Whether `train_bpe` made this tokenizer: its special ids and all that is around the model are as there."""
+    """Returns whether `train_bpe` made this tokenizer, by its special ids and by its parts other than the model."""
     return _form_of(backend) is not None
 
 
 def _form_of(backend: tokenizers.Tokenizer) -> TextForm | None:
-    """What a tokenizer that `train_bpe` made does to a text; None: it made another one."""
+    """Returns the `TextForm` of a tokenizer that `train_bpe` made, or None for any other tokenizer."""
     first = [*SPECIAL_TOKENS, *(f"<0x{byte:02X}>" for byte in range(NUM_BYTES))]
     if [backend.id_to_token(i) for i in range(len(first))] != first:
         return None
@@ -362,13 +365,13 @@ _FORMS = (
 
 @functools.lru_cache(maxsize=64)
 def _around(form: TextForm, user_tokens: tuple[str, ...]) -> dict[str, Any]:
-    """All but the model, as a file has it."""
+    """Returns the values of a tokenizer's file without those of the model."""
     values = json.loads(_pipeline(tokenizers_library().models.BPE(), form, user_tokens).to_str())
     return {name: values[name] for name in _AROUND}
 
 
 def _without_user_tokens(values: dict[str, Any]) -> tokenizers.Tokenizer:
-    """The tokenizer in a file as one that takes normalised text and knows no user tokens."""
+    """Returns the tokenizer of a file as one that expects normalised text and has no user tokens."""
     added = [token for token in values["added_tokens"] if token["id"] < _FIRST_BYTE]
     plain = {**values, "normalizer": None, "added_tokens": added}
     backend: tokenizers.Tokenizer = tokenizers_library().Tokenizer.from_str(json.dumps(plain))

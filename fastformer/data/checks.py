@@ -1,4 +1,4 @@
-"""What is text and what are ids: the checks that all tokenizers share."""
+"""Checks of texts and of ids that all tokenizers share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SPECIAL_TOKENS = ("<pad>", "</s>", "<unk>")  # in the order of their ids
 
 
 def check_text(text: str) -> None:
-    """Raises a ValueError for what is no str, or a lone surrogate, which stands for a byte that was no UTF-8."""
+    """Raises a ValueError unless the text is a str without lone surrogates, which stand for bytes that aren't UTF-8."""
     if not isinstance(text, str):
         raise ValueError(f"expected text as a str, got {type(text).__name__}")
     try:
@@ -24,13 +24,13 @@ def check_text(text: str) -> None:
 
 
 def check_texts(texts: Iterable[str]) -> None:
-    """Raises a ValueError unless it is several texts: a str is an iterable of characters."""
+    """Raises a ValueError for a single str, which is an iterable of characters, in the place of several texts."""
     if isinstance(texts, str | bytes) or not isinstance(texts, Iterable):
         raise ValueError(f"expected a list of texts, got {type(texts).__name__}")
 
 
 def until_eos(ids: Iterable[int], special_ids: SpecialIds, vocab_size: int) -> list[int]:
-    """The ids before the first that is any EOS, without PAD.
+    """Returns the ids before the first EOS of any kind, without PAD.
 
     Raises:
         ValueError: something that is no id of the vocabulary.
@@ -45,7 +45,7 @@ def until_eos(ids: Iterable[int], special_ids: SpecialIds, vocab_size: int) -> l
 
 
 def checked_ids(ids: Iterable[int], vocab_size: int) -> Iterator[int]:
-    """The ids as they are, each as an int.
+    """Yields each id as an int.
 
     Raises:
         ValueError: something that is no id of the vocabulary.
@@ -55,12 +55,12 @@ def checked_ids(ids: Iterable[int], vocab_size: int) -> Iterator[int]:
         raise ValueError(f"expected ids, a list or the like of integers, got {kind}")
     try:
         each = iter(ids)
-    except TypeError as error:  # of a tensor without dimensions, too, which says that it is iterable
+    except TypeError as error:  # also for a tensor without dimensions, which claims to be iterable
         raise ValueError(f"expected ids, a list or the like of integers, got {kind}") from error
     for i in each:
         try:
             index = operator.index(i)
-        except (TypeError, ValueError) as error:  # the latter of an array with several numbers
+        except (TypeError, ValueError) as error:  # the ValueError comes from an array with several numbers
             raise ValueError(f"expected ids to be integers, got {i!r:.40}") from error
         if index < 0:
             raise ValueError(f"expected ids of at least 0, got {index}")

@@ -1,7 +1,7 @@
 """Tokenizers of encoders: texts and pairs of texts with the special tokens around them, cut to the model's length.
 
-As everywhere in this library, a special token that is spelled out in a text is text; only where the vocabulary of a
-Unigram model in tokenizer.json has it as a piece, the library finds it.
+As everywhere in fastformer, a special token that is spelled out in a text is ordinary text, with one exception: if a
+Unigram model in tokenizer.json has the token as a piece of its vocabulary, the `tokenizers` library finds it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Encoded = tuple[list[int], list[int]]  # ids and token types
 
 
 def lengths_of_pair(first: int, second: int, room: int) -> tuple[int, int]:
-    """How many tokens are left of two texts for which there is room together: the longer one is cut first.
+    """Returns the lengths to which two texts are cut to fit together; the longer one is cut first.
 
     Args:
-        first, second: their tokens.
-        room: for both.
+        first, second: the numbers of their tokens.
+        room: the most tokens of both together.
     """
     if first + second <= room:
         return first, second
@@ -42,11 +42,11 @@ def lengths_of_pair(first: int, second: int, room: int) -> tuple[int, int]:
 
 
 class EncoderTokenizer(ModelTokenizer):
-    """What the tokenizers of encoders share.
+    """The base of encoders' tokenizers.
 
     Args:
         vocab_size, special_ids: of the model.
-        max_len: what texts are cut to, special tokens included.
+        max_len: the number of tokens that texts are cut to, special tokens included.
         has_token_types: whether the texts of a pair have types 0 and 1; else all types are 0.
         side: the end at which texts are cut: "right" or "left".
 
@@ -67,16 +67,16 @@ class EncoderTokenizer(ModelTokenizer):
         self.max_len, self.has_token_types, self._side = max_len, has_token_types, side
 
     def encode(self, text: str, max_len: int | None = None) -> list[int]:
-        """The ids of a text, with the special tokens around it; see `encode_batch`."""
+        """Encodes a text to ids with the special tokens around it; see `encode_batch`."""
         check_text(text)
         return self.encode_batch([text], max_len)[0]
 
     def encode_batch(self, texts: Sequence[str], max_len: int | None = None) -> list[list[int]]:
-        """The ids of many texts, each with the special tokens around it.
+        """Encodes many texts to ids, each with the special tokens around it.
 
         Args:
-            texts: what to encode.
-            max_len: what each is cut to, special tokens included; None: the tokenizer's max_len.
+            texts: the texts to encode.
+            max_len: the number of tokens that each is cut to, special tokens included; None: the tokenizer's max_len.
 
         Raises:
             ValueError: a lone surrogate, or a text that the tokenizer can't encode; a max_len without room for a token.
@@ -87,15 +87,15 @@ class EncoderTokenizer(ModelTokenizer):
         return self._encode_texts([*texts], self._limit(max_len, is_pair=False))
 
     def encode_pair(self, first: str, second: str, max_len: int | None = None) -> Encoded:
-        """The ids and the token types of two texts; see `encode_pairs`."""
+        """Encodes two texts to ids and token types; see `encode_pairs`."""
         return self.encode_pairs([(first, second)], max_len)[0]
 
     def encode_pairs(self, pairs: Sequence[Pair], max_len: int | None = None) -> list[Encoded]:
-        """The ids and the token types of pairs of texts, each with the special tokens around and between them.
+        """Encodes pairs of texts to ids and token types, with the special tokens around and between the texts.
 
         Args:
             pairs: two texts each.
-            max_len: what a pair is cut to, the longer text first; see `encode_batch`.
+            max_len: the number of tokens that a pair is cut to, the longer text first; see `encode_batch`.
 
         Raises:
             ValueError: see `encode_batch`; a pair of anything but two texts.
@@ -118,7 +118,7 @@ class EncoderTokenizer(ModelTokenizer):
         return limit
 
     def _num_special(self, is_pair: bool) -> int:
-        """How many special tokens stand around texts."""
+        """Returns the number of special tokens around one text or a pair."""
         raise NotImplementedError
 
     def _encode_texts(self, texts: list[str], limit: int) -> list[list[int]]:
@@ -161,7 +161,7 @@ class BackendEncoderTokenizer(EncoderTokenizer):
             raise ValueError(f"expected ids below {vocab_size}, got {largest}: is it another model's tokenizer?")
         backend.no_padding()
         backend.no_truncation()
-        backend.encode_special_tokens = True  # "[SEP]" in a text is text
+        backend.encode_special_tokens = True  # "[SEP]" that is spelled out in a text is ordinary text
         self._backend, self._name = backend, name
 
     def _num_special(self, is_pair: bool) -> int:
@@ -183,7 +183,7 @@ class BackendEncoderTokenizer(EncoderTokenizer):
         return found
 
     def _whole(self, inputs: Sequence[Any]) -> list[tokenizers.Encoding]:
-        """Texts or pairs, on all cores, not cut."""
+        """Encodes texts or pairs on all cores, without cutting them."""
         try:
             with library_errors(f"{self._name} can't encode this text"):
                 return list(self._backend.encode_batch_fast(inputs, add_special_tokens=True))
@@ -194,7 +194,7 @@ class BackendEncoderTokenizer(EncoderTokenizer):
             raise
 
     def _cut(self, texts: Sequence[str], limit: int) -> tokenizers.Encoding:
-        """One text or two, cut. The library cuts too, but for all threads that share the tokenizer at once."""
+        """Encodes one text or two, and cuts them. The library can cut too, but then for all threads that share it."""
         with library_errors(f"{self._name} can't encode this text"):
             parts = [self._backend.encode(text, add_special_tokens=False) for text in texts]
             room = limit - self._num_special(len(texts) == 2)
@@ -204,7 +204,7 @@ class BackendEncoderTokenizer(EncoderTokenizer):
             return self._backend.post_process(parts[0], parts[1] if len(parts) > 1 else None, True)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids, without special tokens."""
+        """Decodes ids to text, without special tokens."""
         kept = list(checked_ids(ids, self._vocab_size))
         with library_errors(f"{self._name} can't decode these ids"):
             return str(self._backend.decode(kept, skip_special_tokens=True))
@@ -271,7 +271,7 @@ class PieceEncoderTokenizer(EncoderTokenizer):
         return found
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids, without special tokens."""
+        """Decodes ids to text, without special tokens."""
         known = range(self._UNK + 1, self._size + self._SHIFT)
         kept = [i - self._SHIFT for i in checked_ids(ids, self._vocab_size) if i in known]
         return str(self._processor.decode(kept))
@@ -291,11 +291,11 @@ ENCODER_TOKENIZERS = (BackendEncoderTokenizer.type, PieceEncoderTokenizer.type)
 
 
 def saved_encoder_tokenizer(file: Path, values: Mapping[str, Any]) -> EncoderTokenizer:
-    """What `save` of one of these wrote.
+    """Loads a tokenizer that `save` of one of these classes wrote.
 
     Args:
         file: tokenizer.json.
-        values: in it; the type is one of `ENCODER_TOKENIZERS`.
+        values: its contents; the type is one of `ENCODER_TOKENIZERS`.
 
     Raises:
         ImportError: the library that the tokenizer needs is not installed.

@@ -1,4 +1,4 @@
-"""Encoded examples, kept compactly."""
+"""Encoded examples, stored compactly."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class Example:
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Source and target tokens that a model computes."""
+        """The numbers of source and target tokens that a model computes."""
         return len(self.source), len(self.target) if self.source else len(self.target) - 1
 
 
 class Examples(Sequence[Example]):
-    """A sequence of `Example` that takes 4 bytes a token and 16 an example, where lists take tens of bytes a token."""
+    """A sequence of `Example` in 4 bytes a token and 16 bytes an example; lists need tens of bytes a token."""
 
     def __init__(self, examples: Iterable[Example] = ()) -> None:
         self._ids = array("i")  # source, target, source, target, ...
-        self._ends = array("q", [0])  # where each of them ends
+        self._ends = array("q", [0])  # the end of each of them
         for example in examples:
             self.append(example.source, example.target)
 
@@ -41,7 +41,7 @@ class Examples(Sequence[Example]):
         """Adds one example.
 
         Raises:
-            ValueError: something that is no ids; the examples stay as they were.
+            ValueError: ids that are not integers of 32 bits; the examples stay unchanged.
         """
         whole = len(self._ends)
         for side in (source, target):
@@ -53,7 +53,7 @@ class Examples(Sequence[Example]):
             self._ends.append(len(self._ids))
 
     def extend(self, others: Examples) -> None:
-        """Adds all of some other examples."""
+        """Adds all of the given examples."""
         before = len(self._ids)
         self._ids.extend(others._ids)
         self._ends.extend(before + end for end in others._ends[1:])
@@ -66,7 +66,7 @@ class Examples(Sequence[Example]):
     @overload
     def __getitem__(self, index: slice) -> list[Example]: ...
     def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        places = range(len(self))[index]  # negative ones and what is out of range as in a list
+        places = range(len(self))[index]  # negative indices and those out of range behave as in a list
         return self._example(places) if isinstance(places, int) else [self._example(place) for place in places]
 
     def _example(self, place: int) -> Example:
@@ -75,36 +75,36 @@ class Examples(Sequence[Example]):
 
     @property
     def lengths(self) -> Tensor:
-        """(examples, 2) int64: `Example.lengths` of each."""
+        """The `Example.lengths` of each example, (examples, 2) int64."""
         found = torch.frombuffer(self._ends, dtype=torch.int64).diff().view(-1, 2)
         found[:, 1] -= (found[:, 0] == 0).long()  # the last token of a window is only predicted
         return found
 
     @property
     def num_tokens(self) -> tuple[int, int]:
-        """Source and target tokens of all examples."""
+        """The number of source and target tokens of all examples."""
         source, target = self.lengths.sum(0).tolist()
         return source, target
 
     def fingerprint(self) -> str:
-        """A SHA-256 over all ids in their order: equal for equal examples alone."""
+        """Returns a SHA-256 over all ids in their order, which is the same only for the same examples."""
         digest = hashlib.sha256(self._ids)
         digest.update(self._ends)
         return digest.hexdigest()
 
 
 def encode_pair(source: list[int], target: list[int], *, special_ids: SpecialIds = SpecialIds()) -> Example:
-    """An example of a translator: the first EOS ends both sides."""
+    """Builds a translator's example; both sides end with the first of the EOS ids."""
     return Example([*source, special_ids.first_eos], [*target, special_ids.first_eos])
 
 
 def windows(ids: Sequence[int], seqlen: int) -> Examples:
-    """A long text as the examples of a language model: consecutive windows in which each token but the text's first is
-    predicted once. Neighbours share a token. No EOS is added.
+    """Cuts a long text into the examples of a language model: consecutive windows in which each token but the text's
+    first is predicted once. Neighbours share a token. No EOS is added.
 
     Args:
         ids: the text.
-        seqlen: tokens that a window predicts; the last one may have fewer.
+        seqlen: the number of tokens that a window predicts; the last window may predict fewer.
     """
     examples = Examples()
     for begin in range(0, len(ids) - 1, seqlen):

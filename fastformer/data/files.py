@@ -1,7 +1,7 @@
-"""The bytes of a file of text: plain or compressed, of a disk or of a pipe.
+"""Reads the bytes of text files, plain or compressed, from a disk or from a pipe.
 
-Compressed files are recognised by their first bytes, not by their names: gzip, bzip2 and xz by Python's own libraries,
-Zstandard by that of Python 3.14 or by the package `zstandard`. "-" is standard input.
+Compressed files are recognised by their first bytes, not by their names. Python's own libraries decompress gzip, bzip2
+and xz; Zstandard needs Python 3.14 or the package `zstandard`. "-" is standard input.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any, BinaryIO, Protocol, cast
 
 STDIN = "-"
 _CHUNK = 1 << 16
-_WRITER_SECONDS = 2  # that a pipe may take until something writes into it
-# How each kind begins, and the longest of these beginnings.
+_WRITER_SECONDS = 2  # the longest wait until another process opens a pipe to write
+# The first bytes of each kind, and the length of the longest of them.
 _MAGICS = {
     "gzip": re.compile(rb"\x1f\x8b\x08"),
     "bzip2": re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"),
@@ -34,7 +34,7 @@ _MAGICS = {
 }
 _LONGEST = 10
 _BEGINNINGS = (b"\x1f\x8b\x08", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd")
-# What is no text, and what to do about it.
+# First bytes of files that are no text, with the advice for each.
 _OTHERS = {
     b"PK\x03\x04": "a zip archive: unpack it, and name the file in it",
     b"PAR1": "a Parquet file: name one of its columns, FILE.parquet:COLUMN",
@@ -45,26 +45,26 @@ _DAMAGE = (EOFError, OSError, zlib.error, lzma.LZMAError, ValueError)
 
 
 class Readable(Protocol):
-    """Something that gives bytes, as many as there are, and none at its end."""
+    """A source of bytes; a read returns those that are available, and none at the end."""
 
     def read(self, size: int = ..., /) -> bytes:
-        """At most so many bytes."""
+        """Reads at most `size` bytes."""
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
-    """All that a file holds; see `open_bytes`."""
+    """Reads a whole file; see `open_bytes`."""
     with open_bytes(path) as file:
         return file.read()
 
 
 def open_bytes(path: str | os.PathLike[str]) -> BinaryIO:
-    """Opens a file, a pipe or standard input for reading once, without what it was compressed by.
+    """Opens a file, a pipe or standard input for reading once, and decompresses it.
 
-    The bytes of a pipe are given as they arrive.
+    Reads of a pipe return its bytes as they arrive.
 
     Raises:
         ValueError: there is no such file, it is an archive or of another encoding; while reading: it is damaged.
-        ImportError: it is compressed by Zstandard, and nothing here can read that.
+        ImportError: it is compressed by Zstandard, and no installed library can read that.
     """
     name = os.fspath(path)
     file = _open(name)
@@ -72,7 +72,7 @@ def open_bytes(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def beginning(file: Readable) -> bytes:
-    """As many bytes as are there, and as it takes to say what they are."""
+    """Reads the available bytes, at least as many as it takes to recognise the compression."""
     head = file.read(_CHUNK)
     while head and len(head) < _LONGEST and any(magic.startswith(head) for magic in _BEGINNINGS):
         more = file.read(_CHUNK)
@@ -83,12 +83,12 @@ def beginning(file: Readable) -> bytes:
 
 
 def unpacked(head: bytes, file: Readable, name: str) -> BinaryIO:
-    """A stream without what it was compressed by.
+    """Returns the decompressed stream of a file.
 
     Args:
-        head: what was read of it already, by `beginning`.
-        file: the rest.
-        name: for messages.
+        head: the bytes that `beginning` read from the file.
+        file: the rest of the file.
+        name: of the file, for messages.
 
     Raises:
         ValueError, ImportError: see `open_bytes`.
@@ -108,23 +108,23 @@ def unpacked(head: bytes, file: Readable, name: str) -> BinaryIO:
 
 
 def compression(head: bytes) -> str | None:
-    """By what a file is compressed that begins with some bytes; None: by nothing that is known here."""
+    """Returns the compression of a file that begins with the given bytes; None: none that is known here."""
     return next((kind for kind, magic in _MAGICS.items() if magic.match(head)), None)
 
 
 def is_there(path: str | os.PathLike[str]) -> bool:
-    """Whether there is a file, a pipe or standard input to read from."""
+    """Returns whether the path is a file, a pipe or standard input that exists."""
     name = os.fspath(path)
     return name == STDIN or (os.path.exists(name) and not os.path.isdir(name))
 
 
 def shown(name: str) -> str:
-    """What a file is called in messages."""
+    """Returns the name of a file for messages."""
     return "standard input" if name == STDIN else name
 
 
 class _Rest(io.RawIOBase):
-    """What was read of a file already, and then the rest of it."""
+    """A stream of the bytes that were read from a file already, followed by the rest of the file."""
 
     def __init__(self, head: bytes, file: Readable) -> None:
         self._head, self._file = memoryview(head), file
@@ -145,7 +145,7 @@ class _Rest(io.RawIOBase):
 
 
 class _Unpacked(io.RawIOBase):
-    """What a decompressor reads, and errors that name the file."""
+    """A decompressor's stream whose errors name the file."""
 
     def __init__(self, file: Readable, name: str, kind: str) -> None:
         self._file, self._name, self._kind = file, name, kind
@@ -165,7 +165,7 @@ class _Unpacked(io.RawIOBase):
 
 
 class _ZstandardFrames:
-    """Frames of Zstandard, by the package `zstandard`, whose own reader takes a file that is cut short for whole."""
+    """Zstandard frames, decompressed by the package `zstandard`, whose own reader doesn't notice a truncated file."""
 
     def __init__(self, package: Any, file: BinaryIO) -> None:
         self._new: Callable[[], Any] = package.ZstdDecompressor().decompressobj
@@ -207,15 +207,15 @@ def _open(name: str) -> Readable:
 
 
 def _pipe(name: str) -> Readable:
-    """A named pipe. To open one that nothing writes into would wait for ever."""
+    """Opens a named pipe; a plain open would wait forever if no process writes into the pipe."""
     descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     file, poll, end = io.FileIO(descriptor), select.poll(), time.monotonic() + _WRITER_SECONDS
     poll.register(descriptor, select.POLLIN)
     first = b""
-    while not first and not poll.poll(20):  # neither text nor an end
+    while not first and not poll.poll(20):  # neither data nor the end has arrived
         try:
             first = os.read(descriptor, 1)
-        except BlockingIOError:  # a writer that has written nothing so far
+        except BlockingIOError:  # a writer has opened the pipe and written nothing so far
             break
         if time.monotonic() > end:
             file.close()
@@ -228,7 +228,7 @@ def _pipe(name: str) -> Readable:
 
 
 class _ReadAsItComes:
-    """A buffered stream, of which a read gives what is there."""
+    """A buffered stream whose reads return the available bytes."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream

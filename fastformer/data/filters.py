@@ -1,4 +1,4 @@
-"""Which training pairs are left out, and why."""
+"""Filters that omit training pairs, with the reason for each."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Pair = tuple[str, str]
 
 @dataclass
 class Filters:
-    """Filters of training pairs; the log counts what they leave out by reason. Lengths are in characters.
+    """Filters of training pairs; the log counts the omitted pairs by reason. Lengths are in characters.
 
     Attributes:
         max_length_ratio: the longer side of a pair has at most so many times the length of the shorter one; 0 = any.
         min_chars: the least length of a side, without white space at its ends; 0 = any.
         max_chars: the greatest length of a side, likewise; 0 = any.
-        drop_duplicates: leave out a pair that came before, in any corpus.
-        drop_identical: leave out a pair whose sides are the same.
+        drop_duplicates: omit a pair that came before, in any corpus.
+        drop_identical: omit a pair whose sides are the same.
     """
 
     max_length_ratio: Amount = 0.0
@@ -31,15 +31,15 @@ class Filters:
 
 
 class PairFilter(Filters):
-    """Applies `Filters` to pairs; false where they leave out nothing."""
+    """Applies `Filters` to pairs; false if the filters can omit nothing."""
 
     def __bool__(self) -> bool:
         return self != PairFilter()
 
     def apply(self, corpora: Sequence[Sequence[Pair]]) -> tuple[list[list[Pair]], Counter[str]]:
-        """The pairs of each corpus that stay, in their order, and how many were left out for each reason.
+        """Returns the pairs of each corpus that stay, in their order, and the number of omitted pairs for each reason.
 
-        A pair with several faults is counted once, under the first reason of the list above.
+        A pair with several faults is counted once, under the first reason that applies.
         """
         left_out: Counter[str] = Counter()
         seen: set[Pair] = set()
@@ -58,7 +58,7 @@ class PairFilter(Filters):
         return kept, left_out
 
     def why_not(self, pair: Pair) -> str | None:
-        """Why a pair is left out by itself, whatever came before it; None: it stays."""
+        """Returns the reason to omit a pair, regardless of the pairs before it; None: it stays."""
         source, target = (side.strip() for side in pair)
         shorter, longer = sorted((len(source), len(target)))
         if self.max_length_ratio and longer > self.max_length_ratio * shorter:

@@ -60,20 +60,20 @@ class ModelTokenizer:
         return self._vocab_size
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a source, without EOS."""
+        """Encodes a source to its ids, without EOS."""
         raise NotImplementedError
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of many texts."""
+        """Encodes many texts; see `encode`."""
         check_texts(texts)
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of an output's ids: special tokens are skipped, EOS ends it."""
+        """Decodes the ids of an output to text: skips special tokens, stops at EOS."""
         raise NotImplementedError
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
-        """Each id of an output as its token."""
+        """Returns the token of each id of an output."""
         raise NotImplementedError
 
     def pieces(self, text: str) -> list[str]:
@@ -134,16 +134,16 @@ class BackendTokenizer(ModelTokenizer):
         self._backend, self._bos, self._name = backend, [] if bos is None else [bos], name
 
     def encode(self, text: str) -> list[int]:
-        """BOS and the ids of a text, without EOS."""
+        """Encodes a text to BOS and its ids, without EOS."""
         check_text(text)
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of many texts, on all cores."""
+        """Encodes many texts on all cores; see `encode`."""
         return [[*self._bos, *ids] for ids in encode_batch(self._backend, texts, self._name)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids: special tokens are skipped, EOS ends it; broken UTF-8 becomes U+FFFD."""
+        """Decodes ids to text: skips special tokens, stops at EOS; broken UTF-8 becomes U+FFFD."""
         kept = self._said(ids)
         with library_errors(f"{self._name} can't decode these ids"):
             return str(self._backend.decode(kept, skip_special_tokens=True))
@@ -183,12 +183,12 @@ class SentencePieceTokenizer(ModelTokenizer):
             raise ValueError(f"expected ids below {vocab_size}, got {self._size} pieces: is it another model's?")
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without EOS."""
+        """Encodes a text to its ids, without EOS."""
         check_text(text)
         return list(self._processor.encode(text))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids: special tokens and ids without a piece are skipped, EOS ends it."""
+        """Decodes ids to text: skips special tokens and ids without a piece, stops at EOS."""
         kept = self._said(ids)
         return str(self._processor.decode([i for i in kept if i < self._size and i != self._special_ids.unk]))
 
@@ -235,12 +235,12 @@ class PieceTokenizer(ModelTokenizer):
         self._unsaid = self._unsaid.union(special, unsaid)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without EOS."""
+        """Encodes a text to its ids, without EOS."""
         check_text(text)
         return [self._vocab.get(piece, self._unk) for piece in self._processor.encode(text, out_type=str)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids: special tokens and ids without a piece are skipped, EOS ends it."""
+        """Decodes ids to text: skips special tokens and ids without a piece, stops at EOS."""
         pieces = [self._pieces[i] for i in self._said(ids) if i in self._pieces]
         return str(self._processor.decode_pieces(pieces)).replace("▁", " ").strip()
 
@@ -291,11 +291,11 @@ class MarianTokenizer(ModelTokenizer):
         self._source_size = max(vocab_size, 1 + max(source_vocab.values(), default=0))
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a source, without EOS."""
+        """Encodes a source to its ids, without EOS."""
         return self._encode(text, self._source, self._source_vocab)
 
     def encode_target(self, text: str) -> list[int]:
-        """The ids of a translation, without EOS."""
+        """Encodes a translation to its ids, without EOS."""
         return self._encode(text, self._target, self._target_vocab)
 
     def _encode(
@@ -316,7 +316,7 @@ class MarianTokenizer(ModelTokenizer):
         return [visible(self._target_pieces.get(i)) for i in checked_ids(ids, self._vocab_size)]
 
     def source_tokens(self, ids: Iterable[int]) -> list[str]:
-        """Each id of a source as its piece."""
+        """Returns the piece of each id of a source."""
         return [visible(self._source_pieces.get(i)) for i in checked_ids(ids, self._source_size)]
 
     def _values(self) -> dict[str, Any]:

@@ -59,15 +59,15 @@ class PairTokenizer:
         return bool(getattr(self.target, "words_begin_with_space", False))
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a source, without EOS."""
+        """Encodes a source to its ids, without EOS."""
         return self.source.encode(text)
 
     def encode_target(self, text: str) -> list[int]:
-        """The ids of a translation, without EOS."""
+        """Encodes a translation to its ids, without EOS."""
         return self.target.encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of many sources."""
+        """Encodes many sources; see `encode`."""
         return self.source.encode_batch(texts)
 
     def pieces(self, text: str) -> list[str]:
@@ -75,15 +75,15 @@ class PairTokenizer:
         return self.source.pieces(text)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of a translation's ids: special tokens are skipped, EOS ends it."""
+        """Decodes the ids of a translation to text: skips special tokens, stops at EOS."""
         return self.target.decode(ids)
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
-        """Each id of a translation as its piece."""
+        """Returns the piece of each id of a translation."""
         return self.target.tokens(ids)
 
     def source_tokens(self, ids: Iterable[int]) -> list[str]:
-        """Each id of a source as its piece."""
+        """Returns the piece of each id of a source."""
         return self.source.tokens(ids)
 
     def save(self, folder: str | os.PathLike[str]) -> None:

@@ -155,7 +155,7 @@ class PiecePromptTokenizer(SentencePieceTokenizer):
         self._names = {i: token for token, (i, _) in self._added.items()}
 
     def encode(self, text: str) -> list[int]:
-        """BOS and the ids of a text, without EOS."""
+        """Encodes a text to BOS and its ids, without EOS."""
         check_text(text)
         return [*([] if self._bos is None else [self._bos]), *self._split(text, self._plain)]
 
@@ -182,7 +182,7 @@ class PiecePromptTokenizer(SentencePieceTokenizer):
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids: special tokens and ids without a token are skipped, EOS ends it."""
+        """Decodes ids to text: skips special tokens and ids without a token, stops at EOS."""
         said = ""
         run: list[int] = []
         for i in [*until_eos(ids, self._special_ids, self._vocab_size), None]:

@@ -56,7 +56,7 @@ class Tokenizer(Protocol):
         """Cuts a long text where the ids of the pieces, one after another, are those of the text."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids: PAD is skipped, EOS ends it."""
+        """Decodes ids to text: skips PAD, stops at EOS."""
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
         """Each id as a short readable string, for pictures and messages."""
@@ -88,7 +88,7 @@ class ByteTokenizer:
         return self._first + NUM_BYTES + len(self._user_ids)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without EOS."""
+        """Encodes a text to its ids, without EOS."""
         check_text(text)
         ids: list[int] = []
         for place, part in enumerate(self._user.split(text)):
@@ -99,7 +99,7 @@ class ByteTokenizer:
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of many texts."""
+        """Encodes many texts; see `encode`."""
         check_texts(texts)
         return [self.encode(text) for text in texts]
 
@@ -110,7 +110,7 @@ class ByteTokenizer:
         return [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids: PAD and UNK are skipped, EOS ends it; broken UTF-8 becomes U+FFFD."""
+        """Decodes ids to text: skips PAD and UNK, stops at EOS; broken UTF-8 becomes U+FFFD."""
         found = b""
         for i in until_eos(ids, self.special_ids, self.vocab_size):
             if i >= self._first + NUM_BYTES:

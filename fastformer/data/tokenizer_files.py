@@ -71,13 +71,13 @@ class ForeignModel(Protocol):
         """The ids of texts, with nothing added."""
 
     def decode(self, ids: list[int]) -> str:
-        """The text of ids."""
+        """Decodes ids to text."""
 
     def token(self, id: int) -> str | None:
-        """The token of an id."""
+        """Returns the token of an id."""
 
     def unknown(self, text: str, unk: int) -> list[str]:
-        """The parts of a text that became `unk`."""
+        """Returns the parts of a text that were encoded as `unk`."""
 
     def to_json(self) -> dict[str, Any]:
         """All there is to save."""
@@ -115,7 +115,7 @@ class ForeignTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of many texts."""
+        """Encodes many texts; see `encode`."""
         ours = self._ours
         return [[ours[i] for i in ids] for ids in self._model.encode_batch(texts)]
 
@@ -124,13 +124,13 @@ class ForeignTokenizer:
         return [text]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids: special tokens are skipped, EOS ends it."""
+        """Decodes ids to text: skips special tokens, stops at EOS."""
         kept = until_eos(ids, self.special_ids, self.vocab_size)
         theirs = [self.backend_ids[i] for i in kept if i != self.special_ids.unk]
         return self._model.decode([i for i in theirs if i is not None])
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
-        """Each id as its piece of text."""
+        """Returns the piece of text of each id."""
         return [
             SPECIAL_TOKENS[i] if i < len(SPECIAL_TOKENS) else visible(self._model.token(self.backend_ids[i] or 0))
             for i in checked_ids(ids, self.vocab_size)
@@ -173,20 +173,20 @@ class HuggingFaceModel:
         return 1 + max(self._backend.get_vocab().values(), default=-1)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of texts, on all cores."""
+        """Encodes texts to ids on all cores."""
         return encode_batch(self._backend, texts, self._name)
 
     def decode(self, ids: list[int]) -> str:
-        """The text of ids, without special tokens."""
+        """Decodes ids to text, without special tokens."""
         with library_errors(f"{self._name} can't decode these ids"):
             return str(self._backend.decode(ids, skip_special_tokens=True))
 
     def token(self, id: int) -> str | None:
-        """The token of an id."""
+        """Returns the token of an id."""
         return self._backend.id_to_token(id)
 
     def unknown(self, text: str, unk: int) -> list[str]:
-        """The parts of a text that became `unk`."""
+        """Returns the parts of a text that were encoded as `unk`."""
         with library_errors(f"{self._name} can't encode the text {text[:40]!r}"):
             encoding = self._backend.encode(text, add_special_tokens=False)
         return [text[start:end] for i, (start, end) in zip(encoding.ids, encoding.offsets, strict=True) if i == unk]
@@ -207,21 +207,21 @@ class SentencePieceModel:
         return int(self._processor.get_piece_size())
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of texts, on all cores."""
+        """Encodes texts to ids on all cores."""
         for text in texts:
             check_text(text)
         return [list(ids) for ids in self._processor.encode(list(texts))]
 
     def decode(self, ids: list[int]) -> str:
-        """The text of ids."""
+        """Decodes ids to text."""
         return str(self._processor.decode(ids))
 
     def token(self, id: int) -> str | None:
-        """The piece of an id."""
+        """Returns the piece of an id."""
         return str(self._processor.id_to_piece(id))
 
     def unknown(self, text: str, unk: int) -> list[str]:
-        """The parts of a text that became `unk`."""
+        """Returns the parts of a text that were encoded as `unk`."""
         pieces, ids = self._processor.encode(text, out_type=str), self._processor.encode(text)
         return [piece.removeprefix("▁") for piece, i in zip(pieces, ids, strict=True) if i == unk]
 
