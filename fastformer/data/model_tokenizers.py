@@ -1,8 +1,8 @@
-"""Tokenizers that keep the ids of the pretrained model that they belong to.
+"""Tokenizers of pretrained models, with the models' own ids.
 
 `ForeignTokenizer` (`tokenizer_files.py`) renumbers another library's tokens, for a model that is trained from scratch.
-Here the model is already trained, so each token has the id that the model knows it by. As everywhere in this library, a
-special token that is spelled out in a text is text.
+Here the model is already trained, so each token has the id that the model knows it by. As everywhere in fastformer, a
+special token that is spelled out in a text is ordinary text.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _SPECIAL = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
 
 
 class ModelTokenizer:
-    """What these tokenizers share.
+    """The base of pretrained models' tokenizers.
 
     Args:
         vocab_size: the number of the model's ids; there may be fewer tokens.
         special_ids: of the model.
-        languages: that the model is told; where a translation begins with one of their tokens, they are left out of
-            texts. None: it isn't told any.
+        languages: the languages that the model can be told. If translations begin with a language's token, `decode`
+            omits it. None: the model isn't told a language.
 
     Raises:
         ValueError: a language beyond vocab_size.
@@ -77,11 +77,11 @@ class ModelTokenizer:
         raise NotImplementedError
 
     def pieces(self, text: str) -> list[str]:
-        """The text uncut: only the library knows where its ids don't depend on the neighbours."""
+        """Returns the text uncut: the places where the library's ids don't depend on neighbours are not known."""
         return [text]
 
     def _said(self, ids: Iterable[int]) -> list[int]:
-        """The ids that are text, up to EOS; special tokens may be among them."""
+        """Returns the ids that stand for text, up to EOS; some may be special tokens."""
         return [i for i in until_eos(ids, self._special_ids, self._vocab_size) if i not in self._unsaid]
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -96,7 +96,7 @@ class ModelTokenizer:
         write_atomically(Path(folder, TOKENIZER), json.dumps(values, ensure_ascii=False).encode() + b"\n")
 
     def _values(self) -> dict[str, Any]:
-        """What tokenizer.json holds beside the sizes."""
+        """Returns the values of tokenizer.json other than those that all classes share."""
         raise NotImplementedError
 
 
@@ -130,7 +130,7 @@ class BackendTokenizer(ModelTokenizer):
         _check_largest(max(backend.get_vocab().values(), default=0), vocab_size)
         backend.no_padding()
         backend.no_truncation()
-        backend.encode_special_tokens = True  # "</s>" in a text is text
+        backend.encode_special_tokens = True  # "</s>" in a text is ordinary text
         self._backend, self._bos, self._name = backend, [] if bos is None else [bos], name
 
     def encode(self, text: str) -> list[int]:
@@ -156,11 +156,12 @@ class BackendTokenizer(ModelTokenizer):
 
 
 class SentencePieceTokenizer(ModelTokenizer):
-    """A SentencePiece model whose ids are the model's, such as T5's.
+    """A SentencePiece model whose piece numbers are the pretrained model's ids, such as T5's.
 
     Args:
         processor: the SentencePiece model.
-        vocab_size: of the model, which may have ids without a piece: sentinels ("<extra_id_0>"), and unused ones.
+        vocab_size: of the pretrained model, which may have ids without a piece: sentinels ("<extra_id_0>"), and unused
+            ones.
         special_ids: of the model.
         languages: see `ModelTokenizer`.
 
@@ -260,7 +261,7 @@ class MarianTokenizer(ModelTokenizer):
     Args:
         source, target: SentencePiece models.
         source_vocab, target_vocab: the ids of their pieces.
-        vocab_size: of the target, as the model has it.
+        vocab_size: the number of the model's target ids.
         special_ids: of the model. A piece without an id becomes unk.
         languages: see `ModelTokenizer`.
 
@@ -334,11 +335,11 @@ MODEL_TOKENIZERS = {
 
 
 def saved_model_tokenizer(file: Path, values: Mapping[str, Any]) -> ModelTokenizer:
-    """What `ModelTokenizer.save` wrote.
+    """Loads a tokenizer that `ModelTokenizer.save` wrote.
 
     Args:
         file: tokenizer.json.
-        values: in it; the type is one of `MODEL_TOKENIZERS`.
+        values: its contents; the type is one of `MODEL_TOKENIZERS`.
 
     Raises:
         ImportError: the library that the tokenizer needs is not installed.
@@ -367,10 +368,10 @@ def saved_model_tokenizer(file: Path, values: Mapping[str, Any]) -> ModelTokeniz
 def byte_level_bpe(
     file: Path, vocab: Mapping[str, int], merges: bytes, *, add_prefix_space: bool
 ) -> tokenizers.Tokenizer:
-    """The BPE of a vocabulary and its merges.
+    """Builds a byte-level BPE from a vocabulary and its merges.
 
     Args:
-        file: of the merges.
+        file: the file of the merges, for messages.
         vocab: the ids of tokens.
         merges: two tokens a line, separated by a space, the first to be merged first, after a line of the version.
         add_prefix_space: whether the first word of a text gets a space.
@@ -384,7 +385,7 @@ def byte_level_bpe(
         lines = merges.decode("utf-8").split("\n")
         pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
         backend: tokenizers.Tokenizer = library.Tokenizer(library.models.BPE(vocab=dict(vocab), merges=pairs))
-    except Exception as error:  # the library raises a bare Exception
+    except Exception as error:  # the library raises nothing more specific than Exception
         raise ValueError(f"{file} is damaged, or of another vocabulary ({error}): copy it again") from error
     backend.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
     backend.decoder = library.decoders.ByteLevel()
@@ -393,7 +394,7 @@ def byte_level_bpe(
 
 
 def added_tokens(backend: tokenizers.Tokenizer) -> dict[str, int]:
-    """The ids of the tokens that a tokenizer has beside its vocabulary, special ones among them."""
+    """Returns the ids of the tokens that a tokenizer has in addition to its vocabulary, special tokens included."""
     return {str(token.content): int(i) for i, token in backend.get_added_tokens_decoder().items()}
 
 
@@ -412,15 +413,15 @@ def check_vocab(file: Path, values: object) -> dict[str, int]:
 
 
 def read_sentencepiece(file: Path, model: bytes) -> sentencepiece.SentencePieceProcessor:
-    """A SentencePiece model.
+    """Loads a SentencePiece model from bytes.
 
     Args:
-        file: where the bytes are from, for messages.
+        file: the file of the bytes, for messages.
         model: the bytes.
 
     Raises:
         ImportError: the library is not installed.
-        ValueError: other bytes.
+        ValueError: the bytes are no SentencePiece model.
     """
     try:
         import sentencepiece
@@ -433,16 +434,16 @@ def read_sentencepiece(file: Path, model: bytes) -> sentencepiece.SentencePieceP
 
 
 def piece_model(processor: sentencepiece.SentencePieceProcessor) -> str:
-    """A SentencePiece model as tokenizer.json holds it."""
+    """Returns a SentencePiece model as text for tokenizer.json."""
     return _as_text(processor)
 
 
 def read_piece_model(file: Path, model: str) -> sentencepiece.SentencePieceProcessor:
-    """What `piece_model` made.
+    """Loads a SentencePiece model from the text that `piece_model` made.
 
     Raises:
         ImportError: the library is not installed.
-        ValueError: something else.
+        ValueError: the text is not from `piece_model`.
     """
     return _from_text(file, model)
 

@@ -1,8 +1,8 @@
-"""The order in which a training meets its examples: epochs, windows in them, batches in those.
+"""The order of a training's examples: epochs consist of windows, and windows of batches.
 
-What fits in memory is one window. Shards on disk are taken several at a time: they are shuffled, then the examples of
-each window among themselves, so that memory grows with the window and not with the corpus. The order is a function of
-(seed, epoch, window); where a training stands in it is (epoch, window, batch).
+Examples in memory are a single window. For shards on disk a window is several shards: the shards are shuffled, and then
+the examples within each window, so that memory grows with the window and not with the corpus. The order is a function
+of (seed, epoch, window); the position of a training in it is (epoch, window, batch).
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ from torch import Tensor
 from fastformer.data.batching import longest_sides, plan_epoch
 from fastformer.data.examples import Example, Examples
 
-_NEXT_WINDOW = 1_000_000_007  # what the seeds of neighbouring windows differ by
+_NEXT_WINDOW = 1_000_000_007  # the difference between the seeds of neighbouring windows
 
 
 class WindowedExamples(Protocol):
-    """Examples that an epoch takes window by window."""
+    """Examples that an epoch reads window by window."""
 
     @property
     def num_windows(self) -> int:
-        """Windows of an epoch."""
+        """The number of windows of an epoch."""
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest side of any example."""
+        """The number of tokens of the longest side of any example."""
 
     def window(self, seed: int, epoch: int, window: int) -> Tensor:
-        """(examples,) int64: which examples a window has, in the order in which they are stored."""
+        """Returns the indices of a window's examples in the order in which they are stored, (examples,) int64."""
 
     def lengths_at(self, indices: Sequence[int] | Tensor) -> Tensor:
-        """(n, 2) int64: source and target lengths of some examples."""
+        """Returns the source and target lengths of some examples, (n, 2) int64."""
 
     def weights_at(self, indices: Tensor) -> Tensor | None:
-        """(n,) fp32: how often an epoch has each of some examples; None: once."""
+        """Returns how often an epoch contains each of some examples, (n,) fp32; None: once."""
 
     def __getitem__(self, index: int, /) -> Example:
-        """One example."""
+        """Returns one example."""
 
 
 class Order:
-    """Which examples form the batches of a training.
+    """The choice of the examples that form the batches of a training.
 
     Args:
         examples: in memory, or in windows.
-        max_tokens, batching, seed: as `plan_epoch` takes them.
-        weights: (examples,) how often an epoch has each example in memory; examples in windows know their own.
+        max_tokens, batching, seed: see `plan_epoch`.
+        weights: (examples,) how often an epoch contains each example in memory; examples in windows bring their own.
 
     Raises:
         ValueError: an example that is longer than max_tokens.
@@ -75,11 +75,11 @@ class Order:
 
     @property
     def num_windows(self) -> int:
-        """Windows of an epoch; 1 for examples in memory."""
+        """The number of windows of an epoch; 1 for examples in memory."""
         return 1 if self._windows is None else self._windows.num_windows
 
     def plan(self, epoch: int, window: int) -> list[list[int]]:
-        """The batches of a window, in order: lists of indices into the examples."""
+        """Returns the batches of a window, in order, as lists of indices into the examples."""
         if self._windows is None:
             return self._planned(self._lengths, self._weights, self._seed, epoch)
         places = self._windows.window(self._seed, epoch, window)

@@ -20,8 +20,8 @@ class PairTokenizer:
     """Encodes sources by one tokenizer, and translations by another (`encode_target`); decodes translations.
 
     Args:
-        source: of what is translated.
-        target: of translations.
+        source: the tokenizer of sources.
+        target: the tokenizer of translations.
 
     Raises:
         ValueError: different special ids, or a side that is a pair itself.
@@ -40,7 +40,7 @@ class PairTokenizer:
 
     @property
     def special_ids(self) -> SpecialIds:
-        """Those of both sides."""
+        """The special ids, which both sides share."""
         return self.target.special_ids
 
     @property
@@ -55,7 +55,7 @@ class PairTokenizer:
 
     @property
     def words_begin_with_space(self) -> bool:
-        """Whether a word of a translation brings the space before it."""
+        """Whether a word of a translation includes the space in front of it."""
         return bool(getattr(self.target, "words_begin_with_space", False))
 
     def encode(self, text: str) -> list[int]:
@@ -71,7 +71,7 @@ class PairTokenizer:
         return self.source.encode_batch(texts)
 
     def pieces(self, text: str) -> list[str]:
-        """Cuts a long source where its tokenizer does."""
+        """Cuts a long source as the source's tokenizer does."""
         return self.source.pieces(text)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -87,13 +87,13 @@ class PairTokenizer:
         return self.source.tokens(ids)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes both into one tokenizer.json."""
+        """Writes both tokenizers into one tokenizer.json."""
         values = {"type": TYPE, "source": contents(self.source), "target": contents(self.target)}
         write_atomically(Path(folder, TOKENIZER), json.dumps(values, ensure_ascii=False).encode() + b"\n")
 
 
 def contents(tokenizer: Tokenizer) -> Any:
-    """All that a tokenizer is: what it writes into its file, as plain values."""
+    """Returns the complete contents of a tokenizer's file as plain values."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(folder)
         return json.loads(Path(folder, TOKENIZER).read_text(encoding="utf-8"))

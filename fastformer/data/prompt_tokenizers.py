@@ -1,7 +1,8 @@
-"""Tokenizers of pretrained language models: prompts, and texts of a chat template in which special tokens are meant.
+"""Tokenizers of pretrained language models, for prompts and for the output of chat templates.
 
-A prompt begins with BOS, if the model's prompts do, and a special token that is spelled out in it is text. What a chat
-template writes is another matter: `encode_template` knows its special tokens, and adds none.
+A prompt begins with BOS if the model expects it, and a special token that is spelled out in a prompt is ordinary text.
+In the output of a chat template, special tokens that are spelled out count: `encode_template` recognises them, and adds
+none of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     import sentencepiece
     import tokenizers
 
-# What a chat template is given beside the messages, by its names there.
+# The names of the special tokens that a chat template can use, in addition to the messages.
 CHAT_NAMES = ("chat_template", "bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -32,8 +33,8 @@ class PromptTokenizer(BackendTokenizer):
     Args:
         backend, vocab_size, special_ids, name: see `BackendTokenizer`.
         bos: the id that prompts begin with; None: they begin with the text.
-        chat: `chat_template`, the text of a template, and what the special tokens are called that templates ask for
-            (`CHAT_NAMES`); those that the model doesn't have are missing.
+        chat: `chat_template`, the text of a template, and the spellings of the special tokens that templates can use
+            (`CHAT_NAMES`), without those that the model doesn't have.
 
     Attributes:
         chat: the same.
@@ -57,15 +58,15 @@ class PromptTokenizer(BackendTokenizer):
 
     @property
     def special_tokens(self) -> list[str]:
-        """What `encode_template` takes for special tokens."""
+        """The spellings that `encode_template` recognises as special tokens."""
         return [token.content for token in self._backend.get_added_tokens_decoder().values() if token.special]
 
     def encode_template(self, text: str, mark: str | None = None) -> list[int]:
-        """The ids of what a chat template wrote: its special tokens are known, and no BOS is added.
+        """Encodes the output of a chat template: recognises its special tokens, and adds no BOS.
 
         Args:
-            text: what the template wrote.
-            mark: a character. A special token that holds it is text, in which the mark is left out.
+            text: the template's output.
+            mark: a character. A special token with the mark in it is ordinary text, and is encoded without the mark.
 
         Raises:
             ValueError: a lone surrogate, or a text that the tokenizer can't encode.
@@ -76,7 +77,7 @@ class PromptTokenizer(BackendTokenizer):
                 self._of_marked = _RenamedTokens(self._backend)
             with library_errors(f"{self._name} can't encode this text"):
                 return self._of_marked.encode(text, mark)
-        if self._of_templates is None:  # a copy: what a special token is belongs to the object
+        if self._of_templates is None:  # a copy: the list of special tokens belongs to the object
             found = type(self._backend).from_str(self._backend.to_str())
             found.encode_special_tokens = False
             self._of_templates = found
@@ -90,8 +91,8 @@ class PromptTokenizer(BackendTokenizer):
 class _RenamedTokens:
     """A copy of a tokenizer whose special tokens have names that no text holds, so that their own names are text.
 
-    The library cuts a text at special tokens before it does anything else. With other names it cuts it at the same
-    places, and what is between them gets the same ids.
+    The library cuts a text at special tokens before it does anything else. With other names it cuts the text at the
+    same places, and the parts between them get the same ids.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -112,7 +113,7 @@ class _RenamedTokens:
         self._known = re.compile(longest_first or r"(?!)")
 
     def encode(self, text: str, mark: str) -> list[int]:
-        """The ids of a text; a special token that holds the mark is text."""
+        """Encodes a text; a special token with the mark in it is ordinary text."""
         text = self._known.sub(lambda match: self._renamed.get(match[0], match[0]), text).replace(mark, "")
         ids = []
         for i in self._copy.encode(text, add_special_tokens=False).ids:
@@ -123,12 +124,12 @@ class _RenamedTokens:
 
 
 class PiecePromptTokenizer(SentencePieceTokenizer):
-    """A language model's SentencePiece model, whose ids are the model's.
+    """The SentencePiece model of a language model; its piece numbers are the language model's ids.
 
     Args:
         processor, vocab_size, special_ids: see `SentencePieceTokenizer`.
         bos, chat: see `PromptTokenizer`.
-        added: tokens that the SentencePiece model doesn't have, with their ids; True where they are special.
+        added: tokens that the SentencePiece model doesn't have, with their ids; True for special ones.
 
     Raises:
         ValueError: more pieces than ids, or ids beyond vocab_size.
@@ -209,11 +210,11 @@ PROMPT_TOKENIZERS = (PromptTokenizer.type, PiecePromptTokenizer.type)
 
 
 def saved_prompt_tokenizer(file: Path, values: Mapping[str, Any]) -> PromptTokenizer | PiecePromptTokenizer:
-    """What `save` of one of these wrote.
+    """Loads a tokenizer that `save` of one of these classes wrote.
 
     Args:
         file: tokenizer.json.
-        values: in it; the type is one of `PROMPT_TOKENIZERS`.
+        values: its contents; the type is one of `PROMPT_TOKENIZERS`.
 
     Raises:
         ImportError: the library that the tokenizer needs is not installed.

@@ -1,4 +1,4 @@
-"""Which of an update's batches each process computes, so that all of them are ready at the same time."""
+"""Deals the batches of an update to the processes, so that all finish at about the same time."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def cost(lengths: Tensor, *, d_model: int, layers: int = 1, vocab_size: int = 0, padded: bool = False) -> float:
-    """How long a batch takes, in multiples of d_model**2 multiplications of its forward pass.
+    """Estimates the cost of a batch: the multiplications of its forward pass, divided by d_model**2.
 
-    A layer has 12 * d_model**2 weights, four of them per token in a second attention where a decoder reads a source.
-    Attention compares each token with every other one, so that long sequences cost more than their tokens tell
+    A layer has 12 * d_model**2 weights, and 4 * d_model**2 more for a second attention if a decoder reads a source.
+    Attention compares each token with every other one, so the cost of a long sequence grows faster than its length
     (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters", appendix).
 
     Args:
@@ -30,18 +30,18 @@ def cost(lengths: Tensor, *, d_model: int, layers: int = 1, vocab_size: int = 0,
 
 
 def share_out(costs: Sequence[float], world: int) -> list[list[int]]:
-    """Deals work to processes: the longest first, each to the process that has the least so far (Graham 1969, LPT).
+    """Deals batches to processes: the costliest first, each to the process with the least work (Graham 1969, LPT).
 
-    All get the same number of batches, for each batch of sharded weights is a conversation of all processes; where the
-    number doesn't divide, some get one more. The first batches of all processes are about as long as each other, and so
-    are the second ones.
+    All processes get the same number of batches, because with sharded weights all of them communicate in every batch.
+    If the number of batches isn't divisible by that of processes, some get one more. The first batches of all processes
+    cost about the same, and so do the second ones.
 
     Args:
-        costs: of each batch; at least 0.
+        costs: the cost of each batch; at least 0.
         world: the number of processes.
 
     Returns:
-        For each process the places of its batches in `costs`, the longest first; for one process in their order.
+        For each process the indices of its batches in `costs`, the costliest first; a single process keeps their order.
 
     Raises:
         ValueError: no process.
@@ -61,7 +61,7 @@ def share_out(costs: Sequence[float], world: int) -> list[list[int]]:
             more -= 1
         if room > 0 or (room == 0 and more):
             heapq.heappush(waiting, (load + costs[place], rank))
-        if not more:  # those that wait for one more than the others get none
+        if not more:  # processes that already have one batch more than the others get none
             waiting = [each for each in waiting if len(shares[each[1]]) < least]
             heapq.heapify(waiting)
     return shares

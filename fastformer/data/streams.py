@@ -1,7 +1,7 @@
-"""Text files of any size, a block of lines at a time: what one process reads and cuts, and others parse.
+"""Streams text files of any size as blocks of lines, which one process reads and other processes parse.
 
-A block is small enough to hold and large enough to be worth sending. It parses itself (`pairs`, `documents`), so that
-the process that reads does little more than count line ends.
+A block is small enough for memory and large enough to be worth sending. Its methods (`pairs`, `documents`) parse it in
+the receiving process, so that the reading process does little more than count line ends.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from fastformer.data.text import (
 )
 
 Row = str | BadLine
-LINES = 16_384  # of a block
+LINES = 16_384  # lines of a block of pairs
 TEXT = 4 << 20  # bytes of a block of running text
 _CHUNK = 1 << 20
-_MOST = 1 << 26  # bytes that are read for a block, unless a line is longer
-_LONGEST = 1 << 28  # bytes of a line, or of a text without line ends
+_MOST = 1 << 26  # the most bytes that are read for a block, unless a line is longer
+_LONGEST = 1 << 28  # the most bytes of a line, or of a part of a text without line ends
 _BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
 class Lines:
-    """Lines of a file as they stand in it.
+    """Consecutive lines of a file, as raw bytes.
 
     Attributes:
         name: of the file.
@@ -52,30 +52,30 @@ class Lines:
     data: bytes
 
     def rows(self) -> list[Row]:
-        """Each line, or what is wrong with it."""
+        """Yields each line, or a description of its fault."""
         return list(parse_lines(self.data, self.name, first=self.first))
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts of a column."""
+    """Consecutive texts of a column."""
 
     texts: list[Row]
 
     def rows(self) -> list[Row]:
-        """Each text, or what is wrong with it."""
+        """Yields each text, or a description of its fault."""
         return self.texts
 
 
 @dataclass(frozen=True)
 class PairBlock:
-    """Some pairs: as many lines of a source and of a target, or lines that hold both (`target` None)."""
+    """A block of pairs: equally many lines of source and target, or lines that hold both sides (`target` None)."""
 
     source: Lines | Texts
     target: Lines | Texts | None
 
     def pairs(self, *, skip_bad: bool) -> tuple[list[tuple[str, str]], list[BadLine]]:
-        """The good pairs, and the bad lines.
+        """Returns the good pairs and the bad lines.
 
         Raises:
             ValueError: a bad line that is not to be skipped.
@@ -103,7 +103,7 @@ class Passage:
 
 @dataclass
 class TextBlock:
-    """Some running text."""
+    """A block of running text."""
 
     passages: list[Passage] = field(default_factory=list)
     bad: list[BadLine] = field(default_factory=list)  # rows of a column
@@ -115,7 +115,7 @@ class TextBlock:
         self.size += len(passage.text.data if isinstance(passage.text, Lines) else passage.text)
 
     def documents(self, *, skip_bad: bool) -> tuple[list[tuple[str, bool]], list[BadLine]]:
-        """Texts, each with whether its document ends there, and the bad lines.
+        """Returns the texts, each with a flag that says whether its document ends there, and the bad lines.
 
         Raises:
             ValueError: a bad line that is not to be skipped.
@@ -139,7 +139,7 @@ class TextBlock:
 
 
 def stream_pairs(source: str, target: str) -> Iterator[PairBlock]:
-    """The blocks of two line-aligned files or columns.
+    """Yields the blocks of two line-aligned files or columns.
 
     Raises:
         ValueError: no such file or column, an empty or a damaged file, different numbers of lines.
@@ -157,7 +157,7 @@ def stream_pairs(source: str, target: str) -> Iterator[PairBlock]:
 
 
 def stream_tsv(path: str) -> Iterator[PairBlock]:
-    """The blocks of a file of source<TAB>target lines; errors as those of `stream_pairs`."""
+    """Yields the blocks of a file of source<TAB>target lines; raises the errors of `stream_pairs`."""
     check_tsv(path)
     lines = _Lines(path, is_tsv=True)
     while count := lines.ready(LINES):
@@ -165,7 +165,7 @@ def stream_tsv(path: str) -> Iterator[PairBlock]:
 
 
 def stream_documents(path: str) -> Iterator[TextBlock]:
-    """The blocks of running text: of a file, of a folder's *.txt files in their order by name, or of a column.
+    """Yields blocks of running text: of a file, of a folder's *.txt files in the order of their names, or of a column.
 
     Raises:
         ValueError: no such file, folder or column, one without text, a damaged file.
@@ -200,7 +200,7 @@ def _passages(path: str) -> Iterator[Passage | BadLine]:
 
 
 def _parts(path: str) -> Iterator[Passage]:
-    """A file in parts that end behind a line, but not before an empty one: a BPE may have a token for two line ends."""
+    """Yields parts of a file that end behind a line, but not before an empty one: a BPE may join two line ends."""
     name, rest, first = shown(path), b"", 1
     with open_bytes(path) as file:
         while True:
@@ -224,7 +224,7 @@ def _parts(path: str) -> Iterator[Passage]:
 
 
 def _last_line(data: bytes) -> int:
-    """Where the last line begins that has a text before and behind it; 0: there is none."""
+    """Returns the start of the last line that isn't empty and has text before it; 0 if no line is."""
     end = data.rfind(b"\n", 0, len(data) - 1)
     while end > 0 and data[end + 1 : end + 2] in (b"\n", b"\r"):
         end = data.rfind(b"\n", 0, end)
@@ -245,7 +245,7 @@ class _Lines:
         self._file_ended = False
 
     def ready(self, count: int) -> int:
-        """How many lines can be taken: so many, or fewer where they are very long or the file ends."""
+        """Returns how many lines `take` can return: `count`, or fewer if they are very long or the file ends."""
         while not self._file_ended and self._ends < count and (self._size < _MOST or not self._ends):
             chunk = self._file.read(_CHUNK)
             if not chunk:
@@ -259,14 +259,14 @@ class _Lines:
         return min(count, self._ends + self._has_open_line())
 
     def _has_open_line(self) -> bool:
-        """Whether the file ends with a line that has no line end."""
+        """Returns whether the file has ended with a line that has no line end."""
         if not self._file_ended:
             return False
         last = next((chunk for chunk in reversed(self._chunks) if chunk), b"")
         return bool(last) and not last.endswith(b"\n")
 
     def take(self, count: int) -> Lines:
-        """The next lines, of which that many are ready."""
+        """Returns the next `count` lines, which `ready` has confirmed."""
         data, open_line = b"".join(self._chunks), self._has_open_line()
         if count == self._ends + open_line and open_line:
             end = len(data)
@@ -279,7 +279,7 @@ class _Lines:
         return found
 
     def count_all(self) -> int:
-        """The lines of the whole file; no more can be taken."""
+        """Counts the lines of the whole file; after that, none can be taken."""
         total = self._next - 1
         while count := self.ready(LINES):
             self.take(count)
@@ -296,16 +296,16 @@ class _Texts:
             raise ValueError(f"{path} is empty: expected at least one row")
 
     def ready(self, count: int) -> int:
-        """How many texts can be taken: so many, or as many as are left."""
+        """Returns how many texts `take` can return: `count`, or as many as are left."""
         self._waiting += itertools.islice(self._texts, max(0, count - len(self._waiting)))
         return min(count, len(self._waiting))
 
     def take(self, count: int) -> Texts:
-        """The next texts."""
+        """Returns the next `count` texts."""
         found, self._waiting = Texts(self._waiting[:count]), self._waiting[count:]
         self._taken += count
         return found
 
     def count_all(self) -> int:
-        """The rows of the whole column; no more can be taken."""
+        """Counts the rows of the whole column; after that, none can be taken."""
         return self._taken + len(self._waiting) + sum(1 for _ in self._texts)

@@ -1,7 +1,7 @@
-"""A column of a table as texts: "pairs.jsonl:en", "pairs.parquet:translation.de", "pairs.csv:german", "pairs.tsv:2".
+"""Columns of tables as texts: "pairs.jsonl:en", "pairs.parquet:translation.de", "pairs.csv:german", "pairs.tsv:2".
 
-JSON lines (or a JSON list) and Parquet have columns by name, within them by more names with dots. In CSV and TSV a name
-is looked for in the first line; a number counts from 1, and takes the first line for text.
+In JSON lines (or a JSON list) and Parquet a column has a name; dots separate the names of nested columns. In CSV and
+TSV a name is looked up in the first line. A number counts columns from 1, and then the first line is text, too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KINDS = {
 _PACKED = (".gz", ".bz2", ".xz", ".zst")
 _MISSING = object()
 _BOM = b"\xef\xbb\xbf"
-_SHOWN_ROWS = 20  # that a message takes the names of columns from
+_SHOWN_ROWS = 20  # rows whose names of columns a message lists
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class BadRow:
     """A row without a text in the column.
 
     Attributes:
-        kind: in a word or two, to count by.
-        message: what was expected and what came.
+        kind: the fault in a word or two, by which faults are counted.
+        message: says what was expected and what was found.
     """
 
     kind: str
@@ -44,7 +44,7 @@ class BadRow:
 
 
 def kind_of(path: str | os.PathLike[str]) -> str | None:
-    """What kind of table a file is by its name; None: of another kind."""
+    """Returns the kind of table that a file's name tells; None: no table."""
     name = os.fspath(path).lower()
     for suffix in _PACKED:
         name = name.removesuffix(suffix)
@@ -52,7 +52,7 @@ def kind_of(path: str | os.PathLike[str]) -> str | None:
 
 
 def column_of(path: str | os.PathLike[str]) -> tuple[str, str] | None:
-    """The file and the column that a path names; None: it is a file as it stands."""
+    """Returns the file and the column that a path names; None: the path names a file without a column."""
     name = os.fspath(path)
     file, colon, column = name.rpartition(":")
     if not colon or not column or kind_of(file) is None or os.path.lexists(name):
@@ -61,12 +61,12 @@ def column_of(path: str | os.PathLike[str]) -> tuple[str, str] | None:
 
 
 def file_of(path: str | os.PathLike[str]) -> str:
-    """The file that a path names, with a column or without."""
+    """Returns the file that a path names, with a column or without one."""
     return (column_of(path) or (os.fspath(path),))[0]
 
 
 def read_column(file: str, column: str) -> list[tuple[int, str | BadRow]]:
-    """The texts of a column, each with the number of its row or line.
+    """Reads the texts of a column, each with the number of its row or line.
 
     Raises:
         ValueError: no such file or column, or a table that is damaged.
@@ -76,9 +76,9 @@ def read_column(file: str, column: str) -> list[tuple[int, str | BadRow]]:
 
 
 def stream_column(file: str, column: str) -> Iterator[tuple[int, str | BadRow]]:
-    """The same one after another, without the whole table in memory (but a JSON list is read whole).
+    """Yields what `read_column` returns, without the whole table in memory (but a JSON list is read whole).
 
-    Rows without the column wait for the first that has it: where no row does, the error says so.
+    Rows without the column are held back until a row has it; if no row has it, the error says so.
     """
     if not is_there(file):
         raise ValueError(f"expected a table, but there is no file {file}")
@@ -87,7 +87,7 @@ def stream_column(file: str, column: str) -> Iterator[tuple[int, str | BadRow]]:
         yield from _of_lines(file, column, _csv(file) if kind == "CSV" else _tsv(file))
         return
     shown: list[object] = []  # for a message
-    # In their order, for a row of another column has the same number: rows before the first that has the column.
+    # The rows before the first one that has the column, in their order.
     waiting: list[tuple[int, object]] = []
     found = False
     for number, row in _parquet(file, column) if kind == "Parquet" else _json(file):
@@ -105,7 +105,7 @@ def stream_column(file: str, column: str) -> Iterator[tuple[int, str | BadRow]]:
 
 
 def names_in(rows: Iterable[object]) -> list[str]:
-    """The columns of the first rows, for a message; those of a mapping within a row with dots."""
+    """Returns the names of the columns of the given rows, for a message; nested names are joined by dots."""
     names: dict[str, None] = {}
     for _, row in zip(range(_SHOWN_ROWS), rows, strict=False):
         for name, value in row.items() if isinstance(row, dict) else ():
@@ -115,7 +115,7 @@ def names_in(rows: Iterable[object]) -> list[str]:
 
 
 def columns(path: str | os.PathLike[str], data: bytes) -> str:
-    """How the columns of a table are named, for a message: "FILE.jsonl:en, FILE.jsonl:de"."""
+    """Lists the columns of a table for a message: "FILE.jsonl:en, FILE.jsonl:de"."""
     kind, first = kind_of(path), data.split(b"\n", 1)[0].decode("utf-8", "replace").strip("\r\ufeff")
     names = []
     if kind in ("JSON lines", "JSON"):
@@ -172,12 +172,12 @@ def _parquet(file: str, column: str) -> Iterator[tuple[int, object]]:
 
 
 def _csv(file: str) -> Iterator[tuple[int, list[str]]]:
-    # Bytes that are no UTF-8 are kept apart until it is known whether they are in the column.
+    # Bytes that are not UTF-8 become surrogates, until it is known whether they are in the column.
     with io.TextIOWrapper(open_bytes(file), "utf-8", "surrogateescape", newline="") as text:
         first = text.readline().removeprefix("\ufeff")
         reader = csv.reader(itertools.chain([first], text), delimiter=_delimiter(first), strict=True)
         while True:
-            limit = csv.field_size_limit(2**31 - 1)  # of the process: two files may be read at the same time
+            limit = csv.field_size_limit(2**31 - 1)  # of the whole process, which may read two files at a time
             try:
                 row = next(reader, None)
             except csv.Error as error:

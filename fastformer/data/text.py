@@ -1,8 +1,8 @@
-"""Text files in, lines out; bad lines are named by file and number, and are refused or left out and counted.
+"""Reads text files as lines; bad lines are named by file and number, and are refused, or omitted and counted.
 
 A line ends at LF or CRLF and nowhere else: other characters that some programs break lines at (form feed, U+2028, ...)
-are text. Files may be compressed, pipes, or standard input ("-"; see `files`); "pairs.jsonl:en" is a column of a table
-(see `tables`), each of whose rows is a line, whatever line ends are in it.
+are text. Files may be compressed, pipes, or standard input ("-"; see `files`). "pairs.jsonl:en" is a column of a table
+(see `tables`): each row is one line, even if its text has line ends.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from fastformer.data.tables import BadRow, column_of, columns, file_of, kind_of,
 
 logger = logging.getLogger("fastformer")
 
-MAX_LINE = 20_000  # characters; longer is hardly a sentence, and one such line would fill a batch
-_SHOWN = 5  # bad lines that a message names
+MAX_LINE = 20_000  # characters; a longer line is hardly a sentence, and would fill a batch
+_SHOWN = 5  # the most bad lines that a message names
 _AS_COLUMNS = "--train_source FILE.tsv:1 --train_target FILE.tsv:2"
 _HINT = "; `fastformer train` leaves bad lines out with --skip_bad_lines"
 
@@ -33,8 +33,8 @@ class BadLine:
     Attributes:
         name: of the file.
         number: of the line, from 1.
-        kind: in a word or two, to count by.
-        message: what was expected and what came.
+        kind: the fault in a word or two, by which faults are counted.
+        message: says what was expected and what was found.
     """
 
     name: str
@@ -44,14 +44,14 @@ class BadLine:
 
 
 def read_lines(path: str | os.PathLike[str], *, allow_empty: bool = False) -> list[str]:
-    """The lines of a UTF-8 file, without line ends and without a byte order mark.
+    """Reads the lines of a UTF-8 file, without line ends and without a byte order mark.
 
     Args:
         path: the file.
-        allow_empty: take empty lines as empty strings (text to translate keeps its paragraphs).
+        allow_empty: accept empty lines as empty strings (so that text to translate keeps its paragraphs).
 
     Raises:
-        ValueError: no such file, an empty file, or bad lines: bytes that are no UTF-8, an empty line, a line of over
+        ValueError: no such file, an empty file, or bad lines: bytes that are not UTF-8, an empty line, a line of over
             MAX_LINE characters. The message names the file, counts the bad lines, and names the first few.
     """
     return _all_good(read_rows(path, allow_empty=allow_empty))
@@ -60,16 +60,16 @@ def read_lines(path: str | os.PathLike[str], *, allow_empty: bool = False) -> li
 def read_rows(
     path: str | os.PathLike[str], *, allow_empty: bool = False, max_line: int | None = MAX_LINE
 ) -> list[str | BadLine]:
-    """The lines of a file or the texts of a column, or what is wrong with them.
+    """Reads the lines of a file or the texts of a column; returns a description of the fault for each bad one.
 
     Args:
         path: the file, or FILE:COLUMN.
-        allow_empty: take empty lines as empty strings.
-        max_line: characters of a line at most; None: any number.
+        allow_empty: accept empty lines as empty strings.
+        max_line: the most characters of a line; None: any number.
 
     Raises:
         ValueError: no such file or column, an empty file, a table without a column, damaged data.
-        ImportError: what reads the file is not installed.
+        ImportError: the package that reads the file is not installed.
     """
     if column_of(path) is None:
         return list(parse_lines(_read(path), shown(os.fspath(path)), allow_empty=allow_empty, max_line=max_line))
@@ -82,7 +82,7 @@ def read_rows(
 def stream_rows(
     path: str | os.PathLike[str], *, allow_empty: bool = False, max_line: int | None = MAX_LINE
 ) -> Iterator[str | BadLine]:
-    """The texts of a column one after another, or what is wrong with them; see `read_rows`. `streams` has lines."""
+    """Yields the texts of a column or their faults, as `read_rows`; for lines of a file see `streams`."""
     name, found = os.fspath(path), column_of(path)
     if found is None:
         raise ValueError(f"expected a column of a table, FILE:COLUMN, got {name}")
@@ -94,7 +94,7 @@ def stream_rows(
 
 
 def split_lines(data: bytes, name: str, *, allow_empty: bool = False, first: int = 1) -> list[str]:
-    """The lines of some bytes, as `read_lines`; messages name the file `name` and count lines from `first`."""
+    """Splits bytes into lines as `read_lines` does; messages name the file `name` and count lines from `first`."""
     return _all_good(list(parse_lines(data, name, allow_empty=allow_empty, first=first)))
 
 
@@ -108,14 +108,14 @@ def _all_good(parsed: Sequence[str | BadLine]) -> list[str]:
 def read_pairs(
     source: str | os.PathLike[str], target: str | os.PathLike[str], *, skip_bad: bool = False
 ) -> list[tuple[str, str]]:
-    """Two line-aligned files as pairs.
+    """Reads two line-aligned files as pairs.
 
     Args:
         source, target: the files.
-        skip_bad: leave out a pair with a bad line on either side, and log how many and why, instead of raising.
+        skip_bad: omit pairs with a bad line on either side, and log how many and why, instead of raising.
 
     Raises:
-        ValueError: what `read_lines` raises, or different numbers of lines.
+        ValueError: see `read_lines`; or different numbers of lines.
     """
     sources, targets = read_rows(source), read_rows(target)
     if len(sources) != len(targets):
@@ -126,7 +126,7 @@ def read_pairs(
 def misaligned(
     source: str | os.PathLike[str], target: str | os.PathLike[str], source_lines: int, target_lines: int
 ) -> str:
-    """What is wrong with two files of so many lines."""
+    """Returns the error for two files with different numbers of lines."""
     return (
         f"expected as many lines in {target} as in {source}, got {target_lines:,} and {source_lines:,}: "
         "the two files must be aligned line by line"
@@ -134,27 +134,27 @@ def misaligned(
 
 
 def read_tsv(path: str | os.PathLike[str], *, skip_bad: bool = False) -> list[tuple[str, str]]:
-    """A file of "source<TAB>target" lines as pairs.
+    """Reads a file of "source<TAB>target" lines as pairs.
 
     Args:
         path: the file.
-        skip_bad: leave bad lines out, and log how many and why, instead of raising.
+        skip_bad: omit bad lines, and log how many and why, instead of raising.
 
     Raises:
-        ValueError: what `read_lines` raises, or a line without exactly one tab and text on both sides.
+        ValueError: see `read_lines`; or a line without exactly one tab and text on both sides.
     """
     check_tsv(path)
     return _good(list(parse_tsv(_read(path, is_tsv=True), shown(str(path)))), str(path), skip_bad)
 
 
 def check_tsv(path: str | os.PathLike[str]) -> None:
-    """Raises a ValueError for a column in the place of a file of source<TAB>target lines."""
+    """Raises a ValueError if a path that must name a file of source<TAB>target lines names a column."""
     if column_of(path) is not None:
         raise ValueError(f"expected a file of source<TAB>target lines, got one column, {path}: {_AS_COLUMNS}")
 
 
 def parse_tsv(data: bytes, name: str, *, first: int = 1) -> Iterator[tuple[str | BadLine, str | BadLine]]:
-    """Each source<TAB>target line of some bytes: its two sides, or what is wrong with it on both."""
+    """Yields the two sides of each source<TAB>target line of some bytes, or the line's fault in the place of both."""
     for number, line in enumerate(parse_lines(data, name, first=first), first):
         if isinstance(line, BadLine):
             yield line, line
@@ -170,14 +170,14 @@ def parse_tsv(data: bytes, name: str, *, first: int = 1) -> Iterator[tuple[str |
 
 
 def read_text(path: str | os.PathLike[str], *, skip_bad: bool = False) -> str:
-    """A whole UTF-8 text, for a language model; line ends become LF.
+    """Reads a whole UTF-8 text, for a language model; line ends become LF.
 
     Args:
         path: the file.
-        skip_bad: leave out lines that are no UTF-8, and log how many, instead of raising.
+        skip_bad: omit lines that are not UTF-8, and log how many, instead of raising.
 
     Raises:
-        ValueError: no such file, an empty file, lines that are no UTF-8.
+        ValueError: no such file, an empty file, lines that are not UTF-8.
     """
     if column_of(path) is not None:
         rows = [(line, line) for line in read_rows(path, allow_empty=True, max_line=None)]
@@ -192,12 +192,12 @@ def read_text(path: str | os.PathLike[str], *, skip_bad: bool = False) -> str:
 
 
 def read_documents(path: str | os.PathLike[str], *, skip_bad: bool = False) -> list[str]:
-    """The texts that a language model learns from: a file is one document; of a folder each *.txt file, by name.
+    """Reads the documents that a language model learns from: a file, or a folder's *.txt files in the order of names.
 
-    Each row of a table's column is a document too. Of a folder, what is left out is counted in the log.
+    Each row of a table's column is a document, too. The log counts the files of a folder that are omitted.
 
     Raises:
-        ValueError: what `read_text` raises, or a folder without *.txt files with text in them.
+        ValueError: see `read_text`; or a folder without *.txt files that have text in them.
     """
     if not Path(path).is_dir():
         if column_of(path) is None:
@@ -224,10 +224,10 @@ def read_documents(path: str | os.PathLike[str], *, skip_bad: bool = False) -> l
 
 
 class NothingError(ValueError):
-    """A file without a single line that can be used.
+    """A file without a single usable line.
 
     Attributes:
-        reason: in a word or two, to count by.
+        reason: the fault in a word or two, by which files are counted.
     """
 
     def __init__(self, message: str, reason: str) -> None:
@@ -236,7 +236,7 @@ class NothingError(ValueError):
 
 
 def why_no_document(file: Path) -> str | None:
-    """Why a file in a folder is no document; None: it is one. macOS, for one, leaves "._a.txt" beside "a.txt"."""
+    """Returns why a file in a folder is no document, or None if it is one; macOS leaves "._a.txt" beside "a.txt"."""
     if file.is_dir():
         return "in a subfolder or more (give each folder a training of its own, or join them)"
     name = file.name.lower()
@@ -250,7 +250,7 @@ def why_no_document(file: Path) -> str | None:
 
 
 def _read(path: str | os.PathLike[str], *, is_tsv: bool = False) -> bytes:
-    """A file's bytes, which are lines of text.
+    """Reads the bytes of a file of lines of text.
 
     Raises:
         ValueError: no such file, one without text, or a table.
@@ -264,15 +264,15 @@ def _read(path: str | os.PathLike[str], *, is_tsv: bool = False) -> bytes:
 
 
 def check_plain(path: str | os.PathLike[str], data: bytes, *, is_tsv: bool = False) -> None:
-    """Makes sure that a file isn't a table, whose quotes and commas would be learned as text.
+    """Checks that a file isn't a table, whose quotes and commas a model would learn as text.
 
     Args:
         path: the file.
-        data: its first bytes at least.
+        data: at least its first bytes.
         is_tsv: whether it is read as source<TAB>target.
 
     Raises:
-        ValueError: it is one by its name.
+        ValueError: its name is that of a table.
     """
     kind, first = kind_of(path), data.split(b"\n", 1)[0]
     if kind in ("JSON lines", "CSV"):
@@ -295,7 +295,7 @@ def check_plain(path: str | os.PathLike[str], data: bytes, *, is_tsv: bool = Fal
 def parse_lines(
     data: bytes, name: str, *, allow_empty: bool = False, first: int = 1, max_line: int | None = MAX_LINE
 ) -> Iterator[str | BadLine]:
-    """Each line of some bytes: its text, or what is wrong with it."""
+    """Yields the text of each line of some bytes, or the line's fault."""
     for number, line in enumerate(data.removesuffix(b"\n").split(b"\n"), first):
         try:
             text = line.removesuffix(b"\r").decode("utf-8")
@@ -308,7 +308,7 @@ def parse_lines(
 
 
 def judged(text: str, name: str, number: int, allow_empty: bool, max_line: int | None) -> str | BadLine:
-    """A line's text, or what is wrong with it."""
+    """Returns the text of a line, or the line's fault."""
     if not text.strip() and not allow_empty:
         return BadLine(name, number, "empty", "expected text, got an empty line; remove it (on both sides)")
     if max_line is not None and len(text) > max_line:
@@ -318,7 +318,7 @@ def judged(text: str, name: str, number: int, allow_empty: bool, max_line: int |
 
 
 def _good(rows: Sequence[tuple[str | BadLine, str | BadLine]], where: str, skip_bad: bool) -> list[tuple[str, str]]:
-    """The rows without a bad line; the others are logged or refused."""
+    """Returns the rows without a bad line; logs the other ones, or raises."""
     good, bad = sort_out(rows, skip_bad=skip_bad)
     if not good:
         raise NothingError(f"every line of {where} is bad: {_by_kind(bad)}", bad[0].kind)
@@ -330,10 +330,10 @@ def _good(rows: Sequence[tuple[str | BadLine, str | BadLine]], where: str, skip_
 def sort_out(
     rows: Sequence[tuple[str | BadLine, str | BadLine]], *, skip_bad: bool
 ) -> tuple[list[tuple[str, str]], list[BadLine]]:
-    """The rows without a bad line, and of each other row the first that is bad.
+    """Returns the rows without a bad line, and the first bad line of each other row.
 
     Raises:
-        ValueError: there is one, and it is not to be skipped.
+        ValueError: a bad line that is not to be skipped.
     """
     good: list[tuple[str, str]] = []
     bad: list[BadLine] = []
@@ -350,7 +350,7 @@ def sort_out(
 
 
 def _refusal(bad: Sequence[BadLine], total: int) -> str:
-    """The first bad line in full, the next few by number and kind."""
+    """Returns the message for bad lines: the first in full, the next few by number and kind."""
     message = f"{bad[0].name}, line {bad[0].number:,}: {bad[0].message}"
     if len(bad) == 1:
         return message

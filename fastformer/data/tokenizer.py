@@ -1,8 +1,8 @@
-"""Text to ids and back: what every tokenizer is asked, the tokenizer of bytes, and what the others share.
+"""The interface of tokenizers, the tokenizer of bytes, and helpers of the other tokenizers.
 
-The tokenizers that we train, bytes and a BPE (`bpe`), know every text. Foreign ones (`tokenizer_files`) put PAD, EOS
-and UNK first, as ours do: their special ids are the defaults of `SpecialIds`. There is no BOS; a decoder begins with
-PAD.
+fastformer's own tokenizers, bytes and a BPE (`bpe`), encode every text. PAD, EOS and UNK come first in them and in
+foreign ones (`tokenizer_files`), so that their special ids are the defaults of `SpecialIds`. None of them has a BOS; a
+decoder begins with PAD.
 """
 
 from __future__ import annotations
@@ -32,45 +32,45 @@ _GAPS = 2**16  # ids without a token that a file may have
 
 
 class Tokenizer(Protocol):
-    """What the library asks of a tokenizer."""
+    """The interface of a tokenizer."""
 
     @property
     def special_ids(self) -> SpecialIds:
-        """What means something by itself; a model that is trained with the tokenizer takes them over."""
+        """The ids of the special tokens; a model that is trained with the tokenizer adopts them."""
 
     @property
     def vocab_size(self) -> int:
         """The number of ids."""
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without EOS. A special token that is spelled in the text is text.
+        """Encodes a text to its ids, without EOS. A special token that is spelled out in the text is ordinary text.
 
         Raises:
-            ValueError: a lone surrogate, which is no character.
+            ValueError: the text contains a lone surrogate, which is not a character.
         """
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of many texts, on all cores where the library can."""
+        """Encodes many texts, on all cores if the library can."""
 
     def pieces(self, text: str) -> list[str]:
-        """Cuts a long text where the ids of the pieces, one after another, are those of the text."""
+        """Cuts a long text so that the ids of the pieces, one after another, are the ids of the text."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decodes ids to text: skips PAD, stops at EOS."""
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
-        """Each id as a short readable string, for pictures and messages."""
+        """Returns each id as a short readable string, for pictures and messages."""
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes tokenizer.json, which needs no other file."""
 
 
 class ByteTokenizer:
-    """Every UTF-8 byte is a token: id = byte + 3. Needs nothing and knows every text; sequences are long.
+    """Every UTF-8 byte is a token: id = byte + 3. It needs no training and encodes every text, in long sequences.
 
     Args:
         user_tokens: tokens that you define; their ids follow those of the bytes.
-        drop_user_tokens: leave them out of decoded text.
+        drop_user_tokens: omit them from decoded text.
     """
 
     special_ids = SpecialIds()
@@ -84,7 +84,7 @@ class ByteTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """256 bytes, the special tokens and yours."""
+        """The number of ids: 256 bytes, the special tokens and the user tokens."""
         return self._first + NUM_BYTES + len(self._user_ids)
 
     def encode(self, text: str) -> list[int]:
@@ -104,7 +104,7 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def pieces(self, text: str) -> list[str]:
-        """Cuts a long text, anywhere but in a user token."""
+        """Cuts a long text at any place but within a user token."""
         if self._user:
             return line_pieces(text)
         return [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
@@ -123,7 +123,7 @@ class ByteTokenizer:
         return self._user.tokens[i - self._first - NUM_BYTES]
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
-        """Each id as a character, or as <0xNN> for a byte that is none by itself."""
+        """Returns each id as a character, or as <0xNN> for a byte that is not a character by itself."""
         return [self._token(i) for i in checked_ids(ids, self.vocab_size)]
 
     def _token(self, i: int) -> str:
@@ -143,7 +143,7 @@ class ByteTokenizer:
 
 
 def saved_bytes(file: Path, values: Mapping[str, Any]) -> ByteTokenizer:
-    """What `ByteTokenizer.save` wrote.
+    """Loads a tokenizer that `ByteTokenizer.save` wrote.
 
     Raises:
         ValueError: a damaged file.
@@ -155,7 +155,7 @@ def saved_bytes(file: Path, values: Mapping[str, Any]) -> ByteTokenizer:
 
 
 def line_pieces(text: str) -> list[str]:
-    """Cuts a long text behind line ends, but not before another one: a BPE may have a token for two."""
+    """Cuts a long text behind line ends, but not before another line end: a BPE may have a token for two."""
     found, start = [], 0
     while len(text) - start > PIECE:
         end = text.find("\n", start + PIECE)
@@ -169,11 +169,11 @@ def line_pieces(text: str) -> list[str]:
 
 
 def encode_batch(backend: tokenizers.Tokenizer, texts: Sequence[str], name: str = "the tokenizer") -> list[list[int]]:
-    """The ids of many texts by a `tokenizers.Tokenizer`, with nothing around them, on all cores.
+    """Encodes many texts by a `tokenizers.Tokenizer` on all cores, without special tokens around them.
 
     Args:
         backend: the tokenizer.
-        texts: what to encode.
+        texts: the texts to encode.
         name: what messages call the tokenizer.
 
     Raises:
@@ -185,7 +185,7 @@ def encode_batch(backend: tokenizers.Tokenizer, texts: Sequence[str], name: str 
         with library_errors(f"{name} can't encode this text"):
             return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
     except ValueError:
-        for text in texts:  # a surrogate is a TypeError of the library
+        for text in texts:  # the library raises TypeError for a surrogate
             check_text(text)
         for text in texts if len(texts) > 1 else ():
             with library_errors(f"{name} can't encode the text {text[:40]!r}"):
@@ -197,8 +197,8 @@ def encode_batch(backend: tokenizers.Tokenizer, texts: Sequence[str], name: str 
 def library_errors(message: str) -> Iterator[None]:
     """Turns what the tokenizers library raises into a ValueError that begins with the message.
 
-    What its models refuse is a bare Exception. A regular expression that gives up is a panic, which is a BaseException
-    and no Exception: as it comes, callers that catch an Exception would not see it.
+    The library's models raise a bare Exception. A regular expression that exceeds its limits raises a panic, which is a
+    BaseException but not an Exception, so callers that catch Exception would miss it.
     """
     try:
         yield
@@ -211,16 +211,16 @@ def library_errors(message: str) -> Iterator[None]:
 
 
 def visible(token: str | None) -> str:
-    """A token with its spaces and line ends made visible; of an id that has none, that of UNK."""
+    """Returns a token with visible spaces and line ends, or that of UNK for an id without a token."""
     return _UNK if token is None else token.replace(" ", "▁").replace("\n", "↵")
 
 
 def read_backend(file: Path, values: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """A tokenizer of the `tokenizers` library from what a file holds.
+    """Loads a tokenizer of the `tokenizers` library from the contents of a file.
 
     Raises:
         ImportError: the library is not installed.
-        ValueError: it can't read that.
+        ValueError: the library can't read the contents.
     """
     library = tokenizers_library()
     _check_sizes(file, values)
@@ -230,7 +230,7 @@ def read_backend(file: Path, values: Mapping[str, Any]) -> tokenizers.Tokenizer:
 
 
 def _check_sizes(file: Path, values: Mapping[str, Any]) -> None:
-    """Holds the ids against the number of tokens, for the library sets memory aside for all ids up to the largest.
+    """Checks the ids against the number of tokens: the library reserves memory for all ids up to the largest.
 
     Raises:
         ValueError: an id far beyond the number of tokens.
@@ -250,7 +250,7 @@ def _check_sizes(file: Path, values: Mapping[str, Any]) -> None:
 
 
 def tokenizers_library() -> ModuleType:
-    """The tokenizers library.
+    """Imports the tokenizers library.
 
     Raises:
         ImportError: it is not installed.

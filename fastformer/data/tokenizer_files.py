@@ -1,7 +1,7 @@
-"""Tokenizers from files: those of our runs, Hugging Face's tokenizer.json, SentencePiece's models.
+"""Loads tokenizers from files: those of runs, Hugging Face's tokenizer.json, and SentencePiece models.
 
-A foreign tokenizer keeps its tokens but not its ids: PAD, EOS and UNK come first, as everywhere in this library, and
-its other tokens follow in their order. A special token that the file lacks gets an id of its own. `save` writes the
+A foreign tokenizer keeps its tokens but not its ids: PAD, EOS and UNK come first, as everywhere in fastformer, and the
+other tokens follow in their order. A special token that the file lacks gets an id of its own. `save` writes the
 foreign model and the three ids into one tokenizer.json, so that a run needs no other file.
 """
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import sentencepiece
     import tokenizers
 
-# What files call them, if nothing beside the file says so.
+# The usual names of the special tokens, for a tokenizer whose accompanying files don't name them.
 _USUAL_NAMES = {
     "pad": ("<pad>", "[PAD]", "<|pad|>"),
     "eos": ("</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>", "[EOS]", "[SEP]", "<|im_end|>"),
@@ -48,7 +48,7 @@ _USUAL_NAMES = {
 
 @dataclass(frozen=True)
 class ForeignIds:
-    """The special ids as the foreign file has them; None: it has none, or means another token by the same id."""
+    """The special ids of the foreign file; None: the file lacks the token, or its id means another special token."""
 
     pad: int | None
     eos: int | None
@@ -56,19 +56,19 @@ class ForeignIds:
 
     @classmethod
     def distinct(cls, *, pad: int | None, eos: int | None, unk: int | None) -> ForeignIds:
-        """Ids of which none stands for two things: files often name one token for padding and for another purpose."""
+        """Removes ids that have two purposes; files often use one token for padding and for another purpose."""
         unk = None if unk == eos else unk
         return cls(None if pad in (eos, unk) else pad, eos, unk)
 
 
 class ForeignModel(Protocol):
-    """What `ForeignTokenizer` asks of another library, in that library's ids."""
+    """The interface of another library's tokenizer for `ForeignTokenizer`, in that library's ids."""
 
     def size(self) -> int:
         """One more than the largest id."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of texts, with nothing added."""
+        """Encodes texts to ids, without special tokens around them."""
 
     def decode(self, ids: list[int]) -> str:
         """Decodes ids to text."""
@@ -80,15 +80,15 @@ class ForeignModel(Protocol):
         """Returns the parts of a text that were encoded as `unk`."""
 
     def to_json(self) -> dict[str, Any]:
-        """All there is to save."""
+        """Returns the values to save."""
 
 
 class ForeignTokenizer:
-    """A tokenizer of another library under our ids.
+    """A tokenizer of another library, renumbered to fastformer's ids.
 
     Args:
         model: the tokenizer.
-        ids: what it calls PAD, EOS and UNK.
+        ids: its own ids of PAD, EOS and UNK.
     """
 
     special_ids = SpecialIds()
@@ -102,8 +102,8 @@ class ForeignTokenizer:
             raise ValueError(f"expected different special ids below {size}, got {special}")
         self.backend_ids = [*special, *(i for i in range(size) if i not in special)]
         self._ours = {theirs: ours for ours, theirs in enumerate(self.backend_ids) if theirs is not None}
-        self._spelled: set[str] = set()  # characters known to have tokens
-        self._lost: set[str] = set()  # and to have none
+        self._spelled: set[str] = set()  # characters that are known to have tokens
+        self._lost: set[str] = set()  # characters that are known to have none
 
     @property
     def vocab_size(self) -> int:
@@ -111,7 +111,7 @@ class ForeignTokenizer:
         return len(self.backend_ids)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without EOS or anything else that the file would put around it."""
+        """Encodes a text to its ids, without EOS or other tokens that the file would add around it."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -120,7 +120,7 @@ class ForeignTokenizer:
         return [[ours[i] for i in ids] for ids in self._model.encode_batch(texts)]
 
     def pieces(self, text: str) -> list[str]:
-        """The text as it is: where another library's ids don't depend on what is around is not known."""
+        """Returns the text uncut: the places where another library's ids don't depend on neighbours are not known."""
         return [text]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -137,12 +137,12 @@ class ForeignTokenizer:
         ]
 
     def unknown(self, text: str, ids: Sequence[int]) -> list[str]:
-        """The parts of a text that no token stands for; `ids` is the text encoded."""
+        """Returns the parts of a text that no token stands for; `ids` is the encoded text."""
         if self.special_ids.unk in ids and self._ids.unk is not None:
             return self._model.unknown(text, self._ids.unk)
         if self._ids.unk is not None:
             return []
-        # Without an unknown token some libraries leave out what they don't know.
+        # Without an unknown token, some libraries omit the parts that they don't know.
         for character in set(text) - self._spelled - self._lost:
             spelled = character.isspace() or bool(self.encode(character))
             (self._spelled if spelled else self._lost).add(character)
@@ -159,13 +159,13 @@ class HuggingFaceModel:
 
     Args:
         backend: the tokenizer.
-        name: what messages call it.
+        name: its name in messages.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, name: str = "the tokenizer") -> None:
         backend.no_padding()
         backend.no_truncation()
-        backend.encode_special_tokens = True  # "</s>" in a text is text
+        backend.encode_special_tokens = True  # "</s>" in a text is ordinary text
         self._backend, self._name = backend, name
 
     def size(self) -> int:
@@ -192,7 +192,7 @@ class HuggingFaceModel:
         return [text[start:end] for i, (start, end) in zip(encoding.ids, encoding.offsets, strict=True) if i == unk]
 
     def to_json(self) -> dict[str, Any]:
-        """The tokenizer.json as it was."""
+        """Returns the contents of the original tokenizer.json."""
         return {"library": "tokenizers", "model": json.loads(self._backend.to_str())}
 
 
@@ -226,7 +226,7 @@ class SentencePieceModel:
         return [piece.removeprefix("▁") for piece, i in zip(pieces, ids, strict=True) if i == unk]
 
     def to_json(self) -> dict[str, Any]:
-        """The model file, as text."""
+        """Returns the model file as text."""
         return {
             "library": "sentencepiece",
             "model": base64.b64encode(self._processor.serialized_model_proto()).decode("ascii"),
@@ -249,7 +249,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         raise ValueError(f"expected a run folder or a {TOKENIZER}, but there is no {file}")
     if file.is_dir():
         file = _in_folder(file)
-    if not file.is_file():  # a pipe may never get a byte
+    if not file.is_file():  # reading a named pipe could block forever
         raise ValueError(f"expected a {TOKENIZER} or a SentencePiece model, got {file}, which is no file")
     return _sentencepiece(file) if file.suffix == ".model" else _tokenizer_json(file, _read_json(file))
 
@@ -294,7 +294,7 @@ def _tokenizer_json(file: Path, values: dict[str, Any]) -> Tokenizer:
 
 
 def _saved_pair(file: Path, values: dict[str, Any]) -> pair.PairTokenizer:
-    """What `PairTokenizer.save` wrote."""
+    """Loads a tokenizer that `PairTokenizer.save` wrote."""
     sides = values.get("source"), values.get("target")
     if not all(isinstance(side, dict) and side.get("type") != pair.TYPE for side in sides):
         raise ValueError(f"{file} is damaged or no tokenizer (it holds no source and target): copy it again")
@@ -303,7 +303,7 @@ def _saved_pair(file: Path, values: dict[str, Any]) -> pair.PairTokenizer:
 
 
 def _saved(file: Path, values: dict[str, Any]) -> Tokenizer:
-    """What `ForeignTokenizer.save` wrote."""
+    """Loads a tokenizer that `ForeignTokenizer.save` wrote."""
     try:
         ids = ForeignIds(**values["special_ids"])
         if values["library"] == "sentencepiece":
@@ -316,7 +316,7 @@ def _saved(file: Path, values: dict[str, Any]) -> Tokenizer:
 
 
 def _huggingface_ids(folder: Path, backend: tokenizers.Tokenizer, model: dict[str, Any]) -> ForeignIds:
-    """The special ids: by the files beside tokenizer.json, else by the model, else by the usual names."""
+    """Finds the special ids by the files beside tokenizer.json, else by the model, else by the usual names."""
     named: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (folder / name).is_file():

@@ -1,4 +1,4 @@
-"""Tokens that you define: a language tag, a placeholder. No tokenizer splits or normalises them."""
+"""User tokens, such as a language tag or a placeholder, which no tokenizer splits or normalises."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Iterable
 
 from fastformer.data.checks import SPECIAL_TOKENS, check_text
 
-_TAKEN = re.compile(r"<0x..>", re.DOTALL)  # how a BPE spells a byte
+_TAKEN = re.compile(r"<0x..>", re.DOTALL)  # the spelling of a byte in a BPE
 
 
 class UserTokens:
-    """The tokens that you define, and where they stand in a text.
+    """The user tokens of a tokenizer, which it finds in texts.
 
     Args:
-        tokens: how they are spelled in a text. Where two of them begin at one place, the longer one counts.
-        is_dropped: leave them out of decoded text.
+        tokens: their spellings in a text. If two of them begin at the same place, the longer one counts.
+        is_dropped: omit them from decoded text.
 
     Raises:
-        ValueError: no text, an empty one, one with white space, one that is given twice, or the spelling of a special
-            token or of a byte.
+        ValueError: a token that is not a str, is empty, has white space in it, is given twice, or is the spelling of a
+            special token or of a byte.
     """
 
     def __init__(self, tokens: Iterable[str] = (), *, is_dropped: bool = False) -> None:
@@ -41,5 +41,5 @@ class UserTokens:
         return bool(self.tokens)
 
     def split(self, text: str) -> list[str]:
-        """Text, token, text, token, ..., text: every second part is a user token; the text between may be empty."""
+        """Splits a text into text, token, text, ..., text: every second part is a user token; texts may be empty."""
         return [text] if self._pattern is None else self._pattern.split(text)
