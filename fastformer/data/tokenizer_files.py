@@ -56,7 +56,7 @@ class ForeignIds:
 
     @classmethod
     def distinct(cls, *, pad: int | None, eos: int | None, unk: int | None) -> ForeignIds:
-        """Removes ids that have two purposes; files often use one token for padding and for another purpose."""
+        """Builds the ids without those that have two purposes: files often use one token for padding, too."""
         unk = None if unk == eos else unk
         return cls(None if pad in (eos, unk) else pad, eos, unk)
 

@@ -1,4 +1,4 @@
-"""Which of a run's models is the best, by what measure, and since when."""
+"""Tracks the best model of a run: the measure, the best validation, and the number of validations since."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from fastformer.training.evaluate import Scores, corpus_metrics, words_hint
 
 logger = logging.getLogger("fastformer")
 
-_ZERO = 0.005  # a BLEU below it is shown as 0.00
+_ZERO = 0.005  # a lower BLEU is shown as 0.00
 _SHOWN = {"nll": "nll {:.4f}", "bleu": "BLEU {:.2f}", "chrf": "chrF {:.2f}", "exact_match": "exact match {:.4f}"}
 
 
 def choose_measure(config: TrainConfig, references: Sequence[str] = ()) -> str:
-    """What "better" means in a run: the setting best_by, and for "auto" what fits the task.
+    """Chooses the measure by which models are compared: the setting best_by, or for "auto" one that fits the task.
 
-    Numbers are right or wrong: exact match. Translations: BLEU, or chrF where BLEU finds no words. Where nothing is
-    translated (language models, val_examples 0, no sacrebleu): the likelihood.
+    "auto" is exact match for the built-in task of numbers, and BLEU for translations, or chrF if BLEU finds no words.
+    If nothing is translated (language models, val_examples 0, no sacrebleu), it is the likelihood.
 
     Args:
         config: the settings.
@@ -30,7 +30,7 @@ def choose_measure(config: TrainConfig, references: Sequence[str] = ()) -> str:
 
     Raises:
         ImportError: a package that bleu_tokenize needs is not installed.
-        ValueError: a measure that this run can't take.
+        ValueError: a measure that this run can't compute.
     """
     asked = config.best_by
     measure = asked if asked != "auto" else "exact_match" if config.task == "numbers" else "bleu"
@@ -59,7 +59,7 @@ class Record:
     """The scores of one validation.
 
     Attributes:
-        step: the update whose model it was.
+        step: the update after which the model was validated.
         data: the fingerprint of the validation examples.
         translated: how many of them were translated, for all scores but nll.
     """
@@ -74,14 +74,17 @@ class Record:
 
     @classmethod
     def of(cls, step: int, scores: Scores, data: str, translated: int) -> Record:
-        """The record of a validation's scores."""
+        """Builds the record of a validation's scores."""
         return cls(step, data, translated, scores.nll, scores.bleu, scores.chrf, scores.exact_match)
 
     def beats(self, other: Record, measure: str) -> bool:
-        """Whether it is better. Scores are compared with scores of the same kind on the same data only: where the
-        measure is missing on a side, or alike on both (a BLEU that is shown as 0.00 is), the likelihood decides."""
+        """Returns whether this record is better than another one.
+
+        Only scores of the same kind on the same data are compared. If one record lacks the measure, or if both have the
+        same value (any BLEU that is shown as 0.00 counts as the same), the likelihood decides.
+        """
         if self.data != other.data:
-            return True  # nothing is known of the other on this data
+            return True  # the other record has no scores on this data
         is_zero = measure == "bleu" and max(self.bleu or 0.0, other.bleu or 0.0) < _ZERO
         for name in ("nll",) if is_zero else (measure, "nll"):
             ours, theirs = self._higher_is_better(name), other._higher_is_better(name)
@@ -92,7 +95,7 @@ class Record:
         return False
 
     def show(self, measure: str) -> str:
-        """ "BLEU 35.10, nll 1.5290": the measure, where it was taken, and the likelihood."""
+        """Formats the measure, if the record has it, and the likelihood: "BLEU 35.10, nll 1.5290"."""
         names = [measure, "nll"] if measure != "nll" and getattr(self, measure) is not None else ["nll"]
         return ", ".join(_SHOWN[name].format(getattr(self, name)) for name in names)
 
@@ -105,10 +108,10 @@ class Record:
 
 
 class Best:
-    """The best validation so far, and how many in a row were not better.
+    """The best validation so far, and the number of validations since.
 
     Args:
-        measure: of `choose_measure`.
+        measure: the one that `choose_measure` returned.
         data: the fingerprint of the validation examples.
         translated: how many of them are translated.
     """
@@ -119,7 +122,7 @@ class Best:
         self.bad_validations = 0
 
     def add(self, step: int, scores: Scores) -> bool:
-        """Takes note of a validation. True if it is the best so far; one that is only as good is not."""
+        """Adds a validation; returns True if it is better than all before it."""
         record = self.of(step, scores)
         if self.record is None or record.beats(self.record, self.measure):
             self.record, self.bad_validations = record, 0
@@ -128,14 +131,14 @@ class Best:
         return False
 
     def of(self, step: int, scores: Scores) -> Record:
-        """The record of a validation, which takes no part in the contest."""
+        """Builds the record of a validation without adding it."""
         return Record.of(step, scores, self.data, self.translated)
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Returns the state for a checkpoint."""
         return {"record": asdict(self.record) if self.record else None, "bad_validations": self.bad_validations}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from `state_dict`."""
+        """Restores the state that `state_dict` returned."""
         self.record = None if state["record"] is None else Record(**state["record"])
         self.bad_validations = int(state["bad_validations"])

@@ -1,4 +1,4 @@
-"""A run from its settings: data, model, trainer; new, fine-tuning another run's model, or going on."""
+"""Builds a run from its settings (data, model, trainer): a new one, one that fine-tunes, or one that resumes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from fastformer.training.world import World, read_parts
 
 logger = logging.getLogger("fastformer")
 
-# Besides the checkpoints and the lock.
+# The files that a run writes, other than checkpoints and the lock.
 WRITTEN = (TOKENIZER, MODEL_CONFIG, WEIGHTS, CONFIG, METRICS)
 KINDS: dict[str, Architecture] = {"Transformer": "transformer", "GPT": "gpt", "LSTMSeq2Seq": "lstm"}
 
@@ -64,12 +64,12 @@ def build_model(
     special_ids: SpecialIds = SpecialIds(),
     source_vocab_size: int | None = None,
 ) -> nn.Module:
-    """The freshly initialised model of the settings, seeded.
+    """Builds the freshly initialised model of the settings, after seeding.
 
     Args:
         config: the settings.
         vocab_size, special_ids: of the tokenizer.
-        source_vocab_size: of a tokenizer with a vocabulary for each side; None: it has one for both.
+        source_vocab_size: of a tokenizer with a vocabulary for each side; None: both sides share one.
 
     Raises:
         ValueError: an unknown preset or setting (the nearest one is suggested).
@@ -90,20 +90,22 @@ def start(
     interrupts: Interrupts | None = None,
     world: World | None = None,
 ) -> Trainer:
-    """A trainer at its first update, or at the one after the last checkpoint.
+    """Builds a trainer at its first update, or at the one after the last checkpoint.
 
-    The folder is locked from here until training ends or the trainer is gone.
+    The folder stays locked until training ends or the trainer is deleted.
 
     Args:
-        config: the settings; to resume, those of the run (`run_config`), some of them changed perhaps.
+        config: the settings; to resume, those of the run (`run_config`), perhaps with changes.
         run: the folder. It must be new, unless resuming.
-        resume: go on with what is in it; "auto": go on if there is something, else begin.
-        interrupts: catches signals from now on; by default the trainer does while it trains.
-        world: the processes that train together; each of them calls this. By default this one is alone.
+        resume: resume the run in the folder; "auto": resume if the folder holds a run, else begin a new one.
+        interrupts: catches signals from now on; by default the trainer catches them while it trains.
+        world: the processes that train together; each of them calls this function. By default this process trains
+            alone.
 
     Raises:
-        ValueError: a folder that holds a run already, or, to resume, none, or one of other settings or data; a folder
-            that another process trains in; broken data; a measure that best_by can't have; cuda_graphs without a GPU.
+        ValueError: a folder that holds a run already, or, to resume, holds no run or one with other settings or data; a
+            folder that another process trains in; broken data; a measure that best_by can't be; cuda_graphs without a
+            GPU.
     """
     if not isinstance(config, TrainConfig):
         raise ValueError(f"expected a TrainConfig, got {type(config).__name__} (see TrainConfig.from_dict)")
@@ -113,14 +115,14 @@ def start(
         raise ValueError(f"expected a run folder, got a name with a zero character in it: {os.fspath(run)!r}")
     try:
         os.fspath(run).encode("utf-8")
-    except UnicodeEncodeError as error:  # libraries that write into it would fail later
+    except UnicodeEncodeError as error:  # libraries that write into the folder would fail later
         raise ValueError(f"expected a run folder with a name in UTF-8, got {os.fspath(run)!r}") from error
     if os.path.exists(run) and not os.path.isdir(run):
         raise ValueError(f"expected a run folder, got the file {os.fspath(run)}")
     if resume not in (False, True, "auto"):
         raise ValueError(f"expected resume to be true, false or 'auto', got {resume!r}")
     if config.report:
-        template()  # before anything is trained
+        template()  # raises before anything is trained
     world = world or World.none()
     folder, device = Path(run), world.device_of(choose_device(config.device))
     if config.cuda_graphs:
@@ -146,13 +148,13 @@ def start(
 
 
 def _enter(folder: Path, resume: bool | str, lock: RunLock) -> tuple[bool, bool]:
-    """Makes the run folder, and takes its lock. Returns whether there is a run to go on with, and whether it is new."""
+    """Creates and locks the run folder; returns whether it holds a run to resume, and whether the folder is new."""
     going_on = bool(checkpoints(folder)) and bool(resume)
     if not going_on and resume is True:
         raise ValueError(f"expected a run to go on with, but {folder} has no checkpoints")
     if not going_on and (checkpoints(folder) or (folder / WEIGHTS).exists()):
         raise ValueError(f"{folder} holds a run already: give --resume to go on with it, or another folder")
-    if not going_on and folder.is_dir() and not (folder / LOCK).exists():  # else they are left of a run that was killed
+    if not going_on and folder.is_dir() and not (folder / LOCK).exists():  # else from a killed run
         found = [name for name in WRITTEN if os.path.lexists(folder / name)]
         if found:
             raise ValueError(
@@ -270,7 +272,7 @@ def _tidy(folder: Path) -> None:
 
 
 def _latest(folder: Path, world: World) -> tuple[Path, dict[str, Any]] | None:
-    """The last whole checkpoint, which rank 0 decides on."""
+    """Returns the last undamaged checkpoint, which rank 0 chooses."""
     found: list[tuple[Path, dict[str, Any]] | None] = [None]
 
     def read() -> Path | None:
@@ -284,7 +286,7 @@ def _latest(folder: Path, world: World) -> tuple[Path, dict[str, Any]] | None:
 
 
 def _dropout_seeds(config: TrainConfig, world: World) -> Literal["auto", "run", "batch"]:
-    """What dropout is drawn from, from here on: several processes have no generator in common."""
+    """Returns the setting dropout_seeds for the rest of the run: several processes can't share one generator."""
     if config.dropout_seeds == "auto" and world.is_launched and not config.cuda_graphs:
         return "batch"
     if config.dropout_seeds == "run" and world.size > 1:
@@ -294,24 +296,24 @@ def _dropout_seeds(config: TrainConfig, world: World) -> Literal["auto", "run", 
 
 
 def count_updates(config: TrainConfig, order: Order) -> int:
-    """How many updates `epochs` passes over the data are, at least one.
+    """Counts the updates in `epochs` passes over the data, at least one.
 
     Args:
         config: the settings.
-        order: of the training data.
+        order: the order of the training data.
     """
     batches = 0.0
     for epoch in range(math.ceil(config.epochs)):
         planned = sum(len(order.plan(epoch, window)) for window in range(order.num_windows))
         batches += planned * min(1.0, config.epochs - epoch)
-    # The batches of an update may come from two epochs, so that only the very last ones can be too few.
+    # The batches of an update may come from two epochs, so only the very last batches can be too few for an update.
     return max(1, math.floor(batches / config.accumulate + 1e-9))
 
 
 def take_over(config: TrainConfig) -> tuple[TrainConfig, Any, Tokenizer]:
-    """The model that `init_from` names, its tokenizer, and the settings with the sizes that it has.
+    """Loads the model that `init_from` names and its tokenizer; returns them and the settings with the model's sizes.
 
-    Rates of dropout may be given anew, for no weight depends on them.
+    The settings may change dropout rates, because no weight depends on them.
 
     Raises:
         ValueError: no such run, or a setting that contradicts it.
@@ -326,7 +328,7 @@ def take_over(config: TrainConfig) -> tuple[TrainConfig, Any, Tokenizer]:
     def refuse(name: str, given: object, has: object) -> None:
         raise ValueError(f"init_from {run} has {name} {has!r}, got {given!r}: leave {name} out")
 
-    # A setting at its default was not given, as far as one can see.
+    # A setting with its default value counts as not given.
     if config.model not in (kind, plain.model):
         refuse("model", config.model, kind)
     if shared and not config.shared_vocab:

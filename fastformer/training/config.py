@@ -1,4 +1,4 @@
-"""Every setting of a training run, held together; `training.sections` has what there is. The same names are flags and
+"""The settings of a training run in one class; `training.sections` defines them. Their names are also the flags and the
 keys of the YAML file.
 """
 
@@ -49,7 +49,7 @@ class TrainConfig(Machine, Validation, Optimisation, Tokens, Filters, Data, Mode
             raise ValueError("expected spaces keep or auto for a gpt, which learns spaces and line ends, got collapse")
         for name in sorted(OF_TOKENIZER & self.settings.keys()):
             raise ValueError(f"expected no {name} among the model's settings: the tokenizer decides on it")
-        if self.init_from is None:  # else the run that it names decides
+        if self.init_from is None:  # with init_from, the run that it names decides
             size = max(self.vocab_size, 2)
             self.model_config(vocab_size=size, source_vocab_size=None if self.shared_vocab else size)
             bound, longest = ("seqlen", self.seqlen) if self.model == "gpt" else ("max_len", self.max_len)
@@ -71,7 +71,7 @@ class TrainConfig(Machine, Validation, Optimisation, Tokens, Filters, Data, Mode
             raise ValueError(f"expected save_every above 0, for average_last {self.average_last} needs checkpoints")
 
     def _check_sources(self) -> None:
-        """Checks the named data against each other and the model: settings of unused data are wrong."""
+        """Checks the settings of data against each other and the model; those that the run doesn't use are errors."""
         for pair in (("train_source", "train_target"), ("val_source", "val_target")):
             alone = [name for name in pair if getattr(self, name)]
             if len(alone) == 1:
@@ -96,20 +96,20 @@ class TrainConfig(Machine, Validation, Optimisation, Tokens, Filters, Data, Mode
             if counts.get(one) != counts.get(other):
                 raise ValueError(f"expected as many files as {one} in {other}, got {counts[one]} and {counts[other]}")
         corpora = max((counts[name] for name in trained), default=1)
-        # How many sources shards have is known when they are opened.
+        # The number of the shards' sources is only known when they are opened.
         if self.data_weights is not None and len(self.weights()) != corpora and not self.train_data:
             raise ValueError(f"expected data_weights for {corpora} corpora, got {self.data_weights!r}")
 
     def data_flags(self) -> str:
-        """The flags that name the data, with their values: "--train_tsv a.tsv, --val_tsv b.tsv"."""
+        """Lists the flags that name the data, with their values: "--train_tsv a.tsv, --val_tsv b.tsv"."""
         names = [name for names in SOURCES.values() for name in names if getattr(self, name)]
         return ", ".join(f"--{name} {getattr(self, name)}" for name in names)
 
     def weights(self) -> list[float]:
-        """How often an epoch has each example, for each corpus; empty: once.
+        """Returns how often an epoch contains each example of a corpus, one number per corpus; empty: once.
 
         Raises:
-            ValueError: no numbers, or some that make no sense.
+            ValueError: weights that are not numbers or not in the allowed range.
         """
         try:
             found = [float(word) for word in split_at_commas(self.data_weights)]
@@ -123,7 +123,7 @@ class TrainConfig(Machine, Validation, Optimisation, Tokens, Filters, Data, Mode
         return found
 
     def pair_filter(self) -> PairFilter:
-        """What training pairs have to be."""
+        """The filter of training pairs."""
         return PairFilter(**{f.name: getattr(self, f.name) for f in fields(PairFilter)})
 
     def model_config(
@@ -133,13 +133,13 @@ class TrainConfig(Machine, Validation, Optimisation, Tokens, Filters, Data, Mode
         special_ids: SpecialIds = SpecialIds(),
         source_vocab_size: int | None = None,
     ) -> Any:
-        """The settings of the model: the preset's, and over them those that were given.
+        """Returns the settings of the model: the preset's, overridden by those that were given.
 
         Args:
             vocab_size: of the tokenizer.
             max_len: the longest sequence, unless the settings say otherwise.
             special_ids: of the tokenizer.
-            source_vocab_size: of a tokenizer with a vocabulary for each side; None: it has one for both.
+            source_vocab_size: of a tokenizer with a vocabulary for each side; None: both sides share one.
 
         Raises:
             ValueError: an unknown preset or setting (the nearest one is suggested), or one that is not allowed.
@@ -164,9 +164,9 @@ class TrainConfig(Machine, Validation, Optimisation, Tokens, Filters, Data, Mode
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainConfig:
-        """A config from plain values, as a YAML file holds them; the model may be a mapping or its name alone.
+        """Builds a config from plain values, as a YAML file holds them; the model may be a mapping or only a name.
 
-        A built-in task brings what `TASKS` has for it, where nothing else is given.
+        A built-in task sets the values in `TASKS` for the settings that are not given.
 
         Raises:
             ValueError: an unknown key (the nearest one is suggested) or a value that is not allowed.
@@ -183,24 +183,24 @@ class TrainConfig(Machine, Validation, Optimisation, Tokens, Filters, Data, Mode
         return cls(**nested, **flat, settings=settings)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for YAML and JSON: what `from_dict` reads."""
+        """Returns plain values for YAML and JSON, which `from_dict` reads."""
         values = asdict(self)
         model = {"name": values.pop("model"), "preset": values.pop("preset"), **values.pop("settings")}
         return {"model": model, **values}
 
 
 def split_at_commas(text: str | None) -> list[str]:
-    """The values of a setting that takes several; none for None."""
+    """Splits the value of a setting that takes several; None gives none."""
     return [] if text is None else [value.strip() for value in text.split(",")]
 
 
 def paths_of(text: str) -> list[str]:
-    """The paths of a setting that takes several; one that exists as a whole may have a comma in its name."""
+    """Splits a setting of several paths at commas, unless the whole is an existing path."""
     return [text] if os.path.exists(text) else split_at_commas(text)
 
 
 def _suited(nested: dict[str, Any]) -> dict[str, Any]:
-    """The values, and behind them what suits their task."""
+    """Returns the values, with the task's own values as defaults."""
     task = nested.get("task")
     suits = dict(TASKS.get(task, {})) if isinstance(task, str) else {}
     model = nested.get("model", {})
@@ -214,9 +214,9 @@ def _suited(nested: dict[str, Any]) -> dict[str, Any]:
 
 
 def merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """The values with the changes over them, within the mapping of the model too.
+    """Returns the values overridden by the changes, also within the mapping of the model.
 
-    A change takes away what it contradicts: epochs the steps, data of one kind those of another.
+    A change removes the settings that it contradicts: epochs removes steps, and data of one kind those of another kind.
     """
     before, after = _nested(values), _nested(changes)
     rivals = _rivals(after)
@@ -226,7 +226,7 @@ def merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rivals(changes: dict[str, Any]) -> set[str]:
-    """The settings that contradict changes which are made."""
+    """Returns the names of the settings that contradict the changes."""
     rivals: set[str] = set()
     for one, other in (("steps", "epochs"), ("epochs", "steps")):
         if changes.get(one) and other not in changes:
@@ -238,11 +238,11 @@ def _rivals(changes: dict[str, Any]) -> set[str]:
 
 
 def unused(config: TrainConfig, given: Iterable[str]) -> list[str]:
-    """What was asked for and changes nothing, each with the reason.
+    """Lists the given settings that have no effect, each with the reason.
 
     Args:
         config: the settings of the training.
-        given: the names of those that a person gave.
+        given: the names of the settings that the user gave.
     """
     gpt, trained_bpe = config.model == "gpt", config.tokenizer == "bpe" and config.init_from is None
     of_shards = "the shards were prepared without it; give it to fastformer prepare" if config.train_data else ""
@@ -276,7 +276,7 @@ def unused(config: TrainConfig, given: Iterable[str]) -> list[str]:
             ("skip_bad_lines", "held_out", *(f.name for f in fields(Filters)), *(f.name for f in fields(Tokens))),
             of_shards,
         )
-        reasons["tokenizer"] = ""  # it is held against that of the shards
+        reasons["tokenizer"] = ""  # it is compared with that of the shards
     return [f"{name} is not used: {reasons[name]}" for name in given if reasons.get(name) and getattr(config, name)]
 
 
@@ -289,10 +289,10 @@ def _why_nothing_is_drawn(config: TrainConfig) -> str:
 
 
 def check_names(values: dict[str, Any]) -> None:
-    """Holds the names of settings against those that exist.
+    """Checks that settings of the given names exist.
 
     Raises:
-        ValueError: an unknown one; the nearest one is suggested.
+        ValueError: an unknown name; the message suggests the nearest one.
     """
     nested = _nested(values)
     known = [f.name for f in fields(TrainConfig) if f.name not in ("preset", "settings")]
@@ -309,7 +309,7 @@ def check_names(values: dict[str, Any]) -> None:
 
 
 def _nested(values: dict[str, Any]) -> dict[str, Any]:
-    """`model: gpt` and `preset: tiny` as `model: {name: gpt, preset: tiny}`."""
+    """Turns `model: gpt` and `preset: tiny` into `model: {name: gpt, preset: tiny}`."""
     rest = {key: _joined(key, value) for key, value in values.items() if key not in ("model", "preset")}
     model = values.get("model", {})
     model = dict(model) if isinstance(model, dict) else {"name": model}
@@ -319,7 +319,7 @@ def _nested(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def whole_numbers(nested: dict[str, Any]) -> dict[str, Any]:
-    """The values, with 1e3 as an integer where an integer is asked for: YAML reads it as a number with a fraction."""
+    """Converts 1e3 and the like, which YAML reads as floats, to integers for settings that are integers."""
     model = nested.get("model")
     kinds = [get_type_hints(TrainConfig, include_extras=True)]
     if isinstance(model, dict):
@@ -337,7 +337,7 @@ def _as_integer(value: Any, name: str, kinds: list[dict[str, Any]]) -> Any:
 
 
 def _joined(key: str, value: Any) -> Any:
-    """A list, or a number for one corpus, as YAML may have it, as the text with commas that a flag has.
+    """Joins a list, or a single number, from YAML to the text with commas that the flag expects.
 
     Raises:
         ValueError: a value that has a comma itself.

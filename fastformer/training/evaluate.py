@@ -1,4 +1,4 @@
-"""What validation says of a model: its plain negative log-likelihood; of translators exact match, BLEU, chrF."""
+"""The scores of a validation: the plain negative log-likelihood, and for translators exact match, BLEU and chrF."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fastformer.special_ids import SpecialIds
 from fastformer.training.updates import places_of
 
 _MODELS = ("flores101", "flores200", "spBLEU-1K")
-# Scripts without spaces, as Unicode calls them, and what finds their words.
+# Scripts without spaces, by their Unicode names, and the tokenizers that find their words.
 _WITHOUT_SPACES = {
     "CJK": "zh",
     "HIRAGANA": "ja-mecab",
@@ -34,13 +34,14 @@ class Scores:
 
     Attributes:
         nll: mean negative log-likelihood of a real target token, in nats, without label smoothing.
-        nll_per_character: of a language model, the same for a character of the text, whatever the tokens.
+        nll_per_character: of a language model, the same per character of the text, which doesn't depend on the
+            tokenizer.
         exact_match: share of translations equal to the reference; None when nothing was translated.
-        bleu, chrf: sacreBLEU's scores of the corpus, None without the library, BLEU also where no reference has four
-            words; signatures say how.
+        bleu, chrf: sacreBLEU's scores of the corpus, None without the library; BLEU is also None if no reference has
+            four words. The signatures say how the scores were computed.
         samples: (source, translation, reference).
-        translated: how many lines all scores but nll are of, the first ones.
-        lines: how many there are.
+        translated: the number of lines that were translated, the first ones; all scores but nll are theirs.
+        lines: the number of all lines.
     """
 
     nll: float
@@ -55,7 +56,7 @@ class Scores:
 
 
 def model_loss(model: nn.Module, batch: Batch, **options: Any) -> torch.Tensor:
-    """The summed loss of a batch, whichever model it is."""
+    """Computes the summed loss of a batch, for a model with a source or without."""
     loss: Callable[..., torch.Tensor] = model.loss  # type: ignore[assignment]
     if batch.source is None:
         return loss(batch.target_in, batch.target_out, layout=batch.target_layout, **options)
@@ -70,7 +71,7 @@ def model_loss(model: nn.Module, batch: Batch, **options: Any) -> torch.Tensor:
 
 
 def lengths_of(examples: Sequence[Example]) -> torch.Tensor:
-    """(examples, 2): source and target lengths."""
+    """Returns source and target lengths, (examples, 2)."""
     if isinstance(examples, Examples):
         return examples.lengths
     return torch.tensor([example.lengths for example in examples], device="cpu")
@@ -79,7 +80,7 @@ def lengths_of(examples: Sequence[Example]) -> torch.Tensor:
 def negative_log_likelihood(
     model: nn.Module, examples: Sequence[Example], *, max_tokens: int, packed: bool, device: torch.device
 ) -> float:
-    """Mean NLL of a real target token, in nats."""
+    """Computes the mean NLL of a real target token, in nats."""
     return mean_of(losses_of(model, examples, max_tokens=max_tokens, packed=packed, device=device), examples)
 
 
@@ -94,14 +95,14 @@ def losses_of(
     rank: int = 0,
     size: int = 1,
 ) -> dict[int, float]:
-    """The summed NLL of each batch that one of several processes computes, by the batch's place in the plan.
+    """Computes the summed NLL of each batch of one process, by the batch's place in the plan.
 
     Args:
         model: the model.
-        examples: what it is measured on.
+        examples: the examples whose NLL is measured.
         max_tokens, packed: of the batches.
         device: of the model.
-        rank, size: the process, and how many there are.
+        rank, size: the rank of the process, and the number of processes.
     """
     was_training = model.training
     model.eval()
@@ -119,19 +120,19 @@ def losses_of(
 
 
 def mean_of(losses: Mapping[int, float], examples: Sequence[Example]) -> float:
-    """The mean of a target token, of the losses of all batches by their places, in nats."""
+    """Computes the mean NLL of a target token, in nats, from the losses of all batches by their places."""
     total = 0.0
-    for place in range(len(losses)):  # in this order, so that any number of processes gets the same bits
+    for place in range(len(losses)):  # in this order, so that the result has the same bits for any number of processes
         total += losses[place]
     return total / max(int(lengths_of(examples)[:, 1].sum()), 1)
 
 
 class Translates(Protocol):
-    """What translates: a `Translator`, or what knows the answers."""
+    """The interface of a `Translator`, or of an object with translations that are already known."""
 
     @property
     def translate(self) -> Callable[..., Any]:
-        """From texts, and options of decoding, the translations in order."""
+        """A function from texts and options of decoding to the translations, in order."""
 
 
 def translate_and_score(
@@ -143,7 +144,7 @@ def translate_and_score(
     bleu_tokenize: BleuTokenize = "13a",
     **options: Any,
 ) -> Scores:
-    """Translates the sources and compares with the references."""
+    """Translates the sources and compares the translations with the references."""
     sources, references = [source for source, _ in pairs], [target for _, target in pairs]
     found = translator.translate(sources, **options)
     exact_match = sum(a == b for a, b in zip(found, references, strict=True)) / len(pairs)
@@ -152,11 +153,11 @@ def translate_and_score(
     try:
         metrics = corpus_metrics(bleu_tokenize)
     except ImportError:
-        return scores  # exact match is there
+        return scores  # exact match needs no sacrebleu
     found_scores = corpus_scores(found, references, bleu_tokenize=bleu_tokenize)
     (bleu, bleu_signature), (scores.chrf, chrf_signature) = found_scores.values()
     scores.signatures = {"chrf_signature": chrf_signature}
-    # BLEU counts runs of up to four words: where no reference has four, it is 0 whatever was said.
+    # BLEU counts runs of up to four words: if no reference has four, it is 0 for any translation.
     words = metrics["BLEU"].tokenizer
     if any(len(words(reference).split()) >= 4 for reference in references):
         scores.bleu = bleu
@@ -171,21 +172,21 @@ def corpus_scores(
     bleu_tokenize: BleuTokenize = "13a",
     ter: bool = False,
 ) -> dict[str, tuple[float, str]]:
-    """sacreBLEU's scores of translations, each with the signature that says how it was computed.
+    """Computes sacreBLEU's scores of translations, each with the signature that says how it was computed.
 
     Args:
         found: the translations; empty ones count as such.
         references: the right translations, one for each.
-        more_references: further ones, as many in each.
+        more_references: further lists of references, each as long as the translations.
         bleu_tokenize: how BLEU cuts text into words: "zh", "ja-mecab", "ko-mecab", and "char" or "flores200" for other
             languages without spaces.
         ter: add the translation edit rate.
 
     Returns:
-        "BLEU", "chrF" and, where it was asked for, "TER".
+        "BLEU", "chrF" and, with `ter`, "TER".
 
     Raises:
-        ImportError: sacrebleu is not installed, or what it needs for this bleu_tokenize.
+        ImportError: sacrebleu is not installed, or a package that it needs for this bleu_tokenize.
         ValueError: the model of this bleu_tokenize isn't in sacrebleu's folder.
     """
     metrics, given = corpus_metrics(bleu_tokenize, ter), [list(references), *map(list, more_references)]
@@ -196,7 +197,7 @@ def corpus_scores(
 
 
 def corpus_metrics(bleu_tokenize: BleuTokenize = "13a", ter: bool = False) -> dict[str, Any]:
-    """The metrics of `corpus_scores` by name, as sacreBLEU's objects.
+    """Builds the metrics of `corpus_scores` by name, as sacreBLEU's objects.
 
     Raises:
         ImportError: see `corpus_scores`.
@@ -218,7 +219,7 @@ def corpus_metrics(bleu_tokenize: BleuTokenize = "13a", ter: bool = False) -> di
 
 
 def _check_model(bleu_tokenize: str) -> None:
-    """sacreBLEU would download the model of a tokenizer that it doesn't have."""
+    """Raises a ValueError for a tokenizer without its model on this machine, which sacreBLEU would download."""
     if bleu_tokenize not in _MODELS:
         return
     from sacrebleu.tokenizers.tokenizer_spm import SPM_MODELS
@@ -231,16 +232,17 @@ def _check_model(bleu_tokenize: str) -> None:
 
 
 def words_hint(references: Sequence[str], bleu_tokenize: str) -> str | None:
-    """What to say where BLEU can't find the words of references, which have no spaces; None where it can.
+    """Returns advice if BLEU can't find the words of references, because they have no spaces; else None.
 
     Args:
         references: the right translations.
-        bleu_tokenize: as it was chosen; one that doesn't need spaces finds words.
+        bleu_tokenize: the chosen one; those that don't need spaces find words.
     """
     if bleu_tokenize not in ("13a", "intl", "none"):
         return None
     scripts = [{unicodedata.name(letter, "").partition(" ")[0] for letter in text} for text in references]
-    # Such a text is one run, unless it was cut into words. One in another script is a word, unless it is very long.
+    # A text in these scripts is one run, unless it was cut into words. A run in another script is a word, unless it
+    # is very long.
     runs = [
         some
         for some, text in zip(scripts, references, strict=True)

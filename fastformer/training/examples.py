@@ -1,4 +1,4 @@
-"""From the settings to encoded examples and a tokenizer."""
+"""Loads the data that the settings name as encoded examples and a tokenizer."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ logger = logging.getLogger("fastformer")
 
 Pairs = list[tuple[str, str]]
 _TRAIN_NUMBERS, _VAL_NUMBERS = 20_000, 1000
-ENCODED_AT_ONCE = 4096  # texts: enough for all cores, and often enough for a progress bar
+ENCODED_AT_ONCE = 4096  # texts at a time: enough for all cores, and few enough for a progress bar to move
 
 
 @dataclass
 class Data:
-    """What a run trains and validates on.
+    """The data that a run trains and validates on.
 
     Attributes:
         tokenizer: for both sides; or a `PairTokenizer`.
         train: encoded examples, in memory or in shards.
         val: likewise, in memory.
         val_texts: the validation pairs as text, for scores; empty for a language model.
-        weights: (examples,) fp32: how often an epoch has each training example; None: once, or as the shards say.
-        val_characters: of a language model's validation text.
+        weights: (examples,) fp32: how often an epoch contains each training example; None: once, or as the shards say.
+        val_characters: the number of characters of a language model's validation text.
     """
 
     tokenizer: Tokenizer
@@ -58,14 +58,14 @@ class Data:
 
 
 def load_data(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Data:
-    """Reads, filters, splits and tokenizes what the settings name.
+    """Reads, filters, splits and tokenizes the data that the settings name.
 
     Args:
         config: the settings.
-        tokenizer: of the run that goes on; None: as the settings say.
+        tokenizer: of the run that resumes; None: the one that the settings name.
 
     Raises:
-        ValueError: no data named, or a file that is missing, empty, misaligned or no UTF-8.
+        ValueError: no data named, or a file that is missing, empty, misaligned or not UTF-8.
     """
     if config.train_data:
         return _load_shards(config, tokenizer)
@@ -84,7 +84,7 @@ def load_data(config: TrainConfig, tokenizer: Tokenizer | None = None) -> Data:
 
 
 def _load_shards(config: TrainConfig, tokenizer: Tokenizer | None) -> Data:
-    """What `fastformer prepare` made of the text, read as it is needed."""
+    """Opens the shards that `fastformer prepare` made; they are read when they are needed."""
     assert config.train_data is not None
     folder = Path(config.train_data)
     examples = ShardedExamples(folder, window=config.shards_at_once, weights=config.weights() or None)
@@ -114,7 +114,7 @@ def _load_shards(config: TrainConfig, tokenizer: Tokenizer | None) -> Data:
 
 
 def validation_data(config: TrainConfig, tokenizer: Tokenizer) -> tuple[Examples, Pairs, int]:
-    """The validation data that the settings name: examples, their pairs, or the characters of a text."""
+    """Loads the validation data that the settings name: examples, and their pairs or a text's number of characters."""
     if config.val_text:
         paths = paths_of(config.val_text)
         documents = [text for path in paths for text in read_documents(path, skip_bad=config.skip_bad_lines)]
@@ -126,7 +126,7 @@ def validation_data(config: TrainConfig, tokenizer: Tokenizer) -> tuple[Examples
 
 
 def _weights(config: TrainConfig, sizes: Iterable[int]) -> Tensor | None:
-    """How often an epoch has each example, from the weights and sizes of the corpora; None: each once."""
+    """Computes how often an epoch contains each example from the weights and sizes of the corpora; None: each once."""
     weights = config.weights()
     if not weights or config.task:
         return None
@@ -134,7 +134,7 @@ def _weights(config: TrainConfig, sizes: Iterable[int]) -> Tensor | None:
 
 
 def _encode_pairs(tokenizer: Tokenizer, pairs: Pairs, max_len: int, what: str) -> tuple[Examples, list[int]]:
-    """The examples of at most max_len tokens, and which pairs they are."""
+    """Encodes pairs; returns the examples of at most max_len tokens and the indices of their pairs."""
     examples, kept = Examples(), []
     if isinstance(tokenizer, PairTokenizer):
         sources = encode_all(tokenizer.source, [source for source, _ in pairs], f"{what} source")
@@ -156,7 +156,7 @@ def _encode_pairs(tokenizer: Tokenizer, pairs: Pairs, max_len: int, what: str) -
 
 
 def encode_all(tokenizer: Tokenizer, texts: Sequence[str], what: str) -> Iterator[list[int]]:
-    """The ids of each text, with a progress bar on a terminal, and what it came to in the log.
+    """Encodes texts with a progress bar on a terminal, and logs the totals.
 
     Characters that a foreign tokenizer has no token for are counted, and named in a warning.
     """
@@ -184,7 +184,7 @@ def encode_all(tokenizer: Tokenizer, texts: Sequence[str], what: str) -> Iterato
 
 
 def _progress(starts: range, what: str) -> Iterable[int]:
-    """The same numbers, with a bar where there is a terminal, tqdm, and something to wait for."""
+    """Yields the same numbers, with a progress bar if a terminal and tqdm are available and the work is long."""
     if len(starts) > 1 and console.is_terminal(sys.stderr):
         try:
             from tqdm import tqdm
@@ -196,7 +196,7 @@ def _progress(starts: range, what: str) -> Iterable[int]:
 
 
 def tokenizer_of(config: TrainConfig, pairs: Pairs) -> Tokenizer:
-    """The tokenizer of a translator, trained on its training pairs if it is to be; see `make_tokenizer`."""
+    """Makes the tokenizer of a translator, trained on the training pairs if the settings ask for it."""
     if config.shared_vocab:
         return make_tokenizer(config, [text for pair in pairs for text in pair])
     if config.tokenizer in WORDS:
@@ -211,7 +211,7 @@ def tokenizer_of(config: TrainConfig, pairs: Pairs) -> Tokenizer:
 
 
 def make_tokenizer(config: TrainConfig, texts: Sequence[str]) -> Tokenizer:
-    """The tokenizer that the settings name, trained on the texts if it is to be."""
+    """Makes the tokenizer that the settings name, trained on the texts if the settings ask for it."""
     user_tokens = split_at_commas(config.user_tokens)
     if config.tokenizer == "bytes":
         return ByteTokenizer(user_tokens, drop_user_tokens=config.drop_user_tokens)
@@ -238,7 +238,7 @@ def make_tokenizer(config: TrainConfig, texts: Sequence[str]) -> Tokenizer:
 
 
 def _pairs(config: TrainConfig) -> tuple[list[Pairs], Pairs]:
-    """The training pairs of each corpus, and those of validation."""
+    """Reads the training pairs of each corpus and the validation pairs."""
     if config.train_text:
         raise ValueError(f"expected pairs of texts for model {config.model}, got train_text; did you mean gpt?")
     if config.task == "numbers":
@@ -255,7 +255,7 @@ def _pairs(config: TrainConfig) -> tuple[list[Pairs], Pairs]:
 
 
 def _read_pairs(config: TrainConfig, part: str) -> list[Pairs]:
-    """The pairs of each corpus; `part` is "train" or "val"."""
+    """Reads the pairs of each corpus; `part` is "train" or "val"."""
     skip_bad = config.skip_bad_lines
     source, target, tsv = (getattr(config, f"{part}_{name}") for name in ("source", "target", "tsv"))
     if tsv:
@@ -267,7 +267,7 @@ def _read_pairs(config: TrainConfig, part: str) -> list[Pairs]:
 
 
 def _filtered(config: TrainConfig, corpora: list[Pairs]) -> list[Pairs]:
-    """The pairs that the filters leave; the log counts the others by reason."""
+    """Returns the pairs that pass the filters; the log counts the other ones by reason."""
     wanted = config.pair_filter()
     if not wanted:
         return corpora
@@ -286,9 +286,10 @@ def _filtered(config: TrainConfig, corpora: list[Pairs]) -> list[Pairs]:
 
 
 def _hold_out(config: TrainConfig, corpora: list[Pairs]) -> tuple[list[Pairs], Pairs]:
-    """Without validation data a hundredth of each corpus (at most 500 lines of all) is taken out of the training data.
+    """Moves a hundredth of each corpus (at most 500 lines in all) from the training data to missing validation data.
 
-    Which lines is a function of the seed and of the numbers of lines, so that a run that goes on has the same ones.
+    The choice of the lines depends on the seed and on the numbers of lines, so a run that resumes makes the same
+    choice.
     """
     total = sum(map(len, corpora))
     most = min(500, max(1, total // 100))
@@ -311,7 +312,7 @@ def _hold_out(config: TrainConfig, corpora: list[Pairs]) -> tuple[list[Pairs], P
 
 
 def _drawn(total: int, count: int, seed: int) -> set[int]:
-    """Some of the first numbers, at random. Of Python's generator only what no version changes is used."""
+    """Draws some of the first numbers by methods of Python's generator that are the same in every version."""
     chooser, found = random.Random(seed), set[int]()
     while len(found) < count:
         found.add(int(chooser.random() * total))
@@ -319,9 +320,9 @@ def _drawn(total: int, count: int, seed: int) -> set[int]:
 
 
 def number_texts(seed: int) -> tuple[Pairs, Pairs]:
-    """The built-in task: 20,000 training pairs and 1,000 validation pairs of other numbers.
+    """Makes the pairs of the built-in task: 20,000 for training and 1,000, of other numbers, for validation.
 
-    Those below a hundred are all trained on: no reader can guess what "zero" means.
+    All numbers below a hundred are training data, because a model can't guess the meaning of a word such as "zero".
     """
     small = range(100)
     val = number_pairs(_VAL_NUMBERS, seed=seed + 1_000_000, exclude=set(small))
@@ -358,7 +359,7 @@ def _load_text(config: TrainConfig, tokenizer: Tokenizer | None) -> Data:
 
 
 def _cut_tenth(documents: list[str], path: str) -> tuple[list[str], list[str]]:
-    """Without validation text the last tenth of the characters is taken out of the training text."""
+    """Moves the last tenth of the training text's characters to missing validation text."""
     total = sum(map(len, documents))
     left = total * 9 // 10
     if not 0 < left < total:
@@ -374,7 +375,7 @@ def _cut_tenth(documents: list[str], path: str) -> tuple[list[str], list[str]]:
 
 
 def _document_ids(tokenizer: Tokenizer, documents: Sequence[str], what: str) -> array[int]:
-    """Documents one after another; the first EOS ends each. Line ends are text."""
+    """Encodes documents one after another; each ends with the first of the EOS ids. Line ends are text."""
     pieces = [tokenizer.pieces(document) for document in documents]
     encoded = encode_all(tokenizer, [piece for some in pieces for piece in some], what)
     ids = array("i")

@@ -1,13 +1,13 @@
 """Updates as CUDA graphs: one launch in the place of thousands.
 
-A graph replays on tensors of fixed sizes, so batches are rounded up to a few: tokens of each side to five leading
-binary digits, by at most a sixteenth (about 1 % on average, for packed batches are nearly full), sequences to three,
-the longest sequence to a power of two. Tokens beyond the real ones belong to no sequence and to no loss, so that no
-gradient comes from them; the sequences beyond the real ones are empty.
+A graph replays on tensors of fixed sizes, so batches are padded to one of a few sizes: tokens of each side to five
+leading binary digits, by at most a sixteenth (about 1 % on average, for packed batches are nearly full), sequences to
+three, the longest sequence to a power of two. Tokens beyond the real ones belong to no sequence and to no loss, so that
+no gradient comes from them; the sequences beyond the real ones are empty.
 
 The first update of a size runs uncaptured, since kernels are compiled and an optimizer's state is made at first use;
-the second captures it. Neither draws other random numbers than a replay, and sizes are a function of an update's
-batches alone: a run that goes on in the middle comes to the same weights.
+the second captures it. Both draw the same random numbers as a replay, and sizes are a function of an update's
+batches alone, so a run that resumes in the middle computes the same weights.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from fastformer.graphs import CaptureError, Graph, Graphs
 from fastformer.nn import SequenceLayout
 from fastformer.nn.model_guards import ModelGuards
 
-# Graphs that are kept: each takes some megabytes, and a size that is met so rarely gains nothing from one more.
+# The most graphs: each takes some megabytes, and a size that is still new after so many is too rare to gain from one.
 MAX_GRAPHS = 64
-# Where a tensor begins within the bytes that a batch is copied by: kernels read 16 bytes at a time.
+# The alignment of tensors within the buffer that a batch is copied by: kernels read 16 bytes at a time.
 _ALIGNED = 128
 
 
 class Size(NamedTuple):
-    """What the batches of an update are rounded up to; source_tokens is 0 for a language model."""
+    """The size that the batches of an update are padded to; source_tokens is 0 for a language model."""
 
     source_tokens: int
     target_tokens: int
@@ -44,7 +44,7 @@ class Size(NamedTuple):
 
 
 def check_device(device: torch.device) -> None:
-    """Whether updates can be graphs there.
+    """Checks that updates on a device can be graphs.
 
     Raises:
         ValueError: they can't. On a CPU FASTFORMER_CPU_GRAPHS=1 lets tests take the same path with plain calls.
@@ -54,17 +54,17 @@ def check_device(device: torch.device) -> None:
 
 
 def round_up(number: int, digits: int) -> int:
-    """The least number of so many leading binary digits, zeros behind, that is no smaller; a multiple of 8."""
+    """Returns the least multiple of 8 that is not below a number and has zeros after its first `digits` bits."""
     step = max(8, 1 << max(number.bit_length() - digits, 0))
     return -(-number // step) * step
 
 
 def size_of(batches: Sequence[Batch], max_tokens: int, max_len: int) -> Size:
-    """The size that all of an update's batches are rounded up to.
+    """Computes the size that all of an update's batches are padded to.
 
     Args:
-        batches: packed ones.
-        max_tokens: of a batch and side, which none of them passes.
+        batches: packed batches.
+        max_tokens: the most tokens of a batch on each side.
         max_len: the longest sequence that the model takes.
     """
     most = round_up(max_tokens, max_tokens.bit_length())
@@ -82,7 +82,7 @@ def size_of(batches: Sequence[Batch], max_tokens: int, max_len: int) -> Size:
 
 
 def pad_batch(batch: Batch, size: Size, pad: int) -> Batch:
-    """The batch with as many tokens and sequences as the size says; the further ones count nothing.
+    """Pads a batch with tokens and sequences to the given size; the added ones don't affect the loss.
 
     Args:
         batch: packed, on the CPU.
@@ -109,7 +109,7 @@ def pad_batch(batch: Batch, size: Size, pad: int) -> Batch:
 
 
 def why_uncapturable(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
-    """What a graph would leave out of a model's updates, in words; None if it would leave out nothing.
+    """Describes the part of a model's updates that a graph would omit; None if a graph omits nothing.
 
     A hook is a Python function: it would run while a graph is captured and never again.
     """
@@ -124,7 +124,7 @@ def why_uncapturable(model: nn.Module, optimizer: torch.optim.Optimizer) -> str 
 
 
 def _hook_around(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
-    """A hook that isn't on a module of the model, in words; None if there is none."""
+    """Describes a hook that isn't on a module of the model; None if no hook is found."""
     if _has_any_global_hook():
         return "a hook on all modules"
     for name, parameter in model.named_parameters():
@@ -136,7 +136,7 @@ def _hook_around(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | No
 
 
 class _Inputs:
-    """Tensors that stay where they are, filled by one copy from the host."""
+    """Tensors at fixed addresses, filled by one copy from the host."""
 
     def __init__(self, like: Sequence[Tensor], device: torch.device) -> None:
         self._device, self._places, end = device, [], 0
@@ -153,8 +153,8 @@ class _Inputs:
         ]
 
     def fill(self, values: Sequence[Tensor]) -> None:
-        """Copies values of the same shapes and dtypes in. On a GPU the host doesn't wait for the copy."""
-        # PyTorch gives pinned memory out again only once the copies from it are done.
+        """Copies values of the same shapes and dtypes into the tensors. On a GPU the host doesn't wait for the copy."""
+        # PyTorch reuses pinned memory only once the copies from it are done.
         host = torch.empty(self.buffer.shape, dtype=torch.uint8, device="cpu", pin_memory=self._device.type == "cuda")
         for view, value in zip(self._views(host, values), values, strict=True):
             view.copy_(value)
@@ -162,7 +162,7 @@ class _Inputs:
 
 
 class _Slot:
-    """The updates of one size: their inputs, and how they are computed."""
+    """The updates of one size: their inputs, and the graph or function that computes them."""
 
     def __init__(self, inputs: _Inputs, function: Callable[[], None]) -> None:
         self.inputs, self.function = inputs, function
@@ -170,14 +170,14 @@ class _Slot:
 
 
 class GraphUpdates:
-    """Runs updates, as graphs wherever their size was met before.
+    """Runs updates, as graphs from the second update of a size on.
 
     Args:
-        graphs: captures them.
-        update: (batches, numbers) -> None, on tensors at fixed addresses, and with results in such.
-        model, optimizer: what is updated. When a module of the model or a hook has changed since the first capture, all
-            graphs are dropped.
-        check: raises ValueError where a graph would leave something out; called before each capture.
+        graphs: captures the graphs.
+        update: (batches, numbers) -> None; reads and writes tensors at fixed addresses.
+        model, optimizer: the model and its optimizer. When a module of the model or a hook has changed since the first
+            capture, all graphs are dropped.
+        check: raises ValueError if a graph would omit a part of an update; called before each capture.
     """
 
     def __init__(
@@ -194,14 +194,14 @@ class GraphUpdates:
         self.slots: dict[tuple[Size, int], _Slot] = {}
 
     def __call__(self, batches: Sequence[Batch], numbers: Sequence[float]) -> None:
-        """One update.
+        """Runs one update.
 
         Args:
             batches: on the CPU, all padded to one size.
-            numbers: what the update takes besides, as fp32.
+            numbers: the update's numbers, which become an fp32 tensor.
 
         Raises:
-            CaptureError: the update does what no graph can hold.
+            CaptureError: the update performs an operation that a graph can't hold.
         """
         values = [*_tensors(batches), torch.tensor(numbers, dtype=torch.float32, device="cpu")]
         key = (padded_size(batches[0]), len(batches))
@@ -240,13 +240,13 @@ class GraphUpdates:
 
 
 def padded_size(batch: Batch) -> Size:
-    """The size of a padded batch."""
+    """Returns the size of a batch that `pad_batch` made."""
     source = 0 if batch.source is None else batch.source.numel()
     return Size(source, batch.target_in.numel(), batch.target_layout.batch_size, batch.target_layout.max_seqlen)
 
 
 def _tensors(batches: Sequence[Batch]) -> list[Tensor]:
-    """All tensors of some packed batches, in the order in which `_like` takes them."""
+    """Lists all tensors of some packed batches, in the order that `_like` expects."""
     found: list[Tensor | None] = []
     for batch in batches:
         found += [batch.source, batch.target_in, batch.target_out]
@@ -257,7 +257,7 @@ def _tensors(batches: Sequence[Batch]) -> list[Tensor]:
 
 
 def _like(batch: Batch, tensors: Iterator[Tensor]) -> Batch:
-    """A batch of the same sizes on other tensors."""
+    """Builds a batch of the same sizes from other tensors."""
     source = None if batch.source is None else next(tensors)
     target_in, target_out = next(tensors), next(tensors)
 
