@@ -1,4 +1,4 @@
-"""The keys and values that decoding keeps, in blocks that requests take, share and give back."""
+"""The KV cache of decoding, in blocks that requests take, share and release."""
 
 from fastformer.cache.block_pool import CacheFullError as CacheFullError
 from fastformer.cache.fixed_shape import FixedShapeCache as FixedShapeCache

@@ -1,4 +1,4 @@
-"""The blocks of a `KVCache`, each with the number of its holders."""
+"""The pool of a `KVCache`'s blocks, which counts the holders of each block."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ NULL_BLOCK = 0
 
 
 class CacheFullError(InputError):
-    """A `KVCache` has fewer free blocks than are asked for. Nothing was taken."""
+    """Raised if a `KVCache` has fewer free blocks than the caller asks for. No block was taken."""
 
 
 class BlockPool:
-    """Blocks that are taken, shared and released. A block without holders is free; the last one freed goes out first.
+    """Reference-counted blocks. A block without holders is free; `take` hands out the most recently freed block first.
 
     Args:
-        num_blocks: all blocks, the null block among them.
+        num_blocks: the number of blocks, including the null block.
 
     Attributes:
-        counts: (num_blocks,) the holders of each block: groups of rows, or whatever else will read it later.
-        num_free: the blocks that can be taken.
+        counts: (num_blocks,) the number of holders of each block: groups of rows, or other readers.
+        num_free: the number of blocks that can be taken.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -35,10 +35,10 @@ class BlockPool:
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # a stack of num_free blocks
 
     def take(self, num_blocks: int) -> Ints:
-        """Takes free blocks, for one holder.
+        """Takes free blocks for one holder.
 
         Raises:
-            CacheFullError: fewer blocks are free.
+            CacheFullError: fewer than num_blocks blocks are free.
         """
         if num_blocks > self.num_free:
             raise CacheFullError(
@@ -51,11 +51,11 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: npt.NDArray[np.integer]) -> None:
-        """Adds a holder to each of these different blocks, which are held already."""
+        """Adds a holder to each of these blocks. The blocks are distinct, and each has a holder already."""
         self.counts[blocks] += 1
 
     def release(self, blocks: npt.NDArray[np.integer]) -> None:
-        """Takes a holder from each of these different blocks."""
+        """Removes a holder from each of these distinct blocks."""
         self.counts[blocks] -= 1
         free = blocks[self.counts[blocks] == 0]
         self._free[self.num_free : self.num_free + len(free)] = free

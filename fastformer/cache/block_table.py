@@ -1,17 +1,17 @@
-"""Which slot of a `KVCache` holds which token: numpy tables on the host.
+"""The tables that map each token to its slot in a `KVCache`: numpy arrays on the host.
 
 A slot is the place of one token: slot s lies in block s // block_size. Each row has a table of slots, one for each
 position. These invariants hold between any two calls:
 
 - Positions before a row's length hold its tokens. Rows of a group may name the same slots there.
-- Positions from its length to its capacity are the row's to write: no other row names their slots.
-- Positions from its capacity on say nothing, and are not read.
-- A group holds the blocks that its rows name before their capacities, and those of its source. After a fork it may hold
-  blocks that none of its rows names any more, until they are collected.
+- Positions from a row's length to its capacity are reserved for its writes: no other row names their slots.
+- Entries at positions from a row's capacity on are undefined and are not read.
+- A group holds the blocks that its rows name before their capacities, and the blocks of its source. After a fork it may
+  hold blocks that none of its rows names any more, until they are collected.
 - All rows of a group have the same length.
 
-A step of decoding writes into slots that the table names already and moves the lengths; the table changes once a block.
-A row that goes on from another one copies entries, no tokens, and keeps the slots that it writes to.
+A decode step writes into slots that the table names already, and advances the lengths; the table changes once a block.
+A row that continues from another row copies table entries, not tokens, and keeps the slots that it will write to.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Count = TypeVar("Count", int, Ints)
 
 
 class Tables(NamedTuple):
-    """The tables as int32 tensors that lie in one piece of memory; ops read all of them but the slots of free rows.
+    """The tables as int32 tensors in one contiguous allocation; ops read all of it except the slots of free rows.
 
     Attributes:
-        seqlens: (max_rows,) the tokens of each row.
-        keys: (max_rows,) which source each row reads, a row of source_slots.
-        source_seqlens: (max_rows,) the tokens of each source.
+        seqlens: (max_rows,) the number of tokens in each row.
+        keys: (max_rows,) the source that each row reads, as a row index into source_slots.
+        source_seqlens: (max_rows,) the number of tokens in each source.
         slots: (max_rows, max_seqlen in whole blocks) the slot of each position of a row.
         source_slots: (max_rows, max_source_seqlen in whole blocks) the slot of each token of a source.
     """
@@ -52,7 +52,7 @@ class Tables(NamedTuple):
 
     @classmethod
     def zeros(cls, max_rows: int, width: int, source_width: int, device: torch.device | str) -> Tables:
-        """Tables of these sizes, all 0."""
+        """Returns tables of these sizes, filled with 0."""
         sizes = [max_rows] * 3 + [max_rows * width, max_rows * source_width]
         seqlens, keys, source_seqlens, slots, sources = torch.zeros(sum(sizes), dtype=torch.int32, device=device).split(
             sizes
@@ -65,10 +65,10 @@ class Group:
     """Rows side by side that decode one request.
 
     Attributes:
-        size: its rows.
-        key: the row of the source tables that is its own while it is there.
-        source_seqlen: the tokens of its source; -1 while it has none.
-        blocks, source_blocks: that it holds.
+        size: the number of its rows.
+        key: the row of the source tables that belongs to the group for its lifetime.
+        source_seqlen: the number of tokens in its source; -1 while it has no source.
+        blocks, source_blocks: the blocks that it holds for its rows and for its source.
         is_forked: whether it may hold blocks that none of its rows names.
     """
 
@@ -84,15 +84,15 @@ class BlockTable:
     """Groups of rows, and the slots of their tokens and sources.
 
     Args:
-        tables: on the host; zeros.
+        tables: zeros, on the host.
         max_seqlen, max_source_seqlen, num_blocks, block_size: as in `KVCache`.
 
     Attributes:
         seqlens, keys, source_seqlens, slots, source_slots: the tables as arrays.
-        capacities: (max_rows,) see the module.
-        groups: in the order of their rows.
-        num_rows: of all groups.
-        pool: of the blocks.
+        capacities: (max_rows,) the capacity of each row; see the module.
+        groups: the groups, in the order of their rows.
+        num_rows: the number of rows in all groups.
+        pool: the pool of blocks.
     """
 
     def __init__(
@@ -107,15 +107,15 @@ class BlockTable:
         self.pool = BlockPool(num_blocks)
         self._by_key: dict[int, Group] = {}
         self._free_keys = list(range(max_rows))[::-1]
-        self._starts = np.zeros(max_rows, np.int32)  # of each row: the first row of its group
-        self._sizes = np.zeros(max_rows, np.int32)  # and the rows of its group
+        self._starts = np.zeros(max_rows, np.int32)  # for each row, the first row of its group
+        self._sizes = np.zeros(max_rows, np.int32)  # for each row, the number of rows in its group
 
     def row_of(self, group: int) -> int:
-        """The first row of a group."""
+        """Returns the index of a group's first row."""
         return sum(each.size for each in self.groups[:group])
 
     def longest(self, begin: int) -> int:
-        """The tokens of the longest row from row `begin` on."""
+        """Returns the number of tokens in the longest row from row `begin` on."""
         return int(self.seqlens[begin : self.num_rows].max(initial=0))
 
     # Groups come and go.
@@ -132,7 +132,7 @@ class BlockTable:
         self._regroup(self.groups + [Group(rows, self._free_keys.pop()) for _ in range(num_groups)])
 
     def free(self, groups: Sequence[int]) -> None:
-        """Takes groups out; see `KVCache.free`."""
+        """Removes groups; see `KVCache.free`."""
         leaving = set(groups)
         if len(leaving) != len(groups) or (leaving and not 0 <= min(leaving) <= max(leaving) < len(self.groups)):
             raise InputError(f"expected different groups out of {len(self.groups)}, got {list(groups)}")
@@ -149,7 +149,7 @@ class BlockTable:
         self._regroup([group for index, group in enumerate(self.groups) if index not in leaving])
 
     def rewind(self, first: int) -> None:
-        """Takes the tokens out of the groups from `first` on."""
+        """Removes the tokens of the groups from `first` on."""
         for group in self.groups[first:]:
             self.pool.release(np.array(group.blocks, np.intp))
             group.blocks, group.is_forked = [], False
@@ -157,10 +157,10 @@ class BlockTable:
         self.seqlens[rows] = self.capacities[rows] = 0
 
     def fork(self, first: int, parents: Sequence[Sequence[int]]) -> bool:
-        """Row i of a group from `first` on goes on from its row parents[group][i]; see `KVCache.fork`.
+        """Makes row i of each group from `first` on continue from its row parents[group][i]; see `KVCache.fork`.
 
         Returns:
-            Whether a group has another size than before.
+            Whether the size of a group has changed.
         """
         flat, sizes = self._read_parents(first, parents)
         begin, end, before = self.row_of(first), self.num_rows, self._group_sizes()[first:]
@@ -195,7 +195,7 @@ class BlockTable:
         wanted = f"expected parents of {len(before) - first} groups, one or more each, as lists of integers"
         try:
             sizes = [len(rows) for rows in parents]
-            # Of the types that numpy converts, Python's array is the fastest, and it refuses floats.
+            # Python's array converts to numpy faster than any other type, and it rejects floats.
             flat = np.array(array("i", [*chain.from_iterable(parents)]))
         except (TypeError, OverflowError) as error:
             raise InputError(f"{wanted}, got {parents!r:.200}") from error
@@ -210,7 +210,7 @@ class BlockTable:
         return flat, sizes
 
     def _adopt(self, rows: npt.NDArray[np.integer], slots: Ints, seqlens: Ints) -> None:
-        # The rows take over these entries as far as seqlens; what they write next stays their own.
+        # The rows copy these entries up to seqlens; each keeps its own slots for the tokens that it writes next.
         width = slots.shape[1]
         if seqlens.min(initial=width) < width:
             slots = np.where(np.arange(width) < seqlens[:, None], slots, self.slots[rows, :width])
@@ -219,7 +219,7 @@ class BlockTable:
             self._by_key[key].is_forked = True
 
     def collect(self, groups: Collection[Group] | None = None) -> None:
-        """Releases the blocks that forks have left behind, of all groups or of some."""
+        """Releases the blocks that forks have left behind, in all groups or in the given ones."""
         start = 0
         for group in self.groups:
             if group.is_forked and (groups is None or group in groups):
@@ -248,7 +248,7 @@ class BlockTable:
     # Tokens are added.
 
     def check_room(self, longest: int, num_tokens: int) -> None:
-        """Raises InputError where num_tokens behind the longest row are more than max_seqlen."""
+        """Raises InputError if num_tokens more tokens would make the longest row longer than max_seqlen."""
         if num_tokens < 0 or longest + num_tokens > self.max_seqlen:
             raise InputError(
                 f"expected at most max_seqlen = {self.max_seqlen} tokens a row, got num_tokens = {num_tokens} behind "
@@ -256,7 +256,7 @@ class BlockTable:
             )
 
     def reserve(self, begin: int, num_tokens: int | Ints) -> bool:
-        """Makes room for num_tokens in each row from row `begin` on: whether entries have changed."""
+        """Reserves slots for num_tokens in each row from row `begin` on. Returns whether entries have changed."""
         rows, due = slice(begin, self.num_rows), self._due(begin, num_tokens)
         if due is None:
             return False
@@ -268,7 +268,7 @@ class BlockTable:
             self._by_key[key].blocks.append(block)
         column = capacities[row] // size + ahead
         slots = blocks[:, None] * size + np.arange(size)
-        # A row that came by a fork begins its first block somewhere in the middle.
+        # A row that a fork made begins in the middle of its first block.
         is_own = column[:, None] * size + np.arange(size) >= capacities[row][:, None]
         by_block = self.slots.reshape(self.max_rows, -1, size)
         by_block[begin + row, column] = np.where(is_own, slots, by_block[begin + row, column])
@@ -276,12 +276,12 @@ class BlockTable:
         return True
 
     def blocks_needed(self, begin: int, num_tokens: int) -> int:
-        """The blocks that `reserve` would take."""
+        """Returns the number of blocks that `reserve` would take."""
         due = self._due(begin, num_tokens)
         return 0 if due is None else int(due.sum())
 
     def _due(self, begin: int, num_tokens: int | Ints) -> Ints | None:
-        # The blocks that each row needs; None where none needs any.
+        # The number of blocks that each row needs; None if no row needs any.
         rows = slice(begin, self.num_rows)
         capacities: Ints = self.capacities[rows]
         until: Ints = np.add(self.seqlens[rows], num_tokens)
@@ -296,7 +296,7 @@ class BlockTable:
         return self.pool.take(num_blocks)
 
     def check_counts(self, begin: int, counts: Ints, num_tokens: int) -> None:
-        """Raises InputError unless counts are one for each row from row `begin` on, as `KVCache.begin` wants them."""
+        """Raises InputError unless counts has a valid entry (see `KVCache.begin`) for each row from row `begin` on."""
         starts = self._starts[begin : self.num_rows] - begin
         if counts.shape != starts.shape or (counts != counts[starts]).any():
             sizes = self._group_sizes()
@@ -305,19 +305,19 @@ class BlockTable:
             raise InputError(f"expected seqlens from 0 to num_tokens = {num_tokens}, got {counts}")
 
     def commit(self, begin: int, num_tokens: int | Ints) -> None:
-        """Counts tokens that were written into reserved slots, in each row from row `begin` on."""
+        """Adds the tokens written into reserved slots to the length of each row from row `begin` on."""
         self.seqlens[begin : self.num_rows] += num_tokens
 
     def commit_run(self, counts: Ints, parents: npt.NDArray[np.integer]) -> None:
-        """Does the work of several steps of `commit` and `fork` for all rows.
+        """Applies several steps of `commit` and `fork` to all rows.
 
         Args:
-            counts: (rows,) how many of the steps count for each row; what it did in later ones means nothing.
-            parents: (steps, rows) after each step, the row that each goes on from.
+            counts: (rows,) the number of steps that count for each row; its later steps are ignored.
+            parents: (steps, rows) the row that each row continues from after each step.
         """
         steps, rows = parents.shape
         before, after = self.seqlens[:rows].copy(), self.seqlens[:rows] + counts
-        # (steps, rows): the row that wrote, in each step, what is now the token of a row.
+        # (steps, rows): for each step and row, the row that wrote the token which now belongs to that row.
         writers = np.empty((steps, rows), np.intp)
         row = np.arange(rows)
         for step in reversed(range(steps)):
@@ -329,7 +329,7 @@ class BlockTable:
         self.seqlens[:rows] = after
 
     def set_sources(self, groups: Sequence[int], lengths: Ints) -> Ints:
-        """Gives sources to groups that have none: (sum of lengths,) the slots of their tokens, one after another."""
+        """Gives sources to groups without one. Returns (sum of lengths,) the slots of their tokens, concatenated."""
         size, keys = self.block_size, np.array([self.groups[group].key for group in groups], np.intp)
         blocks = blocks_of(lengths, size)
         taken = self._take(int(blocks.sum()))
@@ -343,19 +343,19 @@ class BlockTable:
         return slots
 
     def take_slots(self, num_tokens: int) -> Ints:
-        """Takes blocks for tokens that belong to no group, for good: (num_tokens,) their slots."""
+        """Takes blocks permanently, for tokens that belong to no group. Returns (num_tokens,) their slots."""
         blocks = self._take(blocks_of(num_tokens, self.block_size))
         slots = np.add.outer(blocks * self.block_size, np.arange(self.block_size, dtype=np.int32))
         return slots.reshape(-1)[:num_tokens]
 
 
 def blocks_of(num_tokens: Count, block_size: int) -> Count:
-    """The blocks that num_tokens fill, rounded up."""
+    """Returns the number of blocks that num_tokens fill, rounded up."""
     return (num_tokens + (block_size - 1)) // block_size
 
 
 def spread(counts: npt.NDArray[np.integer]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """For each thing counted, the index of its counter and its own index under it: [2, 1] -> [0 0 1], [0 1 0]."""
+    """Expands counts into each item's index of its count, and its index within that: [2, 1] -> [0 0 1], [0 1 0]."""
     ends = np.cumsum(counts)
     counter = np.repeat(np.arange(len(counts)), counts)
     return counter, np.arange(len(counter)) - (ends - counts)[counter]

@@ -1,4 +1,4 @@
-"""A `KVCache` as a batch of fixed shape: what a step needs that a CUDA graph replays."""
+"""A fixed-shape view of a `KVCache`, for steps that a CUDA graph replays."""
 
 from __future__ import annotations
 
@@ -18,37 +18,38 @@ from fastformer.errors import InputError
 class FixedShapeCache(KVCache):
     """The rows of a cache in batch slots, for steps of one token a row that read no value on the host.
 
-    There are `rows_per_group` batch slots for each of `num_groups` groups. Those without a row decode along, and write
-    to slots of the cache that nothing else uses. Keys and values are the cache's own. The tables are this object's, at
-    fixed addresses on the device, where they run ahead of the host's for several steps:
+    There are `rows_per_group` batch slots for each of `num_groups` groups. Batch slots without a row are decoded too,
+    and write to slots of the cache that nothing else uses. Keys and values belong to the cache. The tables belong to
+    this object: they lie at fixed addresses on the device, and run ahead of the host's tables for several steps:
 
         reserve_run     the host reserves the slots of the next tokens, and sends its tables
         begin, commit   on the device, for each step, by the stack
         end_step        on the device, after each step
-        sync            the host's tables become what those of the device are
+        sync            brings the host's tables up to date with the device's
 
     Args:
-        cache: of the rows. All its groups have rows_per_group rows in a run; with 1, each row counts as a group.
-        num_groups: at least the groups of the cache.
+        cache: the cache of the rows. All its groups have rows_per_group rows in a run; with 1, each row counts as a
+            group.
+        num_groups: at least the number of groups in the cache.
         rows_per_group: see above.
-        width: no row gets longer than this.
-        source_width: no source is longer than this.
-        spare: `KVCache.take_slots` of the cache, for as many batch slots as have no row.
+        width: the greatest length of a row.
+        source_width: the greatest length of a source.
+        spare: slots from the cache's `KVCache.take_slots`, one for each batch slot without a row.
     """
 
     def __init__(
         self, cache: KVCache, num_groups: int, rows_per_group: int, width: int, source_width: int, spare: Ints
     ) -> None:
-        # Not KVCache's: all but the tables on the device belongs to the cache.
+        # KVCache's __init__ is not called: everything except the tables on the device belongs to the cache.
         self.k, self.v, self._table, self._cache = cache.k, cache.v, cache._table, cache
         self.rows_per_group, self.width, self.source_width = rows_per_group, width, source_width
         self._rows, self._num_groups, self._spare = num_groups * rows_per_group, num_groups, spare
         sizes = self._rows * width, self._rows, self._rows, num_groups * source_width, num_groups
-        # Each table begins at a multiple of 16 bytes, whatever the number of rows: kernels are compiled for that.
+        # Each table begins at a multiple of 16 bytes for any number of rows: kernels are compiled for that alignment.
         ends = list(accumulate(-(-size // 4) * 4 for size in sizes))
         device = cache.k.device
         self._tensors = torch.zeros(ends[-1], dtype=torch.int32, device=device)
-        # Pinned, so that the device fetches it by itself. A run is waited for before the next one writes here.
+        # Pinned, so that the upload is asynchronous. The host waits for a run before it writes here for the next one.
         self._pinned = torch.zeros(ends[-1], dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
         padded = self._tensors.tensor_split(ends[:-1])
         slots, self._seqlens, self._last, sources, self._lengths_of_sources = (
@@ -67,12 +68,12 @@ class FixedShapeCache(KVCache):
         """Reserves the slots of the next num_steps tokens, and sends the tables to the device.
 
         Args:
-            num_steps: of the run.
-            last: (groups,) the position of the last token that the rows of each group may have. A row that is there
-                writes there again.
+            num_steps: the number of steps in the run.
+            last: (groups,) the last position that the rows of each group may fill. A row that has reached it writes to
+                it again.
 
         Raises:
-            CacheFullError: fewer blocks are free than it takes. Nothing is taken.
+            CacheFullError: fewer blocks are free than the run needs. No block is taken.
         """
         table, rows, last = self._table, self._table.num_rows, np.repeat(last, self.rows_per_group)
         counts = np.minimum(num_steps, last - table.seqlens[:rows] + 1).astype(np.int32)
@@ -95,10 +96,10 @@ class FixedShapeCache(KVCache):
         self._steps.zero_()
 
     def sync(self, parents: Ints) -> None:
-        """Makes the host's tables what those of the device have become in the run.
+        """Updates the host's tables to the state that the device's tables have after the run.
 
         Args:
-            parents: (steps, at least rows) after each step, the batch slot that each one went on from.
+            parents: (steps, at least rows) the batch slot that each batch slot continued from after each step.
         """
         self._table.commit_run(self._counts, parents[:, : len(self._counts)])
         self._cache._changed("seqlens", "slots")
@@ -107,48 +108,48 @@ class FixedShapeCache(KVCache):
 
     @property
     def step(self) -> Tensor:
-        """(1,) int64, how many steps of the run are over."""
+        """The number of finished steps of the run, (1,) int64."""
         return self._steps
 
     def end_step(self, parents: Tensor | None) -> None:
-        """Lets each batch slot go on from what another one of its group was.
+        """Makes each batch slot continue from a batch slot of its group.
 
         Args:
-            parents: (num_rows,) int64; None: each goes on from itself.
+            parents: (num_rows,) int64; None: each continues from itself.
         """
         if parents is not None:
-            # The slots that a row writes to next stay its own.
+            # A row keeps its own slots for the tokens that it writes next.
             is_history = self._position < self._seqlens[:, None]
             self._slots.copy_(torch.where(is_history, self._slots.index_select(0, parents), self._slots))
         self._steps.add_(1)
 
     @property
     def num_rows(self) -> int:
-        """The batch slots."""
+        """The number of batch slots."""
         return self._rows
 
     @property
     def length_bound(self) -> int:
-        """0: `reserve_run` has looked at the lengths, and no step may."""
+        """Always 0: `reserve_run` has checked the lengths, and a step must not read them on the host."""
         return 0
 
     @property
     def has_memory(self) -> bool:
-        """Whether there are sources."""
+        """Whether the cache holds the keys and values of sources."""
         return self.source_width > 0
 
     @property
     def seqlens(self) -> Tensor:
-        """(num_rows,) int32."""
+        """The number of tokens in each batch slot, (num_rows,) int32."""
         return self._seqlens
 
     @property
     def slot_table(self) -> Tensor:
-        """(num_rows, width) int32."""
+        """The slot of each position of each batch slot, (num_rows, width) int32."""
         return self._slots
 
     def positions(self, num_tokens: int) -> Tensor:
-        """The positions of the next tokens: (num_rows, 1) int64."""
+        """Returns the positions of the next tokens, (num_rows, 1) int64."""
         self.check_room(num_tokens)
         return self._seqlens[:, None].long()
 
@@ -160,7 +161,7 @@ class FixedShapeCache(KVCache):
     def begin(
         self, num_tokens: int, seqlens: Sequence[int] | Tensor | None = None, is_packed: bool = False
     ) -> StepTables:
-        """The tables of any step: its slots are reserved by `reserve_run`."""
+        """Returns the tables of a step, whose slots `reserve_run` has reserved."""
         self.check_room(num_tokens if seqlens is None else 0)
         slots, seqlens_ = (self._source_slots, self._lengths_of_sources) if self.has_memory else (None, None)
         return StepTables(
@@ -174,5 +175,5 @@ class FixedShapeCache(KVCache):
         )
 
     def commit(self, step: StepTables) -> None:
-        """Counts the tokens of a step, on the device."""
+        """Adds the tokens of a step to the lengths, on the device."""
         torch.minimum(self._seqlens + 1, self._last, out=self._seqlens)

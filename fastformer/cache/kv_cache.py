@@ -1,4 +1,4 @@
-"""The keys and values that decoding keeps, so that no token is computed twice."""
+"""The KV cache: the keys and values of earlier tokens, so that no token is computed twice."""
 
 from __future__ import annotations
 
@@ -19,40 +19,41 @@ BLOCK_SIZE = 16
 
 
 class KVCache:
-    """Keys and values of all layers of a decoder, in blocks. For inference: no gradient flows through it.
+    """The keys and values of all layers of a decoder, in blocks. For inference: no gradient flows through it.
 
-    Rows decode together. They belong to groups: the beams or samples of one request, side by side, of one length and
-    one source. `add` appends groups and `free` takes them out, at any time; `fork` lets rows go on from others of their
-    group. None of them moves a key or a value. Memory is taken block by block as rows grow. What the rows of a group
-    have in common (a prompt, the stem of their hypotheses) and the source of a group are stored once.
+    Rows decode together. They belong to groups: a group is the beams or samples of one request, side by side, with one
+    length and one source. At any time, `add` appends groups, `free` removes them, and `fork` makes rows continue from
+    other rows of their group. None of these moves a key or a value. Memory is taken block by block as rows grow. The
+    common beginning of a group's rows (a prompt, the stem of their hypotheses) and the source of a group are stored
+    once.
 
-    A step is a value: `begin` reserves the slots of the next tokens and returns where all tokens are, the layers write
-    keys and values there, and `commit` moves the lengths. The stacks do so by themselves when they are given `cache=`.
-    A step that fails, or is not committed for another reason, changes no length; the blocks that it took wait for the
-    next one. Any other change of the cache ends a step that has begun.
+    A step is a value: `begin` reserves the slots of the next tokens and returns the places of all tokens, the layers
+    write keys and values there, and `commit` advances the lengths. The stacks do so themselves when they are given
+    `cache=`. A step that fails, or is not committed for another reason, changes no length; the blocks that it took stay
+    reserved for the next step. Any other change of the cache ends a step that has begun.
 
-    The tables are kept on the host. Whatever changes one sends it to the device, which is not waited for; there they
-    keep their addresses. A step that is compiled, or recorded in a CUDA graph, runs again when rows are longer: it sees
-    all columns of the tables, and takes the step that the caller has begun and will commit.
+    The tables live on the host. Each change of a table is sent to the device asynchronously; the device's tables keep
+    their addresses. A step that is compiled, or recorded in a CUDA graph, can run again when rows are longer: it reads
+    all columns of the tables, and uses the step that the caller has begun and will commit.
 
     Args:
-        num_layers, num_kv_heads, head_dim: of the decoder.
-        max_rows: rows that decode together.
+        num_layers, num_kv_heads, head_dim: the sizes of the decoder.
+        max_rows: the most rows that decode together.
         max_seqlen: the longest row, in tokens.
         max_source_seqlen: the longest source. None: as long as the memory that is set while nothing is stored.
-        num_sources: the sources that num_blocks None makes room for; None: as many as rows.
-        num_blocks: what all rows and sources share; the null block (`NULL_BLOCK`) is one of them. None: enough for
-            max_rows rows and num_sources sources of full length, as long as groups don't shrink (the rows that are left
-            may hold blocks that many have written to).
-        block_size: tokens in a block.
-        device, dtype: of the keys and values.
+        num_sources: the number of sources that num_blocks None makes room for; None: as many as rows.
+        num_blocks: the number of blocks that all rows and sources share, including the null block (`NULL_BLOCK`). None:
+            enough for max_rows rows and num_sources sources of full length, as long as groups don't shrink (the
+            remaining rows may hold blocks that many rows have written to).
+        block_size: the number of tokens in a block.
+        device, dtype: the device and dtype of the keys and values.
 
     Attributes:
-        k, v: (num_layers, num_blocks, block_size, num_kv_heads, head_dim). Pages that were never written cost nothing
-            on a CPU.
+        k, v: (num_layers, num_blocks, block_size, num_kv_heads, head_dim). On a CPU, pages that were never written use
+            no memory.
 
     Raises:
-        InputError: sizes that are no integers of at least 1.
+        InputError: a size is not an integer of at least 1.
     """
 
     def __init__(
@@ -106,15 +107,15 @@ class KVCache:
         self._on_device = host
         if not self._is_host(self.k.device):
             self._on_device = Tables.zeros(max_rows, columns * size, source_columns * size, self.k.device)
-        # The step that may be committed, in a list that all views of this cache share.
+        # The step that may be committed, in a list that all views of this cache share (see `tail`).
         self._begun: list[StepTables] = []
 
     @staticmethod
     def _is_host(device: torch.device) -> bool:
-        """Whether ops on this device read the host's memory."""
+        """Returns whether ops on this device read the host's memory."""
         return device.type == "cpu"
 
-    # What there is.
+    # Sizes and state.
 
     @property
     def num_layers(self) -> int:
@@ -123,22 +124,22 @@ class KVCache:
 
     @property
     def max_rows(self) -> int:
-        """The rows that there is room for."""
+        """The greatest number of rows."""
         return self._table.max_rows
 
     @property
     def max_seqlen(self) -> int:
-        """The tokens that a row has room for."""
+        """The greatest number of tokens in a row."""
         return self._table.max_seqlen
 
     @property
     def max_source_seqlen(self) -> int:
-        """The tokens that a source has room for."""
+        """The greatest number of tokens in a source."""
         return self._table.max_source_seqlen
 
     @property
     def num_rows(self) -> int:
-        """The rows of all groups."""
+        """The number of rows in all groups."""
         return self._table.num_rows - self._begin
 
     @property
@@ -148,28 +149,28 @@ class KVCache:
 
     @property
     def group_sizes(self) -> list[int]:
-        """The rows of each group."""
+        """The number of rows in each group."""
         return [group.size for group in self._table.groups[self._first :]]
 
     @property
     def lengths(self) -> list[int]:
-        """The tokens in the rows of each group."""
+        """The number of tokens in each row, for each group."""
         firsts = np.cumsum([self._begin, *self.group_sizes])[:-1]
         return self._table.seqlens[firsts].tolist()
 
     @property
     def length_bound(self) -> int:
-        """The tokens in the longest row."""
+        """The number of tokens in the longest row."""
         return self._recorded_step().longest if self._is_recorded() else self._table.longest(self._begin)
 
     @property
     def has_memory(self) -> bool:
-        """Whether there are groups, and the keys and values of each group's source are there."""
+        """Whether the cache has groups, and holds the keys and values of each group's source."""
         return self._longest_source() is not None
 
     @property
     def longest_source(self) -> int:
-        """The tokens of the longest source; 0 while a group has none."""
+        """The number of tokens in the longest source; 0 while a group has no source."""
         return self._longest_source() or 0
 
     def _longest_source(self) -> int | None:
@@ -179,26 +180,26 @@ class KVCache:
 
     @property
     def num_blocks(self) -> int:
-        """All blocks, the null block among them."""
+        """The number of blocks, including the null block."""
         return self.k.shape[1]
 
     @property
     def free_blocks(self) -> int:
-        """The blocks that no group holds. Forks may leave more, which are collected before blocks run out."""
+        """The number of blocks that no group holds. Blocks that forks left behind are collected before blocks run out."""
         return self._table.pool.num_free
 
     @property
     def token_bytes(self) -> int:
-        """The bytes of the keys and values of one token, in all layers."""
+        """The size in bytes of one token's keys and values in all layers."""
         num_layers, _, _, num_kv_heads, head_dim = self.k.shape
         return 2 * num_layers * num_kv_heads * head_dim * self.k.element_size()
 
     def blocks_of(self, num_tokens: int) -> int:
-        """The blocks that num_tokens of a row or of a source fill."""
+        """Returns the number of blocks that num_tokens of a row or of a source fill."""
         return blocks_of(num_tokens, self.block_size)
 
     def blocks_needed(self, num_tokens: int) -> int:
-        """The blocks that `begin` would take. Where fewer are free, it first collects those that forks left behind."""
+        """Returns the number of blocks that `begin` would take. If fewer are free, it first collects those of forks."""
         blocks = self._table.blocks_needed(self._begin, num_tokens)
         if blocks > self.free_blocks:
             self._table.collect()
@@ -206,7 +207,7 @@ class KVCache:
 
     @property
     def seqlens(self) -> Tensor:
-        """(num_rows,) int32, the tokens in each row, on the cache's device. Not to be written."""
+        """The number of tokens in each row, (num_rows,) int32 on the cache's device. Do not write to it."""
         return self._on_device.seqlens[self._begin : self._table.num_rows]
 
     def positions(self, num_tokens: int) -> Tensor:
@@ -225,24 +226,24 @@ class KVCache:
         self._changed("seqlens", "keys")
 
     def free(self, groups: Sequence[int]) -> None:
-        """Takes groups out, and their blocks back. Later groups move up.
+        """Removes groups and releases their blocks. Later groups move up.
 
         Raises:
-            InputError: no such group, or one twice.
+            InputError: a group doesn't exist or is named twice.
         """
         self._table.free([self._first + group if group >= 0 else group for group in groups])
         self._changed("seqlens", "keys", "slots")
 
     def fork(self, parents: Sequence[Sequence[int]]) -> None:
-        """Lets rows go on from other rows of their group, as a beam search does with its survivors. It copies no token.
+        """Makes rows continue from other rows of their group, as a beam search does with its survivors. Copies no token.
 
         Args:
-            parents: one list for each group, at least 1 long: its row i goes on from what its row parents[i] was. From
-                now on the group has as many rows as the list is long.
+            parents: one non-empty list for each group: row i of the group continues from its former row parents[i].
+                Afterwards the group has one row for each item of the list.
 
         Raises:
-            InputError: anything but as many lists of integers as there are groups, an empty one, an index outside of
-                the group, more than max_rows rows.
+            InputError: parents is not one list of integers for each group, a list is empty, an index is outside the
+                group, or there would be more than max_rows rows.
         """
         if self._table.fork(self._first, parents):
             self._changed("seqlens", "keys", "slots")
@@ -250,7 +251,7 @@ class KVCache:
             self._changed("slots")
 
     def rewind(self) -> None:
-        """Forgets the tokens of all groups; their sources stay."""
+        """Removes the tokens of all groups; their sources stay."""
         self._table.rewind(self._first)
         self._changed("seqlens")
 
@@ -259,9 +260,9 @@ class KVCache:
         self.free(range(self.num_groups))
 
     def tail(self, first_group: int) -> KVCache:
-        """The groups from first_group on as a cache of their own: runs new prompts while the others wait.
+        """Returns a view of the groups from first_group on, to run new prompts while the other groups wait.
 
-        It shares everything with this one, and holds until groups before first_group leave.
+        The view shares all memory with this cache, and is valid until groups before first_group are freed.
         """
         if not 0 <= first_group <= self.num_groups:
             raise InputError(f"expected a first_group from 0 to {self.num_groups}, got {first_group}")
@@ -270,22 +271,22 @@ class KVCache:
         return view
 
     def take_slots(self, num_tokens: int) -> Ints:
-        """Takes blocks for tokens that belong to no group, for good: (num_tokens,) their slots.
+        """Takes blocks permanently, for tokens that belong to no group. Returns (num_tokens,) their slots.
 
         Raises:
-            CacheFullError: fewer blocks are free. Nothing is taken.
+            CacheFullError: fewer blocks are free than these tokens need. No block is taken.
         """
         return self._table.take_slots(num_tokens)
 
     # Tokens are added.
 
     def check_rows(self, num_rows: int) -> None:
-        """Raises InputError for a batch of another number of rows than the cache has."""
+        """Raises InputError unless a batch has as many rows as the cache."""
         if num_rows != self.num_rows:
             raise InputError(f"expected the {self.num_rows} rows of the cache, got a batch of {num_rows}")
 
     def check_room(self, num_tokens: int) -> None:
-        """Raises InputError when rows would be longer than max_seqlen with `num_tokens` more."""
+        """Raises InputError if num_tokens more tokens would make a row longer than max_seqlen."""
         self._table.check_room(self.length_bound, num_tokens)
 
     def begin(
@@ -295,17 +296,18 @@ class KVCache:
 
         Args:
             num_tokens: the most tokens that a row gets.
-            seqlens: (num_rows,) the tokens that each row gets, the same in each group; None: num_tokens. Padded prompts
-                are written whole, and the next tokens overwrite their padding. A tensor on a GPU is waited for.
-            is_packed: whether the tokens are packed prompts, of rows that are empty and of these seqlens.
+            seqlens: (num_rows,) the number of tokens that each row gets, the same in each group; None: num_tokens.
+                Padded prompts are written whole, and the next tokens overwrite their padding. If it is a tensor on a
+                GPU, the host waits for it.
+            is_packed: whether the tokens are packed prompts of these seqlens, for rows that are empty.
 
         Returns:
-            The step: `step.layer(i)` is what layer i takes as `cache=`.
+            The step. Pass `step.layer(i)` to layer i as `cache=`.
 
         Raises:
-            CacheFullError: fewer blocks are free than it takes. Nothing is taken.
-            InputError: a row would be longer than max_seqlen; seqlens that differ inside a group. In compiled code: the
-                caller has begun no step of so many tokens.
+            CacheFullError: fewer blocks are free than the step needs. No block is taken.
+            InputError: a row would be longer than max_seqlen, or seqlens differ inside a group. In compiled code: the
+                caller has not begun a step of num_tokens tokens.
         """
         table, tables, begin, end = self._table, self._on_device, self._begin, self._table.num_rows
         is_recorded = self._is_recorded()
@@ -326,7 +328,7 @@ class KVCache:
             row += begin
             packed_slots = self._place(table.slots[row, position].astype(np.int64))
             batch_index = self._place(table.keys[row])
-        # A recorded step reads all columns. Any other step reads the blocks that it needs.
+        # A recorded step reads all columns. Any other step reads only the blocks that it needs.
         width, source_width = tables.slots.shape[1], tables.source_slots.shape[1]
         longest_source = self._longest_source()
         if not is_recorded:
@@ -345,10 +347,10 @@ class KVCache:
         return step
 
     def commit(self, step: StepTables) -> None:
-        """Ends a step whose keys and values are written: its tokens count from now on.
+        """Ends a step whose keys and values are written, and adds its tokens to the lengths.
 
         Raises:
-            InputError: the step is not the last one that has begun, or the cache has changed since.
+            InputError: the step is not the one that began last, or the cache has changed since.
         """
         if self._is_recorded():
             return
@@ -358,7 +360,7 @@ class KVCache:
         self._changed("seqlens")
 
     def _recorded_step(self) -> StepTables:
-        # The caller does the host's part of the step outside, before each run of what is recorded.
+        # The caller does the host's part of the step outside the recording, before each replay.
         if not self._begun:
             raise InputError("expected KVCache.begin before each compiled step, and KVCache.commit after it")
         return self._begun[0]
@@ -373,16 +375,16 @@ class KVCache:
         values: Sequence[Tensor],
         seqlens: Sequence[int] | Tensor | None = None,
     ) -> None:
-        """Stores the cross-attention's keys and values of the groups that have none yet, one source for each group.
+        """Stores the cross-attention's keys and values for the groups without a source, one source for each group.
 
         Args:
             keys, values: one tensor a layer, padded (sources, source_seqlen, num_kv_heads, head_dim) or packed (total,
                 num_kv_heads, head_dim).
-            seqlens: (sources,) real tokens of each source; None: all (padded only).
+            seqlens: (sources,) the number of real tokens in each source; None: all (padded only).
 
         Raises:
-            InputError: other sizes than the cache has, or another number of sources than groups without one.
-            CacheFullError: fewer blocks are free than it takes. Nothing is taken.
+            InputError: the sizes differ from the cache's, or the number of sources from that of groups without one.
+            CacheFullError: fewer blocks are free than the sources need. No block is taken.
         """
         lengths = self._memory_lengths(keys, values, seqlens)
         groups = [i for i in range(self._first, len(self._table.groups)) if self._table.groups[i].source_seqlen < 0]
@@ -444,13 +446,13 @@ class KVCache:
         return self._table.row_of(self._first) if self._first else 0
 
     def _changed(self, *names: str) -> None:
-        """Ends the step that has begun, and sends these tables to the device."""
+        """Ends the step that has begun, if any, and sends these tables to the device."""
         self._begun.clear()
         if self._is_host(self.k.device):
             return
         table, rows = self._table, self._table.num_rows
         sources = max((group.key + 1 for group in table.groups), default=0)
-        # Of each table what is in use, and not what there is room for.
+        # Only the part of each table that is in use, not its whole capacity.
         used: dict[str, tuple[slice, ...]] = {
             "seqlens": (slice(rows),),
             "keys": (slice(rows),),
@@ -466,17 +468,17 @@ class KVCache:
         return self._staged(array).to(self.k.device, non_blocking=True)
 
     def _staged(self, array: npt.NDArray[np.integer]) -> Tensor:
-        # A pinned copy, so that the host may go on writing while the upload is under way: torch gives the copy's memory
-        # to others only when the device is done with it.
+        # A pinned copy, so that the host may write to the tables during the upload: torch reuses the copy's memory only
+        # after the device has finished with it.
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         return tensor.pin_memory() if self.k.is_cuda else tensor
 
 
 def host_lengths(seqlens: Sequence[int] | Tensor) -> Ints:
-    """Lengths as an array on the host. A tensor on a GPU is waited for.
+    """Returns lengths as an array on the host. If they are a tensor on a GPU, the host waits for it.
 
     Raises:
-        InputError: no one-dimensional integers.
+        InputError: the lengths are not one-dimensional integers.
     """
     values = seqlens.cpu().numpy() if isinstance(seqlens, Tensor) else np.asarray(seqlens)
     if values.ndim != 1 or not (values.dtype.kind in "iu" or not len(values)):

@@ -1,4 +1,4 @@
-"""What the layers of a stack see of a `KVCache` in one step."""
+"""The views of a `KVCache` that the layers of a stack use in one step."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from fastformer.cache.block_pool import Ints
 
 
 class AttentionCache(NamedTuple):
-    """One attention's part of a `KVCache`: views, so that writing into them writes into the cache.
+    """The views of a `KVCache` for one attention. Writing to the views writes to the cache.
 
     Attributes:
         k, v: (num_blocks, block_size, num_kv_heads, head_dim).
-        slot_table: (rows, width) int32, the slot in `k.flatten(0, 1)` of each position. It is as wide as the longest
-            row is after the step, in whole blocks, or as wide as it can get.
-        seqlens: (rows,) int32, the tokens of each row before the step.
-        num_tokens: the new tokens that every row has slots for; 0 in cross-attention.
+        slot_table: (rows, width) int32, the slot of each position in `k.flatten(0, 1)`. Its width is the length of the
+            longest row after the step, in whole blocks, or the greatest length that a row can have.
+        seqlens: (rows,) int32, the number of tokens in each row before the step.
+        num_tokens: the number of new tokens that every row has slots for; 0 in cross-attention.
         is_empty: whether all rows of a self-attention are without tokens.
-        packed_slots: (tokens,) int64, the slots of packed prompts; None: the step takes padded tokens.
+        packed_slots: (tokens,) int64, the slots of packed prompts; None: the step's tokens are padded.
         is_static: True for cross-attention, to which no token is appended.
-        batch_index: of cross-attention, int32: the row of the table that each query row, or each packed token, reads.
-        rows_per_source: of cross-attention without batch_index: so many rows side by side read one row of the table.
+        batch_index: int32, for cross-attention: the row of the table that each query row, or each packed token, reads.
+        rows_per_source: for cross-attention without batch_index: the number of adjacent rows that read one row of the
+            table.
     """
 
     k: Tensor
@@ -39,26 +40,26 @@ class AttentionCache(NamedTuple):
 
 
 class LayerCache(NamedTuple):
-    """One layer's part of a `KVCache` in one step: what a layer takes as `cache=`."""
+    """The views of a `KVCache` for one layer in one step, which the layer takes as `cache=`."""
 
     self_attention: AttentionCache
     cross_attention: AttentionCache | None = None
 
 
 class StepTables(NamedTuple):
-    """One step of a `KVCache`, from `KVCache.begin` to `KVCache.commit`: where its tokens are read and written.
+    """One step of a `KVCache`, from `KVCache.begin` to `KVCache.commit`: the places that its layers read and write.
 
-    The tensors are those of the cache. They say what is here until the cache changes, so also until the commit.
+    The tensors belong to the cache. They are valid until the cache changes, and so until the commit.
 
     Attributes:
-        k, v: of each layer, see `AttentionCache`.
-        slot_table, seqlens, packed_slots: of the rows; see `AttentionCache`.
-        source_slots, source_seqlens: the same of the sources; None where there are none.
+        k, v: the keys and values of each layer; see `AttentionCache`.
+        slot_table, seqlens, packed_slots: the tables of the rows; see `AttentionCache`.
+        source_slots, source_seqlens: the same tables for the sources; None without sources.
         batch_index: see `AttentionCache`.
         num_tokens: the most new tokens that a row gets.
-        counts: (rows,) the new tokens of each row where they differ.
-        first_row: the first of the rows.
-        longest: the tokens of the longest row before the step.
+        counts: (rows,) the number of new tokens in each row, if the numbers differ.
+        first_row: the index of the first row.
+        longest: the number of tokens in the longest row before the step.
         rows_per_source: see `AttentionCache`.
     """
 
@@ -77,7 +78,7 @@ class StepTables(NamedTuple):
     rows_per_source: int = 1
 
     def layer(self, index: int) -> LayerCache:
-        """The part of one layer."""
+        """Returns the views for one layer."""
         k, v = self.k[index], self.v[index]
         own = AttentionCache(k, v, self.slot_table, self.seqlens, self.num_tokens, self.longest == 0, self.packed_slots)
         if self.source_slots is None or self.source_seqlens is None:
