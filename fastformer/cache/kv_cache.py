@@ -185,7 +185,7 @@ class KVCache:
 
     @property
     def free_blocks(self) -> int:
-        """The number of blocks that no group holds. Blocks that forks left behind are collected before blocks run out."""
+        """The number of blocks that no group holds. Blocks left behind by forks are collected before they run out."""
         return self._table.pool.num_free
 
     @property
@@ -211,7 +211,7 @@ class KVCache:
         return self._on_device.seqlens[self._begin : self._table.num_rows]
 
     def positions(self, num_tokens: int) -> Tensor:
-        """The positions of the next tokens of each row: (num_rows, num_tokens) int64."""
+        """Returns the positions of the next tokens of each row, (num_rows, num_tokens) int64."""
         return self.seqlens[:, None] + torch.arange(num_tokens, device=self.k.device)
 
     # Groups come and go.
@@ -235,7 +235,7 @@ class KVCache:
         self._changed("seqlens", "keys", "slots")
 
     def fork(self, parents: Sequence[Sequence[int]]) -> None:
-        """Makes rows continue from other rows of their group, as a beam search does with its survivors. Copies no token.
+        """Makes rows continue from other rows of their group, as in beam search. No token is copied.
 
         Args:
             parents: one non-empty list for each group: row i of the group continues from its former row parents[i].

@@ -1,4 +1,4 @@
-"""The engines, and which of them decodes a model."""
+"""The decoding engines, and the choice of one for a model."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fastformer.generation.engines.recompute import RecomputeEngine
 from fastformer.generation.engines.recurrent import RecurrentEngine
 from fastformer.generation.model_protocols import Model, as_model, check_precision, is_ensemble
 
-# By default the first engine that can decode the model does. "graph" has to be asked for: on a GPU it is not yet
-# measured.
+# By default the first engine in this order that can decode the model is chosen. "graph" must be requested by name: it
+# is not yet measured on a GPU.
 _ENGINES: tuple[type[CppEngine | KVCacheEngine | RecurrentEngine | RecomputeEngine], ...]
 _ENGINES = (CppEngine, GraphEngine, KVCacheEngine, RecurrentEngine, RecomputeEngine)
 _BY_NAME = (GraphEngine,)
@@ -26,19 +26,20 @@ ENGINES = tuple(engine.name for engine in _ENGINES)
 
 
 def choose_engine(model: Model, name: str | None = None, precision: str | None = None) -> Engine:
-    """An engine for a model.
+    """Returns an engine for a model.
 
-    That of an ensemble has no name: it is made of engines for the models in it, of which name and precision are asked.
+    The engine of an ensemble has no name. It consists of one engine for each model of the ensemble; name and precision
+    apply to each of these.
 
     Args:
-        model: what decodes.
-        name: one of ENGINES; None: the fastest that can, "graph" left out.
-        precision: what it computes in: "fp32", "bf16", "fp16", "int8" or "int4". None: what the model says: one of the
-            last two where it was quantised, else its dtype, or autocast's. An engine that has neither decodes a
-            quantised model with its rounded weights in their dtype.
+        model: the model to decode.
+        name: one of ENGINES; None: the fastest engine that can decode the model, except "graph".
+        precision: the precision to compute in: "fp32", "bf16", "fp16", "int8" or "int4". None: the model's own, which
+            is "int8" or "int4" for a quantised model, else its dtype or autocast's. An engine without int8 and int4
+            decodes a quantised model with its rounded weights in their dtype.
 
     Raises:
-        ValueError: no such engine or precision, or none that can decode this model in it.
+        ValueError: the engine or the precision doesn't exist, or no engine can decode this model in that precision.
     """
     if name is not None and name not in ENGINES:
         raise ValueError(f"expected an engine out of {', '.join(ENGINES)}, got {name!r}")

@@ -1,4 +1,4 @@
-"""What decoding drives: an engine opens batches, and a batch steps rows of tokens that come and go."""
+"""The interfaces of engines and batches: an engine opens batches, and a batch steps rows that come and go."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class Prompt(NamedTuple):
-    """What a request begins with.
+    """The ids that a request begins with.
 
     Attributes:
         source: the ids that an encoder reads; None for a decoder-only model.
         tokens: the ids that the decoder begins with, at least one: the start token and a forced prefix, or the prompt
-            of a language model. The last of them is the input of the first step.
+            of a language model. The last id is the input of the first step.
     """
 
     source: Sequence[int] | None
@@ -28,16 +28,16 @@ class Prompt(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """The ids of the source and of the decoder."""
+        """The number of ids, of the source and of the decoder together."""
         return len(self.source or ()) + len(self.tokens)
 
 
 class KnownPrefix(NamedTuple):
-    """What of a prompt a batch has already.
+    """The part of a prompt that a batch has in its cache.
 
     Attributes:
-        cached: how many of its first tokens, which it does not read again.
-        held: how many of those are in memory that groups hold, so that they take none.
+        cached: the number of the prompt's first tokens that are in the cache and are not read again.
+        held: the number of cached tokens in memory that groups hold already, so that they need no further memory.
     """
 
     cached: int = 0
@@ -55,20 +55,19 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Selection:
-    """What a step returns for each row.
+    """The candidates that a step is to return for each row.
 
     Attributes:
-        num_candidates: how many tokens, the best first.
-        log_probs: their values are log-probabilities. If False, logits will do, which saves the exponentials.
+        num_candidates: the number of tokens for each row, best first.
+        log_probs: whether their values are log-probabilities. False allows logits, which saves the exponentials.
         logit_rows: the rows, in ascending order, that are sampled or whose logits are processed. The candidates of the
-            other rows don't depend on whether there are such rows: they need not come from logits that a 16-bit model
-            has rounded.
-        process: edits the logits of logit_rows first, also in place: (len(logit_rows), vocab_size) fp32 in and out.
-        samples: for each of logit_rows how its token is sampled, or None to take the best ones; None: no row is
+            other rows don't depend on logit_rows: they need not come from logits that a 16-bit model has rounded.
+        process: edits the logits of logit_rows first, possibly in place: (len(logit_rows), vocab_size) fp32 in and out.
+        samples: for each of logit_rows, the way to sample its token, or None to take the best tokens; None: no row is
             sampled. The first candidate of a sampled row is the token that was drawn, with its log-probability before
-            warping; the best ones stand behind it.
-        keeps: for each of logit_rows whether the output of `process` is returned as it is, without a log-softmax;
-            None: no row's.
+            warping; the best tokens follow it.
+        keeps: for each of logit_rows, whether the output of `process` is returned without a log-softmax; None: False
+            for all of them.
     """
 
     num_candidates: int
@@ -80,19 +79,19 @@ class Selection:
 
 
 class Candidates(NamedTuple):
-    """What may follow each row, on the host, best first: ids and their log-probabilities (or logits)."""
+    """The candidates for the next token of each row, on the host, best first: ids and log-probabilities (or logits)."""
 
     ids: list[list[int]]
     values: list[list[float]]
 
 
 class Limits(NamedTuple):
-    """When a run of several steps returns at the latest.
+    """The limits of a run of several steps: it returns when it reaches any of them.
 
     Attributes:
-        max_steps: after so many steps, at least 1.
-        seconds: no step begins after so long.
-        min_rows: when fewer rows go on, counted by the peaks of their searches.
+        max_steps: the most steps, at least 1.
+        seconds: the time after which no further step begins.
+        min_rows: the run returns when fewer rows than this continue, counted by the peaks of their searches.
     """
 
     max_steps: int
@@ -101,33 +100,33 @@ class Limits(NamedTuple):
 
 
 class Work(Protocol):
-    """The requests that a batch decodes, one for each group, in the order of the groups."""
+    """The requests of a batch, one for each group, in the order of the groups."""
 
     def next_tokens(self) -> list[int]:
-        """The next token of each row."""
+        """Returns the next token of each row."""
 
     def selection(self) -> Selection:
-        """What the requests need to know of the next step."""
+        """Returns the selection that the requests need from the next step."""
 
     def advance(self, candidates: Candidates) -> tuple[list[int], list[list[int]] | None]:
-        """Takes in a step.
+        """Advances the requests by the candidates of a step.
 
         Returns:
-            The places of the requests that leave the batch; and for each that stays the parents of its rows, or None
-            where all rows go on from themselves.
+            The places of the requests that leave the batch; and for each request that stays the parents of its rows, or
+            None if every row continues from itself.
         """
 
     def wants_log_probs(self) -> bool:
-        """Whether a request needs log-probabilities; see `Selection`."""
+        """Whether any request needs log-probabilities; see `Selection`."""
 
     def native_searches(self) -> list[NativeSearch] | None:
-        """The searches of all requests where C++ code can advance each of them; else None."""
+        """Returns the searches of all requests if C++ code can advance each of them; else None."""
 
     def native_tokens(self, searches: Sequence[NativeSearch]) -> list[int]:
-        """`next_tokens`, from the native searches of all requests."""
+        """Returns the next token of each row, from the native searches of all requests; see `next_tokens`."""
 
     def take_steps(self, searches: Sequence[NativeSearch], steps: Sequence[int]) -> list[int]:
-        """Takes in a run that has advanced the native searches of all requests by so many steps each.
+        """Updates the requests after a run has advanced each native search by its number of steps.
 
         Returns:
             The places of the requests that leave the batch.
@@ -135,43 +134,43 @@ class Work(Protocol):
 
 
 class Batch(ABC):
-    """Requests that an engine decodes together.
+    """The requests that an engine decodes together.
 
     Rows 0, 1, 2, ... belong to groups, one for each request, in the order of their prefill. All rows of a group read
-    one source and have the same length. The caller keeps the same list of groups.
+    one source and have the same length. The caller maintains the same list of groups.
 
-    Memory is counted in tokens: what a group takes for its source, its prompt and each of its rows.
+    Memory is counted in tokens: those of a group's source, its prompt and each of its rows.
     """
 
     @abstractmethod
     def prefill(self, prompts: Sequence[Prompt]) -> Sequence[int] | None:
-        """Appends a group of one row for each prompt: reads the sources, and the prompts up to their last token.
+        """Appends a group of one row for each prompt, and reads the sources, and the prompts except their last token.
 
         Returns:
-            How many tokens of each prompt were not read, because the batch had them (`Engine.reuses_prefixes`); None:
-            all were read.
+            For each prompt, the number of tokens that were not read because the batch had them in its cache
+            (`Engine.reuses_prefixes`); None: all tokens were read.
         """
 
     def known_prefix(self, prompt: Prompt) -> KnownPrefix:
-        """What `prefill` would find of a prompt."""
+        """Returns the part of a prompt that `prefill` would find in the cache."""
         return KnownPrefix()
 
     @abstractmethod
     def step(self, tokens: Sequence[int], selection: Selection) -> Candidates:
-        """Appends a token to each row, and returns what may follow.
+        """Appends a token to each row, and returns the candidates for the token after it.
 
         Args:
             tokens: the next token of each row.
-            selection: what to return.
+            selection: the candidates to return.
         """
 
     @abstractmethod
     def fork(self, parents: Sequence[Sequence[int]]) -> None:
-        """Gives groups other rows.
+        """Replaces the rows of each group by continuations of its rows.
 
         Args:
-            parents: for each group, for each of its new rows, which of its rows it goes on from. A group may grow or
-                shrink; it keeps at least one row.
+            parents: for each group, for each of its new rows, the index in the group of the row that it continues. A
+                group may grow or shrink; it keeps at least one row.
         """
 
     @abstractmethod
@@ -179,23 +178,25 @@ class Batch(ABC):
         """Removes groups and frees their memory; later groups move up."""
 
     def free_tokens(self) -> int:
-        """How many tokens of memory are free. Those of prompts that have left, and may come again, count as free."""
+        """Returns the number of free tokens of memory, including the cached prompts of requests that have left."""
         return 0
 
     def shared_tokens(self) -> int:
-        """How many tokens of memory groups save by sharing: without, they would take so many more."""
+        """Returns the number of tokens of memory that groups save by sharing."""
         return 0
 
     def step_tokens(self) -> int:
-        """How many tokens of memory the next step takes."""
+        """Returns the number of tokens of memory that the next step takes."""
         return 0
 
     def run(self, work: Work, limits: Limits) -> list[int]:
-        """Steps the rows, at least once, and frees the groups whose requests leave; here one step, searched in Python.
+        """Steps the rows at least once, and frees the groups whose requests leave.
+
+        This implementation takes one step, whose search runs in Python.
 
         Args:
             work: the requests of the groups.
-            limits: when to return at the latest.
+            limits: the limits of the run.
 
         Returns:
             The places of the groups that were freed.
@@ -215,24 +216,24 @@ class SearchingBatch(Batch):
     def run_searches(
         self, searches: Sequence[NativeSearch], tokens: Sequence[int], log_probs: bool, limits: Limits
     ) -> list[int]:
-        """Steps the rows, advances the searches, and forks the rows, again and again.
+        """Repeats these operations: steps the rows, advances the searches, and forks the rows.
 
-        It returns when all searches are done, at its limits, or when the next step would take more memory than there is
-        (`step_tokens`, `free_tokens`); it may return as soon as one search is done. Each row takes one step at least.
-        The group of a search that is done keeps rows, whose contents don't matter, until it is freed.
+        It returns when all searches are done, at its limits, or when the next step would take more memory than is free
+        (`step_tokens`, `free_tokens`); it may return as soon as one search is done. Each row takes at least one step.
+        The group of a search that is done keeps rows, whose contents are undefined, until it is freed.
 
         Args:
-            searches: of each group, a different one; none of them is done.
+            searches: a search for each group, all distinct; none of them is done.
             tokens: the next token of each row.
             log_probs: see `Selection`.
-            limits: see the class.
+            limits: see `Limits`.
 
         Returns:
-            How many steps each group took.
+            The number of steps that each group took.
         """
 
     def run(self, work: Work, limits: Limits) -> list[int]:
-        """As many steps as the limits allow where all searches are native, else one."""
+        """Takes as many steps as the limits allow if all searches are native, else one step; see `Batch.run`."""
         searches = work.native_searches()
         if searches is None:
             return super().run(work, limits)
@@ -247,8 +248,8 @@ class Engine(ABC):
     """A way to decode a model in a precision, for which `why_unsupported` has returned None.
 
     Attributes:
-        name: what `generate(..., engine=)` calls it.
-        device: where the model is.
+        name: the engine's name in `generate(..., engine=)`.
+        device: the model's device.
     """
 
     name: ClassVar[str]
@@ -257,48 +258,51 @@ class Engine(ABC):
     @classmethod
     @abstractmethod
     def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:
-        """Why it can't decode this model in this precision (None: the model's own); None when it can."""
+        """Returns the reason why the engine can't decode this model in this precision, or None if it can.
+
+        A precision of None is the model's own.
+        """
 
     @property
     def token_bytes(self) -> int:
-        """What a token of memory costs; 0 where memory isn't worth counting."""
+        """The bytes of a token of memory; 0 if the engine's memory isn't worth counting."""
         return 0
 
     def tokens_needed(self, prompt: Prompt, num_rows: int, new_tokens: int) -> int:
-        """How many tokens of memory a group takes at most when its rows have so many new tokens.
+        """Returns the most tokens of memory that a group takes when each of its rows has new_tokens new tokens.
 
-        A group that loses rows and has as many again later may take more.
+        A group that loses rows and later grows to as many rows again may take more.
         """
         return 0
 
     def runs_searches(self) -> bool:
-        """Whether its batches advance native searches themselves: they are `SearchingBatch`es."""
+        """Returns whether the engine's batches are `SearchingBatch`es, which advance native searches themselves."""
         return False
 
     def reuses_prefixes(self) -> bool:
-        """Whether its batches read once what prompts have in common from their first token on.
+        """Returns whether the engine's batches read the common beginning of prompts only once.
 
-        A batch keeps it when its prompts have left, as long as no other group takes the memory.
+        A batch keeps that beginning in its cache after the prompts have left, until another group takes the memory.
         """
         return False
 
     def limit_to(self, shortlist: Sequence[int]) -> bool:
-        """Has the batches that are opened from now on compute the logits of some tokens only.
+        """Makes batches that are opened from now on compute the logits of only some tokens.
 
         Args:
-            shortlist: the ids, in ascending order; the logits of others are -inf.
+            shortlist: the ids of these tokens, in ascending order; the logits of other tokens are -inf.
 
         Returns:
-            Whether it can. If not, the caller has to forbid the other tokens by itself.
+            Whether the engine can do so. If not, the caller has to forbid the other tokens itself.
         """
         return False
 
     @abstractmethod
     def open(self, max_rows: int, num_tokens: int) -> Batch:
-        """A batch without rows.
+        """Opens a batch without rows.
 
-        Drop the batch before first: there may be no memory for two.
+        Drop the previous batch first: there may not be enough memory for two.
 
         Args:
-            max_rows, num_tokens: what it has memory for.
+            max_rows, num_tokens: the numbers of rows and of tokens that the batch has memory for.
         """

@@ -1,4 +1,4 @@
-"""The step that a CUDA graph is captured of, and the tensors that it reads and writes."""
+"""A decode step that is captured as a CUDA graph, and the tensors that it reads and writes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from fastformer.nn import KVCache
 
 
 class Shape(NamedTuple):
-    """What a graph is captured for; its replays may differ in nothing else.
+    """The properties of a step that its graph fixes: all replays of the graph have the same ones.
 
     Attributes:
-        num_groups: with as many batch slots as the rules have beams.
-        width, source_width: the longest row and the longest source.
-        backend: that the ops are made to take.
-        rules: of the searches, without min_tokens; None: a step whose candidates the host chooses from its hidden
-            states, each row being a group of its own.
-        num_candidates: of a batch slot.
+        num_groups: the number of groups; each has as many batch slots as the rules have beams.
+        width, source_width: the lengths of the longest row and the longest source.
+        backend: the backend that the ops are forced to use.
+        rules: the rules of the searches, without min_tokens; None: the host chooses the candidates from the step's
+            hidden states, and each row is a group of its own.
+        num_candidates: the number of candidates for each batch slot.
         log_probs: whether values are log-probabilities.
-        is_edited: whether some ids are forbidden, now or in steps to come.
+        is_edited: whether some ids are forbidden, in this step or in later ones.
     """
 
     num_groups: int
@@ -41,21 +41,21 @@ class Shape(NamedTuple):
 
 
 class CapturedStep:
-    """The step of a shape: its tensors, and its graph once it is captured.
+    """The step of one shape: its tensors, and its graph after the capture.
 
     Args:
-        shape: see the class.
-        cache: of the rows.
+        shape: see `Shape`.
+        cache: the cache of the rows.
         spare: see `FixedShapeCache`.
-        vocab_size: of the model.
-        num_steps: between two looks, at most.
+        vocab_size: the size of the model's vocabulary.
+        num_steps: the most steps before the host looks at the results.
 
     Attributes:
-        cache, search: what a step reads and writes; search is None where the shape has no rules.
+        cache, search: the state that a step reads and writes; search is None if the shape has no rules.
         tokens: (slots,) int32, the input of a step.
-        hidden: (slots, d_model), the output of a step without a search; None before the first one.
-        graph: None before it is captured.
-        is_warm: a step was taken.
+        hidden: (slots, d_model), the output of a step without a search; None before the first step.
+        graph: the captured graph; None before the capture.
+        is_warm: whether a step was taken.
     """
 
     def __init__(self, shape: Shape, cache: KVCache, spare: Ints, vocab_size: int, num_steps: int) -> None:
@@ -75,30 +75,30 @@ class CapturedStep:
         self.cache = FixedShapeCache(cache, groups, beams, shape.width, shape.source_width, spare)
 
     def give(self, tokens: Sequence[int]) -> None:
-        """Without a search, the next tokens of the rows."""
+        """Sets the next tokens of the rows, for a step without a search."""
         self._staged.numpy()[: len(tokens)] = tokens
         self.tokens.copy_(self._staged, non_blocking=True)
 
 
 def power_of_two(number: int) -> int:
-    """The least that is no smaller."""
+    """Returns the smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
 def bucket(count: int) -> int:
-    """A power of two, or from 16 on the middle between two of them."""
+    """Rounds a count up to a power of two or, from 16 on, to the middle between two powers of two."""
     whole = power_of_two(count)
     return whole * 3 // 4 if whole >= 32 and count <= whole * 3 // 4 else whole
 
 
 def rounded(count: int) -> int:
-    """Up to a number of four binary digits and zeros: at most an eighth more."""
+    """Rounds a count up to a number of four binary digits followed by zeros, which is at most an eighth more."""
     step = 1 << max(0, count.bit_length() - 4)
     return -(-count // step) * step
 
 
 def why_not_captured(model: object) -> str | None:
-    """Why replays would leave out what calls of a model do now; None where they would not."""
+    """Returns the reason why replays would omit something that a call of the model does now, or None."""
     if isinstance(model, nn.Module):
         for name, module in model.named_modules():
             if module._forward_hooks or module._forward_pre_hooks:

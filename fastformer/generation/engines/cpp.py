@@ -39,7 +39,7 @@ Rows = list[list[int]]
 
 
 class Session(Protocol):
-    """csrc/bindings/decoder.cpp's Session."""
+    """The interface of Session in csrc/bindings/decoder.cpp."""
 
     def admit(self, sources: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], threads: int) -> list[int]: ...
     def step(
@@ -71,7 +71,7 @@ class Session(Protocol):
 
 
 class _Extension(Protocol):
-    """What of the extension this engine uses."""
+    """The part of the C++ extension that this engine uses."""
 
     def Session(self, packed: object, num_tokens: int) -> Session: ...
     def PackedModel(self, options: dict[str, object], tensors: dict[str, Array]) -> object: ...
@@ -84,17 +84,17 @@ def _extension_module() -> _Extension:
 class CppEngine(Engine):
     """Steps a `models.Transformer` or a `models.GPT` on the CPU, from weights that are prepacked once for all engines.
 
-    fp32 computes what the model does. bf16 rounds the weights and their inputs; int8 has a scale for each output of a
-    weight, and a scale and a zero point for each row of its inputs; int4 takes the same inputs, and has a scale for
+    fp32 computes the same as the model. bf16 rounds the weights and their inputs; int8 has a scale for each output of a
+    weight, and a scale and a zero point for each row of its inputs; int4 has the same inputs as int8, and a scale for
     each 32 weights of an output. The residual stream, norms and softmax are always fp32. Keys and values, and the
     tables of embeddings and positions, are fp32 or, in the smaller precisions, bf16.
-    A row's bits depend neither on its neighbours nor on the number of threads, nor on which tokens of its prompt were
-    read before: kept is what was read as a prompt, in blocks of 16 tokens. Weights that change are packed again
-    when the next batch begins; see `prepack.fingerprint` for how that is noticed, and `prepack.repack` for where it may
-    not be.
+    A row's results are the same, bit for bit, whatever its neighbours, the number of threads, and the tokens of its
+    prompt that were read before: the cache keeps the tokens that were read as a prompt, in blocks of 16 tokens. If
+    weights change, they are packed again when the next batch begins; `prepack.fingerprint` describes how the engine
+    detects a change, and `prepack.repack` the changes that it may miss.
 
     Args:
-        model: see above; `why_unsupported` says what it may not have.
+        model: the model to decode; see `why_unsupported` for the models that the engine can't decode.
         precision: "fp32", "bf16", "int8" or "int4"; None: the model's own.
     """
 
@@ -107,58 +107,61 @@ class CppEngine(Engine):
         self._model, self._config = model, model.config
         self._attention = _attention(model)
         self._shortlist: list[int] = []
-        self.prepacked(may_be_old=True)  # a batch asks again
+        self.prepacked(may_be_old=True)  # each batch checks again whether the weights have changed
 
     def prepacked(self, *, may_be_old: bool = False) -> object:
-        """The `PackedModel` of the model's weights as they are now; see `prepack`."""
+        """Returns the `PackedModel` of the model's current weights; see `prepack`."""
         model, precision = self._model, self.precision
         return packed(model, precision, lambda: pack(model, precision), find=find_guards, may_be_old=may_be_old)
 
     @classmethod
     def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:
-        """Why C++ code would compute something else than the model's modules, or not in this precision."""
+        """Returns the reason why C++ code can't compute the same as the model's modules in this precision, or None."""
         return why_not_supported(model, precision)
 
     @property
     def token_bytes(self) -> int:
-        """The keys and values of a token in all layers of the decoder."""
+        """The bytes of a token's keys and values in all layers of the decoder."""
         return self._cached_heads * self._attention.head_dim * (4 if self.precision == "fp32" else 2)
 
     @property
     def _cached_heads(self) -> int:
-        """The keys and values of a token, counted by heads."""
+        """The number of key heads and value heads that a token has in the cache, over all layers."""
         config = self._config
         layers = config.num_layers if isinstance(config, GPT.config_class) else config.num_decoder_layers
         return 2 * layers * self._attention.num_kv_heads
 
     def tokens_needed(self, prompt: Prompt, num_rows: int, new_tokens: int) -> int:
-        """In whole blocks; the blocks of a row's own tokens begin where the prompt ends, somewhere in a block."""
+        """Returns the most tokens of memory of a group, in whole blocks; see `Engine.tokens_needed`.
+
+        A row's own tokens begin at the end of the prompt, which may be in the middle of a block.
+        """
         own = num_rows * (_blocks_of(new_tokens) + 1)
         return (_blocks_of(len(prompt.source or ())) + _blocks_of(len(prompt.tokens)) + own) * BLOCK_SIZE
 
     def runs_searches(self) -> bool:
-        """Greedy and beam searches."""
+        """Returns True: batches advance greedy and beam searches themselves."""
         return True
 
     def reuses_prefixes(self) -> bool:
-        """Where no encoder's source changes what a token becomes."""
+        """Returns whether the model has no encoder, whose source would change the keys and values of a prompt's tokens."""
         return isinstance(self._model, GPT)
 
     def limit_to(self, shortlist: Sequence[int]) -> bool:
-        """It skips the rows of the output weight for all other ids."""
+        """Makes later batches skip the rows of the output weight for all other ids; see `Engine.limit_to`."""
         self._shortlist = list(shortlist)
         return True
 
     def open(self, max_rows: int, num_tokens: int) -> CppBatch:
-        most = (2**31 - 1) // (self._cached_heads * BLOCK_SIZE) * BLOCK_SIZE  # places are counted in 32 bits
+        most = (2**31 - 1) // (self._cached_heads * BLOCK_SIZE) * BLOCK_SIZE  # the session counts places in 32 bits
         return CppBatch(self, self._config.vocab_size, min(num_tokens, most), self._shortlist)
 
 
 class CppBatch(SearchingBatch):
-    """A session of the extension.
+    """A batch that runs in a session of the C++ extension.
 
-    It begins with the first prefill, and again with each prefill of an empty batch if the model's weights have changed
-    meanwhile, without what was read before. Requests that are decoded together see the same weights.
+    The session begins with the first prefill. A prefill of an empty batch begins a new session, without the cached
+    prompts, if the model's weights have changed meanwhile. Requests that are decoded together use the same weights.
     """
 
     def __init__(self, engine: CppEngine, vocab_size: int, num_tokens: int, shortlist: list[int]) -> None:
@@ -170,7 +173,7 @@ class CppBatch(SearchingBatch):
     def _begin(self) -> Session:
         packed = self._engine.prepacked()
         if self._session is None or packed is not self._packed:
-            self._session = None  # there may be no memory for two
+            self._session = None  # there may not be enough memory for two sessions
             self._packed = packed
             self._session = _extension_module().Session(packed, self._num_tokens)
             if self._shortlist:
@@ -191,7 +194,7 @@ class CppBatch(SearchingBatch):
 
     @property
     def session(self) -> Session:
-        """The extension's object; not before the first prefill."""
+        """The session of the extension, which exists from the first prefill on."""
         assert self._session is not None, "no prefill yet"
         return self._session
 
@@ -214,7 +217,7 @@ class CppBatch(SearchingBatch):
         return found
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
-        """Appends a token to each row, and returns the logits of what may follow, (rows, vocab_size) fp32."""
+        """Appends a token to each row, and returns the logits of the next token, (rows, vocab_size) fp32."""
         found = torch.empty(len(tokens), self._vocab_size, dtype=torch.float32, device="cpu")
         self.session.step(tokens, 1, False, [*range(len(tokens))], found.numpy(), torch.get_num_threads())
         return found
@@ -222,7 +225,10 @@ class CppBatch(SearchingBatch):
     def run_searches(
         self, searches: Sequence[NativeSearch], tokens: Sequence[int], log_probs: bool, limits: Limits
     ) -> list[int]:
-        """With many rows each thread decodes its own rows, and the threads take different numbers of steps."""
+        """Steps the rows and advances the searches; see `SearchingBatch.run_searches`.
+
+        With many rows, each thread decodes its own rows, and the threads take different numbers of steps.
+        """
         handles = [search.handle for search in searches]
         return self.session.run(handles, tokens, *limits, log_probs, torch.get_num_threads())
 
@@ -235,7 +241,7 @@ class CppBatch(SearchingBatch):
 
     def free_tokens(self) -> int:
         if self._session is None:
-            return max(1, _blocks_of(self._num_tokens)) * BLOCK_SIZE  # as the session will count them
+            return max(1, _blocks_of(self._num_tokens)) * BLOCK_SIZE  # rounded up to whole blocks, as in the session
         return self._session.free_tokens()
 
     def step_tokens(self) -> int:
@@ -256,13 +262,13 @@ def _attention(model: Transformer | GPT) -> MultiheadAttention:
 
 
 def pack(model: nn.Module, precision: str) -> object:
-    """The `PackedModel` of a model that `why_not_supported` has nothing against."""
+    """Packs the weights of a model for which `why_not_supported` returns None."""
     assert isinstance(model, Transformer | GPT)
     return _extension_module().PackedModel(pack_options(model, precision), pack_tensors(model, precision))
 
 
 def pack_options(model: Transformer | GPT, precision: str) -> dict[str, object]:
-    """What the tensors don't say: csrc/engine/packed_model.h's ModelOptions."""
+    """Returns the options of a model that its tensors don't show, for ModelOptions in csrc/engine/packed_model.h."""
     layer, attention, embedding = model.decoder.layers[0], _attention(model), _target_embedding(model)
     config = model.config
     return {
@@ -322,12 +328,12 @@ def _target_embedding(model: Transformer | GPT) -> Embedding:
 
 
 def pack_tensors(model: Transformer | GPT, precision: str) -> dict[str, Array]:
-    """The tensors under the names that csrc/engine/packed_model.h wants; for int4, matrices as whole numbers."""
+    """Returns the tensors by their names in csrc/engine/packed_model.h; for int4, matrices hold whole numbers."""
     return arrays_of(model, named_tensors(model), precision)
 
 
 def named_tensors(model: Transformer | GPT) -> dict[str, Tensor]:
-    """The model's tensors under the names that csrc/engine/packed_model.h wants."""
+    """Returns the model's tensors by their names in csrc/engine/packed_model.h."""
     tensors: dict[str, Tensor] = {
         f"decoder.{name}": p for name, p in model.decoder.named_parameters(remove_duplicate=False)
     }
@@ -365,7 +371,7 @@ def named_tensors(model: Transformer | GPT) -> dict[str, Tensor]:
 
 
 def arrays_of(model: nn.Module, tensors: dict[str, Tensor], precision: str) -> dict[str, Array]:
-    """Named tensors of a model as csrc/engine/packed_model.h reads them."""
+    """Converts named tensors of a model to the arrays that csrc/engine/packed_model.h reads."""
     arrays: dict[str, Array] = {}
     multiplied = [tensor for name, tensor in tensors.items() if not _is_looked_up(name)]
     groups = groups_of(model, multiplied) if precision == INT4 else {}
@@ -384,19 +390,19 @@ def _is_looked_up(name: str) -> bool:
 
 
 def activation_name(activation: object) -> str | None:
-    """What csrc/common/activation.h calls the activation of a layer that the engine supports."""
+    """Returns the name in csrc/common/activation.h of the activation of a layer that the engine supports."""
     return activation if isinstance(activation, str) else fused_name(cast(Activation, activation))
 
 
 def bias_by_distance(relative: RelativePositionBias, max_len: int, head_dim: int) -> Tensor:
-    """What csrc/engine/packed_model.h's PositionBias reads: in units of q k^T, which are scaled afterwards."""
+    """Returns the biases for PositionBias in csrc/engine/packed_model.h, in units of q k^T, which is scaled later."""
     reach = min(relative.max_distance, max_len - 1)
     rows = relative.table[relative.buckets(torch.arange(-reach, reach + 1, device=relative.table.device))]
     return rows.float().T * head_dim**0.5
 
 
 def _array(tensor: Tensor) -> Array:
-    """A tensor's memory where it is fp32 or bf16 (as uint16) without gaps, else a copy."""
+    """Returns a view of a tensor's memory if it is contiguous fp32 or bf16 (as uint16), else a copy."""
     tensor = tensor.detach().contiguous()
     if tensor.dtype == torch.bfloat16:
         bits: npt.NDArray[np.uint16] = tensor.view(torch.int16).numpy().view(np.uint16)

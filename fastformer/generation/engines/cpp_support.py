@@ -1,7 +1,7 @@
-"""Which models the C++ engine supports, and why it doesn't support others.
+"""Checks whether the C++ engine supports a model, and gives the reason if it doesn't.
 
-The engine computes what a model's modules would, and calls none of them. So it takes a model only where calling them
-would make no difference: the library's own modules all the way down, as the config makes them, without hooks or
+The engine computes the same as a model's modules without calling them. So it supports a model only if calling the
+modules would make no difference: every module is the library's own and as the config makes it, without hooks or
 patches.
 """
 
@@ -55,15 +55,15 @@ Value: TypeAlias = int | float | str | tuple[object, ...] | None
 
 @dataclass(frozen=True)
 class _Part:
-    """A module as the config makes it.
+    """The properties of a module that the config makes.
 
     Attributes:
         kind: its type.
-        methods: the names that an instance must not have of its own.
-        values: its attributes that say how it computes.
-        activation: what its activation is called; None where it has none.
-        parameters, buffers: their shapes; None where there is none of this name.
-        children: the names and the parts of its modules.
+        methods: the names of methods that an instance must not override.
+        values: its attributes that determine how it computes.
+        activation: the name of its activation; None if it has no activation.
+        parameters, buffers: their shapes by name; None for a name that is registered without a tensor.
+        children: its modules' names and parts.
     """
 
     kind: type[nn.Module]
@@ -76,19 +76,19 @@ class _Part:
 
 
 def why_no_cpp_engine() -> str | None:
-    """Why there is no C++ engine on this machine, whatever the model; None where there is one."""
+    """Returns the reason why the C++ engine can't run on this machine, whatever the model, or None if it can."""
     return _extension.why_missing("Session")
 
 
 def why_not_supported(model: object, precision: str | None) -> str | None:
-    """Why the C++ engine can't decode a model in a precision, with the name of the module; None where it can.
+    """Returns the reason why the C++ engine can't decode a model in a precision, with the module's name, or None.
 
     Args:
         model: any object.
         precision: see `choose_engine`.
 
     Raises:
-        ValueError: no such precision.
+        ValueError: the precision doesn't exist.
     """
     check_precision(precision)
     if (missing := why_no_cpp_engine()) is not None:
@@ -100,7 +100,7 @@ def why_not_supported(model: object, precision: str | None) -> str | None:
 
 
 def why_not_in(precision: str | None, model: object) -> str | None:
-    """Why C++ code doesn't compute a model in this precision, its own for None; None: it does."""
+    """Returns the reason why C++ code can't compute a model in this precision (None: the model's own), or None."""
     if precision is None and torch.is_autocast_enabled("cpu"):
         precision = own_precision(model)
     if precision is not None and precision not in PACKED_PRECISIONS:
@@ -109,7 +109,7 @@ def why_not_in(precision: str | None, model: object) -> str | None:
 
 
 def why_not_now() -> str | None:
-    """Why the C++ engine may decode no model at all at this moment: what would see none of its work; None: it may."""
+    """Returns the reason why the C++ engine may decode no model now (an active mode would miss its work), or None."""
     if (backend := _library.forced_backend()) in ("reference", "triton"):
         return f"use_backend({backend!r}) asks for other code"
     if torch._C._len_torch_dispatch_stack():
@@ -125,7 +125,7 @@ _guards: WeakKeyDictionary[nn.Module, ModelGuards] = WeakKeyDictionary()
 
 
 def find_guards(model: Transformer | GPT | BERT) -> tuple[ModelGuards | None, str | None]:
-    """The guards of a model that is what its config makes, the same ones while they hold; or why it isn't."""
+    """Returns the guards of a model that is as its config makes it (cached while they hold), or why it isn't."""
     guards = _guards.get(model)
     if guards is not None and guards.hold(model):
         return guards, None
@@ -139,12 +139,12 @@ def find_guards(model: Transformer | GPT | BERT) -> tuple[ModelGuards | None, st
 
 
 def forget_guards(model: nn.Module) -> None:
-    """Drops the guards of a model, which keep its tensors: for one whose weights were packed and are to be freed."""
+    """Drops the guards of a model, which hold its tensors: call it to free a model's weights after packing them."""
     _guards.pop(model, None)
 
 
 def _why_not_by_classes() -> str | None:
-    """Which method of a class that a model consists of was replaced."""
+    """Returns a reason with the name of a replaced method of the library's own module classes, or None."""
     for (kind, name), function in _FUNCTIONS.items():
         if vars(kind).get(name) is not function:
             return f"{kind.__name__}.{name} was replaced"
@@ -154,7 +154,7 @@ def _why_not_by_classes() -> str | None:
 def _why_not_as_made(model: Transformer | GPT | BERT) -> str | None:
     try:
         made = _made(cast(Kind, type(model)), tuple(vars(model.config).items()))
-    except (TypeError, ValueError) as error:  # a config that was changed afterwards
+    except (TypeError, ValueError) as error:  # the config was changed after the model was made
         return f"its config makes no model: {error}"
     dtypes: dict[torch.dtype, str] = {}
     for name, module, part in _walk(model, made):
@@ -170,7 +170,7 @@ def _why_not_as_made(model: Transformer | GPT | BERT) -> str | None:
 
 
 def _walk(model: nn.Module, made: _Part) -> Iterator[tuple[str, nn.Module, _Part | str]]:
-    """The modules with their names, each with what the config makes in its place, or with what is wrong there."""
+    """Yields each module, its name, and the part that the config makes in its place or the reason for a mismatch."""
     stack: list[tuple[str, nn.Module, _Part]] = [("", model, made)]
     while stack:
         name, module, part = stack.pop()
@@ -202,7 +202,7 @@ def _why_not_module(module: nn.Module, part: _Part) -> str | None:
         return f"has a {min(part.methods & own.keys())} of its own"
     for name, value in part.values.items():
         found = own.get(name)
-        # A tensor in the place of a number could be changed unnoticed.
+        # If a tensor stood for a number, it could be changed without detection.
         if found is not value and (found != value if isinstance(found, int | float | str | tuple) else True):
             return f"has {name} {found!r}, while its config says {value!r}"
     if part.activation is not None and fused_name(module.activation) != part.activation:  # type: ignore[arg-type]
@@ -251,13 +251,13 @@ def _full_name(kind: type) -> str:
 
 @cache
 def _made(kind: Kind, config: tuple[tuple[str, Any], ...]) -> _Part:
-    """What a config makes. Tensors of "meta" have shapes and no memory; making them draws no random numbers."""
+    """Returns the part that a config makes, on "meta": its tensors use no memory and draw no random numbers."""
     with torch.inference_mode(False), _Unfilled():
         return _part(kind(kind.config_class(**dict(config)), device="meta"))
 
 
 class _Unfilled(TorchFunctionMode):
-    """Leaves out what fills tensors in place: on "meta" it would import a compiler, for a second."""
+    """Skips functions that fill tensors in place: on "meta" they would import a compiler, which takes a second."""
 
     def __torch_function__(
         self,
@@ -281,7 +281,7 @@ def _part(module: nn.Module) -> _Part:
         if name not in _INTERNALS | _FREE and (value is None or isinstance(value, int | float | str | tuple))
     }
     activation = fused_name(own["activation"]) if "activation" in own else None
-    if activation is not None:  # another one, by its name, is one of the values
+    if activation is not None:  # one that isn't fused stays in the values, by its name
         values.pop("activation", None)
     return _Part(
         kind,
@@ -300,7 +300,7 @@ def _methods(kind: Kind) -> frozenset[str]:
 
 
 def _functions() -> dict[tuple[type, str], object]:
-    """The methods of the classes that a model consists of, as they were written."""
+    """Returns the original methods of the classes that a model consists of."""
     ours: tuple[type, ...] = (
         *(Transformer, GPT, TransformerEncoder, TransformerDecoder, TransformerEncoderLayer, TransformerDecoderLayer),
         *(DecoderOnlyLayer, MultiheadAttention, Projections, Embedding, PositionalEncoding, RotaryEmbedding),

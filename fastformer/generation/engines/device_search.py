@@ -1,9 +1,9 @@
-"""Greedy and beam search as operations on tensors, which a CUDA graph can hold: what goes on, and nothing else.
+"""The device's part of greedy and beam search, as tensor operations that a CUDA graph can hold.
 
-What the searches of `generation/search.py` find is decided there, on the host, from the same candidates some steps
-later: which hypotheses are finished, their scores, and when there is an end. The device has to know what it decodes
-next, and for that the best beams that go on, in the same order to the last tie, are all. Rows whose search has ended
-meanwhile are decoded until the host looks.
+The device chooses only the beams that continue, because it needs them to decode the next tokens. It orders them exactly
+as the host does, ties included. Some steps later, the searches of `generation/search.py` decide the results on the host
+from the same candidates: which hypotheses are finished, their scores, and when the search ends. The device continues to
+decode rows whose search has ended until the host looks.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Ints = npt.NDArray[np.int32]
 
 
 class Record(NamedTuple):
-    """What the device found and did in the steps of a run.
+    """The candidates and choices of the device in the steps of a run.
 
     Attributes:
-        ids, values: (steps, slots, candidates) each step's candidates; fp32.
-        parents: (steps, slots) the slot that each goes on from after each step.
+        ids, values: (steps, slots, candidates) the candidates of each step; values are fp32.
+        parents: (steps, slots) the slot that each slot continues from after each step.
         tokens: (steps, slots) the next token of each slot.
         scores: (steps, slots) fp64, the score of each slot.
     """
@@ -42,18 +42,18 @@ class Record(NamedTuple):
 
 
 class DeviceSearch:
-    """The searches of some groups of slots, by the same rules but for min_tokens.
+    """The searches of several groups of slots. Their rules are the same, except min_tokens.
 
     Args:
-        rules: see above.
-        num_groups: with as many slots each as there are beams, or one.
-        num_candidates: of a slot.
-        vocab_size: of the model.
-        num_steps: that the record has room for.
-        device: of everything.
+        rules: the common rules.
+        num_groups: the number of groups; each has one slot for each beam, or a single slot.
+        num_candidates: the number of candidates for each slot.
+        vocab_size: the size of the model's vocabulary.
+        num_steps: the number of steps that the record has room for.
+        device: the device of all tensors.
 
     Attributes:
-        tokens: (slots,) int32, what each slot is given next.
+        tokens: (slots,) int32, the next token of each slot.
     """
 
     def __init__(
@@ -88,13 +88,13 @@ class DeviceSearch:
         self._is_end, self._is_suppressed = ends.to(device), banned.to(device)
 
     def load(self, tokens: Sequence[int], scores: Sequence[float], said: Sequence[int], least: Sequence[int]) -> None:
-        """Sends the device where the searches are.
+        """Sends the state of the searches to the device.
 
         Args:
-            tokens: of the slots that rows stand in.
-            scores: likewise; `NEVER` for those that are no hypothesis.
-            said: how many new tokens the rows of each group have.
-            least: its min_tokens.
+            tokens: the next tokens of the slots that hold rows.
+            scores: the scores of these slots; `NEVER` for a slot without a hypothesis.
+            said: the number of new tokens in the rows of each group.
+            least: the min_tokens of each group.
         """
         host, ends = self._staged.numpy(), self._ends
         host[:] = 0
@@ -106,23 +106,23 @@ class DeviceSearch:
         self._scores.copy_(self._staged_scores, non_blocking=True)
 
     def candidates(self, logits: Tensor, log_probs: bool) -> tuple[Tensor, Tensor]:
-        """The best of logits (slots, vocab_size), of which the rules forbid some: values and ids, (slots, candidates).
+        """Returns the best allowed candidates from logits (slots, vocab_size): values and ids, (slots, candidates).
 
-        As a `Selection` would with the processors `SuppressTokens` and `MinNewTokens`.
+        They are the candidates of a `Selection` with the processors `SuppressTokens` and `MinNewTokens`.
         """
         early = (self._said < self._least).repeat_interleave(self.num_beams, output_size=self._slots)
         forbidden = self._is_suppressed | (self._is_end & early[:, None])
         return best_candidates(logits.float().masked_fill(forbidden, NEVER), self._count, log_probs)
 
     def advance(self, values: Tensor, ids: Tensor, step: Tensor) -> Tensor | None:
-        """Chooses the hypotheses that go on, and records everything.
+        """Chooses the hypotheses that continue, and records the step.
 
         Args:
-            values, ids: (slots, candidates), each slot's best first, of equals the lowest id first.
-            step: (1,) int64, of the run.
+            values, ids: (slots, candidates), best first for each slot, and lowest id first among equal values.
+            step: (1,) int64, the index of the step in the run.
 
         Returns:
-            (slots,) int64, the slot that each goes on from; None: from itself.
+            (slots,) int64, the slot that each slot continues from; None: each continues from itself.
         """
         values = values.float()
         parents: Tensor | None = None
@@ -138,10 +138,10 @@ class DeviceSearch:
         return parents
 
     def _best_beams(self, values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        # Upward by id, then a stable sort over the beams of a group: of equal scores the first beam's lowest id first.
+        # Sorted by id, then stably by score over the beams of a group: equal scores are ordered by beam, then by id.
         ids, places = ids.sort(-1)
         totals = self._scores[:, None] + values.gather(1, places).double()
-        # Hypotheses that end don't go on; enough of the candidates do.
+        # Hypotheses that end don't continue; there are enough candidates that do.
         totals = totals.masked_fill(self._is_end[ids], NEVER)
         ranked = torch.sort(totals.view(self._groups, -1), dim=-1, descending=True, stable=True)
         best = ranked.indices[:, : self.num_beams]
@@ -150,7 +150,7 @@ class DeviceSearch:
         return ids.view(self._groups, -1).gather(1, best).flatten(), parents.flatten()
 
     def read(self, num_steps: int) -> Record:
-        """What was noted in the first steps of the run. The device is waited for."""
+        """Returns the record of the first num_steps steps of the run. The host waits for the device."""
         lines = self._record[:num_steps].cpu().numpy()
         ids, values, parents, tokens, scores = np.split(lines, self._columns[:-1], axis=1)
         shape = (num_steps, self._slots, self._count)

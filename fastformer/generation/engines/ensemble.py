@@ -1,4 +1,4 @@
-"""Decodes an ensemble: a batch for each of its models, stepped alongside, and one choice from their mean."""
+"""Decodes an ensemble: steps a batch for each of its models, and chooses tokens from the mean of their outputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class EnsembleEngine(Engine):
 
     Args:
         model: the ensemble.
-        choose_engine: returns the engine of a model.
+        choose_engine: returns the engine for a model.
     """
 
     name: ClassVar[str] = "ensemble"
@@ -29,25 +29,28 @@ class EnsembleEngine(Engine):
 
     @classmethod
     def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:
-        """Each model in the ensemble has an engine of its own, which may refuse the precision."""
+        """Returns a reason unless the model is an ensemble; see `Engine.why_unsupported`.
+
+        Each model in the ensemble has its own engine, which may refuse the precision.
+        """
         return None if is_ensemble(model) else "it is no ensemble"
 
     @property
     def token_bytes(self) -> int:
-        """What a token takes in all of them."""
+        """The bytes of a token of memory, summed over the models."""
         return sum(engine.token_bytes for engine in self.engines)
 
     def tokens_needed(self, prompt: Prompt, num_rows: int, new_tokens: int) -> int:
-        """What is enough for each of them."""
+        """Returns the tokens of memory that are enough for each of the models; see `Engine.tokens_needed`."""
         return max(engine.tokens_needed(prompt, num_rows, new_tokens) for engine in self.engines)
 
     def open(self, max_rows: int, num_tokens: int) -> Batch:
-        """A batch of each engine."""
+        """Opens a batch of each model's engine."""
         return EnsembleBatch(self.model, [engine.open(max_rows, num_tokens) for engine in self.engines])
 
 
 class EnsembleBatch(Batch):
-    """Batches of the same groups and rows. A step shows the logits of all rows of each of them."""
+    """Batches of all models, with the same groups and rows. A step gets the logits of all rows from each of them."""
 
     def __init__(self, model: Ensembled, batches: Sequence[Batch]) -> None:
         self._model, self._batches = model, batches
@@ -68,17 +71,17 @@ class EnsembleBatch(Batch):
             batch.free(groups)
 
     def free_tokens(self) -> int:
-        """What is free in each of them."""
+        """Returns the number of free tokens of memory in the model's batch that has the fewest."""
         return min(batch.free_tokens() for batch in self._batches)
 
     def step_tokens(self) -> int:
-        """More than is free where one of them has too little, whatever the others have."""
+        """Returns the tokens of memory that the next step takes: more than are free if any model's batch has too few."""
         least = self.free_tokens()
         return max(batch.step_tokens() - (batch.free_tokens() - least) for batch in self._batches)
 
 
 def _logits(batch: Batch, tokens: Sequence[int]) -> Tensor:
-    """Steps a batch: (rows, vocab_size), the logits of all of its rows."""
+    """Steps a batch, and returns the logits of all of its rows, (rows, vocab_size)."""
     shown: list[Tensor] = []
 
     def keep(logits: Tensor) -> Tensor:

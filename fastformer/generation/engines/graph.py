@@ -1,8 +1,9 @@
-"""Decodes with a `KVCache` and whole steps that are captured as CUDA graphs, their search included.
+"""Decodes with a `KVCache` and whole decode steps, including their search, that are captured as CUDA graphs.
 
-A launch of one graph takes the place of the hundreds that a step consists of, and between two looks at what has ended
-the host waits for nothing. A step has a graph for each shape that it is met in (`captured_step.Shape`): rows, lengths
-and what the search wants, rounded up to a few sizes, so that requests that come and go move between few graphs.
+The launch of one graph replaces the hundreds of kernel launches of a step. The host waits for the device only when it
+looks for searches that have ended, once in several steps. There is a graph for each shape of a step
+(`captured_step.Shape`): the numbers of rows, the lengths and the needs of the search. These are rounded up to a few
+sizes, so that few graphs serve a batch whose requests come and go.
 """
 
 from __future__ import annotations
@@ -48,20 +49,20 @@ from fastformer.ops import _library
 
 logger = logging.getLogger("fastformer")
 
-STEPS_PER_LOOK = 8  # at what has ended: a row whose search ends decodes along until then
-MAX_SHAPES = 32  # of an engine, each with a graph: they share the memory that their operations work in
-_KEPT_BYTES = 2**32  # of a model's cache, between two calls
-_KEPT_ON = ("cuda",)  # the devices on which anything is kept
-_LEAST_WIDTH = 64  # of a table of tokens
+STEPS_PER_LOOK = 8  # steps before the host looks for searches that have ended; their rows decode on until then
+MAX_SHAPES = 32  # shapes of an engine, each with a graph; the graphs share the working memory of their operations
+_KEPT_BYTES = 2**32  # the most bytes of a model's cache that stay allocated between two calls
+_KEPT_ON = ("cuda",)  # the device types on which caches and graphs stay between calls
+_LEAST_WIDTH = 64  # the least width of a table of tokens
 
 
 class _Group:
-    """What the engine knows of a request.
+    """The engine's state of one request.
 
     Attributes:
-        prompt_length: the tokens before the first new one.
-        num_rows: that are decoded; the cache may have more.
-        scores: of the rows; None: not known.
+        prompt_length: the number of tokens before the first new one.
+        num_rows: the number of rows that are decoded; the cache may have more.
+        scores: the scores of the rows; None: not known.
     """
 
     def __init__(self, prompt: Prompt) -> None:
@@ -71,17 +72,17 @@ class _Group:
 
 @dataclass
 class _Kept:
-    """What outlives an engine, for the next one of the same model.
+    """The state that outlives an engine, for the next engine of the same model.
 
     Attributes:
-        cache: of the model.
-        room: the rows and tokens that it was made for.
-        spare: slots that were set aside in it.
-        captured: the step of each shape, the one that was used last at the end.
-        guards: of the model as it was after the first step; None: there was none.
-        graphs: captures them.
-        is_plain: all steps have to be taken without a graph.
-        num_batches: that were opened with it.
+        cache: the model's cache.
+        room: the numbers of rows and tokens that the cache was made for.
+        spare: slots of the cache for batch slots without a row.
+        captured: the step of each shape, the most recently used last.
+        guards: the guards of the model, made after the first step; None: no step was taken.
+        graphs: captures the graphs.
+        is_plain: whether all steps must run without a graph.
+        num_batches: the number of batches that were opened with this state.
     """
 
     cache: KVCache
@@ -94,11 +95,11 @@ class _Kept:
     num_batches: int = 0
 
     def is_current(self, model: object) -> bool:
-        """Whether the graphs do what the model does now: its tensors are where they were, and so are its hooks."""
+        """Returns whether the graphs still match the model: its tensors and hooks have not changed place."""
         return self.guards is not None and isinstance(model, nn.Module) and self.guards.hold(model)
 
     def forget(self) -> None:
-        """Drops the graphs: they read memory that is no longer the model's, or would leave out its hooks."""
+        """Drops the graphs, which would read memory that the model no longer uses, or omit its hooks."""
         self.captured.clear()
         self.guards, self.is_plain = None, False
 
@@ -107,25 +108,25 @@ _kept: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
 
 
 class GraphEngine(KVCacheEngine):
-    """Steps a `models.Transformer` or a `models.GPT`, or what decodes like one.
+    """Steps a `models.Transformer` or a `models.GPT`, or a model that decodes like one.
 
-    Greedy and beam searches of one kind (the same beams, ends and suppressed ids) run on the device. Everything else
-    goes step by step: a graph then ends with the hidden states, from which the host chooses. On a CPU a graph is a
-    plain call, and its results are the same.
+    Greedy and beam searches of one kind (the same beams, ends and suppressed ids) run on the device. Other requests run
+    step by step: a graph then ends with the hidden states, from which the host chooses. On a CPU a graph is a plain
+    call with the same results.
 
-    A new shape takes its first step without a graph, and is captured when it occurs again. If one can't be captured,
-    all steps go without graphs, and the log says so once. The cache and the graphs stay with the model, for the next
+    A new shape takes its first step without a graph, and is captured when it occurs again. If a capture fails, all
+    steps run without graphs, and the log says so once. The cache and the graphs stay with the model, for the next
     engine.
 
-    One batch is open at a time: it uses the cache and the graphs of the one before.
+    One batch is open at a time: it uses the cache and the graphs of the previous batch.
 
     Args:
-        model: see above.
-        precision: its own, or None.
+        model: the model to decode.
+        precision: the model's own precision, or None.
 
     Attributes:
-        steps_per_look: how many steps are taken between two looks at what has ended.
-        max_shapes: that are kept; beyond, those that were used least recently go.
+        steps_per_look: the number of steps before the host looks for searches that have ended.
+        max_shapes: the most shapes with a graph; beyond that, the least recently used ones are dropped.
     """
 
     name: ClassVar[str] = "graph"
@@ -138,7 +139,7 @@ class GraphEngine(KVCacheEngine):
 
     @classmethod
     def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:
-        """Why graphs would leave out what the model does, besides the reasons of `KVCacheEngine`."""
+        """Returns a reason if `KVCacheEngine` can't decode the model or a graph would omit a part of it, or None."""
         if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
             return "autocast is on, whose copies of the weights a graph can't hold: cast the model"
         if getattr(getattr(model, "config", None), "positions", None) == "relative":
@@ -147,11 +148,11 @@ class GraphEngine(KVCacheEngine):
 
     @property
     def shapes(self) -> list[Shape]:
-        """The shapes of the steps that were taken, the one that was used last at the end."""
+        """The shapes of the steps that were taken, the most recently used last."""
         return [*self._state.captured]
 
     def runs_searches(self) -> bool:
-        """Greedy and beam searches."""
+        """Returns True: batches advance greedy and beam searches themselves."""
         return True
 
     def open(self, max_rows: int, num_tokens: int) -> GraphBatch:
@@ -165,17 +166,17 @@ class GraphEngine(KVCacheEngine):
         return GraphBatch(self.model, self.device, self._state, self.steps_per_look, self.max_shapes)
 
     def _make_room(self, max_rows: int, num_tokens: int) -> None:
-        """Empties the cache; a new one, with new graphs, where it is too small or the weights have moved."""
+        """Empties the cache, or makes a new one, with new graphs, if it is too small or the weights have moved."""
         state, wanted = self._state, (max_rows, num_tokens)
         if state.is_current(self.model) and all(new <= old for new, old in zip(wanted, state.room, strict=True)):
             state.cache.reset()
             return
-        # Somewhat more than is asked for, so that the next request, which is a little longer, needs no new graphs.
+        # Somewhat more than the caller asks for, so that a slightly longer request later needs no new graphs.
         rows, tokens = (max(rounded(new), old) for new, old in zip(wanted, state.room, strict=True))
         state.forget()
-        state.room = 0, 0  # should there be no memory
-        state.cache = self._empty  # there may be no memory for two
-        # At most as many batch slots are empty as there are rows: that is how far `bucket` rounds up.
+        state.room = 0, 0  # in case the allocation fails
+        state.cache = self._empty  # there may not be enough memory for two caches
+        # At most as many batch slots are empty as there are rows, because `bucket` rounds up by no more than that.
         state.cache = new_cache(self.model, rows, tokens + rows)
         state.spare, state.room = state.cache.take_slots(rows), (rows, tokens)
 
@@ -196,7 +197,7 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         state.num_batches += 1
         self._number = state.num_batches
         self._groups: list[_Group] = []
-        self._loaded: CapturedStep | None = None  # the step whose tensors say where the searches are
+        self._loaded: CapturedStep | None = None  # the step whose tensors hold the state of the searches
 
     # Groups come and go.
 
@@ -244,7 +245,7 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         return choose_from_hidden(self.model, captured.hidden[: len(tokens)], selection)
 
     def _trim(self) -> None:
-        """Takes out rows whose search has ended."""
+        """Removes rows whose search has ended."""
         sizes = [group.num_rows for group in self._groups]
         if self._cache.group_sizes != sizes:
             self._cache.fork([range(rows) for rows in sizes])
@@ -258,7 +259,10 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
     def run_searches(
         self, searches: Sequence[NativeSearch], tokens: Sequence[int], log_probs: bool, limits: Limits
     ) -> list[int]:
-        """Looks every `steps_per_look` steps, and returns when a search has ended."""
+        """Checks every `steps_per_look` steps for searches that have ended, and returns when one has.
+
+        See `SearchingBatch.run_searches`.
+        """
         end = time.monotonic() + limits.seconds
         with self._on_device():
             steps = self._run(searches, tokens, log_probs, limits.max_steps, end)
@@ -289,19 +293,19 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
     def _run_captured(
         self, searches: Sequence[NativeSearch], tokens: Sequence[int], log_probs: bool, num_steps: int
     ) -> int:
-        """Takes up to num_steps steps on the device: how many; 0 where there is no memory for the batch slots."""
+        """Takes up to num_steps steps on the device. Returns their number; 0 without memory for the batch slots."""
         cache, groups = self._cache, self._groups
         beams = max(1, searches[0].rules.num_beams)
         before = cache.group_sizes
         if before != [beams] * len(groups):
             try:
                 cache.fork([[*range(size), *[0] * (beams - size)] for size in before])
-            except ValueError:  # rows that others of the batch have
+            except ValueError:  # other rows of the batch use them
                 return 0
         lengths = np.array(cache.lengths, np.int32)
         limits = np.array([search.limit for search in searches], np.int32)
         said = lengths + 1 - np.array([group.prompt_length for group in groups], np.int32)
-        last = lengths + limits - said - 1  # where the last token goes that is given
+        last = lengths + limits - said - 1  # the position of the last token that may be given
         num_steps = min(num_steps, int((limits - said).max()))
         captured = self._captured_for(searches, log_probs, int(lengths.max()) + num_steps)
         search = captured.search
@@ -339,10 +343,10 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         search.load(given, scores, said.tolist(), [one.rules.min_tokens for one in searches])
 
     def _catch_up(self, searches: Sequence[NativeSearch], record: Record, beams: int) -> None:
-        """Lets the searches on the host go where those on the device have gone.
+        """Advances the searches on the host by the steps that the device has recorded.
 
         Raises:
-            RuntimeError: they went elsewhere.
+            RuntimeError: the host's searches chose otherwise than the device's.
         """
         for step, (ids, values) in enumerate(zip(record.ids, record.values, strict=True)):
             going = [place for place, search in enumerate(searches) if not search.handle.is_done]
@@ -364,8 +368,8 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
             group.scores = record.scores[-1, place * beams : place * beams + group.num_rows].tolist()
 
     def _run_step(self, searches: Sequence[NativeSearch], tokens: Sequence[int], log_probs: bool) -> None:
-        """One step as the scheduler would take it."""
-        self._trim()  # the lengths are those of the rows that are left
+        """Takes one step as the scheduler would."""
+        self._trim()  # the lengths are then those of the remaining rows
         counts = [search.num_rows for search in searches]
         firsts = np.cumsum([0, *counts[:-1]]).tolist()
         lengths = self._cache.lengths
@@ -392,14 +396,14 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
     # Captured steps.
 
     def _captured_for(self, searches: Sequence[NativeSearch], log_probs: bool, length: int) -> CapturedStep:
-        """The captured step of the shape that these searches take, for rows up to this length."""
+        """Returns the captured step of the shape of these searches, for rows up to this length."""
         rules = searches[0].rules._replace(min_tokens=0)
         is_edited = bool(rules.suppressed) or any(search.rules.min_tokens for search in searches)
         count = min(searches[0].num_candidates, self.model.config.vocab_size)
         return self._captured_of(Shape(*self._sizes(len(searches), length), rules, count, log_probs, is_edited))
 
     def _sizes(self, num_groups: int, length: int) -> tuple[int, int, int, str | None]:
-        """The first members of a shape for so many groups, and rows up to this length."""
+        """Returns the first fields of a `Shape` for num_groups groups, and rows up to this length."""
         cache, source_width = self._cache, 0
         if cache.has_memory:
             source_width = min(cache.max_source_seqlen, power_of_two(max(1, cache.longest_source)))
@@ -428,7 +432,7 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         self._state.graphs.warm_up(lambda: self._step_once(captured))
         captured.is_warm = True
         if self._state.guards is None and isinstance(self.model, nn.Module):
-            self._state.guards = ModelGuards(self.model)  # now: modules note what they find out in their first call
+            self._state.guards = ModelGuards(self.model)  # not earlier: modules store state in their first call
 
     def _capture(self, captured: CapturedStep) -> None:
         if (reason := why_not_captured(self.model)) is None:
@@ -444,11 +448,11 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         logger.warning(message)
 
     def _step_once(self, captured: CapturedStep) -> None:
-        """A step, its search included. It reads no value on the host."""
+        """Takes a step, including its search. The host reads no value."""
         cache, search, model, shape = captured.cache, captured.search, self.model, captured.shape
         hidden = decode_cached(model, captured.tokens[:, None], cache)[:, -1]
         if search is None:
-            if captured.hidden is None:  # the first step is a plain one
+            if captured.hidden is None:  # the first step runs without a graph
                 captured.hidden = torch.empty_like(hidden)
             captured.hidden.copy_(hidden)
             cache.end_step(None)
@@ -461,14 +465,14 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
 
 
 class _Banned:
-    """Forbids ids in some rows: a `Selection.process`, and the rows that it is for."""
+    """A `Selection.process` that forbids ids in some rows, and these rows."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []
         self._ids: list[list[int]] = []
 
     def add(self, rows: range, ids: list[int]) -> None:
-        """Forbids ids in rows that stand behind all others."""
+        """Forbids ids in rows, which must follow the rows that were added before."""
         self.rows += rows
         self._ids += [ids] * len(rows)
 
@@ -482,14 +486,14 @@ class _Banned:
 def _next_scores(
     scores: list[float], found: Candidates, first: int, parents: list[int], tokens: list[int]
 ) -> list[float]:
-    """The scores of beams that go on, in the arithmetic of the search in C++: values of 32 bits, sums of 64."""
+    """Returns the scores of beams that continue, in the arithmetic of the C++ search: fp32 values and fp64 sums."""
     places = [found.ids[first + parent].index(token) for parent, token in zip(parents, tokens, strict=True)]
     pairs = zip(parents, places, strict=True)
     return [scores[parent] + float(np.float32(found.values[first + parent][place])) for parent, place in pairs]
 
 
 def _keep(reference: weakref.ref[nn.Module], state: _Kept) -> None:
-    """Puts what an engine leaves where the next engine of its model finds it."""
+    """Stores an engine's state for the next engine of its model."""
     model = reference()
     if model is None or any(getattr(value, "__self__", None) is model for value in vars(model).values()):
         return  # the guards would keep a model with methods of its own alive

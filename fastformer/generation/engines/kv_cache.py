@@ -1,4 +1,4 @@
-"""Decodes with a `KVCache`: a step computes one token for each row, and nothing twice."""
+"""Decodes with a `KVCache`: a step computes one token for each row, and no token is computed twice."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from fastformer.nn import KVCache, SequenceLayout
 
 
 class KVCacheEngine(Engine):
-    """Steps a `models.Transformer` or a `models.GPT`, or what decodes like one.
+    """Steps a `models.Transformer` or a `models.GPT`, or a model that decodes like one.
 
     Args:
-        model: see above.
-        precision: its own, or None.
+        model: the model to decode.
+        precision: the model's own precision, or None.
     """
 
     name: ClassVar[str] = "kv_cache"
@@ -38,22 +38,25 @@ class KVCacheEngine(Engine):
         assert is_encoder_decoder(model) or is_decoder_only(model)
         self.model: EncoderDecoder | DecoderOnly = model
         self.device = device_of(model)
-        self._empty = new_cache(self.model, 1, 1)  # knows what a token costs
+        self._empty = new_cache(self.model, 1, 1)  # gives the bytes of a token
 
     @classmethod
     def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:
-        """Why the model has no KV cache, or doesn't compute in this precision."""
+        """Returns a reason if the model has no KV cache or doesn't compute in this precision, or None."""
         if is_encoder_decoder(model) or is_decoder_only(model):
             return why_not_by_modules(model, precision)
         return "it has no cache of keys and values (new_cache)"
 
     @property
     def token_bytes(self) -> int:
-        """The keys and values of a token in all layers."""
+        """The bytes of a token's keys and values in all layers."""
         return self._empty.token_bytes
 
     def tokens_needed(self, prompt: Prompt, num_rows: int, new_tokens: int) -> int:
-        """In whole blocks; the blocks of a row's own tokens begin where the prompt ends, somewhere in a block."""
+        """Returns the most tokens of memory of a group, in whole blocks; see `Engine.tokens_needed`.
+
+        A row's own tokens begin at the end of the prompt, which may be in the middle of a block.
+        """
         cache = self._empty
         own = num_rows * (cache.blocks_of(new_tokens) + 1)
         source = cache.blocks_of(len(prompt.source or ()))
@@ -64,7 +67,7 @@ class KVCacheEngine(Engine):
 
 
 class KVCacheBatch(Batch):
-    """Rows of a `KVCache`."""
+    """A batch whose rows are the rows of a `KVCache`."""
 
     def __init__(self, model: EncoderDecoder | DecoderOnly, device: torch.device, cache: KVCache) -> None:
         self.model, self.device, self._cache = model, device, cache
@@ -104,7 +107,7 @@ class KVCacheBatch(Batch):
 
 
 def decode_cached(model: EncoderDecoder | DecoderOnly, ids: Tensor, cache: KVCache) -> Tensor:
-    """The hidden states behind the next tokens of a cache's rows, ids (rows, 1): (rows, 1, d_model)."""
+    """Appends the tokens ids (rows, 1) to a cache's rows, and returns their hidden states, (rows, 1, d_model)."""
     if is_encoder_decoder(model):
         return model.decode(ids, None, cache=cache)
     assert is_decoder_only(model)
@@ -112,9 +115,9 @@ def decode_cached(model: EncoderDecoder | DecoderOnly, ids: Tensor, cache: KVCac
 
 
 def new_cache(model: EncoderDecoder | DecoderOnly, max_rows: int, num_tokens: int) -> KVCache:
-    """An empty cache for so many rows and, in blocks, so many tokens."""
+    """Returns an empty cache for max_rows rows with num_tokens tokens in blocks."""
     longest = model.config.max_len
-    num_blocks = 2 + num_tokens // BLOCK_SIZE  # block 0 belongs to no row, and the last may be needed by half
+    num_blocks = 2 + num_tokens // BLOCK_SIZE  # block 0 belongs to no row, and the last may be half needed
     if is_encoder_decoder(model):
         return model.empty_cache(max_rows, longest, longest, num_blocks)
     assert is_decoder_only(model)
@@ -122,21 +125,21 @@ def new_cache(model: EncoderDecoder | DecoderOnly, max_rows: int, num_tokens: in
 
 
 def packed(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, SequenceLayout]:
-    """Lists of ids one after another, (total,), and their layout."""
+    """Returns lists of ids packed into one tensor, (total,), and their layout."""
     ids = torch.tensor([token for sequence in sequences for token in sequence], dtype=torch.long, device="cpu")
     return ids.to(device), packed_layout([len(sequence) for sequence in sequences], device)
 
 
 def packed_layout(lengths: Sequence[int], device: torch.device) -> SequenceLayout:
-    """The layout of sequences of these lengths, one after another."""
+    """Returns the layout of packed sequences of these lengths."""
     return SequenceLayout.packed(torch.tensor(lengths, device="cpu"), max(lengths)).to(device)
 
 
 def choose_from_hidden(model: EncoderDecoder | DecoderOnly, hidden: Tensor, selection: Selection) -> Candidates:
-    """What a step returns, from hidden states (rows, d_model); the logits are written only where they are asked for.
+    """Returns the candidates of a step from hidden states (rows, d_model). Logits are written only for logit_rows.
 
-    In 16 bits the logits are rounded, while `top_tokens` looks at the sums themselves. Each row takes one of the two
-    ways by itself, because its tokens must not depend on its neighbours.
+    16-bit logits are rounded, while `top_tokens` compares the unrounded sums. Each row uses one of the two
+    independently, because its tokens must not depend on its neighbours.
     """
     num_rows, asked = hidden.shape[0], list(selection.logit_rows)
     if len(asked) == num_rows:

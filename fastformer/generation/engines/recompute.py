@@ -1,7 +1,7 @@
-"""Decodes without keeping anything: everything is computed again for each new token.
+"""Decodes without a cache: everything is recomputed for each new token.
 
-Its tokens are those of `kv_cache`. It is the plainest engine, to test and measure the others against, and decodes what
-`generate(..., use_cache=False)` asks for.
+Its tokens are the same as those of `kv_cache`. It is the simplest engine, a reference for tests and measurements of the
+others, and the engine of `generate(..., use_cache=False)`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from fastformer.nn import SequenceLayout
 
 
 class RecomputeEngine(Engine):
-    """Runs everything over everything for each token.
+    """Runs the whole model over all tokens for each new token.
 
     Args:
-        model: a `models.Transformer` or a `models.GPT`, or what decodes like one.
-        precision: its own, or None.
+        model: a `models.Transformer` or a `models.GPT`, or a model that decodes like one.
+        precision: the model's own precision, or None.
     """
 
     name: ClassVar[str] = "recompute"
@@ -43,7 +43,7 @@ class RecomputeEngine(Engine):
 
     @classmethod
     def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:
-        """Why the model can't be called with all of its tokens, or doesn't compute in this precision."""
+        """Returns a reason if the model can't read all tokens at once or compute in this precision, or None."""
         if is_encoder_decoder(model) or is_decoder_only(model):
             return why_not_by_modules(model, precision)
         return "it keeps a state, and can't go on without it"
@@ -53,12 +53,12 @@ class RecomputeEngine(Engine):
 
 
 class RecomputeBatch(Batch):
-    """The ids of each row, and nothing that was computed from them."""
+    """A batch that holds only the ids of each row, and no computed state."""
 
     def __init__(self, model: EncoderDecoder | DecoderOnly, device: torch.device) -> None:
         self.model, self.device = model, device
-        self.sources: list[Sequence[int]] = []  # of the groups
-        self.rows: list[list[list[int]]] = []  # of the groups: the tokens of each row, but for the next one
+        self.sources: list[Sequence[int]] = []  # the source of each group
+        self.rows: list[list[list[int]]] = []  # for each group, the tokens of each row without the next one
 
     def prefill(self, prompts: Sequence[Prompt]) -> None:
         self.sources += [prompt.source or () for prompt in prompts]
@@ -82,7 +82,7 @@ class RecomputeBatch(Batch):
         return model.decode(ids, memory, layout=layout, memory_layout=memory_layout)
 
     def _memory(self, model: EncoderDecoder) -> tuple[Tensor, SequenceLayout]:
-        """The encoder's output for each row's source, packed."""
+        """Returns the encoder's output for each row's source, packed."""
         sources = [source for source, rows in zip(self.sources, self.rows, strict=True) for _ in rows]
         ids, layout = packed(sources, self.device)
         return model.encode(ids, layout), layout

@@ -1,4 +1,4 @@
-"""Decodes with a recurrent model, whose state is all that it keeps."""
+"""Decodes with a recurrent model: the recurrent state takes the place of a KV cache."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from fastformer.nn import SequenceLayout
 
 
 class RecurrentEngine(Engine):
-    """Steps a `baseline.LSTMSeq2Seq`, or what decodes like one.
+    """Steps a `baseline.LSTMSeq2Seq`, or a model that decodes like one.
 
     Args:
-        model: see above.
-        precision: its own, or None.
+        model: the model to decode.
+        precision: the model's own precision, or None.
     """
 
     name: ClassVar[str] = "recurrent"
@@ -40,16 +40,16 @@ class RecurrentEngine(Engine):
 
     @classmethod
     def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:
-        """Why the model isn't recurrent, or doesn't compute in this precision."""
+        """Returns a reason if the model isn't recurrent or doesn't compute in this precision, or None."""
         return why_not_by_modules(model, precision) if is_recurrent(model) else "it isn't recurrent"
 
     @property
     def token_bytes(self) -> int:
-        """A token of a row's source, and what scoring it makes; and a share of the state."""
+        """The bytes of one source token of a row: its encoder output, its attention scores and a share of the state."""
         return 4 * 4 * self.model.config.d_model
 
     def tokens_needed(self, prompt: Prompt, num_rows: int, new_tokens: int) -> int:
-        """The source, for each row."""
+        """Returns the tokens of memory of a group, which holds the source once for each row."""
         return num_rows * len(prompt.source or ())
 
     def open(self, max_rows: int, num_tokens: int) -> Batch:
@@ -57,12 +57,12 @@ class RecurrentEngine(Engine):
 
 
 class RecurrentBatch(Batch):
-    """The encoder's output, repeated for each row, and each row's state."""
+    """A batch that holds the encoder's output, repeated for each row, and each row's state."""
 
     def __init__(self, model: Recurrent, device: torch.device, num_tokens: int) -> None:
         self.model, self.device, self._num_tokens = model, device, num_tokens
-        self._rows: list[int] = []  # of each group
-        self._lengths: list[int] = []  # of each group's source
+        self._rows: list[int] = []  # the number of rows in each group
+        self._lengths: list[int] = []  # the length of each group's source
         self._memory: Tensor | None = None  # (rows, source_seqlen, d_model), zeros behind a source
         self._mask: Tensor | None = None  # (rows, 1, source_seqlen), True = attend
         self._state: RecurrentState | None = None
@@ -84,7 +84,7 @@ class RecurrentBatch(Batch):
         self._lengths += [len(source) for source in sources]
 
     def _read(self, prompts: Sequence[Prompt], memory: Tensor, mask: Tensor, state: RecurrentState) -> RecurrentState:
-        """The state behind all tokens of the prompts but the last."""
+        """Returns the state after all tokens of the prompts except the last."""
         prefixes = [prompt.tokens[:-1] for prompt in prompts]
         hidden, cell = state[0].clone(), state[1].clone()
         for position in range(max(map(len, prefixes))):
@@ -131,5 +131,5 @@ class RecurrentBatch(Batch):
         self._state = (self._state[0][:, index], self._state[1][:, index])
 
     def free_tokens(self) -> int:
-        """What no row's source takes."""
+        """Returns the number of tokens of memory that the rows' sources leave free."""
         return self._num_tokens - sum(rows * length for rows, length in zip(self._rows, self._lengths, strict=True))

@@ -1,4 +1,4 @@
-"""From logits to candidates, for engines that have logits."""
+"""Turns logits into candidates, for engines that compute logits."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from fastformer.generation.engines.base import Candidates, Sample, Selection
 from fastformer.ops.linear_topk import best_of_logits
 
-# Sharper than this, temperatures make no difference, and their reciprocals leave fp32.
+# Below this temperature the result doesn't change, and the reciprocal overflows fp32.
 _LEAST_TEMPERATURE = 1e-30
 
 
 def choose(logits: Tensor, selection: Selection) -> Candidates:
-    """What a step returns, from the logits of all rows, (rows, vocab_size) of any floating-point dtype.
+    """Returns the candidates of a step from the logits of all rows, (rows, vocab_size) of any floating-point dtype.
 
-    NaN or +inf among a row's logits makes its values NaN.
+    If a row's logits contain NaN or +inf, its values are NaN.
     """
     logits = logits.float()
     if selection.process is not None and len(selection.logit_rows) == len(logits):
@@ -43,19 +43,19 @@ def choose(logits: Tensor, selection: Selection) -> Candidates:
             kept = [row for row, keeps in zip(selection.logit_rows, selection.keeps, strict=True) if keeps]
             total[kept] = 0.0
         values = values - total
-    values = values.masked_fill(broken, torch.nan)  # the token that was sampled may be another than the NaN
+    values = values.masked_fill(broken, torch.nan)  # the sampled token may not be the one with the NaN
     return Candidates(ids.tolist(), values.tolist())
 
 
 def best_candidates(logits: Tensor, count: int, log_probs: bool) -> tuple[Tensor, Tensor]:
-    """What `choose` returns for rows that aren't sampled, values and ids, (rows, count). The host reads no value."""
+    """Returns the candidates of rows that aren't sampled: values and ids, (rows, count). The host reads no value."""
     values, ids = best_of_logits(logits, count, log_probs=False, may_read=False)
     return (values - _log_total(logits) if log_probs else values), ids
 
 
 def _log_total(logits: Tensor) -> Tensor:
     total = logits.logsumexp(-1, keepdim=True)
-    # A row of which nothing is allowed has no distribution: its candidates keep their -inf.
+    # A row whose tokens are all forbidden has no distribution: its candidates keep their -inf.
     return total.masked_fill(total == -torch.inf, 0.0)
 
 
@@ -70,7 +70,7 @@ def sample(logits: Tensor, samples: Sequence[Sample]) -> Tensor:
         here = [row for row, own in enumerate(kinds) if own == kind]
         rows = torch.tensor(here, device=logits.device)
         uniform = torch.tensor([samples[row].uniform for row in here], dtype=torch.float64, device=logits.device)
-        # fp64: the sum of many small probabilities, each of which must stay possible.
+        # fp64: in a sum of many small probabilities, each token must remain possible.
         cumulative = warp(logits[rows], *kind).softmax(-1).double().cumsum(-1)
         point = uniform[:, None] * cumulative[:, -1:]
         found = torch.searchsorted(cumulative, point, right=True).flatten()
@@ -79,27 +79,27 @@ def sample(logits: Tensor, samples: Sequence[Sample]) -> Tensor:
 
 
 def warp(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
-    """Temperature, then the top_k best, then the smallest set that holds top_p (Holtzman et al. 2020).
+    """Applies temperature, then top_k, then top_p: the smallest set with that probability (Holtzman et al. 2020).
 
     Args:
         logits: (rows, vocab_size).
-        temperature: > 0; below 1 sharpens.
+        temperature: > 0; a value below 1 sharpens the distribution.
         top_k: 0 = all.
         top_p: 1 = all; the best token always stays.
 
     Returns:
-        (rows, vocab_size), of which the largest is 0; -inf for what can't be sampled.
+        (rows, vocab_size); the largest value of each row is 0, and tokens that can't be sampled have -inf.
     """
-    # No temperature changes the order: the top_k are those of the logits as they came, which nothing has rounded.
+    # No temperature changes the order, so the top_k come from the original logits, before any rounding.
     if 0 < top_k < logits.shape[-1]:
         kth = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)
-    # With the largest at 0, a division by little makes the others -inf at worst, and never NaN of two infinities.
+    # The largest is 0, so division by a small temperature makes the others -inf at worst, and never gives inf - inf.
     highest = logits.amax(-1, keepdim=True)
     logits = (logits - highest.masked_fill(highest == -torch.inf, 0.0)) / max(temperature, _LEAST_TEMPERATURE)
     if top_p < 1.0:
         ranked, order = logits.sort(dim=-1, descending=True, stable=True)
-        # A token goes when those before it hold top_p already.
+        # A token is dropped if the tokens before it have a probability of top_p already.
         before = ranked.softmax(-1).cumsum(-1).roll(1, dims=-1)
         before[:, 0] = 0.0
         remove = torch.zeros_like(logits, dtype=torch.bool).scatter(1, order, before >= top_p)
