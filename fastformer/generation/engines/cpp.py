@@ -144,7 +144,7 @@ class CppEngine(Engine):
         return True
 
     def reuses_prefixes(self) -> bool:
-        """Returns whether the model has no encoder, whose source would change the keys and values of a prompt's tokens."""
+        """Returns whether the model has no encoder: a source would change the keys and values of a prompt."""
         return isinstance(self._model, GPT)
 
     def limit_to(self, shortlist: Sequence[int]) -> bool:

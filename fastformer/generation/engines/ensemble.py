@@ -75,7 +75,7 @@ class EnsembleBatch(Batch):
         return min(batch.free_tokens() for batch in self._batches)
 
     def step_tokens(self) -> int:
-        """Returns the tokens of memory that the next step takes: more than are free if any model's batch has too few."""
+        """Returns the tokens of memory that the next step takes: more than are free if any batch has too few."""
         least = self.free_tokens()
         return max(batch.step_tokens() - (batch.free_tokens() - least) for batch in self._batches)
 
