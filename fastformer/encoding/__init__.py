@@ -1,14 +1,14 @@
-"""Encoders from the texts to the numbers: embeddings of texts, scores of pairs, classes.
+"""Encoders: embeddings of texts, scores of pairs of texts, and classes of texts.
 
-folder.py          what sentence-transformers and transformers wrote, as it lies on disk
-tokens.py          texts as ids, cut to what the model takes
-batches.py         which texts are computed together
-engine.py          `EncoderEngine`: the model in one C++ call, or by its modules
-modules.py         what stands behind the model: pooling, linear layers, norms
+folder.py          reads folders that sentence-transformers or transformers saved
+tokens.py          turns texts into ids, cut to the model's maximum length
+batches.py         chooses the texts that are computed together
+engine.py          `EncoderEngine`: runs the model in one C++ call, or by its modules
+modules.py         the modules that follow the model: pooling, linear layers, norms
 encoder.py         `Encoder`: embeddings
 cross_encoder.py   `CrossEncoder`: scores and classes
-requests.py        texts of one of several callers, and what becomes of them
-scheduler.py       the requests of many callers, computed together
+requests.py        the texts of one caller, and their results
+scheduler.py       computes the requests of many callers together
 """
 
 from fastformer.encoding.cross_encoder import CrossEncoder as CrossEncoder

@@ -1,4 +1,4 @@
-"""Texts as they come: some at a time, each lot as packed batches of about as many tokens."""
+"""Splits a stream of texts into chunks, and each chunk into packed batches with about equal numbers of tokens."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from fastformer.settings import Positive, check_value
 
 T = TypeVar("T")
 
-BATCH_TOKENS = 16384  # of a call of the engine
-READ_AHEAD = 4096  # texts that are held at a time: enough that their lengths fill the batches evenly
+BATCH_TOKENS = 16384  # in one call of the engine
+READ_AHEAD = 4096  # texts in memory at a time: enough for batches of even lengths
 
 
 def chunks(items: Iterable[T], size: int = READ_AHEAD) -> Iterator[list[T]]:
-    """The items in lists of `size`, the last one shorter; an iterator is read no further than that."""
+    """Yields the items in lists of `size`; the last list may be shorter. It reads an iterator one list at a time."""
     rest = iter(items)
     while chunk := list(itertools.islice(rest, size)):
         yield chunk
 
 
 def check_several(name: str, items: object) -> None:
-    """Raises a ValueError for what is no iterable of several items, such as a mapping or bytes."""
+    """Raises a ValueError unless `items` is an iterable of several items; a mapping and bytes are not."""
     if isinstance(items, str | bytes | bytearray | Mapping) or not isinstance(items, Iterable):
         raise ValueError(f"expected {name} to be a list of texts, or an iterator of them, got {type(items).__name__}")
 
 
 def packed(lengths: Sequence[int], batch_tokens: int, batch_size: int | None = None) -> Iterator[list[int]]:
-    """Which texts are computed together: the longest first, since the last batch then has the least to wait for.
+    """Chooses the texts that are computed together, longest first: threads then wait the least for the last batch.
 
     Args:
-        lengths: tokens of each text.
-        batch_tokens: of a batch at most; a text that is longer than that is a batch of its own.
-        batch_size: texts of a batch at most; None: any number.
+        lengths: the number of tokens in each text.
+        batch_tokens: the most tokens in a batch; a longer text is a batch of its own.
+        batch_size: the most texts in a batch; None: any number.
 
     Yields:
-        Indices into `lengths`, each in one batch.
+        The indices into `lengths` of a batch. Each index is in one batch.
     """
     batch: list[int] = []
     total = 0
@@ -52,10 +52,10 @@ def packed(lengths: Sequence[int], batch_tokens: int, batch_size: int | None = N
 
 
 def check_limits(batch_tokens: int, batch_size: int | None) -> tuple[int, int | None]:
-    """The limits of a batch as they are.
+    """Returns the limits of a batch unchanged.
 
     Raises:
-        ValueError: one is no integer of at least 1.
+        ValueError: a limit is not an integer of at least 1.
     """
     check_value("batch_tokens", batch_tokens, Positive)
     check_value("batch_size", batch_size, Positive | None)
@@ -64,7 +64,7 @@ def check_limits(batch_tokens: int, batch_size: int | None) -> tuple[int, int | 
 
 @contextmanager
 def progress(texts: Iterable[object], is_shown: bool | None) -> Iterator[Callable[[int], object]]:
-    """Counts texts on a bar on standard error, if it is asked for."""
+    """Counts texts on a progress bar on standard error, if is_shown."""
     if not is_shown:
         yield lambda count: None
         return

@@ -1,4 +1,4 @@
-"""Scores of pairs of texts, and classes of texts: a model with a head, its tokenizer, its folder's activation."""
+"""`CrossEncoder`: scores of pairs of texts, and classes of texts, from a model with a classification head."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fastformer.settings import Positive, check_value
 
 logger = logging.getLogger("fastformer")
 
-# A pair; a text by itself, for a classifier, is a sequence of one.
+# A pair of texts, or a sequence of one text for a classifier.
 Input: TypeAlias = Sequence[str]
 Activation: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -30,20 +30,20 @@ class CrossEncoder(FolderModel):
     """Scores pairs of texts, or classifies texts. Methods and arguments are called as in sentence-transformers.
 
     Args:
-        folder: of a model with a head for classification, that sentence-transformers or transformers saved.
-        precision: of the weights: "fp32", "bf16", "int8" or "int4", the latter two on a CPU; None: as they were saved.
-            Scores are fp32 always.
-        device: where the model goes; None: the CPU.
-        activation_fn: on the logits, in place of what the folder says; by default a sigmoid for one label, and
-            nothing for several.
+        folder: the folder of a model with a classification head, saved by sentence-transformers or transformers.
+        precision: the precision of the weights: "fp32", "bf16", "int8" or "int4", the last two on a CPU; None: as they
+            were saved. Scores are always fp32.
+        device: the device for the model; None: the CPU.
+        activation_fn: the function applied to the logits, in place of the folder's. If neither is given, it is a
+            sigmoid for one label, and the identity for several.
 
     Attributes:
         activation_fn: as above.
-        labels: what the folder calls the labels, by their places.
+        labels: the folder's names of the labels, by index.
 
     Raises:
         ImportError: a library that the folder needs is not installed.
-        ValueError: a file is missing or damaged, or the model has no such head, or isn't known.
+        ValueError: a file is missing or damaged, the model has no classification head, or its architecture is unknown.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class CrossEncoder(FolderModel):
 
     @property
     def num_labels(self) -> int:
-        """The numbers that the head gives for a pair."""
+        """The number of scores that the head computes for a pair."""
         return int(self._folder.model.config.num_labels)
 
     def predict(
@@ -85,25 +85,25 @@ class CrossEncoder(FolderModel):
         convert_to_tensor: bool = False,
         batch_tokens: int = BATCH_TOKENS,
     ) -> Any:
-        """The scores of pairs, or of texts, in their order.
+        """Returns the scores of pairs, or of texts, in their order.
 
         Args:
             sentences: pairs of texts, read a few thousand at a time; for a classifier of texts, lists of one text each.
                 Two texts in a list or tuple are one pair, and a str is one text.
-            batch_size: pairs that are computed together at most; None: as many as batch_tokens allows.
-            show_progress_bar: whether there is one on standard error.
-            activation_fn: on the logits, (pairs, num_labels); None: the class's.
-            apply_softmax: make the scores of several labels sum up to 1, behind the activation.
-            convert_to_numpy: give an array; False gives a list of tensors.
-            convert_to_tensor: give a tensor.
-            batch_tokens: that are computed together at most.
+            batch_size: the most pairs that are computed together; None: as many as batch_tokens allows.
+            show_progress_bar: whether to show a progress bar on standard error.
+            activation_fn: the function applied to the logits, (pairs, num_labels); None: the object's.
+            apply_softmax: apply a softmax to the scores of several labels, after the activation.
+            convert_to_numpy: return an array; False returns a list of tensors.
+            convert_to_tensor: return a tensor.
+            batch_tokens: the most tokens that are computed together.
 
         Returns:
-            (pairs,) in fp32 for one label, (pairs, num_labels) for several; of one pair or text without the first
-            dimension.
+            (pairs,) in fp32 for one label, (pairs, num_labels) for several; for a single pair or text, the same without
+            the first dimension.
 
         Raises:
-            ValueError: something that is no pair and no text (named by its place).
+            ValueError: an item is neither a pair nor a text (the message gives its position).
         """
         limits = check_limits(batch_tokens, batch_size)
         is_one, inputs = _inputs(sentences)
@@ -134,20 +134,20 @@ class CrossEncoder(FolderModel):
         activation_fn: Activation | None = None,
         batch_tokens: int = BATCH_TOKENS,
     ) -> list[dict[str, Any]]:
-        """Documents by their scores for a query, the best first; of equal scores the first document.
+        """Ranks documents by their scores for a query, best first. Equal scores stay in the order of the documents.
 
         Args:
             query: a text.
             documents: texts.
-            top_k: how many are given; None: all.
-            return_documents: whether the texts are given along.
+            top_k: the number of documents to return; None: all.
+            return_documents: whether to return the texts too.
             batch_size, show_progress_bar, activation_fn, batch_tokens: see `predict`.
 
         Returns:
-            For each document "corpus_id", its place; "score"; and, if it is asked for, "text".
+            For each document a mapping of "corpus_id" (its index), "score" and, with return_documents, "text".
 
         Raises:
-            ValueError: a model of several labels; something that is no text.
+            ValueError: the model has several labels, or an item is not a text.
         """
         if self.num_labels != 1:
             raise ValueError(f"expected a model of one label to rank with, got one of {self.num_labels}: see predict")
@@ -180,7 +180,7 @@ class CrossEncoder(FolderModel):
         return found
 
     def _activated(self, logits: Tensor, activation: Activation) -> Tensor:
-        """Scores of logits (pairs, num_labels); (pairs,) for one label."""
+        """Returns the scores for logits (pairs, num_labels); (pairs,) for one label."""
         with torch.inference_mode():
             found = activation(logits)
         if self.num_labels == 1 and found.dim() > 1:
@@ -192,7 +192,7 @@ class CrossEncoder(FolderModel):
     def _logits(
         self, inputs: Iterable[Input], limits: tuple[int, int | None], advance: Callable[[int], object]
     ) -> Iterator[Array]:
-        """(pairs, num_labels) of the next pairs."""
+        """Yields the logits of the next pairs, (pairs, num_labels)."""
         numbers = itertools.count()
         for chunk in chunks(inputs):
             for each, number in zip(chunk, numbers, strict=False):
@@ -207,7 +207,7 @@ class CrossEncoder(FolderModel):
 
 
 def _inputs(sentences: Any) -> tuple[bool, Iterable[Input]]:
-    """Whether it is one pair or one text, and the inputs."""
+    """Returns whether `sentences` is a single pair or text, and the inputs as an iterable."""
     if isinstance(sentences, str):
         return True, [[sentences]]
     if isinstance(sentences, np.ndarray):
@@ -220,7 +220,7 @@ def _inputs(sentences: Any) -> tuple[bool, Iterable[Input]]:
                 "lists of one text each"
             )
         return True, [sentences]
-    return False, sentences  # each is checked in its turn
+    return False, sentences  # each item is checked when it is read
 
 
 def check_input(each: object, number: int) -> None:
@@ -232,7 +232,7 @@ def check_input(each: object, number: int) -> None:
 
 
 def rows_of(reader: Reader, inputs: Sequence[Input], *, cuts: bool = True) -> Rows:
-    """A row of each pair or text, in their order; see `Reader.texts`."""
+    """Returns a row for each pair or text, in their order; see `Reader.texts`."""
     pairs = [place for place, each in enumerate(inputs) if len(each) == 2]
     single = [place for place, each in enumerate(inputs) if len(each) == 1]
     if not single:

@@ -1,4 +1,4 @@
-"""Texts in, embeddings out: a model, its tokenizer, and what its folder puts behind it."""
+"""`Encoder`: embeddings of texts, from a model, its tokenizer and the modules that its folder applies after it."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ class Encoder(FolderModel):
     """Computes embeddings of texts. Methods and arguments are called as in sentence-transformers.
 
     Args:
-        folder: that sentence-transformers saved, or transformers alone: then a text's embedding is the mean of its
-            tokens' states, which is said in the log.
-        precision: of the weights: "fp32", "bf16", "int8" or "int4", the latter two on a CPU; None: as they were saved.
-            Embeddings, pooling and norms are fp32 always.
-        device: where the model goes; None: the CPU.
-        prompts, default_prompt_name, similarity_fn_name, truncate_dim: in place of what the folder says.
+        folder: a folder that sentence-transformers or transformers saved. For a folder of transformers, a text's
+            embedding is the mean of its tokens' states, and the log says so.
+        precision: the precision of the weights: "fp32", "bf16", "int8" or "int4", the last two on a CPU; None: as they
+            were saved. Embeddings, pooling and norms are always fp32.
+        device: the device for the model; None: the CPU.
+        prompts, default_prompt_name, similarity_fn_name, truncate_dim: replace the folder's settings.
 
     Attributes:
-        prompts: texts by name, of which one is put in front of each text.
-        default_prompt_name: of the prompt where a call names none; None: none.
+        prompts: prompts by name; one of them is put in front of each text.
+        default_prompt_name: the name of the prompt for calls that don't name one; None: no prompt.
         similarity_fn_name: "cosine", "dot", "euclidean" or "manhattan".
-        truncate_dim: the numbers of an embedding that are kept; None: all.
+        truncate_dim: the number of dimensions that an embedding is truncated to; None: all.
 
     Raises:
         ImportError: a library that the folder needs is not installed.
-        ValueError: a file is missing or damaged, or an architecture, a module or a precision that isn't known.
+        ValueError: a file is missing or damaged, or an architecture, a module or a precision is unknown.
     """
 
     def __init__(
@@ -77,18 +77,18 @@ class Encoder(FolderModel):
 
     @property
     def pooling(self) -> str:
-        """How the states of a text's tokens become its embedding, several ways with + between them."""
+        """The kinds of pooling that turn the states of a text's tokens into its embedding, joined with +."""
         return "+".join(self._pooling.kinds)
 
     def get_embedding_dimension(self) -> int:
-        """The numbers of an embedding."""
+        """Returns the number of dimensions of an embedding."""
         whole = int(self._folder.model.config.d_model) * len(self._pooling.kinds)
         for step in self._folder.steps:
             whole = step.out_features or whole
         return whole if self.truncate_dim is None else min(whole, self.truncate_dim)
 
     def get_sentence_embedding_dimension(self) -> int:
-        """The numbers of an embedding, by the method's older name."""
+        """Returns the number of dimensions of an embedding; an older name of `get_embedding_dimension`."""
         return self.get_embedding_dimension()
 
     def encode(
@@ -107,28 +107,30 @@ class Encoder(FolderModel):
         truncate_dim: int | None = None,
         batch_tokens: int = BATCH_TOKENS,
     ) -> Any:
-        """The embeddings of texts, in their order.
+        """Returns the embeddings of texts, in their order.
 
         Args:
             sentences: a text, or texts: a list, an array, a generator, ... They are read a few thousand at a time.
-            prompt_name: of the prompt in front of each text; None: that of default_prompt_name.
-            prompt: this text in its place.
-            batch_size: texts that are computed together at most; None: as many as batch_tokens allows.
-            show_progress_bar: whether there is one on standard error.
-            output_value: "sentence_embedding", or "token_embeddings": a list of a tensor (seqlen, d_model) each.
-            convert_to_numpy: give an array; False gives a list of tensors.
-            convert_to_tensor: give a tensor.
-            normalize: divide each embedding by its length; False: don't, even where the folder does so at the end;
+            prompt_name: the name of the prompt in front of each text; None: default_prompt_name.
+            prompt: the text of the prompt, in place of a name.
+            batch_size: the most texts that are computed together; None: as many as batch_tokens allows.
+            show_progress_bar: whether to show a progress bar on standard error.
+            output_value: "sentence_embedding", or "token_embeddings": a list with a tensor (seqlen, d_model) for each
+                text.
+            convert_to_numpy: return an array; False returns a list of tensors.
+            convert_to_tensor: return a tensor.
+            normalize: divide each embedding by its length; False: don't, even if the folder does so at the end;
                 None: as the folder says.
             normalize_embeddings: True is normalize=True; False is as the folder says.
-            truncate_dim: the numbers of an embedding that are kept, before it is normalized; None: the encoder's.
-            batch_tokens: that are computed together at most.
+            truncate_dim: the number of dimensions that an embedding is truncated to before it is normalized; None: the
+                encoder's.
+            batch_tokens: the most tokens that are computed together.
 
         Returns:
-            (texts, dim) in fp32; of one text (dim,). Of an empty list (0, dim).
+            (texts, dim) in fp32; (dim,) for a single text, and (0, dim) for an empty list.
 
         Raises:
-            ValueError: something that is no text (named by its place), an unknown prompt_name.
+            ValueError: an item is not a text (the message gives its position), or prompt_name is unknown.
         """
         if output_value not in ("sentence_embedding", "token_embeddings"):
             raise ValueError(f"expected output_value sentence_embedding or token_embeddings, got {output_value!r}")
@@ -153,11 +155,11 @@ class Encoder(FolderModel):
         return found[0] if is_one else found
 
     def encode_query(self, sentences: str | Iterable[str], **options: Any) -> Any:
-        """`encode` with the prompt "query", if the folder has one and the call names none."""
+        """Calls `encode` with the prompt "query", if the folder has one and the call doesn't name a prompt."""
         return self.encode(sentences, **self._for_task(("query",), options))
 
     def encode_document(self, sentences: str | Iterable[str], **options: Any) -> Any:
-        """`encode` with the first prompt that there is of "document", "passage", "corpus", if the call names none."""
+        """Calls `encode` with the first prompt that exists of "document", "passage", "corpus", unless it names one."""
         return self.encode(sentences, **self._for_task(("document", "passage", "corpus"), options))
 
     def stream(
@@ -171,10 +173,10 @@ class Encoder(FolderModel):
         truncate_dim: int | None = None,
         batch_tokens: int = BATCH_TOKENS,
     ) -> Iterator[Array]:
-        """`encode`, some thousand texts after the other: memory does not grow with their number.
+        """Encodes texts a few thousand at a time, so that memory does not grow with their number; see `encode`.
 
         Yields:
-            (texts, dim) of the next texts, in their order.
+            The embeddings of the next texts, (texts, dim), in their order.
         """
         check_several("sentences", sentences)
         limits = check_limits(batch_tokens, batch_size)
@@ -182,11 +184,11 @@ class Encoder(FolderModel):
         return self._parts(sentences, self._prompt(prompt, prompt_name), limits, finish, lambda count: None)
 
     def similarity(self, embeddings1: Embeddings, embeddings2: Embeddings) -> Tensor:
-        """How similar each embedding of one is to each of the other, by similarity_fn_name: (rows1, rows2)."""
+        """Returns the similarity of each row of embeddings1 to each row of embeddings2, (rows1, rows2)."""
         return ALL[self.similarity_fn_name](as_rows(embeddings1), as_rows(embeddings2))
 
     def similarity_pairwise(self, embeddings1: Embeddings, embeddings2: Embeddings) -> Tensor:
-        """How similar each embedding is to the one in its place: (rows,)."""
+        """Returns the similarity of each row of embeddings1 to the same row of embeddings2, (rows,)."""
         return PAIRED[self.similarity_fn_name](as_rows(embeddings1), as_rows(embeddings2))
 
     def _for_task(self, names: Sequence[str], options: dict[str, Any]) -> dict[str, Any]:
@@ -195,7 +197,7 @@ class Encoder(FolderModel):
         return options
 
     def _prompt(self, prompt: str | None, name: str | None) -> str:
-        """The text in front of each text."""
+        """Returns the prompt to put in front of each text."""
         if prompt is not None:
             if not isinstance(prompt, str):
                 raise ValueError(f"expected prompt as a str, got {type(prompt).__name__}")
@@ -239,11 +241,11 @@ class Encoder(FolderModel):
             yield finish(found)
 
     def _skipped(self, prompt: str) -> int:
-        """The tokens at the beginning of each text behind a prompt that don't count in its embedding."""
+        """Returns the number of tokens at the beginning of each text that are omitted from its embedding as prompt."""
         return 0 if self._pooling.includes_prompt or not prompt else self._prompt_tokens(prompt)
 
     def _pooled(self, rows: Rows, skipped: int) -> Array:
-        """(texts, d_model * kinds) of texts, each of which has tokens."""
+        """Returns the pooled states of texts, each of which has tokens: (texts, d_model * kinds)."""
         kinds = self._pooling.kinds
         if len(kinds) == 1 and not skipped:
             return self._engine.encode(rows.ids, pooling=cast(Any, kinds[0]))
@@ -257,7 +259,7 @@ class Encoder(FolderModel):
         limits: tuple[int, int | None],
         advance: Callable[[int], object],
     ) -> list[Tensor]:
-        """(seqlen, d_model) of each text."""
+        """Yields the token states of each text, (seqlen, d_model)."""
         all_states: list[Tensor] = []
         for rows in self._rows(texts, prompt):
             states: list[Tensor] = [torch.zeros(0, int(self._folder.model.config.d_model))] * len(rows.ids)
@@ -280,23 +282,23 @@ class Encoder(FolderModel):
 
     @staticmethod
     def _batches(rows: Rows, limits: tuple[int, int | None]) -> Iterator[list[int]]:
-        """Places of rows that are computed together; a row without tokens stays zeros."""
+        """Yields the indices of rows that are computed together. Rows without tokens are omitted and stay zeros."""
         some = [place for place, ids in enumerate(rows.ids) if ids]
         for batch in packed([len(rows.ids[place]) for place in some], *limits):
             yield [some[index] for index in batch]
 
     def _prompt_tokens(self, prompt: str) -> int:
-        """The tokens that stand in front of a text behind this prompt: those of the prompt alone but for its end."""
+        """Returns the number of tokens that this prompt adds in front of a text, without the prompt's end token."""
         alone, nothing = self._reader.tokenizer.encode_batch([prompt, ""])
-        # What stands behind every text, such as [SEP].
+        # The special tokens at the end of every text, such as [SEP].
         return len(alone) - int(bool(nothing) and alone[-1] == nothing[-1])
 
 
 class _Finish:
-    """What becomes of pooled rows.
+    """The steps that turn pooled rows into embeddings.
 
     Attributes:
-        width: of the rows.
+        width: the width of the rows.
     """
 
     def __init__(
@@ -305,7 +307,7 @@ class _Finish:
         self.width, self._steps, self._kept, self._normalizes = width, steps, kept, normalizes
 
     def __call__(self, rows: Array | None) -> Array:
-        """(rows, dim) of (rows, d_model * kinds); of None, no rows."""
+        """Returns the embeddings (rows, dim) for rows (rows, d_model * kinds); (0, dim) for None."""
         found = np.zeros((0, self.width), np.float32) if rows is None else rows
         for step in self._steps:
             found = step(found)

@@ -1,4 +1,4 @@
-"""Runs a `models.BERT` for its results alone: the whole encoder in one C++ call, or by its modules."""
+"""Runs a `models.BERT` for inference: the whole encoder in one C++ call, or by its modules."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ Rows: TypeAlias = Sequence[Sequence[int]]
 Array: TypeAlias = npt.NDArray[np.float32]
 
 _NO_LISTS = "expected ids, and token_types, as a list of integers for each text"
-_MODULE_TOKENS = 8192  # that go through the modules together
+_MODULE_TOKENS = 8192  # the most tokens that the modules compute together
 
 
 class _Encoder(Protocol):
-    """csrc/bindings/encoder.cpp's Encoder."""
+    """The interface of Encoder in csrc/bindings/encoder.cpp."""
 
     def encode(self, ids: Rows, token_types: Rows | None, pooling: str, normalize: bool, threads: int) -> Array: ...
 
 
 class _Packed(NamedTuple):
-    """What is made of a model in a precision. Nothing in it refers to the model."""
+    """The packed parts of a model in a precision. They hold no reference to the model."""
 
     encoder: _Encoder
     pooler: nn.Module | None  # in fp32
@@ -44,12 +44,12 @@ class _Packed(NamedTuple):
 
 
 class PackedEncoder(NamedTuple):
-    """The packed weights of a model in a precision, without its pooler and head. It doesn't refer to the model.
+    """The packed weights of a model in a precision, without its pooler and head, and without a reference to the model.
 
     Attributes:
         encoder: the C++ object.
-        max_len: the most tokens of a text.
-        token_types: how many there are.
+        max_len: the most tokens in a text.
+        token_types: the number of token types.
     """
 
     encoder: _Encoder
@@ -57,7 +57,7 @@ class PackedEncoder(NamedTuple):
     token_types: int
 
     def states(self, ids: Rows, token_types: Rows | None) -> Array:
-        """(tokens, d_model) of texts, one after the other, in fp32. See `EncoderEngine.encode`."""
+        """Returns the token states of texts, concatenated, (tokens, d_model) in fp32. See `EncoderEngine.encode`."""
         return _call(self.encoder, ids, token_types, "none", False)
 
 
@@ -65,23 +65,23 @@ class EncoderEngine:
     """Encodes texts, as ids, with a `models.BERT`: hidden states, a vector for each text, or the logits of its labels.
 
     On a CPU the whole encoder is one C++ call, from weights that are packed once for all engines of the model. fp32
-    computes what the model does. bf16 rounds the weights and their inputs; int8 has a scale for each output of a
-    weight, and a scale and a zero point for each row of its inputs; int4 takes the same inputs, and has a scale for
+    computes the same as the model. bf16 rounds the weights and their inputs; int8 has a scale for each output of a
+    weight, and a scale and a zero point for each row of its inputs; int4 has the same inputs as int8, and a scale for
     each 32 weights of an output. The residual stream, norms, softmax, pooling, the pooler and the head are always fp32.
-    A text's bits depend neither on its neighbours nor on the number of threads. Weights that change are packed again
-    with the next call; see `fastformer.generation.repack` for where that may go unnoticed.
+    A text's results are the same, bit for bit, whatever its neighbours and the number of threads. If weights change,
+    the next call packs them again; `fastformer.generation.repack` describes the changes that it may miss.
 
-    Where the C++ code would compute something else than the modules, or on a GPU, the model's modules run, in their own
+    On a GPU, or if the C++ code would not compute the same as the modules, the model's modules run, in their own
     precision.
 
     Several threads may call one engine at once.
 
     Args:
-        model: the encoder, of which the engine holds a reference.
+        model: the encoder. The engine holds a reference to it.
         precision: "fp32", "bf16", "int8" or "int4"; None: the model's own.
 
     Raises:
-        ValueError: something else than a BERT; a precision that neither the C++ code nor the modules compute in.
+        ValueError: the model is not a BERT, or neither the C++ code nor the modules compute in the precision.
     """
 
     def __init__(self, model: BERT, precision: str | None = None) -> None:
@@ -94,20 +94,20 @@ class EncoderEngine:
 
     @staticmethod
     def why_unsupported(model: object, precision: str | None = None) -> str | None:
-        """Why the C++ code would compute something else than the model's modules, or not in this precision.
+        """Returns the reason why the C++ code can't compute the same as the model's modules in this precision.
 
         Returns:
-            The reason, for people; None where the model runs in C++.
+            The reason, as a readable text; None if the model runs in C++.
 
         Raises:
-            ValueError: no such precision.
+            ValueError: the precision doesn't exist.
         """
         check_precision(precision)
         return _why_not(model, precision) or find_guards(cast(BERT, model))[1]
 
     @property
     def name(self) -> str:
-        """The engine for the model as it is now: "cpp" or "modules"."""
+        """The engine that runs the model in its current state: "cpp" or "modules"."""
         return "cpp" if self.why_unsupported(self.model, self.precision) is None else "modules"
 
     def encode(
@@ -120,18 +120,18 @@ class EncoderEngine:
         """Encodes texts of any lengths.
 
         Args:
-            ids: of each text its tokens, with its special ones and without padding.
-            token_types: of each text the types of its tokens; None: all are 0.
-            pooling: "cls", "lasttoken", "mean", "max", "mean_sqrt_len_tokens", "weightedmean" or "pooler" as
-                `BERT.pooled` says; "none": the states of all tokens, one text after the other.
+            ids: the tokens of each text, with special tokens and without padding.
+            token_types: the token types of each text; None: all are 0.
+            pooling: "cls", "lasttoken", "mean", "max", "mean_sqrt_len_tokens", "weightedmean" or "pooler", as in
+                `BERT.pooled`; "none": the states of all tokens, with the texts concatenated.
             normalize: divide each row by its Euclidean length.
 
         Returns:
             (texts, d_model), or (tokens, d_model) for "none", fp32.
 
         Raises:
-            ValueError: a text without tokens, or longer than the model's max_len; ids or types that the model doesn't
-                have; another pooling.
+            ValueError: a text has no tokens or is longer than the model's max_len, an id or a type is out of the
+                model's range, or the pooling is unknown.
         """
         if pooling not in (*POOLINGS, "none", "pooler"):
             raise ValueError(f"expected a pooling out of {('none', *POOLINGS, 'pooler')}, got {pooling!r}")
@@ -153,7 +153,7 @@ class EncoderEngine:
         return F.normalize(torch.from_numpy(rows)).numpy() if normalize else rows
 
     def classify(self, ids: Rows, token_types: Rows | None = None) -> Array:
-        """The logits of each text's labels, (texts, num_labels) fp32. See `encode` for the arguments and errors."""
+        """Returns the logits of each text's labels, (texts, num_labels) fp32. See `encode` for arguments and errors."""
         if self.model.head is None:
             raise ValueError("expected a model with a head (config.num_labels), got one without")
         config = self.model.config
@@ -200,7 +200,7 @@ class EncoderEngine:
         return np.concatenate(cast(list[Array], found))
 
     def _rows(self, ids: Rows, types: Rows | None, pooling: str, normalize: bool) -> list[Array]:
-        """Of each text its rows."""
+        """Returns the rows of each text, computed by the modules."""
         device = self.model.embedding.weight.device
         lengths = [len(text) for text in ids]
         layout = SequenceLayout.packed(torch.tensor(lengths, device="cpu"), max(lengths)).to(device)
@@ -220,11 +220,11 @@ class EncoderEngine:
 
 
 class _Unsupported(Exception):
-    """The model is not what its config makes."""
+    """Raised if a model is not as its config makes it."""
 
 
 def _guards_of(model: BERT) -> tuple[ModelGuards | None, str | None]:
-    """`find_guards`, whose answer for another model is told apart from a model that can't be packed."""
+    """Returns the guards of `find_guards`, or raises `_Unsupported` for a model that is not as its config makes it."""
     guards, reason = find_guards(model)
     if guards is None:
         raise _Unsupported(reason)
@@ -232,7 +232,7 @@ def _guards_of(model: BERT) -> tuple[ModelGuards | None, str | None]:
 
 
 def _why_not(model: object, precision: str | None) -> str | None:
-    """`EncoderEngine.why_unsupported`, but for what the model's modules say."""
+    """Returns the reason of `EncoderEngine.why_unsupported`, except for reasons in the model's modules."""
     if (missing := why_no_encoder()) is not None:
         return missing
     if type(model) is not BERT:
@@ -241,12 +241,12 @@ def _why_not(model: object, precision: str | None) -> str | None:
 
 
 def why_no_encoder() -> str | None:
-    """Why the C++ code encodes nothing on this machine, whatever the model; None where it does."""
+    """Returns the reason why the C++ code can't encode on this machine, whatever the model, or None if it can."""
     return _extension.why_missing("Encoder")
 
 
 def pack_encoder(model: BERT, precision: str) -> PackedEncoder | str:
-    """The packed weights of a model, which may be freed behind it; or why the C++ code doesn't compute it."""
+    """Packs the weights of a model, which may be freed afterwards; or returns why the C++ code can't compute it."""
     reason = EncoderEngine.why_unsupported(model, precision)
     if reason is not None:
         return reason
@@ -264,7 +264,7 @@ def _call(encoder: _Encoder, ids: Rows, types: Rows | None, pooling: str, normal
 
 def _through(module: nn.Module, rows: Array, activation: Any = None) -> Array:
     with torch.inference_mode(), torch.autocast("cpu", enabled=False):
-        # Row by row: products of another number of rows add up in another order.
+        # Row by row: a product with a different number of rows sums in a different order.
         found = [module(row) for row in torch.from_numpy(rows).split(1)]
         out: Tensor = torch.cat(found) if found else module(torch.from_numpy(rows))
         return _as_array(out if activation is None else activation(out))
@@ -276,7 +276,7 @@ def _as_array(x: Tensor) -> Array:
 
 
 def _check(ids: Rows, token_types: Rows | None, model: BERT) -> None:
-    """What the C++ code checks."""
+    """Checks the ids and token types in the same way as the C++ code."""
     config = model.config
     if token_types is not None and [*map(len, token_types)] != [*map(len, ids)]:
         raise ValueError("expected token_types of each token of each text")
@@ -292,7 +292,7 @@ def _check(ids: Rows, token_types: Rows | None, model: BERT) -> None:
 
 
 def _parts(order: list[int], lengths: list[int]) -> list[list[int]]:
-    """Texts that go through the modules together."""
+    """Yields the texts that the modules compute together."""
     parts: list[list[int]] = []
     held = 0
     for i in order:
@@ -319,7 +319,7 @@ def _in_fp32(module: nn.Module | None) -> nn.Module | None:
 
 
 def pack_options(model: BERT, precision: str) -> dict[str, object]:
-    """What the tensors don't say: csrc/engine/packed_model.h's ModelOptions."""
+    """Returns the options of a model that its tensors don't show, for ModelOptions in csrc/engine/packed_model.h."""
     config, layer = model.config, model.encoder.layers[0]
     attention, embedding = layer.self_attn, model.embedding
     return {
@@ -349,7 +349,7 @@ def pack_options(model: BERT, precision: str) -> dict[str, object]:
 
 
 def pack_tensors(model: BERT, precision: str) -> dict[str, Any]:
-    """The tensors under the names that csrc/engine/packed_model.h wants; for int4, matrices as whole numbers."""
+    """Returns the tensors by their names in csrc/engine/packed_model.h; for int4, matrices hold whole numbers."""
     tensors: dict[str, Tensor] = {
         f"encoder.{name}": p for name, p in model.encoder.named_parameters(remove_duplicate=False)
     }

@@ -1,11 +1,11 @@
-"""The folders of sentence-transformers and transformers, as they lie on disk.
+"""Reads the folders that sentence-transformers and transformers save.
 
-modules.json                          what stands behind what, each with its folder
+modules.json                          the modules in their order, each with its folder
 config_sentence_transformers.json     prompts, the similarity, the activation of a cross-encoder
-sentence_bert_config.json             max_seq_length, do_lower_case (beside the model)
-1_Pooling/config.json, 2_Dense/...    the modules behind the model
+sentence_bert_config.json             max_seq_length, do_lower_case (in the folder of the model)
+1_Pooling/config.json, 2_Dense/...    the modules that follow the model
 
-A folder of transformers alone has none of these. Nothing in a folder is run: its modules are known by their names.
+A folder of transformers has none of these files. No code of a folder is run: its modules are recognised by name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger("fastformer")
 
 _MODULES = "modules.json"
 _SETTINGS = "config_sentence_transformers.json"
-# Beside the model; older folders name the family.
+# The settings file in the folder of the model; older folders use the name of the model's family.
 _MODEL_SETTINGS = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
@@ -42,7 +42,7 @@ _MODEL_SETTINGS = tuple(
 _PACKAGE = "sentence_transformers."
 _KNOWN = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout")
 _SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
-_ROW = "sentence_embedding"  # what modules behind the pooling read and write
+_ROW = "sentence_embedding"  # the feature that modules after the pooling read and write
 _LEGACY = "pooling_mode_"
 _LEGACY_POOLINGS = {"cls_token": "cls", "max_tokens": "max", "mean_tokens": "mean"} | {
     "mean_sqrt_len_tokens": "mean_sqrt_len_tokens", "weightedmean_tokens": "weightedmean", "lasttoken": "lasttoken"
@@ -51,20 +51,20 @@ _LEGACY_POOLINGS = {"cls_token": "cls", "max_tokens": "max", "mean_tokens": "mea
 
 @dataclass(frozen=True)
 class Folder:
-    """What a folder holds.
+    """The contents of a folder.
 
     Attributes:
-        path: of it.
+        path: the path of the folder.
         model: a `models.BERT`, in evaluation mode.
-        reader: makes rows of texts.
-        pooling: of the model's rows; None: the folder doesn't say.
-        steps: what stands behind the pooling.
-        prompts: by their names.
-        default_prompt_name: of the one that texts get where a call names none.
+        reader: makes rows from texts.
+        pooling: the pooling of the model's rows; None: the folder doesn't name one.
+        steps: the steps that follow the pooling.
+        prompts: the prompts by name.
+        default_prompt_name: the name of the prompt for calls that don't name one.
         similarity: "cosine", "dot", "euclidean" or "manhattan".
-        truncate_dim: the numbers of a row that are kept; None: all.
-        activation: of a cross-encoder's scores, where the folder says; else None.
-        labels: of a classifier, by their places; empty where the folder names none.
+        truncate_dim: the number of dimensions that a row is truncated to; None: all.
+        activation: the activation of a cross-encoder's scores; None: the folder doesn't name one.
+        labels: the labels of a classifier, by index; empty if the folder doesn't name them.
     """
 
     path: Path
@@ -81,16 +81,15 @@ class Folder:
 
 
 def read_folder(path: str | os.PathLike[str], *, device: torch.device | str | None = None) -> Folder:
-    """Reads a folder whole.
+    """Reads all contents of a folder.
 
     Args:
-        path: of the folder.
-        device: where the model goes; None: the CPU.
+        path: the path of the folder.
+        device: the device for the model; None: the CPU.
 
     Raises:
         ImportError: a library that the files need is not installed.
-        ValueError: a file is missing or damaged, a model or module that isn't known, or files that don't belong
-            together.
+        ValueError: a file is missing or damaged, a model or module is unknown, or files don't match each other.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -141,7 +140,7 @@ def _load(place: Path, device: torch.device | str | None) -> tuple[Any, Any]:
 
 
 def _modules(folder: Path) -> list[tuple[str, Path]]:
-    """The modules of modules.json, each with its folder; none where there is no such file."""
+    """Returns the modules of modules.json, each with its folder; an empty list without that file."""
     file = folder / _MODULES
     if not file.is_file():
         return []
@@ -166,7 +165,7 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
 
 
 def _behind(folder: Path, modules: Sequence[tuple[str, Path]], model: Any) -> tuple[Pooling | None, tuple[Step, ...]]:
-    """The pooling and what stands behind it."""
+    """Returns the pooling, and the steps that follow it."""
     kinds = [kind for kind, _ in modules]
     if "Pooling" not in kinds:
         if len(kinds) > 1:
@@ -185,7 +184,7 @@ def _behind(folder: Path, modules: Sequence[tuple[str, Path]], model: Any) -> tu
 
 
 def _pooling(place: Path, d_model: int) -> tuple[Pooling, int]:
-    """The pooling of a folder, and how wide its rows are."""
+    """Returns the pooling of a folder, and the width of its rows."""
     file = place / CONFIG
     settings = read_json(file)
     kinds = settings.get("pooling_mode")
@@ -214,7 +213,7 @@ def _step(kind: str, place: Path, width: int) -> Step | None:
         return None
     if kind == "Normalize":
         return Normalize()
-    settings = read_json(place / CONFIG)  # which has to be there
+    settings = read_json(place / CONFIG)  # the file must exist
     weights = {name: tensor.float() for name, tensor in read_weights(place).items()}
     if kind == "LayerNorm":
         return LayerNorm(_take(weights, place, "norm.weight", (width,)), _take(weights, place, "norm.bias", (width,)))
@@ -238,10 +237,10 @@ def _take(weights: Mapping[str, Tensor], place: Path, name: str, shape: tuple[in
 
 
 def activation_named(name: object, file: Path) -> nn.Module:
-    """The module of torch.nn that a folder names, such as "torch.nn.modules.activation.Tanh".
+    """Returns the torch.nn module that a folder names, such as "torch.nn.modules.activation.Tanh".
 
     Raises:
-        ValueError: another one, whose code the folder may want to bring along.
+        ValueError: the name is not of a known module of torch.nn; it could refer to code in the folder.
     """
     last = str(name).rpartition(".")[2]
     if not isinstance(name, str) or last not in ACTIVATIONS or (last != name and not name.startswith("torch.nn.")):
@@ -250,7 +249,7 @@ def activation_named(name: object, file: Path) -> nn.Module:
 
 
 def _score_activation(folder: Path, settings: Mapping[str, Any], foreign: Mapping[str, Any]) -> nn.Module | None:
-    """The activation of scores, from one of the places where versions of sentence-transformers wrote it."""
+    """Returns the activation of scores, from one of the settings in which sentence-transformers' versions store it."""
     nested = foreign.get("sentence_transformers")
     places: list[tuple[object, Path]] = [
         (settings.get("activation_fn"), folder / _SETTINGS),

@@ -1,4 +1,4 @@
-"""What the encoder and the cross-encoder of a folder have in common."""
+"""The common base of `Encoder` and `CrossEncoder`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class FolderModel:
     """The model of a folder, its engine and its tokenizer.
 
     Args:
-        folder: on disk, or as `read_folder` found it.
-        precision: of the weights; None: as they were saved.
-        device: where the model goes; None: the CPU.
+        folder: a path, or the result of `read_folder`.
+        precision: the precision of the weights; None: as they were saved.
+        device: the device for the model; None: the CPU.
     """
 
     def __init__(
@@ -37,12 +37,12 @@ class FolderModel:
         device: torch.device | str | None = None,
         **options: Any,
     ) -> Self:
-        """The same as the class itself, which documents it."""
+        """Makes an object from a folder. The arguments are those of the class."""
         return cls(folder, precision=precision, device=device, **options)
 
     @property
     def max_seq_length(self) -> int:
-        """Tokens at most, special ones among them; longer texts are cut, of a pair the longer one. It may be set."""
+        """The most tokens in a row, including special ones. Texts are cut to it, in a pair the longer one. Settable."""
         return self._reader.max_len
 
     @max_seq_length.setter
@@ -51,7 +51,7 @@ class FolderModel:
 
     @property
     def num_cut(self) -> int:
-        """How many texts or pairs were longer than max_seq_length so far, and were cut."""
+        """The number of texts or pairs so far that were cut because they were longer than max_seq_length."""
         return self._reader.num_cut
 
     @property
@@ -61,11 +61,11 @@ class FolderModel:
 
     @property
     def precision(self) -> str:
-        """What the model is computed in."""
+        """The precision that the model computes in."""
         return self._engine.precision
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device of the model."""
         found: torch.device = next(self._folder.model.parameters()).device
         return found

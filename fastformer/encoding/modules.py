@@ -1,6 +1,6 @@
-"""What sentence-transformers puts behind a model: pooling, and layers on the rows that it gives. All of it is in fp32.
+"""The modules that sentence-transformers applies after a model: pooling, and layers on the pooled rows, all in fp32.
 
-Each row is computed by itself, so that its bits don't depend on the texts beside it.
+Each row is computed by itself, so that its results don't depend on the other texts, bit for bit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 Array = npt.NDArray[np.float32]
 
-_LEAST = 1e-12  # the least length that a row is divided by, as in torch.nn.functional.normalize
+_LEAST = 1e-12  # the lower bound of a row's divisor, as in torch.nn.functional.normalize
 
 # The modules of torch.nn that folders name, by the last part of their names.
 ACTIVATIONS: dict[str, type[nn.Module]] = {
@@ -28,11 +28,11 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 
 @dataclass(frozen=True)
 class Pooling:
-    """How the states of a text's tokens become one row.
+    """The pooling that turns the states of a text's tokens into one row.
 
     Attributes:
-        kinds: some of `models.pooling.POOLINGS`; several are concatenated.
-        includes_prompt: whether the tokens of a prompt count.
+        kinds: one or more of `models.pooling.POOLINGS`; the results of several are concatenated.
+        includes_prompt: whether the pooling includes the tokens of a prompt.
     """
 
     kinds: tuple[str, ...] = ("mean",)
@@ -40,16 +40,16 @@ class Pooling:
 
 
 def pooled(hidden: Array, lengths: Sequence[int], kinds: Sequence[str], skipped: int = 0) -> Array:
-    """A row for each text.
+    """Returns a pooled row for each text.
 
     Args:
-        hidden: (total, d_model), the states of the tokens, text after text.
-        lengths: tokens of each text.
-        kinds: some of `models.pooling.POOLINGS`; what they give is concatenated.
-        skipped: tokens at the beginning of each text that don't count.
+        hidden: (total, d_model), the states of the tokens, with the texts concatenated.
+        lengths: the number of tokens in each text.
+        kinds: one or more of `models.pooling.POOLINGS`; their results are concatenated.
+        skipped: the number of tokens at the beginning of each text that the pooling omits.
 
     Returns:
-        (texts, d_model * kinds). A text of which no token counts gives zeros.
+        (texts, d_model * kinds). The row of a text without any remaining token is zeros.
     """
     rows = np.zeros((len(lengths), len(kinds) * hidden.shape[1]), np.float32)
     begin = 0
@@ -58,7 +58,7 @@ def pooled(hidden: Array, lengths: Sequence[int], kinds: Sequence[str], skipped:
         begin += length
         parts = np.split(row, len(kinds))  # views
         for part, kind in zip(parts, kinds, strict=True):
-            # The weights of "weightedmean" stay those of the places in the text; "lasttoken" is the last in any case.
+            # The weights of "weightedmean" depend on the positions in the whole text; "lasttoken" is always the last.
             part[:] = _one(states, kind, min(skipped, length))
     return rows
 
@@ -81,7 +81,7 @@ def _one(states: Array, kind: str, skipped: int) -> Array | float:
 
 
 def normalized(rows: Array) -> Array:
-    """Each row (dimension 1) divided by its Euclidean length."""
+    """Divides each row (dimension 1) by its Euclidean length."""
     lengths = np.sqrt((rows * rows).sum(1, keepdims=True))
     return np.asarray(rows / np.maximum(lengths, np.float32(_LEAST)))
 
@@ -91,13 +91,13 @@ class Step(Protocol):
 
     @property
     def out_features(self) -> int | None:
-        """None: as many as come in."""
+        """The number of features in the output; None: the same as in the input."""
 
     def __call__(self, rows: Array) -> Array: ...
 
 
 class Normalize:
-    """`normalized`."""
+    """A step that divides each row by its Euclidean length; see `normalized`."""
 
     out_features = None
 
@@ -107,7 +107,7 @@ class Normalize:
 
 @dataclass(frozen=True)
 class LayerNorm:
-    """torch.nn.LayerNorm, with its usual epsilon.
+    """A step that computes torch.nn.LayerNorm with its default epsilon.
 
     Attributes:
         weight, bias: (features,).
@@ -130,9 +130,9 @@ class Dense:
     Attributes:
         weight: (out_features, in_features).
         bias: (out_features,) or None.
-        activation: on what comes out.
-        residual: None: nothing is added; or the matrix whose product with the input is, (out_features, in_features),
-            or True for the input itself.
+        activation: the activation of the output.
+        residual: None: nothing is added to the output; a matrix (out_features, in_features): its product with the
+            input is added; True: the input is added.
     """
 
     weight: Tensor
@@ -146,7 +146,7 @@ class Dense:
 
     def __call__(self, rows: Array) -> Array:
         with torch.inference_mode():
-            # Row by row: products of another number of rows add up in another order.
+            # Row by row: a product with a different number of rows sums in a different order.
             found = [self._one(row) for row in torch.from_numpy(rows).split(1)]
             return torch.cat(found).numpy() if found else np.zeros((0, self.out_features), np.float32)
 

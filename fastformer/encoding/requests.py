@@ -1,4 +1,4 @@
-"""A request: some texts that are embedded or scored together with those of other requests."""
+"""`EncodeRequest`: the texts of one caller, which are embedded or scored together with those of other requests."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from fastformer.encoding.tokens import Rows
 
 
 class Compute(Protocol):
-    """What the engine does with rows; requests whose computations are equal may share a call."""
+    """The engine's computation on rows. Requests whose computations are equal may share a call."""
 
     @property
     def width(self) -> int:
-        """The numbers of a result."""
+        """The number of values in the result of a text."""
 
     def __call__(self, rows: Rows) -> Array:
-        """(texts, width) of texts, each of which has tokens."""
+        """Returns the results of texts, each of which has tokens: (texts, width)."""
 
 
 class EncodeRequest:
-    """Texts as ids, and what becomes of them. Its numbers depend on no other request.
+    """Texts as ids, and their results. The results don't depend on other requests.
 
     Args:
-        rows: of the texts.
-        compute: what the engine does with them.
-        finish: makes the results of what the engine gave, (texts, width).
-        max_time: seconds after which it is not begun any more; None: no end.
+        rows: the rows of the texts.
+        compute: the engine's computation on the rows.
+        finish: makes the results from the engine's output, (texts, width).
+        max_time: seconds after which the request is not begun any more; None: no limit.
 
     Attributes:
-        results: what `finish` gave; None before the end.
-        error: what went wrong with it, or None.
-        is_done: whether it has ended, well or not.
+        results: the return value of `finish`; None before the end.
+        error: the error that ended the request, or None.
+        is_done: whether the request has ended, with results or without.
         is_cancelled: set by `cancel`.
-        on_cancel: called when it is cancelled; set by the scheduler that runs it.
-        deadline, begun_at: in the time of `time.monotonic`, or None; the latter is set when it leaves the queue.
-        num_tokens: of its texts.
-        num_taken: how many of its texts have been computed.
+        on_cancel: called when the request is cancelled; set by the scheduler that runs it.
+        deadline, begun_at: times of `time.monotonic`, or None; the second is set when the request leaves the queue.
+        num_tokens: the number of tokens in its texts.
+        num_taken: the number of its texts that have been computed.
     """
 
-    num_new_tokens = 0  # of an answer
+    num_new_tokens = 0  # an encoding request generates no tokens
 
     def __init__(
         self, rows: Rows, compute: Compute, finish: Callable[[Array], Any], *, max_time: float | None = None
@@ -61,22 +61,22 @@ class EncodeRequest:
         self.deadline = None if max_time is None else time.monotonic() + max_time
         self.num_tokens = sum(map(len, rows.ids))
         self._finish = finish
-        # A text without tokens stays zeros.
+        # The result of a text without tokens stays zeros.
         self._places = [place for place, ids in enumerate(rows.ids) if ids]
         self._found = np.zeros((len(rows.ids), compute.width), np.float32)
         self.num_taken = 0
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of its texts have been computed."""
+        """Whether all texts of the request have been computed."""
         return self.num_taken == len(self._places)
 
     def take(self, batch_tokens: int, *, is_first: bool) -> list[int]:
-        """The places of the texts that are computed next.
+        """Returns the indices of the texts to compute next.
 
         Args:
-            batch_tokens: of all of them together at most.
-            is_first: give at least one.
+            batch_tokens: the most tokens in these texts together.
+            is_first: return at least one text.
         """
         taken: list[int] = []
         for place in self._places[self.num_taken :]:
@@ -87,41 +87,41 @@ class EncodeRequest:
         return taken
 
     def put(self, places: Sequence[int], found: Array) -> None:
-        """Takes in the results of the texts that `take` gave."""
+        """Stores the results of the texts that `take` returned."""
         self._found[list(places)] = found
         self.num_taken += len(places)
 
     def is_late(self, now: float) -> bool:
-        """Whether its time is over before it has begun."""
+        """Returns whether the deadline has passed before the request began."""
         return self.deadline is not None and now >= self.deadline and not self.num_taken
 
     def listen(self, on_token: Callable[[int], object]) -> None:
-        """Raises a ValueError: it has no tokens to tell of."""
+        """Raises a ValueError: an encoding request has no tokens to report."""
         raise ValueError("expected a request of new tokens to listen to, got one of embeddings or scores")
 
     def cancel(self) -> None:
-        """Ends it before the next step, without results. Any thread may call this."""
+        """Ends the request before the next step, without results. Any thread may call this."""
         self.is_cancelled = True
         if self.on_cancel is not None:
             self.on_cancel()
 
     def finish(self) -> None:
-        """Ends it, with results if all of its texts have been computed."""
+        """Ends the request, with results if all of its texts have been computed."""
         if not self.is_cancelled and self.is_complete:
             try:
                 self.results = self._finish(self._found)
-            except Exception as error:  # it ends this request alone
+            except Exception as error:  # the error ends only this request
                 self.error = error
         self.is_done = True
 
     def fail(self, error: Exception) -> None:
-        """Ends it with an error."""
+        """Ends the request with an error."""
         self.error, self.is_done = error, True
 
 
 @dataclass(frozen=True)
 class _Pooled:
-    """Embeddings before what stands behind the pooling."""
+    """The computation of pooled rows, before the steps that follow the pooling."""
 
     encoder: Encoder
     width: int
@@ -133,7 +133,7 @@ class _Pooled:
 
 @dataclass(frozen=True)
 class _Logits:
-    """Logits of pairs or texts."""
+    """The computation of the logits of pairs or texts."""
 
     encoder: CrossEncoder
     width: int
@@ -152,16 +152,16 @@ def embed_request(
     cuts: bool = True,
     max_time: float | None = None,
 ) -> EncodeRequest:
-    """The request whose results are `encoder.encode(texts, prompt_name, ...)`, bit for bit.
+    """Returns the request whose results are `encoder.encode(texts, prompt_name, ...)`, bit for bit.
 
     Args:
-        encoder: whose embeddings these are.
+        encoder: computes the embeddings.
         texts, prompt_name, normalize, truncate_dim: see `Encoder.encode`.
-        cuts: whether texts that are too long are cut; without, they are an error.
+        cuts: whether texts that are too long are cut; if not, they are an error.
         max_time: see `EncodeRequest`.
 
     Raises:
-        ValueError: see `Encoder.encode`; a text that is too long.
+        ValueError: see `Encoder.encode`; or a text is too long.
     """
     finish, prompt = encoder._finish(normalize, False, truncate_dim), encoder._prompt(None, prompt_name)
     for place, text in enumerate(texts):
@@ -180,16 +180,16 @@ def score_request(
     cuts: bool = True,
     max_time: float | None = None,
 ) -> EncodeRequest:
-    """The request whose results are `encoder.predict(inputs, ...)`, bit for bit.
+    """Returns the request whose results are `encoder.predict(inputs, ...)`, bit for bit.
 
     Args:
-        encoder: whose scores these are.
+        encoder: computes the scores.
         inputs: pairs of texts, or lists of one text each.
         activation_fn, apply_softmax: see `CrossEncoder.predict`.
         cuts, max_time: see `embed_request`.
 
     Raises:
-        ValueError: see `CrossEncoder.predict`; a pair that is too long.
+        ValueError: see `CrossEncoder.predict`; or a pair is too long.
     """
     for place, each in enumerate(inputs):
         check_input(each, place)

@@ -1,4 +1,4 @@
-"""Computes the texts of many requests together, as they come: no request waits for others to arrive."""
+"""Computes the texts of many requests together. No request waits for others to arrive."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from fastformer.encoding.tokens import Rows
 from fastformer.generation.scheduler import Load
 from fastformer.settings import Positive, check_value
 
-# Of a step: as much as keeps the cores busy, and little enough that the next step, which takes what has come meanwhile
-# and leaves out what was cancelled, begins soon.
+# The tokens of a step: enough to keep the cores busy, and few enough that the next step begins soon, which includes new
+# requests and omits cancelled ones.
 STEP_TOKENS = 4096
 
 
 class EncodingScheduler:
-    """Takes the texts of the requests that wait, the first ones first, up to a number of tokens in each step.
+    """Computes the texts of waiting requests, in the order of the queue, up to a number of tokens in each step.
 
-    A request with more texts than that is computed in several steps. The first request of the queue decides what is
-    computed; others that ask for the same join it.
+    A request with more tokens than that is computed in several steps. The first request of the queue determines the
+    computation of a step; other requests with the same computation join it.
 
     Args:
-        step_tokens: that are computed together at most; a text that is longer is a step of its own.
+        step_tokens: the most tokens that are computed together; a longer text is a step of its own.
 
     Attributes:
-        waiting: requests that haven't begun, the next one first.
-        running: those that have.
+        waiting: the requests that haven't begun, the next one first.
+        running: the requests that have begun.
     """
 
     def __init__(self, step_tokens: int = STEP_TOKENS) -> None:
@@ -39,7 +39,7 @@ class EncodingScheduler:
 
     @property
     def is_idle(self) -> bool:
-        """True when there is nothing to do."""
+        """True if no request waits or runs."""
         return not self.waiting and not self.running
 
     def submit(self, requests: Iterable[EncodeRequest]) -> None:
@@ -47,26 +47,26 @@ class EncodingScheduler:
         self.waiting.extend(requests)
 
     def load(self) -> Load:
-        """Its counters as they are now."""
+        """Returns the current counters."""
         waiting = sum(request.num_tokens for request in self.waiting)
         rows = sum(len(request.rows.ids) for request in self.running)
         return Load(len(self.running), len(self.waiting), waiting, rows, read_tokens=self._read_tokens)
 
     def renewed(self) -> EncodingScheduler:
-        """Another one within the same limits."""
+        """Returns a new scheduler with the same limits."""
         return EncodingScheduler(self.step_tokens)
 
     def step(self) -> list[EncodeRequest]:
         """Computes the next texts.
 
         Returns:
-            The requests that ended with it: done, failed or cancelled.
+            The requests that ended in this step: done, failed or cancelled.
         """
         ended = self._drop()
         parts = self._next()
         if not parts:
             return ended
-        # The longest texts first: the last ones of a call then have the least to wait for.
+        # The longest texts first: threads then wait the least for the last texts of a call.
         order = sorted(
             ((request, place) for request, places in parts for place in places),
             key=lambda one: -len(one[0].rows.ids[one[1]]),
@@ -85,12 +85,12 @@ class EncodingScheduler:
         return ended + done
 
     def clear(self) -> None:
-        """Forgets all requests."""
+        """Drops all requests."""
         self.waiting.clear()
         self.running.clear()
 
     def _next(self) -> list[tuple[EncodeRequest, list[int]]]:
-        """The requests of the next step, each with the places of its texts; they leave the queue."""
+        """Removes the requests of the next step from the queue, and returns each with the indices of its texts."""
         parts: list[tuple[EncodeRequest, list[int]]] = []
         left = self.step_tokens
         for request in [*self.running, *self.waiting]:
@@ -123,7 +123,7 @@ class EncodingScheduler:
 
 
 def _together(order: list[tuple[EncodeRequest, int]]) -> Rows:
-    """The rows of texts of several requests of one model."""
+    """Joins the rows of texts of several requests for one model."""
     ids = [request.rows.ids[place] for request, place in order]
     if order[0][0].rows.types is None:
         return Rows(ids)

@@ -1,4 +1,4 @@
-"""Similarities of embeddings, by sentence-transformers' names."""
+"""Similarities of embeddings, with sentence-transformers' names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def _paired_cosine(first: Tensor, second: Tensor) -> Tensor:
     return (F.normalize(first) * F.normalize(second)).sum(-1)
 
 
-# Of each row of one with each row of the other, and of each row with the one in its place. Distances are negative.
+# ALL: the similarity of each row to each row of the other matrix. PAIRED: of each row to the same row of the other
+# matrix. Distances are negated.
 ALL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cosine": _cosine,
     "dot": lambda first, second: first @ second.T,
@@ -38,10 +39,10 @@ PAIRED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def as_rows(embeddings: Embeddings) -> Tensor:
-    """Embeddings as (rows, features) in fp32 at least; one embedding is a row.
+    """Converts embeddings to (rows, features) in at least fp32; a single embedding becomes one row.
 
     Raises:
-        ValueError: other dimensions.
+        ValueError: the embeddings have neither one nor two dimensions.
     """
     if isinstance(embeddings, Tensor):
         found = embeddings

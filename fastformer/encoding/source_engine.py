@@ -1,4 +1,4 @@
-"""Packs the encoder of a `models.Transformer`, which then is one C++ call; for accelerated encoder-decoders."""
+"""Packs the encoder of a `models.Transformer`, so that it runs in one C++ call, for accelerated encoder-decoders."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _why_not(model: object, precision: str) -> str | None:
 
 
 def pack_source(model: Transformer, precision: str) -> PackedEncoder | str:
-    """The packed encoder of a model, which may be freed behind it; or why the C++ code doesn't compute it."""
+    """Packs the encoder of a model, which may be freed afterwards; or returns why the C++ code can't compute it."""
     reason = _why_not(model, precision) or find_guards(model)[1]
     if reason is not None:
         return reason
@@ -33,13 +33,13 @@ def pack_source(model: Transformer, precision: str) -> PackedEncoder | str:
 
 
 def encoder_of(weights: object) -> PackedEncoder:
-    """The encoder of a `PackedModel` of the extension, which may have a decoder as well. It holds no other weights."""
+    """Returns the encoder of the extension's `PackedModel`, without the weights of its decoder, if it has one."""
     encoder = cast(Any, _extension.module()).Encoder(weights)
     return PackedEncoder(encoder, encoder.max_len, token_types=0)
 
 
 def pack_options(model: Transformer, precision: str) -> dict[str, object]:
-    """What the tensors don't say: csrc/engine/packed_model.h's ModelOptions."""
+    """Returns the options of a model that its tensors don't show, for ModelOptions in csrc/engine/packed_model.h."""
     embedding = model.embedding if model.config.tie_embeddings else model.source_embedding
     return cpp.pack_options(model, precision) | {
         "num_decoder_layers": 0,
@@ -50,7 +50,7 @@ def pack_options(model: Transformer, precision: str) -> dict[str, object]:
 
 
 def pack_tensors(model: Transformer, precision: str) -> dict[str, Any]:
-    """The encoder's tensors under the names that csrc/engine/packed_model.h wants."""
+    """Returns the encoder's tensors by their names in csrc/engine/packed_model.h."""
     tensors: dict[str, Tensor] = {
         name: tensor
         for name, tensor in cpp.named_tensors(model).items()

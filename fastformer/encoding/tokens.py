@@ -1,4 +1,4 @@
-"""Texts and pairs of texts as ids, cut to what a model takes."""
+"""Turns texts and pairs of texts into ids, cut to the model's maximum length."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fastformer.settings import Positive, check_value
 
 logger = logging.getLogger("fastformer")
 
-_WHOLE = 10**9  # tokens; no text has as many
+_WHOLE = 10**9  # more tokens than any text has
 Pair = tuple[str, str]
 
 
 class Tokenizer(Protocol):
-    """What encoding asks of a `data.encoder_tokenizers.EncoderTokenizer`, which documents it."""
+    """The part of `data.encoder_tokenizers.EncoderTokenizer` that encoding uses; that class documents it."""
 
     @property
     def max_len(self) -> int: ...
@@ -30,33 +30,33 @@ class Tokenizer(Protocol):
 
 
 class Rows(NamedTuple):
-    """Texts as a model reads them.
+    """Texts as ids for the model.
 
     Attributes:
-        ids: of each text, special tokens among them.
-        types: of each of these tokens; None: all are 0.
+        ids: the ids of each text, including special tokens.
+        types: the type of each of these tokens; None: all are 0.
     """
 
     ids: list[list[int]]
     types: list[list[int]] | None = None
 
     def some(self, places: Sequence[int]) -> Rows:
-        """Those at some places."""
+        """Returns the rows at these indices."""
         types = None if self.types is None else [self.types[place] for place in places]
         return Rows([self.ids[place] for place in places], types)
 
 
 class Reader:
-    """Makes rows of texts. Several threads may use one.
+    """Makes rows from texts. Several threads may use one reader.
 
     Args:
-        tokenizer: of the model's folder.
-        max_len: tokens of a row at most; longer texts are cut at their end.
-        lowers: whether texts become lower case first.
+        tokenizer: the tokenizer of the model's folder.
+        max_len: the most tokens in a row; longer texts are cut at their end.
+        lowers: whether texts are lower-cased first.
 
     Attributes:
         max_len: as above.
-        num_cut: how many texts were cut so far.
+        num_cut: the number of texts that were cut so far.
     """
 
     def __init__(self, tokenizer: Tokenizer, max_len: int, *, lowers: bool = False) -> None:
@@ -68,11 +68,11 @@ class Reader:
         """Sets max_len.
 
         Args:
-            value: the new one.
-            most: positions of the model.
+            value: the new max_len.
+            most: the number of the model's positions.
 
         Raises:
-            ValueError: no integer from 1 to most.
+            ValueError: the value is not an integer from 1 to most.
         """
         check_value("max_seq_length", value, Positive)
         if value > most:
@@ -80,14 +80,14 @@ class Reader:
         self.max_len = value
 
     def texts(self, texts: Sequence[str], *, cuts: bool = True) -> Rows:
-        """A row of each text.
+        """Makes a row from each text.
 
         Args:
-            texts: see above.
-            cuts: whether texts of more than max_len tokens are cut; without, they are an error.
+            texts: the texts.
+            cuts: whether texts of more than max_len tokens are cut; if not, they are an error.
 
         Raises:
-            ValueError: a lone surrogate, which is no character; a text that is too long.
+            ValueError: a text contains a lone surrogate, which is no character, or is too long.
         """
         if self._lowers:
             texts = [lowered(text) for text in texts]
@@ -102,14 +102,14 @@ class Reader:
         return Rows(ids)
 
     def pairs(self, pairs: Sequence[Pair], *, cuts: bool = True) -> Rows:
-        """A row of each pair, with the types of its tokens where the model has types.
+        """Makes a row from each pair, with the types of its tokens if the model has types.
 
         Args:
-            pairs: see above.
+            pairs: the pairs of texts.
             cuts: as for `texts`.
 
         Raises:
-            ValueError: a lone surrogate, which is no character; a pair that is too long.
+            ValueError: a text contains a lone surrogate, which is no character, or a pair is too long.
         """
         if self._lowers:
             pairs = [(lowered(first), lowered(second)) for first, second in pairs]
@@ -142,5 +142,5 @@ def _too_long(place: int, length: int, max_len: int) -> ValueError:
 
 
 def lowered(text: str) -> str:
-    """A text in lower case, character by character, as the tokenizers library does it: no final sigma."""
+    """Lower-cases a text character by character, as the tokenizers library does, so without the final sigma."""
     return text.lower() if text.isascii() else "".join(map(str.lower, text))
