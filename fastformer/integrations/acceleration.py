@@ -1,4 +1,4 @@
-"""`fastformer.accelerate(model)`: makes an existing model compute on our ops, in place."""
+"""`fastformer.accelerate(model)`: makes an existing model compute on fastformer's ops, in place."""
 
 from __future__ import annotations
 
@@ -37,18 +37,19 @@ class Report:
 
     Attributes:
         swapped: the class that each accelerated module had before.
-        left: why a module that looks like a known one was left as it is. Also which method or function was replaced of
-            an accelerated module's class, or of a class inside of it (a forward, a block of torch.nn's layers, the
-            function that attends). While the replacement is there it is called, and no padding is left out around it.
+        left: why a module that looks like a known one was not accelerated. It also names each replaced method or
+            function of an accelerated module's class, or of a class inside of it (a forward, a block of torch.nn's
+            layers, the function that attends). As long as the replacement exists, it is called, and the stacks around
+            it compute padding.
         attention: the models of transformers whose attention runs on the ops of this library, whatever their family.
-        hooked: the hooks on an accelerated module, or on a module inside of it. They see and change what they did
-            before: nothing is fused across such a module, and no padding is left out around it.
-        padding: for each stack of transformers that may leave padding out, what its output is at padded positions, and
-            why.
+        hooked: the hooks on an accelerated module, or on a module inside of it. They see and change the same values as
+            before: nothing is fused across a hooked module, and the stacks around it compute padding.
+        padding: for each stack of transformers that may omit padding, its output at padded positions, and the reason.
         generate: for each model of transformers that `from_huggingface` converts, how its `generate` decodes, and why.
-            Options of a call that send it transformers' own way are in the debug log.
-        encode: for each encoder of transformers that `from_huggingface` converts, what computes it in evaluation
-            without gradients, and why. What sends a call to the modules is in the debug log.
+            If the options of a call make it fall back to transformers' own decoding, the debug log names them.
+        encode: for each encoder of transformers that `from_huggingface` converts, whether the engine or the modules
+            compute it in evaluation without gradients, and why. If a call falls back to the modules, the debug log
+            says why.
     """
 
     swapped: dict[str, str] = field(default_factory=dict)
@@ -94,28 +95,30 @@ def accelerate(
 
     Each such module gets another class. Parameters, buffers, submodules, hooks and state_dict keys stay the same, and
     so does each object, so optimizers, wrappers and `isinstance` checks keep working. A subclass, or a module with a
-    forward of its own, is left alone. What you hooked or replaced inside of a module is called as before. `report` says
-    what was done.
+    forward of its own, is not changed. Hooks and replaced methods inside of a module are called as before. `report`
+    lists the changes.
 
-    A stack of transformers that leaves padding out returns zeros at padded positions. Whether it may do so is decided
-    by the model that you pass here. A model that you build around an accelerated one later doesn't change that.
+    A stack of transformers that omits padding returns zeros at padded positions. Whether it may do so depends on the
+    model that you pass here. A model that you build around an accelerated one later doesn't change that.
 
     `generate` of the models that `from_huggingface` converts runs on the C++ engine of the CPU: transformers prepares
-    and checks the call, and the engine decodes it, whole greedy and beam searches without a step in Python. What the
-    engine doesn't know (an option, a hook, a patched or changed model, training mode) goes transformers' own way, and a
-    debug line of the logger "fastformer" says why. The first call packs a copy of the weights, and so does the first
-    call behind a change of them. Of a Marian of 233 MiB (6 + 6 layers, d_model 512, 32,000 words) that took about a
-    second of one core and at the peak 540 MiB in fp32 and 320 in int8. As long as the model lives, 300 MiB stay in
-    fp32, 144 in bf16 and 86 in int8, once glibc has given back what packing freed (`malloc_trim`).
+    and checks the call, and the engine decodes it. Whole greedy and beam searches run without a step in Python. If a
+    call has anything that the engine doesn't know (an option, a hook, a patched or changed model, training mode), it
+    falls back to transformers' own `generate`, and a debug line of the logger "fastformer" says why. The first call
+    packs a copy of the weights, and so does the first call after the weights have changed. For a Marian of 233 MiB
+    (6 + 6 layers, d_model 512, 32,000 words) packing took about a second of one core, and at the peak 540 MiB in fp32
+    and 320 in int8. As long as the model lives, the copy takes 300 MiB in fp32, 144 in bf16 and 86 in int8, once glibc
+    has returned the memory that packing freed (`malloc_trim`).
 
     Encoders of transformers that `from_huggingface` converts (BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, MPNet,
     ELECTRA, ModernBERT; and those of BART, Marian, mBART, Pegasus, M2M100 and, on transformers 5, T5) run on the
-    engine, too, in evaluation without gradients on a CPU: one call from ids to hidden states, which poolers, heads and
-    decoders read as before. A call with inputs_embeds, position_ids, hidden states or attentions to return, padding on
-    the left or with holes, or padding that something may read, goes by the modules. The packed copy holds about as much
-    as the encoder's matrices in the engine's precision, beside the model itself; `report` says how much. Nothing is
-    packed before the first such call, nor what `generate` has packed already. So do the encoders of torch.nn, whose
-    products are 1.1 to 4 times as fast so, where their layers are alike and a call has no mask but that of padding.
+    engine, too, in evaluation without gradients on a CPU: one call computes the hidden states from the ids, and
+    poolers, heads and decoders read them as before. A call falls back to the modules if it has inputs_embeds,
+    position_ids, hidden states or attentions to return, padding on the left or with holes, or padding that something
+    may read. The packed copy takes about as much memory as the encoder's matrices in the engine's precision, in
+    addition to the model itself; `report` says how much. The first call on the engine packs the copy, unless `generate`
+    has packed it already. The encoders of torch.nn run on the engine, too, if their layers are alike and a call has no
+    mask except that of padding; their products are then 1.1 to 4 times as fast.
 
     Args:
         model: any module. Known are those of torch.nn (`MultiheadAttention`, `TransformerEncoderLayer`,
@@ -125,24 +128,25 @@ def accelerate(
         fused_loss: for training: BartForConditionalGeneration, GPT2LMHeadModel, LlamaForCausalLM, MarianMTModel and
             T5ForConditionalGeneration (of transformers 5) compute the loss of their labels without ever holding the
             logits: in training the output's `logits` is None. In evaluation, without labels, and under torch.compile
-            they are there as before.
-        padding: of transformers' stacks. "auto" leaves padding out if the model is of a known class (also inside of
-            peft's models and DistributedDataParallel), if all parts that read its stacks work on one position at a
-            time, and if a call asks for nothing at padded positions, such as labels there. Everything else computes
-            padding as the plain model does. "skip" leaves it out everywhere: you promise that nothing reads padded
-            positions. "compute" leaves it out nowhere.
-        generate: whether `generate` runs on the engine where it can; False leaves transformers' own.
-        encode: whether encoders run on the engine where they can; False leaves them to their modules, and packs none.
-        precision: what the engine computes in, in `generate` and in encoders: "fp32", "bf16", "int8" or "int4". None:
-            the dtype of the parameters, or autocast's where it is on. It changes nothing that the engine doesn't
-            compute: embeddings, norms, softmax and the residual stream stay fp32 there, and poolers, heads, training
-            and calls that go by the modules stay in the dtype of the parameters.
+            the output has its logits as before.
+        padding: how transformers' stacks treat padding. "auto" omits padding if the model is of a known class (also
+            inside of peft's models and DistributedDataParallel), if all parts that read its stacks work on one position
+            at a time, and if a call asks for nothing at padded positions, such as labels there. Otherwise padding is
+            computed as in the plain model. "skip" omits it everywhere: you promise that nothing reads padded
+            positions. "compute" omits it nowhere.
+        generate: whether `generate` runs on the engine if it can; with False it stays transformers' own.
+        encode: whether encoders run on the engine if they can; with False their modules compute them, and none is
+            packed.
+        precision: the precision of the engine, in `generate` and in encoders: "fp32", "bf16", "int8" or "int4". None:
+            the dtype of the parameters, or autocast's if it is on. In the engine, embeddings, norms, softmax and the
+            residual stream stay fp32. Poolers, heads, training and calls that fall back to the modules stay in the
+            dtype of the parameters.
 
     Returns:
         The model itself. A second call changes nothing but `generate`, `encode` and a precision that you name.
 
     Raises:
-        ValueError: `model` is no module or has no head whose loss can be fused; an unknown `padding` or `precision`.
+        ValueError: `model` is no module, or has no head whose loss can be fused; `padding` or `precision` is unknown.
     """
     _check_module(model)
     if padding not in get_args(Padding):
@@ -169,14 +173,14 @@ def accelerate(
 
 
 def report(model: nn.Module) -> Report:
-    """What `accelerate` did to a model, as the model is now.
+    """Reports what `accelerate` did to a model, in the model's current state.
 
     Args:
         model: any module, accelerated or not.
 
     Returns:
-        What is accelerated, what is left and why, what is hooked, and what stands at padded positions. Hooks and
-        patches since `accelerate` are included. `print` shows it in a few lines.
+        A `Report`: the accelerated modules, those that are not and why, the hooks, and the output at padded positions.
+        Hooks and patches since `accelerate` are included. `print` shows it in a few lines.
 
     Raises:
         ValueError: `model` is no module.
@@ -216,7 +220,7 @@ def _check_module(model: object) -> None:
 
 
 def restore(model: nn.Module) -> list[str]:
-    """Undoes `accelerate`: each module gets its class and its attributes back. Its weights stay as they are.
+    """Undoes `accelerate`: each module gets its class and its attributes back, and its weights don't change.
 
     Args:
         model: the model that `accelerate` got, or any module with accelerated modules inside.
@@ -225,8 +229,8 @@ def restore(model: nn.Module) -> list[str]:
         The names of the modules that were restored. A module whose class was changed since keeps the new class.
 
     Raises:
-        ValueError: `model` is no module; a module inside was given a class since that is derived from ours, as
-            `fully_shard` does, or a forward (or another method) of its own, which may call ours.
+        ValueError: `model` is no module; or a module inside was given, after `accelerate`, a class derived from
+            fastformer's, as by `fully_shard`, or a forward (or another method) of its own, which may call fastformer's.
     """
     _check_module(model)
     found = [(name, module) for name, module in model.named_modules() if is_accelerated(module)]
@@ -265,12 +269,12 @@ _HOOKS = {
     "_backward_pre_hooks": "a backward pre-hook",
     "_backward_hooks": "a backward hook",
 }
-# The module of transformers' hooks that record outputs. They do nothing while it records none.
+# The module that defines transformers' hooks for recording outputs. They do nothing while transformers records none.
 _RECORDING = "transformers.utils.output_capturing"
 
 
 def _hooked(model: nn.Module, inside: set[nn.Module]) -> dict[str, str]:
-    """`Report.hooked`; `inside` are the accelerated modules, and those inside of them."""
+    """Returns `Report.hooked` of a model; `inside` holds the accelerated modules and the modules inside of them."""
     on_all = ["a hook on all modules"] if torch_module._has_any_global_hook() else []
     found = {}
     for name, module in model.named_modules():
@@ -287,14 +291,14 @@ def _is_foreign(hook: object) -> bool:
     return getattr(hook, "__module__", None) != _RECORDING
 
 
-# The file of a family here, and transformers' module, which is loaded if there is a model of the family.
+# Each family's file here, and transformers' module for it, which is loaded only if a model of the family exists.
 _FAMILIES = {
     name: f"transformers.models.{name}.modeling_{name}" for name in ("bart", "bert", "gpt2", "llama", "marian", "t5")
 }
 
 
 def _products(model: nn.Module) -> dict[nn.Module, Replacement]:
-    """The linear maps to accelerate: those inside of transformers' models."""
+    """Returns the linear maps to accelerate, which are those inside of transformers' models."""
     if "transformers" not in sys.modules:
         return {}
     from fastformer.integrations.products import products_of
@@ -303,12 +307,12 @@ def _products(model: nn.Module) -> dict[nn.Module, Replacement]:
 
 
 def known_replacements() -> dict[type[nn.Module], Replacement]:
-    """The replacements for classes of torch.nn and of loaded families, by the class that they replace."""
+    """Returns the replacements for classes of torch.nn and of loaded families, by the class that they replace."""
     known = [*torch_nn.REPLACEMENTS]
     if "transformers" in sys.modules:
         from fastformer.integrations import decoders, encoders, seq2seq
 
-        # A later one counts: those of encoder-decoders do what those of `decoders` do, and more.
+        # The last replacement of a class counts: those in `seq2seq` do all that those in `decoders` do, and more.
         known += [*decoders.replacements(), *encoders.replacements(), *seq2seq.replacements()]
     return by_original([*known, *chain.from_iterable(family.REPLACEMENTS for family in _families())])
 
@@ -319,13 +323,13 @@ def _families() -> list[Any]:
     if loaded:
         from fastformer.integrations.known import register
 
-        for name in loaded:  # a forward that was a foreign one at the first call may be transformers' again
+        for name in loaded:  # a forward that was foreign at the first call may be transformers' again
             register(sys.modules[_FAMILIES[name]])
     return families
 
 
 def _fused_losses(model: nn.Module) -> dict[type[nn.Module], Replacement]:
-    """The replacements for heads whose loss can be fused.
+    """Returns the replacements for heads whose loss can be fused.
 
     Raises:
         ValueError: the model has no such head, or the head is accelerated without a fused loss already.

@@ -1,8 +1,8 @@
-"""Is a model of transformers what its config makes: made of transformers' modules (or of those that `accelerate` put in
-their place), with the settings that a new model of this config has, without hooks and patches?
+"""Checks whether a model of transformers still is the model that its config makes.
 
-The engine computes what a model's modules would, and calls none of them, so it takes no other model. That is found out
-once, and holds for as long as the model's guards do.
+Such a model consists of transformers' modules (or of those that `accelerate` put in their place), with the settings of
+a new model of this config, and without hooks and patches. The engine computes the same as a model's modules but calls
+none of them, so it can run no other model. The check runs once, and its result holds as long as the model's guards do.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from fastformer.nn.model_guards import ModelGuards
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _SCALARS = (bool, int, float, str, tuple, types.NoneType)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
-# Numbers of a module that say nothing about what it computes in evaluation; and all that have "drop" in their names.
-# Sizes are those of the parameters, which are compared: resizing embeddings leaves some as they were.
+# Numbers of a module that don't change its output in evaluation; all those with "drop" in their names don't, either.
+# Sizes are ignored since the shapes of the parameters are compared: resizing embeddings leaves some sizes unchanged.
 _FREE = frozenset(
     {
         *("training", "gradient_checkpointing", "name_or_path", "loss_type", "inplace", "p"),
@@ -47,11 +47,11 @@ _FREE = frozenset(
     }
 )
 
-register(torch.nn.modules.sparse)  # of which `guards` knows nothing
+register(torch.nn.modules.sparse)  # `guards` doesn't know this module
 
 
 def why_not_at_this_moment() -> str | None:
-    """Why no call runs on the engine now, whatever its model is."""
+    """Returns why no call of any model can run on the engine at this moment; None if calls can."""
     if is_traced():
         return "it is being traced"
     if (reason := why_not_now()) is not None:
@@ -62,7 +62,7 @@ def why_not_at_this_moment() -> str | None:
 
 
 class ConfigGuards(ModelGuards):
-    """`ModelGuards` of a model of transformers, and of the lists and dictionaries in its configs."""
+    """`ModelGuards` of a model of transformers that also watch the lists and dictionaries in its configs."""
 
     def __init__(self, model: nn.Module, functions: Iterable[tuple[object, str]]) -> None:
         super().__init__(model, functions)
@@ -75,7 +75,7 @@ class ConfigGuards(ModelGuards):
 
 
 def guards_of(model: nn.Module) -> ConfigGuards:
-    """What holds for as long as nothing of what `why_not_as_made` looked at has changed."""
+    """Returns guards that hold as long as nothing that `why_not_as_made` examined has changed."""
     kinds = {type(module) for module in model.modules()}
     places: list[tuple[object, str]] = [(space, name) for space, functions in sources_of(kinds) for name in functions]
     places += [(vars(kind), name) for kind, name in _methods(type(model))]
@@ -90,7 +90,7 @@ def _configs(model: nn.Module) -> list[Any]:
 
 
 def tables_of(model: nn.Module) -> Iterator[Tensor]:
-    """The buffers that no state_dict has."""
+    """Returns a model's non-persistent buffers, which no state_dict contains."""
     for module in model.modules():
         for name in module._non_persistent_buffers_set:
             if (table := module._buffers.get(name)) is not None:
@@ -98,14 +98,14 @@ def tables_of(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _methods(kind: type) -> Iterator[tuple[type, str]]:
-    """The functions of a model's class, and of those that it is derived from in transformers."""
+    """Returns the functions of a model's class and of its base classes in transformers."""
     for each in kind.__mro__:
         if each.__module__.startswith(("transformers.", "fastformer.")):
             yield from ((each, name) for name, value in vars(each).items() if isinstance(value, types.FunctionType))
 
 
 def why_not_as_made(model: Any, **options: Any) -> str | None:
-    """Why the engine would compute something else than the modules of a model; None where it would not.
+    """Returns why the engine's results would differ from those of a model's modules; None if they would not.
 
     Args:
         model: of a class of transformers.
@@ -124,7 +124,7 @@ def why_not_as_made(model: Any, **options: Any) -> str | None:
 
 
 def _is_theirs(function: Any) -> bool:
-    """Whether a method is written in transformers or torch, also where a decorator of contextlib stands in front."""
+    """Returns whether a method is written in transformers or torch, also if a decorator of contextlib wraps it."""
     if getattr(function, "__code__", None) is not None and function.__code__.co_filename == contextlib.__file__:
         function = getattr(function, "__wrapped__", function)
     return is_written_in(code_of(function), transformers, torch)
@@ -135,7 +135,7 @@ def _why_not_tensors(model: nn.Module) -> str | None:
     parameters = [(name, tensor, nn.Parameter) for name, tensor in model.named_parameters()]
     buffers = [(name, tensor, Tensor) for name, tensor in model.named_buffers()]
     for name, tensor, expected in (*parameters, *buffers):
-        # What `functional_call` puts in place of a parameter may be part of a derivative.
+        # The tensor by which `functional_call` replaces a parameter may be part of a derivative.
         if type(tensor) not in (nn.Parameter, expected) or tensor.layout != torch.strided:
             return f"its {name} is a {type(tensor).__name__} of layout {tensor.layout}"
         if tensor.device.type != "cpu":
@@ -151,7 +151,7 @@ def _why_not_tensors(model: nn.Module) -> str | None:
 
 
 def _why_not_parts(model: nn.Module, kind: Any, options: dict[str, Any]) -> str | None:
-    """What of a model is other than in a new one of its config."""
+    """Returns how a model differs from a new one of its config; None if it doesn't."""
     try:
         with torch.inference_mode(False), torch.random.fork_rng(devices=()), Weightless():
             made = kind(copy.deepcopy(model.config), **options)
@@ -175,7 +175,7 @@ def _why_not_parts(model: nn.Module, kind: Any, options: dict[str, Any]) -> str 
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules by name. Several names may have one embedding, or each its own with the same weight."""
+    """Yields modules by name. Several names may share one embedding, or each have its own with the same weight."""
     seen = set[nn.Module]()
     for name, module in model.named_modules(remove_duplicate=False):
         if module not in seen or isinstance(module, nn.Embedding):
@@ -197,7 +197,7 @@ def _why_not_module(module: nn.Module, made: nn.Module) -> str | None:
         return f"has a function of yours, {own}"
     ours, theirs = vars(module), vars(made)
     for name, value in ours.items():
-        # A method of the class that stands on the instance, such as a patched prepare_inputs_for_generation.
+        # An instance's attribute that hides a method of its class, such as a patched prepare_inputs_for_generation.
         if name not in theirs and callable(value) and not isinstance(value, nn.Module) and hasattr(kind, name):
             return f"has a {name} of its own"
     for name, value in theirs.items():
@@ -205,7 +205,7 @@ def _why_not_module(module: nn.Module, made: nn.Module) -> str | None:
             return f"has another {name} than its config says"
         if name[0] == "_" or name in _FREE or "drop" in name or not isinstance(value, _SCALARS):
             continue
-        # Of embeddings, and of stacks, which give it to them, it says what learns nothing.
+        # In embeddings, and in stacks, which pass it on to them, padding_idx only names the row that learns nothing.
         if name == "padding_idx" and (isinstance(module, nn.Embedding) or module._modules):
             continue
         if ours.get(name) != value or type(ours.get(name)) is not type(value):
@@ -243,7 +243,7 @@ def _why_not_shapes(module: nn.Module, made: nn.Module) -> str | None:
 
 
 class Weightless(TorchFunctionMode):
-    """Makes tensors that are to be filled with weights on "meta", and fills none. Others, such as tables, are made."""
+    """Makes tensors for weights on "meta" and doesn't fill them. Other tensors, such as tables, are made as usual."""
 
     def __torch_function__(
         self,

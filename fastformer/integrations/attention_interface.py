@@ -1,4 +1,4 @@
-"""What transformers calls as "sdpa": our attention in models that `accelerate` patched, transformers' in others.
+"""The function behind transformers' attention "sdpa": fastformer's in models that `accelerate` patched, else its own.
 
 The config of a patched model still says "sdpa", for the code of transformers and of users that looks for that name. An
 attribute of the modules says which ones are patched.
@@ -26,12 +26,12 @@ from fastformer.nn.guards import is_traced, is_written_in
 from fastformer.ops import attention
 from fastformer.ops.attention import resolve_scale, why_no_kernel
 
-# Arguments that ask for something which our ops don't compute.
+# Arguments that ask for something which fastformer's ops don't compute.
 _OTHERS = ("softcap", "cache", "s_aux", "output_attentions", "sparse_indices", "block_indices")
-# What was registered as "sdpa" before.
+# The function that was registered as "sdpa" before.
 _their_attention: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
 _their_mask: Any = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
-# Makes one additive mask of a position bias and a mask, or a triangle; from 5 on.
+# transformers' function (from version 5 on) that combines a position bias with a mask, or with a triangle, into one
 _biased_mask: Any = getattr(sdpa_attention, "create_position_bias_mask", None)
 
 
@@ -46,7 +46,7 @@ def attention_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """transformers' `sdpa_attention_forward`, on our ops if they support the call.
+    """Attends like transformers' `sdpa_attention_forward`, on fastformer's ops if they support the call.
 
     Args:
         module: the attention, with `is_causal` and `num_key_value_groups`.
@@ -61,7 +61,7 @@ def attention_forward(
         q, k, v = (each.transpose(1, 2) for each in (query, key, value))
         is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         return attend(q, k, v, None, dropout_p=dropout, scale=scaling, is_causal=is_causal), None
-    # torch.fx puts other objects in the place of tensors.
+    # torch.fx calls this with other objects instead of tensors.
     if not (PATCHED in vars(module) and isinstance(query, Tensor) and is_sdpa_known()):
         given = kwargs if is_causal is None else kwargs | {"is_causal": is_causal}
         out: tuple[Tensor, Tensor | None] = _their_attention(
@@ -84,7 +84,7 @@ def attend_padded(
     is_causal: bool,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """`attention_forward` of a padded batch, even in a packed run."""
+    """Computes `attention_forward` of a padded batch, even in a packed run."""
     is_causal = is_causal and attention_mask is None and query.shape[2] > 1
     bias = kwargs.get("position_bias")
     others = (kwargs.get(name) for name in _OTHERS)
@@ -110,21 +110,21 @@ def attend_padded(
 
 
 class _Meaning(NamedTuple):
-    """A mask of right padding, with or without the triangle."""
+    """The meaning of a mask that is right padding, with or without the causal triangle."""
 
     seqlens_k: Tensor
     is_causal: bool
     contents: Tensor  # a copy of the mask
 
 
-# The meanings of masks that `make_mask` made.
+# The known meanings of the masks that `make_mask` made.
 _meanings: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def make_mask(
     *args: Any, mask_function: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> Tensor | None:
-    """transformers' `sdpa_mask`. If the mask is right padding, with or without a triangle, its meaning is remembered.
+    """Makes transformers' `sdpa_mask`, and remembers its meaning if it is right padding, with or without a triangle.
 
     Args:
         mask_function: transformers' function of the positions that a query sees, apart from padding.
@@ -143,7 +143,7 @@ def make_mask(
         mask is None
         or attention_mask is None
         or attention_mask.dim() != 2
-        or attention_mask.device.type != "cpu"  # where reading it costs nothing
+        or attention_mask.device.type != "cpu"  # on a GPU the host would wait for the values
         or type(mask) is not Tensor
         or not (is_full or (is_causal and mask.shape[-1] == mask.shape[-2]))
         or not whole
@@ -160,7 +160,7 @@ def make_mask(
 
 
 def _known(mask: Tensor | None) -> _Meaning | None:
-    """The meaning of a mask of `make_mask` that wasn't written to since, which NumPy and `mask.data` do unnoticed."""
+    """Returns what a mask of `make_mask` means, if its values are the same (NumPy and `mask.data` write unnoticed)."""
     if mask is None or type(mask) is not Tensor or is_traced():
         return None
     meaning = _meanings.get(mask)
@@ -168,7 +168,7 @@ def _known(mask: Tensor | None) -> _Meaning | None:
 
 
 def _is_equal(mask: Tensor, other: Tensor) -> bool:
-    """torch.equal of masks, eight elements at a time, which takes a twentieth of the time."""
+    """Returns torch.equal of two masks, in a twentieth of the time: it compares eight elements at a time."""
     if mask.shape != other.shape or mask.dtype != other.dtype:
         return False
     by_eight = mask.numel() % 8 == 0 and mask.storage_offset() % 8 == 0
@@ -185,13 +185,13 @@ if _their_attention is sdpa_attention_forward:
 
 
 class _Patched:
-    """Marks a patched module. Unpickling one imports this module, which registers its functions in transformers."""
+    """The mark of a patched module. Unpickling it imports this file, which registers its functions in transformers."""
 
     def __reduce__(self) -> str:
         return "_patched"
 
 
-# The attribute of patched modules.
+# The name of the attribute that marks patched modules.
 PATCHED = "_fastformer_attention"
 _patched = _Patched()
 # The configs of patched models, by their ids: transformers makes masks by a config.
@@ -199,7 +199,7 @@ _configs_of_patched: dict[int, weakref.ref[PretrainedConfig]] = {}
 
 
 def patch_attention(model: nn.Module) -> None:
-    """Lets transformers' models inside of a model attend on our ops, for as long as their attention is "sdpa"."""
+    """Lets transformers' models inside of a model attend on fastformer's ops, as long as their attention is "sdpa"."""
     for around in model.modules():
         if isinstance(around, PreTrainedModel):
             for module in around.modules():
@@ -214,17 +214,17 @@ def unpatch_attention(model: nn.Module) -> None:
 
 
 def masks_as_known() -> bool:
-    """Whether no foreign function makes the masks of "sdpa"."""
+    """Returns whether the masks of "sdpa" are made by transformers' function or this module's, and by no other."""
     return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] in _MASKS
 
 
 def is_patched(module: nn.Module) -> bool:
-    """Whether a module of a model of transformers attends on our ops."""
+    """Returns whether a module of a model of transformers attends on fastformer's ops."""
     return PATCHED in vars(module) and getattr(module.config, "_attn_implementation", None) == "sdpa"
 
 
 def patched_attention(model: nn.Module) -> list[str]:
-    """The names of the patched parts of a model that have a config of their own."""
+    """Returns the names of the patched parts of a model that have a config of their own."""
     found: dict[int, str] = {}
     for name, module in model.named_modules():
         config = vars(module).get("config")
@@ -234,7 +234,7 @@ def patched_attention(model: nn.Module) -> list[str]:
 
 
 def _remember(module: nn.Module) -> None:
-    """Notes the config of a patched module, whose masks' meanings are worth remembering."""
+    """Records the config of a patched module, so that the meanings of its masks are remembered."""
     if is_traced():
         return
     config = vars(module).get("config")

@@ -26,7 +26,7 @@ register_parts(bart.BartClassificationHead)
 
 
 class _Layer(nn.Module):
-    """What the layers share: dropouts as numbers, fc1 and fc2, a norm behind each sub-layer."""
+    """The base of both kinds of layers: dropouts as numbers, fc1 and fc2, a norm behind each sub-layer."""
 
     self_attn: Any
     encoder_attn: Any
@@ -51,7 +51,7 @@ class _Layer(nn.Module):
 
 
 class EncoderLayer(_Layer):
-    """An encoder layer for packed tokens or a padded batch."""
+    """An encoder layer of BART or Marian, for packed tokens or a padded batch."""
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         is_other = args or not is_written_as_known(type(self))
@@ -64,7 +64,7 @@ class EncoderLayer(_Layer):
 
 
 class DecoderLayer(_Layer):
-    """A decoder layer, with or without a cache, for packed tokens or a padded batch."""
+    """A decoder layer of BART or Marian, with or without a cache, for packed tokens or a padded batch."""
 
     def forward(
         self,
@@ -99,7 +99,7 @@ class DecoderLayer(_Layer):
 
 
 def _attended(attention: Any, x: Tensor, **options: Any) -> Tensor:
-    """An attention's output. It is called as transformers calls it, which hooks see: before 5 by name."""
+    """Calls an attention as transformers does (before 5 by name), since hooks see the arguments; returns its output."""
     out = attention(hidden_states=x, **options) if RETURNS_TUPLES else attention(x, **options)
     attended: Tensor = out[0]
     return attended

@@ -24,12 +24,12 @@ _CHUNK = bert.BertLayer.feed_forward_chunk
 
 # Arguments of a forward that don't change what it computes here.
 _HARMLESS = frozenset({"position_ids", "cache_position", "return_dict", "num_items_in_batch"})
-# From 5 on one class looks up how to attend; before, there is a class for each way.
+# From version 5 on, one class looks up its attention function; before, each attention function had its own class.
 _Attention: type[Any] = getattr(bert, "BertSdpaSelfAttention", bert.BertSelfAttention)
 
 
 class BertSelfAttention(_Attention):
-    """Self-attention without a cache runs on our op; everything else runs as transformers wrote it."""
+    """Self-attention that runs on fastformer's op without a cache, and on transformers' code otherwise."""
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         if not self._is_simple(args, kwargs):
@@ -39,7 +39,7 @@ class BertSelfAttention(_Attention):
         )
         is_causal = attention_mask is None and bool(getattr(self, "is_causal", self.is_decoder))
         dropout_p = self.dropout.p if self.training else 0.0
-        scale = getattr(self, "scaling", None)  # which models have from 5 on
+        scale = getattr(self, "scaling", None)  # models have it from version 5 on
         out = attend(q, k, v, attention_mask, dropout_p=dropout_p, scale=scale, is_causal=is_causal)
         return out.flatten(-2), None
 
@@ -80,18 +80,18 @@ class BertOutput(bert.BertOutput):
 
 
 class BertLayer(bert.BertLayer):
-    """Its feed-forward network is one op, its norm another."""
+    """A layer whose feed-forward network is one op, and its residual and norm another."""
 
     attention: Any
     intermediate: Any
     output: Any
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The same. A forward of its own keeps transformers from fixing this class's to what it is at import."""
+        """Calls the base class. Defining it here keeps transformers from binding the forward that exists at import."""
         return super().forward(*args, **kwargs)
 
     def feed_forward_chunk(self, attention_output: Tensor) -> Tensor:
-        """The feed-forward network with its residual and norm."""
+        """Computes the feed-forward network with its residual and norm."""
         inner, outer = self.intermediate, self.output
         if bert.BertLayer.feed_forward_chunk is not _CHUNK:
             return super().feed_forward_chunk(attention_output)
@@ -109,7 +109,7 @@ def _starts_real(mask: Tensor | None) -> bool:
 
 
 class BertEncoder(PackingStack, bert.BertEncoder):
-    """Its layers see packed tokens. Its output is zeros at padding."""
+    """An encoder whose layers see packed tokens, and whose output is zeros at padding."""
 
     layer: Any
     config: Any
@@ -139,7 +139,7 @@ def _attends_plainly(layer: Any, config: Any) -> bool:
     attention: Any = layer.attention.self
     return (
         type(attention) is BertSelfAttention
-        and getattr(attention, "config", config) is config  # which is asked how to attend at each call
+        and getattr(attention, "config", config) is config  # each call looks up its attention function there
         and getattr(attention, "position_embedding_type", "absolute") == "absolute"
         and not getattr(attention, "is_causal", False)
         and not layer.chunk_size_feed_forward
@@ -150,7 +150,7 @@ REPLACEMENTS = replacements(
     globals(),
     bert,
     {
-        # These read what the pooler makes of the first token.
+        # These read the pooler's output for the first token.
         "BertModel": EncoderOwner,
         "BertForMultipleChoice": Owner,
         "BertForNextSentencePrediction": Owner,

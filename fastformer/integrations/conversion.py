@@ -20,19 +20,19 @@ _OLD_HEAD = "embed_out.weight"  # of a GPT-NeoX, before version 5
 
 
 def from_huggingface(model: nn.Module) -> Transformer | GPT | BERT:
-    """A model of this library that computes what a model of transformers does, with copies of its weights.
+    """Converts a model of transformers to one of this library that computes the same, with copies of its weights.
 
     An encoder-decoder becomes a `models.Transformer`, a decoder-only model a `models.GPT`, an encoder-only model a
     `models.BERT`. Dtype, device and mode are
     the model's. Sources and prompts may be padded as their tokenizers pad them.
 
-    Differences to expect. Dropping whole layers in training (encoder_layerdrop) is left out. Of a BART's learned
-    positions the first two rows, which are never used, are left out: position 0 here is row 2 of its table. A T5
-    doesn't scale its scores, so the weights of queries are larger here by sqrt(d_kv), and their gradients smaller; this
-    is exact if sqrt(d_kv) is a power of two. If a T5's heads don't fill d_model, heads of zeros do, which stay zeros in
-    training. Its dropout behind the final norms is left out. Its max_len is n_positions, but no table ends there, so
-    you may set `config.max_len` to more. With an untied head its one embedding becomes one for each side. An mT5
-    converts back to a T5.
+    Differences to expect. Dropping whole layers in training (encoder_layerdrop) is omitted. The first two rows of a
+    BART's learned positions are never used, and are omitted: position 0 here is row 2 of its table. A T5 doesn't scale
+    its scores, so the weights of queries are larger here by sqrt(d_kv), and their gradients smaller; this is exact if
+    sqrt(d_kv) is a power of two. If a T5's heads don't fill d_model, heads of zeros do, which stay zeros in training.
+    Its dropout behind the final norms is omitted. Its max_len is n_positions, but no table ends there, so you may set
+    `config.max_len` to more. If its head is untied, its one embedding becomes one for each side. An mT5 converts back
+    to a T5.
 
     With `beam_rules="transformers"`, `fastformer.generate` returns the tokens of transformers' generate, greedy or with
     beams, for every option that both have. Beams are scored, ended and compared as in transformers (see
@@ -46,14 +46,14 @@ def from_huggingface(model: nn.Module) -> Transformer | GPT | BERT:
     `models.Transformer` and `torch.nn.Transformer` need no conversion: if the model is pre-norm with
     `attention_bias=True`, the entries of their state_dicts that begin with "encoder." and "decoder." are the same.
 
-    Of a decoder, the ids that end and pad a text are those of its generation_config. Where that has no pad_token_id,
-    the first eos pads, and nothing in a prompt is padding unless an attention_mask says so. Its rotary positions are
-    scaled as its settings say, up to the length from which on "dynamic" and "longrope" would turn all tokens of a
-    sequence otherwise: there the converted model's max_len ends. With "linear" and "yarn" it is the scaled length. The
-    norms of a Gemma are 1 + its weights, which is rounded once.
+    The ids that end and pad a decoder's text are those of its generation_config. If that has no pad_token_id, the first
+    eos pads, and nothing in a prompt is padding unless an attention_mask says so. Its rotary positions are scaled as
+    its settings say. With "dynamic" and "longrope", the converted model's max_len is the length beyond which they would
+    rotate all tokens of a sequence differently. With "linear" and "yarn" it is the scaled length. The norms of a Gemma
+    are 1 + its weights, which is rounded once.
 
-    An encoder's texts are padded on the right here, or packed. Of a RoBERTa's table of positions the first rows, which
-    no token has, are left out.
+    An encoder's texts are padded on the right here, or packed. The first rows of a RoBERTa's table of positions, which
+    no token uses, are omitted.
 
     Args:
         model: a BartForConditionalGeneration, MarianMTModel, MBartForConditionalGeneration,
@@ -63,10 +63,10 @@ def from_huggingface(model: nn.Module) -> Transformer | GPT | BERT:
             Olmo3ForCausalLM or Phi3ForCausalLM; GemmaForCausalLM, Gemma2ForCausalLM or Gemma3ForCausalLM;
             GPTNeoXForCausalLM or Starcoder2ForCausalLM; or an encoder, with the head that classifies texts or without
             one: BertModel and BertForSequenceClassification, likewise of RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT,
-            MPNet, ELECTRA and ModernBERT. The head of their ForMaskedLM is left out.
+            MPNet, ELECTRA and ModernBERT. The head of their ForMaskedLM is omitted.
 
     Raises:
-        ValueError: another class, or settings that our models don't have.
+        ValueError: the model is of another class, or has settings that fastformer's models don't have.
     """
     kind = getattr(getattr(model, "config", None), "model_type", None)
     family = FAMILIES.get(kind or "")
@@ -84,7 +84,7 @@ def from_huggingface(model: nn.Module) -> Transformer | GPT | BERT:
     if family.kind == "decoder" and getattr(found, "generation_config", None) is not None:
         settings = with_search_ids(settings, found.generation_config.to_dict())
     if family.kind == "encoder":
-        settings["architectures"] = [name]  # which says what its head is
+        settings["architectures"] = [name]  # it tells which head the model has
     converted = family.to_model(
         settings,
         model.state_dict(),
@@ -100,21 +100,21 @@ def from_huggingface(model: nn.Module) -> Transformer | GPT | BERT:
 
 
 def _major_version() -> int:
-    """Of transformers."""
+    """Returns the major version of transformers."""
     import transformers
 
     return int(transformers.__version__.split(".")[0])
 
 
 def _copy_sines(module: Any, table: torch.Tensor, first: int) -> None:
-    """Copies the positions that a model in memory has, as far as its table reaches; M2M100's grows as it is needed."""
+    """Copies the positions of a model in memory, as far as its table reaches; M2M100's table grows when needed."""
     own = getattr(module, "weights", None)
     rows = (module.weight if own is None else own).detach()[first : first + len(table)]
     table[: len(rows)].copy_(rows)
 
 
 def to_huggingface(model: Transformer | GPT | BERT) -> PreTrainedModel:
-    """A model of transformers that computes what a model of this library does, with copies of its weights.
+    """Converts a model of this library to one of transformers that computes the same, with copies of its weights.
 
     Args:
         model: a `GPT` becomes the first decoder in the list of `from_huggingface` that has its options, a `BERT` the
@@ -128,7 +128,7 @@ def to_huggingface(model: Transformer | GPT | BERT) -> PreTrainedModel:
 
     Raises:
         ImportError: transformers is not installed.
-        ValueError: options that none of these has.
+        ValueError: the model has options that none of these has.
     """
     if type(model) not in (Transformer, GPT, BERT):
         raise ValueError(f"expected a models.Transformer, a models.GPT or a models.BERT, got {type(model).__name__}")
@@ -152,7 +152,7 @@ def to_huggingface(model: Transformer | GPT | BERT) -> PreTrainedModel:
         and model.config.positions == "relative"
         and not torch.equal(weights["shared.weight"], weights["lm_head.weight"])
     ):
-        # Version 5 of transformers makes no T5 without a tied head, but loads and saves such.
+        # Version 5 of transformers makes no T5 with an untied head, but it loads and saves one.
         theirs.lm_head.weight = nn.Parameter(theirs.lm_head.weight.detach().clone())
     weight = model.embedding.weight if isinstance(model, BERT) else model.output_weight
     theirs.to(device=weight.device, dtype=weight.dtype)

@@ -1,7 +1,7 @@
-"""Models of transformers whose `generate` runs on the engine, and that no file of a family here replaces.
+"""Replacements for models of transformers whose `generate` runs on the engine and whose family has no file here.
 
-`checkpoints.hf` says which they are. Their classes are made when `accelerate` asks for them, or pickle, which finds
-them in this module by their names.
+`checkpoints.hf` lists these models. Their classes are made when `accelerate` asks for them, or when pickle looks them
+up in this module by their names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fastformer.integrations.replace import Replacement
 
 
 def replacements() -> Iterator[Replacement]:
-    """A replacement for each class of the families that were imported."""
+    """Returns a replacement for each decoder-only class of the families that were imported."""
     for original in loaded_classes():
         yield Replacement(original, _derived(original))
 

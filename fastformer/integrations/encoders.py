@@ -1,7 +1,7 @@
-"""Encoder-only models of transformers beside BERT: in evaluation the engine computes them, and else their own modules.
+"""Replacements for encoder-only models of transformers other than BERT, which the engine computes in evaluation.
 
-`checkpoints.hf` says which they are. Their classes are made when `accelerate` asks for them, or pickle, which finds
-them in this module by their names.
+Otherwise their own modules compute them. `checkpoints.hf` lists these models. Their classes are made when `accelerate`
+asks for them, or when pickle looks them up in this module by their names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fastformer.integrations.positionwise import register_parts
 from fastformer.integrations.replace import Replacement
 
 _TOKENS = (EncoderHead, TokenLabels)
-# What a class is, by how its name ends; see `heads`.
+# The role of a class (see `heads`), by the ending of its name.
 _TABLE: dict[str, tuple[type, ...]] = {
     "Model": (EncoderStack,),
     "ForSequenceClassification": (Owner,),
@@ -31,7 +31,7 @@ _TABLE: dict[str, tuple[type, ...]] = {
     "ForTokenClassification": _TOKENS,
     "ForQuestionAnswering": (EncoderHead, KeepsPadding),
 }
-# An ELECTRA's may summarize all positions.
+# An ELECTRA's head may summarize all positions.
 _OTHERS = frozenset({"ElectraForMultipleChoice"})
 # Parts of heads that read one position at a time, or the first one.
 _PARTS = (
@@ -40,12 +40,12 @@ _PARTS = (
 
 
 def replacements() -> Iterator[Replacement]:
-    """A replacement for each class of the families that were imported."""
+    """Returns a replacement for each encoder-only class of the families that were imported."""
     for kind, classes in _classes():
         source = sys.modules.get(FAMILIES[kind].source(kind))
         if source is None:
             continue
-        register(source)  # a forward that was a foreign one at the first call may be transformers' again
+        register(source)  # a forward that was foreign at the first call may be transformers' again
         for end in _TABLE:
             original = getattr(source, classes + end, None)
             if original is not None and original.__name__ not in _OTHERS:
@@ -53,7 +53,7 @@ def replacements() -> Iterator[Replacement]:
 
 
 def _classes() -> Iterator[tuple[str, str]]:
-    """The model_types, each with what its classes begin with. BERT has a file of its own."""
+    """Returns the model_types except BERT (which has its own file), each with the prefix of its classes' names."""
     return ((kind, form.classes) for kind, form in ENCODER_FORMS.items() if kind != "bert")
 
 

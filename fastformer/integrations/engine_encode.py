@@ -1,12 +1,12 @@
 """Encoders of transformers on the C++ engine: in evaluation without gradients one call computes all their layers.
 
 The engine takes over the forward of a model without a head, such as BertModel, between the ids and the hidden states. A
-pooler and the heads around the model are called as before. Whether it may is decided by a list of what is known, at two
-points: about the model when it is handed over, and again when it has changed (`ENCODERS`, by its guards); and about a
-call by its arguments and where it happens. Everything else goes the modules' way.
+pooler and the heads around the model are called as before. The engine takes over only known cases. The model is checked
+when it is first called, and again after it has changed (`ENCODERS`, by its guards). Each call is checked by its
+arguments and by the modes that are active. Everything else falls back to the modules.
 
-Padding is left out where `padding.py` allows it, and zeros stand there then. Where it doesn't, a batch without padding
-still runs here.
+Padding is omitted if `padding.py` allows it; the output is then zeros there. If it doesn't, a batch without padding
+still runs on the engine.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ from fastformer.nn.prepack import unpack
 
 logger = logging.getLogger("fastformer")
 
-# Arguments of a forward that an engine's call reads, or that change nothing of what an encoder computes.
+# Arguments of a forward that a call of the engine reads, or that don't change an encoder's results.
 _READ = frozenset({"input_ids", "attention_mask", "token_type_ids", "return_dict", "use_cache"})
-# The attribute in which an accelerated model keeps its setting.
+# The name of the attribute that holds an accelerated encoder's `Setting`.
 _SETTING = "_fastformer_encode"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What `accelerate` was asked for an encoder.
+    """The options of `accelerate` for an encoder.
 
     Attributes:
-        precision: of the engine; None: the model's.
+        precision: the engine's precision; None: the model's.
     """
 
     precision: str | None = None
 
 
 class EncoderModel(FoundModel[PackedEncoder]):
-    """An encoder that the engine runs.
+    """An encoder-only model that the engine runs, with its packed weights.
 
     Attributes:
-        pad: the id that positions don't count; None: they count all ids.
+        pad: the id that the model skips when it counts positions; None: it counts all ids.
     """
 
     name = "encoder"
@@ -77,7 +77,7 @@ class EncoderModel(FoundModel[PackedEncoder]):
         self.pad = pad if pad is not None and self.skips(model, pad) else None
 
     def skips(self, model: Any, pad: int) -> bool:
-        """Whether the positions of a model don't count this id."""
+        """Returns whether a model skips this id when it counts positions."""
         return bool(ENCODER_FORMS[model.config.model_type].unused_positions(pad))
 
     def pack(self, converted: Any, precision: str) -> PackedEncoder:
@@ -90,14 +90,14 @@ class EncoderModel(FoundModel[PackedEncoder]):
 
 
 class SourceModel(EncoderModel):
-    """The encoder of an encoder-decoder."""
+    """The encoder of an encoder-decoder that the engine runs, with its packed weights."""
 
     def skips(self, model: Any, pad: int) -> bool:
         """See `EncoderModel`."""
         return counts_words(model)
 
     def weights(self, model: nn.Module, precision: str) -> PackedEncoder:
-        """See `FoundModel`. A model that is packed for decoding is not packed a second time."""
+        """See `FoundModel`. If the whole model is packed for decoding, its encoder is not packed a second time."""
         shared = weights_of_decoding(model, precision)
         if shared is None:
             return super().weights(model, precision)
@@ -120,7 +120,7 @@ class SourceModel(EncoderModel):
 
 
 def is_encoder(kind: type) -> bool:
-    """Whether a class of transformers is an encoder without a head that can be converted."""
+    """Returns whether a class of transformers is an encoder without a head that can be converted."""
     family = FAMILIES.get(model_type_of(kind) or "")
     if family is None or family.generates:
         return False
@@ -129,7 +129,7 @@ def is_encoder(kind: type) -> bool:
 
 
 def _why_not(model: Any) -> str | None:
-    """Why the engine would compute something else than a model's modules; None where it would not."""
+    """Returns why the engine's results would differ from those of an encoder's modules; None if they would not."""
     if (missing := why_no_encoder()) is not None:
         return f"there is no C++ engine: {missing}"
     kind, model_type = original_class(model), getattr(getattr(model, "config", None), "model_type", None)
@@ -151,7 +151,7 @@ ENCODERS = FoundModels("_fastformer_encoder_plan", _found, _why_not)
 
 
 class OnEncoder(nn.Module):
-    """A model of transformers without a head, whose layers the engine computes where it can."""
+    """A model of transformers without a head, whose layers the engine computes if it can."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See transformers."""
@@ -164,16 +164,16 @@ class OnEncoder(nn.Module):
         return found
 
     def is_encoder_stack(self) -> bool:
-        """Whether it is no decoder, for which some families have the same class."""
+        """Returns whether this is an encoder; some families use the same class for their decoders."""
         return not getattr(self, "is_decoder", False)
 
     def reads_no_padding(self) -> bool:
-        """Whether the running call reads nothing of the hidden states at padding."""
+        """Returns whether the running call reads no hidden states at padded positions."""
         raise NotImplementedError
 
 
 class EncoderOwner(OnEncoder, Owner):
-    """`OnEncoder` around a stack that may leave padding out by itself."""
+    """`OnEncoder` for a model around a stack that may omit padding by itself."""
 
     def reads_no_padding(self) -> bool:
         """See `OnEncoder`."""
@@ -182,7 +182,7 @@ class EncoderOwner(OnEncoder, Owner):
 
 
 class StackOnEncoder(OnEncoder, PackingStack):
-    """`OnEncoder` of a stack."""
+    """`OnEncoder` for a stack, which computes its output itself."""
 
     def reads_no_padding(self) -> bool:
         """See `OnEncoder`."""
@@ -190,20 +190,20 @@ class StackOnEncoder(OnEncoder, PackingStack):
 
 
 class EncoderStack(StackOnEncoder):
-    """`OnEncoder` of a family whose modules compute padding."""
+    """`OnEncoder` for the stacks of a family whose modules compute padding."""
 
     def has_known_layers(self) -> bool:
-        """Whether the engine runs it, which leaves padding out."""
+        """Returns whether the engine runs this stack, and so omits padding."""
         return isinstance(vars(self).get(_SETTING), Setting) and isinstance(ENCODERS.of(self), EncoderModel)
 
 
 class _Texts(NamedTuple):
-    """Of a call's texts the tokens, without padding.
+    """The tokens of a call's texts, without padding.
 
     Attributes:
-        ids, types: of each text.
-        real: (batch, seqlen), where tokens are; None: everywhere.
-        shape: of the ids.
+        ids, types: the token ids and token types of each text.
+        real: (batch, seqlen), True at tokens; None: there is no padding.
+        shape: the shape of the call's input_ids.
     """
 
     ids: list[list[int]]
@@ -213,7 +213,7 @@ class _Texts(NamedTuple):
 
 
 def _encoded(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The output of a call, or why it goes the modules' way."""
+    """Returns the engine's output of a call, or the reason why the call falls back to the modules."""
     setting = vars(model).get(_SETTING)
     if not isinstance(setting, Setting):
         return "you asked for it"
@@ -243,13 +243,13 @@ def _encoded(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return "the model has no token types"
     try:
         rows = weights.states(texts.ids, texts.types)
-    except ValueError as error:  # ids or types out of range, for which the modules have this exception
+    except ValueError as error:  # ids or types out of range: the modules raise an IndexError
         raise IndexError(str(error)) from None
     return _as_asked(model, _padded(torch.from_numpy(rows), texts).to(_dtype(model)), given)
 
 
 def _by_name(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """All arguments by their names; None where there are too many, or one is given twice."""
+    """Returns all arguments by their names; None if there are too many, or if one is given twice."""
     names = _names(cast(Any, original_class(model)))[: len(args)]
     if len(names) < len(args) or not kwargs.keys().isdisjoint(names):
         return None
@@ -263,15 +263,15 @@ def _names(kind: Any) -> tuple[str, ...]:
 
 
 def _dtype(model: Any) -> torch.dtype:
-    """Of the modules' hidden states."""
+    """Returns the dtype of the hidden states that the modules would return."""
     if torch.is_autocast_enabled("cpu") and "embeddings_project" in model._modules:
-        # Products have its dtype, and nothing else. The residual stream is fp32, unless it begins with a product.
+        # Only products have autocast's dtype. The residual stream is fp32, unless it begins with a product.
         return torch.get_autocast_dtype("cpu")
     return cast(torch.dtype, model.dtype)
 
 
 def _why_not_call(model: Any, given: dict[str, Any]) -> str | None:
-    """Why a call with these arguments goes the modules' way, from their names and kinds alone."""
+    """Returns why a call falls back to the modules, by its arguments' names and types alone; None if it needn't."""
     for name, value in given.items():
         if name not in _READ and value is not None and value is not False:
             return f"the engine doesn't know {name}"
@@ -293,7 +293,7 @@ def _why_not_call(model: Any, given: dict[str, Any]) -> str | None:
 
 
 def _autocast() -> str | None:
-    """The precision of CPU autocast; None where it is off."""
+    """Returns the precision of CPU autocast; None if it is off."""
     if not torch.is_autocast_enabled("cpu"):
         return None
     dtype = torch.get_autocast_dtype("cpu")
@@ -301,7 +301,7 @@ def _autocast() -> str | None:
 
 
 def _texts(model: Any, found: EncoderModel, given: dict[str, Any]) -> _Texts | str:
-    """The texts of a call, or why the engine can't compute them."""
+    """Returns the texts of a call, or the reason why the engine can't compute them."""
     ids, mask, types = given["input_ids"], given.get("attention_mask"), given.get("token_type_ids")
     if types is not None and types.dtype not in (torch.int64, torch.int32):
         return f"token_type_ids are {types.dtype}"
@@ -327,7 +327,7 @@ def _texts(model: Any, found: EncoderModel, given: dict[str, Any]) -> _Texts | s
 
 
 def _padded(rows: Tensor, texts: _Texts) -> Tensor:
-    """The states (tokens, d_model) as (batch, seqlen, d_model), zeros at padding."""
+    """Returns the states (tokens, d_model) as (batch, seqlen, d_model), zeros at padding."""
     if texts.real is None:
         return rows.view(*texts.shape, -1)
     out = rows.new_zeros(*texts.shape, rows.shape[-1])
@@ -335,7 +335,7 @@ def _padded(rows: Tensor, texts: _Texts) -> Tensor:
     return out
 
 
-# By the model_type: the class of the output in the module of the model.
+# The class of the output, by the model_type; it is defined in the module of the model.
 _OUTPUTS = {
     "distilbert": "BaseModelOutput",
     "modernbert": "BaseModelOutput",
@@ -365,8 +365,8 @@ def decide(model: nn.Module, precision: str | None, *, wanted: bool) -> None:
 
     Args:
         model: the argument of `accelerate`.
-        precision: see there, a known one; None leaves that of an earlier call.
-        wanted: whether they are to run on the engine at all.
+        precision: a known precision of `accelerate`; None leaves that of an earlier call.
+        wanted: whether the encoders run on the engine at all.
     """
     tell_encoders(model)
     for module in _encoders(model).values():
@@ -386,7 +386,7 @@ def forget(model: nn.Module) -> None:
 
 
 def described(model: nn.Module) -> dict[str, str]:
-    """For each encoder of transformers inside of a module, by its name: what computes it in evaluation, and why."""
+    """Returns for each encoder of transformers in a module, by name, what computes it in evaluation, and why."""
     found = {}
     for name, module in _encoders(model).items():
         setting = vars(module).get(_SETTING)

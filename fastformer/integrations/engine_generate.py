@@ -1,13 +1,13 @@
 """`generate` of accelerated models of transformers, on the C++ engine.
 
 transformers' own `generate` reads the options, checks them and prepares ids, masks, processors and stopping criteria,
-so that its rules, warnings and errors hold here too. Behind that come methods that a class of this library overrides:
-what runs the encoder and what makes the cache (both wait), and the loop (`_sample`, `_beam_search`), where the engine
-takes over. A call that it can't serve goes on there as transformers would have done it.
+so that its rules, warnings and errors hold here too. Then it calls methods that a class of this library overrides: one
+runs the encoder and one makes the cache (both are deferred), and in the loop (`_sample`, `_beam_search`) the engine
+takes over. If it can't serve the call, the loop runs as transformers wrote it.
 
-Whether it can is decided by a list of what is known, at three points: about the model when it is handed over, and again
-when it has changed (`engine_models`); about the names of a call's options before it begins; and about what transformers
-has made of them, in the loop.
+The engine serves only known cases, which are checked at three points: the model when it is first called, and again
+after it has changed (`engine_models`); the names of a call's options before the call begins; and, in the loop, the
+objects that transformers has made from the options.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from fastformer.models import GPT
 
 logger = logging.getLogger("fastformer")
 
-# The options of a GenerationConfig that transformers turns into ids, lengths, processors, criteria and loops, all of
-# which the engine serves whatever their values are.
+# The options of a GenerationConfig that the engine serves with any value: transformers turns them into ids, lengths,
+# processors, criteria and loops.
 _SERVED = frozenset(
     {
         *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "early_stopping", "max_time", "stop_strings"),
@@ -55,14 +55,14 @@ _SERVED = frozenset(
         *("output_scores", "output_logits", "return_dict_in_generate", "disable_compile", "transformers_version"),
     }
 )
-# Options that the engine serves where they have one of these values, beside None and transformers' default.
+# Options that the engine serves if they have one of these values, None or transformers' default.
 _SERVED_VALUES: dict[str, tuple[object, ...]] = {
     "use_cache": (True,), "cache_implementation": ("dynamic",), "guidance_scale": (1, 1.0), "num_beam_groups": (1,),
     "diversity_penalty": (0, 0.0), "output_attentions": (False,), "output_hidden_states": (False,),
     "token_healing": (False,), "is_assistant": (False,), "low_memory": (False,), "use_mtp": (False,),
 }  # fmt: skip
 _PLAIN = GenerationConfig()
-# Arguments of generate beside the options, and those of them that must be None or False.
+# The arguments of generate that are no options, and those of them that must be None or False.
 _ARGUMENTS = frozenset(
     {
         *("inputs", "input_ids", "attention_mask", "decoder_input_ids", "generation_config", "logits_processor"),
@@ -72,17 +72,17 @@ _ARGUMENTS = frozenset(
 _NAMES = tuple(inspect.signature(GenerationMixin.generate).parameters)[1:-1]  # without self and kwargs
 _UNSERVED = frozenset(_NAMES) - _ARGUMENTS
 
-# The attribute in which an accelerated model keeps its setting.
+# The name of the attribute that holds an accelerated model's `Setting`.
 _SETTING = "_fastformer_generate"
 _READS = frozenset({"attention_mask", "encoder_outputs", "position_ids", "use_cache", "logits_to_keep"})
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What `accelerate` was asked for a model's `generate`.
+    """The options of `accelerate` for a model's `generate`.
 
     Attributes:
-        precision: of the engine; None: the model's.
+        precision: the engine's precision; None: the model's.
     """
 
     precision: str | None = None
@@ -93,11 +93,11 @@ class Call:
     """A call of generate that may run on the engine.
 
     Attributes:
-        model: whose it is.
-        found: what is known of it.
-        encode: runs the encoder, if that waits.
-        make_cache: makes the cache, if that waits.
-        given: the names of its arguments.
+        model: the model whose `generate` was called.
+        found: the findings about the model.
+        encode: runs the encoder, if that is deferred.
+        make_cache: makes the cache, if that is deferred.
+        given: the names of the call's arguments.
     """
 
     model: nn.Module
@@ -111,7 +111,7 @@ _CALL: contextvars.ContextVar[Call | None] = contextvars.ContextVar("fastformer_
 
 
 class Deferred(dict[str, Any]):
-    """Stands for an encoder's output that nothing has asked for yet.
+    """A placeholder for an encoder's output that no code has asked for yet.
 
     Attributes:
         inputs: (batch, seqlen) ids of the sources.
@@ -129,7 +129,7 @@ def _signed(generate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class OnEngine:
-    """A class of transformers whose `generate` runs on the engine where it can."""
+    """A model of transformers whose `generate` runs on the engine if the engine can serve the call."""
 
     @_signed
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -176,7 +176,7 @@ def _encoding(name: str) -> Any:
     return method
 
 
-# As versions of transformers call it.
+# The method's names in different versions of transformers.
 for _name in ("_prepare_encoder_decoder_kwargs_for_generation", "_prepare_text_encoder_decoder_kwargs_for_generation"):
     if hasattr(GenerationMixin, _name):
         setattr(OnEngine, _name, _encoding(_name))
@@ -188,7 +188,7 @@ def _call_of(model: object) -> Call | None:
 
 
 def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-    """A call that may run on the engine, or None: it goes transformers' own way, and a debug line says why."""
+    """Returns a call that may run on the engine. None: it falls back to transformers, and a debug line says why."""
     setting = vars(model).get(_SETTING)
     if not isinstance(setting, Setting):
         return None
@@ -206,14 +206,14 @@ def _note(model: nn.Module, reason: str) -> None:
 
 
 def _why_not_here(model: nn.Module) -> str | None:
-    """Why no call of generate runs on the engine at this moment."""
+    """Returns why no call of `generate` can run on the engine at this moment; None if calls can."""
     if model.training:
         return "the model is in training, whose dropout the engine doesn't draw: call model.eval()"
     return why_not_at_this_moment()
 
 
 def _why_not_options(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Why a call with these arguments goes transformers' own way, from their names alone."""
+    """Returns why a call falls back to transformers, by the names of its arguments alone; None if it needn't."""
     given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
     for name, value in given.items():
         if name in _UNSERVED and value is not None and value is not False:
@@ -239,7 +239,7 @@ def _asks_for_dict(given: dict[str, Any], model: Any) -> bool:
 
 
 def _is_served(name: str, value: Any) -> bool:
-    # Not every input of the model means "not given" by None: position_ids that are None hide padding on the left.
+    # For some inputs of the model, None differs from an omitted input: position_ids=None hides padding on the left.
     if name in _SERVED or (value is None and (name == "inputs_embeds" or hasattr(_PLAIN, name))):
         return True
     if name in _SERVED_VALUES:
@@ -252,7 +252,7 @@ class _DeclinedError(Exception):
 
 
 def _run(model: Any, name: str, plain: Callable[..., Any], input_ids: Tensor, kwargs: dict[str, Any]) -> Any:
-    """A loop of transformers: on the engine, or where it can't, as it was."""
+    """Runs a loop of transformers on the engine, or as transformers wrote it if the engine can't."""
     call = _call_of(model)
     if call is None:
         return plain(input_ids, **kwargs)
@@ -275,11 +275,11 @@ def _run(model: Any, name: str, plain: Callable[..., Any], input_ids: Tensor, kw
 
 
 def _decoding(call: Call, name: str, input_ids: Tensor, kwargs: dict[str, Any]) -> Callable[[], Any]:
-    """What decodes a call on the engine.
+    """Returns the function that decodes a call on the engine.
 
     Raises:
-        _DeclinedError: the engine can't.
-        UnfitError: it can't decode this model.
+        _DeclinedError: the engine can't serve the call.
+        UnfitError: the engine can't decode this model.
     """
     config, streamer = kwargs["generation_config"], kwargs.get("streamer")
     processors, criteria = kwargs["logits_processor"], kwargs["stopping_criteria"]
@@ -288,9 +288,9 @@ def _decoding(call: Call, name: str, input_ids: Tensor, kwargs: dict[str, Any]) 
     }  # fmt: skip
     if unknown:
         raise _DeclinedError(f"the model is to read {', '.join(sorted(unknown))}")
-    if kwargs.get("use_cache") is not True:  # None, too: transformers reads the ids then as if there were a cache
+    if kwargs.get("use_cache") is not True:  # also if None: transformers then reads the ids as if there were a cache
         raise _DeclinedError(f"the call says use_cache={kwargs.get('use_cache')!r}")
-    # Of a mask that is all ones transformers keeps the length alone.
+    # If a mask is all ones, transformers passes on only its length.
     if getattr(config, "_mask_length", None) not in (None, input_ids.shape[1]):
         raise _DeclinedError("the attention_mask is no mask of the ids")
     engine = call.found.engine(call.model, _precision(call))
@@ -352,7 +352,7 @@ def _inputs(call: Call, engine: ForeignEngine, input_ids: Tensor, kwargs: dict[s
         if not isinstance(deferred, Deferred):
             raise _DeclinedError("the encoder's output was handed in")
         sources = _ids(deferred.inputs, sizes.source_vocab_size or sizes.vocab_size)
-        # Absolute positions count the padding in front of a source.
+        # Absolute positions also count the padding in front of a source.
         has_words = counts_words(call.model)
         sources = _unpadded(sources, mask, left=has_words or sizes.positions == "relative", right=True)
         if has_words:
@@ -387,7 +387,7 @@ def _ids(ids: Tensor, vocab_size: int) -> list[list[int]]:
 
 
 def _unpadded(rows: list[list[int]], mask: Any, *, left: bool, right: bool) -> list[list[int]]:
-    """The rows without the padding that a mask names, which may stand on these sides."""
+    """Returns the rows without the padding that a mask marks, which may be only on the sides that are allowed here."""
     if mask is None:
         return rows
     if not isinstance(mask, Tensor) or mask.shape != (len(rows), len(rows[0])):
@@ -397,7 +397,7 @@ def _unpadded(rows: list[list[int]], mask: Any, *, left: bool, right: bool) -> l
         kept = [token for token, one in zip(row, keep, strict=True) if one == 1]
         first = keep.index(1) if 1 in keep else 0
         last = first + len(kept)
-        # One block of ones and zeros around it.
+        # A mask must be one block of ones with zeros around it.
         if not kept or any(one != 1 for one in keep[first:last]) or any(one != 0 for one in keep[:first] + keep[last:]):
             raise _DeclinedError("the attention_mask isn't one block of ones in each row")
         if (first and not left) or (last < len(row) and not right):
@@ -412,8 +412,8 @@ def decide(model: nn.Module, precision: str | None, *, wanted: bool) -> None:
 
     Args:
         model: the argument of `accelerate`.
-        precision: see there; None leaves that of an earlier call.
-        wanted: whether `generate` is to run on the engine at all.
+        precision: that of `accelerate`; None leaves that of an earlier call.
+        wanted: whether `generate` runs on the engine at all.
 
     Raises:
         ValueError: an unknown precision.
@@ -438,7 +438,7 @@ def forget(model: nn.Module) -> None:
 
 
 def described(model: nn.Module) -> dict[str, str]:
-    """For each model of transformers inside of a module, by its name: how its `generate` decodes, and why."""
+    """Returns for each model of transformers inside of a module, by its name, how its `generate` decodes, and why."""
     found = {}
     for name, module in model.named_modules():
         if not isinstance(module, OnEngine):

@@ -1,9 +1,9 @@
-"""How the C++ engine decodes for transformers' `generate`, once that has prepared a call.
+"""Decodes on the C++ engine for transformers' `generate`, after transformers has prepared the call.
 
-There are two ways. Where nothing but the engine's own rules decides which tokens come (`WholeSearch`), a whole greedy
-or beam search runs in C++. Everything else (processors, stopping criteria, sampling, scores that are asked for) is
-transformers' own loop, whose model is a session of the engine (`Stepper`): the results are transformers' by
-construction, and only the logits come from here.
+There are two ways. If rules that the engine has itself are enough to choose the tokens (`WholeSearch`), a whole greedy
+or beam search runs in C++. All other calls (with processors, stopping criteria, sampling, or scores to return) run in
+transformers' own loop, whose model is then a session of the engine (`Stepper`). Their results are transformers' by
+construction: only the logits come from the engine.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from fastformer.generation.scheduler import run
 
 @dataclass
 class Inputs:
-    """What a call decodes.
+    """The prompts of a call, and the ids that its outputs begin with.
 
     Attributes:
         beginning: (rows, length) ids that the outputs begin with, `copies` rows for each input.
-        prompts: of each input.
-        copies: rows of an input.
-        limit: the most new tokens.
+        prompts: the prompt of each input.
+        copies: the number of rows for each input.
+        limit: the maximum number of new tokens.
         model: transformers' model.
     """
 
@@ -59,14 +59,14 @@ class Inputs:
 
 @dataclass
 class WholeSearch:
-    """The rules of a greedy or beam search that is the engine's own.
+    """The rules of a greedy or beam search that the engine runs by itself.
 
     Attributes:
         eos: the ids that end a row.
-        min_tokens: no end before so many new tokens.
-        suppressed: ids that never come.
-        at_lengths: what forces or forbids ids at one length.
-        renormalizes: log-probabilities are made of what is left of the tokens.
+        min_tokens: the number of new tokens before which no row may end.
+        suppressed: the ids that are never generated.
+        at_lengths: the rules that force or forbid ids at one length.
+        renormalizes: whether log-probabilities are normalised again over the tokens that the rules allow.
     """
 
     eos: tuple[int, ...]
@@ -76,7 +76,7 @@ class WholeSearch:
     renormalizes: bool
 
     def processors(self, begun: int, *, has_beams: bool) -> tuple[Processor, ...]:
-        """Processors that do the same in the steps that are taken one by one."""
+        """Returns processors with the same effect for searches that decode step by step."""
         found: list[Processor] = [LogProbs()] if has_beams else []
         if self.suppressed:
             found.append(SuppressTokens(self.suppressed))
@@ -90,20 +90,20 @@ class WholeSearch:
 def whole_search(
     processors: Sequence[Any], criteria: Sequence[Any], config: Any, beginning: Tensor, vocab_size: int
 ) -> WholeSearch | None:
-    """The rules of a call whose search the engine runs as a whole; None where it has others.
+    """Returns the rules of a call if the engine can run its whole search; None if the call has other rules.
 
     Args:
-        processors, criteria: transformers' own, as it has prepared them.
+        processors, criteria: transformers' objects, as prepared for the call.
         config: the call's GenerationConfig.
         beginning: see `Inputs`.
-        vocab_size: of the model.
+        vocab_size: the vocabulary size of the model.
     """
     ends = _ends(criteria, config)
     if ends is None or config.do_sample or config.output_scores or config.output_logits:
         return None
     has_beams, begun, limit = config.num_beams > 1, beginning.shape[1], config.max_length
     if has_beams and config.return_dict_in_generate:
-        return None  # it wants beam_indices
+        return None  # the call wants beam_indices
     least, suppressed, at_lengths, renormalizes = 0, set[int](), list[AtOneLength](), False
     for place, one in enumerate(processors):
         match type(one):
@@ -126,8 +126,8 @@ def whole_search(
                 renormalizes = True
             case _:
                 return None
-    # Of a row in which nothing is allowed transformers makes something of its own; and order counts where a token is
-    # forced that is forbidden, too.
+    # If a row allows no token, transformers' result can't be reproduced. If a token is both forced and forbidden, the
+    # order of the processors decides.
     forbidden = suppressed | {token for one in at_lengths if isinstance(one, SuppressTokensAt) for token in one.ids}
     if len(forbidden | {*ends}) >= vocab_size or not all(0 <= token < vocab_size for token in forbidden):
         return None
@@ -140,7 +140,7 @@ def whole_search(
 
 
 def _ends(criteria: Sequence[Any], config: Any) -> tuple[int, ...] | None:
-    """The ids that end rows, where nothing but these and the length does."""
+    """Returns the ids that end rows, if only these and the maximum length do; else None."""
     ends: list[int] = []
     has_limit = False
     for one in criteria:
@@ -154,7 +154,7 @@ def _ends(criteria: Sequence[Any], config: Any) -> tuple[int, ...] | None:
 
 
 def search_whole(engine: CppEngine, inputs: Inputs, rules: WholeSearch, config: Any, streamer: Any) -> Tensor | None:
-    """Runs the searches of a call. None where one found fewer hypotheses than the call wants."""
+    """Runs the searches of a call; returns None if one found fewer hypotheses than the call wants."""
     has_beams, begun = config.num_beams > 1, inputs.beginning.shape[1]
     processors = rules.processors(begun, has_beams=has_beams)
     ends = frozenset(rules.eos)
@@ -185,7 +185,7 @@ def search_whole(engine: CppEngine, inputs: Inputs, rules: WholeSearch, config: 
             keeps_scores=has_beams and not rules.renormalizes,
             log_probs=has_beams,
             on_token=listener,
-            before=[0] * (begun - len(prompt.tokens)) + list(prompt.tokens),  # its length counts
+            before=[0] * (begun - len(prompt.tokens)) + list(prompt.tokens),  # the prompt counts in a row's length
         )
         for prompt in inputs.prompts
     ]
@@ -205,13 +205,13 @@ def search_whole(engine: CppEngine, inputs: Inputs, rules: WholeSearch, config: 
 
 
 def _fill(config: Any, *, has_beams: bool) -> int:
-    """What stands behind the end of a row. Of beams a PAD of 0 is none to transformers, which takes EOS."""
+    """Returns the id that fills a row behind its end. For beams, transformers ignores a PAD of 0 and uses EOS."""
     pad, eos = config._pad_token_tensor, config._eos_token_tensor
     return int((pad or eos[0]) if has_beams else pad)
 
 
 class Stepper(GenerationMixin):
-    """What transformers' loops take for the model: its forward is a step of the engine.
+    """Stands in for the model in transformers' loops: a forward is a step of the engine.
 
     Args:
         engine: computes the logits.
@@ -232,11 +232,11 @@ class Stepper(GenerationMixin):
         self._batch = batch
 
     def __call__(self, input_ids: Tensor, **ignored: Any) -> ModelOutput:
-        """The logits behind the last id of each row, which the engine reads.
+        """Has the engine read the last id of each row, and returns the logits of the next ids.
 
         Args:
             input_ids: (rows, length).
-            ignored: what a model would be asked for.
+            ignored: the other arguments of a model's forward, which are ignored.
         """
         return ModelOutput(logits=self._batch.logits(input_ids[:, -1].tolist())[:, None])
 
@@ -245,14 +245,14 @@ class Stepper(GenerationMixin):
         return {"input_ids": input_ids}
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Has row i go on from row beam_idx[i]; transformers takes this object for the cache, too."""
+        """Lets row i continue from row beam_idx[i]; transformers also uses this object as the cache."""
         copies = self._inputs.copies
         parents = [[row % copies for row in group] for group in beam_idx.view(-1, copies).tolist()]
         if any(group != [*range(copies)] for group in parents):
             self._batch.fork(parents)
 
     def decode(self, loop: Any, config: Any, **kwargs: Any) -> Any:
-        """Runs a loop of transformers (`_sample`, `_beam_search`), and leaves the cache out of what it returns."""
+        """Runs a loop of transformers (`_sample`, `_beam_search`), and omits the cache from the returned output."""
         cache = {"past_key_values": self} if config.num_beams > 1 else {}
         found = loop(
             self,
@@ -267,7 +267,7 @@ class Stepper(GenerationMixin):
             return found
         return type(found)(**{name: value for name, value in found.items() if name != "past_key_values"})
 
-    # What transformers' loops do around a model's forward, and what there is nothing to do for here.
+    # Hooks that transformers' loops call around a model's forward. They have no work to do here.
     def _prefill(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> ModelOutput:
         return self(input_ids)
 

@@ -1,6 +1,7 @@
-"""Which models of transformers `generate` decodes on the C++ engine, and their weights as the engine reads them.
+"""Finds the models of transformers that the C++ engine can run, and packs their weights for it.
 
-A model must be of a class in the table of `checkpoints.hf`, and what its config makes (`as_made`).
+A model must be of a class in the table of `checkpoints.hf`, and must still be the model that its config makes
+(`as_made`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from fastformer.nn.guards import Kept
 from fastformer.nn.model_guards import ModelGuards
 from fastformer.nn.prepack import packed, packed_before, repack
 
-# Positions of tables that end nowhere: the engine counts tokens in 32 bits.
+# The max_len of a model whose positions have no limit: the engine counts tokens in 32 bits.
 NO_END = 2**20
 Weights = TypeVar("Weights")
 
@@ -38,12 +39,12 @@ class UnfitError(Exception):
 
 
 class PackedWeights(NamedTuple):
-    """What the engine decodes with.
+    """A model's weights as the engine reads them.
 
     Attributes:
         weights: a `PackedModel` of the extension.
-        shape: the converted model on "meta": what it was packed from, without weights.
-        encoder: reads the same weights; None: the model has none.
+        shape: the converted model from which the weights were packed, on "meta", so without weights.
+        encoder: the engine's encoder, which reads the same weights; None: the model has no encoder.
     """
 
     weights: object
@@ -55,30 +56,31 @@ class FoundModel(Generic[Weights]):
     """The findings about one model, and its packed weights.
 
     Args:
-        model: one that is what its config makes.
-        guards: hold for as long as it is that.
+        model: a model that is as its config makes it.
+        guards: hold as long as that is so.
 
     Attributes:
         guards: see above.
-        precision: of the parameters.
-        trains: whether a module inside of it is in training, apart from maps and embeddings, which do the same then.
+        precision: the precision of the parameters.
+        trains: whether a module inside of the model is in training mode, apart from linear maps and embeddings, whose
+            results don't depend on the mode.
     """
 
     def __init__(self, model: nn.Module, guards: ModelGuards) -> None:
         self.guards, self.precision = guards, PRECISIONS[next(model.parameters()).dtype]
-        # The guards watch the mode of what is inside of the model, and not its own.
+        # The guards watch the training mode of the modules inside of the model, but not that of the model itself.
         inside = (module for module in model.modules() if module is not model)
         self.trains = any(module.training for module in inside if not isinstance(module, nn.Linear | nn.Embedding))
-        # Tables that a conversion makes from the config. A change of one in place is none of the config.
+        # The conversion makes these tables from the config, so it would miss a change of a table in place.
         self._tables = [(table, table.clone()) for table in tables_of(model)]
         self._unfit: dict[str, str] = {}
 
     def why_not(self, precision: str) -> str | None:
-        """Why its weights don't convert or pack, if that was tried and failed."""
+        """Returns why the model's weights don't convert or pack; None if that hasn't failed so far."""
         return self._unfit.get(precision)
 
     def weights(self, model: nn.Module, precision: str) -> Weights:
-        """The packed weights in a precision, as the model's are now.
+        """Returns the packed weights in a precision, with the model's current values.
 
         Raises:
             UnfitError: the weights or the config don't convert, or the engine lacks an option of the model.
@@ -90,8 +92,7 @@ class FoundModel(Generic[Weights]):
         def make() -> Weights:
             alive = owner()
             assert alive is not None
-            # Tensors of inference mode don't count their changes, by which the engine notices that it has to pack
-            # again.
+            # Tensors of inference mode have no version counter, by which the engine notices that it has to pack again.
             with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
                 if not all(torch.equal(table, before) for table, before in self._tables):
                     raise UnfitError("one of its buffers has other numbers than its config says")
@@ -108,28 +109,28 @@ class FoundModel(Generic[Weights]):
             raise
 
     def weights_before(self, model: nn.Module, precision: str) -> Weights | None:
-        """The packed weights as the model's are now, if they have been packed."""
+        """Returns the packed weights if they exist and still have the model's current values; else None."""
         found = packed_before(model, self.place(precision), find=lambda each: (self.guards, None))
         return cast(Weights | None, found)
 
     @classmethod
     def place(cls, precision: str) -> str:
-        """The name of what is packed, in `prepack`."""
+        """Returns the name under which `prepack` stores the packed weights of a precision."""
         return f"{cls.name} {precision}"
 
-    # What is packed, beside the precision.
+    # The part of the packed weights' name that isn't the precision.
     name = "engine"
 
     def convert(self, model: nn.Module) -> Any:
-        """A model of this library that computes the same.
+        """Returns a model of this library that computes the same as transformers' model.
 
         Raises:
-            ValueError: there is none.
+            ValueError: this library has no equivalent of the model.
         """
         return from_huggingface(model)
 
     def pack(self, converted: Any, precision: str) -> Weights:
-        """The packed weights of a converted model.
+        """Packs the weights of a converted model.
 
         Raises:
             UnfitError: see `weights`.
@@ -138,10 +139,10 @@ class FoundModel(Generic[Weights]):
 
 
 class EngineModel(FoundModel[PackedWeights]):
-    """A model that the engine decodes."""
+    """A model that the engine can decode, with its packed weights."""
 
     def engine(self, model: nn.Module, precision: str) -> ForeignEngine:
-        """The engine in a precision; see `weights`."""
+        """Returns the engine in a precision; see `weights`."""
         return ForeignEngine(self.weights(model, precision), precision)
 
     def pack(self, converted: Any, precision: str) -> PackedWeights:
@@ -150,7 +151,7 @@ class EngineModel(FoundModel[PackedWeights]):
         if reason is not None:
             raise UnfitError(reason)
         if not isinstance(converted, GPT) and converted.config.positions == "relative":
-            converted.config.max_len = NO_END  # their tables end nowhere
+            converted.config.max_len = NO_END  # their positions have no limit
         weights = pack(converted, precision)
         forget_guards(converted)
         encoder = None if isinstance(converted, GPT) else encoder_of(weights)
@@ -158,14 +159,14 @@ class EngineModel(FoundModel[PackedWeights]):
 
 
 class ForeignEngine(CppEngine):
-    """The C++ engine over packed weights of a model that it doesn't hold.
+    """The C++ engine over the packed weights of transformers' model, without a reference to the model.
 
     Args:
-        packed: the weights. The caller makes another engine where they have changed.
-        precision: of the weights.
+        packed: the weights. After they have changed, the caller makes another engine.
+        precision: the precision of the weights.
 
     Attributes:
-        shape: the model that they were packed from, without its weights.
+        shape: the model from which they were packed, without its weights.
     """
 
     def __init__(self, packed: PackedWeights, precision: str) -> None:
@@ -181,19 +182,19 @@ Found = TypeVar("Found", bound=FoundModel[Any])
 
 
 class FoundModels(Generic[Found]):
-    """What was found out about models. Each keeps its own, for as long as its guards hold.
+    """A lookup of the findings about models. Each model holds its own, which are valid as long as its guards hold.
 
     Args:
-        attribute: in which a model keeps it.
-        kind: (model, guards) -> what is found.
-        find: (model) -> why the engine would compute something else than the model's modules, or None.
+        attribute: the name of the model's attribute that holds the findings.
+        kind: (model, guards) -> the findings.
+        find: (model) -> why the engine's results would differ from those of the model's modules, or None.
     """
 
     def __init__(self, attribute: str, kind: Callable[[Any, Any], Found], find: Callable[[Any], str | None]) -> None:
         self._attribute, self._kind, self._find = attribute, kind, find
 
     def of(self, model: nn.Module) -> Found | str:
-        """The findings about a model as it is now, or the reason why the engine can't run it."""
+        """Returns the findings about a model in its current state, or the reason why the engine can't run it."""
         own = vars(model)
         kept: Any = own.get(self._attribute)
         if kept is None:
@@ -206,13 +207,13 @@ class FoundModels(Generic[Found]):
         return plan[0]
 
     def forget(self, model: nn.Module) -> None:
-        """Drops what was found out about a model, and its packed weights."""
+        """Drops the findings about a model, and its packed weights."""
         vars(model).pop(self._attribute, None)
         repack(model)
 
 
 def _why_not(model: Any) -> str | None:
-    """Why the engine would decode otherwise than a model's modules; None where it would not."""
+    """Returns why the engine's decoding would differ from that of a model's modules; None if it would not."""
     if (missing := why_no_cpp_engine()) is not None:
         return f"there is no C++ engine: {missing}"
     kind, model_type = original_class(model), getattr(getattr(model, "config", None), "model_type", None)
@@ -226,24 +227,24 @@ ENGINE_MODELS = FoundModels("_fastformer_engine_plan", EngineModel, _why_not)
 
 
 def counts_words(model: Any) -> bool:
-    """Whether the positions of a model count the ids that are not PAD, whatever a mask says."""
+    """Returns whether a model's positions count the ids that are not PAD, regardless of the mask."""
     form = FORMS.get(model.config.model_type)
     return form is not None and form.behind_pad
 
 
 def is_convertible(kind: type) -> bool:
-    """Whether a class of transformers is one of those in the table of `checkpoints.hf`."""
+    """Returns whether a class of transformers is in the table of `checkpoints.hf`."""
     family = FAMILIES.get(model_type_of(kind) or "")
     return family is not None and family.generates and kind is getattr(transformers, family.model_class, None)
 
 
 def model_type_of(kind: type) -> str | None:
-    """The model_type of a class of transformers."""
+    """Returns the model_type of a class of transformers."""
     return getattr(getattr(kind, "config_class", None), "model_type", None)
 
 
 def loaded_classes() -> Iterator[type[nn.Module]]:
-    """The classes of transformers that can be converted, of those families that were imported."""
+    """Returns the classes of transformers that can be converted, from the families that were imported."""
     for kind, family in FAMILIES.items():
         if not family.generates:
             continue

@@ -1,4 +1,4 @@
-"""Encoders of encoder-decoders of transformers: which classes they are, and how one is converted by itself."""
+"""Finds the encoders of transformers' encoder-decoders, and prepares one for a conversion by itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fastformer.integrations.engine_models import ENGINE_MODELS, EngineModel, is
 from fastformer.integrations.replace import original_class
 from fastformer.nn.prepack import is_packed
 
-# By the model_type: the class of the encoder. A T5's decoder is of the same class.
+# The class of the encoder, by the model_type. A T5's decoder is of the same class.
 _STACKS = {
     "bart": "BartEncoder",
     "marian": "MarianEncoder",
@@ -30,7 +30,7 @@ _STACKS = {
 
 
 def is_source(kind: type) -> bool:
-    """Whether a class of transformers is the encoder of an encoder-decoder that can be converted."""
+    """Returns whether a class of transformers is the encoder of an encoder-decoder that can be converted."""
     model_type = model_type_of(kind)
     if model_type not in _STACKS:
         return False
@@ -39,10 +39,10 @@ def is_source(kind: type) -> bool:
 
 
 class Around:
-    """The model around an encoder, as `accelerate` found it, without keeping it alive. A copy knows of none.
+    """A weak reference to the model around an encoder, from the time of `accelerate`. A copy refers to no model.
 
     Args:
-        model: it.
+        model: the encoder-decoder.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -52,17 +52,17 @@ class Around:
         return Around, ()
 
     def of(self, stack: object) -> Any:
-        """The model, if this is still its encoder."""
+        """Returns the model if the stack still is its encoder; else None."""
         model: Any = None if self._model is None else self._model()
         return model if model is not None and model.get_encoder() is stack else None
 
 
-# The attribute in which an encoder keeps it.
+# The name of the attribute in which an encoder keeps its `Around`.
 AROUND = "_fastformer_around"
 
 
 def tell_encoders(model: nn.Module) -> None:
-    """Tells the encoders of encoder-decoders inside of a module what is around them."""
+    """Gives the encoders of encoder-decoders inside of a module a reference to the model around them."""
     for module in model.modules():
         if not is_convertible(cast(Any, original_class(module))):
             continue
@@ -73,7 +73,7 @@ def tell_encoders(model: nn.Module) -> None:
 
 
 def weights_of_decoding(stack: nn.Module, precision: str) -> PackedEncoder | None:
-    """The encoder of the model around this one, if that was packed for decoding and is the same since."""
+    """Returns the engine's encoder of the model around a stack, if that is packed for decoding and hasn't changed."""
     around = vars(stack).get(AROUND)
     whole = around.of(stack) if isinstance(around, Around) else None
     if whole is None or not is_packed(whole, EngineModel.place(precision)):
@@ -84,7 +84,7 @@ def weights_of_decoding(stack: nn.Module, precision: str) -> PackedEncoder | Non
 
 
 def whole_of(stack: Any) -> nn.Module:
-    """A whole model with this encoder, for a conversion. Its decoder is one layer of zeros, and reads the same ids.
+    """Makes a whole model around an encoder, for a conversion; its decoder is one layer of zeros with the same ids.
 
     Args:
         stack: of a class for which `is_source` holds. It becomes a part of the model, with its weights.

@@ -1,4 +1,4 @@
-"""What the families fuse: a residual and its norm, the feed-forward network, RMSNorm."""
+"""Fused parts that the families share: a residual and its norm, the feed-forward network, RMSNorm."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from fastformer.ops import feed_forward as feed_forward_op
 
 
 def plain_dropout(dropout: nn.Module) -> float | None:
-    """The probability that applies now; None for a module with a hook or another change, which has to be called."""
+    """Returns a dropout's current probability; None if the module has a hook or another change and must be called."""
     return active_dropout(dropout) if is_plain_dropout(dropout) else None
 
 
 def add_and_norm(x: Tensor, residual: Tensor, dropout_p: float, norm: nn.Module) -> Tensor:
-    """norm(dropout(x) + residual), in one op if the norm is plain."""
+    """Computes norm(dropout(x) + residual), in one op if the norm is plain."""
     return join_residual(x, residual, dropout_p, norm)[0]
 
 
 def join_residual(x: Tensor, residual: Tensor, dropout_p: float, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """(norm(dropout(x) + residual), the sum), in one op if the norm is plain."""
+    """Computes (norm(dropout(x) + residual), the sum), in one op if the norm is plain."""
     plan = None if is_watched() else find_norm_plan(norm)
     if plan is None:
         total = F.dropout(x, dropout_p) + residual
@@ -39,7 +39,7 @@ def join_residual(x: Tensor, residual: Tensor, dropout_p: float, norm: nn.Module
 
 
 def fused_activation(activation: object) -> str | None:
-    """The name that `ops.feed_forward` has for one of transformers' activations; None if it has none."""
+    """Returns the name in `ops.feed_forward` of one of transformers' activations; None if it doesn't support it."""
     if is_plain(activation, nn.ReLU):
         return "relu"
     if is_plain(activation, nn.SiLU):
@@ -57,7 +57,7 @@ def fused_activation(activation: object) -> str | None:
 def fused_feed_forward(
     x: Tensor, linear1: nn.Module, activation: object, linear2: nn.Module, dropout_p: float = 0.0
 ) -> Tensor | None:
-    """linear2(dropout(activation(linear1(x)))) as one op; None if a part isn't plain, or its activation has no op."""
+    """Computes linear2(dropout(activation(linear1(x)))) in one op; None if a part isn't plain or has no op."""
     name = fused_activation(activation)
     if name is None or not (is_plain(linear1, *LINEARS) and is_plain(linear2, *LINEARS)):
         return None
@@ -69,7 +69,7 @@ def fused_feed_forward(
 
 
 def heads(linear: nn.Module, x: Tensor, head_dim: int) -> Tensor:
-    """linear(x) as (batch, seqlen, num_heads, head_dim)."""
+    """Computes linear(x) as (batch, seqlen, num_heads, head_dim)."""
     return project(linear, x).unflatten(-1, (-1, head_dim))
 
 
@@ -87,7 +87,7 @@ class RMSNorm(nn.Module):
 
 
 def join_rms(x: Tensor, residual: Tensor, dropout_p: float, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """`join_residual` for an `RMSNorm`."""
+    """Computes `join_residual` with an `RMSNorm`."""
     dtype = torch.promote_types(x.dtype, residual.dtype)
     if not (isinstance(norm, RMSNorm) and is_known(norm, type(norm)) and _fits(norm, residual.to(dtype))):
         total = F.dropout(x, dropout_p) + residual

@@ -32,7 +32,7 @@ _CROSS_ENTROPY = nn.CrossEntropyLoss
 
 
 def _losses() -> tuple[object, ...]:
-    """The functions that the fused losses stand for."""
+    """Returns the functions of PyTorch and transformers that the fused losses replace."""
     kind = _CROSS_ENTROPY
     functions = (F.cross_entropy, loss_utils.fixed_cross_entropy, ForCausalLMLoss)
     return (*functions, kind.__init__, kind.__call__, kind.forward)
@@ -42,7 +42,7 @@ _KNOWN = if_written_in(_losses(), nn, transformers)
 
 
 def are_losses_known() -> bool:
-    """Whether the functions behind the heads' losses are PyTorch's and transformers' own."""
+    """Returns whether the functions behind the heads' losses are PyTorch's and transformers' own."""
     return _losses() == _KNOWN
 
 
@@ -50,8 +50,8 @@ class FusedLoss(nn.Module):
     """A head whose output has a loss and no logits if it is in training and gets labels.
 
     Calls that ask for more (a tuple, some of the logits, another loss) run as transformers wrote them. So do all calls
-    if the functions that compute the loss were replaced, and calls under torch.compile, whose graph would break where
-    arguments are read.
+    if the functions that compute the loss were replaced, and calls under torch.compile, whose graph would break when
+    the arguments are read.
     """
 
     config: Any
@@ -81,7 +81,7 @@ class FusedLoss(nn.Module):
 
 
 class CausalLoss(FusedLoss):
-    """A decoder-only model's head: the label of a position is the next position's token."""
+    """The fused loss of a decoder-only model: the label of a position is the next position's token."""
 
     loss_function: Any
 
@@ -112,7 +112,7 @@ class CausalLoss(FusedLoss):
 
 
 class Seq2SeqLoss(FusedLoss):
-    """The head of an encoder-decoder: the decoder reads the start token, then the labels."""
+    """The fused loss of an encoder-decoder: the decoder reads the start token, then the labels."""
 
     final_logits_bias: Tensor
 
@@ -125,14 +125,14 @@ class Seq2SeqLoss(FusedLoss):
         )
 
     def _decoded(self, given: dict[str, Any]) -> Any:
-        """The output of the model without its head, which reads the last hidden state."""
+        """Returns the output of the model without its head; the head reads its last hidden state."""
         return self.base_model(**given)
 
     def _bias(self) -> Tensor | None:
         return self.final_logits_bias[0]
 
     def _shifted(self, labels: Tensor) -> Tensor:
-        """The decoder's input, by the function that the model's own forward looks up."""
+        """Returns the decoder's input, made by the function that the model's own forward looks up."""
         shift: Any = getattr(self, "_shift_right", None)
         if shift is not None:  # T5
             shifted: Tensor = shift(labels)
@@ -150,21 +150,21 @@ class Seq2SeqLoss(FusedLoss):
             out = self._decoded({name: value for name, value in given.items() if name != "labels"})
         hidden, bias = out.last_hidden_state, self._bias()
         loss = _loss(hidden, self.lm_head, bias, labels, IGNORED, None)
-        if not torch.is_autocast_enabled(loss.device.type):  # which makes a loss fp32; else it has the logits' dtype
+        if not torch.is_autocast_enabled(loss.device.type):  # autocast makes a loss fp32; else it has the logits' dtype
             loss = loss.to(hidden.dtype if bias is None else torch.promote_types(hidden.dtype, bias.dtype))
         parts = {name: value for name, value in out.items() if name != "last_hidden_state"}
         return Seq2SeqLMOutput(loss=loss, **parts)
 
 
 def _source(head: nn.Module) -> ModuleType:
-    """The module of transformers that defines a head's class, in which its forward looks up functions."""
+    """Returns the module of transformers that defines a head's class, where its forward looks up functions."""
     return sys.modules[original_class(head).__module__]
 
 
 def _behind_the_last(counts: Tensor) -> Tensor | None:
-    """Positions (batch, seqlen) behind the last one of their row that counts: the loss doesn't depend on them.
+    """Returns the positions (batch, seqlen) behind each row's last one that counts: the loss doesn't depend on them.
 
-    None if they are few, or if finding out would make the host wait.
+    None if they are few, or if reading them would make the host wait.
     """
     if counts.device.type != "cpu" or counts.dim() != 2:
         return None
@@ -175,14 +175,14 @@ def _behind_the_last(counts: Tensor) -> Tensor | None:
 def _loss(
     hidden: Tensor, head: nn.Module, bias: Tensor | None, target: Tensor, ignored: int, num_items: Tensor | int | None
 ) -> Tensor:
-    """The mean over labels that aren't ignored (NaN if there are none, as in PyTorch), or their sum by `num_items`.
+    """Computes the mean loss of labels that aren't ignored (NaN without labels, as in PyTorch), or sum / `num_items`.
 
     Args:
         hidden: (batch, seqlen, dim).
-        head: its weight (vocab_size, dim).
+        head: the linear map to the logits, with weight (vocab_size, dim).
         bias: (vocab_size,), in place of the head's.
         target: (batch, seqlen).
-        ignored: the target that doesn't count.
+        ignored: the target value that is ignored.
         num_items: the divisor if a step consists of several batches; None: the number of targets.
     """
     assert isinstance(head, nn.Linear)
@@ -201,7 +201,7 @@ def _loss(
     )  # fmt: skip
     if num_items is None:
         count = (target != ignored).sum()
-        # NaN beside the division, and not through it, whose gradient would be NaN as well.
+        # NaN is set next to the division and not by it, since the division's gradient would be NaN as well.
         return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
     return total / (num_items.to(total.device) if isinstance(num_items, torch.Tensor) else num_items)
 
@@ -212,7 +212,7 @@ def _signature(forward: Any) -> inspect.Signature:
 
 
 def _by_name(forward: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """The arguments of a call by their names; None if they don't fit, which transformers' forward reports."""
+    """Returns a call's arguments by name; None if they don't fit (transformers' forward then raises the error)."""
     signature = _signature(forward)
     try:
         bound = signature.bind(module, *args, **kwargs).arguments
