@@ -110,11 +110,11 @@ def _asks_for_weights(kwargs: dict[str, Any]) -> bool:
 
 
 class BartEncoderLayer(EncoderLayer, bart.BartEncoderLayer):
-    """Fused."""
+    """BART's encoder layer in fused ops."""
 
 
 class BartDecoderLayer(DecoderLayer, bart.BartDecoderLayer):
-    """Fused."""
+    """BART's decoder layer in fused ops."""
 
 
 BartEncoder = derive(__name__, bart.BartEncoder, StackOnEncoder, Encoder, kinds=(BartEncoderLayer, bart.BartAttention))

@@ -34,12 +34,12 @@ _NAMES = tuple(inspect.signature(gpt2.GPT2Block.forward).parameters)[2:]
 _HARMLESS = frozenset(
     {"past_key_values", "attention_mask", "use_cache", "position_ids", "cache_position", "num_items_in_batch"}
 )
-# With fewer rows, as in a decoding step, PyTorch's product reads weights that lie as Conv1D's faster.
+# With fewer rows, as in a decode step, PyTorch's product reads weights in Conv1D's layout faster.
 _FEW_ROWS = 16
 
 
 class GPT2MLP(gpt2.GPT2MLP):
-    """One op and the last dropout."""
+    """GPT-2's feed-forward network as one op, with the last dropout behind it."""
 
     c_fc: Any
     c_proj: Any
@@ -62,7 +62,7 @@ class GPT2MLP(gpt2.GPT2MLP):
 
 
 def _attend(attention: Any, x: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
-    """What a self-attention computes before its last dropout."""
+    """Computes the output of a self-attention before its last dropout."""
     shape = (*x.shape[:-1], -1, attention.head_dim)
     q, k, v = (each.view(shape).transpose(1, 2) for each in attention.c_attn(x).split(attention.split_size, dim=2))
     if cache is not None:
@@ -75,7 +75,7 @@ def _attend(attention: Any, x: Tensor, mask: Tensor | None, cache: Any) -> Tenso
 
 
 class GPT2Block(gpt2.GPT2Block):
-    """A block for packed tokens or a padded batch."""
+    """GPT-2's block for packed tokens or a padded batch."""
 
     ln_1: nn.Module
     ln_2: nn.Module
@@ -110,7 +110,7 @@ class GPT2Block(gpt2.GPT2Block):
 
 @stands_for_original
 class GPT2Model(CausalStack, gpt2.GPT2Model):
-    """Packed."""
+    """GPT-2's stack, whose blocks see packed tokens."""
 
     layers_name = "h"
     kinds = (GPT2Block, gpt2.GPT2Attention)

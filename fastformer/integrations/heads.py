@@ -1,8 +1,8 @@
-"""Models around stacks, by what they read at padding, and how a class of this library stands for one of transformers'.
+"""Classes for models around stacks, by the outputs at padding that they read; and classes derived from transformers'.
 
-A row in the table of a family names a class of transformers and what it is:
+A row in the table of a family names a class of transformers and its role:
 
-Owner           reads what stacks give at real positions alone
+Owner           reads the output of stacks only at real positions
 LanguageModel   a causal stack's head; reads padding where labels or the last logits ask for it
 Seq2SeqModel    the same of a decoder with its encoder
 EncoderHead     `LanguageModel` around a stack that isn't causal
@@ -42,7 +42,7 @@ class LanguageModel(Owner):
         return self._has_own_loss(args, kwargs) or self._sees_padding(args, kwargs)
 
     def _has_own_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the call computes a loss that isn't transformers' own: such a loss may read any position."""
+        """Returns whether the call computes a loss that isn't transformers' own: that loss may read any position."""
         if len(args) < 2 and kwargs.get("labels") is None:
             return False
         loss = getattr(self, "loss_function", None)
@@ -50,10 +50,10 @@ class LanguageModel(Owner):
         return not (is_original and are_losses_known())
 
     def _sees_padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the loss or the logits asked for depend on the stack's output at padding.
+        """Returns whether the requested loss or logits depend on the stack's output at padding.
 
-        Labels at padding do, which transformers counts like others, and so do the last logits of sequences that end
-        with padding.
+        They do if there are labels at padding, which transformers counts like others, or if the last logits of
+        sequences that end with padding are requested.
         """
         mask, labels, kept = (kwargs.get(name) for name in ("attention_mask", "labels", "logits_to_keep"))
         if len(args) > 1:
@@ -62,7 +62,7 @@ class LanguageModel(Owner):
             return False
         if isinstance(kept, Tensor):
             return True
-        # A caller with a cache continues from the last logits, as generate does, however many it asks for.
+        # A caller with a cache continues from the last logits, as `generate` does, even if it asks for more of them.
         last = max(kept or 0, int(kwargs.get("past_key_values") is not None))
         if last and not bool(mask[:, -last:].all()):
             return True
@@ -94,7 +94,7 @@ class TokenLabels(LanguageModel):
 
 
 class Seq2SeqModel(LanguageModel):
-    """A language model whose decoder computes padding where labels count there, or where sequences end with it."""
+    """A language model whose decoder computes padding if labels count there, or if sequences end with padding."""
 
     def _sees_padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         mask, labels = kwargs.get("decoder_attention_mask"), kwargs.get("labels")
@@ -106,7 +106,7 @@ class Seq2SeqModel(LanguageModel):
 
 
 def _labels_count_at_padding(mask: Any, labels: Any) -> bool:
-    """Whether labels, one a token, count where a mask names padding, or may do so."""
+    """Returns whether labels, one for each token, count at positions that a mask marks as padding, or may count."""
     if mask is None or labels is None:
         return False
     if not (isinstance(mask, Tensor) and isinstance(labels, Tensor)) or mask.shape != labels.shape:
@@ -115,9 +115,9 @@ def _labels_count_at_padding(mask: Any, labels: Any) -> bool:
 
 
 def _encoding(name: str) -> Any:
-    """A method by which transformers' `generate` runs the encoder, whose padding it masks in each step.
+    """Makes a method by which transformers' `generate` runs the encoder, whose padding it masks in each step.
 
-    Only this part of `generate` may leave padding out: the rest also calls the user's code, which may read an encoder.
+    Only this part of `generate` may omit padding: the rest also calls the user's code, which may read an encoder.
     """
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -127,7 +127,7 @@ def _encoding(name: str) -> Any:
     return method
 
 
-# As versions of transformers call it.
+# The method's names in different versions of transformers.
 for _name in ("_prepare_encoder_decoder_kwargs_for_generation", "_prepare_text_encoder_decoder_kwargs_for_generation"):
     if hasattr(GenerationMixin, _name):
         setattr(Seq2SeqModel, _name, _encoding(_name))
@@ -136,12 +136,12 @@ for _name in ("_prepare_encoder_decoder_kwargs_for_generation", "_prepare_text_e
 def replacements(
     namespace: dict[str, Any], source: ModuleType, table: Mapping[str, type | tuple[type, ...]], *written: type
 ) -> tuple[Replacement, ...]:
-    """The replacements of a family.
+    """Returns the replacements of a family.
 
     Args:
-        namespace: of the family's file, in which pickle finds the derived classes.
+        namespace: the namespace of the family's file, in which pickle finds the derived classes.
         source: transformers' module.
-        table: names in it, each with the classes that a derived class is made of, in front of the original.
+        table: names in that module, each with the base classes of its derived class, in front of the original.
         written: classes written out in the file, whose last base is the original.
     """
     for name, bases in table.items():
@@ -152,14 +152,14 @@ def replacements(
 
 
 def derive(module: str, original: type[nn.Module], *bases: type, name: str | None = None, **attributes: Any) -> Any:
-    """A class that stands for one of transformers' (see `stands_for`).
+    """Makes a class that stands for one of transformers' (see `stands_for`).
 
     Args:
         module: the name of the module that holds the class, in which pickle finds it.
         original: the class of transformers.
-        bases: what it is derived from in front of that.
-        name: under which the module holds it; None: the original's.
-        attributes: of the class.
+        bases: the base classes in front of the original.
+        name: the name under which the module holds the class; None: the original's.
+        attributes: the attributes of the class.
     """
     doc = f"transformers' {original.__name__}, on our ops."
     if is_convertible(original):
@@ -172,8 +172,8 @@ def stands_for_original(derived: Model) -> Model:
     """Makes a class look like its last base, transformers' original, to code that inspects it.
 
     It gets the original's name, which is saved with a model; its forward gets the original's signature, which generate
-    and trainers read; and it records the outputs that the original records. `inspect.unwrap`, and accelerate's
-    `unwrap_model` with it, stop at our forward.
+    and trainers read; and transformers records the same outputs of it. `inspect.unwrap`, and accelerate's
+    `unwrap_model` with it, stop at fastformer's forward.
     """
     original: Any = derived.__bases__[-1]
     forward = derived.forward

@@ -1,4 +1,4 @@
-"""Transformers' classes and functions as they were first seen, so that a replaced one is noticed."""
+"""A record of transformers' classes and functions at first sight, by which a replaced one is noticed."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ except ImportError:  # before 5
 
 
 def major_of(version: str) -> int:
-    """The first number of a version of transformers.
+    """Returns the major version of transformers.
 
     Raises:
-        ImportError: its layers are known to differ from those that are written out here.
+        ImportError: the layers of this version are known to differ from those that are written out here.
     """
     major, minor = (int(number) for number in version.split(".")[:2])
-    if (5, 0) <= (major, minor) < (5, 16):  # what layers take and return changed from one of them to the next
+    if (5, 0) <= (major, minor) < (5, 16):  # the arguments and results of layers changed between these versions
         raise ImportError(f"expected transformers 4.57, or 5.16 or newer, got {version}")
     return major
 
@@ -54,8 +54,8 @@ def major_of(version: str) -> int:
 PLAIN_CALLS.update((GradientCheckpointingLayer.__call__, nn.ParameterDict.__call__, nn.ParameterList.__call__))
 # Before 5, a layer returns a tuple.
 RETURNS_TUPLES = major_of(transformers.__version__) < 5
-# By the name of a module of transformers: the functions and losses that its classes look up there. None: a foreign one
-# stood there when the module was registered.
+# The functions and losses that classes look up in a module of transformers, by the module's name. None: a foreign
+# function was in its place when the module was registered.
 _FUNCTIONS: dict[str, dict[str, object]] = {}
 _LOSSES = frozenset({"CrossEntropyLoss", "BCEWithLogitsLoss", "MSELoss"})
 
@@ -66,7 +66,7 @@ def register(source: ModuleType) -> None:
         if not (isinstance(kind, type) and issubclass(kind, nn.Module)) or kind.forward is nn.Module.forward:
             continue
         if FORWARDS.get(kind) is None:
-            # Decorators of forwards are written in torch.utils, too.
+            # Some decorators of forwards are written in torch.utils.
             FORWARDS[kind] = kind.forward if is_its_own(kind, transformers, nn, torch.utils) else None
     if not source.__name__.startswith("transformers.models."):
         return
@@ -81,13 +81,13 @@ def register(source: ModuleType) -> None:
 
 
 def sources_of(kinds: Iterable[type[nn.Module]]) -> list[tuple[dict[str, Any], dict[str, object]]]:
-    """For the modules of transformers that define some classes: the variables now, and what was registered of them."""
+    """Returns the variables and the registered functions of the modules of transformers that define some classes."""
     names = {each.__module__ for kind in kinds for each in kind.__mro__}
     return [(vars(sys.modules[name]), _FUNCTIONS[name]) for name in sorted(names & _FUNCTIONS.keys())]
 
 
 def replaced_function(sources: Iterable[tuple[dict[str, Any], dict[str, object]]]) -> str | None:
-    """Which function of these modules of transformers (see `sources_of`) was replaced, in words; None: none."""
+    """Says which function of some modules of transformers (see `sources_of`) was replaced; None if none was."""
     for space, functions in sources:
         for name, function in functions.items():
             if function is None or space.get(name) is not function:
@@ -96,33 +96,33 @@ def replaced_function(sources: Iterable[tuple[dict[str, Any], dict[str, object]]
 
 
 register(activations)
-# What may be registered as "sdpa": transformers' function, and `attention_interface`'s in front of it.
+# The functions that may be registered as "sdpa": transformers' own, and the one of `attention_interface` around it.
 SDPA_FUNCTIONS: set[object] = {sdpa_attention_forward}
 
 
 def attends_as_known() -> bool:
-    """Whether attention "sdpa" comes down to PyTorch's function or this library's, and to no replacement."""
+    """Returns whether attention "sdpa" ends up in PyTorch's function or this library's, and not in a replacement."""
     return F.scaled_dot_product_attention in ATTENTIONS and is_sdpa_known()
 
 
 def is_sdpa_known() -> bool:
-    """Whether no foreign function is registered as "sdpa"."""
+    """Returns whether the function registered as "sdpa" is transformers' or this library's."""
     return ALL_ATTENTION_FUNCTIONS["sdpa"] in SDPA_FUNCTIONS
 
 
 def is_recording() -> bool:
-    """Whether transformers is recording outputs of modules, by hooks that it leaves on them."""
+    """Returns whether transformers is recording outputs of modules, by the hooks that it put on them."""
     return output_capturing is not None and bool(output_capturing._active_collector.get())
 
 
 def record_outputs_of(derived: type[nn.Module]) -> None:
-    """Lets transformers record for a derived class what it records for the original: hidden states and weights."""
+    """Lets transformers record the same outputs of a derived class as of the original: hidden states and weights."""
     registry = generic if output_capturing is None else output_capturing
     dict.__setitem__(registry._CAN_RECORD_REGISTRY, str(derived), getattr(derived, "_can_record_outputs", None) or {})
 
 
 def is_unhooked_or_recorded(module: nn.Module) -> bool:
-    """Whether a call of a module is a call of its class's forward, apart from transformers' hooks that record."""
+    """Returns whether calling a module runs only its class's forward and transformers' hooks that record."""
     if is_unhooked(module):
         return True
     if output_capturing is None or not has_plain_call(module):
@@ -135,18 +135,18 @@ def is_unhooked_or_recorded(module: nn.Module) -> bool:
 
 
 def is_known(module: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Whether a module is exactly of one of these classes, and a call of it is a call of that class's forward."""
+    """Returns whether a module is exactly of one of these classes, and calling it runs only that class's forward."""
     return type(module) in kinds and is_written_as_known(type(module)) and is_called_plainly(module)
 
 
 # Libraries whose functions on a module read no positions. (A wrapped forward is examined separately.)
 _LIBRARIES = ("torch", "transformers", "accelerate", "peft", "fastformer")
-# Attributes with functions that are examined elsewhere: when a model is called, when a loss is computed.
+# Attributes whose functions are examined elsewhere: when a model is called, or when a loss is computed.
 _EXAMINED = frozenset({"forward", "_compiled_call_impl", "_loss_function"})
 
 
 def own_function(module: nn.Module) -> str | None:
-    """The attribute of a module that holds a foreign function, or another callable; None: there is none."""
+    """Returns the name of a module's attribute that holds a foreign function or another callable; None if none does."""
     own = vars(module)
     libraries = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]
     for name in watched_names(own):
@@ -161,20 +161,20 @@ def own_function(module: nn.Module) -> str | None:
 
 
 def code_of(function: object) -> object:
-    """The object that has the code of a function, or of a callable object."""
+    """Returns the object that has the code of a function, or of a callable object."""
     function = getattr(function, "__func__", function)
     has_code = hasattr(function, "__code__") or isinstance(function, BuiltinFunctionType)
     return function if has_code else vars(type(function)).get("__call__")
 
 
 def gives_tuple(config: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether the caller of a stack, or else its config, asks for a tuple."""
+    """Returns whether the caller of a stack, or else the stack's config, asks for a tuple."""
     told = kwargs.get("return_dict")
     return not (config.return_dict and not getattr(config, "torchscript", False) if told is None else told)
 
 
 def nothing_else(args: tuple[Any, ...], kwargs: dict[str, Any], harmless: frozenset[str]) -> bool:
-    """Whether these arguments ask for nothing: each is None, False or a list of None, or has a harmless name."""
+    """Returns whether no argument has an effect: each is None, False or a list of None, or has a harmless name."""
     return all(map(_is_nothing, args)) and all(_is_nothing(value) or name in harmless for name, value in kwargs.items())
 
 

@@ -1,6 +1,6 @@
-"""transformers' Llama: packed tokens, RMSNorms fused, the addition behind attention joined to the norm behind it.
+"""transformers' Llama: packed tokens, fused RMSNorms, the addition behind attention joined to the norm behind it.
 
-The gated FFN runs as transformers wrote it: our op takes gate and up as one weight, and here they are two.
+The gated FFN runs as transformers wrote it: fastformer's op needs gate and up as one weight, and here they are two.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _HARMLESS = frozenset(
 
 
 class LlamaRMSNorm(RMSNorm, llama.LlamaRMSNorm):
-    """Fused."""
+    """Llama's RMSNorm as one op."""
 
 
 class LlamaDecoderLayer(llama.LlamaDecoderLayer):
-    """A layer for packed tokens or a padded batch."""
+    """Llama's layer for packed tokens or a padded batch."""
 
     input_layernorm: nn.Module
     post_attention_layernorm: nn.Module
@@ -70,12 +70,12 @@ class LlamaDecoderLayer(llama.LlamaDecoderLayer):
 
 @stands_for_original
 class LlamaModel(CausalStack, llama.LlamaModel):
-    """Packed."""
+    """Llama's stack, whose layers see packed tokens."""
 
     kinds = (LlamaDecoderLayer, llama.LlamaAttention)
 
     def _layers(self) -> Sequence[nn.Module]:
-        # A changed config may call fewer layers, or more later: all of them have to be known.
+        # The number of layers that are called may change with the config, so all of them have to be known.
         return super()._layers()[: self.config.num_hidden_layers]
 
 

@@ -17,11 +17,11 @@ register(marian)
 
 
 class MarianEncoderLayer(EncoderLayer, marian.MarianEncoderLayer):
-    """Fused."""
+    """Marian's encoder layer in fused ops."""
 
 
 class MarianDecoderLayer(DecoderLayer, marian.MarianDecoderLayer):
-    """Fused."""
+    """Marian's decoder layer in fused ops."""
 
 
 MarianEncoder = derive(

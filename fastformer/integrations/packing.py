@@ -1,14 +1,15 @@
 """Packed runs: layers that work on the tokens of a batch without its padding.
 
-What one call tells the modules inside of it stands in one record, `Call`, in one ContextVar. In the order of setting:
+A call passes information to the modules inside of it by one record, `Call`, in one ContextVar. Its fields, in the order
+in which they are set:
 
-1. `grant`, by the owner of the stacks (`padding.Owner`): which stacks may leave padding out in this call. A stack asks
-   for it in `PackingStack.may_leave_out`.
-2. `unread`, by a head with a fused loss (`fused_loss`): the positions whose output has no influence on the loss. A
-   causal stack leaves them out like padding.
-3. `run`, by a stack that leaves padding out: a `Packing`. Its first layer packs (`entered`), its attentions ask how
-   the tokens lie (`packed_layouts`, `entered_memory`), its layers what stands for a cache or for positions
-   (`entered_cache`, `entered_positions`). The stack pads its output again, or its last layer does (`left`).
+1. `grant`, set by the owner of the stacks (`padding.Owner`): the stacks that may omit padding in this call. A stack
+   reads it in `PackingStack.may_leave_out`.
+2. `unread`, set by a head with a fused loss (`fused_loss`): the positions whose output has no influence on the loss. A
+   causal stack omits them like padding.
+3. `run`, set by a stack that omits padding: a `Packing`. Its first layer packs (`entered`), its attentions ask for the
+   layout of the tokens (`packed_layouts`, `entered_memory`), and its layers for replacements of the cache and the
+   positions (`entered_cache`, `entered_positions`). The stack or its last layer pads the output again (`left`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from fastformer.ops import attention, varlen_attention
 
 
 class Grant(NamedTuple):
-    """Which stacks may leave padding out."""
+    """A permission for stacks to omit padding."""
 
     rule: object  # the `padding.Rule` of the owner and these stacks
     causal: bool  # whether stacks with a causal mask may, too
@@ -38,7 +39,7 @@ class Grant(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a call has told the modules inside of it; see above."""
+    """The information that a call passes to the modules inside of it; see above."""
 
     grant: Grant | None = None
     unread: Tensor | None = None
@@ -59,42 +60,42 @@ def _within(**told: Any) -> Iterator[None]:
 
 
 def granting(grant: Grant | None) -> contextlib.AbstractContextManager[None]:
-    """In the block these stacks, and no others, may leave padding out."""
+    """Lets these stacks, and no others, omit padding inside the block."""
     return _within(grant=grant)
 
 
 def granted() -> Grant | None:
-    """The grant of the call that is running."""
+    """Returns the grant of the running call."""
     return _call.get().grant
 
 
 def leaving_unread(positions: Tensor | None) -> contextlib.AbstractContextManager[None]:
-    """In the block nothing reads the output of causal stacks at these positions.
+    """Declares that inside the block the output of causal stacks at these positions is not read.
 
     Args:
-        positions: (batch, seqlen), bool, in each row a number of the last ones; None: all are read.
+        positions: (batch, seqlen), bool, True for the last positions of each row, if any; None: all are read.
     """
     return _within(unread=positions)
 
 
 def unread(shape: torch.Size) -> Tensor | None:
-    """The positions of `leaving_unread`, for a batch of this shape."""
+    """Returns the positions of `leaving_unread`, for a batch of this shape."""
     positions = _call.get().unread
     return None if positions is None or positions.shape != shape else positions
 
 
 class Packing:
-    """One run of a stack that may leave padding out: the first layer packs, and the stack's output is padded again.
+    """One run of a stack that may omit padding: the first layer packs, and the stack's output is padded again.
 
     Args:
-        known: the padding, if the stack knows it; None: the first layer's mask tells.
-        last: the layer behind which the tokens are padded again, if it isn't the stack that does so.
-        memory: the padding of the encoder's output that the layers attend to.
+        known: the padding, if the stack knows it; None: it is read from the first layer's mask.
+        last: the layer behind which the tokens are padded again; None: the stack itself pads them.
+        memory: the padding of the encoder's output to which the layers attend.
 
     Attributes:
-        padding: what was left out, from the first layer on; None while nothing is.
+        padding: the omitted padding, from the first layer on; None while nothing is omitted.
         last: see above.
-        crosses: whether the memory is being attended to now.
+        crosses: whether the layers are attending to the memory now.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class Packing:
 
     @property
     def layouts(self) -> tuple[SequenceLayout, SequenceLayout] | None:
-        """How queries and keys lie now; None while nothing is packed."""
+        """Returns the current layouts of queries and keys; None while nothing is packed."""
         if self.padding is None:
             return None
         keys = self._memory_padding if self.crosses else self.padding
@@ -118,19 +119,19 @@ class Packing:
         return self.padding.layout, keys.layout
 
     def enter_memory(self, memory: Tensor) -> Tensor:
-        """The memory (batch, seqlen, dim) as (1, total, dim), packed once for all layers."""
+        """Returns the memory (batch, seqlen, dim) as (1, total, dim), packed once for all layers."""
         if self._packed_memory is None:
             assert self._memory_padding is not None
             self._packed_memory = self._memory_padding.pack(memory)[None]
         return self._packed_memory
 
     def leave_memory(self, x: Tensor) -> Tensor:
-        """What was computed from the packed memory, padded like the memory: (batch, seqlen, ...)."""
+        """Pads a tensor computed from the packed memory like the memory: (batch, seqlen, ...)."""
         assert self._memory_padding is not None
         return self._memory_padding.unpack(x[0])
 
     def enter(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """A layer's input x (batch, seqlen, dim) and its mask; once packed (1, total, dim) and None."""
+        """Returns a layer's input x (batch, seqlen, dim) and its mask, or once packed (1, total, dim) and None."""
         if not self._has_begun:
             self._has_begun = True
             self.padding = padding_of(x, mask) if self._known is None else self._known
@@ -139,7 +140,7 @@ class Packing:
         return x, mask if self.padding is None else None
 
     def leave(self, x: Tensor) -> Tensor:
-        """The last layer's output, padded as the first layer's input was."""
+        """Pads the last layer's output as the first layer's input was."""
         return x if self.padding is None else self.padding.unpack(x[0])
 
 
@@ -147,7 +148,7 @@ class Packing:
 def packing(
     known: Padding | None = None, last: nn.Module | None = None, memory: Padding | None = None
 ) -> Iterator[Packing]:
-    """In the block layers take part in a `Packing`, which has the same arguments."""
+    """Makes layers take part in a `Packing`, which has the same arguments, inside the block."""
     run = Packing(known, last, memory)
     _count(1)
     try:
@@ -157,8 +158,8 @@ def packing(
         _count(-1)
 
 
-# The number of runs in all threads. A layer's forward may be compiled alone, and then compiled code has to know whether
-# there is a run: torch.compile can read a number and guard it, but no ContextVar.
+# The number of runs in all threads. A layer's forward may be compiled alone, and the compiled code must then know
+# whether a run is active: torch.compile can read and guard a number, but not a ContextVar.
 _num_runs = 0
 _lock = threading.Lock()
 
@@ -170,19 +171,19 @@ def _count(more: int) -> None:
 
 
 def current_run() -> Packing | None:
-    """The run that a layer takes part in, if there is one."""
+    """Returns the run in which a layer takes part; None outside of a run."""
     return None if _num_runs == 0 else _call.get().run
 
 
 def entered(x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """`Packing.enter` of the current run; x and mask as they are if there is none."""
+    """Applies `Packing.enter` of the current run; outside of a run, returns x and mask unchanged."""
     run = current_run()
     return (x, mask) if run is None else run.enter(x, mask)
 
 
 @contextlib.contextmanager
 def entered_memory(memory: Tensor, mask: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """In the block a layer attends to a memory: yields the memory and its mask as the current run has them."""
+    """Marks the block in which a layer attends to a memory; yields the memory and its mask, packed in a packed run."""
     run = current_run()
     if run is None or run.padding is None:
         yield memory, mask
@@ -195,20 +196,20 @@ def entered_memory(memory: Tensor, mask: Tensor | None) -> Iterator[tuple[Tensor
 
 
 def packed_layouts() -> tuple[SequenceLayout, SequenceLayout] | None:
-    """How the queries and the keys of an attention lie; None for a padded batch."""
+    """Returns the layouts of the queries and the keys of an attention; None for a padded batch."""
     run = current_run()
     return None if run is None else run.layouts
 
 
 class PackedCache:
-    """Stands for a cache that was empty: layers use packed keys and values, and the cache keeps padded ones."""
+    """A wrapper of an empty cache: layers use packed keys and values, and the cache stores padded ones."""
 
     def __init__(self, cache: Any, padding: Padding) -> None:
         self._cache = cache
         self._padding = padding
 
     def update(self, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """k, v: (1, num_kv_heads, total, head_dim)."""
+        """Stores k and v, each (1, num_kv_heads, total, head_dim), as padded tensors, and returns them packed."""
         self._cache.update(self._padded(k), self._padded(v), *args, **kwargs)
         return k, v
 
@@ -220,18 +221,18 @@ class PackedCache:
 
 
 def entered_cache(cache: Any) -> Any:
-    """The cache that a layer uses: a `PackedCache` in a packed run."""
+    """Returns the cache that a layer uses: a `PackedCache` in a packed run."""
     run = current_run()
     return cache if cache is None or run is None or run.padding is None else PackedCache(cache, run.padding)
 
 
 def writes_plainly(cache: Any) -> bool:
-    """Whether keys and values can be put into a cache with no more than the layer's number."""
+    """Returns whether a cache needs only the layer's number to store keys and values."""
     return cache is None or type(cache) in (DynamicCache, PackedCache)
 
 
 def entered_positions(embeddings: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
-    """Embeddings of positions, each (batch or 1, seqlen, head_dim), as a layer uses them: packed in a packed run."""
+    """Returns embeddings of positions, each (batch or 1, seqlen, head_dim), for a layer: packed in a packed run."""
     run = current_run()
     if embeddings is None or run is None or (padding := run.padding) is None:
         return embeddings
@@ -239,13 +240,13 @@ def entered_positions(embeddings: tuple[Tensor, ...] | None) -> tuple[Tensor, ..
 
 
 def left(layer: nn.Module, x: Tensor) -> Tensor:
-    """A layer's output, padded again if the layer is the last of a packed run."""
+    """Returns a layer's output, padded again if the layer is the last of a packed run."""
     run = current_run()
     return x if run is None or run.last is not layer else run.leave(x)
 
 
 def key_padding_of(mask: Tensor | None) -> Tensor | None:
-    """A mask that is the same for all queries and heads as (batch, seqlen_k), True = ignore; None for any other mask.
+    """Returns a mask as (batch, seqlen_k), True = ignore, if it is the same for all queries and heads; else None.
 
     Args:
         mask: transformers' (batch, 1, seqlen_q or 1, seqlen_k), bool (True = attend) or added to the scores. An added
@@ -264,7 +265,7 @@ def key_padding_of(mask: Tensor | None) -> Tensor | None:
 
 
 def padding_of(x: Tensor, mask: Tensor | None) -> Padding | None:
-    """The padding of x, (batch, seqlen, dim), that a mask (see `key_padding_of`) names; None if it names none."""
+    """Returns the padding of x (batch, seqlen, dim) that a mask (see `key_padding_of`) marks; None if it marks none."""
     if mask is None or type(x) is not Tensor or x.dim() != 3 or is_traced():
         return None
     key_padding_mask = key_padding_of(mask)
@@ -274,7 +275,7 @@ def padding_of(x: Tensor, mask: Tensor | None) -> Padding | None:
 
 
 def worth_packing(padding: Padding | None) -> Padding | None:
-    """The padding, if there is any and there are tokens beside it."""
+    """Returns the padding if there is both padding and at least one token; else None."""
     return None if padding is None or padding.is_none or not padding.tokens.numel() else padding
 
 
@@ -288,13 +289,13 @@ def attend(
     scale: float | None = None,
     is_causal: bool = False,
 ) -> Tensor:
-    """Attention of (batch, seqlen, num_heads, head_dim), or of (1, total, ...) in a packed run.
+    """Computes attention of (batch, seqlen, num_heads, head_dim), or of (1, total, ...) in a packed run.
 
     Args:
         q, k, v: see above; k and v may have fewer heads.
         mask: transformers' (batch or 1, num_heads or 1, seqlen_q or 1, seqlen_k), bool (True = attend) or additive.
         dropout_p, scale: as in `ops.attention`.
-        is_causal: query i sees no key after its own.
+        is_causal: whether query i sees only keys up to its own position.
     """
     layouts = packed_layouts()
     if layouts is not None:

@@ -1,13 +1,13 @@
-"""Which stacks of transformers' models leave padding out, and in which calls.
+"""Decides which stacks of transformers' models omit padding, and in which calls.
 
-`accelerate(model)` decides it by the model that it is given. It looks for the *owner* of each stack: the model itself,
-if its class is known here (a head such as BertForMaskedLM, a model such as BertModel, or a stack by itself). A stack
-leaves padding out only during a call of its owner that grants it. The owner's forward is one of ours, and knows from
-its arguments whether padded positions are read (labels there, a softmax over positions). Any other caller of the stack,
-such as a forward that replaced the owner's, has no grant: the stack computes padding as the plain model does.
+`accelerate(model)` decides it by its argument. It looks for the *owner* of each stack: the model itself, if its class
+is known here (a head such as BertForMaskedLM, a model such as BertModel, or a stack by itself). A stack omits padding
+only during a call of its owner that grants it. The owner's forward is fastformer's, and knows from its arguments
+whether padded positions are read (labels there, a softmax over positions). Any other caller of the stack, such as a
+forward that replaced the owner's, has no grant: the stack computes padding as the plain model does.
 
 An owner grants nothing if a module that reads its stacks may look at several positions, or has a hook or a forward of
-its own. That is found out once, and again when `nn.guards` finds the model changed.
+its own. This is checked once, and again when `nn.guards` finds the model changed.
 """
 
 from __future__ import annotations
@@ -44,48 +44,48 @@ from fastformer.nn.guards import (
 
 
 class Rule:
-    """What was decided about one owner and its stacks, which share the object. A copied model has a copy."""
+    """The decision about one owner and its stacks, which share this object. A copied model has a copy of it."""
 
     def __init__(self, reason: str | None = None) -> None:
-        self.reason = reason  # why the stacks never leave padding out; None: their owner grants it call by call
+        self.reason = reason  # why the stacks never omit padding; None: their owner grants it call by call
 
 
 class Role(NamedTuple):
-    """A module's part in a rule: its owner, or one of the stacks under it, or both."""
+    """The role of a module under a rule: the owner, one of the owner's stacks, or both."""
 
     rule: Rule
     owns: bool
 
 
 class _Plan(NamedTuple):
-    """Nothing in it refers to the owner, which holds it, so that a model is freed with its last reference."""
+    """The findings about an owner, which holds them; they don't refer to it, so that it is freed without delay."""
 
     reason: str | None
     stacks: frozenset[int]  # the ids of stacks with known layers; the guards keep all but the owner alive
     checkpointed: list[nn.Module]  # modules inside of the owner that compute their layers again in backward
-    is_checkpointed: bool  # the same of the owner
+    is_checkpointed: bool  # whether the owner itself does so
 
 
-# The attribute in which a module remembers its role.
+# The name of the attribute that holds a module's role.
 ROLE = "_fastformer_padding"
 
 
 class PackingStack(nn.Module):
-    """A stack that may leave padding out."""
+    """A stack that may omit padding."""
 
     def is_causal_stack(self) -> bool:
-        """Whether the stack has a causal mask."""
+        """Returns whether the stack has a causal mask."""
         return False
 
     def has_known_layers(self) -> bool:
-        """Whether each layer takes packed tokens, and calls no attention after the stack has ended.
+        """Returns whether each layer accepts packed tokens, and calls no attention after the stack has ended.
 
-        Asked once, and again when `nn.guards` finds the model changed.
+        This is called once, and again when `nn.guards` finds the model changed.
         """
         raise NotImplementedError
 
     def may_leave_out(self) -> bool:
-        """Whether the running call reads nothing of this stack's output at padded positions."""
+        """Returns whether the running call doesn't read this stack's output at padded positions."""
         if is_traced():
             return False
         role = vars(self).get(ROLE)
@@ -101,11 +101,12 @@ class PackingStack(nn.Module):
 
 
 class Owner(nn.Module):
-    """A model of a known class around stacks: decides at each call whether it reads their output at padding.
+    """A model of a known class around stacks, which decides at each call whether it reads their output at padding.
 
     Attributes:
-        INPUTS: the names of children that compute the stacks' input, and read nothing of their output.
-        READS_ENCODERS: whether a call that reads padding reads it of all stacks; else only of those with a causal mask.
+        INPUTS: the names of children that compute the stacks' input and don't read their output.
+        READS_ENCODERS: whether a call that reads padding reads it in the output of all stacks; else only of those with
+            a causal mask.
         ALWAYS_READS: whether every call reads padding.
     """
 
@@ -114,18 +115,18 @@ class Owner(nn.Module):
     ALWAYS_READS: ClassVar[bool] = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if is_traced():  # no stack leaves padding out then
+        if is_traced():  # no stack omits padding then
             return super().forward(*args, **kwargs)
         with self.granting(lambda: self.ALWAYS_READS or self.reads_padding(args, kwargs)):
             return super().forward(*args, **kwargs)
 
     @contextlib.contextmanager
     def granting(self, reads: Callable[[], bool]) -> Iterator[None]:
-        """In the block stacks may leave padding out, if this is their owner and its parts allow it.
+        """Lets stacks omit padding inside the block, if this is their owner and its parts allow it.
 
         Args:
-            reads: whether padded positions are read in the block. It is called only if that decides: the answer may
-                depend on the values of a mask, for which the host waits on a GPU.
+            reads: returns whether padded positions are read in the block. It is called only if its result matters: it
+                may read the values of a mask, for which the host waits on a GPU.
         """
         if is_traced() or (role := vars(self).get(ROLE)) is None or not role.owns:
             yield
@@ -139,12 +140,12 @@ class Owner(nn.Module):
             yield
 
     def reads_padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call with these arguments reads the stacks' output at padding."""
+        """Returns whether a call with these arguments reads the stacks' output at padding."""
         return False
 
 
 def _why_not(owner: nn.Module, plan: _Plan) -> str | None:
-    """Why an owner's stacks compute padding now, whatever the arguments; None: they need not."""
+    """Returns why an owner's stacks compute padding now with any arguments; None if they needn't."""
     if plan.reason is not None:
         return plan.reason
     if not _is_called_plainly(owner):
@@ -155,7 +156,7 @@ def _why_not(owner: nn.Module, plan: _Plan) -> str | None:
 
 
 def _is_called_plainly(owner: nn.Module) -> bool:
-    """Whether a call of an owner returns what its class's forward returns, apart from the dtype.
+    """Returns whether a call of an owner gives the result of its class's forward, apart from the dtype.
 
     Hooks of PyTorch and transformers, and the wrappers by which the accelerate library casts a model's output, read no
     positions.
@@ -195,13 +196,13 @@ def _guards_of(owner: nn.Module) -> Guards:
     return Guards(owner, reading, [(space, name) for space, functions in sources for name in functions])
 
 
-# What was found out about owners. A copied model finds it out anew.
+# The findings about owners. A copied model is examined anew.
 _PLAN = "_fastformer_padding_plan"
 _PLANS: Plans[_Plan] = Plans(_PLAN, _planned, _guards_of)
 
 
 def _first_reason(owner: nn.Module, reading: dict[nn.Module, bool]) -> str | None:
-    """What part of a model reads several positions, or may do so; None: none."""
+    """Says which part of a model reads several positions, or may read them; None if no part does."""
     names = {module: name for name, module in owner.named_modules()}
     for module, may_hold in {owner: True, **reading}.items():
         kind = type(module).__name__
@@ -219,7 +220,7 @@ def _first_reason(owner: nn.Module, reading: dict[nn.Module, bool]) -> str | Non
 
 
 def _reading(owner: nn.Module) -> dict[nn.Module, bool]:
-    """The modules that read an owner's stacks, and those inside of the stacks; each with whether it is positionwise."""
+    """Returns the modules that read an owner's stacks or are inside of them, each with whether it is positionwise."""
     found: dict[nn.Module, bool] = {}
     if isinstance(owner, PackingStack):
         return {module: is_positionwise(module) for module in owner.modules() if module is not owner}
@@ -228,7 +229,7 @@ def _reading(owner: nn.Module) -> dict[nn.Module, bool]:
 
 
 def _collect(module: nn.Module, owner: nn.Module, found: dict[nn.Module, bool]) -> None:
-    """Adds the modules inside of a model: stacks with their modules, models with their parts, parts."""
+    """Adds the modules inside of a model to `found`: stacks with their modules, models with their parts, parts."""
     inputs = module.INPUTS if isinstance(module, Owner) else frozenset()
     for name, child in module.named_children():
         if name in inputs or child in found:
@@ -244,9 +245,9 @@ def _collect(module: nn.Module, owner: nn.Module, found: dict[nn.Module, bool]) 
                 found[part] = is_positionwise_part(part)
 
 
-# Wrappers that return the owner's output unchanged, by the beginning of their modules' names.
+# Wrappers that return the owner's output unchanged, by the prefix of their modules' names.
 _WRAPPERS = ("peft.", "torch.nn.parallel.", "torch._dynamo.", "sentence_transformers.")
-# Modules of sentence-transformers that read what stands beside them at real positions alone, or read no positions.
+# Modules of sentence-transformers that read the model's output only at real positions, or read no positions.
 _BY_MASK = frozenset({"Pooling", "Normalize", "Dense", "LayerNorm", "Dropout"})
 
 
@@ -255,8 +256,8 @@ def decide(model: nn.Module, choice: Literal["auto", "skip", "compute"]) -> None
 
     Args:
         model: the argument of `accelerate`.
-        choice: "auto": by what is known of the model, see above; "skip": each stack leaves padding out, whatever is
-            around it; "compute": none does.
+        choice: "auto": as the rules above decide; "skip": each stack omits padding, regardless of the modules around
+            it; "compute": none does.
     """
     stacks = [module for module in model.modules() if isinstance(module, PackingStack)]
     if choice == "compute":
@@ -273,7 +274,7 @@ def decide(model: nn.Module, choice: Literal["auto", "skip", "compute"]) -> None
 
 def _find_owners(model: nn.Module, stacks: Sequence[nn.Module]) -> None:
     inside = {id(role.rule) for module in model.modules() if (role := vars(module).get(ROLE)) is not None and role.owns}
-    # A decision for a larger model stays: that model is around these stacks, and can't be seen from here.
+    # A decision for a larger model stays: that model is around these stacks, and can't be found from here.
     stacks = [each for each in stacks if (role := vars(each).get(ROLE)) is None or id(role.rule) in inside]
     if not stacks:
         return
@@ -294,7 +295,7 @@ def _find_owners(model: nn.Module, stacks: Sequence[nn.Module]) -> None:
 
 
 def _reads_by_mask(module: nn.Module) -> bool:
-    """Whether a module beside a model, in the same wrapper, reads nothing of the model's output at padding."""
+    """Returns whether a module next to a model in the same wrapper doesn't read the model's output at padding."""
     kind = type(module)
     return not kind.__module__.startswith("sentence_transformers.") or kind.__name__ in _BY_MASK
 
@@ -311,7 +312,7 @@ def forget(model: nn.Module) -> None:
 
 
 def described(model: nn.Module) -> dict[str, str]:
-    """For each stack in a model, by its name: what its output is at padded positions, and why."""
+    """Returns for each stack in a model, by its name, its output at padded positions, and the reason."""
     names = {module: name for name, module in model.named_modules()}
     owners = {id(role.rule): module for module in names if (role := vars(module).get(ROLE)) is not None and role.owns}
     found = {}

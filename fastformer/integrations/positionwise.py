@@ -1,4 +1,4 @@
-"""Which modules compute each position of their input by itself, so that other positions may be left out of it."""
+"""Recognises modules that compute each position of their input by itself, so that other positions may be omitted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastformer.integrations.replace import is_accelerated, original_class
 from fastformer.nn.guards import FORWARDS
 from fastformer.nn.linear import LINEARS
 
-# Modules of torch.nn that work on one token (the last dimension), or on one number, whatever their settings.
+# Modules of torch.nn that work on one token (the last dimension) or on one number, with any settings.
 _BY_TOKEN = frozenset(
     {
         *(nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict),
@@ -30,16 +30,16 @@ def register_parts(*kinds: type[nn.Module]) -> None:
 
 
 def is_positionwise(module: nn.Module) -> bool:
-    """Whether a module inside of a stack computes each position by itself. Its children are not looked at.
+    """Returns whether a module inside of a stack computes each position by itself; its children aren't examined.
 
-    Attentions of known classes count as well: they are told where the tokens of a packed batch are.
+    Attentions of known classes count as positionwise: they get the layout of a packed batch.
     """
     kind = original_class(module) if type(module).__module__.startswith("fastformer.") else type(module)
     if kind in (nn.Softmax, nn.Softmin, nn.LogSoftmax, nn.GLU):
         return bool(module.dim == -1)
     if kind in (nn.LayerNorm, nn.RMSNorm):
         return len(cast(nn.LayerNorm, module).normalized_shape) == 1
-    if kind is nn.PReLU:  # several parameters may be one for each position
+    if kind is nn.PReLU:  # with several parameters, each position may have its own
         return bool(module.num_parameters == 1)
     if kind.__module__.startswith("torch."):
         return kind in _BY_TOKEN
@@ -47,8 +47,8 @@ def is_positionwise(module: nn.Module) -> bool:
 
 
 def is_positionwise_part(part: nn.Module) -> bool:
-    """Whether a part of a head reads one position at a time, or the first one. Its children are not looked at."""
+    """Returns whether a part of a head reads one position at a time, or the first; its children aren't examined."""
     kind = original_class(part) if is_accelerated(part) else type(part)
-    if kind.__module__ == "peft.utils.other":  # keeps copies of a part, and calls one of them
+    if kind.__module__ == "peft.utils.other":  # its modules hold copies of a part, and call one of them
         return True
     return kind in _PARTS or (not kind.__module__.startswith("transformers.models.") and is_positionwise(part))

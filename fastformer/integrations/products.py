@@ -1,4 +1,4 @@
-"""The linear maps of transformers' models, on the library that is fast at them (see `ops.linear`)."""
+"""Runs the linear maps of transformers' models on the library that is fastest at them (see `ops.linear`)."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Conv1D(theirs.Conv1D):
 
 
 def _has_its_product() -> bool:
-    """Whether the function by which transformers multiplies is PyTorch's."""
+    """Returns whether the function by which transformers multiplies is PyTorch's."""
     return torch.addmm is torch._C._VariableFunctions.addmm
 
 
 def is_plain_conv1d(module: nn.Module) -> bool:
-    """Whether a call of a module is this product, without hooks or other changes."""
+    """Returns whether calling a module computes only Conv1D's product, without hooks or other changes."""
     return is_known(module, theirs.Conv1D, Conv1D) and _has_its_product()
 
 
@@ -46,6 +46,6 @@ REPLACEMENTS = by_original([Replacement(nn.Linear, Linear), Replacement(theirs.C
 
 
 def products_of(model: nn.Module) -> dict[nn.Module, Replacement]:
-    """The linear maps inside of models of transformers, with their replacements. Subclasses of these maps stay."""
+    """Yields the linear maps in models of transformers with their replacements; subclasses of the maps are omitted."""
     inside = {inner for module in model.modules() if isinstance(module, PreTrainedModel) for inner in module.modules()}
     return {module: REPLACEMENTS[type(module)] for module in inside if type(module) in REPLACEMENTS}

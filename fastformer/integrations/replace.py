@@ -1,6 +1,6 @@
-"""How accelerated modules get another class in place, and how they get their own back.
+"""Gives accelerated modules another class in place, and gives them their own class back.
 
-Parameters, buffers, submodules and hooks stay where they are, and so does the object that optimizers, wrappers and the
+Parameters, buffers, submodules and hooks don't move, and neither does the object that optimizers, wrappers and the
 parent module know. The new class is also derived from the old one, so `isinstance` answers as before.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-# The attribute in which an accelerated module keeps its memory.
+# The name of the attribute that holds an accelerated module's `_Memory`.
 _MEMORY = "_fastformer_swapped"
 
 
@@ -29,10 +29,10 @@ class Replacement:
     """A class that modules of another class can have in its place.
 
     Attributes:
-        original: exactly this class; a subclass of it may compute something else.
-        replacement: derived from ours and from `original`.
+        original: the exact class to replace; a subclass of it may compute something else.
+        replacement: the class derived from fastformer's and from `original`.
         attributes: (module) -> the attributes that `replacement` needs and `original` doesn't have.
-        why_not: (module) -> why this one can't have the class, or None.
+        why_not: (module) -> why this module can't have the class, or None.
     """
 
     original: type[nn.Module]
@@ -42,12 +42,12 @@ class Replacement:
 
 
 def by_original(replacements: Iterable[Replacement]) -> dict[type[nn.Module], Replacement]:
-    """Replacements by the class that they replace."""
+    """Returns replacements by the class that they replace."""
     return {each.original: each for each in replacements}
 
 
 def why_left(module: nn.Module, known: dict[type[nn.Module], Replacement]) -> str | None:
-    """Why a module that looks like a known one isn't accelerated; None if it can be, or looks like none of them."""
+    """Returns why a module that resembles a known one isn't accelerated; None if it can be, or resembles none."""
     replacement = known.get(type(module))
     if replacement is not None:
         if "forward" in module.__dict__:
@@ -65,18 +65,18 @@ def why_left(module: nn.Module, known: dict[type[nn.Module], Replacement]) -> st
 
 
 def is_accelerated(module: nn.Module) -> bool:
-    """Whether `replace_class` gave a module its class."""
+    """Returns whether `replace_class` gave a module its class."""
     return isinstance(module.__dict__.get(_MEMORY), _Memory)
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """The class that a module has when it is restored."""
+    """Returns the class that a module has after it is restored."""
     memory = module.__dict__.get(_MEMORY)
     return memory.original if isinstance(memory, _Memory) else type(module)
 
 
 def replace_class(module: nn.Module, by: Replacement) -> None:
-    """Gives a module the other class."""
+    """Gives a module the class of its replacement."""
     added, had = by.attributes(module), frozenset(vars(module))
     for name, value in added.items():
         setattr(module, name, value)
@@ -85,21 +85,21 @@ def replace_class(module: nn.Module, by: Replacement) -> None:
 
 
 def is_derived(module: nn.Module) -> bool:
-    """Whether an accelerated module was given a class derived from ours, as FSDP2 does, which can't be undone here."""
+    """Returns whether a module's class was later derived from fastformer's, as by FSDP2: it can't be restored here."""
     replacement = getattr(module, _MEMORY).replacement
     return type(module) is not replacement and isinstance(module, replacement)
 
 
 def has_own_class(module: nn.Module) -> bool:
-    """Whether a module has a class that is neither its original one nor the one that it was given for that."""
+    """Returns whether an accelerated module has a class that is neither its original one nor the replacement."""
     memory = module.__dict__.get(_MEMORY)
     return isinstance(memory, _Memory) and type(module) not in (memory.original, memory.replacement)
 
 
 def own_methods(module: nn.Module) -> list[str]:
-    """The methods of our class that were overridden on an accelerated module itself, by functions that may call ours.
+    """Returns the methods of fastformer's class that an accelerated module itself overrides, and that may call it.
 
-    A method from before `accelerate` never calls ours, and neither does the original's own method.
+    A method from before `accelerate` never calls fastformer's class, and neither does the original's own method.
     """
     memory: _Memory = getattr(module, _MEMORY)
     return [
@@ -125,9 +125,9 @@ def restore_class(module: nn.Module) -> bool:
 
 
 def forget_restored_forward(module: nn.Module) -> None:
-    """Removes a forward that is the class's own from a module.
+    """Removes a forward from a module's attributes if it is the same as the class's forward.
 
-    Code that records a module's output by patching its forward leaves such a one when it is done.
+    Code that records a module's output by patching its forward leaves this attribute behind.
     """
     if _is_of_its_class(module, "forward"):
         del module.__dict__["forward"]

@@ -1,6 +1,6 @@
-"""Encoder-decoders of transformers whose layers are their own: in evaluation the engine computes their encoders.
+"""Replacements for encoder-decoders whose layers stay transformers'; in evaluation the engine computes their encoders.
 
-Their classes are made when `accelerate` asks for them, or pickle, which finds them in this module by their names.
+Their classes are made when `accelerate` asks for them, or when pickle looks them up in this module by their names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fastformer.integrations.replace import Replacement
 
 
 class DecoderStack(PackingStack):
-    """A decoder that computes padding. It reads of an encoder's output what no mask hides."""
+    """A decoder that computes padding. It reads an encoder's output only at positions that no mask hides."""
 
     def is_causal_stack(self) -> bool:
         """See `PackingStack`."""
@@ -31,9 +31,9 @@ class DecoderStack(PackingStack):
         return False
 
 
-# By the model_type: what its classes begin with.
+# The prefix of the classes' names, by the model_type.
 _CLASSES = {"mbart": "MBart", "pegasus": "Pegasus", "m2m_100": "M2M100"}
-# What a class is, by how its name ends.
+# The role of a class, by the ending of its name.
 _TABLE: dict[str, type] = {
     "Encoder": EncoderStack,
     "Decoder": DecoderStack,
@@ -43,12 +43,12 @@ _TABLE: dict[str, type] = {
 
 
 def replacements() -> Iterator[Replacement]:
-    """A replacement for each class of the families that were imported."""
+    """Returns a replacement for each encoder-decoder class of the families that were imported."""
     for kind, classes in _CLASSES.items():
         source = sys.modules.get(FAMILIES[kind].source(kind))
         if source is None:
             continue
-        register(source)  # a forward that was a foreign one at the first call may be transformers' again
+        register(source)  # a forward that was foreign at the first call may be transformers' again
         for end in _TABLE:
             yield Replacement(getattr(source, classes + end), _derived(source, classes, end))
 

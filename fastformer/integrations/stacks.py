@@ -1,4 +1,4 @@
-"""Stacks of layers that leave padding out: encoders, decoders with a memory, decoder-only models."""
+"""Stacks of layers that omit padding: encoders, decoders with a memory, decoder-only models."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fastformer.nn.padding import Padding, read_padding
 
 
 class Stack(PackingStack):
-    """What the stacks share: a list of layers.
+    """The base of the stacks: a model with a list of layers.
 
     Attributes:
-        layers_name: of the attribute that holds the layers.
-        kinds: the classes of a layer and of its attentions, exactly; see `is_known_layer`.
+        layers_name: the name of the attribute that holds the layers.
+        kinds: the exact classes of a layer and of its attentions; see `is_known_layer`.
         attentions: the names of a layer's attentions.
     """
 
@@ -35,9 +35,10 @@ class Stack(PackingStack):
         return all(map(self.is_known_layer, getattr(self, self.layers_name)))
 
     def is_known_layer(self, layer: Any) -> bool:
-        """Whether a layer takes packed tokens.
+        """Returns whether a layer accepts packed tokens.
 
-        A wrapper around its attention may call that again after the stack has ended, as a checkpoint does.
+        A layer with a wrapper around its attention doesn't: the wrapper may call the attention again after the stack
+        has ended, as a checkpoint does.
         """
         return type(layer) in self.kinds and all(
             type(getattr(layer, name, None)) in self.kinds for name in self.attentions
@@ -72,17 +73,17 @@ _HARMLESS = frozenset(
 
 
 class Causal(Stack):
-    """A stack with a causal mask. It may leave padding out unless a filled cache goes before its tokens."""
+    """A stack with a causal mask. It may omit padding unless a filled cache precedes its tokens."""
 
     def is_causal_stack(self) -> bool:
         return True
 
     def _layers(self) -> Sequence[nn.Module]:
-        """The layers that a call runs, in order."""
+        """Returns the layers that a call runs, in order."""
         return list(getattr(self, self.layers_name))
 
     def _padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Padding | None:
-        """What a call leaves out; None: nothing."""
+        """Returns the padding that a call omits; None if it omits nothing."""
         ids = args[0] if args else kwargs.get("input_ids")
         ids = kwargs.get("inputs_embeds") if ids is None else ids
         if is_traced() or type(ids) is not Tensor or len(args) > 1:
@@ -99,7 +100,7 @@ class Causal(Stack):
         if any((*asked, *other)) or not nothing_else((), kwargs, _HARMLESS):
             return None
         layers = self._layers()
-        # If the last layer also comes earlier, tokens would be padded again there.
+        # If the last layer also occurs earlier in the list, tokens would be padded again there.
         if not layers or layers.count(layers[-1]) > 1:
             return None
         if not (is_patched(self) and masks_as_known() and self.may_leave_out()):
@@ -107,13 +108,13 @@ class Causal(Stack):
         return worth_packing(read_padding(ids, left_out, True))
 
     def _left_out(self, shape: torch.Size, kwargs: dict[str, Any]) -> Tensor | None:
-        """Where in a batch (batch, seqlen) there is padding, or what nothing reads; None if no argument says so."""
+        """Returns the positions (batch, seqlen) of padding and of unread output; None if no argument says so."""
         mask, left_out = kwargs.get("attention_mask"), None
         if mask is not None:
             if type(mask) is not Tensor or mask.shape != shape:
                 return None
             left_out = mask == 0
-        elif kwargs.get("position_ids") is not None:  # by which transformers finds several documents in one row
+        elif kwargs.get("position_ids") is not None:  # transformers uses them to find several documents in one row
             return None
         behind = None if self._fills_cache(kwargs) else unread(shape)
         if behind is None:
@@ -170,11 +171,11 @@ class Decoder(Causal):
 
 
 def _memory_padding(memory: Any, mask: Any, batch: int) -> Padding | None:
-    """Where an encoder's output (batch, seqlen, dim) is padding; None if it can't be packed, or a row has no tokens."""
+    """Returns the padding of an encoder's output (batch, seqlen, dim); None if it can't be packed or a row is empty."""
     if type(memory) is not Tensor or memory.dim() != 3 or memory.shape[0] != batch:
         return None
     if mask is not None and (type(mask) is not Tensor or mask.shape != memory.shape[:2]):
         return None
     padding = read_padding(memory, None if mask is None else mask == 0, True)
-    # Before transformers 5 such a row attends to every token of the memory, and packed it attends to none.
+    # Before transformers 5 an empty row attends to every token of the memory; packed, it would attend to none.
     return None if padding is None or not bool(padding.layout.read_seqlens().all()) else padding

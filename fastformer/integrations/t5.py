@@ -1,7 +1,8 @@
-"""transformers' T5: norms and the FFN fused, attention with its position bias on our op, packed stacks.
+"""transformers' T5: fused norms and FFN, attention with its position bias on fastformer's op, packed stacks.
 
-The bias depends on the tokens' places, so self-attention runs on the padded batch, as does the decoder's cache, which
-it fills in training, too. The gated FFN runs as transformers wrote it: our op takes its first two weights as one.
+The bias depends on the tokens' positions in the batch, so self-attention and the decoder's cache, which transformers
+fills in training, too, use the padded batch. The gated FFN runs as transformers wrote it: fastformer's op needs its
+first two weights as one.
 """
 
 from __future__ import annotations
@@ -39,18 +40,18 @@ register_parts(t5.T5ClassificationHead)
 
 
 class T5LayerNorm(RMSNorm, t5.T5LayerNorm):
-    """Fused."""
+    """T5's RMSNorm as one op."""
 
 
 class T5DenseActDense(t5.T5DenseActDense):
-    """One op."""
+    """T5's feed-forward network, without a gate, as one op."""
 
     wi: Any
     wo: Any
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         dropout_p = plain_dropout(self.dropout) if is_written_as_known(T5DenseActDense) else None
-        # Of parameters alone: a parametrized weight is computed at each access.
+        # Only parameters are read here: a parametrized weight is computed at each access.
         weights = (self.wi._parameters.get("weight"), self.wo._parameters.get("weight"))
         dtypes = {weight.dtype for weight in weights if isinstance(weight, Tensor)}
         # In half precision the second weight may be kept in fp32.
@@ -62,7 +63,7 @@ class T5DenseActDense(t5.T5DenseActDense):
 
 
 class T5Attention(t5.T5Attention):
-    """Takes packed tokens, too. They attend to a memory as they are, and to each other padded, since places count."""
+    """T5's attention for padded or packed tokens: packed in cross-attention, padded in self-attention for the bias."""
 
     def forward(
         self,
@@ -87,7 +88,7 @@ class T5Attention(t5.T5Attention):
             k, v = past_key_values.self_attention_cache.update(k, v, self.layer_idx)
         if position_bias is None:
             seqlen = padding.shape[1]
-            # All blocks use the first one's, which is zero if it has no table.
+            # All blocks use the first block's bias, which is zero if that block has no table.
             position_bias = (
                 self.compute_bias(seqlen, seqlen, device=q.device)
                 if self.has_relative_attention_bias
@@ -101,7 +102,7 @@ class T5Attention(t5.T5Attention):
         return self.o(padding.pack(out.flatten(2))[None]), position_bias, None
 
     def _to_memory(self, run: Packing, x: Tensor, memory: Tensor, cache: Any) -> Tensor:
-        """Cross-attention, whose position bias is zero."""
+        """Computes cross-attention, whose position bias is zero."""
         with entered_memory(memory, None) as (packed, _):
             q, k, v = (
                 projection(of).unflatten(-1, (self.n_heads, -1))
@@ -120,7 +121,7 @@ class T5Attention(t5.T5Attention):
 
 
 class T5Block(t5.T5Block):
-    """Takes packed tokens or a padded batch. Attention gets the padded batch's mask in either case."""
+    """T5's block for packed tokens or a padded batch. Its attention gets the padded batch's mask in both cases."""
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         return super().forward(entered(hidden_states, attention_mask)[0], attention_mask, *args, **kwargs)
@@ -132,7 +133,7 @@ def _has_tokens(mask: Any) -> bool:
 
 
 class PackingT5Stack(Encoder, Decoder):
-    """Packs as an encoder by the mask of its first block, as a decoder by its own mask."""
+    """T5's stack with packed tokens: an encoder packs by its first block's mask, a decoder by its own mask."""
 
     layers_name = "block"
     is_decoder: bool
@@ -143,7 +144,7 @@ class PackingT5Stack(Encoder, Decoder):
             kwargs.get("is_causal") is not None or (mask is not None and not self.is_decoder and not _has_tokens(mask))
         )
         if stays_padded:
-            return super(Stack, self).forward(*args, **kwargs)  # transformers'
+            return super(Stack, self).forward(*args, **kwargs)  # transformers' forward
         return super().forward(*args, **kwargs)
 
     def is_causal_stack(self) -> bool:
@@ -153,11 +154,11 @@ class PackingT5Stack(Encoder, Decoder):
         return not self.is_decoder and super()._may_pack()
 
     def _padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Padding | None:
-        packs = self.is_decoder and self.config.is_encoder_decoder  # whose cache has a part for each attention
+        packs = self.is_decoder and self.config.is_encoder_decoder  # only their caches have a part for each attention
         return super()._padding(args, kwargs) if packs else None
 
     def _fills_cache(self, kwargs: dict[str, Any]) -> bool:
-        # Its own begins empty, and holds padded keys and values.
+        # The cache that the stack makes itself begins empty, and holds padded keys and values.
         return kwargs.get("past_key_values") is not None
 
     def is_known_layer(self, layer: Any) -> bool:
@@ -176,12 +177,12 @@ class PackingT5Stack(Encoder, Decoder):
 
 @stands_for_original
 class T5Stack(StackOnEncoder, PackingT5Stack, t5.T5Stack):
-    """An encoder on the engine where it can be; else packed."""
+    """T5's stack: an encoder runs on the engine if it can; all others run with packed tokens."""
 
 
 @stands_for_original
 class T5WithLoss(OnEngine, Seq2SeqModel, Seq2SeqLoss, t5.T5ForConditionalGeneration):
-    """The model with a fused loss. In training it keeps a cache only if the caller asks for one."""
+    """T5's model with a fused loss. In training it makes a cache only if the caller asks for one."""
 
     config: Any
     model_dim: int

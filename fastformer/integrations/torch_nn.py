@@ -1,4 +1,4 @@
-"""torch.nn's own modules: classes with our forward, in front of torch.nn's."""
+"""Replacements for torch.nn's own modules: classes that inherit fastformer's forward in front of torch.nn's."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _why_not(module: nn.Module) -> str | None:
 
 
 def decide(model: nn.Module, *, wanted: bool) -> None:
-    """Says of the stacks inside of a module whether the engine may keep copies of their weights."""
+    """Sets whether the engine may hold copies of the weights of the stacks inside of a module."""
     for module in model.modules():
         if not isinstance(module, Stack):
             continue
@@ -71,7 +71,7 @@ def decide(model: nn.Module, *, wanted: bool) -> None:
 
 
 def described(model: nn.Module) -> dict[str, str]:
-    """For each encoder of torch.nn, or of ours, inside of a module, by its name: what computes it in evaluation."""
+    """Returns for each encoder of torch.nn or fastformer in a module, by name, what computes it in evaluation."""
     found = {}
     for name, module in model.named_modules():
         if not isinstance(module, fnn.TransformerEncoder):
