@@ -46,6 +46,6 @@ REPLACEMENTS = by_original([Replacement(nn.Linear, Linear), Replacement(theirs.C
 
 
 def products_of(model: nn.Module) -> dict[nn.Module, Replacement]:
-    """Yields the linear maps in models of transformers with their replacements; subclasses of the maps are omitted."""
+    """Returns the linear maps in models of transformers and their replacements, without subclasses of the maps."""
     inside = {inner for module in model.modules() if isinstance(module, PreTrainedModel) for inner in module.modules()}
     return {module: REPLACEMENTS[type(module)] for module in inside if type(module) in REPLACEMENTS}

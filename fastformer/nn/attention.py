@@ -35,7 +35,7 @@ WindowSize = tuple[int | None, int | None]
 
 
 class _DenseCall(NamedTuple):
-    """Queries, keys and values (batch, seqlen, heads, head_dim), and what else attention and its weights depend on."""
+    """The inputs of a dense attention: queries, keys and values (batch, seqlen, heads, head_dim), masks and options."""
 
     q: Tensor
     k: Tensor
@@ -44,12 +44,12 @@ class _DenseCall(NamedTuple):
 
 
 class AttentionPlan(NamedTuple):
-    """How an attention computes, as far as its modules and its class decide it.
+    """The parts of an attention's computation that depend only on its modules and its class.
 
     Attributes:
-        replaced: the function that is called instead, because it was put in the place of torch.nn's.
-        out_proj: the parameters of the output projection; None where that is called.
-        q_norm, k_norm: the plans of the norms of queries and keys; None where they are called, or there are none.
+        replaced: the function that is called instead, because it replaced torch.nn's.
+        out_proj: the parameters of the output projection; None if that module is called.
+        q_norm, k_norm: the plans of the norms of queries and keys; None if they are called, or don't exist.
         calls_modules: whether any module is called.
     """
 
@@ -64,9 +64,9 @@ class MultiheadAttention(Projections):
     """`torch.nn.MultiheadAttention` on the fused attention ops ("Attention Is All You Need", section 3.2).
 
     Same constructor, forward signature and state_dict keys; boolean masks are True = ignore, as in torch.nn. It differs
-    where torch.nn is inconsistent: a query with nothing to attend to gives zeros (before the output projection) in
-    every mode, never NaN, and the distribution that `need_weights` returns is the one before dropout. The
-    probability of dropout is rounded to a multiple of 1/256 where it acts (0.1 to 26/256).
+    where torch.nn is inconsistent: a query that sees no key gives zeros (before the output projection) in every mode,
+    never NaN, and `need_weights` returns the distribution before dropout. When dropout acts, its probability is rounded
+    to a multiple of 1/256 (0.1 to 26/256).
 
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: as in
@@ -75,12 +75,12 @@ class MultiheadAttention(Projections):
             2023). The rows of `in_proj_weight` are then embed_dim + 2 * num_kv_heads * head_dim.
         window_size: (left, right): how many keys before and after its own position a query sees; None = all.
         head_dim: size of a head; None: embed_dim / num_heads.
-        out_bias: whether the projection back from the heads has a bias; None: as bias says.
+        out_bias: whether the output projection has a bias; None: the value of bias.
         qk_norm: an RMSNorm of queries and keys before they are rotated, `q_norm` and `k_norm`: "head", over each head,
             one weight for all of them, or "all", over all heads together; None: none.
         qk_norm_eps: added to their mean squares.
-        softmax_scale: what the scores are multiplied by; None: head_dim ** -0.5.
-        softcap: c of c * tanh(score / c), which scaled scores become before anything masks them; 0: they stay.
+        softmax_scale: the factor of the scores; None: head_dim ** -0.5.
+        softcap: c of c * tanh(score / c), which is applied to scaled scores before any mask; 0: no cap.
 
     Raises:
         InputError: sizes that don't divide, an unknown qk_norm.
@@ -148,32 +148,32 @@ class MultiheadAttention(Projections):
         rotary: RotaryPositions | None = None,
         position_bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attends.
+        """Computes the attention of each query over the keys that it sees.
 
         Args:
             query: (seqlen_q, batch, embed_dim), or (batch, seqlen_q, embed_dim) with batch_first, or (seqlen_q,
                 embed_dim), or packed (total_q, embed_dim) with a packed layout, or nested (batch, any lengths,
-                embed_dim), which is its own key and value and has no mask but the causal one.
-            key, value: likewise, with kdim and vdim. None where a static cache holds them.
+                embed_dim), which must also be key and value, and for which the only mask is the causal one.
+            key, value: likewise, with kdim and vdim. None if a static cache holds them.
             key_padding_mask: (batch, seqlen_k), bool (True = ignore) or added to the scores.
-            need_weights: also return the distribution, for which it has to be materialised.
+            need_weights: also return the distribution, which has to be materialised for that.
             attn_mask: (seqlen_q, seqlen_k) or (batch * num_heads, seqlen_q, seqlen_k), bool (True = ignore) or added.
             average_attn_weights: average the distribution over the heads.
-            is_causal: query i sees keys 0 to i. An attn_mask given along with it is taken to be the causal one and,
-                as in torch.nn, read only where need_weights or a key_padding_mask is given.
-            layout: how query lies in memory (and key, if it is the same tensor).
-            memory_layout: how key and value lie, where they are another sequence.
-            cache: keys and values of earlier tokens; query's own are appended (the caller advances the lengths), unless
-                the cache is static.
+            is_causal: query i sees keys 0 to i. An attn_mask given along with it is assumed to be the causal one and,
+                as in torch.nn, read only if need_weights or a key_padding_mask is given.
+            layout: the layout of query (and of key, if it is the same tensor).
+            memory_layout: the layout of key and value, if they are another sequence.
+            cache: keys and values of earlier tokens. Unless the cache is static, those of the query are appended; the
+                caller advances the lengths.
             rotary: rotates query and key.
             position_bias: (1 or batch, num_heads, seqlen_q, seqlen_k), added to the scores, with gradients; batched,
-                with batch_first. Of packed self-attention (1, num_heads, max_seqlen, max_seqlen); with a cache as many
-                keys as its longest row has with query's own. See `RelativePositionBias`.
+                with batch_first. For packed self-attention (1, num_heads, max_seqlen, max_seqlen); with a cache
+                seqlen_k is the length of its longest row including the query's tokens. See `RelativePositionBias`.
 
         Returns:
             (the output in query's shape, the distribution or None). The distribution: (batch, seqlen_q, seqlen_k), or
-            (batch, num_heads, seqlen_q, seqlen_k) when not averaged, without batch for unbatched input. For a nested
-            query as long as its longest sequence, zeros behind the others.
+            (batch, num_heads, seqlen_q, seqlen_k) if not averaged, without batch for unbatched input. For a nested
+            query it is padded to the longest sequence, with zeros.
 
         Raises:
             InputError: shapes that don't fit; options that exclude each other; gradients through a strided nested
@@ -182,7 +182,7 @@ class MultiheadAttention(Projections):
         plan = attention_plan(self)
         others = (layout, memory_layout, cache, rotary, position_bias)
         if plan.replaced is not None and all(each is None for each in others):
-            # In the order in which torch.nn's layers give them.
+            # In the order in which torch.nn's layers pass them.
             options = given(
                 attn_mask=attn_mask,
                 key_padding_mask=key_padding_mask,
@@ -228,10 +228,10 @@ class MultiheadAttention(Projections):
         position_bias: Tensor | None = None,
         shape: tuple[int, int] | None = None,
     ) -> Tensor:
-        """`forward` without the distribution, for a layer that knows the attention's plan; no nested tensors.
+        """Computes `forward` without the distribution, for a layer that knows the plan; nested tensors aren't allowed.
 
-        With a shape, those of a batch's first two dimensions, the query is the batch's rows, (rows, embed_dim), and its
-        own key and value, without anything but masks: products of rows need no views around them.
+        If a shape is given (the first two dimensions of a batch), the query is the batch's rows, (rows, embed_dim), and
+        also key and value. Only masks may then accompany it. Products of rows need no views around them.
         """
         is_packed = layout is not None and layout.is_packed
         if (cache is not None or is_packed) and (attn_mask is not None or key_padding_mask is not None):
@@ -253,7 +253,7 @@ class MultiheadAttention(Projections):
         memory_layout: SequenceLayout | None, rotary: RotaryPositions | None, position_bias: Tensor | None,
         shape: tuple[int, int] | None = None,
     ) -> _DenseCall:  # fmt: skip
-        """What the op gets of a padded batch, or of one sequence, which becomes a batch of one."""
+        """Prepares the op's arguments for a padded batch, or for one sequence, which becomes a batch of one."""
         key, value = _both(key, value)
         same = key is query
         memory_layout = layout if same and memory_layout is None else memory_layout
@@ -266,7 +266,7 @@ class MultiheadAttention(Projections):
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
         elif not self.batch_first:
             q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
-        if shape is not None and attn_mask is None and key_padding_mask is None:  # a small batch feels what follows
+        if shape is not None and attn_mask is None and key_padding_mask is None:  # saves time in small batches
             return _DenseCall(q, k, v, {"window_size": self._window(is_causal, 0), **self._scores()})
         if q.shape[0] != k.shape[0] or k.shape[:2] != v.shape[:2]:
             raise InputError(
@@ -276,7 +276,7 @@ class MultiheadAttention(Projections):
         if rotary is not None:
             q, k = rotary.rotate(q, k)
         if is_causal and attn_mask is not None and (need_weights or key_padding_mask is not None):
-            # torch.nn takes the hint only where neither is asked for.
+            # torch.nn uses the hint only if neither weights nor a key_padding_mask is given.
             is_causal = is_causal_mask(attn_mask)
         if is_causal:
             attn_mask = None
@@ -300,7 +300,7 @@ class MultiheadAttention(Projections):
         self, q: Tensor, k: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None,
         position_bias: Tensor | None, seqlens_k: Tensor | None, is_batched: bool,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-        """All masks and biases as one mask for the op, and the number of keys that each row sees, where it is known."""
+        """Merges all masks and biases into one mask for the op; also returns each row's number of keys, if known."""
         batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
         if seqlens_k is None and key_padding_mask is not None and key_padding_mask.shape == (batch, seqlen_k):
             seqlens_k = right_padding_lengths(key_padding_mask)
@@ -318,10 +318,10 @@ class MultiheadAttention(Projections):
     def _output(
         self, plan: AttentionPlan, attended: Tensor, query: Tensor, shape: tuple[int, int] | None = None
     ) -> Tensor:
-        """The output projection of (batch, seqlen_q, num_heads, head_dim), as the query lies."""
+        """Projects attended values (batch, seqlen_q, num_heads, head_dim), and returns them in the query's layout."""
         if not (self.batch_first or (query.dim() == 2 and shape is None)):
             attended = attended.transpose(0, 1)
-        # Of unbatched queries and of rows there are as many as all dimensions hold.
+        # Unbatched queries and rows: all leading dimensions become one.
         rows = attended.flatten(-2) if query.dim() == 3 else attended.reshape(query.shape[0], self.q_dim)
         return self._project_out(plan, rows)
 
@@ -451,7 +451,7 @@ class MultiheadAttention(Projections):
     def _project_heads(
         self, plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, shape: tuple[int, int] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values (..., heads, head_dim), the norms of the heads included."""
+        """Computes queries, keys and values (..., heads, head_dim), with the norms of the heads applied."""
         q, k, v = self._project(query, key, value, shape)
         if self.qk_norm is None:
             return q, k, v
@@ -459,11 +459,11 @@ class MultiheadAttention(Projections):
 
     @property
     def is_standard(self) -> bool:
-        """Whether heads share embed_dim, have no norms, and give scores that are scaled by head_dim ** -0.5 alone."""
+        """Whether the heads divide embed_dim, have no norms, and scale scores by head_dim ** -0.5 without a cap."""
         return self.q_dim == self.embed_dim and self.qk_norm is None and not self._scores()
 
     def _scores(self) -> dict[str, Any]:
-        """What the ops are told about the scores; empty for what they do by default."""
+        """Returns the ops' options for the scores; empty for their defaults."""
         if self.softmax_scale is None and not self.softcap:
             return {}
         return given(softmax_scale=self.softmax_scale, softcap=self.softcap or None)
@@ -485,7 +485,7 @@ class MultiheadAttention(Projections):
         self, k: Tensor, v: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool,
         seqlen_q: int,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-        # Appends the learned and the zero key, which every query sees.
+        # Appends the learned key and the zero key, both visible to every query.
         if is_causal:
             attn_mask = torch.ones(seqlen_q, k.shape[1], dtype=torch.bool, device=k.device).triu(1)
         batch, extra = k.shape[0], 0
@@ -502,7 +502,7 @@ class MultiheadAttention(Projections):
         return k, v, attn_mask, key_padding_mask
 
     def extra_repr(self) -> str:
-        """What print shows."""
+        """Returns the options that print shows for the module."""
         heads = f"{self.num_heads}" if self.num_kv_heads == self.num_heads else f"{self.num_heads}/{self.num_kv_heads}"
         return f"{self.embed_dim}, heads={heads}, dropout={self.dropout}, batch_first={self.batch_first}"
 
@@ -511,7 +511,7 @@ _FORWARD = MultiheadAttention.forward
 
 
 def find_attention_plan(attention: nn.Module) -> AttentionPlan:
-    """The plan of an attention of ours, or of a class derived from it."""
+    """Finds the plan of an attention of fastformer's class, or of a class derived from it."""
     inside = attention._modules
     out_proj = plain_parameters(inside.get("out_proj"), *LINEARS)
     q_norm, k_norm = find_norm_plan(inside.get("q_norm")), find_norm_plan(inside.get("k_norm"))
@@ -523,13 +523,13 @@ _PLANS: Plans[AttentionPlan] = Plans("_fastformer_attention", find_attention_pla
 
 
 def attention_plan(attention: nn.Module) -> AttentionPlan:
-    """The plan of an attention in this call."""
+    """Returns the plan of an attention for the current call."""
     plan = _PLANS.of(attention)
     return AttentionPlan(plan.replaced, None, None, None, True) if is_watched() else plan
 
 
 def plan_inside(attention: object) -> AttentionPlan | None:
-    """The plan of what stands in the place of a layer's attention; None where it has to be called."""
+    """Returns the plan of a layer's attention; None if that module has to be called."""
     if not isinstance(attention, MultiheadAttention) or type(attention).forward is not _FORWARD:
         return None
     plan = find_attention_plan(attention)

@@ -1,4 +1,4 @@
-"""Listening to attention modules while a model runs."""
+"""Records the distributions of attention modules while a model runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastformer.nn.attention import MultiheadAttention
 def record_attention(
     groups: dict[str, list[MultiheadAttention]], run: Callable[[], object], average_heads: bool
 ) -> dict[str, Tensor]:
-    """Runs a model and keeps what its attentions looked at.
+    """Runs a model and returns the distributions of its attentions.
 
     Args:
         groups: attention modules that the run calls once each, by name and layer.

@@ -1,4 +1,4 @@
-"""Attention along with a cache: what is stored, and which op reads it."""
+"""Attention with a key-value cache: stores keys and values, and chooses the op that reads them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _BY_DEFAULT: Scores = MappingProxyType({})
 
 
 def attend_cached(cache: AttentionCache, q: Tensor, scores: Scores = _BY_DEFAULT) -> Tensor:
-    """Cross-attention of q: (rows, seqlen_q, num_heads, head_dim), or packed (total, num_heads, head_dim)."""
+    """Computes cross-attention of q (rows, seqlen_q, num_heads, head_dim), or packed (total, num_heads, head_dim)."""
     packed, index = q.dim() == 3, cache.batch_index
     if packed and index is not None:
-        # Each token reads the source of its own row; those behind the last sequence read any.
+        # Each token reads the source of its own row; tokens behind the last sequence read an arbitrary one.
         q, index = q[:, None], F.pad(index, (0, len(q) - len(index)))
     if cache.rows_per_source > 1:
-        # Rows of one token each: as queries of one row they share what is read of their source.
+        # Rows of one token each: as queries of one row they share the reads of their source.
         q = q.reshape(-1, cache.rows_per_source, *q.shape[2:])
     out = decode_attention(
         q, cache.k, cache.v, cache.seqlens, cache_batch_idx=index, slot_table=cache.slot_table, is_causal=False,
@@ -53,20 +53,20 @@ def append_cached(
     rotary: RotaryPositions | None = None,
     scores: Scores = _BY_DEFAULT,
 ) -> Tensor:
-    """Stores k and v, and attends from q to them and to what the rows hold before them.
+    """Stores k and v, and attends from q to them and to the earlier tokens of the rows.
 
     Args:
-        cache: of a self-attention.
+        cache: the cache of a self-attention.
         q: (rows, seqlen, num_heads, head_dim), or packed (total, num_heads, head_dim).
         k, v: likewise, of num_kv_heads.
-        window_left: how many keys before its own a query sees; None = all.
+        window_left: the number of keys before its own that a query sees; None = all.
         packed: the layout of packed prompts.
         position_bias: added to the scores; see `MultiheadAttention`.
-        rotary: rotates q and k; without positions of its own, by those in the cache.
-        scores: what the ops are told about the scores, such as their softmax_scale.
+        rotary: rotates q and k, by their positions in the cache if it has none of its own.
+        scores: the ops' options for the scores, such as softmax_scale.
 
     Raises:
-        InputError: another number of rows than the cache has, more tokens than the step has.
+        InputError: the number of rows differs from the cache's, or there are more tokens than the step has.
     """
     batch, seqlen = q.shape[:2] if packed is None else (packed.batch_size, packed.max_seqlen)
     if seqlen > cache.num_tokens:
@@ -103,7 +103,7 @@ def append_cached(
             out = attention_unpacked(q, k, v, packed, position_bias, window, scores=scores)
         k, v = k[: len(slots)], v[: len(slots)]
     else:
-        # The first tokens see each other alone: the kernel that skips the triangle, then one copy.
+        # The first tokens see only each other: the kernel that skips the triangle, then one copy.
         out = attention(q, k, v, attn_mask=position_bias, window_size=window, **scores)
         slots = cache.slot_table[:, :seqlen].flatten().long()
         k, v = k.flatten(0, 1), v.flatten(0, 1)
@@ -130,7 +130,7 @@ def _append_and_gather(
     own = cache.seqlens[:, None].long() + torch.arange(seqlen, device=q.device)
     _write(cache, cache.slot_table.gather(1, own).flatten().long(), k.flatten(0, 1), v.flatten(0, 1))
     position = torch.arange(until, device=q.device)
-    # Behind a row's end the table may say anything. The null block's values are finite.
+    # Behind a row's end the table may hold anything. The null block's values are finite.
     slots = cache.slot_table[:, :until].long().masked_fill(position > own[:, -1:], NULL_BLOCK)
     keys, values = (x.flatten(0, 1)[slots] for x in (cache.k, cache.v))
     seen = position <= own[..., None]
@@ -150,12 +150,12 @@ def attention_unpacked(
     dropout_seed: Tensor | None = None,
     scores: Scores = _BY_DEFAULT,
 ) -> Tensor:
-    """Self-attention of packed sequences with a bias, which no kernel for them takes: each has a row of its own.
+    """Computes self-attention of packed sequences with a bias, on a padded batch: no packed kernel supports a bias.
 
     Args:
         q: (total, num_heads, head_dim).
         k, v: (total, num_kv_heads, head_dim).
-        layout: how they are packed.
+        layout: the packed layout of q, k and v.
         position_bias: (1, num_heads, max_seqlen, max_seqlen).
         window_size, dropout_p, dropout_seed: see `ops.attention`.
         scores: see `append_cached`.

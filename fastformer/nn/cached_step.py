@@ -1,4 +1,4 @@
-"""What a stack checks before it runs its layers along with a cache."""
+"""The checks of a stack before it runs its layers with a cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastformer.nn.layout import SequenceLayout
 
 
 class NextTokens(NamedTuple):
-    """What `KVCache.begin` is told of a stack's input: its arguments."""
+    """The arguments of `KVCache.begin` for a stack's input."""
 
     num_tokens: int
     seqlens: Sequence[int] | Tensor | None
@@ -25,14 +25,14 @@ def next_tokens(cache: KVCache, x: Tensor, layers: nn.ModuleList, layout: Sequen
     """Checks that a stack's input can be appended to a cache.
 
     Args:
-        cache: what it is appended to.
+        cache: the cache to which the input is appended.
         x: the stack's input, padded, or the packed prompts of rows that are empty.
-        layers: the stack's.
-        layout: of x.
+        layers: the layers of the stack.
+        layout: the layout of x.
 
     Raises:
-        InputError: another number of layers or of rows than the cache has; shapes that don't fit; more tokens than
-            there is room for; packed prompts where rows have tokens.
+        InputError: the number of layers or of rows differs from the cache's; the shapes don't fit; there are more
+            tokens than free positions; the input is packed prompts, but rows already have tokens.
     """
     check_layers(cache, layers)
     packed = layout is not None and layout.is_packed
@@ -51,7 +51,7 @@ def next_tokens(cache: KVCache, x: Tensor, layers: nn.ModuleList, layout: Sequen
 
 
 def check_layers(cache: KVCache, layers: nn.ModuleList) -> None:
-    """Raises InputError for a cache of another model: other layers, other heads."""
+    """Raises InputError if the cache is another model's: if its layers or heads differ from the stack's."""
     num_layers, _, _, *heads = cache.k.shape
     if num_layers != len(layers):
         raise InputError(f"expected a cache of {len(layers)} layers, got one of {num_layers}")
@@ -66,6 +66,6 @@ def _attention(layers: nn.ModuleList) -> MultiheadAttention:
 
 
 def check_masks(mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool) -> None:
-    """Raises InputError for masks: cached attention is causal, and one that says just that is accepted."""
+    """Raises InputError for masks other than the causal one, since cached attention is causal."""
     if key_padding_mask is not None or (mask is not None and not is_causal):
         raise InputError("expected no mask but the causal one along with a cache; `layout=` says what is padding")

@@ -18,7 +18,7 @@ _PLACEMENTS = ("pre", "post", "both")
 
 
 class DecoderOnlyLayer(TransformerEncoderLayer):
-    """A `TransformerEncoderLayer` with norm_first whose norms may stand elsewhere, or whose sub-layers run in parallel.
+    """A `TransformerEncoderLayer` with norm_first, other placements of the norms, and sub-layers that may be parallel.
 
     With F the attention or the feed-forward network, a sub-layer gives
 
@@ -26,20 +26,20 @@ class DecoderOnlyLayer(TransformerEncoderLayer):
         "post": x + post_norm(F(x))              OLMo 2
         "both": x + post_norm(F(norm(x)))        Gemma 2 and 3
 
-    and, in parallel, the layer gives x + attention(norm1(x)) + feed_forward(norm2(x)) (GPT-NeoX). Dropout acts on what
-    is added.
+    and, in parallel, the layer gives x + attention(norm1(x)) + feed_forward(norm2(x)) (GPT-NeoX). Dropout acts on the
+    terms that are added to x.
 
     Parameters: those of `TransformerEncoderLayer`; `norm1` and `norm2` are None for "post", and `post_norm1` and
-    `post_norm2` are there for "post" and "both".
+    `post_norm2` exist for "post" and "both".
 
     Args:
         d_model, nhead, dim_feedforward: as in `TransformerEncoderLayer`.
         norm_placement: see above.
-        parallel_residual: see above; with "pre" alone.
+        parallel_residual: see above; only with "pre".
         options: the other arguments of `TransformerEncoderLayer`.
 
     Raises:
-        InputError: another norm_placement, or one that does not go with parallel_residual.
+        InputError: norm_placement is unknown, or excludes parallel_residual.
     """
 
     post_norm1: AddLayerNorm
@@ -119,7 +119,7 @@ class DecoderOnlyLayer(TransformerEncoderLayer):
         attended = self._self_attention(y, *masks, is_causal, plan.self_attention, **options)
         plan = self._plan_after(plan, plan.self_attention)
         fed = self._feed_forward(norm2.apply(x), plan.feed_forward)
-        # One addition to the stream, which the next norm takes in.
+        # One addition to the stream, which is fused with the next norm.
         return ResidualStream(F.dropout(attended, dropout1) + F.dropout(fed, dropout2), x)
 
     def _join(

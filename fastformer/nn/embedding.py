@@ -12,12 +12,12 @@ from fastformer.nn.dropout import dropout_seed
 from fastformer.ops.embedding import embedding, sinusoidal_positions
 from fastformer.ops.rotary import rotary, rotary_tables
 
-# Bits of a half dtype's significand. The wider dtypes are what products are computed in.
+# The number of bits in the significand of each half dtype. Numbers of wider dtypes are not rounded here.
 _BITS = {torch.bfloat16: 8, torch.float16: 11}
 
 
 def _rounded(number: float, dtype: torch.dtype) -> float:
-    """A number of usual size as a dtype has it, without a tensor: a compiler traces this."""
+    """Rounds a number of usual size to a dtype, without a tensor, so that a compiler can trace it."""
     if dtype not in _BITS:
         return number
     significand, exponent = math.frexp(number)
@@ -38,11 +38,11 @@ class PositionalEncoding(nn.Module):
             cosines; Marian), "concatenated" (as "halves" with a slightly different divisor; tensor2tensor), or
             "learned" (a parameter `table`).
         batch_first: True for (batch, seqlen, dim), False for (seqlen, batch, dim), as in torch.nn.
-        device, dtype: of the table.
-        first: the position that sines and cosines give the first token (2 in fairseq's models).
+        device, dtype: the device and dtype of the table.
+        first: the position of the first token for sines and cosines (2 in fairseq's models).
 
     Raises:
-        ValueError: an unknown kind; a sequence longer than max_len.
+        ValueError: kind is unknown; a sequence is longer than max_len.
     """
 
     table: Tensor
@@ -72,12 +72,12 @@ class PositionalEncoding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """N(0, 0.02) for a learned table, as GPT-2."""
+        """Initialises a learned table from N(0, 0.02), as in GPT-2."""
         if isinstance(self.table, nn.Parameter):
             nn.init.normal_(self.table, std=0.02)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """dropout(x + table[positions]).
+        """Computes dropout(x + table[positions]).
 
         Args:
             x: (batch, seqlen, dim) or, without batch_first, (seqlen, batch, dim); packed (total, dim) with positions.
@@ -102,20 +102,20 @@ class PositionalEncoding(nn.Module):
 class Embedding(nn.Embedding):
     """`torch.nn.Embedding` with the scale, the positions and the dropout of a Transformer's input in the same pass.
 
-    Parameters: `weight`, as in torch.nn, and whatever `position` holds. A row of `padding_idx` gives zeros (plus its
-    position), whatever the weight holds there: with a matrix that is also the softmax's, that row is trained.
+    Parameters: `weight`, as in torch.nn, and those of `position`. The id `padding_idx` gives zeros (plus its position),
+    whatever its row of the weight holds: if the matrix is also the output projection's, that row is trained.
 
     Args:
         num_embeddings, embedding_dim, padding_idx, device, dtype: as in `torch.nn.Embedding`.
-        max_norm, norm_type, scale_grad_by_freq, sparse: not supported, there for the signature.
-        scale: what an embedding is multiplied by, sqrt(d_model) in the paper (section 3.4).
+        max_norm, norm_type, scale_grad_by_freq, sparse: not supported; they only complete torch.nn's signature.
+        scale: the factor of an embedding, sqrt(d_model) in the paper (section 3.4).
         round_scale: whether the scale is rounded to the weight's dtype first, as in Gemma.
         dropout: probability while training, after the positions, rounded to a multiple of 1/256.
         position: a `PositionalEncoding` whose table is added; its own dropout is not used.
         atomics: on a GPU, add gradients up by atomics instead of sorting the ids first; see `fastformer.ops.embedding`.
 
     Raises:
-        ValueError: an option that isn't supported; a sequence longer than the position table.
+        ValueError: an option isn't supported; a sequence is longer than the position table.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Embedding(nn.Embedding):
 
     @property
     def acting_scale(self) -> float:
-        """The scale by which the weights, as they are, are multiplied."""
+        """The factor by which the rows of the weight are multiplied."""
         return _rounded(self.scale, self.weight.dtype) if self.round_scale else self.scale
 
     def forward(
@@ -163,12 +163,12 @@ class Embedding(nn.Embedding):
         *,
         position: PositionalEncoding | None = None,
     ) -> Tensor:
-        """dropout(weight[input] * scale + position.table[positions]).
+        """Computes dropout(weight[input] * scale + position.table[positions]).
 
         Args:
             input: (..., seqlen) integer ids.
             positions: input's shape; None: the index along the last dimension. Not used without a `position`.
-            position: takes the place of the module's own, for tokens that are embedded alike and stand elsewhere.
+            position: replaces the module's own, for tokens with the same embeddings but other positions.
 
         Returns:
             (..., seqlen, embedding_dim).
@@ -192,7 +192,7 @@ class Embedding(nn.Embedding):
 
 
 class RotaryPositions(NamedTuple):
-    """What an attention needs to rotate queries and keys: `RotaryEmbedding` makes it, modules take it as `rotary=`."""
+    """Tables and positions for rotating queries and keys: `RotaryEmbedding` makes them for the modules' `rotary=`."""
 
     cos: Tensor
     sin: Tensor
@@ -200,7 +200,7 @@ class RotaryPositions(NamedTuple):
     interleaved: bool
 
     def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """(q, k), rotated: (batch, seqlen, heads, head_dim), or packed with positions."""
+        """Returns q and k rotated, each (batch, seqlen, heads, head_dim), or packed if there are positions."""
         cos, sin, positions, interleaved = self
         q = rotary(q, cos, sin, positions=positions, interleaved=interleaved)
         return q, rotary(k, cos, sin, positions=positions, interleaved=interleaved)
@@ -210,13 +210,13 @@ class RotaryEmbedding(nn.Module):
     """Rotary positions (Su et al. 2021): queries and keys are rotated by an angle that grows with the position.
 
     Args:
-        head_dim: how many features of a head are rotated, the first ones.
+        head_dim: the number of features of a head that are rotated, the first ones.
         max_len: number of positions.
         base: the slowest of the angular speeds is near 1 / base.
         interleaved: rotate neighbouring pairs (the paper) instead of the two halves (GPT-NeoX, Llama).
-        device, dtype: of the tables.
+        device, dtype: the device and dtype of the tables.
         speeds: (head_dim // 2,) radians per position instead of those that the base gives.
-        scale: cosines and sines are multiplied by this.
+        scale: the factor of cosines and sines.
     """
 
     cos: Tensor
@@ -245,28 +245,28 @@ class RotaryEmbedding(nn.Module):
     def forward(self, positions: Tensor | None = None) -> RotaryPositions:
         """Binds the tables to positions: (batch, seqlen) or (total,) integers.
 
-        None: the index along the sequence; where tokens are appended to a cache, their positions there.
+        None: the index along the sequence, or if tokens are appended to a cache, their positions there.
         """
         return RotaryPositions(self.cos, self.sin, positions, self.interleaved)
 
 
 class RelativePositionBias(nn.Module):
-    """A learned number for each head that a score gets by how far its key lies from its query (Raffel et al. 2020).
+    """A learned bias of each head's scores that depends on the distance from query to key (Raffel et al. 2020).
 
-    Section 2.1; the buckets are Mesh TensorFlow's. Half of them hold one distance each, the others ever more up to
-    max_distance, beyond which all distances share the last one.
+    Section 2.1; the buckets are Mesh TensorFlow's. Half of them hold one distance each. The others hold increasingly
+    wide ranges up to max_distance, and all larger distances share the last bucket.
 
     Parameters: `table` (num_buckets, num_heads).
 
     Args:
-        num_heads: of the attention.
-        num_buckets: of all distances.
+        num_heads: the number of heads of the attention.
+        num_buckets: the number of buckets for all distances.
         max_distance: larger distances count as this one.
-        is_causal: keys behind their query, which it doesn't see, need no buckets; else they have half of them.
-        device, dtype: of the table.
+        is_causal: whether keys behind their query, which doesn't see them, have no buckets; else they have half.
+        device, dtype: the device and dtype of the table.
 
     Raises:
-        ValueError: fewer than 4 buckets; a max_distance that isn't beyond the buckets of one distance each.
+        ValueError: there are fewer than 4 buckets; max_distance isn't beyond the buckets of one distance each.
     """
 
     def __init__(
@@ -286,24 +286,24 @@ class RelativePositionBias(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """N(0, 0.02), as a learned `PositionalEncoding`."""
+        """Initialises the table from N(0, 0.02), like a learned `PositionalEncoding`."""
         nn.init.normal_(self.table, std=0.02)
 
     def buckets(self, distances: Tensor) -> Tensor:
-        """The row of the table for integers of any shape: a key's position less its query's."""
+        """Returns the rows of the table for distances of any shape: a key's position minus its query's."""
         if self.is_causal:
             count, first, distances = self.num_buckets, torch.zeros_like(distances), (-distances).clamp(min=0)
         else:
             count = self.num_buckets // 2
             first, distances = (distances > 0).long() * count, distances.abs()
         alone = count // 2
-        # In fp32 and in this order: another rounding would be another bucket.
+        # In fp32 and in this order: another rounding could give another bucket.
         far = torch.log(distances.float() / alone) / math.log(self.max_distance / alone) * (count - alone)
         shared = (alone + far.clamp(min=0).long()).clamp(max=count - 1)
         return first + torch.where(distances < alone, distances, shared)
 
     def forward(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """What is added to the scores.
+        """Returns the bias that is added to the scores.
 
         Args:
             queries: (seqlen_q,) or (batch, seqlen_q) positions.
@@ -325,7 +325,7 @@ class RelativePositionBias(nn.Module):
 
 
 def check_buckets(num_buckets: int, max_distance: int) -> None:
-    """Raises ValueError unless there are distances for all buckets of a `RelativePositionBias`."""
+    """Raises ValueError unless every bucket of a `RelativePositionBias` has distances."""
     if num_buckets < 4:
         raise ValueError(f"expected num_buckets of at least 4, got {num_buckets}")
     if max_distance <= num_buckets // 2:

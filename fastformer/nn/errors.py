@@ -1,3 +1,3 @@
-"""What the modules raise for input that they can't take."""
+"""The error that the modules raise for unsupported input."""
 
 from fastformer.errors import InputError as InputError

@@ -17,15 +17,15 @@ from fastformer.ops.feed_forward import ACTIVATIONS, GATED, feed_forward
 
 Activation = str | Callable[[Tensor], Tensor]
 
-GEGLU = "geglu"  # the exact GELU as a gate, which no kernel computes: the modules do
+GEGLU = "geglu"  # the exact GELU as a gate: no kernel computes it, so the modules are called
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
 
 
 def resolve_activation(activation: Activation) -> Activation:
-    """The activation as a layer keeps it: torch.nn's functions where there is one, a name, or the caller's callable.
+    """Returns the activation in a layer's form: torch.nn's function if it has one, else a name or the given callable.
 
     Raises:
-        InputError: a name that isn't known.
+        InputError: the name is unknown.
     """
     if isinstance(activation, str):
         if activation not in (*ACTIVATIONS, GEGLU):
@@ -35,16 +35,16 @@ def resolve_activation(activation: Activation) -> Activation:
 
 
 def is_gated(activation: Activation) -> bool:
-    """Whether the first linear makes two numbers for each that the second takes."""
+    """Returns whether the first linear map makes two numbers (gate and up) for each input of the second."""
     return isinstance(activation, str) and activation in (*GATED, GEGLU)
 
 
 def fused_name(activation: Activation, check: Callable[..., bool] = is_plain) -> str | None:
-    """What the op calls this activation, or None where it has to be called as it is.
+    """Returns the op's name of an activation; None if the activation has to be called.
 
     Args:
-        activation: what a layer has under this name.
-        check: `is_untouched` for code that has asked `is_watched`.
+        activation: the layer's attribute `activation`.
+        check: `is_untouched`, if the caller has already checked `is_watched`.
     """
     if isinstance(activation, str):
         return None if activation == GEGLU else activation
@@ -60,12 +60,12 @@ def fused_name(activation: Activation, check: Callable[..., bool] = is_plain) ->
 
 
 class FeedForwardPlan(NamedTuple):
-    """A feed-forward network that is one op: nothing is left out where none of its modules is called.
+    """The parameters of a feed-forward network that one op computes without a call of its modules.
 
     Attributes:
-        activation: its name in the op.
-        linear1, linear2: the parameters of both linears.
-        dropout: the module behind the activation.
+        activation: the activation's name in the op.
+        linear1, linear2: the parameters of both linear maps.
+        dropout: the dropout module behind the activation.
     """
 
     activation: str
@@ -74,7 +74,7 @@ class FeedForwardPlan(NamedTuple):
     dropout: nn.Module
 
     def compute(self, x: Tensor) -> Tensor:
-        """linear2(dropout(activation(linear1(x))))."""
+        """Computes linear2(dropout(activation(linear1(x)))) in one op."""
         dropout_p = active_dropout(self.dropout)
         return feed_forward(
             x,
@@ -89,9 +89,9 @@ class FeedForwardPlan(NamedTuple):
 
 
 def find_feed_forward_plan(module: nn.Module) -> FeedForwardPlan | None:
-    """The plan of a module with a `linear1`, `activation`, `dropout` and `linear2`; None where these are called.
+    """Finds the plan of a module with `linear1`, `activation`, `dropout` and `linear2`; None if they must be called.
 
-    They are where one of them was replaced (an adapter, a quantised linear), patched or hooked.
+    They must be called if one of them was replaced (an adapter, a quantised linear), patched or hooked.
     """
     inside = module._modules
     name = fused_name(module.activation, is_untouched)  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ def find_feed_forward_plan(module: nn.Module) -> FeedForwardPlan | None:
 def call_feed_forward(
     x: Tensor, linear1: nn.Module, linear2: nn.Module, activation: Activation, dropout: nn.Module
 ) -> Tensor:
-    """linear2(dropout(activation(linear1(x)))), each called."""
+    """Computes linear2(dropout(activation(linear1(x)))) by calling each module."""
     return linear2(dropout(_call(activation, linear1(x))))
 
 
@@ -131,11 +131,11 @@ class FeedForward(nn.Module):
 
     Args:
         dim: input and output size.
-        hidden_dim: the size between.
+        hidden_dim: the size between the linear maps.
         activation: "relu", "gelu" (exact), "gelu_tanh", "silu", "swiglu" or "geglu_tanh" (Shazeer 2020); or "geglu"
             or a callable, which aren't fused.
         dropout: probability after the activation while training, rounded to a multiple of 1/256.
-        bias: whether both linears have one.
+        bias: whether both linear maps have a bias.
         device, dtype: of the parameters.
     """
 
@@ -157,7 +157,7 @@ class FeedForward(nn.Module):
         self.linear2 = nn.Linear(hidden_dim, dim, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., dim) -> (..., dim)."""
+        """Applies the network to x (..., dim), with a result of the same shape."""
         plan = None if is_watched() else _PLANS.of(self)
         if plan is None:
             return call_feed_forward(x, self.linear1, self.linear2, self.activation, self.dropout)

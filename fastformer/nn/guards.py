@@ -1,10 +1,10 @@
-"""Is calling these modules still what their classes were written to do, and nothing else?
+"""Checks whether a call of modules still runs the code of their classes, and nothing else.
 
 A fused path reads the parameters of modules and calls none of them. That would silently skip a hook, a forward on the
-instance, an override in a subclass or a parametrization. The predicates below say of a module or a class, at the moment
-of the call, whether it is safe. A plan decides for a whole tree of modules (what may be fused, what may be left out).
-It walks the tree once and holds as long as its `Guards` hold. Asking them is one flat comparison of
-identities; `Plans` makes a new plan when they fail.
+instance, an override in a subclass or a parametrization. The predicates below check, at the moment of the call, whether
+this is safe for a module or a class. A plan decides for a whole tree of modules which parts may be fused and which
+padding may be omitted. It walks the tree once and holds as long as its `Guards` hold. Checking them is one flat
+comparison of identities; `Plans` makes a new plan when they fail.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ _KINDS: tuple[type[nn.Module], ...] = (
     *(nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
     *(nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer),
 )
-# The functions as they were written: users replace the forward of a class, too, its call, and the functions behind it.
-# None, here and below: it was replaced before this module was imported.
+# The original functions, since users also replace the forward of a class, its call, and the functions behind it. None,
+# here and below: the function was replaced before this module was imported.
 FORWARDS: dict[type[nn.Module], object] = {}
-# The seams of torch.nn's layers, which their forwards call.
+# The overridable blocks of torch.nn's layers, which their forwards call.
 BLOCKS: dict[type[nn.Module], dict[str, object]] = {
     kind: {name: getattr(kind, name) for name in ("_sa_block", "_mha_block", "_ff_block") if hasattr(kind, name)}
     for kind in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 }
 _CALL = nn.Module.__call__
-# Calls of other libraries' classes that come down to it.
+# The `__call__` functions of other libraries' classes that are equivalent to it.
 PLAIN_CALLS: set[object] = set()
-# Hooks that bring a layer's parameters together before its forward and part them behind it, and do nothing else; the
-# class of parameters that are parted; the modules inside of such layers. Whatever shards a model adds its own.
+# Hooks that only gather a layer's parameters before its forward and shard them again behind it; the classes of sharded
+# parameters; the modules inside of these layers. Each way of sharding a model adds its own.
 GATHERING: set[object] = set()
 PARTED: set[type[Tensor]] = set()
 BORROWERS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-# What may stand for PyTorch's attention: its own, and ours by its name, of `integrations`.
+# The functions that may be found as PyTorch's attention: its own, and the one that `integrations` puts in its place.
 ATTENTIONS: set[object] = {torch._C._nn.scaled_dot_product_attention}
 _PLAIN_TENSORS = (type(None), nn.Parameter, Tensor)
 
@@ -60,7 +60,7 @@ def _functions() -> tuple[object, ...]:
 
 
 def is_written_in(function: object, *packages: ModuleType) -> bool:
-    """Whether a function's code is in one of these packages, or built in; a wrapper has no more than the names."""
+    """Returns whether a function's code is in one of these packages or built in; a wrapper only copies the names."""
     if isinstance(function, BuiltinFunctionType):
         return True
     code = getattr(function, "__code__", None)
@@ -69,7 +69,7 @@ def is_written_in(function: object, *packages: ModuleType) -> bool:
 
 
 def if_written_in(functions: Iterable[object], *packages: ModuleType) -> tuple[object, ...]:
-    """The functions as they are found, and None for each that was replaced before."""
+    """Returns the functions, with None for each that isn't written in the packages and so was replaced before."""
     return tuple(each if is_written_in(each, *packages) else None for each in functions)
 
 
@@ -78,26 +78,26 @@ _FUNCTIONS = if_written_in(_functions(), nn)
 
 
 def is_watched() -> bool:
-    """Whether a global hook, a mode or a replaced function sees or changes what all modules do."""
+    """Returns whether a global hook, a mode or a replaced function observes or changes the work of all modules."""
     if torch_module._has_any_global_hook():
         return True
     if torch.compiler.is_compiling():
         return False
     if _functions() != _FUNCTIONS:
         return True
-    # The mode of `with torch.device(...)` says where tensors are made, and nothing else.
+    # The mode of `with torch.device(...)` only sets the device of new tensors.
     return torch._C._len_torch_function_stack() > 0 and any(
         type(mode) is not DeviceContext for mode in overrides._get_current_function_mode_stack()
     )
 
 
 def is_called_plainly(module: nn.Module) -> bool:
-    """Whether a call of a module is a call of its class's forward: not hooked, patched or compiled by itself."""
+    """Returns whether calling a module runs only its class's forward: no hook, patch or compilation of its own."""
     return is_unhooked(module) and not is_watched()
 
 
 def is_unhooked(module: nn.Module) -> bool:
-    """`is_called_plainly`, for code that has asked `is_watched` for many modules at once."""
+    """Returns `is_called_plainly`, for callers that have checked `is_watched` once for many modules."""
     own = module.__dict__
     return not (
         own["_forward_hooks"]
@@ -111,8 +111,10 @@ def is_unhooked(module: nn.Module) -> bool:
 
 
 def gathers(module: nn.Module) -> bool:
-    """Whether a module's only hooks bring its parameters together for a call, so that it must be called, and computes
-    what it would without them."""
+    """Returns whether a module's only hooks gather its parameters for a call.
+
+    Such a module must be called, but the hooks don't change its results.
+    """
     own = module.__dict__
     hooks = [*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values()]
     return (
@@ -125,28 +127,28 @@ def gathers(module: nn.Module) -> bool:
 
 
 def has_plain_call(module: nn.Module) -> bool:
-    """Whether a module's class has the call that it was written with."""
+    """Returns whether a module's class still has its original `__call__`."""
     call = type(module).__call__
     return call is _CALL or call in PLAIN_CALLS
 
 
 def is_written_as_known(kind: type[nn.Module]) -> bool:
-    """Whether the forward of a known class, or of the known one that it is derived from, was not replaced.
+    """Returns whether the forward of a known class, or of the known class from which it is derived, wasn't replaced.
 
-    The same holds for the blocks of a layer of torch.nn, and for the functions by which its attention attends.
+    For a layer of torch.nn this also checks its blocks, and the functions that its attention calls.
     """
     return replacement(kind) is None
 
 
 class Replacement(NamedTuple):
-    """The replacements of a class's own functions; see `is_written_as_known`."""
+    """The functions that replaced a class's own; see `is_written_as_known`."""
 
     original: Any  # the class
     replaced: str
 
 
 def replacement(kind: type[nn.Module]) -> Replacement | None:
-    """What is replaced of a class, or of the known one that it is derived from; None: nothing."""
+    """Returns the replacement in a class, or in the known class from which it is derived; None if there is none."""
     for original in kind.__mro__:
         if original in FORWARDS:
             if FORWARDS[original] is not original.forward:
@@ -165,9 +167,9 @@ def replacement(kind: type[nn.Module]) -> Replacement | None:
 
 
 def is_its_own(kind: type[nn.Module], *packages: ModuleType, method: str = "forward") -> bool:
-    """Whether a class's method is what stands in its source, in one of these packages, by where it says it comes from.
+    """Returns whether a class's method is its original in one of these packages, by the place that its code names.
 
-    For classes that may have been patched before the first question.
+    This is for classes that may have been patched before the first check.
     """
     owner = next(each for each in kind.__mro__ if method in vars(each))
     function: Any = vars(owner)[method]
@@ -179,17 +181,17 @@ FORWARDS.update({kind: kind.forward if is_its_own(kind, nn, fastformer) else Non
 
 
 def is_plain(module: object, *kinds: type[nn.Module]) -> bool:
-    """Whether a module is exactly of one of these kinds, is called plainly, and has plain tensors.
+    """Returns whether a module is exactly of one of these kinds, is called plainly, and has plain tensors.
 
     Args:
-        module: anything that stands where a module is expected.
-        kinds: out of those that layers are made of, or classes of ours.
+        module: any object in the place of a module.
+        kinds: classes of which layers are made, or fastformer's classes.
     """
     return is_untouched(module, *kinds) and not is_watched()
 
 
 def is_untouched(module: object, *kinds: type[nn.Module]) -> bool:
-    """`is_plain`, for code that has asked `is_watched` for many modules at once."""
+    """Returns `is_plain`, for callers that have checked `is_watched` once for many modules."""
     kind = type(module)
     if kind not in kinds:
         return False
@@ -200,9 +202,9 @@ def is_untouched(module: object, *kinds: type[nn.Module]) -> bool:
 
 
 def has_plain_tensors(module: nn.Module) -> bool:
-    """Whether no parameter of a module is of a class that has a say in what is done with it.
+    """Returns whether no parameter of a module is of a tensor subclass that may override operations.
 
-    Those that are parted between calls of the layer around the module are plain when it computes.
+    Parameters that are sharded between calls of the layer around the module are plain while it computes.
     """
     for tensor in module._parameters.values():
         if type(tensor) not in _PLAIN_TENSORS and not (type(tensor) in PARTED and module in BORROWERS):
@@ -214,26 +216,26 @@ DROPOUTS = (nn.Dropout, nn.Identity)
 
 
 def is_plain_dropout(dropout: object) -> bool:
-    """Whether `active_dropout` says all that there is to say about a module that stands where a dropout does."""
+    """Returns whether a module in the place of a dropout is fully described by its `active_dropout`."""
     return is_plain(dropout, *DROPOUTS)
 
 
 def plain_parameters(module: object, *kinds: type[nn.Module]) -> dict[str, Any] | None:
-    """Where the `weight` and `bias` of an untouched module of these kinds stand; None for any other."""
+    """Returns the dictionary with the `weight` and `bias` of an untouched module of these kinds; None for any other."""
     if not is_untouched(module, *kinds):
         return None
     assert isinstance(module, nn.Module)
-    # The replicas of DataParallel have theirs elsewhere.
+    # The replicas of DataParallel store their parameters elsewhere.
     return module._parameters if "weight" in module._parameters and "bias" in module._parameters else None
 
 
 def given(**options: Any) -> dict[str, Any]:
-    """What is not None: modules with torch.nn's signature alone aren't handed other options unless the caller is."""
+    """Returns the options that aren't None: modules with torch.nn's signature get only options that the caller set."""
     return {name: value for name, value in options.items() if value is not None}
 
 
 def is_untouched_norm(norm: object) -> bool:
-    """Whether a norm is a plain one of the last dimension, for code that has asked `is_watched`."""
+    """Returns whether a norm is a plain norm of the last dimension, for callers that have checked `is_watched`."""
     return (
         is_untouched(norm, AddLayerNorm, nn.LayerNorm, nn.RMSNorm)
         and isinstance(norm, nn.LayerNorm | nn.RMSNorm)
@@ -244,7 +246,7 @@ def is_untouched_norm(norm: object) -> bool:
 
 
 def is_traced() -> bool:
-    """Whether values can't be looked at: under a compiler or tracer, in a graph that is being captured, functorch."""
+    """Returns whether values can't be read: under a compiler, a tracer, a graph capture or functorch."""
     modes = torch._C._TorchDispatchModeKey
     return (
         torch.compiler.is_compiling()
@@ -257,7 +259,7 @@ def is_traced() -> bool:
 
 
 T = TypeVar("T")
-# The settings of a module that give the dimension it works along, or how it is called.
+# The settings of a module that choose the dimension along which it works, or the way in which it is called.
 _SETTINGS = frozenset(
     {
         *("dim", "normalized_shape", "num_parameters", "gradient_checkpointing", "forward", "_compiled_call_impl"),
@@ -266,25 +268,24 @@ _SETTINGS = frozenset(
     }
 )
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# A forward of the owner's own is its caller's affair.
+# A forward on the owner itself is not watched: the owner's caller handles it.
 _OF_THE_OWNER_ALONE = frozenset({"forward", "_compiled_call_impl"})
 
 
 class Guards:
-    """Modules and their classes as they were when this was made.
+    """A snapshot of modules and their classes, by which later changes are noticed.
 
-    It keeps the modules inside of the owner alive, and not the owner: let the owner hold it (see `Plans`).
+    It keeps the modules inside of the owner alive, but not the owner: let the owner hold it (see `Plans`).
 
     Args:
         owner: the module whose class, children and settings are watched. It may have hooks and a forward of its own.
-        modules: those inside of it whose class, children, hooks, functions, and settings that say how they are called,
-            are watched; each by itself: give what is inside of them, too.
-        functions: what else is watched, each by where it stands (the `vars` of a Python module, or a class) and its
-            name.
-        wholly: further ones inside of which all attributes are watched, numbers and flags such as `training` among
-            them, and the classes of their parameters. The parameters may be replaced by others of the same class.
-        strangers: further ones of which nothing but the class is watched.
-        spaces: further dictionaries of which every value is watched, none of which leads to the owner's own.
+        modules: the modules inside of the owner whose class, children, hooks, functions, and call settings are watched.
+            Each is watched by itself, so pass the modules inside of them, too.
+        functions: other watched functions, each by its place (the `vars` of a Python module, or a class) and its name.
+        wholly: further modules, of which all attributes are watched, with numbers and flags such as `training`, and the
+            classes of their parameters. The parameters may be replaced by others of the same class.
+        strangers: further modules of which only the class is watched.
+        spaces: further dictionaries of which every value is watched. None may lead to the owner's own dictionary.
     """
 
     def __init__(
@@ -301,9 +302,9 @@ class Guards:
         every = (*modules, *wholly, *strangers)
         kinds = (type(owner), *map(type, every))
         own, partly, whole = vars(owner), [*map(vars, modules)], [*map(vars, wholly)]
-        # Nothing here may hold the owner's own dictionary, which holds this.
+        # Nothing here may refer to the owner's own dictionary, which refers to this object.
         names = ["_modules", *(name for name in watched_names(own) if name not in _OF_THE_OWNER_ALONE)]
-        # Dictionaries of which every value is watched, and places of which the one value is.
+        # Dictionaries of which every value is watched, and places of which only one value is.
         watched = [
             own["_modules"],
             *others,
@@ -312,11 +313,11 @@ class Guards:
         ]
         places: list[tuple[object, str]] = []
         for each in partly:
-            # Not only what is in the dictionaries of hooks counts: people put others in their place.
+            # The dictionaries of hooks themselves are watched, too, since users may replace them.
             places += [(each, name) for name in ("_modules", *_HOOKS, *watched_names(each))]
             places += [(each, name) for name in ("forward", "_compiled_call_impl")]
         for kind in {kind for line in set(kinds) for kind in line.__mro__} - {object}:
-            # Of a class that is no module, and has no __call__, getattr makes another object each time.
+            # For a class that is no module and has no __call__, getattr returns a new object each time.
             methods = ("forward", "__call__") if issubclass(kind, nn.Module) else ("forward",)
             places += [(kind, name) for name in (*methods, *BLOCKS.get(kind, ()))]
         places += functions
@@ -332,7 +333,7 @@ class Guards:
         )
 
     def hold(self, owner: nn.Module) -> bool:
-        """Whether everything is as it was, of the owner and inside of it."""
+        """Returns whether the owner and the modules inside of it are unchanged."""
         in_cpp = self._in_cpp
         return self._hold(owner) if in_cpp is None else bool(in_cpp.holds(owner, self._record))
 
@@ -342,7 +343,7 @@ class Guards:
         return None if made is None else made(self._record)
 
     def _hold(self, owner: nn.Module) -> bool:
-        """`hold` without the C++ extension: built-in functions over flat columns, and no line of Python a place."""
+        """Computes `hold` without the C++ extension: built-in functions over flat columns, no Python code per place."""
         kinds, modules, names, own_values, sized, sizes, *_, tensors, types = self._record
         own, columns = vars(owner), self._columns
         return (
@@ -361,7 +362,7 @@ class Guards:
 
 
 class _Columns:
-    """The places of guards by the built-in function that looks them up, each holder and each name in a column."""
+    """The watched places by the built-in function that reads them, with holders and names in two columns."""
 
     def __init__(
         self,
@@ -380,7 +381,7 @@ class _Columns:
         ]
 
     def found(self) -> Iterator[object]:
-        """What the places hold now."""
+        """Returns the current values of the places."""
         return chain.from_iterable(starmap(map, self._parts))
 
 
@@ -389,19 +390,19 @@ def _look_up(holder: object, name: str) -> object:
 
 
 class Kept(dict[bool, tuple[Any, Guards]]):
-    """The plans of a module, by whether it is training, each with its guards. A copy of the module plans for itself."""
+    """The plans of a module in training and in evaluation, each with its guards. A copy of the module makes its own."""
 
     def __reduce__(self) -> tuple[type[Kept], tuple[()]]:
         return Kept, ()
 
 
 class Plans(Generic[T]):
-    """What was found out about modules. Each keeps its own, for as long as the guards hold.
+    """A lookup of the findings about modules. Each module holds its own, which are valid as long as its guards hold.
 
     Args:
-        attribute: the name under which a module keeps its plans.
-        find: (module) -> what there is to find out. It must not hold the module, which would be freed late.
-        guard: (module) -> the guards of what was found.
+        attribute: the name of the module's attribute that holds its plans.
+        find: (module) -> the findings. They must not refer to the module, or it would be freed late.
+        guard: (module) -> the guards of the findings.
     """
 
     def __init__(self, attribute: str, find: Callable[[Any], T], guard: Callable[[Any], Guards] | None = None) -> None:
@@ -410,9 +411,9 @@ class Plans(Generic[T]):
         self._guard = guards_of if guard is None else guard
 
     def of(self, module: nn.Module) -> T:
-        """The findings about a module as it is now."""
+        """Returns the findings about a module in its current state."""
         if torch.compiler.is_compiling():
-            return self._find(module)  # the compiler guards what is read here
+            return self._find(module)  # the compiler guards the values that are read here
         own = vars(module)
         plans = own.get(self._attribute)
         if plans is None:
@@ -424,28 +425,28 @@ class Plans(Generic[T]):
 
 
 def forget_plans(module: nn.Module) -> None:
-    """Removes all plans that a module keeps."""
+    """Removes all plans that a module holds."""
     for name in [name for name, value in vars(module).items() if isinstance(value, Kept)]:
         del module.__dict__[name]
 
 
-# Functions by which layers attend where they are torch.nn's classes, and those that a layer's activation may be.
+# The functions by which torch.nn's layers attend, and those that may be a layer's activation.
 _WATCHED = tuple(
     (vars(F), name) for name in ("scaled_dot_product_attention", "multi_head_attention_forward", "relu", "gelu", "silu")
 )
 
 
 def guards_of(owner: nn.Module) -> Guards:
-    """The guards of what was found out about a module from what is inside of it.
+    """Makes guards for findings about a module that depend on the modules inside of it.
 
-    Modules of PyTorch's classes and of this library's are watched as a whole. Of hooked or patched modules, the hooks
-    and patches are watched. The attributes of modules of other classes are theirs, and may change at each call.
+    Modules of PyTorch's and of this library's classes are watched as a whole. If a module is hooked or patched, its
+    hooks and patches are watched. Attributes of modules of other classes aren't watched: they may change at each call.
     """
     wholly: list[nn.Module] = []
     partly: list[nn.Module] = []
     strangers: list[nn.Module] = []
 
-    # Without an inner function that calls itself: it would keep the modules until the garbage collector runs.
+    # No recursive inner function: it would keep the modules alive until the garbage collector runs.
     pending, seen = [owner], {owner}
     while pending:
         for child in pending.pop()._modules.values():
@@ -463,9 +464,9 @@ def guards_of(owner: nn.Module) -> Guards:
 
 
 def watched_names(own: dict[str, Any]) -> Iterator[str]:
-    """The attributes in a module's dictionary that may change what a call of it does: functions, and room for some.
+    """Yields the names of a module's attributes that may change the work of a call: functions and empty places.
 
-    A module that isn't there is None, in whose place people put functions.
+    An absent child module is None, and users may replace the None by a function.
     """
     for name, value in own.items():
         if name in _SETTINGS or (value is None and name[0] != "_") or (callable(value) and not isinstance(value, type)):
