@@ -8,6 +8,9 @@ the heaviest tiles come first) and splits its warps into roles:
   barriers: `full` (the copy has landed) and `empty` (all consumers have read it);
 - CONSUMERS consumers, a warpgroup each, own 64 rows each. A consumer issues Q K^T of block j, then P V of block j - 1,
   waits for the first alone, and computes the softmax of block j while the second runs.
+  ptxas moves that softmax behind the wait for the second, so that it runs under the products of the other consumers. A
+  branch before that wait holds it in place, for six instructions a block: by the model of
+  `benchmarks/machine_code/schedule.py` that gains nothing at head_dim 128 and 0 to 5 % at 64, so there is none.
 
 At head_dim 64 there are three consumers: the products of a block take no longer than its exponentials, and two
 consumers leave the tensor cores idle while both compute those. At head_dim 128 the sums of two fill the registers.

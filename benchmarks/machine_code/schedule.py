@@ -8,13 +8,16 @@ else. Its warps run the loop over and over:
 - an HGMMA goes to the tensor core, which works in the order of issue: n / 2 clocks for 64 x n x 16, or as long as its
   operands take from shared memory, 32 bytes a clock, where that is longer;
 - WARPGROUP.DEPBAR waits until at most its number of the warp's groups is in flight; a barrier of the whole program for
-  the program's other warps; what else is read from shared memory shares its 32 bytes a clock.
+  the program's other warps;
+- what else uses shared memory, shuffles too, passes products that are queued: it shares the 32 bytes a clock with them,
+  so that its clocks are added to what the next product takes from there.
 
 Left out, and so assumed free: latencies of instructions and memories, waits for copies, barriers within a warpgroup and
 between the consumers, bank conflicts, clocks that the chip lowers, all that comes before and after the loop. So the
 share is a bound, and no kernel reaches it.
 
-The order of the code decides: exponentials that the compiler puts behind the wait for a product don't run under it.
+The order of the code counts: exponentials that the compiler puts behind the wait for a product don't run under it, but
+under those of other warps alone.
 """
 
 from __future__ import annotations
@@ -60,7 +63,7 @@ def step_of(instruction: sass.Instruction) -> Step | None:
         return Step("integer", INTEGER)
     if counts.fp32:
         return Step("fp32", FP32 * counts.fp32)
-    return Step("shared", shared) if shared else Step("", 0.0)
+    return Step("shared", shared, shared) if shared else Step("", 0.0)
 
 
 class Warp:
@@ -86,7 +89,7 @@ def shares(loop: Sequence[sass.Instruction], warps: int, programs: int = 1) -> S
     """Runs the loop on `warps` warps of each of `programs` programs, in one part of an SM."""
     steps = [step for step in map(step_of, loop) if step is not None]
     running = [Warp(program) for program in range(programs) for _ in range(warps)]
-    free: dict[str, float] = dict.fromkeys(("tensor", "exp2", "integer", "fp32", "shared"), 0.0)
+    free: dict[str, float] = dict.fromkeys(("tensor", "exp2", "integer", "fp32", "shared", "taken"), 0.0)
     now, worked, begun = 0.0, 0.0, 0.0
     half = 0.0  # the tensor core's clocks by then
     while any(warp.turns < STEPS for warp in running):
@@ -125,13 +128,13 @@ def _issue(warp: Warp, step: Step, now: float, free: dict[str, float]) -> float:
     warp.issued = now
     warp.meetings += step.meets
     if step.unit == "tensor":
-        start = max(now, free["tensor"], free["shared"] - step.clocks)
-        end = start + max(step.clocks, step.shared)
-        free["tensor"] = end
-        free["shared"] = max(free["shared"], start) + step.shared
+        # Products queue, the other accesses don't: their clocks come on top of the next product's own.
+        end = max(now, free["tensor"]) + max(step.clocks, step.shared + free["taken"])
+        free["tensor"], free["taken"] = end, 0.0
         if step.ends_group:
             warp.groups = [*(each for each in warp.groups if each > now), end]
         return step.clocks
     if step.unit:
         free[step.unit] = max(now, free[step.unit]) + step.clocks
+        free["taken"] += step.shared
     return 0.0

@@ -37,3 +37,14 @@ def test_another_warp_fills_the_gap_unless_a_barrier_holds_it() -> None:
     held = shares(parse(listing(loop + "BAR.SYNC.DEFER_BLOCKING 0x0\n")), 2)
     free = shares(parse(listing(loop + "BAR.SYNC.DEFER_BLOCKING 0x2, 0x80\n")), 2)
     assert held.tensor < free.tensor
+
+
+def test_a_shuffle_does_not_wait_for_queued_products() -> None:
+    """A row's maximum is shuffled before its exponentials: these would not run under the products in flight."""
+    loop = PRODUCT * 2 + "SHFL.BFLY PT, R1, R2, 0x2, 0x1f\n" + EXPONENTIALS * 2 + WAIT
+    assert shares(parse(listing(loop)), 1).tensor == pytest.approx(1, abs=0.1)
+
+
+def test_what_others_read_from_shared_memory_the_products_lack() -> None:
+    loads = "LDS.128 R4, [R1]\n" * 8  # 16 clocks each; with the product's own, 176 to its 64
+    assert shares(parse(listing(PRODUCT + loads + WAIT)), 1).tensor == pytest.approx(64 / 176, abs=0.05)
