@@ -1,7 +1,7 @@
-"""The commands of `fastformer`, one function a module.
+"""The commands of `fastformer`, one function in each module.
 
 The signature of a command is its command line: positional parameters are arguments, keyword-only parameters are flags,
-and the docstring is the help. `fastformer.cli` imports the module of the command that was chosen, and no other.
+and the docstring is the help. `fastformer.cli` imports only the module of the chosen command.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def command_line(*words: object) -> str:
-    """A `fastformer` command that works as pasted: where the one that runs is not on the PATH, with its own path."""
+    """Returns a `fastformer` command to paste into a shell, with the script's own path if it is not on the PATH."""
     script, found = Path(sys.argv[0]), shutil.which("fastformer")
     if script.name == "cli.py":  # python -m fastformer.cli
         start = [sys.executable, "-m", "fastformer.cli"]
@@ -25,7 +25,7 @@ def command_line(*words: object) -> str:
 
 
 def listed_paths(text: str) -> list[str]:
-    """Paths that commas separate; what exists as a whole is one path, whatever is in its name."""
+    """Splits a text at its commas into paths; if the whole text is an existing path, it is the only one."""
     if "," not in text or Path(text).exists():
         return [text]
     paths = text.split(",")
@@ -35,7 +35,7 @@ def listed_paths(text: str) -> list[str]:
 
 
 def listed_numbers(flag: str, text: str) -> list[float]:
-    """Numbers that commas separate; the flag is named where one is none."""
+    """Splits a text at its commas into numbers; `flag` names it in the error for a word that is no number."""
     try:
         return [float(word) for word in text.split(",")]
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The lines that a command reads: of files, and of standard input as they arrive."""
+"""The lines that a command reads from files, or from standard input as they arrive."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def file_lines(path: str) -> Iterator[bytes | BadLine]:
-    """The lines of a file, empty ones too and however long, without LF; or the rows of a table's column.
+    """Yields the lines of a file without LF, empty and long ones included; or the rows of a table's column.
 
     Raises:
-        ValueError: no such file, an empty one, a table without a column, damaged data.
+        ValueError: the file does not exist, is empty or damaged, or is a table without that column.
     """
     if column_of(path) is not None:
         for row in read_rows(path, allow_empty=True, max_line=None):
@@ -42,15 +42,15 @@ def file_lines(path: str) -> Iterator[bytes | BadLine]:
 
 
 def all_lines(file: str) -> list[str | TextError]:
-    """The lines of a file as texts, or what is wrong with them; see `file_lines`."""
+    """Returns each line of a file as a text, or the error of a bad line; see `file_lines`."""
     return [_as_text(line, file, number) for number, line in enumerate(file_lines(file), 1)]
 
 
 def good_lines(file: str) -> list[str]:
-    """The lines of a file, none of which may be bad.
+    """Returns the lines of a file, all of which have to be good.
 
     Raises:
-        TextError: one is.
+        TextError: a line is bad.
     """
     found = []
     for line in all_lines(file):
@@ -61,14 +61,14 @@ def good_lines(file: str) -> list[str]:
 
 
 def each_line(file: str | None) -> Iterator[str]:
-    """The lines of a file, or of standard input, one at a time.
+    """Yields the lines of a file or of standard input.
 
     Args:
         file: None or "-": standard input.
 
     Raises:
-        ValueError: standard input is closed; what `file_lines` raises.
-        TextError: a line that is no UTF-8, named by its number.
+        ValueError: standard input is closed, or an error of `file_lines`.
+        TextError: a line is not UTF-8; the message has its number.
     """
     lines: Iterable[bytes | BadLine]
     if file is None or file == files.STDIN:
@@ -89,7 +89,7 @@ def _waited(source: Source[bytes]) -> Iterator[bytes]:
 
 
 class Texts:
-    """Lines as texts. One that is no UTF-8 is a bad text, which becomes an empty one when it is skipped."""
+    """A source of lines as texts. A line that is not UTF-8 is a bad text; if it is skipped, it becomes an empty one."""
 
     def __init__(self, lines: Source[bytes | BadLine], name: str, errors: ErrorPolicy, prefix: str | None) -> None:
         self._lines, self._name, self._errors, self._prefix = lines, name, errors, prefix
@@ -132,10 +132,10 @@ def _without_ends(lines: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def arriving() -> Source[bytes]:
-    """The lines of standard input as they come.
+    """Returns the lines of standard input as they arrive.
 
     Raises:
-        ValueError: it is closed.
+        ValueError: standard input is closed.
     """
     from fastformer.generation.ordered_stream import IterableSource
 
@@ -143,17 +143,17 @@ def arriving() -> Source[bytes]:
         raise ValueError("expected a text, --file, or lines on standard input, which is closed")
     try:
         return PipeLines(sys.stdin.fileno())
-    except OSError:  # no file of the system's: all of it is there
+    except OSError:  # not a file of the system: all of its lines are there already
         return IterableSource(_without_ends(files.open_bytes(files.STDIN)))
 
 
 class PipeLines:
-    """Lines of a pipe as they arrive: a writer that waits for the answer to a line gets it; a fast one fills the batch.
+    """The lines of a pipe as they arrive, so that a writer may wait for an answer, and a fast writer fills the batch.
 
     Compressed input is read in blocks, and the call waits for it.
 
     Args:
-        descriptor: of the pipe.
+        descriptor: the pipe's file descriptor.
     """
 
     def __init__(self, descriptor: int) -> None:

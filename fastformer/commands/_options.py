@@ -1,4 +1,4 @@
-"""Flags from the fields of `GenerationConfig`: their types, bounds, defaults and help stand there alone."""
+"""Flags made from the fields of `GenerationConfig`, which alone define their types, bounds, defaults and help."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastformer.generation.config import OPTIONS as KNOWN
 from fastformer.generation.config import GenerationConfig
 from fastformer.generation.foreign_options import check_names
 
-# The flags that every command which decodes has, in the order of its help.
+# The flags of every command that decodes, in the order of its help.
 OPTIONS = (
     "num_beams",
     "beam_rules",
@@ -35,15 +35,15 @@ OPTIONS = (
 
 
 def add_options(parser: ArgumentParser, names: Sequence[str]) -> dict[str, Any]:
-    """Gives a parser a flag for each of some fields of `GenerationConfig`. Returns their types by name."""
+    """Adds a flag to a parser for each of some fields of `GenerationConfig`. Returns their types by name."""
     return add_fields(parser, GenerationConfig, names)
 
 
 def add_fields(parser: ArgumentParser, kind: type[Any], names: Sequence[str]) -> dict[str, Any]:
-    """Gives a parser a flag for each of some fields of a dataclass: type, default, and help from its docstring.
+    """Adds a flag to a parser for each of some fields of a dataclass: type, default, and help from its docstring.
 
     Returns:
-        The type of each, with its bounds, by name.
+        The type of each flag, with its bounds, by name.
     """
     hints, texts = get_type_hints(kind, include_extras=True), _help(kind)  # type: ignore[arg-type]
     defaults = {field.name: field.default for field in fields(kind)}
@@ -54,16 +54,16 @@ def add_fields(parser: ArgumentParser, kind: type[Any], names: Sequence[str]) ->
 
 @cache
 def _help(kind: Any) -> dict[str, str]:
-    """The first sentence about each field, without its period."""
+    """Returns the first sentence about each field, without its period."""
     texts = {p.arg_name: p.description or "" for p in parse_docstring(kind.__doc__ or "").params}
     return {name: " ".join(text.split()).partition(". ")[0].rstrip(".") for name, text in texts.items()}
 
 
 def given_options(path: str | None, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that flags give, over those of a YAML file.
+    """Returns the options that flags set, merged over those of a YAML file.
 
     Raises:
-        ValueError: no such file, no YAML, or a name in it that is no option.
+        ValueError: the file does not exist, is no YAML, or has a name that is no option.
     """
     if path is None:
         return dict(flags)

@@ -1,4 +1,4 @@
-"""From the signature of a command to its parser, and from jsonargparse's messages to one line."""
+"""Makes a command's parser from its signature, and one line from a message of jsonargparse."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from fastformer.settings import choices, describe, describe_bounds, suggestion, 
 
 
 def parse(module: ModuleType, name: str, words: Sequence[str]) -> dict[str, Any]:
-    """What the words give to the function of a command: only what they name, so that its own defaults stay.
+    """Parses the words into arguments of a command's function; it keeps its defaults for those that no word names.
 
     Args:
-        module: of the command. `add_settings(parser)`, if it has one, adds flags beyond the function's signature,
-            `SHORT` says what is short for which flag, and `USAGE` is the first line of the help where the signature
-            doesn't say enough, `FILLED_BY` are flags that leave no room for an argument that may be missing,
-            `TEXTS` are the parameters that are texts and no names of files, and `LISTED` are the flags that take
-            several values with commas between them.
-        name: of the command and of its function.
-        words: of the command line, behind the command.
+        module: the command's module. These names in it are optional: `add_settings(parser)` adds flags beyond the
+            function's signature; `SHORT` maps short names to flags; `USAGE` is the first line of the help if the
+            signature doesn't say enough; `FILLED_BY` are flags that exclude an optional argument; `TEXTS` are the
+            parameters that are texts, not names of files; `LISTED` are the flags that accept several values,
+            separated by commas.
+        name: the name of the command and of its function.
+        words: the words of the command line behind the command.
 
     Raises:
-        argparse.ArgumentError: flags that don't exist or don't fit, in one line.
+        argparse.ArgumentError: a flag doesn't exist or its value doesn't fit; the message is one line.
     """
     function = getattr(module, name)
     parser, hints = make_parser(module, name)
@@ -48,7 +48,7 @@ def parse(module: ModuleType, name: str, words: Sequence[str]) -> dict[str, Any]
         _check_listed(typed.flags, getattr(module, "LISTED", ()))
         texts: dict[str, Any] = {}
         spelled = [_spelled(key, value, flags, texts) for key, value in typed.flags]
-        # jsonargparse would read a text as YAML, so it gets another word in its place.
+        # jsonargparse would parse a text as YAML, so it receives a placeholder instead.
         for place, word in enumerate(typed.arguments):
             if place < len(parameters) and _words.is_text(hints[parameters[place].name]):
                 texts[parameters[place].name], word = word, "text"
@@ -67,7 +67,7 @@ def parse(module: ModuleType, name: str, words: Sequence[str]) -> dict[str, Any]
 
 
 def make_parser(module: ModuleType, name: str) -> tuple[ArgumentParser, dict[str, Any]]:
-    """The parser of a command, as `parse` describes it, and the type of each of its arguments and flags."""
+    """Makes the parser of a command, as `parse` describes it, and returns the type of each argument and flag too."""
     function = getattr(module, name)
     parser = ArgumentParser(
         prog=f"fastformer {name}",
@@ -84,7 +84,7 @@ def make_parser(module: ModuleType, name: str) -> tuple[ArgumentParser, dict[str
 
 
 def _check_listed(flags: Sequence[tuple[str, str | None]], listed: Collection[str]) -> None:
-    """Of a flag that is repeated the last value counts, as elsewhere; a list would lose the rest of it unseen.
+    """Refuses a repeated list flag: its last value would count, as for other flags, and the rest would be lost unseen.
 
     Raises:
         argparse.ArgumentError: a flag that takes a list is repeated with another value.
@@ -99,7 +99,7 @@ def _check_listed(flags: Sequence[tuple[str, str | None]], listed: Collection[st
 
 
 def _spelled(name: str, value: str | None, hints: Mapping[str, Any], texts: dict[str, Any]) -> str:
-    """A flag as jsonargparse reads it; a text goes to `texts` instead."""
+    """Returns a flag as jsonargparse reads it; the value of a text flag goes into `texts` instead."""
     if value is None:
         return f"--{name}"
     hint = hints.get(name, str)
@@ -126,7 +126,7 @@ def _put(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 class Help(DefaultHelpFormatter):
-    """The help of flags in plain words: what a value may be and what it is by default, not the types of Python."""
+    """The help of flags in plain words: the allowed values and the default, without the types of Python."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         if action.dest == "help":
@@ -144,12 +144,12 @@ class Help(DefaultHelpFormatter):
 
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
         hint = _hint(action)
-        if hint is bool or bool in get_args(hint):  # such a flag may stand alone
+        if hint is bool or bool in get_args(hint):  # such a flag needs no value
             return "".join(f"[{word}]" for word in choices(hint))
         return str(super()._format_args(action, default_metavar))
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        # jsonargparse's own way to append to a list: here the flag does so by itself.
+        # jsonargparse's own way to append to a list, which these flags do without it
         return re.sub(r", --\w+\+(?: \S+)?", "", str(super()._format_action_invocation(action))).rstrip()
 
 
@@ -166,12 +166,12 @@ def _usage(name: str, function: Callable[..., Any]) -> str:
 
 
 def explain(message: str, hints: Mapping[str, Any], flag: str = "--") -> str:
-    """jsonargparse's message in one line: what was expected, what came, the nearest name.
+    """Shortens jsonargparse's message to one line: the expected value, the given one, and the nearest name.
 
     Args:
-        message: of the error.
+        message: the error's message.
         hints: the type of each setting.
-        flag: stands before the name of a setting.
+        flag: the prefix of a setting's name in the message.
     """
     key = re.match(r'Parser key "([^"]+)"', message)
     value = re.search(r"(?:Got|Given) value: ([^\n]*)", message)
@@ -183,16 +183,16 @@ def explain(message: str, hints: Mapping[str, Any], flag: str = "--") -> str:
 
 
 def _add_signature(parser: ArgumentParser, function: Callable[..., Any]) -> dict[str, Any]:
-    """A positional parameter is an argument, a keyword-only one is a flag. Returns the type of each."""
+    """Adds an argument for each positional parameter and a flag for each keyword-only one. Returns the type of each."""
     hints = get_type_hints(function)
     texts = {p.arg_name: p.description or "" for p in parse_docstring(function.__doc__ or "").params}
     parameters = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    # jsonargparse itself makes no arguments that may be missing.
+    # jsonargparse itself makes no optional arguments.
     optional = {p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty}
     parser.add_function_arguments(function, as_group=False, as_positional=True, skip={*optional})
     for p in parameters:
         if p.name in optional:
-            # Words are text, "null" and the like too; only one that is missing is None.
+            # Words are texts, "null" and the like too; only a missing argument is None.
             kind = str if hints[p.name] == str | None else hints[p.name]
             parser.add_argument(p.name, type=kind, nargs="?", default=p.default, help=texts[p.name])
     return {p.name: hints[p.name] for p in parameters}

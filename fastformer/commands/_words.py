@@ -1,13 +1,13 @@
-"""From the words of a command line to arguments and flags. A text stays as it was typed, whatever it looks like.
+"""Splits the words of a command line into arguments and flags. A text stays as it was typed, whatever it looks like.
 
 A word is a flag if it begins with two dashes and a letter, and has only letters, digits, `_`, `-` and `.` up to its end
-or its `=`. Everything else is a text: `-red`, `--`, `--Yes, a well-known man`. A word that looks like a flag but is
-none is refused, with a hint at `--`: every word after it is a text. The word behind a flag is its value, whatever it
-looks like, unless it is a flag of the command: then it is refused.
+or its `=`. Everything else is a text: `-red`, `--`, `--Yes, a well-known man`. A word that looks like a flag but
+isn't one of the command's is refused, with a hint at `--`: every word after that is a text. The word behind a flag is its
+value, whatever it looks like, unless it is a flag of the command: then it is refused.
 
-A switch (`--greedy`) stands alone, or has its value in the same word (`--greedy=false`). A word of its own
-(`--greedy false`) is its value where it can't be one of the command's arguments, because those are complete without it.
-Where it may be either, it is refused.
+A switch (`--greedy`) stands alone, or has its value in the same word (`--greedy=false`). The next word (`--greedy
+false`) is its value only if the command's arguments are complete without that word. A word that may be either an
+argument or the value is refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HELP = (
 )
 SWITCH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _FLAG = re.compile(r"--[A-Za-z][A-Za-z0-9_.-]*")
-# What other toolkits call it; the first name that a command has is the one that is meant.
+# The names of flags in other toolkits, with fastformer's names; the first name that a command has is the one meant.
 ELSEWHERE = {
     "batch_size": ("max_batch_size", "max_tokens"),
     "beam": ("num_beams",),
@@ -79,11 +79,11 @@ _NOT_FLAGS = {
 
 
 class Places(NamedTuple):
-    """How many arguments a command takes.
+    """The number of arguments of a command.
 
     Attributes:
-        least, most: so many.
-        filled_by: flags that leave no room for one, as `--file` leaves none for a text.
+        least, most: the bounds of the number of arguments.
+        filled_by: flags that stand in for an argument, as `--file` does for a text.
     """
 
     least: int
@@ -93,11 +93,11 @@ class Places(NamedTuple):
 
 @dataclass
 class Typed:
-    """What was typed.
+    """The arguments and flags that the user typed.
 
     Attributes:
-        arguments: words that are no flags, in order.
-        flags: names without dashes, with their values; None where a flag stands alone.
+        arguments: the words that are no flags, in order.
+        flags: names without dashes, with their values; the value of a flag that stands alone is None.
     """
 
     arguments: list[str] = field(default_factory=list)
@@ -112,28 +112,28 @@ def split(
     alone: frozenset[str] = frozenset(),
     hint: str = "",
 ) -> Typed:
-    """Which words are arguments, and which are flags with which values.
+    """Splits words into arguments, and flags with their values.
 
     Args:
-        words: of the command line, behind the command.
+        words: the words of the command line behind the command.
         hints: the type of each flag, by its name without dashes.
-        short: what is short for which flag, both with their dashes.
-        places: of arguments.
-        alone: flags that may have no value.
-        hint: for the message about a word that only looks like a flag.
+        short: flags by their short names, both with their dashes.
+        places: the number of arguments.
+        alone: flags whose value is optional.
+        hint: the hint in the message about a word that only looks like a flag.
 
     Raises:
-        argparse.ArgumentError: a flag that there isn't, one without its value, or a word that may be two things.
+        argparse.ArgumentError: a flag doesn't exist or lacks its value, or a word is ambiguous.
     """
     rest, typed = deque(words), Typed()
-    # Words behind a switch that may be its value: where among the arguments, and which switch.
+    # Words behind a switch that may be its value: their index among the arguments, and that of the switch.
     unsure: list[tuple[int, int]] = []
     while rest:
         word = rest.popleft()
         if word == "--":
             typed.arguments += rest
             break
-        if word == "--debug":  # it is for `main`
+        if word == "--debug":  # `main` handles it
             continue
         name = _flag_name(word, hints, short, hint)
         if name is None:
@@ -159,10 +159,10 @@ def split(
 
 
 def _flag_name(word: str, hints: Mapping[str, Any], short: Mapping[str, str], hint: str) -> str | None:
-    """The flag that a word is, without dashes; None for a text.
+    """Returns the name of the flag that a word is, without dashes; None for a text.
 
     Raises:
-        argparse.ArgumentError: it looks like a flag, and there is none of that name.
+        argparse.ArgumentError: the word looks like a flag, but no flag has that name.
     """
     if word == "-h":
         return "help"
@@ -177,7 +177,7 @@ def _flag_name(word: str, hints: Mapping[str, Any], short: Mapping[str, str], hi
         return known
     looks = _FLAG.match(word)
     whole = looks is not None and looks[0] == head
-    # `--num_beams:4` is a slip rather than a text; `--file is a flag`, with its spaces, is a text.
+    # `--num_beams:4` is a typing error, not a text; `--file is a flag`, with its spaces, is a text.
     if looks is None or not (whole or (" " not in head and _known(looks[0], hints, short) is not None)):
         return None
     shown = "--" + head[2:].replace("-", "_")
@@ -185,7 +185,7 @@ def _flag_name(word: str, hints: Mapping[str, Any], short: Mapping[str, str], hi
 
 
 def nearest(wrong: str, hints: Mapping[str, Any], short: Mapping[str, str]) -> str:
-    """The flag that the user may have meant, for one that doesn't exist: "; did you mean '--x'?", or nothing."""
+    """Returns a suggestion for a flag that doesn't exist: "; did you mean '--x'?", or an empty text."""
     name = wrong.removeprefix("--").replace("-", "_")
     meant = [name] if name in hints else [f"model.{name}"] if f"model.{name}" in hints else []
     meant += [other for other in ELSEWHERE.get(name, ()) if other in hints]
@@ -197,7 +197,7 @@ def nearest(wrong: str, hints: Mapping[str, Any], short: Mapping[str, str]) -> s
 
 
 def kinds(hint: Any) -> list[Any]:
-    """The types that a hint is made of; a choice of words is one."""
+    """Returns the types that a hint is made of; a `Literal` counts as one."""
     if get_origin(hint) is Annotated:
         return kinds(get_args(hint)[0])
     if get_origin(hint) in (Union, types.UnionType):
@@ -206,26 +206,26 @@ def kinds(hint: Any) -> list[Any]:
 
 
 def is_switch(hint: Any) -> bool:
-    """Whether a flag may stand alone."""
+    """Returns whether a flag may stand alone."""
     return bool in kinds(hint)
 
 
 def is_text(hint: Any) -> bool:
-    """Whether any word is a value: a text, or a list of them, one for each time that the flag stands there."""
+    """Returns whether any word is a value of a flag: a text, or one of several texts of a repeated flag."""
     return is_texts(hint) or {*kinds(hint)} - {type(None)} == {str}
 
 
 def is_texts(hint: Any) -> bool:
-    """Whether a flag may stand there several times, with a text each."""
+    """Returns whether a flag may be repeated, with a text each time."""
     others = [kind for kind in kinds(hint) if kind is not type(None)]
     return len(others) == 1 and get_origin(others[0]) in (list, tuple, Sequence) and str in get_args(others[0])
 
 
 def plain(word: str, hint: Any) -> str | None:
-    """A value that isn't text, spelled in the one way that YAML reads as its type; None if it can't be one.
+    """Spells a value that isn't text in the one way that YAML reads as its type; None if it can't be one.
 
-    Integers are decimal, or numbers without a fraction (1e3, 1_000); a leading zero means nothing. YAML itself would
-    take 010 for 8, 0x4 for 4, 1:30 for 90, and 1e3 for a text.
+    Integers are decimal, or numbers without a fraction (1e3, 1_000); leading zeros are ignored. YAML itself would read
+    010 as 8, 0x4 as 4, 1:30 as 90, and 1e3 as a text.
     """
     word, options = word.strip(), kinds(hint)
     lower = word.lower()
@@ -268,13 +268,13 @@ def _switched(word: str, hint: Any) -> bool:
 
 
 def _ends_value(word: str, hints: Mapping[str, Any], short: Mapping[str, str], is_text: bool) -> bool:
-    """Whether the word behind a flag can't be its value: a flag or, unless texts are values, what looks like one."""
+    """Returns whether the word behind a flag can't be its value: a flag or, unless texts are values, its lookalike."""
     head = word.partition("=")[0]
     return word == "--" or _known(head, hints, short) is not None or (not is_text and _FLAG.fullmatch(head) is not None)
 
 
 def _settle(typed: Typed, unsure: list[tuple[int, int]], places: Places) -> None:
-    """Decides on the words behind switches by whether the arguments are complete without them."""
+    """Makes each word behind a switch its value if the arguments are complete without it; refuses ambiguous words."""
     sure = len(typed.arguments) - len(unsure)
     filled = any(name in places.filled_by for name, _ in typed.flags)
     if not unsure or places.least - sure >= len(unsure):  # they are needed as arguments

@@ -47,15 +47,15 @@ def chat(
     """Chats with a language model.
 
     Each line is what you say, and its answer is printed as it is made. Ctrl-C ends an answer, and Ctrl-D the
-    conversation; a line of /reset begins a new one. Where standard input is no terminal, its lines are the turns of one
-    conversation, and the answers alone are printed.
+    conversation; a line of /reset begins a new one. If standard input is not a terminal, its lines are the turns of one
+    conversation, and only the answers are printed.
 
     Args:
         run: the folder of a model that was trained to chat, as transformers saves it: with a chat template
-        system: what the conversation begins with, such as "You are brief."; by default what the template says
+        system: the text that the conversation begins with, such as "You are brief."; by default what the template says
         greedy: take the best token always, without sampling; by default the folder's generation_config.json decides
-        stop: a text that ends an answer and isn't printed; it may stand there several times
-        drop_oldest: where the conversation fills the model's positions, leave its oldest turns out instead of stopping
+        stop: a text that ends an answer and isn't printed; repeat the flag for several
+        drop_oldest: if the conversation fills the model's positions, omit its oldest turns instead of stopping
         device: auto (a GPU if there is one), cpu, cuda, cuda:1, ...
         precision: convert the weights to this; int8 and int4 are for a CPU; by default they stay as they were saved
         config: a YAML file with options of decoding, such as top_k: 40; flags override it
@@ -96,7 +96,7 @@ def chat(
 
 
 def _lines(is_shown: bool) -> Iterator[str]:
-    """What the user says: on a terminal behind a prompt, where Ctrl-C takes a line back."""
+    """Yields the lines that the user types; on a terminal behind a prompt, where Ctrl-C discards the line."""
     if sys.stdin is None:
         raise ValueError("expected lines on standard input, which is closed")
     while True:
@@ -121,7 +121,7 @@ def _lines(is_shown: bool) -> Iterator[str]:
 
 
 def _answer(talk: Chat, text: str, is_shown: bool) -> None:
-    """Prints the answer as it is made. On a terminal what is wrong with a turn doesn't end the conversation."""
+    """Prints the answer while it is made. On a terminal an error of one turn doesn't end the conversation."""
     try:
         pieces = talk.stream(text)
         with _interrupts(is_shown) as was_pressed:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fastformer.encoding.modules import Array
 
 TEXTS = ("prompt", "prompt_name")
-_HEADER = 128  # bytes of a .npy file in front of its numbers
+_HEADER = 128  # bytes in front of the numbers of a .npy file
 
 
 def embed(
@@ -39,17 +39,17 @@ def embed(
     line is an empty text, which has an embedding too. Memory does not grow with the number of lines.
 
     Args:
-        folder: of the encoder, as sentence-transformers or transformers saves it
+        folder: the encoder's folder, as sentence-transformers or transformers saves it
         file: a UTF-8 file, one text a line; compressed or not; - is standard input, FILE.jsonl:COLUMN a column of JSON
             lines, as of .parquet, .csv and .tsv; without it, the lines of standard input
         out: the .npy file to write; without it the array goes to standard output, which must not be a terminal
-        prompt_name: of one of the folder's prompts, which is put in front of each text, such as query
-        prompt: put this text in front of each
-        normalize: divide each embedding by its length; false does not do so where the folder would; by default as the
+        prompt_name: the name of one of the folder's prompts, such as query; it is put in front of each text
+        prompt: a text to put in front of each text
+        normalize: divide each embedding by its length; false: don't, even if the folder says so; by default as the
             folder says
         precision: convert the weights to this; int8 and int4 are for a CPU; by default they stay as they were saved
         device: auto (a GPU if there is one), cpu, cuda, cuda:1, ...
-        batch_tokens: that are computed together; fewer take less memory
+        batch_tokens: tokens that are computed together; fewer need less memory
     """
     from fastformer.commands._lines import each_line
     from fastformer.devices import choose_device
@@ -74,10 +74,10 @@ def embed(
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[int], object]]:
-    """Counts lines on standard error, where a person sees it."""
+    """Counts lines on standard error if it is a terminal."""
     try:
         from tqdm import tqdm
-    except ImportError:  # a bar is no reason to stop
+    except ImportError:  # a missing progress bar is no reason to stop
         yield lambda lines: None
         return
     with tqdm(unit="text", file=sys.stderr, disable=not is_terminal(sys.stderr)) as bar:
@@ -86,9 +86,9 @@ def _progress() -> Iterator[Callable[[int], object]]:
 
 @contextlib.contextmanager
 def _written(out: str | None) -> Iterator[Callable[[Array], None]]:
-    """What writes the next rows of a .npy file. It is there as a whole at the end, or not at all.
+    """Yields a function that writes the next rows of a .npy file. The whole file appears at the end, or not at all.
 
-    How many rows there are is known at the end alone, and stands at the beginning: rows go to another file first.
+    The file begins with the number of rows, which is known only at the end: the rows go to another file first.
 
     Args:
         out: the file; None: standard output.
@@ -121,7 +121,7 @@ def _written(out: str | None) -> Iterator[Callable[[Array], None]]:
 
 
 def _header(shape: tuple[int, int]) -> bytes:
-    """The beginning of a .npy file of fp32 (format 1.0), filled up to _HEADER bytes."""
+    """Returns the beginning of a .npy file of fp32 (format 1.0), padded to _HEADER bytes."""
     text = repr({"descr": "<f4", "fortran_order": False, "shape": shape})
     start = b"\x93NUMPY\x01\x00" + (_HEADER - 10).to_bytes(2, "little")
     return start + text.encode().ljust(_HEADER - 11) + b"\n"
@@ -139,7 +139,7 @@ def _to_output(rows: IO[bytes]) -> None:
 
 
 def _umask() -> int:
-    """What files that a program writes are not allowed; it can be read by setting it alone."""
+    """Returns the process's umask, which can be read only by setting it."""
     mask = os.umask(0o022)
     os.umask(mask)
     return mask

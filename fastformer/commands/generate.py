@@ -27,8 +27,8 @@ logger = logging.getLogger("fastformer")
 
 FILLED_BY = ("file",)  # a prompt or a file, not both
 TEXTS = ("prompt", "stop")
-_MANY = 512  # new tokens for a prompt, where neither a flag nor the folder of another program says how many
-_READ_AHEAD = 4096  # prompts of a file that are held at a time
+_MANY = 512  # new tokens of a prompt if neither a flag nor the folder of another program sets their number
+_READ_AHEAD = 4096  # the most prompts of a file that are in memory at once
 
 
 def add_settings(parser: ArgumentParser) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def generate(
         prompt: the text to continue; without it, or with -, the lines of standard input as those of --file
         file: a UTF-8 file, one prompt a line (- is standard input); for each a line of output, in order, in which line
             ends are written as \\n, with --num_return_sequences so many, each behind the number of the prompt and a tab
-        stop: a text that ends the continuation and isn't printed; it may stand there several times. In most shells
+        stop: a text that ends the continuation and isn't printed; repeat the flag for several. In most shells
             $'\\n' is a line end
         on_error: at a line that is too long or no UTF-8, stop, or skip it with an empty line in its place and a warning
         device: auto (a GPU if there is one), cpu, cuda, cuda:1, ...
@@ -110,7 +110,7 @@ def generate(
 
 
 def _continue_one(model: GPT, config: GenerationConfig, say: _Sayings, prompt: str) -> None:
-    """Prints the continuation of a prompt, or several."""
+    """Prints the continuation of a prompt, or several continuations."""
     from torch import Tensor
 
     from fastformer.generation import generate as search
@@ -121,7 +121,7 @@ def _continue_one(model: GPT, config: GenerationConfig, say: _Sayings, prompt: s
     if not ids:
         raise ValueError("expected a prompt of at least one token, got an empty one")
     say.warn_of_unknown()
-    # A single row is printed token by token; the results of beams and of several samples are known at the end.
+    # A single row is printed token by token; the results of beams and of several samples are known only at the end.
     streamer = say.streamer(prompt) if max(config.num_beams, config.num_return_sequences) == 1 else None
     out = search(model, [ids], config, streamer=streamer, tokenizer=say.tokenizer)
     assert isinstance(out, Tensor)
@@ -133,7 +133,7 @@ def _continue_one(model: GPT, config: GenerationConfig, say: _Sayings, prompt: s
 
 
 def _check_sampling(greedy: bool, options: Mapping[str, Any]) -> None:
-    """Refuses flags of sampling without sampling."""
+    """Refuses flags of sampling if the command doesn't sample."""
     num_beams, returned = options.get("num_beams", 1), options.get("num_return_sequences", 1)
     if greedy and num_beams != 1:
         raise ValueError(f"expected --greedy or --num_beams {num_beams}, got both")
@@ -146,14 +146,14 @@ def _check_sampling(greedy: bool, options: Mapping[str, Any]) -> None:
 
 
 class _Sayings:
-    """What prompts become, and what there is to say of them at the end.
+    """Encodes prompts, makes the texts of their continuations, and reports at the end.
 
     Args:
-        tokenizer: of the model.
-        config: of the search.
-        max_len: of the model.
-        limit: of new tokens, where the config has none.
-        cuts: take the end of a prompt that leaves no room.
+        tokenizer: the model's tokenizer.
+        config: the search's config.
+        max_len: the number of the model's positions.
+        limit: the most new tokens if the config sets none.
+        cuts: whether a prompt that leaves no room is cut to its end.
     """
 
     def __init__(
@@ -161,16 +161,16 @@ class _Sayings:
     ) -> None:
         self.tokenizer, self._stop, self._max_len, self.limit = tokenizer, config.stop_strings, max_len, limit
         self._tokens = self._unknown = self._cut = self._limited = self._shortened = 0
-        # A prompt that is cut leaves room for what was asked for, else for a quarter of the positions.
+        # A cut prompt leaves room for the new tokens that were asked for, else for a quarter of the positions.
         self._room = min(config.max_new_tokens or limit or max_len, max(1, max_len // 4)) if cuts else 0
         if config.max_new_tokens is not None and cuts:
             self._room = config.max_new_tokens
 
     def encode(self, prompt: str) -> list[int]:
-        """The ids of a prompt."""
+        """Returns the ids of a prompt."""
         ids = self.tokenizer.encode(prompt)
         if self._room and len(ids) + self._room > self._max_len:
-            begin = self.tokenizer.encode("")  # BOS, if there is one
+            begin = self.tokenizer.encode("")  # BOS, if the tokenizer adds one
             begin = begin if ids[: len(begin)] == begin else []
             kept = self._max_len - self._room - len(begin)
             if kept > 0:
@@ -182,16 +182,16 @@ class _Sayings:
         return ids
 
     def text(self, prompt: str, ids: Sequence[int], tokens: Sequence[int]) -> str:
-        """A prompt, as it was typed, and its continuation."""
+        """Returns a prompt, as it was typed, with its continuation."""
         from fastformer.generation.streaming import before_stop
 
         said, again = self.tokenizer.decode([*ids, *tokens]), self.tokenizer.decode(ids)
         said = before_stop(said, self._stop, len(again))
-        # A tokenizer may give back a prompt that it doesn't hold quite as it was, a line end say.
+        # A tokenizer may not give back a prompt exactly, a line end say.
         return prompt + said[len(again) :] if said.startswith(again) else said
 
     def streamer(self, prompt: str) -> Any:
-        """Prints a continuation as it is made."""
+        """Makes a streamer that prints a continuation while it is made."""
         from fastformer.generation.streaming import TextStreamer
 
         class Streamer(TextStreamer):
@@ -201,19 +201,19 @@ class _Sayings:
         return Streamer(self.tokenizer, prompt=prompt, stop=self._stop)
 
     def note_end(self, ids: Sequence[int], tokens: Sequence[int]) -> None:
-        """Notes whether a continuation ended because the model has no more positions."""
+        """Records whether a continuation ended because the model has no more positions."""
         special = self.tokenizer.special_ids
         is_ended = any(token in special.eos or token == special.pad for token in tokens)
         self._cut += not is_ended and len(ids) + len(tokens) == self._max_len
         self._limited += not is_ended and len(tokens) == self.limit
 
     def warn_of_unknown(self) -> None:
-        """Says how much of the prompts the tokenizer doesn't know."""
+        """Warns of the share of the prompts that the tokenizer doesn't know."""
         if self._unknown:
             logger.warning("the tokenizer doesn't know %d of the prompt's %d tokens", self._unknown, self._tokens)
 
     def report(self, max_new_tokens: int | None) -> None:
-        """Says how to go on, where texts ended with the model's positions and nothing else was asked for."""
+        """Reports cut prompts, and tells the user how to get longer texts if texts ended at a limit."""
         if self._shortened:
             logger.warning("cut the beginning of %d prompts: %d positions are too few", self._shortened, self._max_len)
         if self._limited:
@@ -225,7 +225,7 @@ class _Sayings:
 
 
 class _Prompt(NamedTuple):
-    """A prompt on its way: its number, its text, and which of its samples is asked for (None: all)."""
+    """A prompt in the queue: its number, its text, and the number of its sample (None: all samples)."""
 
     number: int
     text: str
@@ -251,7 +251,7 @@ def _continue_lines(model: GPT, config: GenerationConfig, say: _Sayings, file: s
         if is_terminal(sys.stdin):
             print("continues each line that you type; Ctrl-D ends", file=sys.stderr)
         texts = Texts(arriving(), name, errors, None)
-    # Samples of one prompt slide apart: then each is a request.
+    # With a sliding window the samples of a prompt move apart, so that each is a request.
     slides = config.window == "slide" and config.samples > 1
     prompts = _Prompts(texts, list(range(config.samples)) if slides else [None])
     ids: dict[int, list[int]] = {}
@@ -266,7 +266,7 @@ def _continue_lines(model: GPT, config: GenerationConfig, say: _Sayings, file: s
                 checked = checked._replace(limit=min(say.limit, checked.limit))
             return builder.build(checked, place=prompt.number - 1, sample=prompt.sample)
         except ValueError as error:
-            if not prompt.sample:  # the first sample has met it
+            if not prompt.sample:  # the first sample has reported it
                 errors.handle(TextError(f"{name}, line {prompt.number}: {error}"))
             return None
 
@@ -297,7 +297,7 @@ def _continue_lines(model: GPT, config: GenerationConfig, say: _Sayings, file: s
 
 
 class _Prompts:
-    """A source of lines as one of prompts, each for some samples."""
+    """A source of prompts from a source of lines, each for some samples."""
 
     def __init__(self, texts: Source[Item], samples: Sequence[int | None]) -> None:
         self._texts, self._samples, self._numbers = texts, samples, itertools.count(1)
@@ -316,7 +316,7 @@ class _Prompts:
 
 
 def _numbered(prompt: _Prompt, text: str, count: int) -> str:
-    """A text as a line of the output."""
+    """Formats a text as a line of the output."""
     line = text.replace("\r", "\\r").replace("\n", "\\n")
     return f"{prompt.number}\t{line}" if count > 1 else line
 

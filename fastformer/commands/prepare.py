@@ -18,7 +18,7 @@ from fastformer.training.sections import SEVERAL, Data, Machine, Tokens
 
 logger = logging.getLogger("fastformer")
 
-# Of the settings of a training those that make shards.
+# The settings of a training that affect the shards.
 _SKIPPED = {"task", "train_data", "shards_at_once", "held_out"}
 _OF_MACHINE = {"seed"}
 LISTED = frozenset(SEVERAL - {"tokenizer"})
@@ -36,13 +36,13 @@ def prepare(
 ) -> None:
     """Tokenizes text that doesn't fit in memory into shards on disk, to train on.
 
-    `fastformer train RUN --train_data DIR` reads them. The same command goes on with what an ended one has done.
+    `fastformer train RUN --train_data DIR` reads them. The same command resumes an interrupted one.
 
     Args:
         out: the folder to write
         shards: how many, each a fair sample of all sources; 0: as many as make about 16 MiB each
-        processes: that work beside each other; 0: one for each core
-        bpe_characters: how much text a BPE learns from at most; of more text it is drawn at random
+        processes: the number of parallel processes; 0: one for each core
+        bpe_characters: the most characters that a BPE learns from; more text is sampled at random
         settings: those that flags gave, as `TrainConfig.from_dict` reads them
     """
     kind = {"model": "gpt"} if settings.get("train_text") else {}
@@ -53,7 +53,7 @@ def prepare(
 
 
 def add_settings(parser: ArgumentParser) -> dict[str, Any]:
-    """Gives a parser the flags of the settings that make shards. Returns the type of each, by its flag's name."""
+    """Adds a flag to a parser for each setting that affects the shards. Returns their types by the flags' names."""
     hints: dict[str, Any] = {}
     skipped = {Data: _SKIPPED, Machine: {f.name for f in fields(Machine)} - _OF_MACHINE}
     for section in (Data, Filters, Tokens, Machine):

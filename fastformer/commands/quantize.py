@@ -16,7 +16,7 @@ def quantize(run: str, out: str, *, precision: Literal["int8", "int4"] = "int8")
 
     Args:
         run: the run folder
-        out: the folder to write, which isn't there yet or is empty
+        out: the folder to write, a new or an empty one
         precision: int8 has 255 steps for each output of a matrix; int4 has 16 for each 32 weights
     """
     from fastformer.checkpoints import load_model
@@ -29,7 +29,7 @@ def quantize(run: str, out: str, *, precision: Literal["int8", "int4"] = "int8")
         raise ValueError(f"expected a folder that isn't there yet or is empty, but there is something in {out}")
     model, tokenizer = load_model(run, ("Transformer", "GPT"))
     model.quantize(precision).save_pretrained(folder, tokenizer)
-    search = Path(run, GENERATION)  # how the folder of another program wants to be sampled
+    search = Path(run, GENERATION)  # the sampling options of another program's folder
     if search.is_file():
         write_atomically(folder / GENERATION, read_small(search))
     before, after = (weights_size(Path(path)) for path in (run, out))

@@ -28,15 +28,15 @@ def rank(
     Prints a line for each passage, the best first: its score, a tab, and its text.
 
     Args:
-        folder: of the cross-encoder, as sentence-transformers or transformers saves it
-        query: what the passages are to answer
+        folder: the cross-encoder's folder, as sentence-transformers or transformers saves it
+        query: the question that the passages are to answer
         file: a UTF-8 file, one passage a line; compressed or not; - is standard input, FILE.jsonl:COLUMN a column of
             JSON lines, as of .parquet, .csv and .tsv; without it, the lines of standard input
-        top_k: print the best so many alone
+        top_k: print only this many of the best passages
         json_lines: print a JSON object a line: corpus_id (the number of the passage's line, from 0), score, text
         precision: convert the weights to this; int8 and int4 are for a CPU; by default they stay as they were saved
         device: auto (a GPU if there is one), cpu, cuda, cuda:1, ...
-        batch_tokens: that are computed together; fewer take less memory
+        batch_tokens: tokens that are computed together; fewer need less memory
     """
     from fastformer.commands._lines import each_line
     from fastformer.devices import choose_device

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from fastformer.generation.config import Precision
     from fastformer.generation.text_io import ErrorPolicy, TokenScored
 
-_LEFT = ("its score at -inf", "their scores are -inf")  # where a line was skipped
+_LEFT = ("its score at -inf", "their scores are -inf")  # in the message about a skipped line
 LISTED = ("reference",)
-_LINES = 4096  # of a language model's file, that are scored before the first of them is printed
+_LINES = 4096  # lines of a language model's file that are scored before the first of them is printed
 USAGE = "fastformer score --hypotheses FILE --reference FILE | fastformer score RUN --file FILE [--target FILE]"
 
 
@@ -65,8 +65,8 @@ def score(
         device: auto (a GPU if there is one), cpu, cuda, cuda:1, ...
         precision: what the weights become; without it they stay as they were saved
         on_error: at a pair of lines that is too long or no UTF-8, stop, or skip it with the score -inf and a warning
-        skip_long: skip what is only too long
-        max_tokens: of a batch; fewer take less memory
+        skip_long: skip pairs that are only too long
+        max_tokens: the most tokens of a batch; fewer need less memory
         hypotheses: translations by any system, one a line; an empty line is an empty translation
         reference: the right translations, as many lines; several files, separated by commas, for several references
         baseline: translations by another system; adds its scores, and the probability (p) that a difference as large
@@ -111,7 +111,7 @@ def _is_language_model(run: str) -> bool:
 
     try:
         return read_architecture(listed_paths(run)[0]) == "GPT"
-    except ValueError:  # a folder of transformers, or none: loading it says more
+    except ValueError:  # a folder of transformers, or no model's; loading it has the better error
         return False
 
 
@@ -162,7 +162,7 @@ def _score_text(
     errors: ErrorPolicy,
     max_tokens: int,
 ) -> None:
-    """Prints what a language model thinks of a file."""
+    """Prints the scores that a language model gives the texts of a file."""
     from fastformer.checkpoints import load_models
     from fastformer.commands import listed_paths
     from fastformer.commands._lines import all_lines
@@ -186,7 +186,7 @@ def _score_text(
     else:
         texts, skipped = [read_text(file, skip_bad=errors.on_error == "skip")], set()
         pieces = tokenizer.encode_batch(tokenizer.pieces(texts[0]))
-        # As in training, where EOS ends a document.
+        # As in training, EOS ends a document.
         rows = [[*(i for ids in pieces for i in ids), tokenizer.special_ids.first_eos]]
     total = _Total()
     for start in range(0, len(rows), _LINES):
@@ -201,21 +201,21 @@ def _score_text(
 
 
 class _Total:
-    """Sums up scores for a last line on standard error."""
+    """The sum of the scores, for a last line on standard error."""
 
     def __init__(self) -> None:
         self._texts = self._tokens = self._characters = 0
         self._score = 0.0
 
     def add(self, found: TokenScored) -> None:
-        """Counts a text, if it has any scored tokens."""
+        """Adds a text's score, if it has scored tokens."""
         if found.tokens:
             self._texts, self._tokens = self._texts + 1, self._tokens + len(found.tokens)
             self._characters += len(found.text)
             self._score += found.score
 
     def report(self) -> None:
-        """Prints the line."""
+        """Prints the last line."""
         from fastformer.generation.text_io import perplexity
 
         if not self._tokens:
@@ -263,10 +263,10 @@ def _score_hypotheses(
     systems: list[tuple[str, Sequence[str]]] = [("baseline", others), ("hypotheses", found)]
     metrics = corpus_metrics(bleu_tokenize, ter)
     signatures, table = PairedTest(systems, metrics, references, "bs", 1000)()
-    for name, (key, signed) in zip(metrics, signatures.items(), strict=True):  # it calls chrF "chrF2"
+    for name, (key, signed) in zip(metrics, signatures.items(), strict=True):  # sacrebleu calls chrF "chrF2"
         first, second = table[key]
         assert not isinstance(first, str) and not isinstance(second, str)
-        # It counts the samples that differ by more, and finds none where the systems are equal.
+        # sacrebleu counts the samples that differ by more, and finds none if the systems are equal.
         chance = 1.0 if first.score == second.score else second.p_value
         print(f"{name} {second.score:.2f}  baseline {first.score:.2f}  p = {chance:.4f}  {signed}")
 
