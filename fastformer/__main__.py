@@ -12,14 +12,14 @@ from fastformer.cli import main
 def leave(code: int) -> NoReturn:
     """Ends the process.
 
-    After a signal or a failure, a process that a launcher started with others ends at once. Python would take its
-    modules apart first, for half a second of a core and for many seconds on a busy machine, while the launcher counts
-    those until it kills; and process groups whose other ends are gone may wait for them. What a command keeps is on the
-    disk when it returns.
+    After a signal or a failure, a process that a launcher started with others ends at once. Python's own shutdown would
+    take half a second of a core, and many seconds on a busy machine, while the launcher waits only for a limited time
+    before it kills the process; and process groups may wait for peers that have ended. Nothing is lost: a command's
+    results are on the disk when it returns.
     """
     if code and {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # its reader went away
+            with contextlib.suppress(OSError, ValueError):  # the reader of the stream has closed it
                 stream.flush()
         logging.shutdown()
         os._exit(code)

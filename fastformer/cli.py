@@ -1,6 +1,6 @@
-"""The command `fastformer`: finds the command that was typed, makes flags and help from its signature, and runs it.
+"""The command `fastformer`: finds the command that the user typed, makes its flags and help, and runs it.
 
-Nothing heavy is imported here: `fastformer --help` and `fastformer doctor` work with what a bare installation has.
+Nothing heavy is imported here: `fastformer --help` and `fastformer doctor` work in a bare installation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from fastformer import __version__, console
 from fastformer.settings import suggestion
 
-# The function of a command has its name and stands in fastformer/commands/ under the same one.
+# The function of a command has the command's name, in the module of the same name in fastformer/commands/.
 COMMANDS = {
     "prepare": "Tokenizes text that doesn't fit in memory into shards on disk, to train on.",
     "train": "Trains on text files or on the built-in task; writes a run folder.",
@@ -39,10 +39,10 @@ COMMANDS = {
     "doctor": "Says which versions are installed, and which backend each op gets here and why.",
 }
 
-# Those whose work is in a folder: it is done whether its messages are read or not.
+# Commands whose results are in a folder: they finish even if standard output closes.
 SAVING = {"prepare", "train", "report", "average", "quantize", "demo"}
 
-# Which extra of the installation has a package; the others are in "train".
+# The extra of the installation that has a package; packages that are not here are in "train".
 EXTRAS = {
     "matplotlib": "plot",
     "transformers": "hf",
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _quieten(debug)
         try:
             code = _run(words)
-            sys.stdout.flush()  # while a failure can still be told
+            sys.stdout.flush()  # while an error can still be reported
             return code
         except (Exception, KeyboardInterrupt) as error:
             if isinstance(error, console.OutputLostError) and error.has_left:  # `fastformer translate | head`
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _few_collections() -> Iterator[None]:
-    """Lets Python look for garbage less often: what an import of torch makes stays, and takes a tenth less time so."""
+    """Makes Python's garbage collection rarer: importing torch makes lasting objects, and takes a tenth less time."""
     before = gc.get_threshold()
     gc.set_threshold(50_000, 20, 50)
     try:
@@ -107,18 +107,18 @@ def _few_collections() -> Iterator[None]:
 
 
 def _quieten(debug: bool) -> None:
-    """Shows what this program says, and of the libraries under it what is an error."""
+    """Shows fastformer's messages, and only errors of the libraries that it uses."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("fastformer").setLevel(logging.INFO)
     if not debug:
         logging.getLogger("torch").setLevel(logging.ERROR)
         logging.getLogger("matplotlib").setLevel(logging.ERROR)
-        if not sys.warnoptions:  # python -W asks for them
+        if not sys.warnoptions:  # python -W asks for warnings
             warnings.simplefilter("ignore")
 
 
 def _explained(error: BaseException) -> tuple[int, str]:
-    """The exit code of an error, and what to say of it in one line."""
+    """Returns the exit code for an error, and a message of one line."""
     if isinstance(error, argparse.ArgumentError):
         return 2, str(error)
     if isinstance(error, KeyboardInterrupt):  # or another signal, as training/interrupts.py catches them
@@ -134,7 +134,7 @@ def _explained(error: BaseException) -> tuple[int, str]:
         )
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(text)):
         return 1, f"out of memory: take smaller batches (--max_tokens, --max_batch_size) or a smaller model ({text})"
-    # What this program raises on purpose is a ValueError or a type of its own; strict mode alone uses another.
+    # Errors that fastformer raises on purpose are ValueErrors or its own types, except in strict mode.
     strict = isinstance(error, NotImplementedError) and text.startswith("fastformer::")
     if (
         isinstance(error, ValueError | OSError | ImportError)
@@ -174,7 +174,7 @@ def _run(words: list[str]) -> int:
 
 def _call(name: str, words: list[str]) -> int:
     """Parses the words by the signature of the command's function, and calls it."""
-    if name == "doctor":  # it has to work where nothing else does
+    if name == "doctor":  # it has to work in a bare installation
         parser = argparse.ArgumentParser(prog="fastformer doctor", description=COMMANDS[name], exit_on_error=False)
         _, unknown = parser.parse_known_args([word for word in words if word != "--debug"])
         if unknown:

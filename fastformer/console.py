@@ -1,4 +1,4 @@
-"""Standard output and standard error: text goes there in UTF-8, and work outlives them."""
+"""Standard output and standard error in UTF-8, for work that may continue after they close."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any, TextIO
 
 logger = logging.getLogger("fastformer")
 
-# Controls of a terminal, line ends that no file has, and what turns the direction of the text around.
+# Control characters, unusual line ends, and characters that change the direction of the text.
 _UNSEEN = {"Cc", "Cs", "Zl", "Zp"}
 _TURNS = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}
 
 
 class OutputLostError(OSError):
-    """A standard stream takes no more text.
+    """A standard stream accepts no more text.
 
     Args:
-        name: of the stream.
-        reason: why it takes none.
-        has_left: whether its reader went away, as that of `fastformer translate ... | head` does.
+        name: the name of the stream.
+        reason: why it accepts no text.
+        has_left: whether its reader has closed it, as in `fastformer translate ... | head`.
     """
 
     def __init__(self, name: str, reason: str, *, has_left: bool = False) -> None:
@@ -33,18 +33,18 @@ class OutputLostError(OSError):
 
 
 class Output:
-    """A standard stream that is written to until it fails; afterwards what is written is dropped.
+    """A standard stream that accepts text until it fails; later texts are dropped.
 
-    Characters that its encoding lacks are escaped. Everything but `write` and `flush` is the stream's own.
+    Characters that its encoding lacks are escaped. All methods but `write` and `flush` are the stream's own.
 
     Args:
         stream: the stream; None: it was closed when the process began.
-        name: in messages.
-        outlived: whether the work goes on after a failure, with a warning in the log. Otherwise a write raises.
+        name: the stream's name in messages.
+        outlived: whether the work continues after a failure, with a warning in the log. Otherwise a write raises.
 
     Attributes:
         outlived: as above; it may be set later.
-        lost: why nothing is written any more; None: all is well.
+        lost: the reason why the stream accepts no text; None: it accepts text.
     """
 
     def __init__(self, stream: TextIO | None, name: str, *, outlived: bool) -> None:
@@ -54,10 +54,10 @@ class Output:
         self._has_left = False
 
     def write(self, text: str) -> int:
-        """Writes a text, and gives its length.
+        """Writes a text, and returns its length.
 
         Raises:
-            OutputLostError: the stream fails, or did so before, and is not outlived.
+            OutputLostError: the stream fails, or failed before, and `outlived` is false.
         """
         if self.lost is None:
             try:
@@ -69,7 +69,7 @@ class Output:
         return len(text)
 
     def flush(self) -> None:
-        """Brings out what was written; errors as those of `write`."""
+        """Flushes the written text; the errors are those of `write`."""
         if self.lost is None:
             try:
                 self._stream.flush()
@@ -96,20 +96,20 @@ class Output:
 
 
 def outlived_output() -> Output:
-    """Standard output for work that must not end with it."""
+    """Returns standard output for work that has to continue if it closes."""
     if isinstance(sys.stdout, Output):
         return sys.stdout
     return Output(sys.stdout, "standard output", outlived=True)
 
 
 def losses() -> list[str]:
-    """What is lost of the standard streams: "standard output (Broken pipe)"."""
+    """Returns the standard streams that have failed, with the reasons: "standard output (Broken pipe)"."""
     streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, Output)]
     return [f"{stream.name} ({stream.lost})" for stream in streams if stream.lost is not None]
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Whether a person reads a standard stream, or types into it; one that is closed has no reader."""
+    """Returns whether a standard stream is a terminal; a closed stream is not."""
     try:
         return stream is not None and stream.isatty()
     except ValueError:  # it was closed
@@ -118,9 +118,9 @@ def is_terminal(stream: TextIO | None) -> bool:
 
 @contextlib.contextmanager
 def standard_streams() -> Iterator[None]:
-    """Standard output and error as `Output`s in UTF-8, whatever the locale; at first only standard error is outlived.
+    """Makes standard output and error `Output`s in UTF-8, whatever the locale; first only standard error is outlived.
 
-    A stream that fails is given /dev/null for the end of the process, for Python itself would fail at its last flush.
+    A stream that fails is redirected to /dev/null at the end of the process, since Python's last flush would fail.
     """
     _fill_closed_descriptors()
     before = sys.stdout, sys.stderr
@@ -144,7 +144,7 @@ def standard_streams() -> Iterator[None]:
 
 
 def typed(text: str) -> str:
-    """A word of the command line as text: UTF-8 where it is that, whatever the locale took its bytes for."""
+    """Decodes a word of the command line as UTF-8, whatever the locale; a word that is not UTF-8 stays the same."""
     try:
         return os.fsencode(text).decode("utf-8")
     except UnicodeError:
@@ -152,11 +152,11 @@ def typed(text: str) -> str:
 
 
 def printable(text: str, most: int | None = None) -> str:
-    """A text as it may be shown on a terminal: without control characters, and cut.
+    """Makes a text safe to show on a terminal: without control characters, and of a limited length.
 
     Args:
-        text: of any kind.
-        most: characters that are shown; None: all.
+        text: the text.
+        most: the most characters to show; None: all.
     """
     if most is not None and len(text) > most:
         text = text[: most - 1] + "…"
@@ -164,7 +164,7 @@ def printable(text: str, most: int | None = None) -> str:
 
 
 def shown(text: str, stream: TextIO | None) -> str:
-    """A text as it may go to a stream: on a terminal without control characters but line ends and tabs, else as is."""
+    """Makes a text safe for a stream: on a terminal without control characters, except line ends and tabs."""
     if not is_terminal(stream):
         return text
     return "".join(part if part in "\n\t" else printable(part) for part in re.split("([\n\t])", text))
@@ -176,7 +176,7 @@ def _escaped(character: str) -> str:
 
 
 def _in_utf8(stream: TextIO | None, errors: str) -> tuple[str, str] | None:
-    """Sets a stream to UTF-8. Returns what it had, if that was something else and can be set."""
+    """Sets a stream to UTF-8. Returns its earlier encoding and error handler if it could be set and they differed."""
     reconfigure = getattr(stream, "reconfigure", None)
     if stream is None or reconfigure is None:
         return None
@@ -190,7 +190,7 @@ def _in_utf8(stream: TextIO | None, errors: str) -> tuple[str, str] | None:
 
 
 def _fill_closed_descriptors() -> None:
-    """Opens /dev/null in place of each closed standard stream: the next file would get its number and its output."""
+    """Opens /dev/null for each closed standard stream: otherwise the next file would get its descriptor and output."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
@@ -199,7 +199,7 @@ def _fill_closed_descriptors() -> None:
 
 
 def _to_nowhere(stream: TextIO | None) -> None:
-    """Sends the rest of the buffers of a standard stream of the process to /dev/null."""
+    """Redirects the rest of a standard stream's buffers to /dev/null."""
     with contextlib.suppress(OSError, ValueError):
         if stream is not None and (descriptor := stream.fileno()) in (1, 2):
             _open_null(descriptor)

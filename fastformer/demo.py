@@ -19,7 +19,7 @@ from fastformer.training.examples import number_texts
 from fastformer.training.interrupts import Interrupted, Interrupts
 
 UNSEEN = 1000
-# The demo's own files: what its training writes into a run folder, its pictures, and the mark that it was here.
+# The demo's own files: those of its training in a run folder, its pictures, and the file that marks a demo.
 MARK = ".fastformer-demo"
 OWN_FILES = (
     "config.json", "config.yaml", "model.safetensors", "tokenizer.json", "metrics.jsonl", "events.out.tfevents.*",
@@ -30,7 +30,7 @@ SAMPLES = (21, 101_000, 1_000_001, 345_678_901)
 
 
 def demo_config(seed: int) -> TrainConfig:
-    """The built-in task with the settings that suit it; the demo scores the model itself, at the end."""
+    """Returns the config of the built-in task; the demo itself scores the model at the end, so the training doesn't."""
     return TrainConfig.from_dict({"task": "numbers", "val_examples": 0, "seed": seed})
 
 
@@ -39,10 +39,10 @@ def run_demo(folder: Path, *, seed: int = 0) -> float:
 
     Args:
         folder: the run folder: a new or empty one, or that of an earlier demo, whose own files are replaced.
-        seed: of data, weights and order.
+        seed: the seed of data, weights and order.
 
     Raises:
-        ValueError: a folder that holds anything else.
+        ValueError: the folder holds anything else.
     """
     config = demo_config(seed)
     with Interrupts() as interrupts:
@@ -52,12 +52,12 @@ def run_demo(folder: Path, *, seed: int = 0) -> float:
 
 
 def clear(folder: Path) -> None:
-    """Makes room for a demo: a new folder, an empty one, or one where a demo was before, whose own files go.
+    """Makes room for a demo in a new folder, an empty one, or that of an earlier demo, whose own files are removed.
 
-    Every other file stays where it is: the demo removes what it wrote, by name, and nothing else.
+    Every other file stays: the demo removes only the files that it wrote, by name.
 
     Raises:
-        ValueError: a folder with files of others and no demo's mark, or one in which something trains.
+        ValueError: the folder has other files and no demo's mark, or a training is running in it.
     """
     if not folder.parts:
         raise ValueError("expected a folder to write the demo to that is not the current one: give --out demo")
@@ -121,7 +121,7 @@ def train_and_show(trainer: Trainer, folder: Path, seed: int) -> float:
 
 
 def decoding_speeds(translator: Translator, sources: list[str], rounds: int = 3) -> dict[str, float]:
-    """Sentences per second, recomputing everything and with the cache: medians of interleaved rounds."""
+    """Measures sentences per second without and with the cache: medians of interleaved rounds."""
     seconds: dict[str, list[float]] = {"recompute": [], "kv_cache": []}
     for _ in range(rounds):
         for engine, times in seconds.items():

@@ -6,15 +6,15 @@ import torch
 
 
 def choose_device(name: str, precision: str | None = None) -> torch.device:
-    """ "auto" is the GPU if there is one, and the CPU for the precisions "int8" and "int4", which need one.
+    """Returns the device of a name. "auto" is the GPU if there is one, but the CPU for precision "int8" or "int4".
 
     Raises:
-        ValueError: no such device here.
+        ValueError: this machine has no such device.
     """
     if name == "auto":
         return torch.device("cuda" if precision not in ("int8", "int4") and torch.cuda.is_available() else "cpu")
     try:
         torch.zeros(1, device=name).cpu()  # "meta" can be allocated on and holds nothing
-    except (RuntimeError, AssertionError) as error:  # what a build without CUDA raises is an AssertionError
+    except (RuntimeError, AssertionError) as error:  # a build without CUDA raises an AssertionError
         raise ValueError(f"expected a device that this PyTorch can use, got {name!r}: give cpu or auto") from error
     return torch.device(name)

@@ -1,4 +1,4 @@
-"""What this machine has, what decodes here, which backend each op gets, and why. `fastformer doctor` prints it."""
+"""Reports this machine's hardware, engines and the backend of each op, with reasons, for `fastformer doctor`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PACKAGES = (
 
 
 def versions() -> Iterator[str]:
-    """A line for Python and one for each package that matters here."""
+    """Yields a line for Python and one for each relevant package."""
     yield f"python {platform.python_version()} on {platform.system()} {platform.machine()}"
     for package in PACKAGES:
         try:
@@ -39,7 +39,7 @@ def versions() -> Iterator[str]:
 
 
 def machine() -> Iterator[str]:
-    """Lines about the CPU, the C++ extension and the GPUs."""
+    """Yields lines about the CPU, the C++ extension and the GPUs."""
     yield f"CPU capability {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     isa = _extension.load()
     if isa is not None:
@@ -61,12 +61,12 @@ def machine() -> Iterator[str]:
 
 
 def forward_ops() -> list[_library.Op]:
-    """The ops that a user calls; their backward passes have kernels of the same files."""
+    """Returns the ops that a user calls; their backward passes have kernels in the same files."""
     return [op for name, op in _library.OPS.items() if "_bwd" not in name and name != "linear_weight_grad"]
 
 
 def choice(op: _library.Op, device_type: str) -> tuple[str, str]:
-    """Where an op runs, as far as that can be said before its arguments are known.
+    """Returns the backend of an op, as far as it is known without the arguments of a call.
 
     Args:
         op: one of `forward_ops`.
@@ -87,7 +87,7 @@ def choice(op: _library.Op, device_type: str) -> tuple[str, str]:
 
 
 def decoding() -> Iterator[str]:
-    """Lines about the engines that decode fastest."""
+    """Yields lines about the engines that decode fastest."""
     yield from _decoding_in_cpp()
     graph = (
         "engine 'graph', which takes a whole step with its search in one launch of a CUDA graph, has to be asked for"
@@ -114,7 +114,7 @@ def _decoding_in_cpp() -> Iterator[str]:
 
 
 def encoding() -> Iterator[str]:
-    """Lines about what computes encoders."""
+    """Yields lines about the C++ encoder."""
     missing = _extension.why_missing("Encoder")
     if missing is not None:
         yield f"all encoders run by their modules, in their own dtype: there is no C++ encoder, for {missing}"
@@ -125,7 +125,7 @@ def encoding() -> Iterator[str]:
 
 
 def kernels() -> Iterator[str]:
-    """Lines about where kernels for the current GPU come from, and which take attention."""
+    """Yields lines about the origin of kernels for the current GPU, and about those that compute attention."""
     capability = _host.capability_of(torch.cuda.current_device())
     yield from _fastest.report(capability)
     binaries: Any = _library.triton_kernel("_binaries")
@@ -134,7 +134,7 @@ def kernels() -> Iterator[str]:
 
 
 def report() -> str:
-    """The whole report as text."""
+    """Returns the whole report as text."""
     device_types = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     lines = ["versions", *(f"  {line}" for line in versions()), "", "machine", *(f"  {line}" for line in machine())]
     lines += ["", "decoding", *(f"  {line}" for line in decoding())]

@@ -1,4 +1,4 @@
-"""Writing files so that a reader sees the old one or the new one, never a half."""
+"""Reads small files, and writes files so that a reader sees the old one or the new one, never a part."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-_MOST = 1 << 28  # bytes; a vocabulary of a million tokens takes a fifth of it
+_MOST = 1 << 28  # bytes; a vocabulary of a million tokens has a fifth of that
 _LEFT_OVER = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp")
 
 
 def write_atomically(path: Path, data: bytes | bytearray | memoryview) -> None:
-    """Writes the whole file or nothing: beside it under a random name, to the disk, then renamed.
+    """Writes a whole file or nothing: under a random name beside it, flushed to the disk, then renamed.
 
     The random name is opened for this write alone (O_EXCL), so that a link planted in the folder is never followed. A
     path that is itself a link is replaced by a file; the link's target stays as it is. The mode is 0666 less the
     umask, as for any file that a program writes.
 
     Raises:
-        OSError: it could not be written. The file from before is still there, and no other file.
+        OSError: the file could not be written. The earlier file is still there, and no temporary one.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
@@ -46,11 +46,11 @@ def write_atomically(path: Path, data: bytes | bytearray | memoryview) -> None:
 
 
 def remove_left_overs(folder: Path, names: Iterable[str]) -> None:
-    """Removes what a process that was killed in the middle of `write_atomically` left in a folder.
+    """Removes the temporary files of processes that were killed during `write_atomically`.
 
     Args:
-        folder: where.
-        names: patterns of the names that were to be written, such as "step-*.pt"; any other file stays.
+        folder: the folder of the files.
+        names: patterns of the final names, such as "step-*.pt"; any other file stays.
     """
     for path in folder.glob(".*.tmp"):
         left_over = _LEFT_OVER.fullmatch(path.name)
@@ -59,7 +59,7 @@ def remove_left_overs(folder: Path, names: Iterable[str]) -> None:
 
 
 def is_plain_file(path: Path) -> bool:
-    """Whether a path is a file itself: no link, folder, pipe or device. Only files are ever written here."""
+    """Returns whether a path is a regular file: no link, folder, pipe or device. Only such files are written here."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except OSError:
@@ -67,9 +67,9 @@ def is_plain_file(path: Path) -> bool:
 
 
 def check_places(folder: Path, names: Iterable[str]) -> None:
-    """Makes sure that files of these names can be written, or replaced, in a folder.
+    """Checks that files of these names can be written or replaced in a folder.
 
-    A link is no obstacle: `write_atomically` puts a file in its place and leaves what it points to alone.
+    A link is no obstacle: `write_atomically` replaces it by a file and doesn't change its target.
 
     Raises:
         ValueError: a folder, a pipe or a device has one of the names.
@@ -81,10 +81,10 @@ def check_places(folder: Path, names: Iterable[str]) -> None:
 
 
 def read_small(path: Path) -> bytes:
-    """The bytes of a file of settings or of a vocabulary.
+    """Returns the bytes of a file of settings or of a vocabulary.
 
     Raises:
-        ValueError: it is far too large for one, and would take the memory that it says.
+        ValueError: the file is far too large for one.
     """
     size = path.stat().st_size
     if size > _MOST:
@@ -93,14 +93,14 @@ def read_small(path: Path) -> bytes:
 
 
 def read_json(path: Path, *, unique_names: bool = False) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Reads a JSON object from a file.
 
     Args:
         path: the file.
-        unique_names: refuse an object that has a name twice, of which the last one would count.
+        unique_names: refuse an object with a repeated name, of which otherwise the last value counts.
 
     Raises:
-        ValueError: no file, one that is damaged or far too large, or no object in it.
+        ValueError: the file doesn't exist, is damaged or far too large, or has no object.
     """
     if not path.is_file():  # a pipe may never be written to
         raise ValueError(f"expected the file {path}, which isn't there: was the model saved completely?")
@@ -125,13 +125,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Brings the new name to the disk too, so that a power cut can't take it back."""
+    """Flushes the new name to the disk, so that a power cut can't undo the renaming."""
     if os.name != "posix":
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError:  # some network file systems can't sync a folder; the file itself is on the disk
+    except OSError:  # some network file systems can't sync a folder; the file's data are on the disk
         pass
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Functions under PyTorch's names: `scaled_dot_product_attention`, what its `attn_mask` can be, and `activate`."""
+"""Functions under PyTorch's names: `scaled_dot_product_attention`, the kinds of its `attn_mask`, and `activate`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fastformer.ops.attention import expand_mask, resolve_scale, why_no_kernel
 
 @dataclass(frozen=True)
 class Window:
-    """Which keys a query sees, counted from its own key on the diagonal that ends at the bottom right.
+    """A mask of the keys that a query sees, counted from its own key on the diagonal that ends at the bottom right.
 
     Attributes:
         left: the number of keys before its own; None = all.
@@ -34,7 +34,7 @@ class Window:
 
 @dataclass(frozen=True)
 class BlockDiagonal:
-    """Several sequences in a batch of one, each of which sees only itself.
+    """A mask of several sequences in a batch of one, each of which sees only itself.
 
     Attributes:
         seqlens_q: the number of queries of each sequence.
@@ -48,7 +48,7 @@ class BlockDiagonal:
 
 
 def causal_lower_right() -> Window:
-    """No key after a query's own, on the diagonal that ends at the bottom right: the mask of decoding with a cache."""
+    """Returns the mask of decoding with a cache: no keys behind the diagonal that ends at the bottom right."""
     return Window(None, 0)
 
 
@@ -65,7 +65,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`torch.nn.functional.scaled_dot_product_attention`, on our kernels if they support the call.
+    """Computes `torch.nn.functional.scaled_dot_product_attention`, with fastformer's kernels if they support the call.
 
     Other calls, and calls for which `torch.nn.attention.sdpa_kernel` names backends, run on PyTorch's kernels. A query
     that sees no key gives zeros.
@@ -110,9 +110,9 @@ def attend_heads(
     *,
     lies_as_query: bool,
 ) -> Tensor:
-    """`scaled_dot_product_attention`; without `lies_as_query` the output has the strides that are fastest.
+    """Computes `scaled_dot_product_attention`; without `lies_as_query` the output has the fastest strides.
 
-    For our kernels those are transposed from (batch, seqlen_q, num_heads, head_dim).
+    For fastformer's kernels those are transposed from (batch, seqlen_q, num_heads, head_dim).
     """
     if not (key.is_nested or value.is_nested) and key.shape[-2:-1] != value.shape[-2:-1]:
         # PyTorch's kernel for CPUs doesn't check this, and reads past the keys if there are more values.
@@ -154,7 +154,7 @@ def attend_heads(
 
 
 def _lies_by_head(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> bool:
-    """Whether the heads can be passed as a batch. Our output has the heads of a token side by side, and these not."""
+    """Returns whether the heads can be passed as a batch. fastformer's output has a token's heads side by side."""
     return (
         query.is_contiguous()
         and key.is_contiguous()
@@ -165,7 +165,7 @@ def _lies_by_head(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor |
 
 
 def _laid_out_as(query: Tensor, out: Tensor) -> Tensor:
-    """An output (batch, seqlen_q, num_heads, head_dim) in PyTorch's shape, with its strides in the order of query's."""
+    """Gives an output (batch, seqlen_q, num_heads, head_dim) PyTorch's shape, with the order of query's strides."""
     strides = query.stride()
     order = sorted(range(3), key=lambda dim: -strides[dim]) if strides[3] == 1 else [0, 1, 2]
     out = out.transpose(1, 2)
@@ -219,10 +219,10 @@ _WORTH_READING = 2**24
 
 
 def _band_of(mask: Tensor, query: Tensor, key: Tensor) -> Window | None:
-    """The window that a mask amounts to for all batches and heads, so that hidden keys are skipped; None: no window.
+    """Returns the window that a mask is for all batches and heads, whose hidden keys are then skipped; None: no window.
 
-    Each call reads the mask, since writes to it can go unnoticed. So this is done on a CPU alone, and for an attention
-    that takes much longer.
+    Each call reads the mask, since writes to it can go unnoticed. So this is done only on a CPU, and only for an
+    attention that takes much longer.
     """
     seqlen_q, seqlen_k = query.shape[-2], key.shape[-2]
     shared = all(size == 1 or step == 0 for size, step in zip(mask.shape[:-2], mask.stride()[:-2], strict=True))
@@ -232,7 +232,7 @@ def _band_of(mask: Tensor, query: Tensor, key: Tensor) -> Window | None:
         return None
     rows = mask[(0,) * (mask.dim() - 2)]
     seen = rows if rows.dtype == torch.bool else rows == 0
-    # The first row tells the band's end, the last row its start.
+    # The first row gives the band's end, the last row its start.
     ends, begins = int(seen[0].sum()), int(seen[-1].int().argmax())
     right = None if ends == seqlen_k else ends - 1 - (seqlen_k - seqlen_q)
     window = Window(seqlen_k - 1 - begins if begins else None, right)
@@ -248,7 +248,7 @@ def _band_of(mask: Tensor, query: Tensor, key: Tensor) -> Window | None:
 def _why_not(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: float | None, enable_gqa: bool
 ) -> str | None:
-    """Why PyTorch computes a call; None if our kernels do."""
+    """Returns why PyTorch computes a call; None if fastformer's kernels do."""
     tensors = [each for each in (query, key, value, attn_mask) if each is not None]
     reason = _why_no_call(tensors) or _why_no_shape(query, key, value, attn_mask, enable_gqa)
     if reason is not None:
@@ -256,12 +256,12 @@ def _why_not(
     q, k, v = (each.transpose(1, 2) for each in (query, key, value))
     try:
         return why_no_kernel(q, k, v, expand_mask(attn_mask, q, k), resolve_scale(scale, q.shape[-1]))
-    except ValueError as error:  # a mask that doesn't fit, for which PyTorch has an error
+    except ValueError as error:  # the mask doesn't fit, and PyTorch has an error for that
         return str(error)
 
 
 def _why_no_call(tensors: Sequence[Tensor]) -> str | None:
-    """Why a call with such tensors can't run on our kernels in this context, whatever the shapes."""
+    """Returns why a call with such tensors can't run on fastformer's kernels in this context, whatever the shapes."""
     if any(type(each) not in (Tensor, torch.nn.Parameter) for each in tensors):
         return "a tensor is of a subclass"
     if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
@@ -278,7 +278,7 @@ def _why_no_call(tensors: Sequence[Tensor]) -> str | None:
 
 
 def _why_no_shape(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool) -> str | None:
-    """Why our kernels take no tensors of these shapes and dtypes."""
+    """Returns why fastformer's kernels don't support tensors of these shapes and dtypes; None if they do."""
     if query.dim() != 4 or key.shape != value.shape:
         return "query, key and value have other ranks or shapes"
     if query.shape[0] != key.shape[0] or query.shape[-1] != key.shape[-1]:
@@ -294,7 +294,7 @@ def _why_no_shape(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor |
     return None
 
 
-# PyTorch's own code, even while `activate` routes the name to ours.
+# PyTorch's own code, even while `activate` routes the name to fastformer's.
 _OVERLOAD = torch.ops.aten.scaled_dot_product_attention.default
 
 
@@ -324,11 +324,11 @@ class _Activated(contextlib.AbstractContextManager[None]):
 
 
 def activate() -> contextlib.AbstractContextManager[None]:
-    """Routes all eager calls of `torch.nn.functional.scaled_dot_product_attention` in this process to our kernels.
+    """Routes all eager calls of torch's `scaled_dot_product_attention` in this process to fastformer's kernels.
 
-    That includes calls in other threads and through names imported before, on the CPU and on CUDA. Calls that our
-    kernels don't support run on PyTorch's code, and compiled code stays as it is. It lasts until `deactivate`, or until
-    the end of a block:
+    That includes calls in other threads and through names imported before, on the CPU and on CUDA. Calls that
+    fastformer's kernels don't support run on PyTorch's code, and compiled code doesn't change. It lasts until
+    `deactivate`, or until the end of a block:
 
         with fastformer.activate():
             model(x)
@@ -343,7 +343,7 @@ def activate() -> contextlib.AbstractContextManager[None]:
     with _lock:
         if _activation is not None:
             raise RuntimeError("fastformer is active already; fastformer.deactivate() ends that")
-        # Set before the name is routed to ours, and until it no longer is: another thread may be calling it.
+        # Set before the name is routed to fastformer's, and until it no longer is: another thread may be calling it.
         library = _activation = torch.library.Library("aten", "IMPL")
         for key in ("CPU", "AutogradCPU", "CUDA", "AutogradCUDA"):
             library.impl("scaled_dot_product_attention", _override, key)

@@ -1,4 +1,4 @@
-"""The languages of a translator that knows many: their names, and the tokens by which it is told them."""
+"""The languages of a multilingual translator: their names, and the tokens that tell the model the languages."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
-# Where the tokens of the languages stand:
+# The places of the languages' tokens:
 # "front"   source: [source] text EOS    translation: [target] text EOS    NLLB, M2M100, mBART-50
 # "behind"  source: text EOS [source]    translation: [target] text EOS    the first NLLB
 # "start"   as "behind", but a translation begins with [target] in place of the start token    mBART
 # "asked"   source: [target] text EOS    translation: text EOS             MADLAD, Marian
 Places: TypeAlias = Literal["front", "behind", "start", "asked"]
 
-_NEAR = 3  # names that an error suggests
-_SHOWN = 8  # and that it lists where none is near
+_NEAR = 3  # the most names that an error suggests
+_SHOWN = 8  # the most names that it lists if no name is similar
 
-# ISO 639-1 as the names that NLLB has: of several scripts or varieties the most usual.
+# ISO 639-1's codes with NLLB's names; for a language with several scripts or varieties, the most usual one.
 _ISO_NAMES = (
     "af:afr_Latn am:amh_Ethi ar:arb_Arab as:asm_Beng ay:ayr_Latn az:azj_Latn ba:bak_Cyrl be:bel_Cyrl bg:bul_Cyrl "
     "bm:bam_Latn bn:ben_Beng bo:bod_Tibt bs:bos_Latn ca:cat_Latn cs:ces_Latn cy:cym_Latn da:dan_Latn de:deu_Latn "
@@ -42,8 +42,8 @@ class LanguageIds(NamedTuple):
     """The ids that tell a model the languages of one text.
 
     Attributes:
-        front, behind: of the source: before its text, and behind its EOS.
-        begin: what the translation begins with.
+        front, behind: the ids before the source's text, and those behind its EOS.
+        begin: the ids that the translation begins with.
     """
 
     front: tuple[int, ...] = ()
@@ -58,12 +58,12 @@ class Languages:
     Args:
         ids: the id of each language's token, by its name.
         places: where the tokens stand; see `Places`.
-        lead: ids in front of the target's token, where a source is asked for it.
-        source, target: the languages of a text of which a caller says nothing; None: it has to be said. A model whose
-            start token is the target has no other target.
+        lead: the ids in front of the target's token for the places "asked".
+        source, target: the default languages of a text; None: the caller has to name one. A model whose start token is
+            the target has no other target.
 
     Raises:
-        ValueError: no languages, other places, a default that is none of them.
+        ValueError: there are no languages, the places are unknown, or a default is not one of the languages.
     """
 
     ids: Mapping[str, int]
@@ -83,14 +83,14 @@ class Languages:
                 raise ValueError(f"expected one of the {len(self.ids)} languages of the tokenizer, got {name!r}")
 
     def find(self, name: str, argument: str = "a language") -> str:
-        """The language that a name means: its own name, in any case, or a short one, such as "de" for "deu_Latn".
+        """Finds a language by its own name, in any case, or by a short one, such as "de" for "deu_Latn".
 
         Args:
-            name: see above.
-            argument: what the error calls it.
+            name: the name.
+            argument: the name's description in an error.
 
         Raises:
-            ValueError: no language, or one of several; the nearest names are suggested.
+            ValueError: no language has the name, or several have; the nearest names are suggested.
         """
         if not isinstance(name, str):
             raise ValueError(
@@ -121,7 +121,7 @@ class Languages:
         """Checks names of languages before there is a text; see `of`.
 
         Raises:
-            ValueError: a language that isn't known, or that this model can't be told.
+            ValueError: a language is unknown, or the model allows no choice of it.
         """
         if self.places == "asked" and source is not None:
             raise ValueError(
@@ -133,13 +133,13 @@ class Languages:
                 self.find(name, argument)
 
     def of(self, source: str | None, target: str | None) -> LanguageIds:
-        """The ids for a text.
+        """Returns the ids that tell the model the languages of a text.
 
         Args:
             source, target: names of languages; None: the defaults.
 
         Raises:
-            ValueError: a language that isn't known, that has to be said, or that this model can't be told.
+            ValueError: a language is unknown or missing, or the model allows no choice of it.
         """
         if self.places == "asked":
             self.check(source, None)
@@ -167,15 +167,15 @@ class Languages:
         return self.ids[name]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for `from_dict`."""
+        """Returns plain values, for `from_dict`."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Languages:
-        """What `to_dict` gave.
+        """Restores the languages from the result of `to_dict`.
 
         Raises:
-            ValueError, TypeError, KeyError: other values.
+            ValueError, TypeError, KeyError: the values are no result of `to_dict`.
         """
         ids = {str(name): int(i) for name, i in values["ids"].items()}
         return cls(ids, values["places"], tuple(map(int, values["lead"])), values["source"], values["target"])

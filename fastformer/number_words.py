@@ -23,7 +23,7 @@ _GERMAN_TENS = ("", "", "zwanzig", "dreißig", "vierzig", "fünfzig", "sechzig",
 
 
 def english(number: int) -> str:
-    """The number in English words: "one million, two hundred and three thousand and five".
+    """Spells a number in English words: "one million, two hundred and three thousand and five".
 
     Raises:
         ValueError: outside 0 to 999,999,999.
@@ -43,7 +43,7 @@ def english(number: int) -> str:
 
 
 def german(number: int) -> str:
-    """The number in German words: "eine Million zweihundertdreitausendfünf".
+    """Spells a number in German words: "eine Million zweihundertdreitausendfünf".
 
     Raises:
         ValueError: outside 0 to 999,999,999.
@@ -64,15 +64,15 @@ def german(number: int) -> str:
 
 
 def number_pairs(count: int, *, seed: int, max_digits: int = 9, exclude: set[int] | None = None) -> list[int]:
-    """Different random numbers with a uniform number of digits, so that short ones are not rare.
+    """Draws different random numbers with a uniform number of digits, so that short ones are not rare.
 
     A group of three digits is often zero or small, so that forms such as "one million and one" are not rare either.
 
     Args:
-        count: how many.
-        seed: of the choice.
-        max_digits: 1 to 9.
-        exclude: numbers that must not come, such as those of another split.
+        count: the number of numbers.
+        seed: the seed of the choice.
+        max_digits: the most digits, 1 to 9.
+        exclude: numbers to avoid, such as those of another split.
 
     Returns:
         `count` different numbers; feed them to `english` and `german`.
@@ -124,7 +124,7 @@ def _english_group(value: int) -> str:
 
 
 def _german_group(value: int, one: str) -> str:
-    """1 to 999 as one compound; `one` is what a last 1 becomes: eins at the end, ein before tausend, eine Million."""
+    """Spells 1 to 999 as one compound; `one` spells a final 1: eins at the end, ein before tausend, eine Million."""
     hundreds, rest = divmod(value, 100)
     word = ("ein" if hundreds == 1 else _GERMAN_SMALL[hundreds]) + "hundert" if hundreds else ""
     if rest == 1:

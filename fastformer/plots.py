@@ -20,11 +20,11 @@ def draw_attention(
     Args:
         source, target: the tokens, as `Translator.attention` gives them.
         weights: (num_layers, num_heads, len(target), len(source)).
-        path: of the PNG.
-        title: above the panels.
+        path: the PNG to write.
+        title: the title above the panels.
 
     Raises:
-        ValueError: a path that is no PNG's.
+        ValueError: the path is not that of a PNG.
         ImportError: matplotlib is not installed.
     """
     check_picture(path)
@@ -46,7 +46,7 @@ def draw_attention(
 
 
 def check_picture(path: str | os.PathLike[str]) -> None:
-    """Raises ValueError unless a path may become a PNG: matplotlib would write "/" to "/.png", and over any file."""
+    """Raises a ValueError unless a path may become a PNG: matplotlib would write "/" to "/.png", and over any file."""
     if Path(path).suffix.lower() != ".png" or Path(path).is_dir():
         raise ValueError(f"expected the name of a PNG file, such as attention.png, got {os.fspath(path)!r}")
 
@@ -68,7 +68,7 @@ def draw_losses(losses: list[tuple[int, float]], path: str | os.PathLike[str]) -
 
 
 def _figure(width: float, height: float) -> Figure:
-    """An empty figure.
+    """Makes an empty figure.
 
     Raises:
         ImportError: matplotlib is not installed.

@@ -1,6 +1,6 @@
-"""Dataclasses of settings: types, bounds and defaults stand in their fields and are checked when one is made.
+"""Dataclasses of settings: their fields define types, bounds and defaults, which are checked for every new object.
 
-A field says what it takes by its annotation: `norm: Literal["layer", "rms"]`, `dropout: Annotated[float, Range(0,
+A field's annotation defines the allowed values: `norm: Literal["layer", "rms"]`, `dropout: Annotated[float, Range(0,
 below=1)]`. `check_settings` reads that, and so do the command line and the YAML files.
 """
 
@@ -53,10 +53,10 @@ class Range:
 
 @dataclasses.dataclass(frozen=True)
 class Convert:
-    """Part of an annotation: brings a value into the form in which the setting is kept, in place of the usual check.
+    """A part of an annotation that converts a value into the stored form, in place of the usual check.
 
     Attributes:
-        convert: of the setting's name and the value; raises a ValueError that names the setting.
+        convert: a function of the setting's name and the value; raises a ValueError that names the setting.
     """
 
     convert: Callable[[str, Any], Any]
@@ -67,19 +67,19 @@ Count = Annotated[int, Range(0)]
 Amount = Annotated[float, Range(0)]
 Probability = Annotated[float, Range(0, below=1)]
 Seed = Annotated[int, Range(0, most=INT64_MAX)]
-# How sacreBLEU cuts text into words for BLEU. The last three need a model that stands in its folder already.
+# The ways in which sacreBLEU tokenizes text for BLEU. The last three need a model in sacreBLEU's folder.
 BleuTokenize = Literal[
     "13a", "intl", "zh", "ja-mecab", "ko-mecab", "char", "none", "flores101", "flores200", "spBLEU-1K"
 ]
 
 
 class _Field(NamedTuple):
-    """The facts about a field before a value comes.
+    """The facts about a field that its class determines.
 
     Attributes:
-        default: a value that needs no check; `_Field` itself where there is none.
-        usual: types whose values need no more than a look at their bounds; None: any value of the type fits.
-        convert: makes the value; None: `why_not` checks it.
+        default: a value that needs no check; `_Field` itself if there is none.
+        usual: the bounds of values by type, for types that need no other check; None: any value of the type fits.
+        convert: converts the value; None: `why_not` checks it.
     """
 
     name: str
@@ -92,13 +92,13 @@ class _Field(NamedTuple):
 def check_settings(settings: Any) -> bool:
     """Checks every field of a dataclass against its annotation.
 
-    Integers become floats in a field of floats, and what stands for an integer (NumPy's, a tensor of one) becomes one.
+    Integers become floats in a field of floats, and integer scalars (NumPy's, a tensor of one) become ints.
 
     Returns:
         Whether any field differs from its default.
 
     Raises:
-        ValueError: a value of another type, or out of bounds; the field is named.
+        ValueError: a value has another type or is out of bounds; the message names the field.
     """
     values, is_changed = vars(settings), False
     for field in _fields(settings.__class__):
@@ -112,7 +112,7 @@ def check_settings(settings: Any) -> bool:
                 continue
         found = _checked(field, value)
         if found is not value:
-            object.__setattr__(settings, field.name, found)  # which works for a frozen dataclass too
+            object.__setattr__(settings, field.name, found)  # works for a frozen dataclass too
     return is_changed
 
 
@@ -140,10 +140,10 @@ def _fields(cls: type) -> tuple[_Field, ...]:
 
 
 def _checked(field: _Field, value: Any) -> Any:
-    """The value of a field as it is kept.
+    """Returns the value of a field in its stored form.
 
     Raises:
-        ValueError: it doesn't fit.
+        ValueError: the value doesn't fit the field.
     """
     name, hint = field.name, field.hint
     if field.convert is not None:
@@ -161,22 +161,22 @@ def _checked(field: _Field, value: Any) -> Any:
 
 
 def shown(value: object) -> str:
-    """A value for an error message, cut where it is long."""
+    """Formats a value for an error message, cut if it is long."""
     return repr(value) if isinstance(value, str) else f"{value!r:.80}"
 
 
 def as_integer(value: Any) -> Any:
-    """The int that an object stands for, as a scalar of NumPy or of a tensor does; anything else stays as it is."""
+    """Converts an object that stands for an int, such as a scalar of NumPy or of a tensor; returns others unchanged."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         return value
-    try:  # an array has it too, and may hold a float or several numbers
+    try:  # an array has __index__ too, and may hold a float or several numbers
         return operator.index(value)
     except TypeError:
         return value
 
 
 def why_not(value: object, hint: Any) -> str | None:
-    """The expected kind of a value ("to be an integer", "of at least 1"); None if it is fine."""
+    """Returns the expected kind of a value ("to be an integer", "of at least 1"); None if the value fits."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         problems = [why_not(value, option) for option in get_args(hint)]
@@ -206,7 +206,7 @@ def check_value(name: str, value: object, hint: Any) -> None:
     """Checks one value, such as an argument, as `check_settings` does the fields of a dataclass.
 
     Raises:
-        ValueError: it doesn't fit the type or the bounds; it is named.
+        ValueError: the value doesn't fit the type or the bounds; the message names it.
     """
     if problem := why_not(value, hint):
         raise ValueError(f"expected {name} {problem}, got {shown(value)}")
@@ -220,7 +220,7 @@ def _is_finite(value: object) -> bool:
 
 
 def describe(hint: Any) -> str:
-    """What a type is called in a message: "an integer", "'relu' or 'gelu'", "a number or null"."""
+    """Describes a type in a message: "an integer", "'relu' or 'gelu'", "a number or null"."""
     origin = get_origin(hint)
     if origin is Annotated:
         return describe(get_args(hint)[0])
@@ -243,27 +243,27 @@ def describe(hint: Any) -> str:
 
 
 def describe_bounds(hint: Any) -> str:
-    """As `describe`, with the numbers that are allowed: "an integer of at least 1 or null"."""
+    """Describes a type as `describe` does, with its bounds: "an integer of at least 1 or null"."""
     if get_origin(hint) is Annotated:
         bounds = [bound for bound in get_args(hint)[1:] if isinstance(bound, Range)]
-        # The bounds of a 64-bit integer say nothing to a reader.
+        # The bounds of a 64-bit integer are of no use to a reader.
         return " ".join([describe(hint), *(str(bound) for bound in bounds if (bound.most or 0) <= INT64_MAX)])
     if get_origin(hint) not in (Union, types.UnionType):
         return describe(hint)
     kinds = dict.fromkeys(describe_bounds(option) for option in get_args(hint))
-    # "an integer of at least 1" of one architecture says enough of "an integer" of another.
+    # "an integer of at least 1" of one architecture includes "an integer" of another.
     return " or ".join(kind for kind in kinds if not any(other.startswith(f"{kind} ") for other in kinds))
 
 
 def choices(hint: Any) -> list[str]:
-    """The words that a type allows; empty where it is no choice."""
+    """Returns the words that a type allows; empty if it is no choice of words."""
     if get_origin(hint) is Literal:
         return [str(choice) for choice in get_args(hint)]
     return [word for option in get_args(hint) for word in choices(option)]
 
 
 def suggestion(word: object, known: Iterable[str]) -> str:
-    """ "; did you mean 'x'?" for the nearest known word, or nothing, as for a number in place of a word."""
+    """Returns "; did you mean 'x'?" for the nearest known word, or an empty text, as for a number."""
     near = difflib.get_close_matches(word, list(known), n=1) if isinstance(word, str) else []
     return f"; did you mean {near[0]!r}?" if near else ""
 
@@ -279,7 +279,7 @@ def _float_alone(hint: Any) -> bool:
 
 
 def _has_most(hint: Any) -> bool:
-    """Whether an annotation says how large an integer may be."""
+    """Returns whether an annotation sets a largest value."""
     if get_origin(hint) is Annotated:
         return any(isinstance(extra, Range) and extra.most is not None for extra in get_args(hint)[1:])
     return any(map(_has_most, get_args(hint)))

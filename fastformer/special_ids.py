@@ -1,7 +1,7 @@
-"""The ids that are no text: padding, the ends of a sequence, the unknown, and what a decoder begins with.
+"""The ids that are no text: padding, the ends of a sequence, the unknown token, and a decoder's start.
 
-They belong to a model, which saves them in its config, and to the tokenizer that it was trained with. Their defaults
-stand here and nowhere else.
+They belong to a model, which saves them in its config, and to the tokenizer that it was trained with. Only this module
+defines their defaults.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fastformer.settings import suggestion
 
 @dataclass(frozen=True, init=False)
 class SpecialIds:
-    """Which ids mean something by themselves.
+    """The ids with a meaning of their own.
 
     Args:
         pad: fills what a batch has behind shorter sequences. An encoder-decoder model embeds it as the zero vector, so
@@ -67,23 +67,23 @@ class SpecialIds:
         """The end that is put behind sources, targets and documents.
 
         Raises:
-            ValueError: the model has none.
+            ValueError: the model has no eos.
         """
         if not self.eos:
             raise ValueError("expected a model with an id of eos, got one whose texts have no end")
         return self.eos[0]
 
     def check(self, vocab_size: int, *, reads_sources: bool = False) -> None:
-        """Holds the ids against a vocabulary.
+        """Checks the ids against a vocabulary.
 
         The default unk may lie behind a vocabulary of two, for no model reads it.
 
         Args:
-            vocab_size: of the vocabulary.
+            vocab_size: the number of ids in the vocabulary.
             reads_sources: whether the model is an encoder-decoder, whose pad is no text.
 
         Raises:
-            ValueError: an id that the vocabulary doesn't have; no eos, or pad as one, in an encoder-decoder model.
+            ValueError: the vocabulary lacks an id; or an encoder-decoder model has no eos, or pad as one.
         """
         if reads_sources and not self.eos:
             raise ValueError("expected eos to be at least one id, got none")
@@ -96,21 +96,21 @@ class SpecialIds:
                     raise ValueError(f"expected special ids below the vocabulary's size {vocab_size}, got {name} {i}")
 
     def check_tokenizer(self, theirs: SpecialIds, model: str) -> None:
-        """Holds the ids of a model against those of the tokenizer that it is used with.
+        """Checks a model's ids against those of the tokenizer that it is used with.
 
         Args:
-            theirs: of the tokenizer.
-            model: what the model is called in the message.
+            theirs: the tokenizer's ids.
+            model: the model's name in the message.
 
         Raises:
-            ValueError: they differ.
+            ValueError: the ids differ.
         """
         if self != theirs:
             raise ValueError(f"expected a tokenizer with the special ids of {model}, {self}, got one with {theirs}")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> SpecialIds:
-        """The ids from plain values, as `dataclasses.asdict` gives them; missing ones have their defaults.
+        """Makes the ids from plain values, as `dataclasses.asdict` returns them; missing ones have their defaults.
 
         Raises:
             ValueError: an unknown name (the nearest one is suggested), or a value that is not allowed.
@@ -123,10 +123,10 @@ class SpecialIds:
 
     @classmethod
     def of(cls, config: object) -> SpecialIds:
-        """The ids that the config of any model says.
+        """Returns the ids in the config of any model.
 
         They are its `special_ids`; or its own fields pad, eos, unk and start, as of a model that shares nothing with
-        this library; or, where it says nothing, the defaults.
+        this library; or the defaults if it has neither.
         """
         found = getattr(config, "special_ids", None)
         if isinstance(found, cls):

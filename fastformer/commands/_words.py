@@ -2,8 +2,8 @@
 
 A word is a flag if it begins with two dashes and a letter, and has only letters, digits, `_`, `-` and `.` up to its end
 or its `=`. Everything else is a text: `-red`, `--`, `--Yes, a well-known man`. A word that looks like a flag but
-isn't one of the command's is refused, with a hint at `--`: every word after that is a text. The word behind a flag is its
-value, whatever it looks like, unless it is a flag of the command: then it is refused.
+isn't one of the command's is refused, with a hint at `--`: every word after that is a text. The word behind a flag is
+its value, whatever it looks like, unless it is a flag of the command: then it is refused.
 
 A switch (`--greedy`) stands alone, or has its value in the same word (`--greedy=false`). The next word (`--greedy
 false`) is its value only if the command's arguments are complete without that word. A word that may be either an

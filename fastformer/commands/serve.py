@@ -13,7 +13,7 @@ from fastformer.commands._options import add_fields, add_options
 from fastformer.generation.config import GenerationConfig, Precision
 from fastformer.settings import Positive, Range, check_settings, check_value, suggestion
 
-# Of decoding, where a request doesn't say.
+# The decoding options that a request may override.
 _OPTIONS = ("num_beams", "length_penalty", "repetition_penalty", "no_repeat_ngram_size")
 _Section = TypeVar("_Section")
 
@@ -61,7 +61,7 @@ class Listening:
 
 
 def add_settings(parser: ArgumentParser) -> dict[str, Any]:
-    """Gives the command's parser the flags of `Listening`, one for each limit, and those of decoding."""
+    """Adds to the command's parser the flags of `Listening`, a flag for each limit, and those of decoding."""
     hints: dict[str, Any] = {}
     for section in _sections():
         hints |= add_fields(parser, section, [field.name for field in fields(section)])
@@ -123,17 +123,17 @@ def _section(kind: type[_Section], given: Mapping[str, Any]) -> _Section:
 
 
 def _hints() -> dict[str, Any]:
-    """The type of each flag, by its name."""
+    """Returns the type of each flag, by its name."""
     of_options = get_type_hints(GenerationConfig, include_extras=True)
     found = {name: hint for kind in _sections() for name, hint in get_type_hints(kind, include_extras=True).items()}
     return {**found, **{name: of_options[name] for name in _OPTIONS}}
 
 
 def _given(path: str | None, flags: dict[str, Any]) -> dict[str, Any]:
-    """The flags that are given, over those of a YAML file.
+    """Returns the flags of the command line, merged over those of a YAML file.
 
     Raises:
-        ValueError: no such file, no YAML, a name that is no flag, or a value of another type in the file.
+        ValueError: the file does not exist, is no YAML, or has a name that is no flag or a value of another type.
     """
     hints = _hints()
     if path is None:
@@ -155,10 +155,10 @@ def _check_names(names: Iterable[str], known: Collection[str], where: str = "") 
 
 
 def _keys(host: str, file: str | None, no_auth: bool) -> tuple[str, ...]:
-    """The keys of clients.
+    """Reads the clients' keys.
 
     Raises:
-        ValueError: an address beyond this machine without keys; keys along with no_auth.
+        ValueError: the host accepts other machines but there are no keys, or keys are given along with no_auth.
     """
     from fastformer.serving.gate import KEYS, read_keys
 
@@ -176,5 +176,5 @@ def _keys(host: str, file: str | None, no_auth: bool) -> tuple[str, ...]:
 def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:  # a name
+    except ValueError:  # a host name
         return host.lower() == "localhost"

@@ -24,12 +24,12 @@ from fastformer.training.yaml_file import read_yaml
 
 logger = logging.getLogger("fastformer")
 
-# What is short to type, and what it stands for.
+# The short flags, with the flags that they stand for.
 SHORT = {"--model": "--model.name", "--preset": "--model.preset"}
-LISTED = frozenset(SEVERAL - {"tokenizer"})  # of tokenizers there is mostly one
-# The tokenizer decides on these.
+LISTED = frozenset(SEVERAL - {"tokenizer"})  # usually there is one tokenizer
+# The settings that the tokenizer decides.
 NO_FLAGS = OF_TOKENIZER
-NUM_TOKENS = 1000  # of a model that is described only
+NUM_TOKENS = 1000  # the vocabulary size of a model that is only described
 USAGE = "fastformer train RUN [--config FILE] [--resume] [--SETTING VALUE ...]"
 
 
@@ -49,7 +49,7 @@ def train(run: str, *, config: str | None = None, resume: bool | Literal["auto"]
         known = run_config(run, given, resume)
         with World.join(known.device, known.rank_timeout) as world:
             interrupts.ignores_second = world.is_launched
-            # Machines may have been restarted a different number of times, and what one of them knows holds for all.
+            # Machines may have restarted different numbers of times; if one of them resumes, all do.
             resume = next(filter(None, world.gather(resume)), False)
             known = world.first(lambda: run_config(run, given, resume))
             trainer = start(known, run, resume=resume, interrupts=interrupts, world=world)
@@ -66,10 +66,10 @@ def train(run: str, *, config: str | None = None, resume: bool | Literal["auto"]
 
 
 def read_settings(path: str) -> dict[str, Any]:
-    """The settings that a person wrote down in a YAML file, each as its type.
+    """Reads the settings in a YAML file, each as its type.
 
     Raises:
-        ValueError: no such file, no YAML, an unknown setting, or a value of another type.
+        ValueError: the file does not exist, is no YAML, or has an unknown setting or a value of another type.
     """
     values = merged(read_yaml(path), {})
     parser = ArgumentParser(exit_on_error=False)
@@ -85,14 +85,14 @@ def read_settings(path: str) -> dict[str, Any]:
 
 
 def _checked(values: dict[str, Any], hints: dict[str, Any]) -> dict[str, Any]:
-    """The values, of which those are refused that jsonargparse would read as something else.
+    """Returns the values; refuses those that jsonargparse would read as something else.
 
     Raises:
-        ValueError: a text for true or false, or a setting that the tokenizer decides on.
+        ValueError: a text stands for true or false, or the tokenizer decides a setting.
     """
     values = whole_numbers(values)
     model = dict(values.get("model", {}))
-    if model.get("source_vocab_size", 0) is None:  # as it stands in the config.yaml of a run
+    if model.get("source_vocab_size", 0) is None:  # the form in the config.yaml of a run
         del model["source_vocab_size"]
     for name in NO_FLAGS & model.keys():
         advice = "; give vocab_size outside of the model's settings" if name.endswith("vocab_size") else ""
@@ -102,7 +102,7 @@ def _checked(values: dict[str, Any], hints: dict[str, Any]) -> dict[str, Any]:
         hint = hints.get(name)
         if not isinstance(value, str) or hint is None or _words.is_text(hint) or value in choices(hint):
             continue
-        # A text that spells a number is one, but jsonargparse would read more than that as a number.
+        # A text may spell a number, but jsonargparse would read more texts than that as numbers.
         plain = None if bool in (hint, *get_args(hint)) else _words.plain(value, hint)
         if plain is None:
             quotes = ": leave the quotes out" if value.lower() in _words.SWITCH else ""
@@ -115,7 +115,7 @@ def _checked(values: dict[str, Any], hints: dict[str, Any]) -> dict[str, Any]:
 
 
 def add_settings(parser: ArgumentParser) -> dict[str, Any]:
-    """Gives a parser a flag for every setting, in sections. Returns the type of each, by its flag's name."""
+    """Adds a flag to a parser for every setting, in sections. Returns the type of each, by its flag's name."""
     hints: dict[str, Any] = {}
     for section in SECTIONS:
         if section is Model:
@@ -127,7 +127,7 @@ def add_settings(parser: ArgumentParser) -> dict[str, Any]:
 
 
 def _add_model(parser: ArgumentParser) -> dict[str, Any]:
-    """--model gpt, --preset tiny, and --model.X for each setting X of any architecture."""
+    """Adds --model gpt, --preset tiny, and --model.X for each setting X of any architecture."""
     group = parser.add_argument_group(
         "The model",
         "--model and --preset choose it; --model.X sets X over the preset's value. The defaults are those of preset "
@@ -139,8 +139,8 @@ def _add_model(parser: ArgumentParser) -> dict[str, Any]:
     hints = {"model.help": kinds["model"], "model.name": kinds["model"], "model.preset": kinds["preset"]}
     for name, default in (("model.name", Model.model), ("model.preset", Model.preset)):
         group.add_argument(f"--{name}", type=hints[name], default=default, help=texts[name])
-    # An architecture may have other choices for a setting than another one has: the flag takes all of them, and the
-    # settings of the architecture that is trained say which of them are its own.
+    # Architectures may have different choices for a setting: the flag accepts all of them, and the config of the
+    # architecture that is trained refuses those of others.
     for config_class, _ in ARCHITECTURES.values():
         described = {
             p.arg_name: (p.description or "").rstrip(".") for p in parse_docstring(config_class.__doc__).params
@@ -160,15 +160,15 @@ def _add_model(parser: ArgumentParser) -> dict[str, Any]:
 
 
 def _defaults(architecture: str) -> dict[str, Any]:
-    """What a model's settings are without a flag: those of the preset that is the default."""
+    """Returns the values of a model's settings without flags: those of the default preset."""
     config_class, presets = ARCHITECTURES[cast(Architecture, architecture)]
     values = asdict(config_class(vocab_size=NUM_TOKENS, **presets[Model.preset]))
-    # The longest example decides on it.
+    # The longest example decides max_len.
     return {name: value for name, value in values.items() if name not in NO_FLAGS | {"max_len"}}
 
 
 def _described_defaults(name: str) -> str:
-    """ "; by default 128 (gpt 64)": the first architecture's, and where the others have another."""
+    """Returns "; by default 128 (gpt 64)": the first architecture's default, and those of others if they differ."""
     found = {kind: values[name] for kind in ARCHITECTURES if name in (values := _defaults(kind))}
     shown = {kind: _shown(value) for kind, value in found.items() if value is not None}
     if not shown:

@@ -139,7 +139,7 @@ def translate(
 def _translator(
     run: str, shows_attention: bool, device: str, precision: Precision | None, weights: str | None, **others: Any
 ) -> Translator:
-    """The translator of a run, or of several."""
+    """Loads the translator of a run, or of several."""
     from fastformer.commands import listed_numbers, listed_paths
     from fastformer.devices import choose_device
     from fastformer.generation import Translator
@@ -167,7 +167,7 @@ def _aligner(translator: Translator, align: object, layer: int | None, head: int
 def _draw(translator: Translator, text: str, picture: str) -> None:
     from fastformer.generation import draw_attention
 
-    if text.strip():  # an empty one has its own error
+    if text.strip():  # an empty text has its own error
         draw_attention(*translator.attention(text), picture, title=text)
         print(f"drew {picture}", file=sys.stderr)
 
@@ -180,7 +180,7 @@ def _inputs(
     prefix_file: str | None,
     errors: ErrorPolicy,
 ) -> tuple[Source[Item], list[str | TextError] | None]:
-    """What to translate, and the references of a file."""
+    """Returns a source of the texts to translate, and the references of a file."""
     from fastformer.commands._lines import Texts, all_lines, arriving, file_lines, good_lines
     from fastformer.generation.ordered_stream import IterableSource
     from fastformer.generation.text_io import as_items
@@ -222,13 +222,13 @@ class _Run:
     def print_all(
         self, source: Source[Item], file: str | None, *, is_text: bool = False, is_scored: bool = False
     ) -> tuple[list[str], OutputLostError | None]:
-        """Prints all answers as they come.
+        """Prints all answers while they are computed.
 
         Args:
-            source: of texts.
-            file: that they are from, or None.
-            is_text: they are one text, whose translation may have several lines.
-            is_scored: the translations are scored, even where nothing reads the output.
+            source: the source of the texts.
+            file: the file of the texts; None: they are from no file.
+            is_text: the source is a single text, whose translation may have several lines.
+            is_scored: the translations are scored, even if standard output closes.
 
         Returns:
             The best translation of each text if is_scored, and the error of an output that closed meanwhile.
@@ -293,13 +293,13 @@ def _check_scores(reference: str | None, bleu_tokenize: BleuTokenize) -> None:
     if reference is not None:
         from fastformer.training.evaluate import corpus_metrics
 
-        corpus_metrics(bleu_tokenize)  # raises before anything is translated
+        corpus_metrics(bleu_tokenize)  # raises errors before the first translation
     elif bleu_tokenize != "13a":
         raise ValueError(f"expected --reference with --bleu_tokenize {bleu_tokenize}, got none")
 
 
 def _check_references(references: list[str | TextError], reference: str, count: int, file: str, on_error: str) -> None:
-    """Holds the references against the lines of the file; bad ones end it, or are left out of the scores."""
+    """Compares the references with the file's lines; a bad reference is an error, or is omitted from the scores."""
     if len(references) != count:
         raise ValueError(
             f"expected as many lines in {reference} as in {file}, {count:,}, got {len(references):,}: the two files "
@@ -332,7 +332,7 @@ def _best(answer: Answer) -> str:
 
 
 class _Remembered:
-    """A source that remembers its texts until their answers are there."""
+    """A source that stores its texts until their answers are there."""
 
     def __init__(self, source: Source[Item]) -> None:
         self._source = source
@@ -345,19 +345,19 @@ class _Remembered:
         return item
 
     def take(self, count: int) -> list[str]:
-        """The texts of the next answers."""
+        """Returns the texts of the next answers, and forgets them."""
         return [self._texts.popleft() for _ in range(count)]
 
 
 def _print_answers(
     answers: list[Answer], n_best: int, first: int, alignments: list[list[Alignment]] | None = None
 ) -> None:
-    """A line for each text, or for each of its n best; each line is flushed at once."""
+    """Prints a line for each text, or for each of its n best answers, and flushes the lines at once."""
     from fastformer.generation.alignment import pharaoh
 
     lines = []
     for place, answer in enumerate(answers):
-        # A model of bytes may produce a line end, and a reader counts lines.
+        # A byte-level model may produce a line end, and readers count lines.
         columns = [[text.replace("\r", " ").replace("\n", " ")] for text in answer.texts()]
         if n_best > 1:
             scores = [score for _, score in answer.scored()]
@@ -373,13 +373,13 @@ def _print_answers(
 
 @contextlib.contextmanager
 def _progress(file: str | None) -> Iterator[Callable[[int], object]]:
-    """Counts lines on a bar on standard error, for a file whose answers aren't shown on a terminal."""
+    """Counts lines with a progress bar on standard error, for a file whose answers aren't shown on a terminal."""
     if file is None or not Path(file).is_file() or not is_terminal(sys.stderr) or is_terminal(sys.stdout):
         yield lambda lines: None
         return
     try:
         from tqdm import tqdm
-    except ImportError:  # a bar is no reason to stop
+    except ImportError:  # a missing progress bar is no reason to stop
         yield lambda lines: None
         return
     from fastformer.data.files import open_bytes

@@ -70,13 +70,13 @@ def warmup(
 
 
 def run_all(each: Iterator[Call]) -> None:
-    """Makes the calls, one after the other."""
+    """Runs the calls, one after the other."""
     for call in each:
         call()
 
 
 def calls(model: Any, batch_size: int, length: int, training: bool) -> Iterator[Call]:
-    """What a model is used for, in the sizes between which kernels differ: one row and many, short and long texts."""
+    """Yields calls of a model in all sizes that have kernels of their own: one row and many, short and long texts."""
     import torch
 
     from fastformer.generation import generate
@@ -109,7 +109,7 @@ def calls(model: Any, batch_size: int, length: int, training: bool) -> Iterator[
         model.zero_grad()
 
     was_training = model.training
-    # A length that is no multiple of 8 has kernels of its own, since rows lie otherwise in memory.
+    # A length that is no multiple of 8 has other kernels, since its rows have another alignment in memory.
     sizes = sorted({(batch, size) for batch in (1, batch_size) for size in {min(16, longest), longest, longest - 3}})
     sizes = [(batch, size) for batch, size in sizes if size >= 1]
     model.eval()
@@ -123,7 +123,7 @@ def calls(model: Any, batch_size: int, length: int, training: bool) -> Iterator[
 
 
 def told(made: Sequence[Resolved], seconds: float) -> Iterator[str]:
-    """What was made ready, as lines to print."""
+    """Yields lines to print about the kernels that were made ready."""
     if not made:
         yield "no kernel was launched that was not ready"
         return
@@ -139,7 +139,7 @@ def told(made: Sequence[Resolved], seconds: float) -> Iterator[str]:
 
 
 def written(made: Sequence[Resolved], folder: Path) -> str:
-    """Writes the kernels into a file of the folder, beside those that it has of the same sources; says how many."""
+    """Adds the kernels to a file in the folder, beside those of the same sources; returns a line to print."""
     from fastformer.kernels import _binaries
 
     if not made:
