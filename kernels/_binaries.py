@@ -1,8 +1,9 @@
-"""Kernels that were compiled ahead of time, in one file an architecture: a launch that finds its binary compiles none.
+"""Kernels that were compiled ahead of time, in one file for each architecture: a launch that finds its binary there
+compiles nothing.
 
-A file (`sm_90.kernels`) is an index in JSON and the binaries, each compressed. It says which sources it was compiled
-from (`source_digest`), and is passed over by any others. `python -m benchmarks.compile_kernels` writes one of the usual
-launches, `fastformer warmup --out` one of what a model launches.
+A file (`sm_90.kernels`) is an index in JSON and the binaries, each compressed. It stores the digest of its sources
+(`source_digest`), and other sources ignore it. `python -m benchmarks.compile_kernels` writes a file of the usual
+launches, `fastformer warmup --out` a file of the kernels that a model launches.
 
 Files are looked for in FASTFORMER_KERNELS (a folder; empty: nowhere), by default in the folder `binaries` beside this
 file, which a wheel may have, and then in ~/.cache/fastformer/kernels.
@@ -33,14 +34,14 @@ MAGIC = b"fastformer kernels 1\n"
 
 
 class Binary(NamedTuple):
-    """A compiled kernel, and how it is launched.
+    """A compiled kernel, with the facts that a launch needs.
 
     Attributes:
-        name: of the function in it.
-        threads: of a program.
-        shared: bytes of dynamic shared memory of a program.
-        layout: of its parameters; see csrc/bindings/launcher.cpp.
-        maps: of each tensor descriptor (swizzle, bytes an element, the driver's type, block).
+        name: the name of its function.
+        threads: the threads of a program.
+        shared: the bytes of a program's dynamic shared memory.
+        layout: the layout of its parameters; see csrc/bindings/launcher.cpp.
+        maps: for each tensor descriptor (swizzle, bytes an element, the driver's type, block).
         cubin: the machine code.
     """
 
@@ -54,14 +55,14 @@ class Binary(NamedTuple):
 
 @functools.cache
 def source_digest() -> str:
-    """Of the sources of all kernels: a change of any makes every file old."""
+    """Returns a digest of the sources of all kernels: any change makes all files obsolete."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:32]
 
 
-# Types of a tensor map: the compiler counts them otherwise than the driver.
+# The types of a tensor map: the driver's number by the compiler's.
 _MAP_TYPES = {8: 10, 9: 8, 10: 9}
 
 
@@ -77,10 +78,10 @@ def compile_kernel(kernel: Any, signature: Signature, options: Mapping[str, Any]
 
 
 def binary_of(compiled: CompiledKernel, signature: Signature, num_args: int) -> Binary | None:
-    """What a launch of a compiled kernel needs; None where it needs more than a plain launch: clusters, scratch.
+    """Returns a compiled kernel's binary; None if its launch isn't plain: with clusters, say, or scratch memory.
 
     Args:
-        num_args: how many of the kernel's parameters a launch hands over; the others are constexprs.
+        num_args: the number of the kernel's parameters that a launch passes; the others are constexprs.
     """
     metadata = compiled.metadata
     is_plain = (
@@ -102,10 +103,10 @@ def binary_of(compiled: CompiledKernel, signature: Signature, num_args: int) -> 
 
 
 class BinaryFile:
-    """One file: its index is read at once, a binary when it is asked for.
+    """A file of kernels: its index is read at once, a binary when a launch asks for it.
 
     Raises:
-        ValueError: it is no such file.
+        ValueError: the file is no file of kernels.
     """
 
     def __init__(self, path: Path) -> None:
@@ -119,15 +120,15 @@ class BinaryFile:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What it was made of: "sources" (see `source_digest`), "arch", "triton"."""
+        """The facts about the file: "sources" (see `source_digest`), "arch", "triton"."""
         return self._index["about"]
 
     def keys(self) -> Iterable[str]:
-        """Of all binaries: see `_signature.key_of`."""
+        """Returns the keys of all binaries: see `_signature.key_of`."""
         return self._index["kernels"].keys()
 
     def get(self, key: str) -> Binary | None:
-        """The binary of a launch, or None."""
+        """Returns the binary of a launch, or None."""
         entry = self._index["kernels"].get(key)
         if entry is None:
             return None
@@ -139,7 +140,7 @@ class BinaryFile:
 
 
 def write(path: Path, arch: int, binaries: Mapping[str, Binary]) -> None:
-    """Writes a file of these binaries, by key; a reader sees the old file or the new one."""
+    """Writes a file of binaries by key; a reader sees the old file or the new one."""
     compressed: dict[bytes, tuple[int, int]] = {}
     blobs: list[bytes] = []
     offset = 0
@@ -160,7 +161,7 @@ def write(path: Path, arch: int, binaries: Mapping[str, Binary]) -> None:
 
 
 def add(path: Path, arch: int, binaries: Mapping[str, Binary]) -> None:
-    """Writes a file of these binaries and of those that it has already, if it was made of the same sources."""
+    """Adds binaries to a file if it was made from the same sources; otherwise replaces it."""
     known: dict[str, Binary] = {}
     if path.is_file():
         file = BinaryFile(path)
@@ -170,7 +171,7 @@ def add(path: Path, arch: int, binaries: Mapping[str, Binary]) -> None:
 
 
 def describe(arch: int) -> str:
-    """A line for doctor: where kernels of an architecture come from."""
+    """Returns a line for doctor: the origin of an architecture's kernels."""
     found = files(arch)
     if not found:
         return f"no file of kernels for sm_{arch}: Triton compiles each at its first call; see `fastformer warmup`"
@@ -179,7 +180,7 @@ def describe(arch: int) -> str:
 
 
 def folders() -> list[Path]:
-    """Where files are looked for."""
+    """Returns the folders in which files are looked for."""
     named = os.environ.get("FASTFORMER_KERNELS")
     if named is not None:
         return [Path(named)] if named else []
@@ -187,13 +188,13 @@ def folders() -> list[Path]:
 
 
 def file_name(arch: int) -> str:
-    """Of an architecture's file."""
+    """Returns the name of an architecture's file."""
     return f"sm_{arch}.kernels"
 
 
 @functools.cache
 def files(arch: int) -> tuple[BinaryFile, ...]:
-    """The files of an architecture that were made from these sources."""
+    """Returns the files of an architecture that were made from these sources."""
     found = []
     for folder in folders():
         path = folder / file_name(arch)
@@ -212,7 +213,7 @@ def files(arch: int) -> tuple[BinaryFile, ...]:
 
 
 def find(arch: int, key: str) -> Binary | None:
-    """The binary of a launch in any file, or None."""
+    """Finds the binary of a launch in any file; None if no file has it."""
     for file in files(arch):
         if (binary := file.get(key)) is not None:
             return binary

@@ -1,9 +1,9 @@
-"""Proxy fences where Triton before 3.7.1 leaves them out.
+"""Adds the proxy fences that Triton before 3.7.1 omits.
 
-On sm_90 a tile comes by cp.async, which writes shared memory in the generic proxy, and wgmma reads it in the async
-proxy. Between the two PTX wants a `fence.proxy.async`, else the product may read what was there before. Triton 3.6.0
-emits none (fixed by its pull request 9610, in 3.7.1). So whatever is compiled inside `inserted` gets one behind each
-wait for copies: a thread makes its own copies visible to the async proxy, and the barrier that follows hands them on.
+On sm_90 cp.async copies a tile: it writes shared memory in the generic proxy, and wgmma reads it in the async proxy.
+Between the two PTX requires a `fence.proxy.async`, else the product may read stale values. Triton 3.6.0 emits no fence
+(fixed by its pull request 9610, in 3.7.1). So each kernel that is compiled inside `inserted` gets one behind each wait
+for copies: a thread makes its own copies visible to the async proxy, and the barrier that follows passes them on.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", text)[:3])
 
 
-# Whether this Triton leaves fences out.
+# Whether this Triton omits fences.
 IS_OLD = _version(triton.__version__) < (3, 7, 1)
-_lock = threading.RLock()  # the hook is one for all threads
+_lock = threading.RLock()  # all threads share the hook
 
 
 def fenced(ptx: str) -> str:
-    """The PTX with a fence behind each wait for copies; as it is where no product reads shared memory by itself."""
+    """Returns the PTX with a fence behind each wait for copies; unchanged if no product itself reads shared memory."""
     return _WAIT.sub(rf"\g<0>\n\1{FENCE}", ptx) if "wgmma.mma_async" in ptx else ptx
 
 
@@ -42,7 +42,7 @@ def inserted(kernel: Any) -> Iterator[dict[str, str]]:
     """Adds the fences to every kernel that is compiled inside the context, under each Triton.
 
     Args:
-        kernel: what `triton.jit` gives; the interpreter's needs none.
+        kernel: a result of `triton.jit`; the interpreter's kernels need no fences.
 
     Yields:
         Options to compile with. They change nothing but the name in Triton's cache on disk, which has no place for what

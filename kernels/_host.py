@@ -1,4 +1,4 @@
-"""What launches ask of the host: the current device, and functions of the C++ extension. Imports no Triton."""
+"""The host's facts that launches need: the current device, and functions of the C++ extension. Imports no Triton."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Device:
-    """The current device, as PyTorch knows it: Triton's driver, which runs a C compiler to exist, is not asked."""
+    """The current device, as PyTorch knows it. Triton's driver, which needs a C compiler, is not asked."""
 
     def get_current_device(self) -> int:
         return torch.cuda.current_device()
@@ -18,17 +18,17 @@ class Device:
         return int(torch._C._cuda_getCurrentRawStream(device))
 
     def get_capability(self, device: int) -> int:
-        """90 for sm_90."""
+        """Returns a device's compute capability, 90 for sm_90."""
         return capability_of(device)
 
 
 def capability_of(device: int) -> int:
-    """A device's compute capability, 90 for sm_90."""
+    """Returns a device's compute capability, 90 for sm_90."""
     major, minor = torch.cuda.get_device_capability(device)
     return major * 10 + minor
 
 
-# Tests and reports put another one here, for a device that is not at hand.
+# Tests and reports replace it for a device that is not at hand.
 active: Any = Device()
 
 
@@ -36,5 +36,5 @@ def _no_function(name: str) -> Callable[..., Any] | None:
     return None
 
 
-# (name) -> a function of the C++ extension, None where it has none; `fastformer.ops` puts it here.
+# (name) -> a function of the C++ extension, None if it lacks the function; set by `fastformer.ops`.
 extension_function: Callable[[str], Callable[..., Any] | None] = _no_function

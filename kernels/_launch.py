@@ -1,4 +1,4 @@
-"""What the launchers share on the host: the launch, which device and dtypes a kernel takes, strides, dropout."""
+"""The host code that the launchers share: the launch, the supported devices and dtypes, strides, dropout."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _probe():
 INTERPRETED = not isinstance(_probe, triton.runtime.JITFunction)
 
 
-# Triton's own function that says how arguments are specialised; None in versions of which the rest was not tried.
+# Triton's own function that specialises arguments; None in versions with which this module was not tried.
 _specialize = getattr(libtriton, "native_specialize_impl", None) if triton.__version__[:4] in ("3.6.", "3.7.") else None
 
 # (x, y, z, stream, *arguments): launches one kernel on one device.
@@ -41,15 +41,15 @@ Start = Callable[..., object]
 
 
 class Resolved(NamedTuple):
-    """Where the binary of a launch came from.
+    """The origin of a launch's binary.
 
     Attributes:
-        kernel: its name.
-        arch: 90 for sm_90.
+        kernel: the kernel's name.
+        arch: the architecture, 90 for sm_90.
         key: see `_signature.key_of`.
         origin: "file" (compiled ahead of time) or "compiler" (Triton's, or its cache).
-        seconds: until it could be launched.
-        binary: for a file; None where a launch needs more than a file can say.
+        seconds: the time until it could be launched.
+        binary: the binary to write to a file; None if its launch needs more than a file can store.
     """
 
     kernel: str
@@ -60,31 +60,31 @@ class Resolved(NamedTuple):
     binary: _binaries.Binary | None
 
 
-# (kernel, arguments, options): takes the place of launches, for reports of what would be launched.
+# (kernel, arguments, options): replaces launches, for reports of what would be launched.
 interceptor: Callable[[Any, tuple[object, ...], dict[str, object]], None] | None = None
 # Called for each binary that is made ready in this process.
 watchers: list[Callable[[Resolved], None]] = []
-# By kernel and device: by what the arguments were specialised to, what starts the kernel.
+# By kernel and device: the functions that start the kernel, by the specialisation of the arguments.
 _compiled: dict[tuple[int, int], dict[tuple[object, ...], Start]] = {}
-# By kernel, device and `key_of`: the same, for arguments that Triton would tell apart and we don't.
+# By kernel, device and `key_of`: the same functions, for arguments that Triton would specialise differently.
 _ready: dict[tuple[int, int, str], Start] = {}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object) -> Start | None:
-    """`kernel[grid](*args, **options)`, at a fraction of the host's time from the second launch on.
+    """Runs `kernel[grid](*args, **options)`, at a fraction of the host's time from the second launch on.
 
-    The binary is that of `_signature.signature_of`: from a file of binaries where one has it, else from the compiler.
-    Triton makes the launch where there is more to do: hooks, debugging, instrumentation, the interpreter, versions not
-    tried here.
+    The binary is that of `_signature.signature_of`: from a file of binaries if one has it, else from the compiler.
+    Triton itself makes a launch that needs more: hooks, debugging, instrumentation, the interpreter, versions not tried
+    here.
 
     Args:
-        kernel: what `triton.jit` gives. A global that it reads is a constant.
+        kernel: a result of `triton.jit`. A global that it reads is a constant.
         grid: one to three numbers of programs.
         args: the kernel's first parameters, in order: tensors, numbers, None, and tuples of them.
         options: its other parameters, which are constexprs, and the compiler's: num_warps, num_stages, ...
 
     Returns:
-        What was launched, where it may be launched again as it is.
+        The function that launched the kernel, if it may be called again; otherwise None.
     """
     if interceptor is not None:
         interceptor(kernel, args, options)
@@ -95,7 +95,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object)
     active = _host.active
     device = active.get_current_device()
     known = _compiled.get((id(kernel), device))
-    # Of a tuple it gives the types, and what is known of the values: equal keys mean the same binary.
+    # For a tuple it returns the types and the known facts about the values: equal keys mean the same binary.
     key = _specialize(_backend(active.get_capability(device)), args, False, True, True), *options, *options.values()
     start = None if known is None else known.get(key)
     if start is None:
@@ -110,11 +110,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object)
 
 
 class Launch:
-    """`launch` for a plan (see `_plans`), whose arguments are specialised alike in every call: which binary fits is
-    asked once.
+    """`launch` for a plan (see `_plans`), whose arguments are specialised alike in every call, so that the binary is
+    looked up once.
 
     Args:
-        kernel, grid, options: as `launch` has them.
+        kernel, grid, options: see `launch`.
     """
 
     __slots__ = ("_grid", "_kernel", "_options", "_ready")
@@ -124,7 +124,7 @@ class Launch:
         self._ready: tuple[Start, int, int, int, Any, int] | None = None
 
     def __call__(self, *args: object) -> None:
-        """Launches the kernel. Of the arguments only addresses that stay multiples of 16, or not, may change."""
+        """Launches the kernel. Of the arguments only addresses may change, and each stays a multiple of 16, or none."""
         if self._ready is not None:
             start, x, y, z, where, device = self._ready
             if where is _host.active and device == where.get_current_device() and not _is_watched(self._kernel):
@@ -143,12 +143,12 @@ def _launch_by_triton(kernel: Any, grid: tuple[int, ...], args: tuple[object, ..
 
 @functools.cache
 def _backend(capability: int) -> Any:
-    """What `_specialize` asks for the rules of an architecture."""
+    """Returns the backend that `_specialize` asks for an architecture's rules."""
     return make_backend(GPUTarget("cuda", capability, 32))
 
 
 def _resolve(kernel: Any, device: int, args: tuple[object, ...], options: dict[str, object]) -> Start:
-    """What starts the kernel for arguments like these: its binary is found, or compiled, and loaded."""
+    """Finds or compiles the binary for arguments like these, loads it, and returns the function that starts it."""
     began = time.perf_counter()
     arch = _host.active.get_capability(device)
     arguments, compiler_options = arguments_of(kernel, args, options)
@@ -156,7 +156,7 @@ def _resolve(kernel: Any, device: int, args: tuple[object, ...], options: dict[s
     key = key_of(kernel, signature, compiler_options)
     if (start := _ready.get((id(kernel), device, key))) is not None:
         return start
-    make = _host.extension_function("make_kernel")  # without it Triton's own launcher serves
+    make = _host.extension_function("make_kernel")  # without it Triton's own launcher starts kernels
     origin, binary = "file", None if make is None else _binaries.find(arch, key)
     if binary is None:
         origin = "compiler"
@@ -174,7 +174,7 @@ def _resolve(kernel: Any, device: int, args: tuple[object, ...], options: dict[s
 
 
 def _start_by_triton(kernel: Any, compiled: Any, num_args: int, options: dict[str, object]) -> Start:
-    """What starts a compiled kernel by Triton's own launcher."""
+    """Returns a function that starts a compiled kernel with Triton's own launcher."""
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     constants = [options.get(parameter.name, parameter.default) for parameter in kernel.params[num_args:]]
 
@@ -185,7 +185,7 @@ def _start_by_triton(kernel: Any, compiled: Any, num_args: int, options: dict[st
 
 
 def _is_watched(kernel: Any) -> bool:
-    """Whether Triton's `run` has more to do than to find the binary and to launch it."""
+    """Returns whether Triton's `run` does more than find the binary and launch it."""
     runtime = knobs.runtime
     return bool(
         _has_calls(runtime.launch_enter_hook)
@@ -199,25 +199,25 @@ def _is_watched(kernel: Any) -> bool:
 
 
 def _has_constexprs_last(kernel: Any, num_args: int) -> bool:
-    """Whether a launch hands over exactly what isn't a constexpr."""
+    """Returns whether the launch's arguments are exactly the parameters that aren't constexprs."""
     are_constexprs = [parameter.is_constexpr for parameter in kernel.params]
     return not any(are_constexprs[:num_args]) and all(are_constexprs[num_args:])
 
 
 def _has_calls(hook: object) -> bool:
-    """Whether anything is hooked in: a chain may be empty."""
+    """Returns whether a hook calls anything: a chain of hooks may be empty."""
     return hook is not None and bool(getattr(hook, "calls", True))
 
 
 def unsupported_device(x: Tensor) -> str | None:
-    """Why no kernel takes tensors of this device, or None."""
+    """Returns why no kernel supports tensors on this device, or None."""
     if not x.is_cuda and not INTERPRETED:
         return "the tensors are on the CPU and TRITON_INTERPRET=1 was not set before the kernels were imported"
     return None
 
 
 def wrong_products(x: Tensor) -> str | None:
-    """Why this Triton's products are wrong on x's device, or None."""
+    """Returns why this Triton's products are wrong on x's device, or None."""
     if IS_OLD and architecture(x) // 10 == 10:
         # Errors of 1e5 on a B200, with four warps and narrow tiles: Triton's issue 9871.
         return f"Triton {triton.__version__} multiplies wrongly on sm_{architecture(x)}: expected 3.7.1 or newer"
@@ -225,7 +225,7 @@ def wrong_products(x: Tensor) -> str | None:
 
 
 def unsupported_products(x: Tensor) -> str | None:
-    """Why no kernel with products (tl.dot) takes tensors like this one, or None."""
+    """Returns why no kernel with products (tl.dot) supports tensors like this one, or None."""
     if x.is_cuda and architecture(x) < 80:
         return "the GPU is older than compute capability 8.0, where tl.dot has no tensor cores"
     if (reason := wrong_products(x)) is not None:
@@ -236,7 +236,7 @@ def unsupported_products(x: Tensor) -> str | None:
 
 
 def unsupported_dtype(*dtypes: torch.dtype) -> str | None:
-    """Why no kernel takes inputs of these dtypes, or None."""
+    """Returns why no kernel supports inputs of these dtypes, or None."""
     for dtype in dtypes:
         if dtype not in DTYPES:
             return f"the inputs are {dtype}, not float16, bfloat16 or float32"
@@ -244,27 +244,27 @@ def unsupported_dtype(*dtypes: torch.dtype) -> str | None:
 
 
 def architecture(x: Tensor) -> int:
-    """The device's compute capability as in sm_90 -> 90; 0 under the interpreter."""
+    """Returns the device's compute capability, 90 for sm_90; 0 under the interpreter."""
     return _capability(torch.cuda.get_device_capability, x.device) if x.is_cuda else 0
 
 
 @functools.cache
 def _capability(ask: Callable[[torch.device], tuple[int, int]], device: torch.device) -> int:
-    # The function `ask` is part of the key: reports put another one there for a device that is not at hand.
+    # The function `ask` is part of the key: reports replace it for a device that is not at hand.
     major, minor = ask(device)
     return major * 10 + minor
 
 
 @functools.cache
 def num_sms(device: torch.device) -> int:
-    """How many programs run at once, one an SM; an H200's where a launch is only compiled, two in the interpreter."""
+    """Returns the number of programs that run at once, one an SM; without a GPU an H200's number, on a CPU 2."""
     if device.type != "cuda":
         return 2
     return torch.cuda.get_device_properties(device).multi_processor_count if torch.cuda.is_available() else 132
 
 
 def dot_precision(x: Tensor) -> str:
-    """How tl.dot multiplies fp32.
+    """Returns tl.dot's precision for fp32.
 
     Three TF32 products carry about 21 bits of fp32's 24; plain TF32 would carry 10. The interpreter is exact.
     """
@@ -272,20 +272,20 @@ def dot_precision(x: Tensor) -> str:
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b rounded up. (`triton.cdiv`, which kernels call too, takes fifty times as long.)"""
+    """Returns a / b rounded up. (`triton.cdiv`, which kernels call too, is fifty times slower.)"""
     return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
-    """The least power of two that is not below n, 1 for 0; as `triton.next_power_of_2` does, see `cdiv`."""
+    """Returns the least power of two that is not below n, 1 for 0; as `triton.next_power_of_2`, see `cdiv`."""
     return 1 << (n - 1).bit_length() if n > 0 else 1
 
 
 def stride_unit(*tensors: Tensor | None) -> int:
-    """8 where every stride but the last is a multiple of 8, else 1: kernels take strides in this unit.
+    """Returns 8 if every stride but the last is a multiple of 8, else 1: kernels count strides in this unit.
 
-    They multiply by it, so that the compiler sees that rows can be read 16 bytes at a time also where a stride is no
-    multiple of 16 (head_dim 40), which is all that Triton tells it about an integer.
+    They multiply by it, so that the compiler sees that rows can be read 16 bytes at a time even if a stride is no
+    multiple of 16 (head_dim 40), the only fact about an integer that Triton tells the compiler.
     """
     for x in tensors:
         if x is not None:
@@ -296,12 +296,12 @@ def stride_unit(*tensors: Tensor | None) -> int:
 
 
 def contiguous(x: Tensor | None) -> Tensor | None:
-    """`x` as kernels read lengths, ids, seeds and parameters: by a pointer alone."""
+    """Returns `x` contiguous, as kernels read lengths, ids, seeds and parameters: by a pointer alone."""
     return None if x is None else x.contiguous()
 
 
 def dropout_arguments(dropout_p: float, dropout_seed: Tensor | None) -> Dropout:
-    """A dropout as kernels take it, by the rules of fastformer.ops._dropout."""
+    """Returns the dropout argument of kernels, by the rules of fastformer.ops._dropout."""
     if dropout_p == 0.0 or dropout_seed is None:
         return None, 0, 1.0
     if dropout_p == 1.0:

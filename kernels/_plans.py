@@ -1,10 +1,10 @@
-"""What has been decided for a call, kept for the next call of the same geometry.
+"""The decisions about a call, stored for later calls of the same geometry.
 
-Which backend takes a call, its tile, its grid, the strides that a kernel is told: all of it follows from the shapes,
-strides, dtypes and flags, and at the sizes of a base model deciding it anew takes the host as long as the GPU needs for
-the kernel. A plan is the function of the arguments that is left when all of that is known: it allocates and launches.
+The backend of a call, its tile, its grid and the strides that a kernel receives follow from the shapes, strides, dtypes
+and flags. At the sizes of a base model the host needs as long for these decisions as the GPU for the kernel. A plan is
+the function of the arguments that remains after the decisions: it allocates and launches.
 
-A plan holds no tensor, and reads of its arguments only what `geometry` has: the rest are pointers to hand over.
+A plan holds no tensor, and reads only those facts of its arguments that `geometry` has: the rest are pointers to pass.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 Plan = Callable[..., Any]
-# How many geometries of an op are kept: more than a run of fixed shapes has, few enough for one that never repeats.
+# The most geometries of an op that are stored: more than a run of fixed shapes has, few enough if none repeats.
 LARGEST = 4096
 
 _TENSORS = (Tensor, torch.nn.Parameter)
@@ -25,10 +25,10 @@ _all_plans: list[dict[Hashable, Plan]] = []
 
 
 def geometry(args: tuple[Any, ...]) -> Hashable | None:
-    """Everything about an op's call that a plan may depend on: equal for two calls that one plan serves.
+    """Returns the facts about an op's call that a plan may depend on: equal for two calls that one plan serves.
 
     Of a tensor that is its dtype, sizes, strides and, since binaries differ by it, whether its address is a multiple of
-    16; of all tensors the first one's device, since an op's are on one. None where an argument is of another kind.
+    16; of all tensors the first one's device, since an op's are on one. None if an argument is of another kind.
     """
     key: list[Hashable] = [args[0].device, torch.are_deterministic_algorithms_enabled()]
     for argument in args:
@@ -45,14 +45,14 @@ def geometry(args: tuple[Any, ...]) -> Hashable | None:
 
 
 def new_plans() -> dict[Hashable, Plan]:
-    """A place for the plans of one op, by `geometry`."""
+    """Makes a dictionary for the plans of one op, by `geometry`."""
     plans: dict[Hashable, Plan] = {}
     _all_plans.append(plans)
     return plans
 
 
 def remember(plans: dict[Hashable, Plan], key: Hashable | None, plan: Plan) -> None:
-    """Keeps a plan for the calls that follow; a call without a key is decided anew every time."""
+    """Stores a plan for the calls that follow; the decisions for a call without a key are made anew every time."""
     if key is not None:
         if len(plans) >= LARGEST:
             plans.clear()

@@ -1,4 +1,4 @@
-"""What a kernel is compiled for: the types of its arguments, what is known of their values, and the constants.
+"""The properties that a kernel is compiled for: its arguments' types, known facts about their values, and constants.
 
 Triton's own launch asks the same of its arguments, except that it takes no notice of `do_not_specialize` inside of a
 tuple: each number of tiles, and each batch of one, would be a binary of its own. So kernels are compiled by what stands
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# A parameter by its index; an element of a tuple by the indices on the way to it.
+# A parameter by its index; an element of a tuple by the indices that lead to it.
 Place = tuple[int, ...]
 
 _TYPES = {
@@ -24,19 +24,19 @@ _DIVISIBLE = [["tt.divisibility", 16]]
 
 
 class Signature(NamedTuple):
-    """What a binary depends on, beside the kernel's source, the compiler and its options."""
+    """The properties that a binary depends on, beside the kernel's source, the compiler and its options."""
 
-    types: dict[str, Any]  # of each parameter; of a tuple the types of its elements
+    types: dict[str, Any]  # of each parameter; for a tuple the types of its elements
     constants: dict[Place, Any]
     attributes: dict[Place, list[list[Any]]]  # which arguments are multiples of 16
 
 
 def signature_of(kernel: Any, arguments: Mapping[str, Any]) -> Signature:
-    """The signature of a launch.
+    """Returns the signature of a launch.
 
     Args:
-        kernel: what `triton.jit` gives.
-        arguments: by name: tensors, numbers, None, descriptors, tuples of them, and the constexprs.
+        kernel: a result of `triton.jit`.
+        arguments: the arguments by name: tensors, numbers, None, descriptors, tuples of them, and the constexprs.
 
     Raises:
         TypeError: an argument is of another kind.
@@ -55,8 +55,8 @@ def _describe(signature: Signature, value: Any, path: Place, is_constexpr: bool,
     """Returns the type of an argument, and records the known facts about its value in the signature.
 
     Args:
-        free: nothing of it is told to the compiler.
-        aligned: whether it is a multiple of 16 is not told.
+        free: the compiler learns nothing about the value.
+        aligned: the compiler doesn't learn whether the value is a multiple of 16.
     """
     kind = type(value)
     if kind is tuple and not is_constexpr:
@@ -77,16 +77,16 @@ def _describe(signature: Signature, value: Any, path: Place, is_constexpr: bool,
             signature.attributes[path] = _DIVISIBLE
         return "*" + _TYPES[value.dtype]
     if hasattr(value, "block_shape"):
-        layout = f",{value.layout!r}" if hasattr(value, "layout") else ""  # Gluon's has one
+        layout = f",{value.layout!r}" if hasattr(value, "layout") else ""  # Gluon's descriptor has a layout
         return f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}{layout}>"
     raise TypeError(f"expected a tensor, a number, None or a tuple for a kernel, got {kind.__name__}")
 
 
 def key_of(kernel: Any, signature: Signature, options: Mapping[str, Any]) -> str:
-    """A digest of everything that a binary depends on, except the sources of the kernels and the architecture.
+    """Returns a digest of everything that a binary depends on, except the kernels' sources and the architecture.
 
     Args:
-        options: the compiler's: num_warps, num_stages, maxnreg.
+        options: the compiler's options: num_warps, num_stages, maxnreg.
     """
     parts = (
         kernel.fn.__module__.rpartition(".")[2],
@@ -106,7 +106,7 @@ _LETTERS = {
 
 
 def layout_of(signature: Signature, num_args: int) -> str:
-    """How the first arguments of a launch become the kernel's parameters: see csrc/bindings/launcher.cpp."""
+    """Returns how the first arguments of a launch become the kernel's parameters: see csrc/bindings/launcher.cpp."""
 
     def letters(kind: Any) -> str:
         if isinstance(kind, tuple):
@@ -123,11 +123,11 @@ def layout_of(signature: Signature, num_args: int) -> str:
 def arguments_of(
     kernel: Any, args: tuple[Any, ...], options: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A launch's arguments by name, and the compiler's options.
+    """Returns a launch's arguments by name, and the compiler's options.
 
     Args:
-        args: the kernel's first parameters.
-        options: its others by name, and the compiler's options.
+        args: the kernel's first arguments.
+        options: its other arguments by name, and the compiler's options.
     """
     names = [parameter.name for parameter in kernel.params]
     arguments = dict(zip(names, args, strict=False))

@@ -19,7 +19,7 @@ from fastformer.kernels import _plans
 
 
 def path() -> Path:
-    """Where the measured configs lie."""
+    """Returns the path of the file of measured configs."""
     default = Path.home() / ".cache" / "fastformer" / "tuning.json"
     return Path(os.environ.get("FASTFORMER_TUNING_FILE", default))
 
@@ -45,7 +45,7 @@ def remembered(choose: Callable[[Any], _Config]) -> Callable[[Any], _Config]:
 
 
 def forget() -> None:
-    """The file is to be looked at again."""
+    """Makes the next call read the file again."""
     measured.cache_clear()
     for clear in _chosen:
         clear()
@@ -54,7 +54,7 @@ def forget() -> None:
 
 @functools.cache
 def measured(kernel: str, call: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """The config's fields that a tuning run found for this call, or None."""
+    """Returns the fields of the config that a tuning run found for this call, or None."""
     fields = _table().get(kernel, {}).get(_key(call))
     return None if fields is None else tuple(fields)
 
@@ -80,11 +80,11 @@ def tune(
     """Times `run(config)` for each config and records the fastest as it goes: what is found outlives an interruption.
 
     Args:
-        run: launches the kernel with a config; one that fails, in whichever pass or tool of the compiler, is left out.
+        run: launches the kernel with a config; one that fails in any pass or tool of the compiler is omitted.
         time: (function) -> milliseconds.
 
     Returns:
-        (milliseconds, config) from fast to slow, and why each of the others failed.
+        (milliseconds, config) from fast to slow, and the reasons why the other configs failed.
     """
     results: list[tuple[float, tuple[Any, ...]]] = []
     failed: dict[str, str] = {}
