@@ -1,4 +1,4 @@
-"""The signals with which people and schedulers end a training: caught, so that what was learned is saved first.
+"""Catches the signals by which users and schedulers end a training, so that the training can save its state first.
 
 Ctrl-C (SIGINT), SIGTERM (a container or a scheduler ends the job), SIGHUP (the terminal went away) and SIGUSR1 (the
 notice that a scheduler gives before it takes the machine back) all mean the same: save and end. The exit code is then
@@ -30,16 +30,16 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Interrupts:
-    """Catches the signals while it is entered; may be entered again inside.
+    """A reentrant context manager that catches the signals.
 
-    A signal raises `Interrupted` where the work is. Inside `held` the first one is only remembered, for there the work
-    asks at good moments; a second one raises all the same. A signal that the process was told to ignore (nohup) stays
-    ignored. Only the main thread can catch signals; elsewhere nothing is caught.
+    A signal raises `Interrupted` in the running code. Inside `held` the first signal is only recorded, and the code
+    checks for it at suitable moments; a second signal raises. A signal that the process was told to ignore (nohup)
+    stays ignored. Only the main thread can catch signals; elsewhere nothing is caught.
 
     Attributes:
-        signum: the first signal that came; None if none did.
-        ignores_second: whether a second signal changes nothing inside `held`. Where several processes train, a
-            launcher hands on what its processes also got themselves, and kills those that don't end in time.
+        signum: the first signal that arrived; None before that.
+        ignores_second: whether a second signal has no effect inside `held`. If several processes train, the launcher
+            forwards signals that its processes also received themselves, and kills processes that don't end in time.
     """
 
     def __init__(self) -> None:
@@ -51,19 +51,19 @@ class Interrupts:
 
     @property
     def exit_code(self) -> int:
-        """What the process should end with: 128 + the signal's number, or 0."""
+        """The exit code that the process should end with: 128 + the signal's number, or 0."""
         return 0 if self.signum is None else 128 + self.signum
 
     @property
     def name(self) -> str:
-        """The signal, such as "SIGTERM"; empty if none came."""
+        """The name of the signal, such as "SIGTERM"; empty before one arrives."""
         return "" if self.signum is None else signal.Signals(self.signum).name
 
     def __enter__(self) -> Interrupts:
         self._depth += 1
         if self._depth == 1 and threading.current_thread() is threading.main_thread():
             for signum in SIGNALS:
-                # None: a handler that no Python set, and that couldn't be put back.
+                # None: a handler that Python code didn't set, and that Python couldn't restore.
                 if signal.getsignal(signum) not in (signal.SIG_IGN, None):
                     self._previous[signum] = signal.signal(signum, self._on_signal)
         return self
@@ -79,7 +79,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """The first signal is remembered, and the work ends when it asks."""
+        """Records the first signal instead of raising; the code inside checks `signum`."""
         before, self._held = self._held, True
         try:
             yield
@@ -88,7 +88,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:
-        """Inside `held`: work that may be broken off anywhere. A signal, also one that came before, raises."""
+        """Lets signals raise within `held`, also one that arrived before; for code that may be aborted anywhere."""
         before, self._held = self._held, False
         try:
             if self.signum is not None:

@@ -1,6 +1,6 @@
-"""Files of a run that may have moved before it is resumed: its data, its tokenizer, the run that it began from.
+"""Checks of files that may have moved before a run resumes: its data, its tokenizer, and the run that it began from.
 
-The content counts. A path names today's place: on another mount, under another name, relative or absolute.
+Files are compared by content. Their paths may have changed: to another mount, another name, from relative to absolute.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from fastformer.training.sections import SOURCES, WORDS
 
 
 def check_there(config: TrainConfig) -> None:
-    """Makes sure that the data of a run that goes on are where its settings say.
+    """Checks that the data files of a run that resumes exist at the paths in its settings.
 
     Raises:
-        ValueError: a file that isn't there; the flag that says where it is now is named.
+        ValueError: a missing file; the message names the flag for its new path.
     """
     for name in (name for kind, names in SOURCES.items() if kind != "task" for name in names):
         for path in paths_of(getattr(config, name) or os.curdir):
@@ -38,11 +38,11 @@ def check_there(config: TrainConfig) -> None:
 
 
 def check_tokenizer(config: TrainConfig, before: TrainConfig, own: Tokenizer) -> None:
-    """Holds a tokenizer that is given anew against the one in the run folder, which is used.
+    """Checks that a changed setting of the tokenizer means the one in the run folder, which the run uses.
 
     Args:
-        config: the settings now.
-        before: those in the checkpoint.
+        config: the current settings.
+        before: the settings in the checkpoint.
         own: the tokenizer in the run folder.
 
     Raises:
@@ -55,7 +55,7 @@ def check_tokenizer(config: TrainConfig, before: TrainConfig, own: Tokenizer) ->
         contents(tokenizer_of(config, [])) == contents(own)
         if all(map(os.path.exists, paths_of(config.tokenizer)))
         else (
-            before.tokenizer not in WORDS  # it moved, and a run that goes on doesn't open it
+            before.tokenizer not in WORDS  # it moved, and a run that resumes doesn't open it
         )
     ):
         return
@@ -66,11 +66,11 @@ def check_tokenizer(config: TrainConfig, before: TrainConfig, own: Tokenizer) ->
 
 
 def check_origin(config: TrainConfig, before: TrainConfig, digest: str | None) -> None:
-    """Holds an init_from that is given anew against the weights that the run began with.
+    """Checks that a changed init_from has the weights that the run began with.
 
     Args:
         config, before: see `check_tokenizer`.
-        digest: of those weights, by `digest_of`; None where an earlier version began the run.
+        digest: of those weights, by `digest_of`; None if an earlier version of fastformer began the run.
 
     Raises:
         ValueError: other weights, or a run that didn't begin with any.
@@ -93,6 +93,6 @@ def check_origin(config: TrainConfig, before: TrainConfig, digest: str | None) -
 
 
 def digest_of(state: Mapping[str, Tensor]) -> str:
-    """A SHA-256 of weights, whatever file they are in."""
+    """Computes a SHA-256 of weights, which doesn't depend on the format of their file."""
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     return hashlib.sha256(safetensors_library().save(plain)).hexdigest()

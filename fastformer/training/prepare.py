@@ -1,7 +1,7 @@
-"""From text files to a folder of shards: what `fastformer prepare` does.
+"""Turns text files into a folder of shards, for `fastformer prepare`.
 
-Three stages, each of which goes on where it was ended: blocks of text become blocks of examples, one look at their
-hashes finds what is left out, and each shard gathers its share of every block. The files of a stage stay in
+The work has three stages, each of which can resume: blocks of text become blocks of examples, the hashes of the
+examples decide which ones are omitted, and each shard gathers its share of every block. The files of a stage stay in
 `.work` until the index is written.
 """
 
@@ -44,17 +44,17 @@ logger = logging.getLogger("fastformer")
 
 Item = TypeVar("Item")
 WORK = ".work"
-SHARD_BYTES = 1 << 24  # that a shard has about; a window of a few fits in any memory
+SHARD_BYTES = 1 << 24  # the approximate size of a shard; a window of a few shards fits in any memory
 BPE_CHARACTERS = 50_000_000
 VALIDATION, VALIDATION_TEXTS = "validation.arrow", "validation.jsonl"
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".parquet", ".pq")
-_PACKED_BY = 4  # about what text is compressed by
-_LEAST_SHARDS = 8  # of a pipe, whose size isn't known
+_PACKED_BY = 4  # the approximate compression ratio of text
+_LEAST_SHARDS = 8  # the assumed size of a pipe
 
 
 @dataclass(frozen=True)
 class _Origin:
-    """A source of text: what to open, and what it is called."""
+    """A source of text: the paths to open, and its name."""
 
     name: str
     paths: tuple[str, ...]
@@ -66,7 +66,7 @@ class _Origin:
         return stream_pairs(*self.paths) if len(self.paths) == 2 else stream_tsv(self.paths[0])
 
     def files(self) -> list[str]:
-        """The files, those of a folder each."""
+        """Lists the files, with a folder's files one by one."""
         found = []
         for path in map(file_of, self.paths):
             found += [str(file) for file in sorted(Path(path).iterdir())] if os.path.isdir(path) else [path]
@@ -81,22 +81,22 @@ def prepare(
     processes: int = 0,
     bpe_characters: int = BPE_CHARACTERS,
 ) -> Manifest:
-    """Makes a folder of shards, or goes on with one that was ended.
+    """Makes a folder of shards, or resumes one that was interrupted.
 
     Args:
         config: the settings: sources with their weights, filters, tokenizer, lengths, seed.
-        out: the folder, which is new or has what the same call left there.
-        shards: how many; 0: as many as make about SHARD_BYTES each.
-        processes: that work beside each other; 0: one for each core.
-        bpe_characters: how much text a BPE learns from at most; of more text it is drawn at random.
+        out: the folder; it is new, or an interrupted call with the same arguments left it.
+        shards: the number of shards; 0: shards of about SHARD_BYTES each.
+        processes: the number of parallel processes; 0: one for each core.
+        bpe_characters: the most characters that a BPE learns from; from a longer text they are sampled at random.
 
     Returns:
-        What is in the folder.
+        A description of the folder's contents.
 
     Raises:
-        ValueError: no sources, broken text, a folder with something else in it, other settings or files than those
-            that the folder was begun with.
-        ImportError: pyarrow, or what reads a source, is not installed.
+        ValueError: no sources, broken text, a folder with other contents, or with settings or files that differ from
+            those of the interrupted call.
+        ImportError: pyarrow, or a package that reads a source, is not installed.
     """
     arrow()
     kind, origins = _origins(config)
@@ -172,7 +172,7 @@ class _Preparation:
         return manifest
 
     def _tokenizer(self) -> Tokenizer:
-        """The tokenizer, learned from a sample of all sources if it is to be."""
+        """Makes the tokenizer, trained on a sample of all sources if the settings ask for it."""
         if (self.work / TOKENIZER).is_file():
             return load_tokenizer(self.work)
         config = self.config
@@ -184,7 +184,7 @@ class _Preparation:
         return load_tokenizer(self.work)
 
     def _sample(self) -> list[Any]:
-        """Texts for a BPE: all, or, of more than it is to learn from, each with the same probability."""
+        """Samples the texts for a BPE: all of them, or, if they are too many, each with the same probability."""
         if any(not os.path.isfile(file) for origin in self.origins for file in origin.files()):
             raise ValueError("expected files to learn a BPE from, which are read twice, got a pipe: give --tokenizer")
         kept: list[tuple[float, int, Any]] = []  # drawn, size, text or pair
@@ -213,7 +213,7 @@ class _Preparation:
         return [pair for pair in pairs if filters.why_not(pair) is None] if filters else pairs
 
     def _encode(self) -> tuple[list[Path], list[int]]:
-        """The blocks of all sources, and the number of the source of each."""
+        """Encodes all sources to blocks; returns the blocks and the number of each block's source."""
         paths, sources = [], []
         done = 0
 
@@ -236,7 +236,7 @@ class _Preparation:
         return paths, sources
 
     def _validation(self, tokenizer: Tokenizer, piles: Piles, left_out: LeftOut) -> tuple[Stored, Stored | None, int]:
-        """Writes the examples of validation, and their texts."""
+        """Writes the validation examples and their texts."""
         path, characters = self.folder / VALIDATION, 0
         if self.has_validation:
             examples, texts, characters = validation_data(self.config, tokenizer)
@@ -255,7 +255,7 @@ class _Preparation:
     def _counts(
         self, paths: Sequence[Path], sources: Sequence[int], left_out: LeftOut
     ) -> tuple[Counter[int], list[Counter[str]], Counter[int]]:
-        """By source: what was read, what was left out by reason, what was held out."""
+        """Counts for each source the examples that were read, omitted by reason, and held out."""
         read, held_out = Counter[int](), Counter[int]()
         reasons = [Counter[str]() for _ in self.origins]
         for path, source, again, held in zip(paths, sources, left_out.duplicates, left_out.held_out, strict=True):
@@ -284,7 +284,7 @@ class _Preparation:
 
 
 def _thinned(kept: list[tuple[float, int, Any]], most: int) -> tuple[list[tuple[float, int, Any]], int, float]:
-    """Those of the lowest draws, up to so many characters, in their order; their size; the highest draw."""
+    """Returns the texts of the lowest draws, up to a total of characters, in order; their size; the highest draw."""
     size, limit = 0, 1.0
     for value, length, _ in sorted(kept, key=lambda item: item[0]):
         if size and size + length > most:
@@ -295,7 +295,7 @@ def _thinned(kept: list[tuple[float, int, Any]], most: int) -> tuple[list[tuple[
 
 
 def _origins(config: TrainConfig) -> tuple[str, list[_Origin]]:
-    """What kind of examples the settings ask for, and of which sources."""
+    """Returns the kind of examples that the settings ask for, and their sources."""
     if config.train_text:
         kind, names = "text", [(path,) for path in paths_of(config.train_text)]
     elif config.train_tsv:
@@ -322,7 +322,7 @@ def _number_of_shards(origins: Sequence[_Origin]) -> int:
 
 
 def _settings(config: TrainConfig, kind: str, shards: int, bpe_characters: int) -> dict[str, Any]:
-    """What the bytes of the shards depend on, besides the text."""
+    """Returns everything but the text on which the bytes of the shards depend."""
     names = [f.name for f in fields(Tokens)] + [
         "seed",
         "skip_bad_lines",
@@ -337,10 +337,10 @@ def _settings(config: TrainConfig, kind: str, shards: int, bpe_characters: int) 
 
 
 def _check_same(work: Path, settings: dict[str, Any], origins: Sequence[_Origin]) -> None:
-    """Holds the settings and the files against those that the folder was begun with; what a pipe gave is begun anew.
+    """Checks that settings and files are those of the interrupted call; with a pipe, removes all blocks to begin anew.
 
     Raises:
-        ValueError: others.
+        ValueError: settings or files differ.
     """
     state = work / "settings.json"
     files = {
@@ -383,7 +383,7 @@ def _told(reasons: Iterable[Counter[str]]) -> str:
 
 
 def _bar(items: Iterable[Item], what: str, unit: str, total: int | None = None) -> Iterable[Item]:
-    """The same items, with a bar where there are a terminal and tqdm."""
+    """Yields the same items, with a progress bar if a terminal and tqdm are available."""
     if console.is_terminal(sys.stderr):
         try:
             from tqdm import tqdm
@@ -395,7 +395,7 @@ def _bar(items: Iterable[Item], what: str, unit: str, total: int | None = None) 
 
 
 def summary(manifest: Manifest) -> str:
-    """What a folder holds, in a few lines."""
+    """Describes the contents of a folder in a few lines."""
     tokens = sum(shard.source_tokens + shard.target_tokens for shard in manifest.shards)
     lines = [f"{manifest.examples:,} examples of {tokens:,} tokens in {len(manifest.shards):,} shards"]
     for source in manifest.sources:

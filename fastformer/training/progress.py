@@ -1,4 +1,4 @@
-"""What a person sees of a training, and what is written down of it."""
+"""The progress of a training: the progress bar, lines for the terminal, and metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ logger = logging.getLogger("fastformer")
 
 
 class Meter:
-    """Adds up loss, tokens and padding between two lines of the log. Real tokens only are counted as speed.
+    """Adds up loss, tokens and padding between two lines of the log. The speed counts real tokens only.
 
     Args:
-        device: where `loss`, the sum over updates, is and stays.
+        device: of `loss`, the sum over updates.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.loss = torch.zeros((), device=device)
-        self._paused: float | None = None  # since when
+        self._paused: float | None = None  # the time when the pause began
         self.reset()
 
     def reset(self) -> None:
-        """Begins anew."""
+        """Sets all sums to zero and restarts the clock."""
         self.loss.zero_()
         self._started = time.perf_counter()
         self._updates = self._tokens = self._slots = 0
 
     def count(self, batches: list[Batch]) -> None:
-        """Counts one update, of all processes; its loss is the caller's to add to `loss`."""
+        """Counts the tokens of one update in all processes; the caller adds the update's loss to `loss`."""
         update = batches if isinstance(batches, Update) else Update(batches)
         self._updates += 1
         self._tokens += update.num_tokens
@@ -51,7 +51,7 @@ class Meter:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Work inside is no training, and its time doesn't count."""
+        """Excludes the time of the code inside, which doesn't train."""
         began = time.perf_counter()
         self._paused = began
         try:
@@ -64,11 +64,11 @@ class Meter:
         return (time.perf_counter() if self._paused is None else self._paused) - self._started
 
     def mean_loss(self) -> float:
-        """Mean loss of the updates so far."""
+        """The mean loss of the updates so far."""
         return float(self.loss) / max(self._updates, 1)
 
     def report(self) -> dict[str, float]:
-        """The numbers of a log line."""
+        """Returns the numbers of a log line."""
         seconds = max(self._seconds(), 1e-9)
         return {
             "loss": self.mean_loss(),
@@ -77,7 +77,7 @@ class Meter:
         }
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint between two lines has to keep."""
+        """Returns the state for a checkpoint between two lines of the log."""
         return {
             "loss": float(self.loss),
             "updates": self._updates,
@@ -87,7 +87,7 @@ class Meter:
         }
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Goes on from `state_dict`."""
+        """Restores the state that `state_dict` returned."""
         self.loss.fill_(state["loss"])
         self._updates = int(state["updates"])
         self._tokens, self._slots = int(state["tokens"]), int(state["slots"])
@@ -95,21 +95,22 @@ class Meter:
 
 
 METRICS = "metrics.jsonl"
-_SAMPLE = 200  # characters of a sample in the log; an untrained model may say one word for ever
+_SAMPLE = 200  # the most characters of a sample in the log; an untrained model may repeat one word without end
 
 
 class Progress:
-    """The progress bar (a line now and then where there is no terminal), metrics.jsonl, and TensorBoard if installed.
+    """The progress bar (occasional lines without a terminal), metrics.jsonl, and TensorBoard if it is installed.
 
     Args:
-        steps: updates in all.
-        done: updates done before; what metrics.jsonl says of later ones is dropped, for they come again.
-        validated: the last validation done before; likewise.
+        steps: the number of all updates.
+        done: the number of updates done before; lines of metrics.jsonl for later updates are removed, because these
+            updates are repeated.
+        validated: the update of the last validation done before; lines for later validations are removed, too.
         run: the run folder.
-        log: gets each line too; None: the terminal alone does.
+        log: also gets each line; None: only the terminal gets it.
 
     Raises:
-        ValueError: something else stands where metrics.jsonl is to be written.
+        ValueError: metrics.jsonl exists and is not a regular file.
     """
 
     def __init__(self, steps: int, done: int, validated: int, run: Path, log: RunLog | None = None) -> None:
@@ -129,12 +130,12 @@ class Progress:
                 write_atomically(self._metrics, b"".join(kept))
 
     def advance(self, step: int) -> None:
-        """Moves the bar."""
+        """Advances the progress bar."""
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """A line with the loss, the speed in real tokens, the padding, and the time that is left."""
+        """Logs a line with the loss, the speed in real tokens, the padding, and the remaining time."""
         self.advance(step)
         speed, padding = f"{values['tokens_per_second']:,.0f}", f"{100 * values['padding']:.1f} %"
         if self._bar is not None:
@@ -148,13 +149,13 @@ class Progress:
         self._write(step, "train", values)
 
     def validation(self, step: int, scores: Scores, *, kept: bool, average: bool = False) -> None:
-        """Scores and a few samples.
+        """Logs the scores of a validation and a few samples.
 
         Args:
-            step: the update.
-            scores: of its model, or of the average that ends with it.
-            kept: whether this is the model that the run folder holds from now on.
-            average: it is an average of several updates.
+            step: the number of the update.
+            scores: of the update's model, or of the average that ends with the update.
+            kept: whether the run folder holds this model from now on.
+            average: whether the model is an average of several updates.
         """
         parts = [f"nll {scores.nll:.4f}"]
         values: dict[str, Any] = {"nll": scores.nll}
@@ -185,11 +186,11 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
         if self._board is not None:
-            with contextlib.suppress(OSError):  # a full disk; the model is what counts
+            with contextlib.suppress(OSError):  # a full disk, for instance; the model matters more
                 self._board.close()
 
     def say(self, line: str) -> None:
-        """A line for people."""
+        """Prints a line on the terminal and adds it to the log."""
         if self._log is not None:
             self._log.write(line)
         if self._bar is not None:
@@ -218,7 +219,7 @@ class Progress:
 
 
 class Silence:
-    """The progress of a process that another one speaks for."""
+    """The progress of a process other than rank 0, which logs nothing."""
 
     def advance(self, step: int) -> None:
         """Nothing."""
@@ -237,14 +238,14 @@ class Silence:
 
 
 def duration(seconds: float) -> str:
-    """ "1:02:03", or "2:03" under an hour."""
+    """Formats seconds as "1:02:03", or as "2:03" under an hour."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _comes_before(line: bytes, done: int, validated: int) -> bool:
-    """Whether a line of metrics.jsonl tells of something that is not done again; not so one that a crash cut off."""
+    """Returns whether a line of metrics.jsonl is complete and of an update that the run doesn't repeat."""
     try:
         values = json.loads(line) if line.endswith(b"\n") else {}
     except ValueError:
@@ -256,7 +257,7 @@ def _comes_before(line: bytes, done: int, validated: int) -> bool:
 
 
 def _progress_bar(steps: int, done: int) -> Any:
-    """The bar; None without a terminal or without tqdm."""
+    """Makes the progress bar; returns None without a terminal or without tqdm."""
     if not console.is_terminal(sys.stderr):
         return None
     try:

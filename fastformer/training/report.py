@@ -1,4 +1,4 @@
-"""report.html: all that is to be seen of a run, in one file that needs no other and no network."""
+"""Writes report.html, a self-contained report of a run that needs no other files and no network."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Row = dict[str, Any]
 
 
 def template() -> Any:
-    """The page's template, which escapes what it is given.
+    """Loads the template of the page, which escapes its values.
 
     Raises:
         ImportError: jinja2 is not installed.
@@ -49,13 +49,13 @@ def write_report(run: str | os.PathLike[str]) -> Path:
     """Writes report.html into a run folder.
 
     Args:
-        run: the folder; its training may be going on.
+        run: the folder; its training may still be running.
 
     Returns:
-        The file.
+        The path of the file.
 
     Raises:
-        ValueError: no run, or one of which nothing is written down yet.
+        ValueError: no run, or a run without metrics so far.
         ImportError: jinja2 is not installed.
     """
     page, folder = template(), Path(run)
@@ -82,7 +82,7 @@ def write_report(run: str | os.PathLike[str]) -> Path:
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """The lines of metrics.jsonl that are whole: a training that goes on may be in the middle of its last one."""
+    """Reads the complete lines of metrics.jsonl; a running training may be about to write the last one."""
     rows = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -99,7 +99,7 @@ def _line(name: str, rows: Sequence[Row], key: str, scale: float = 1.0) -> Line:
 
 
 def _charts(rows: Sequence[Row], scores: Sequence[Row]) -> list[tuple[str, str, list[str]]]:
-    """Title, picture and the names of the lines of each chart that has something to show."""
+    """Returns the title, the picture and the names of the lines of each chart that isn't empty."""
     train = [row for row in rows if row["kind"] == "train"]
     checked = [row for row in scores if row["kind"] == "validation"]
     loss = [_line("training loss", train, "loss"), _line("validation NLL", checked, "nll")]
@@ -122,7 +122,7 @@ def _charts(rows: Sequence[Row], scores: Sequence[Row]) -> list[tuple[str, str, 
 
 
 def _facts(rows: Sequence[Row], scores: Sequence[Row]) -> list[tuple[str, str]]:
-    """The numbers at the top."""
+    """Returns the numbers at the top of the page."""
     train = [row for row in rows if row["kind"] == "train"]
     facts = [("updates", f"{max(row['step'] for row in rows):,}")]
     if train:
@@ -145,7 +145,7 @@ def _facts(rows: Sequence[Row], scores: Sequence[Row]) -> list[tuple[str, str]]:
 
 
 def _signatures(scores: Sequence[Row]) -> list[tuple[str, str]]:
-    """How scores were computed, as sacreBLEU writes it."""
+    """Returns sacreBLEU's signatures, which say how scores were computed."""
     found: dict[str, str] = {}
     for row in scores:
         for key, label in (("bleu_signature", "BLEU"), ("chrf_signature", "chrF")):
@@ -155,7 +155,7 @@ def _signatures(scores: Sequence[Row]) -> list[tuple[str, str]]:
 
 
 def _heatmaps(folder: Path, sources: Sequence[str]) -> list[tuple[str, str]]:
-    """Cross-attention of the first samples by the model in the folder: the last layer, heads averaged."""
+    """Draws the cross-attention of the first samples, by the last layer of the folder's model, averaged over heads."""
     if not sources or not (folder / WEIGHTS).is_file() or not (folder / TOKENIZER).is_file():
         return []
     model, tokenizer = load_model(folder)

@@ -1,4 +1,4 @@
-"""Charts and heatmaps as SVG, for a page: no library, and colours that follow the page's light or dark."""
+"""Draws charts and heatmaps as SVG for a page, without a library, in colours that follow its light or dark theme."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from html import escape
 
 _WIDTH, _HEIGHT = 480, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 12, 40
-_POINTS = 400  # of a line; more are thinned out, for a page of a long run is to stay small
-_MARKED = 40  # points at most that get a dot, with their value as its title
+_POINTS = 400  # the most points of a line; more are thinned out, so that the page of a long run stays small
+_MARKED = 40  # the most points that are drawn as dots, with their values as titles
 Point = tuple[float, float]
 
 
@@ -23,7 +23,7 @@ class Line:
 
 
 def chart(lines: Sequence[Line], y_label: str, *, x_label: str = "update", log: bool = False) -> str:
-    """An SVG of some lines over the same axes; empty without a point.
+    """Draws lines over the same axes as an SVG; empty without a point.
 
     Args:
         lines: at most three.
@@ -66,12 +66,12 @@ def chart(lines: Sequence[Line], y_label: str, *, x_label: str = "update", log: 
 
 
 def heatmap(rows: Sequence[str], columns: Sequence[str], weights: Sequence[Sequence[float]], title: str) -> str:
-    """An SVG of a weight for each row and column, from 0 to 1; columns are written upwards above it.
+    """Draws a weight from 0 to 1 for each row and column as an SVG, with the columns' names written upwards above it.
 
     Args:
         rows, columns: the tokens.
         weights: (rows, columns).
-        title: for those that can't see it.
+        title: the text for screen readers.
     """
     cell, letter = 22, 8
     left = 12 + letter * max(map(len, rows), default=1)
@@ -95,7 +95,7 @@ def heatmap(rows: Sequence[str], columns: Sequence[str], weights: Sequence[Seque
 
 
 class _Axis:
-    """Where a value lies between two ends of a picture."""
+    """An axis, which maps values to places between two ends of a picture."""
 
     def __init__(self, low: float, high: float, begin: float, end: float, *, log: bool = False) -> None:
         if low == high:
@@ -111,7 +111,7 @@ class _Axis:
         return self._begin + share * (self._end - self._begin)
 
     def ticks(self, most: int = 5) -> list[float]:
-        """Round numbers between the ends."""
+        """Returns round numbers between the ends."""
         if self._log:
             powers = range(math.floor(math.log10(self._low)), math.ceil(math.log10(self._high)) + 1)
             for digits in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)):
@@ -126,7 +126,7 @@ class _Axis:
 
 
 def _number(value: float) -> str:
-    """ "12,000", "0.35", "2e-05": short."""
+    """Formats a number briefly: "12,000", "0.35", "2e-05"."""
     if value == 0:
         return "0"
     if abs(value) < 1e-3:
@@ -135,6 +135,6 @@ def _number(value: float) -> str:
 
 
 def _thinned(points: Sequence[Point]) -> list[Point]:
-    """At most _POINTS of them, the last one among these."""
+    """Returns at most _POINTS of the points, with the last one among them."""
     step = -(-len(points) // _POINTS)
     return [*points[:-1:step], points[-1]]

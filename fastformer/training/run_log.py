@@ -1,4 +1,4 @@
-"""train.log: all that a training says, with the time, whatever becomes of its terminal."""
+"""Writes train.log, the messages of a training with their times, independent of its terminal."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _MARK = re.compile(rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d fastformer train: ")
 
 
 class RunLog(logging.Handler):
-    """The log of a run folder. Messages from before it is entered are kept until then.
+    """The log of a run folder. It buffers messages until it is entered, and then writes them.
 
-    The file is train.log, or, where something stands that no run wrote (`| tee run/train.log`), train-2.log and so on.
-    A log that can't be written ends no training: a warning says so.
+    The file is train.log, or train-2.log and so on if a file that no run wrote has that name (`| tee run/train.log`).
+    If the log can't be written, a warning says so, and training continues.
 
     Args:
-        run: the folder; it has to be there when the log is entered.
+        run: the folder; it must exist when the log is entered.
     """
 
     def __init__(self, run: Path) -> None:
@@ -38,7 +38,7 @@ class RunLog(logging.Handler):
         self._failed = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Takes what is logged meanwhile."""
+        """Writes a record of Python's logging."""
         self.write(record.getMessage())
 
     def write(self, text: str) -> None:
@@ -54,7 +54,7 @@ class RunLog(logging.Handler):
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Takes what is logged inside."""
+        """Records the messages that are logged inside."""
         is_new = self not in logger.handlers
         if is_new:
             logger.addHandler(self)
@@ -90,12 +90,12 @@ class RunLog(logging.Handler):
 
     def _fail(self, error: OSError) -> None:
         if not self._failed:
-            self._failed = True  # first of all: this handler hears the warning too
+            self._failed = True  # first, because this handler also receives the warning
             logger.warning("the log in %s can't be written (%s): the training goes on", self._run, error.strerror)
 
 
 def _own_path(run: Path) -> Path:
-    """The first name that is free, or whose file a run wrote."""
+    """Returns the first name that is free, or whose file a run wrote."""
     for number in itertools.count(1):
         path = run / ("train.log" if number == 1 else f"train-{number}.log")
         if not os.path.lexists(path) or wrote(path):
@@ -104,7 +104,7 @@ def _own_path(run: Path) -> Path:
 
 
 def wrote(path: Path) -> bool:
-    """Whether a file is the log of a run."""
+    """Returns whether a file is the log of a run."""
     if path.is_symlink() or not path.is_file():
         return False
     with path.open("rb") as file:
@@ -112,7 +112,7 @@ def wrote(path: Path) -> bool:
 
 
 def _open(path: Path) -> TextIO:
-    # O_NOFOLLOW: a link in this place could make us write elsewhere.
+    # O_NOFOLLOW: a symbolic link with this name could redirect the write to another file.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
     descriptor = os.open(path, flags, 0o666)
     return open(descriptor, "w", encoding="utf-8", errors="backslashreplace", newline="\n")

@@ -6,12 +6,12 @@ import math
 
 from fastformer.training.config import TrainConfig
 
-FLOOR = 0.02  # of the peak, where the linear and cosine schedules end
-_JUMP = 2.0  # of the rate, in either direction, where a run goes on with other settings
+FLOOR = 0.02  # the final rate of the linear and cosine schedules, as a fraction of the peak
+_JUMP = 2.0  # the factor, up or down, from which a change of the rate in a run that resumes is a surprise
 
 
 def learning_rate(step: int, *, schedule: str, lr: float, warmup: int, steps: int, d_model: int) -> float:
-    """The learning rate of an update.
+    """Computes the learning rate of an update.
 
     Args:
         step: the update, from 1.
@@ -37,20 +37,20 @@ def learning_rate(step: int, *, schedule: str, lr: float, warmup: int, steps: in
 
 
 def rate_of(config: TrainConfig, step: int, d_model: int) -> float:
-    """The learning rate of an update by the settings of a run."""
+    """Computes the learning rate of an update from the settings of a run."""
     return learning_rate(
         step, schedule=config.schedule, lr=config.lr, warmup=config.warmup, steps=config.steps, d_model=d_model
     )
 
 
 def surprises(config: TrainConfig, d_model: int, done: int = 0, last_rate: float = 0.0) -> list[str]:
-    """Surprises in the rates of a run that its settings don't show at a glance, each with a better setting.
+    """Describes surprises in the learning rates of a run, each with a better setting.
 
     Args:
         config: the settings.
         d_model: width of the model.
-        done: updates before this start.
-        last_rate: of the last of them.
+        done: the number of updates before this start.
+        last_rate: the learning rate of the last of them.
     """
     found = []
     if config.warmup >= config.steps > 1 and config.lr:

@@ -1,4 +1,4 @@
-"""The settings of a run on disk: written, read back, and held against those of its last checkpoint."""
+"""Writes and reads the settings of a run, and compares them with those in its last checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fastformer.training.yaml_file import read_yaml, yaml_library
 logger = logging.getLogger("fastformer")
 
 CONFIG = "config.yaml"
-# The weights, the data and their order depend on these: a run that goes on can't change them. What paths lead to is
+# The weights, the data and their order depend on these: a run that resumes can't change them. Files are
 # compared by content (`training.moved`).
 FIXED = (
     "model preset settings task vocab_size seqlen max_len batching max_tokens accumulate ema seed "
@@ -32,12 +32,12 @@ PATHS = "train_source train_target val_source val_target train_tsv val_tsv train
 
 
 def run_config(run: str | os.PathLike[str], given: dict[str, Any], resume: bool | str = False) -> TrainConfig:
-    """The settings to train with: those that are given; for a run that goes on, over its own.
+    """Returns the settings to train with: the given ones, which override the run's own if the run resumes.
 
     Args:
         run: the run folder.
         given: settings from flags and files.
-        resume: as `start` has it.
+        resume: see `start`.
 
     Raises:
         ValueError: an unknown setting or a value that is not allowed; a run whose settings can't be read.
@@ -49,7 +49,7 @@ def run_config(run: str | os.PathLike[str], given: dict[str, Any], resume: bool 
 
 
 def save_config(run: Path, config: TrainConfig) -> None:
-    """Writes config.yaml, unless that is what it says already."""
+    """Writes config.yaml, unless the file has these settings already."""
     data = yaml_library().safe_dump(config.to_dict(), sort_keys=False, explicit_end=True).encode()
     file = run / CONFIG
     if not file.is_file() or file.read_bytes() != data:
@@ -57,7 +57,7 @@ def save_config(run: Path, config: TrainConfig) -> None:
 
 
 def load_config(run: str | os.PathLike[str]) -> TrainConfig:
-    """The settings of a run.
+    """Loads the settings of a run.
 
     Raises:
         ValueError: no such file, or one that is damaged.
@@ -65,17 +65,17 @@ def load_config(run: str | os.PathLike[str]) -> TrainConfig:
     file = Path(run) / CONFIG
     if not file.is_file() and not checkpoints(Path(run)):
         raise ValueError(f"expected a run to go on with, but {run} has no checkpoints")
-    if file.exists() and not file.is_file():  # a pipe would be waited for
+    if file.exists() and not file.is_file():  # reading a named pipe could block forever
         raise ValueError(f"expected a YAML file with settings, but there is no file {file}")
     values = read_yaml(file)
-    # Half of a YAML file is often valid YAML, so the document's end mark is asked for.
+    # Half of a YAML file is often valid YAML, so the end mark of the document is required.
     if not file.read_text(encoding="utf-8").rstrip().endswith("\n..."):
         raise ValueError(f"expected {file} to end with a line of three dots, as it was written: is it cut short?")
     return TrainConfig.from_dict({**EARLIER, **values})
 
 
 def check_unchanged(config: TrainConfig, saved: str, origin: object) -> TrainConfig:
-    """Holds the settings of a run that goes on against those in its checkpoint, which are the ones that count.
+    """Checks the settings of a run that resumes against those in its checkpoint, which take precedence.
 
     Args:
         config: the settings from config.yaml and flags.
@@ -86,7 +86,7 @@ def check_unchanged(config: TrainConfig, saved: str, origin: object) -> TrainCon
         The settings in the checkpoint.
 
     Raises:
-        ValueError: another value of a setting that what was done so far depends on.
+        ValueError: a changed setting on which the finished updates depend.
     """
     try:
         settings = TrainConfig.from_dict({**EARLIER, **json.loads(saved)})
@@ -106,7 +106,7 @@ def check_unchanged(config: TrainConfig, saved: str, origin: object) -> TrainCon
 
 
 def absolute_paths(config: TrainConfig) -> TrainConfig:
-    """The same settings with paths that mean the same from any folder."""
+    """Returns the settings with absolute paths."""
     found = {name: getattr(config, name) for name in PATHS.split()}
     if config.tokenizer not in WORDS:
         found["tokenizer"] = config.tokenizer
@@ -116,7 +116,7 @@ def absolute_paths(config: TrainConfig) -> TrainConfig:
 
 def _absolute(name: str, path: str) -> str:
     paths = paths_of(path) if name in SEVERAL else [path]
-    # The shell knows ~ alone at the beginning of a word.
+    # The shell expands ~ only at the beginning of a word.
     found = [os.path.abspath(one if os.path.exists(one) else os.path.expanduser(one)) for one in paths]
     # A folder with a comma in its name can't stand in a list.
     return ",".join(paths if len(found) > 1 and any("," in one for one in found) else found)

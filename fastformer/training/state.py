@@ -1,6 +1,6 @@
-"""What a checkpoint holds of a trainer, by which a resumed run also notices other training data.
+"""The state of a trainer in a checkpoint, including a fingerprint by which a resumed run notices changed training data.
 
-It is the same with and without CUDA graphs, so that a run may resume either way.
+The state is the same with and without CUDA graphs, so a run may switch between them when it resumes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def state_of(trainer: Trainer) -> dict[str, Any]:
-    """All that training needs to go on as if it had never stopped: tensors and plain values."""
+    """Returns everything that training needs to resume as if it had never stopped: tensors and plain values."""
     optimizer = trainer.optimizer.state_dict()
     if trainer.graphs is not None:
         groups = [{**group, "lr": trainer.rate, "capturable": False} for group in optimizer["param_groups"]]
@@ -60,7 +60,7 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
 
 
 def split(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Takes a state apart into the tensors of which each process has a part, and the rest.
+    """Splits a state into the tensors of which each process holds a part, and the rest.
 
     Returns:
         The tensors by name, and the state without them; its "parts" say where each belongs.
@@ -82,13 +82,13 @@ def split(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def restore(trainer: Trainer, state: dict[str, Any], origin: object) -> None:
-    """Puts a trainer where `state_of` found one; see `Trainer.load_state_dict`.
+    """Restores a trainer to a state that `state_of` returned; see `Trainer.load_state_dict`.
 
     Raises:
         ValueError: the state is of other data or of another model, incomplete, or holds values that no training has.
     """
     try:
-        # Checkpoints of earlier versions name no special ids: they had the defaults.
+        # Checkpoints of earlier versions don't name special ids: theirs are the defaults.
         SpecialIds.from_dict(state.get("special_ids", {})).check_tokenizer(trainer.special_ids, str(origin))
         check_same(state["data"], trainer.fingerprint, origin, trainer.config.data_flags())
         _load_weights(trainer.model, state["model"], origin)
@@ -97,7 +97,7 @@ def restore(trainer: Trainer, state: dict[str, Any], origin: object) -> None:
             trainer.scaler.load_state_dict(state["scaler"])
         if trainer.ema is not None:
             _load_weights(trainer.ema, state["ema"], origin)
-        # Checkpoints of earlier versions know no windows: all examples were one.
+        # Checkpoints of earlier versions have no windows: all examples were a single one.
         counters = {name: _count(name, value) for name, value in {"window": 0, **state["counters"]}.items()}
         trainer.step, trainer.epoch, trainer.batch = counters["step"], counters["epoch"], counters["batch"]
         trainer.window = counters["window"]
@@ -121,7 +121,7 @@ def restore(trainer: Trainer, state: dict[str, Any], origin: object) -> None:
 
 
 def fingerprint(examples: Examples | ShardedExamples) -> dict[str, int | str]:
-    """What examples a run trains on, in few bytes: their number, the tokens of both sides, a SHA-256 of all ids."""
+    """Returns a fingerprint of training examples: their number, the tokens of both sides, and a SHA-256 of all ids."""
     source_tokens, target_tokens = examples.num_tokens
     return {
         "examples": len(examples),
@@ -132,17 +132,17 @@ def fingerprint(examples: Examples | ShardedExamples) -> dict[str, int | str]:
 
 
 def _describe(found: dict[str, int | str]) -> str:
-    """ "20,000 examples of 180,000 and 120,000 tokens"."""
+    """Formats a fingerprint: "20,000 examples of 180,000 and 120,000 tokens"."""
     return f"{found['examples']:,} examples of {found['source_tokens']:,} and {found['target_tokens']:,} tokens"
 
 
 def check_same(expected: dict[str, int | str], found: dict[str, int | str], run: object, flags: str = "") -> None:
-    """Compares the data of a run that resumes with those that it began with.
+    """Checks that the data of a run that resumes are those that it began with.
 
     Args:
         expected, found: fingerprints.
         run: the checkpoint, for messages.
-        flags: that name the data, for messages.
+        flags: the flags that name the data, for messages.
 
     Raises:
         ValueError: other data.
@@ -167,7 +167,7 @@ def _load_weights(model: nn.Module, weights: Any, origin: object) -> None:
 
 
 def _load_optimizer(trainer: Trainer, state: dict[str, Any], origin: object) -> None:
-    """The optimizer's averages come from the checkpoint; its options are those of the settings."""
+    """Loads the optimizer's averages from the checkpoint; its options stay those of the settings."""
     now = [dict(group) for group in trainer.optimizer.param_groups]
     parameters = [parameter for group in now for parameter in group["params"]]
     for number, kept in state["state"].items():

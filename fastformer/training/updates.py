@@ -1,4 +1,4 @@
-"""What an update computes, and what of it this process does."""
+"""The batches of an update, and the share of them that this process computes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from fastformer.data.sharing import cost, share_out
 
 
 class Update(list[Batch]):
-    """The batches of an update that this process computes, and what there is of them in all processes.
+    """The batches of an update that this process computes, with token counts over all processes.
 
     Args:
         batches: of this process.
-        places: where each stands among all batches of the update, by which its dropout is drawn; None: there are no
-            others.
-        lengths: (examples, 2) source and target lengths of each batch of the update, of all processes; None: likewise.
+        places: the index of each batch among all batches of the update, which seeds its dropout; None: this process
+            computes all batches.
+        lengths: (examples, 2) source and target lengths of each batch of the update, of all processes; None: as above.
         padded: whether every example is as long as the longest of its batch.
 
     Attributes:
-        num_target_tokens: of all processes: what the sum of the losses is divided by.
+        num_target_tokens: of all processes: the divisor of the summed losses.
         num_tokens, num_slots: of all processes; see `Batch`.
     """
 
@@ -49,12 +49,12 @@ class Update(list[Batch]):
 
 
 def places_of(lengths: Sequence[Tensor], model: Any, rank: int, size: int, *, padded: bool) -> list[int]:
-    """Which batches of an update a process computes; see `share_out`.
+    """Returns the places of the batches of an update that a process computes; see `share_out`.
 
     Args:
         lengths: (examples, 2) source and target lengths of each batch.
         model: the settings of the model, which say what a token costs.
-        rank, size: the process, and how many there are.
+        rank, size: the rank of the process, and the number of processes.
         padded: whether every example is as long as the longest of its batch.
     """
     if size == 1:
@@ -66,10 +66,10 @@ def places_of(lengths: Sequence[Tensor], model: Any, rank: int, size: int, *, pa
 
 
 def dropout_seed(seed: int, step: int, place: int) -> int:
-    """The seed of a batch's dropout: a function of the run's seed, the update and the batch's place in it.
+    """Computes the seed of a batch's dropout from the run's seed, the update and the batch's place in it.
 
-    It is the same whichever process computes the batch. A hash, for neighbouring seeds, updates and places must have no
-    dropout in common.
+    The seed doesn't depend on the process that computes the batch. It is a hash, so that neighbouring seeds, updates
+    and places have no dropout in common.
     """
     digest = hashlib.sha256(f"{seed} {step} {place}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1  # a generator takes 63 bits for certain
+    return int.from_bytes(digest[:8], "little") >> 1  # every generator accepts 63 bits

@@ -1,4 +1,4 @@
-"""A validation that several processes share: each computes a part, and together they have what one would compute."""
+"""A validation that several processes share: each computes a part, and the result is that of a single process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastformer.training.examples import Data, Pairs
 
 @dataclass
 class Part:
-    """What one process found.
+    """The part of a validation that one process computed.
 
     Attributes:
         losses: the summed loss of each batch that it computed, by the batch's place in the plan.
@@ -35,22 +35,22 @@ class Told:
         self._texts = texts
 
     def translate(self, sources: Sequence[str], **options: Any) -> list[str]:
-        """The translations."""
+        """Returns the known translations."""
         return [self._texts[place] for place, _ in enumerate(sources)]
 
 
 def validate_part(
     model: nn.Module, data: Data, pairs: Pairs, config: TrainConfig, device: torch.device, rank: int, size: int
 ) -> Part:
-    """The part of one process.
+    """Computes the part of one process.
 
     Args:
         model: the model.
-        data: whose validation examples are measured.
-        pairs: those that are translated.
+        data: the data with the validation examples.
+        pairs: the pairs whose sources are translated.
         config: the settings of the run.
         device: of the model.
-        rank, size: the process, and how many there are.
+        rank, size: the rank of the process, and the number of processes.
     """
     packed = config.batching == "packed"
     losses = losses_of(
@@ -63,7 +63,7 @@ def validate_part(
 
 
 def scores_of(parts: Sequence[Part], data: Data, pairs: Pairs, config: TrainConfig) -> Scores:
-    """The scores of the parts of all processes."""
+    """Computes the scores from the parts of all processes."""
     nll = mean_of({place: loss for part in parts for place, loss in part.losses.items()}, data.val)
     if not pairs:
         characters, tokens = data.val_characters, int(lengths_of(data.val)[:, 1].sum())

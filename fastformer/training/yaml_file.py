@@ -1,4 +1,4 @@
-"""YAML as a person means it: 010 is ten, 1e3 a number, 1:30 and a date are texts, and a name stands once."""
+"""Reads YAML as users mean it: 010 is ten, 1e3 is a number, 1:30 and dates are texts, a repeated name is an error."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _DROPPED = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "timestamp"
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The settings that a YAML file holds.
+    """Reads the settings in a YAML file.
 
     Raises:
-        ValueError: no such file, no YAML, a name that is there twice, or no settings in it.
+        ValueError: no such file, invalid YAML, a repeated name, or a file without settings.
     """
     yaml, file = yaml_library(), Path(path).expanduser()
     if not is_there(file):  # it may be a pipe
@@ -47,7 +47,7 @@ def _loader() -> Any:
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined]
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            """As PyYAML does, which takes the last of two values under one name."""
+            """Constructs a mapping as PyYAML does, but refuses a repeated name, of which PyYAML uses the last value."""
             first: dict[str, Any] = {}
             for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
                 if isinstance(key, yaml.ScalarNode) and first.setdefault(key.value, key) is not key:
@@ -71,7 +71,7 @@ def _constructor(convert: Callable[[str], float]) -> Callable[[Any, Any], float]
 
 
 def yaml_library() -> Any:
-    """The yaml library.
+    """Imports the yaml library.
 
     Raises:
         ImportError: it is not installed.
