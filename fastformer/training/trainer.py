@@ -51,7 +51,7 @@ AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class DivergedError(RuntimeError):
-    """The loss or a gradient is no number any more; the message says what may help."""
+    """The loss or a gradient is NaN or infinite; the message suggests remedies."""
 
 
 class Trainer:
@@ -59,13 +59,13 @@ class Trainer:
 
     Args:
         config: the settings.
-        run: the folder, which is there.
-        model: what to train, freshly initialised; it has `loss` and a `config`.
-        data: what to train on.
-        device: where.
-        lock: of the run folder; by default one that is taken when training starts.
-        interrupts: catches signals; by default this trainer does, while it trains.
-        log: what the run says; by default what it says from now on.
+        run: the folder, which exists.
+        model: the model to train, freshly initialised; it has `loss` and a `config`.
+        data: the data to train on.
+        device: the device to train on.
+        lock: of the run folder; by default one that is acquired when training starts.
+        interrupts: catches signals; by default this trainer catches them while it trains.
+        log: the log of the run; by default one of messages from now on.
         world: the processes that train together, this one among them; by default it is alone.
 
     Raises:
@@ -90,7 +90,7 @@ class Trainer:
         self.special_ids = SpecialIds.of(model.config)
         self.special_ids.check_tokenizer(data.tokenizer.special_ids, "the model")
         self.lock, self.interrupts = lock or RunLock(run), interrupts or Interrupts()
-        self.signum: int | None = None  # of the signal that all processes know of
+        self.signum: int | None = None  # the number of the signal on which all processes have agreed
         self.model = model.to(device)
         self.packed = config.batching == "packed"
         if config.sharding == "fsdp" and config.precision == "fp16" and self.world.size > 1:
@@ -99,7 +99,7 @@ class Trainer:
         averages = [] if self.ema is None else [self.ema.module]
         self.runner = self.world.wrap(self.model, config.sharding, *averages)
         self.parts = PartsWriter(self.world) if self.runner.shell is not None else None
-        self.saved_step: int | None = None  # of the last checkpoint in parts
+        self.saved_step: int | None = None  # the update of the last checkpoint in parts
         self.optimizer = torch.optim.AdamW(
             model.parameters(),
             lr=config.lr,
@@ -109,12 +109,12 @@ class Trainer:
             fused=device.type in ("cpu", "cuda"),
         )
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
-        # What updates leave on the device, where a graph finds it again.
+        # Results of updates on the device, at the addresses that graphs write to.
         self.loss, self.norm = torch.zeros((), device=device), torch.zeros((), device=device)
-        # Asking whether all is finite waits for the device; a GPU is asked only before something is shown or saved.
+        # Reading this flag waits for the device, so a GPU's is read only before results are shown or saved.
         self.finite = torch.ones((), dtype=torch.bool, device=device)
         self.meter = Meter(device)
-        self.rate = config.lr  # of the last update
+        self.rate = config.lr  # the learning rate of the last update
         self.graphs: GraphUpdates | None = None
         if config.cuda_graphs:
             check_device(device)
@@ -133,11 +133,11 @@ class Trainer:
             str(fingerprint(data.val)["sha256"]),
             len(self.pairs),
         )
-        self.step, self.epoch, self.window, self.batch = 0, 0, 0, 0  # of the epoch's window, batches done
+        self.step, self.epoch, self.window, self.batch = 0, 0, 0, 0  # batch: the batches done in the epoch's window
         self.validated = 0  # the update of the last validation
-        self.finished = False  # nothing is left to do, with the settings as they are
+        self.finished = False  # nothing is left to do with these settings
         self.trained_seconds = 0.0
-        self.init_weights: str | None = None  # the digest of those that init_from gave
+        self.init_weights: str | None = None  # the digest of the weights that init_from loaded
         self.losses: list[tuple[int, float]] = []  # (update, mean loss since the last entry)
         if config.checkpointing:
             stacks = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
@@ -147,10 +147,10 @@ class Trainer:
                 stack.gradient_checkpointing = True  # type: ignore[assignment]
 
     def train(self) -> Scores | None:
-        """Runs until the last update, the time limit, the end of patience, or a signal; saves, and says what came out.
+        """Trains until the last update, the time limit, the end of patience, or a signal; saves, and logs the result.
 
         Returns:
-            The last validation's scores; None if there was none, as after a signal, or where nothing was left to do.
+            The scores of the last validation; None without one, as after a signal or if nothing was left to do.
 
         Raises:
             DivergedError: a loss or gradient that is NaN or infinite; the last good checkpoint stays.
@@ -177,7 +177,7 @@ class Trainer:
             return self._finish(progress, scores)
 
     def _run_updates(self, progress: Progress | Silence) -> Scores | None:
-        """The loop. Returns the scores of the last validation in it, if there was one."""
+        """Runs the loop of updates; returns the scores of its last validation, or None."""
         config, scores = self.config, None
         self.finite.fill_(True)
         began = time.perf_counter() - self.trained_seconds
@@ -191,7 +191,7 @@ class Trainer:
             self.step += 1
             self.trained_seconds = time.perf_counter() - began
             self.meter.count(batches)
-            if self.graphs is None:  # a graph has done it
+            if self.graphs is None:  # a graph has called `note`
                 self.note(loss, norm)
             last = self._end() is not None
             showing, saving = last or due(self.step, config.log_every), due(self.step, config.save_every)
@@ -206,7 +206,7 @@ class Trainer:
                 progress.advance(self.step)
             if validating:
                 with self.meter.paused():
-                    # A model that is kept belongs to a run that can go on.
+                    # A run that saves its best model must also be able to resume from that update.
                     if not self.world.first(lambda: checkpoints(self.run)):
                         self.save()
                     scores = self._validate_and_keep(progress) or scores
@@ -219,7 +219,7 @@ class Trainer:
         return scores
 
     def _finish(self, progress: Progress | Silence, scores: Scores | None) -> Scores | None:
-        """Saves; then, unless a signal ended the run, validates what was not yet, and averages."""
+        """Saves; then, unless a signal ended the run, validates if the last update wasn't validated, and averages."""
         self.save()
         if not self._is_signalled() and self.validated != self.step:
             scores = self._validate_and_keep(progress)
@@ -244,7 +244,7 @@ class Trainer:
         return scores
 
     def updates(self) -> Iterator[Update]:
-        """The batches of each update that this process computes, from where the run stands on."""
+        """Yields the batches of each update that this process computes, from the run's current position on."""
         group: list[list[int]] = []
         while self.step < self.config.steps:
             windows = self.order.num_windows
@@ -266,7 +266,7 @@ class Trainer:
                 self.epoch, self.window = self.epoch + 1, 0
 
     def _share_of(self, group: list[list[int]]) -> Update:
-        """This process's part of an update, of which the plan says what examples each batch has."""
+        """Builds this process's batches of an update from the plan's lists of examples."""
         world, lengths, padded = self.world, [self.order.lengths(indices) for indices in group], not self.packed
         mine = places_of(lengths, self.model.config, world.rank, world.size, padded=padded)
         batches = self.place([
@@ -276,16 +276,16 @@ class Trainer:
         return Update(batches) if world.size == 1 else Update(batches, mine, lengths, padded=padded)
 
     def place(self, batches: list[Batch]) -> list[Batch]:
-        """The batches of an update where it takes them: on the device, or, for a graph, in a size that it has."""
+        """Copies batches to the device, or, for graphs, pads them to a common size on the CPU."""
         if self.graphs is None:
             return [batch.to(self.device) for batch in batches]
         size = size_of(batches, self.config.max_tokens, self.model.config.max_len)  # type: ignore[union-attr, arg-type]
         return [pad_batch(batch, size, self.special_ids.pad) for batch in batches]
 
     def update(self, batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
-        """One optimizer step over some batches. Returns the mean loss of a target token, and the gradient's norm."""
+        """Runs one optimizer step over some batches; returns the mean loss of a target token and the gradient norm."""
         config, update = self.config, batches if isinstance(batches, Update) else Update(batches)
-        # Every token of the update weighs the same, in whichever batch it stands, and whichever process has it.
+        # Every token of the update has the same weight, regardless of its batch and process.
         tokens = update.num_target_tokens
         self.rate = rate_of(config, self.step + 1, self.model.config.d_model)  # type: ignore[union-attr, arg-type]
         if self.graphs is not None:
@@ -298,7 +298,7 @@ class Trainer:
     def _descend(
         self, batches: list[Batch], tokens: int | torch.Tensor, rate: float | torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Forward, backward, clipping, the optimizer's step; nothing waits for the device. Returns loss and norm."""
+        """Runs forward, backward, clipping and the optimizer, never waiting for the device; returns loss and norm."""
         config, runner = self.config, self.runner
         total = torch.zeros((), device=self.device)
         places = batches.places if isinstance(batches, Update) else range(len(batches))
@@ -324,13 +324,13 @@ class Trainer:
         return total, norm.detach()
 
     def note(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
-        """Adds an update to what is known on the device of all of them."""
-        # An overflow of fp16 is the scaler's business: it skips the update and lowers the scale.
+        """Adds an update to the sums and the flag on the device."""
+        # The scaler handles overflows of fp16: it skips the update and lowers the scale.
         self.finite &= torch.isfinite(loss) & (torch.isfinite(norm) | self.scaler.is_enabled())
         self.meter.loss += loss
 
     def _begin_graphs(self) -> None:
-        """Forgets the graphs that there are: they hold the places of weights and of the optimizer's state."""
+        """Starts without graphs; existing ones hold old addresses of weights and of the optimizer's state."""
         self.graphs = GraphUpdates(
             Graphs(self.device), self._update_in_place, self.model, self.optimizer, self._check_capturable
         )
@@ -346,7 +346,7 @@ class Trainer:
             )
 
     def _update_in_place(self, batches: list[Batch], numbers: torch.Tensor) -> None:
-        """An update as a graph holds it: what it takes and what it leaves stands in tensors that stay."""
+        """Runs an update that a graph can capture: its inputs and results are tensors at fixed addresses."""
         tokens, rate, share = numbers.unbind()
         loss, norm = self._descend(batches, tokens, rate)
         self._move_average(share)
@@ -355,13 +355,13 @@ class Trainer:
         self.note(loss, norm)
 
     def _share(self) -> float:
-        """How far this update moves the running average towards the weights; 1.0 makes it equal to them."""
-        # It shrinks as the run grows, or the random weights of the beginning would stay in a short run's average.
+        """Returns the share by which this update moves the running average towards the weights; 1.0 copies them."""
+        # The share decreases over the run; else the random initial weights would stay in a short run's average.
         return max(1.0 - self.config.ema, 9 / (10 + self.step)) if self.step else 1.0
 
     @torch.no_grad()
     def _move_average(self, share: float | torch.Tensor) -> None:
-        # AveragedModel's own update copies a counter to the GPU and waits for it.
+        # AveragedModel.update_parameters copies a counter to the GPU and waits for it.
         if self.ema is None:
             return
         averages = [local_part(average) for average in self.ema.module.parameters()]
@@ -375,7 +375,7 @@ class Trainer:
             kept.copy_(buffer)
 
     def _model(self) -> nn.Module:
-        """The model that counts, whole: the running average if there is one."""
+        """Returns the model to validate and save, with all of its weights: the running average if the run has one."""
         return self.runner.whole(self.model if self.ema is None else self.ema.module)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -383,7 +383,7 @@ class Trainer:
         return contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
     def validate(self, model: nn.Module) -> Scores:
-        """The scores of a model on the validation data."""
+        """Computes the scores of a model on the validation data."""
         return scores_of([self._validate_part(model)], self.data, self.pairs, self.config)
 
     def _validate_part(self, model: nn.Module) -> Part:
@@ -393,7 +393,7 @@ class Trainer:
             )
 
     def _validate_and_keep(self, progress: Progress | Silence) -> Scores | None:
-        """Validates; the run folder gets the weights if they are the best so far. None if a signal broke it off."""
+        """Validates, and saves the weights in the run folder if they are the best so far; None means a signal."""
         model = self._model()
         scores = self._validate_unless_interrupted(model)
         if scores is None:
@@ -411,7 +411,7 @@ class Trainer:
         return scores
 
     def _average(self, progress: Progress | Silence) -> Scores | None:
-        """The run folder gets the mean of the last checkpoints, for that is what was asked for, better or not."""
+        """Saves the average of the last checkpoints in the run folder, even if it is worse than a single update."""
         self._wait_for_parts()
         paths = self.world.first(lambda: checkpoints(self.run)[-self.config.average_last :])
         if len(paths) == 1:
@@ -431,7 +431,7 @@ class Trainer:
         return scores
 
     def _validate_unless_interrupted(self, model: nn.Module) -> Scores | None:
-        # It may take minutes and can be done again, so that a signal need not wait for its end.
+        # A validation may take minutes and can be repeated, so a signal aborts it.
         part: Part | None = None
         try:
             with self.interrupts.at_once():
@@ -443,7 +443,7 @@ class Trainer:
                 return None
         parts = self.world.gather(part)
         whole = [each for each in parts if each is not None]
-        if len(whole) < len(parts):  # a process was interrupted, and so all are
+        if len(whole) < len(parts):  # one process was interrupted, so all stop
             self._is_signalled()
             return None
         return self.world.first(lambda: scores_of(whole, self.data, self.pairs, self.config))
@@ -459,11 +459,11 @@ class Trainer:
         self.world.first(lambda: save_model(model, self.run, self.data.tokenizer, notes=notes))
 
     def _is_signalled(self) -> bool:
-        """Whether a signal ends the training; all processes hear of it in the same moment."""
+        """Returns whether a signal ends the training; all processes return the same."""
         return self._agree()[0]
 
     def _agree(self) -> tuple[bool, bool]:
-        """Whether a signal came to some process, and whether the time is over for some."""
+        """Returns whether a signal reached any process, and whether any process is past the time limit."""
         minutes = self.config.max_minutes
         late = bool(minutes and self.trained_seconds > 60 * minutes)
         signum, late_somewhere = self.world.most(self.interrupts.signum or 0, late)
@@ -472,7 +472,7 @@ class Trainer:
         return self.signum is not None, bool(late_somewhere)
 
     def _end(self) -> str | None:
-        """Why no further update is to be made; None if one is."""
+        """Returns the reason to end the training, or None to continue."""
         is_signalled, is_late = self._agree()
         if is_signalled:
             return self.interrupts.name
@@ -500,7 +500,7 @@ class Trainer:
         return self.signum is not None
 
     def save(self) -> None:
-        """Writes a checkpoint that training goes on from; parts are written while it trains."""
+        """Writes a checkpoint to resume from; the parts of sharded weights are written while training continues."""
         every, keep_last = self.config.save_every, max(self.config.keep_last, self.config.average_last)
 
         def regular(step: int) -> bool:
@@ -513,7 +513,7 @@ class Trainer:
             self.world.first(write)
             return
         step, (tensors, rest) = self.step, split(self.state_dict())
-        if self.saved_step == step:  # the weights are those that are there
+        if self.saved_step == step:  # the checkpoint on the disk has these weights
             self.parts.wait()
             self.world.first(lambda: rewrite_rest(checkpoints(self.run)[-1], rest))
             return
@@ -525,18 +525,18 @@ class Trainer:
         self.saved_step = step
 
     def state_dict(self) -> dict[str, Any]:
-        """All that training needs to go on as if it had never stopped: tensors and plain values."""
+        """Returns everything that training needs to resume as if it had never stopped: tensors and plain values."""
         return state_of(self)
 
     def load_state_dict(self, state: dict[str, Any], origin: object = "the checkpoint") -> None:
-        """Goes on from `state_dict`.
+        """Restores a state that `state_dict` returned.
 
         Args:
             state: of a run with the same model, data and order.
-            origin: where it is from, for messages.
+            origin: the source of the state, for messages.
 
         Raises:
-            ValueError: it is of other data or of another model, or incomplete.
+            ValueError: the state is of other data or of another model, or incomplete.
         """
         restore(self, state, origin)
         if self.graphs is not None:
@@ -544,5 +544,5 @@ class Trainer:
 
 
 def due(step: int, every: int) -> bool:
-    """Whether something that happens every so many updates (0 = never) happens at this one."""
+    """Returns whether an action with a period in updates (0 = never) is due at this update."""
     return every > 0 and step % every == 0

@@ -1,8 +1,8 @@
 """The processes that train one model together. Nothing else here talks to torch.distributed.
 
-`torchrun` starts the processes and says to each which one it is (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
-MASTER_PORT). Without these variables there is one process, and each method of its `World` returns what it was given.
-Every method is called by all processes in the same order.
+`torchrun` starts the processes and sets the variables that identify each one (RANK, WORLD_SIZE, LOCAL_RANK,
+MASTER_ADDR, MASTER_PORT). Without these variables there is one process, and each method of its `World` returns its
+argument unchanged. All processes must call every method in the same order.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ logger = logging.getLogger("fastformer")
 T = TypeVar("T")
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# Words in gloo's errors about a process that is gone or silent; NCCL's errors have a type of their own.
+# Words in gloo's errors about a process that ended or doesn't respond; NCCL's errors have a type of their own.
 _SIGNS_OF_LOSS = ("gloo", "Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe")
-_ROOM = 1 / 16  # of a process's memory, which the whole weights of a sharded model may take during an update
+_ROOM = 1 / 16  # the share of a process's memory that the gathered weights of a sharded model may use during an update
 
 
 class OtherRankError(RuntimeError):
@@ -46,40 +46,40 @@ class OtherRankError(RuntimeError):
 
 
 class LostRanksError(RuntimeError):
-    """Other processes are gone, or were silent for longer than `rank_timeout`."""
+    """Other processes ended, or didn't respond within `rank_timeout`."""
 
 
 def is_launched() -> bool:
-    """Whether torchrun, or another launcher that sets its variables, started this process."""
+    """Returns whether torchrun, or another launcher that sets its variables, started this process."""
     return all(name in os.environ for name in _VARIABLES)
 
 
 def restarts() -> int:
-    """How often torchrun started the processes anew, as this process knows it."""
+    """Returns how often torchrun restarted the processes, by this process's environment."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 @dataclass
 class Runner:
-    """A model as an update calls it.
+    """A model prepared for updates.
 
     Attributes:
-        module: its `loss` takes what the model's takes.
-        factor: multiplies a loss if gradients are averaged over processes instead of added up.
-        waiting: gradients that are computed inside stay in this process, until one that isn't.
+        module: its `loss` has the signature of the model's.
+        factor: the factor for losses if gradients are averaged over processes instead of added up.
+        waiting: a context in which gradients stay in this process; the next backward outside of it adds up all.
     """
 
     module: Any
     factor: int = 1
     waiting: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    shell: nn.Module | None = None  # of sharded weights, the model without them
-    gathers: Literal["update", "layer"] | None = None  # how long sharded weights stay whole: an update, or a layer
+    shell: nn.Module | None = None  # with sharded weights: the model without its weights
+    gathers: Literal["update", "layer"] | None = None  # how long sharded weights stay gathered: an update, or a layer
 
     def whole(self, model: nn.Module) -> nn.Module:
-        """A model with all of its weights, for use outside of updates; all processes ask for it together.
+        """Gathers a model with all of its weights, for use outside of updates; all processes must call it together.
 
         Args:
-            model: the module, or one that was sharded as it was.
+            model: the module, or another one that was sharded in the same way.
         """
         if self.shell is None:
             return model
@@ -94,21 +94,21 @@ class Runner:
 
 
 class _Loss(nn.Module):
-    """A model's loss as the forward of a module, which is what DistributedDataParallel takes."""
+    """A module whose forward is a model's loss, for DistributedDataParallel."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, *inputs: Any, **options: Any) -> Tensor:
-        """The loss."""
+        """Computes the loss."""
         loss: Callable[..., Tensor] = self.model.loss  # type: ignore[assignment]
         return loss(*inputs, **options)
 
 
 @dataclass
 class _Callable:
-    """Something whose `loss` is a call of a module."""
+    """An object whose `loss` calls a module."""
 
     loss: nn.Module
 
@@ -118,10 +118,10 @@ class World:
     """The processes of a training.
 
     Attributes:
-        rank: which one this is; 0 alone writes files.
-        size: how many there are.
-        local_rank: which one this is on its machine.
-        is_launched: whether a launcher started them, be it one process alone.
+        rank: the rank of this process; only rank 0 writes files.
+        size: the number of processes.
+        local_rank: the rank of this process on its machine.
+        is_launched: whether a launcher started the processes, even a single one.
     """
 
     rank: int = 0
@@ -129,23 +129,23 @@ class World:
     local_rank: int = 0
     is_launched: bool = False
     timeout: float = 600.0
-    _host: Any = field(default=None, repr=False)  # the group for values that are on no device
+    _host: Any = field(default=None, repr=False)  # the group for values on the CPU
 
     @classmethod
     def none(cls) -> World:
-        """This process alone."""
+        """Returns the world of this process alone."""
         return cls()
 
     @classmethod
     def join(cls, device: str = "auto", timeout: float = 600.0) -> World:
-        """The processes that torchrun started; this process alone without it.
+        """Joins the processes that torchrun started; without torchrun, returns the world of this process alone.
 
         Args:
-            device: what they train on: "auto", "cpu", "cuda".
+            device: the kind of device that they train on: "auto", "cpu", "cuda".
             timeout: seconds after which a process that waits for the others gives up.
 
         Raises:
-            LostRanksError: others don't answer.
+            LostRanksError: other processes don't respond.
             ValueError: variables of the environment that make no sense; more processes on a machine than GPUs.
         """
         if not is_launched():
@@ -176,7 +176,7 @@ class World:
                 f"rank {rank} of {size} found no others at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} "
                 f"within {timeout:g} seconds ({_first_line(error)}): are address and port right, and reachable?"
             ) from error
-        if rank:  # messages of all processes appear once
+        if rank:  # only rank 0 logs messages below ERROR
             logger.setLevel(logging.ERROR)
         return world
 
@@ -186,21 +186,21 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After a failure the others may be gone, and saying goodbye to them would wait for an answer.
+        # After a failure the other processes may have ended, and destroying the group would wait for them.
         if self._host is not None and error is None:
             dist.destroy_process_group()
             self._host = None
 
     def device_of(self, device: torch.device) -> torch.device:
-        """The device of this process, where its machine has several."""
+        """Returns the device of this process on a machine that may have several."""
         return torch.device("cuda", self.local_rank) if self.is_launched and device.type == "cuda" else device
 
     @contextlib.contextmanager
     def reporting_loss(self) -> Iterator[None]:
-        """Says in plain words that other processes are gone, whatever operation noticed.
+        """Turns the errors of any operation about lost processes into a readable one.
 
         Raises:
-            LostRanksError: they are.
+            LostRanksError: other processes ended or don't respond.
         """
         try:
             yield
@@ -213,7 +213,7 @@ class World:
             ) from error
 
     def gather(self, value: T) -> list[T]:
-        """The values of all processes, in the order of their ranks, for each of them."""
+        """Returns the values of all processes, in the order of their ranks, in each process."""
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
@@ -222,7 +222,7 @@ class World:
         return found
 
     def most(self, *values: float) -> list[float]:
-        """The largest of each value over all processes."""
+        """Returns the maximum of each value over all processes."""
         if self.size == 1:
             return [*values]
         found = torch.tensor(values, dtype=torch.float64, device="cpu")
@@ -231,7 +231,7 @@ class World:
         return found.tolist()
 
     def add_up(self, tensor: Tensor) -> Tensor:
-        """The sum of a tensor over all processes, in its place; all get the same bits."""
+        """Sums a tensor over all processes in place; all get the same bits."""
         if self.size > 1:
             with self.reporting_loss():
                 dist.all_reduce(tensor)
@@ -240,8 +240,8 @@ class World:
     def clip(self, parameters: Iterable[Tensor], most: float) -> Tensor:
         """Scales gradients down to a norm of at most `most`, as torch's `clip_grad_norm_` does. Returns their norm.
 
-        Of parameters that are sharded each process scales its parts. PyTorch's function does the same by DTensors,
-        each operation on which costs the CPU as much as a small layer.
+        For sharded parameters, each process scales its own parts. PyTorch's function works on DTensors, and each of
+        their operations costs the CPU as much time as a small layer.
         """
         parameters = list(parameters)
         if not any(is_parted(parameter) for parameter in parameters):
@@ -252,20 +252,20 @@ class World:
         return norm
 
     def first(self, action: Callable[[], T]) -> T:
-        """Rank 0 does something; its result reaches all processes, and so does its failure.
+        """Runs an action in rank 0 only, and returns its result in all processes.
 
         Raises:
-            OtherRankError: in the others, where rank 0 failed; it raises its own error.
+            OtherRankError: rank 0 failed; raised in the other processes, while rank 0 raises its own error.
         """
         if self.size == 1:
             return action()
         return self.gather(self.each(action if self.rank == 0 else lambda: None))[0]  # type: ignore[return-value]
 
     def each(self, action: Callable[[], T]) -> T:
-        """Each process does something and gets its own result, but a failure of one is a failure of all.
+        """Runs an action in each process and returns its own result; if one process fails, all raise.
 
         Raises:
-            OtherRankError: where others failed; they raise their own errors.
+            OtherRankError: another process failed; that one raises its own error.
         """
         if self.size == 1:
             return action()
@@ -283,14 +283,14 @@ class World:
         return result
 
     def check_same(self, found: dict[str, object], advice: str) -> None:
-        """Holds what this process found against what the others did.
+        """Checks that values are the same in all processes.
 
         Args:
-            found: what has to be equal, by its name.
-            advice: how to mend it.
+            found: this process's values by their names.
+            advice: the remedy, for the message.
 
         Raises:
-            ValueError: a process found something else than rank 0.
+            ValueError: the values of a process differ from those of rank 0.
         """
         everything = self.gather(found)
         for name, expected in everything[0].items():
@@ -302,10 +302,10 @@ class World:
                 )
 
     def check_accumulate(self, accumulate: int) -> None:
-        """Makes sure that all processes get as many batches of an update.
+        """Checks that all processes get the same number of an update's batches.
 
         Raises:
-            ValueError: they don't.
+            ValueError: the number of batches isn't divisible by that of processes.
         """
         if accumulate % self.size:
             few = "more processes than batches" if accumulate < self.size else "batches that don't divide"
@@ -315,12 +315,12 @@ class World:
             )
 
     def wrap(self, model: nn.Module, sharding: str = "ddp", *others: nn.Module) -> Runner:
-        """A model as an update calls it: gradients of all processes are added up where one doesn't wait.
+        """Prepares a model for updates: outside of `Runner.waiting`, gradients are added up over all processes.
 
         Args:
             model: the model, on this process's device, before its optimizer is made.
             sharding: "ddp": each process has all weights; "fsdp": a part of them.
-            others: copies of the model, which are sharded alike.
+            others: copies of the model, which are sharded in the same way.
         """
         if self.size == 1:
             return Runner(model)
@@ -341,7 +341,7 @@ class World:
         device = next(model.parameters()).device
         mesh = init_device_mesh(device.type, (self.size,))
         size = sum(weight.nbytes for weight in model.parameters())
-        # All processes gather together, so that what one of them lacks the room for none of them does.
+        # All processes gather weights together, so all must agree whether the memory of each suffices.
         by_layer = bool(self.most(size > _ROOM * _memory(device))[0])
         for each in (model, *others):
             _shard_weights(each, mesh, by_layer=by_layer)
@@ -362,7 +362,7 @@ class World:
 
 
 def _memory(device: torch.device) -> float:
-    """Bytes that a process has of a device: of a machine its share."""
+    """Returns the bytes of a device's memory for a process; on a CPU, its share of the machine's memory."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     pages, size = (os.sysconf(name) for name in ("SC_PHYS_PAGES", "SC_PAGE_SIZE"))
@@ -370,19 +370,19 @@ def _memory(device: torch.device) -> float:
 
 
 class _ReduceScatter:
-    """How FSDP adds up gradients by gloo: each process gets its parts of all others, and adds them in their order.
+    """FSDP's reduce-scatter for gloo: each process receives its part from all others, and adds the parts in rank order.
 
-    gloo's own way adds up the whole gradient in each process, and throws most of it away.
+    gloo's own reduce-scatter adds up the whole gradient in each process, and discards most of it.
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A place for gradients."""
+        """Allocates memory for gradients."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: object, async_op: bool = False
     ) -> None:
-        """Puts the sum of this process's part over all processes into `output_tensor`."""
+        """Writes the sum of this process's part over all processes to `output_tensor`."""
         parts = torch.empty_like(input_tensor)
         dist.all_to_all_single(parts, input_tensor, group=group)
         torch.sum(parts.view(group.size(), -1), dim=0, out=output_tensor)
@@ -392,8 +392,8 @@ def _shard_weights(model: nn.Module, mesh: Any, *, by_layer: bool) -> None:
     """Shards a model's weights.
 
     Args:
-        model: which one.
-        mesh: of the processes.
+        model: the model to shard.
+        mesh: the mesh of the processes.
         by_layer: each layer of each stack by itself, whose weights are whole while it computes, and what is left: the
             embeddings, which two sides may share. Otherwise all together, which are whole during an update.
     """
@@ -412,7 +412,7 @@ def _shard_weights(model: nn.Module, mesh: Any, *, by_layer: bool) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # the loss is divided by the tokens of all processes
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no product within a sum, which fp32 would take
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum, FSDP's choice for fp32
             if mesh.device_type == "cpu":
                 module.set_custom_reduce_scatter(_ReduceScatter())  # type: ignore[arg-type]
 
@@ -422,11 +422,11 @@ def _hooks(module: nn.Module) -> list[Any]:
 
 
 def _fresh_store(rank: int, size: int, limit: datetime.timedelta) -> PrefixStore:
-    """The place where processes tell each other their addresses, without those of processes that are gone.
+    """Returns a store for the processes' addresses, without those of earlier processes.
 
-    A launcher that starts the processes anew may keep its store, in which the addresses of the former ones still are;
-    and how often it did so, machines may count differently. So rank 0 invents a name, under which all go on, and gives
-    it to each process that asks under a name of its own.
+    A launcher that restarts the processes may keep its store, which still holds the addresses of the earlier ones, and
+    machines may count restarts differently. So rank 0 invents a new prefix for all processes, and sends it to each
+    process that asks for it under a name of its own.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
@@ -440,7 +440,7 @@ def _fresh_store(rank: int, size: int, limit: datetime.timedelta) -> PrefixStore
     waiting = set(range(1, size))
     while waiting:
         for each in sorted(waiting):
-            if store.check([f"fastformer/asks/{each}"]):  # perhaps of a process that is gone: it gets an answer, too
+            if store.check([f"fastformer/asks/{each}"]):  # perhaps of an earlier process: it gets an answer, too
                 store.set(f"fastformer/answers/{store.get(f'fastformer/asks/{each}').decode()}", own)
             if store.check([f"fastformer/{own}/{each}"]):
                 waiting.discard(each)
@@ -451,26 +451,26 @@ def _fresh_store(rank: int, size: int, limit: datetime.timedelta) -> PrefixStore
 
 
 def is_parted(tensor: object) -> bool:
-    """Whether something is a tensor of which each process has a part."""
+    """Returns whether an object is a tensor of which each process holds a part."""
     return isinstance(tensor, tuple(guards.PARTED))
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """A tensor of which each process has a part, whole in each of them; any other one as it is."""
+    """Gathers a tensor of which each process holds a part; returns any other tensor unchanged."""
     parted: Any = tensor
     whole: Tensor = parted.full_tensor() if is_parted(tensor) else tensor
     return whole
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this process has of a tensor."""
+    """Returns this process's part of a tensor."""
     parted: Any = tensor
     part: Tensor = parted.to_local() if is_parted(tensor) else tensor
     return part
 
 
 def part_like(whole: Tensor, other: Tensor) -> Tensor:
-    """The part of a whole tensor that a process keeps of another one of that shape; nothing is sent."""
+    """Cuts a whole tensor to the part that this process holds of another one of that shape, without communication."""
     if not is_parted(other) or whole.shape != other.shape:
         return whole
     from torch.distributed.tensor import distribute_tensor
@@ -480,7 +480,7 @@ def part_like(whole: Tensor, other: Tensor) -> Tensor:
 
 
 class PartsWriter:
-    """Writes tensors of which each process has a part, while training goes on.
+    """Writes tensors of which each process holds a part, while training continues.
 
     Args:
         world: the processes.
@@ -488,18 +488,18 @@ class PartsWriter:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        # Its messages must not mix with those of the training, which goes on meanwhile.
+        # A group of its own: its messages must not mix with those of the training, which continues meanwhile.
         self._group: Any = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=world.timeout))
         self._threads = ThreadPoolExecutor(1)
         self._pending: Future[None] | None = None
 
     def begin(self, tensors: dict[str, Tensor], folder: Path, finish: Callable[[], object]) -> None:
-        """Begins to write the tensors as they are now.
+        """Begins to write a copy of the tensors' current values.
 
         Args:
-            tensors: by their names.
-            folder: an empty folder that all processes see.
-            finish: called by rank 0 when all parts are on the disk.
+            tensors: the tensors by their names.
+            folder: an empty folder that all processes can access.
+            finish: the function that rank 0 calls when all parts are on the disk.
 
         Raises:
             OSError: an earlier write has failed.
@@ -526,10 +526,10 @@ class PartsWriter:
         self._pending = self._threads.submit(complete)
 
     def wait(self) -> None:
-        """Waits until what was begun is on the disk, or failed.
+        """Waits until the write that `begin` started is complete.
 
         Raises:
-            OSError: it could not be written; earlier checkpoints are whole.
+            OSError: the write failed; earlier checkpoints are undamaged.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -542,7 +542,7 @@ def _cause(error: BaseException) -> str:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """A tensor that stays as it is now, on the CPU."""
+    """Copies a tensor to the CPU."""
     if not is_parted(tensor):
         return tensor.detach().cpu().clone()
     from torch.distributed.device_mesh import init_device_mesh
@@ -556,13 +556,13 @@ def _copied(tensor: Tensor) -> Tensor:
     )
 
 
-# What the table of contents of such a folder is made of. It is a pickle, and a pickle may call anything.
+# The types in the table of contents of a folder of parts. The table is a pickle, and a pickle may call any function.
 _OF_CONTENTS = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
 
 
 class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """A class of DCP's tables, a dtype or a size; nothing else."""
+        """Returns a class of DCP's tables, a dtype or a size, and refuses anything else."""
         found = super().find_class(module, name) if module in (*_OF_CONTENTS, "torch", "torch.serialization") else None
         if (module in _OF_CONTENTS and isinstance(found, type)) or isinstance(
             found, torch.dtype | torch.layout | torch.memory_format
@@ -577,10 +577,10 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def read_parts(folder: Path) -> dict[str, Tensor]:
-    """All tensors that a `PartsWriter` wrote into a folder, whole, in any number of processes.
+    """Reads all tensors that a `PartsWriter` wrote into a folder, whole, in any number of processes.
 
     Raises:
-        ValueError: it is damaged, or holds something else.
+        ValueError: the folder is damaged, or holds other data.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -596,7 +596,7 @@ def read_parts(folder: Path) -> dict[str, Tensor]:
             name: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu") for name, entry in entries.items()
         }
         load(found, storage_reader=FileSystemReader(folder), no_dist=True)
-    except Exception as error:  # the reader raises what unpicklers and files raise
+    except Exception as error:  # the reader passes on the errors of unpicklers and files
         raise ValueError(f"{folder} is damaged ({_first_line(error)})") from error
     return found
 
