@@ -36,7 +36,7 @@ _HEAD_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Dense(nn.Module):
-    """A linear layer behind the encoder: a few rows read it, so `quantize` leaves it as it is.
+    """A linear layer after the encoder; `quantize` doesn't round it, because only a few rows pass through it.
 
     Parameters: `weight` (size_out, size_in) and, with `bias`, `bias` (size_out,).
     """
@@ -54,7 +54,7 @@ class Dense(nn.Module):
 
 
 class ClassificationHead(nn.Module):
-    """From a text's vector to its labels: see `BERTConfig.head`.
+    """Computes the logits of labels from a text's vector; see `BERTConfig.head`.
 
     Parameters: `dense.*` (not for "bert"), `norm.*` ("modernbert"), `out.*`.
     """
@@ -102,7 +102,7 @@ class BERT(PretrainedModel):
     presets: dict[str, dict[str, Any]] = {
         "base": {"token_types": 2, "pooler": True},
         "large": {"token_types": 2, "pooler": True, "d_model": 1024, "num_heads": 16, "num_layers": 24},
-        # MiniLM's size, of most small sentence encoders.
+        # The size of MiniLM and of most small sentence encoders.
         "mini": {"token_types": 2, "pooler": True, "d_model": 384, "num_layers": 6},
         "tiny": {"token_types": 2, "pooler": True, "d_model": 128, "num_heads": 2, "num_layers": 2},
     }
@@ -161,7 +161,7 @@ class BERT(PretrainedModel):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """N(0, 0.02) for matrices, 0 for biases, 1 for norms, as BERT."""
+        """Initialises as BERT: N(0, 0.02) for matrices, 0 for biases, 1 for norms."""
         for module in self.modules():
             draw(module, 0.02)
             if isinstance(module, Dense):
@@ -181,7 +181,7 @@ class BERT(PretrainedModel):
             token_types: tokens' shape, integers; None: all are 0.
 
         Returns:
-            Hidden states, (batch, seqlen, d_model) or (total, d_model). Those of padding mean nothing.
+            Hidden states, (batch, seqlen, d_model) or (total, d_model). Those of padding have no meaning.
 
         Raises:
             ValueError: ids out of the vocabulary, a sequence longer than max_len, PADs before a token and no layout,
@@ -206,11 +206,11 @@ class BERT(PretrainedModel):
         return self.encoder(x, layout=layout, rotary=self._rotary(layout.positions), position_bias=bias)
 
     def layout_of(self, tokens: Tensor) -> SequenceLayout:
-        """The layout of padded ids (batch, seqlen), in which trailing PADs are padding."""
+        """Returns the layout of padded ids (batch, seqlen), in which trailing PADs are padding."""
         return trailing_padding(tokens, self.config.special_ids.pad, "token")
 
     def _types(self, tokens: Tensor, layout: SequenceLayout, token_types: Tensor | None) -> Tensor | None:
-        """What is added to the embeddings for the types of tokens."""
+        """Returns the embeddings of token types, which are added to the tokens' embeddings."""
         if self.token_type_embedding is None:
             if token_types is not None:
                 raise ValueError("expected no token_types: the model has no embeddings of them (config.token_types 0)")
@@ -223,7 +223,7 @@ class BERT(PretrainedModel):
         return F.embedding(token_types, self.token_type_embedding.weight)
 
     def _rotary(self, positions: Tensor | None) -> RotaryPositions | list[RotaryPositions] | None:
-        """What rotates queries and keys of all layers, or of each."""
+        """Returns the rotary tables for all layers, or one for each."""
         if self.rotary is None:
             return None
         everywhere = self.rotary(positions)
@@ -235,7 +235,7 @@ class BERT(PretrainedModel):
     def pooled(
         self, hidden: Tensor, layout: SequenceLayout | None = None, kind: Pooling | Literal["pooler"] = "mean"
     ) -> Tensor:
-        """One vector a text.
+        """Pools hidden states to one vector for each text.
 
         Args:
             hidden: from `encode`.
@@ -248,7 +248,7 @@ class BERT(PretrainedModel):
             (batch, d_model). Texts without tokens give zeros before the pooler.
 
         Raises:
-            ValueError: another kind; "pooler" of a model that has none; hidden states that don't fit the layout.
+            ValueError: another kind; "pooler" for a model without a pooler; hidden states that don't fit the layout.
         """
         if kind == "pooler":
             if self.pooler is None:
@@ -259,7 +259,7 @@ class BERT(PretrainedModel):
         return pool(hidden, layout, kind)
 
     def classify_hidden(self, hidden: Tensor, layout: SequenceLayout | None = None) -> Tensor:
-        """`classify` of hidden states: see `pooled` for the arguments."""
+        """Computes the logits of `classify` from hidden states; see `pooled` for the arguments."""
         if self.head is None:
             raise ValueError("expected a model with a head (config.num_labels), got one without")
         kind: Any = "pooler" if self.config.head == "bert" else self.config.head_pooling
@@ -270,7 +270,7 @@ class BERT(PretrainedModel):
     def classify(
         self, tokens: Tensor, *, layout: SequenceLayout | None = None, token_types: Tensor | None = None
     ) -> Tensor:
-        """The logits of a text's labels: (batch, num_labels). See `encode` for the arguments.
+        """Computes the logits of a text's labels, (batch, num_labels). See `encode` for the arguments.
 
         Raises:
             ValueError: a model without a head; see `encode`.
@@ -281,7 +281,7 @@ class BERT(PretrainedModel):
     def forward(
         self, tokens: Tensor, *, layout: SequenceLayout | None = None, token_types: Tensor | None = None
     ) -> Tensor:
-        """`classify` of a model with a head, else `encode`."""
+        """Calls `classify` if the model has a head, else `encode`."""
         run = self.encode if self.head is None else self.classify
         return run(tokens, layout=layout, token_types=token_types)
 
@@ -294,13 +294,13 @@ class BERT(PretrainedModel):
         token_types: Tensor | None = None,
         reduction: str = "mean",
     ) -> Tensor:
-        """The loss of a text's labels, as transformers' classifiers choose it.
+        """Computes the loss of a text's labels; the labels select its kind, as in transformers' classifiers.
 
         Args:
             tokens, layout, token_types: see `encode`.
-            labels: (batch,) integers below num_labels: cross-entropy, where -100 counts nothing; (batch, num_labels)
-                floats from 0 to 1: binary cross-entropy of each label; and of a model with one label (batch,) or
-                (batch, 1) numbers: the squared error.
+            labels: (batch,) integers below num_labels: cross-entropy, in which labels of -100 are ignored; (batch,
+                num_labels) floats from 0 to 1: binary cross-entropy of each label; and of a model with one label
+                (batch,) or (batch, 1) numbers: the squared error.
             reduction: "mean", "sum" or "none".
 
         Returns:
@@ -315,7 +315,7 @@ class BERT(PretrainedModel):
 
 
 def label_loss(logits: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
-    """The loss of logits (batch, num_labels): see `BERT.loss`."""
+    """Computes the loss of logits (batch, num_labels); see `BERT.loss`."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"expected a reduction of 'mean', 'sum' or 'none', got {reduction!r}")
     batch, num_labels = logits.shape
@@ -342,7 +342,7 @@ def label_loss(logits: Tensor, labels: Tensor, reduction: str = "mean") -> Tenso
 
 
 def _layer(config: BERTConfig, factory: dict[str, Any]) -> TransformerEncoderLayer:
-    """The layer that a model has num_layers copies of; windows are its copies' own."""
+    """Builds the layer of which the model has num_layers copies; windows are set in the copies."""
     return TransformerEncoderLayer(
         config.d_model,
         config.num_heads,

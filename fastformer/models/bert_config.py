@@ -131,20 +131,20 @@ class BERTConfig:
 
     @property
     def size_of_head(self) -> int:
-        """head_dim, or what it is where it isn't given."""
+        """The size of a head: head_dim or its default."""
         return self.d_model // self.num_heads if self.head_dim is None else self.head_dim
 
     @property
     def width(self) -> int:
-        """embedding_size, or what it is where it isn't given."""
+        """The size of the embeddings: embedding_size or its default."""
         return self.d_model if self.embedding_size is None else self.embedding_size
 
     @property
     def is_relative(self) -> bool:
-        """Whether scores get a bias by distance."""
+        """Whether attention scores get a bias by distance."""
         return self.positions in ("relative", "learned-relative")
 
     @property
     def windows(self) -> tuple[bool, ...]:
-        """Of each layer, whether it has a window."""
+        """One flag for each layer: whether it has a window."""
         return windows_of(self.window_size, self.window_layers, self.num_layers)

@@ -1,4 +1,4 @@
-"""What the models have in common: what a config may choose, the checks of sizes and ids, and a cache's dtype."""
+"""Helpers that the models share: the choices of a config, checks of sizes and ids, and a cache's dtype."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from fastformer.nn.layout import SequenceLayout
 from fastformer.settings import shown
 
 IGNORE_INDEX = -100
-_ROWS = 256  # whose logits `chosen_log_probs` holds at a time
+_ROWS = 256  # the rows whose logits `chosen_log_probs` holds at a time
 
 Norm = Literal["layer", "rms"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu_tanh"]
 
 
 def as_flags(name: str, value: Any) -> tuple[bool, ...] | None:
-    """A setting that says something of each layer, as a tuple; None stays None.
+    """Returns a setting with a flag for each layer as a tuple; None stays None.
 
     Raises:
         ValueError: anything but a list of booleans.
@@ -37,10 +37,10 @@ def as_flags(name: str, value: Any) -> tuple[bool, ...] | None:
 
 
 def check_window_layers(window_size: int | None, window_layers: tuple[bool, ...] | None, num_layers: int) -> None:
-    """Checks the setting that says which layers have a window.
+    """Checks the setting window_layers, one flag for each layer.
 
     Raises:
-        ValueError: it is there without a window, or says nothing of some layers.
+        ValueError: window_layers without a window_size, or with another number of flags than layers.
     """
     if window_layers is None:
         return
@@ -54,20 +54,20 @@ def check_window_layers(window_size: int | None, window_layers: tuple[bool, ...]
 
 
 def windows_of(window_size: int | None, window_layers: tuple[bool, ...] | None, num_layers: int) -> tuple[bool, ...]:
-    """Of each layer, whether it has a window."""
+    """Returns one flag for each layer: whether it has a window."""
     if window_size is None or window_layers is None:
         return (window_size is not None,) * num_layers
     return window_layers
 
 
 def inner_size(d_model: int, activation: str) -> int:
-    """The usual d_ff; gated, with three matrices instead of two, about as many weights."""
+    """Returns the default d_ff; for a gated network, which has three matrices instead of two, about as many weights."""
     wide = 4 * d_model
     return math.ceil(wide * 2 / 3 / 64) * 64 if is_gated(activation) else wide
 
 
 def draw(module: nn.Module, std: float) -> None:
-    """Initialises a module's own parameters: N(0, std) for matrices, 0 for biases, as the module does for the rest."""
+    """Initialises a module's own parameters: N(0, std) for matrices, 0 for biases, its default for the rest."""
     if isinstance(module, nn.Linear):
         nn.init.normal_(module.weight, std=std)
         if module.bias is not None:
@@ -95,14 +95,14 @@ def check_heads(d_model: int, num_heads: int, num_kv_heads: int | None) -> None:
 
 
 def cache_dtype(weight: Tensor) -> torch.dtype:
-    """The dtype that keys come in: autocast's where it is on, else the weights'."""
+    """Returns the dtype of a cache's keys: autocast's if it is on, else the weights'."""
     if weight.dtype != torch.float64 and torch.is_autocast_enabled(weight.device.type):
         return torch.get_autocast_dtype(weight.device.type)
     return weight.dtype
 
 
 def chosen_log_probs(logits_of: Callable[[Tensor], Tensor], hidden: Tensor, tokens: Tensor) -> Tensor:
-    """The log-probability of a token at each position, by a function that makes logits, for a few rows at a time.
+    """Computes the log-probability of a token at each position from the logits of a few rows at a time.
 
     Args:
         logits_of: hidden states (rows, d_model) -> (rows, vocab_size).
@@ -129,11 +129,11 @@ def check_ids(
 
     Args:
         ids: (batch, seqlen), or (total,) with a packed layout.
-        vocab_size: ids are below it.
+        vocab_size: the exclusive upper bound of ids.
         max_len: the longest sequence.
         layout: of the ids.
-        name: what the ids are, for the message.
-        before: tokens that a cache already holds.
+        name: the name of the ids, for the message.
+        before: the number of tokens that a cache already holds.
 
     Raises:
         ValueError: another shape or dtype, ids out of the vocabulary, a sequence that is too long.
@@ -170,7 +170,7 @@ def check_ids(
 
 
 def trailing_padding(ids: Tensor, pad_id: int, name: str) -> SequenceLayout:
-    """The layout of (batch, seqlen) ids where trailing PADs are padding, and nothing else may be.
+    """Returns the layout of (batch, seqlen) ids in which trailing PADs, and no other ones, are padding.
 
     As in `check_ids`, the values are read on a CPU only.
 

@@ -37,7 +37,8 @@ class GPT(PretrainedModel):
     """A decoder-only Transformer from token ids to logits: GPT-2, and by its options Llama, Qwen, Gemma and others.
 
     Inputs are padded on the right (batch, seqlen), or packed (total,) with a `SequenceLayout.packed`, where each
-    sequence has positions of its own and sees itself alone. Right padding needs no layout: attention is causal, and the
+    sequence has its own positions and attends only to itself. Right padding needs no layout: attention is causal, and
+        the
     loss skips targets of -100.
 
     Parameters: `embedding.weight`, `embedding.position.table` (learned), `decoder.*` as in
@@ -52,7 +53,7 @@ class GPT(PretrainedModel):
     config_class = GPTConfig
     presets: dict[str, dict[str, Any]] = {
         "tiny": {"d_model": 128, "num_heads": 4, "num_layers": 4, "max_len": 256},
-        # The size that nanoGPT trains on characters of Shakespeare.
+        # The size of nanoGPT's model of Shakespeare's characters.
         "small": {"dropout": 0.2, "attention_dropout": 0.2, "max_len": 256},
         "gpt2": {
             "d_model": 768,
@@ -111,7 +112,7 @@ class GPT(PretrainedModel):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """N(0, 0.02), the projections back into the residual stream divided by sqrt(2 * num_layers), as GPT-2."""
+        """Initialises as GPT-2: N(0, 0.02), projections into the residual stream divided by sqrt(2 * num_layers)."""
         into_residual = 0.02 / math.sqrt(2 * self.config.num_layers)
         for name, module in self.named_modules():
             draw(module, into_residual if name.endswith(("out_proj", "linear2")) else 0.02)
@@ -123,7 +124,7 @@ class GPT(PretrainedModel):
 
     @property
     def softcap(self) -> float:
-        """The cap of the logits; 0: none."""
+        """The cap of the logits; 0: no cap."""
         return self.config.logit_softcap or 0.0
 
     @draws_seeds_together
@@ -147,13 +148,13 @@ class GPT(PretrainedModel):
         positions = None if layout is None else layout.positions
         if cache is not None and positions is None:
             cache.check_rows(tokens.shape[0])
-            if self.rotary is None:  # which knows by itself where tokens stand in a cache
+            if self.rotary is None:  # the cache itself knows the positions of its tokens
                 positions = cache.positions(tokens.shape[1])
         x = self.embedding(tokens, positions)
         return self.decoder(x, is_causal=True, layout=layout, cache=cache, rotary=self._rotary(positions))
 
     def _rotary(self, positions: Tensor | None) -> RotaryPositions | list[RotaryPositions] | None:
-        """What rotates queries and keys of all layers, or of each."""
+        """Returns the rotary tables for all layers, or one for each."""
         if self.rotary is None:
             return None
         everywhere = self.rotary(positions)
@@ -163,23 +164,23 @@ class GPT(PretrainedModel):
         return [local if has_window else everywhere for has_window in self.config.windows]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden (..., d_model) -> (..., vocab_size)."""
+        """Computes logits (..., vocab_size) from hidden states (..., d_model)."""
         return soft_capped(linear(hidden, self.output_weight), self.softcap)
 
     def top_tokens(self, hidden: Tensor, k: int, *, log_probs: bool = True) -> TopK:
-        """The k best next tokens of each position: see `Transformer.top_tokens`."""
+        """Returns the k best next tokens of each position; see `Transformer.top_tokens`."""
         if type(self).logits is not GPT.logits or "logits" in self.__dict__:
             return best_of_logits(self.logits(hidden), k, log_probs=log_probs)
         return linear_topk(hidden, self.output_weight, k, log_probs=log_probs, softcap=self.softcap)
 
     def token_log_probs(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """The log-probability of a given next token at each position: see `Transformer.token_log_probs`."""
+        """Computes the log-probability of a given next token at each position; see `Transformer.token_log_probs`."""
         if type(self).logits is not GPT.logits or "logits" in self.__dict__:
             return chosen_log_probs(self.logits, hidden, tokens)
         return -linear_cross_entropy(hidden, self.output_weight, tokens, reduction="none", softcap=self.softcap)
 
     def forward(self, tokens: Tensor, *, layout: SequenceLayout | None = None) -> Tensor:
-        """The logits of the next token at each position: (batch, seqlen, vocab_size) or (total, vocab_size)."""
+        """Computes the next token's logits at each position, (batch, seqlen, vocab_size) or (total, vocab_size)."""
         return self.logits(self.decode(tokens, layout=layout))
 
     def loss(
@@ -192,11 +193,11 @@ class GPT(PretrainedModel):
         smooth_others: bool = False,
         reduction: str = "sum",
     ) -> Tensor:
-        """The cross-entropy of the next tokens, without ever holding the logits.
+        """Computes the cross-entropy of the next tokens without ever holding all logits in memory.
 
         Args:
             tokens_in: (batch, seqlen) ids, or (total,) with a packed layout.
-            tokens_out: the token that follows each; -100 counts nothing.
+            tokens_out: the token that follows each; -100 is ignored.
             layout: see `decode`.
             label_smoothing, smooth_others, reduction: as in `Transformer.loss`.
 
@@ -215,13 +216,13 @@ class GPT(PretrainedModel):
         )
 
     def new_cache(self, batch_size: int, max_seqlen: int, *, num_blocks: int | None = None) -> KVCache:
-        """A cache of batch_size rows without tokens for `decode`, each with room for max_seqlen, a group of its own."""
+        """Creates an empty cache for `decode`: batch_size rows of up to max_seqlen tokens, each a group of its own."""
         cache = self.empty_cache(batch_size, max_seqlen, num_blocks)
         cache.add(batch_size)
         return cache
 
     def empty_cache(self, max_rows: int, max_seqlen: int, num_blocks: int | None = None) -> KVCache:
-        """A `KVCache` of this model's sizes, in the dtype that autocast or the weights say, without rows."""
+        """Creates a `KVCache` of this model's sizes without rows, in the dtype of autocast or of the weights."""
         attention, weight = self.decoder.layers[0].self_attn, self.output_weight
         return KVCache(
             self.config.num_layers,
@@ -237,7 +238,7 @@ class GPT(PretrainedModel):
 
 
 def _layer(config: GPTConfig, factory: dict[str, Any]) -> DecoderOnlyLayer:
-    """The layer that a model has num_layers copies of; windows are its copies' own."""
+    """Builds the layer of which the model has num_layers copies; windows are set in the copies."""
     return DecoderOnlyLayer(
         config.d_model,
         config.num_heads,

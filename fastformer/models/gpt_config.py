@@ -140,20 +140,20 @@ class GPTConfig:
 
     @property
     def size_of_head(self) -> int:
-        """head_dim, or what it is where it isn't given."""
+        """The size of a head: head_dim or its default."""
         return self.d_model // self.num_heads if self.head_dim is None else self.head_dim
 
     @property
     def rotary_dim(self) -> int:
-        """How many features of a head are rotated."""
+        """The number of a head's features that are rotated."""
         return int(self.size_of_head * self.rotary_fraction)
 
     @property
     def scaling(self) -> RotaryScaling | None:
-        """rotary_scaling, which is a `RotaryScaling` once it is checked."""
+        """The checked rotary_scaling, a `RotaryScaling`."""
         return cast(RotaryScaling | None, self.rotary_scaling)
 
     @property
     def windows(self) -> tuple[bool, ...]:
-        """Of each layer, whether it has a window."""
+        """One flag for each layer: whether it has a window."""
         return windows_of(self.window_size, self.window_layers, self.num_layers)

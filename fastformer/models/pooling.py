@@ -14,7 +14,7 @@ POOLINGS: tuple[str, ...] = get_args(Pooling)
 
 
 def pool(hidden: Tensor, layout: SequenceLayout | None, kind: str) -> Tensor:
-    """One vector a sequence: see `BERT.pooled`. Sums are in fp32, of fp64 in fp64.
+    """Pools each sequence to one vector; see `BERT.pooled`. Sums are in fp32, or in fp64 for fp64 inputs.
 
     Args:
         hidden: (batch, seqlen, dim), or packed (total, dim).
@@ -51,7 +51,7 @@ def pool(hidden: Tensor, layout: SequenceLayout | None, kind: str) -> Tensor:
     if kind == "max":
         return torch.where(has_tokens, rows.masked_fill(~real, float("-inf")).amax(1), 0.0)
     wide = rows if rows.dtype == torch.float64 else rows.float()
-    kept = torch.where(real, wide, 0.0)  # what padding holds may be no number
+    kept = torch.where(real, wide, 0.0)  # padding may hold NaN
     count = seqlens.clamp(min=1)[:, None].to(wide.dtype)
     if kind == "weightedmean":
         total = (kept * (place + 1).to(wide.dtype)[:, None]).sum(1) / (count * (count + 1) / 2)

@@ -1,9 +1,8 @@
-"""Saving and loading a model: a folder with model.safetensors, config.json and, if there is one, tokenizer.json.
+"""Saves and loads models: folders with model.safetensors, config.json and, optionally, tokenizer.json.
 
-The weights may stand in several files as well, with an index: `fastformer.models.weights` says how, and how a changed
-bit is noticed.
+The weights may also be in several files with an index; see `fastformer.models.weights`, also for the checksums.
 
-Of a quantised model config.json says "quantization": "int8", and the file holds each of its rounded matrices X as int8,
+For a quantised model config.json has "quantization": "int8", and the file holds each rounded matrix X as int8,
 with the scales of its rows beside it as X.scale. For "int4" X holds two numbers in a byte, X.scale the scales of 32
 columns each, and X.zero, if it is there, their zeros (`fastformer.models.quantization`).
 """
@@ -40,7 +39,7 @@ from fastformer.special_ids import SpecialIds
 
 CONFIG = "config.json"
 _QUANTIZATION = "quantization"  # in config.json
-_FEW_LAYERS = 100  # which are made on "meta" at once
+_FEW_LAYERS = 100  # layers that are made on "meta" at once
 _TABLES = 1 << 28  # bytes of memory that tables of positions may take in any model
 
 Model = TypeVar("Model", bound="PretrainedModel")
@@ -48,8 +47,8 @@ AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
 
 class Undrawn(TorchFunctionMode):
-    """A model that is made in here is to be loaded next, so its parameters aren't drawn: that would take as long as to
-    read them, and move the caller's random numbers on.
+    """A context for models whose weights are loaded next: it doesn't draw parameters, which would take as long as
+    reading them, and would advance the caller's random numbers.
     """
 
     # xavier_uniform_ and xavier_normal_ call the first two.
@@ -63,14 +62,14 @@ class Undrawn(TorchFunctionMode):
 
 
 class Saved(Protocol):
-    """What `save_pretrained` asks of a tokenizer."""
+    """The interface of a tokenizer for `save_pretrained`."""
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes tokenizer.json."""
 
 
 def config_from_dict(config_class: type[Any], values: dict[str, Any]) -> Any:
-    """A config dataclass from plain values; `special_ids` may be a mapping, as config.json holds them, or left out.
+    """Builds a config dataclass from plain values; `special_ids` may be a mapping, as in config.json, or missing.
 
     Raises:
         ValueError: a key that the config doesn't have (the nearest one is suggested), one that is missing, or a value
@@ -89,10 +88,10 @@ def config_from_dict(config_class: type[Any], values: dict[str, Any]) -> Any:
 
 
 def placement(device: torch.device | str | None, dtype: torch.dtype | None) -> dict[str, Any]:
-    """Where parameters go and what they are, as the factories of torch.nn take it.
+    """Returns the device and the dtype of parameters as keyword arguments of torch.nn's modules.
 
     Raises:
-        ValueError: no device that PyTorch knows, or no floating-point dtype.
+        ValueError: a device that PyTorch doesn't know, or a dtype that isn't floating-point.
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"expected a floating-point torch.dtype, such as torch.bfloat16, got {dtype!r}")
@@ -104,7 +103,7 @@ def placement(device: torch.device | str | None, dtype: torch.dtype | None) -> d
 
 
 class PretrainedModel(nn.Module):
-    """What the models share: presets, `save_pretrained`, `from_pretrained`.
+    """The base class of the models, with presets, `save_pretrained` and `from_pretrained`.
 
     A model sets `config_class` and `presets`, and is built from its config alone.
 
@@ -129,12 +128,12 @@ class PretrainedModel(nn.Module):
         dtype: torch.dtype | None = None,
         **settings: Any,
     ) -> Model:
-        """A freshly initialised model.
+        """Builds a freshly initialised model.
 
         Args:
             name: one of `presets`.
             device, dtype: of the parameters.
-            settings: fields of the config, over the preset's values; vocab_size has to be among them.
+            settings: fields of the config, which override the preset's values; vocab_size is required.
 
         Raises:
             ValueError: an unknown preset or setting.
@@ -149,23 +148,23 @@ class PretrainedModel(nn.Module):
         """Writes the model for `from_pretrained`. No pickle; each file is replaced as a whole or not at all.
 
         Args:
-            folder: made if it isn't there.
-            tokenizer: something with `save(folder)`, which writes tokenizer.json.
+            folder: created if it doesn't exist.
+            tokenizer: an object with `save(folder)`, which writes tokenizer.json.
 
         Raises:
-            OSError: a file could not be written; the one that was there before still is.
+            OSError: a file could not be written; the previous one is unchanged.
         """
         save_model(self, folder, tokenizer)
 
     def quantize(self: Model, precision: str = INT8) -> Model:
-        """A copy whose matrices are rounded: see `models.quantization`.
+        """Returns a copy with rounded matrices; see `models.quantization`.
 
-        These are the weights of attention and linear layers, the embedding's and the output's; norms, biases and
-        learned positions stay as they are. The copy is an ordinary model of the same dtype, and remembers its
+        It rounds the weights of attention and linear layers, of the embedding and of the output; norms, biases and
+        learned positions stay unchanged. The copy is an ordinary model of the same dtype, and remembers its
         `precision`, also when it is copied or moved: `generate` computes it in that where it can, `save_pretrained`
         writes it in about a quarter of fp32's bytes (int8) or a seventh (int4), and `from_pretrained` gives the same
-        weights back. A state_dict holds the rounded weights and not that they are. Training takes the weights off their
-        grid, and saving rounds them again.
+        weights back. A state_dict holds the rounded weights, but not the precision. Training moves the weights off
+        their grid, and saving rounds them again.
 
         Args:
             precision: "int8", 255 steps for each row of a matrix, or "int4", 16 steps for 32 neighbours in a row.
@@ -181,8 +180,8 @@ class PretrainedModel(nn.Module):
         return model
 
     def generate(self, input_ids: Any, **options: Any) -> Any:
-        """Decodes sources, or goes on from prompts: `fastformer.generate(self, input_ids, **options)` says the rest."""
-        import fastformer  # its front door: decoding stands above the models
+        """Decodes sources or continues prompts; see `fastformer.generate(self, input_ids, **options)`."""
+        import fastformer  # imported here, because decoding imports the models
 
         generate: Any = fastformer.generate
         return generate(self, input_ids, **options)
@@ -195,12 +194,12 @@ class PretrainedModel(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> Model:
-        """Loads what `save_pretrained` wrote, in evaluation mode.
+        """Loads a model that `save_pretrained` wrote, in evaluation mode.
 
         Args:
-            folder: with model.safetensors and config.json.
-            device: where the parameters go; None: the CPU.
-            dtype: what they become; None: what they were saved as.
+            folder: the folder with model.safetensors and config.json.
+            device: of the parameters; None: the CPU.
+            dtype: of the parameters; None: the one that they were saved in.
 
         Raises:
             ValueError: no such folder or file, a damaged or truncated one, another architecture, an unknown setting,
@@ -222,13 +221,13 @@ def save_model(
     *,
     notes: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes any model whose `config` is a dataclass; `PretrainedModel.save_pretrained` says the rest.
+    """Writes any model whose `config` is a dataclass; see `PretrainedModel.save_pretrained`.
 
     Args:
-        model: its class's name becomes the architecture.
-        folder: made if it isn't there.
-        tokenizer: is saved along.
-        notes: what `read_notes` is to give back; they are in the file of the weights, so that they fit them always.
+        model: the model; the name of its class becomes the architecture.
+        folder: created if it doesn't exist.
+        tokenizer: the tokenizer to save with the model.
+        notes: the notes for `read_notes`; they are in the file of the weights, so that they always match the weights.
     """
     path = Path(folder)
     if tokenizer is not None and not hasattr(tokenizer, "save"):
@@ -254,17 +253,17 @@ def load_saved(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> AnyModel:
-    """What `save_model` wrote, in evaluation mode.
+    """Loads a model that `save_model` wrote, in evaluation mode.
 
     Args:
         folder: of the model.
-        architecture: the one that it has to be.
+        architecture: the required architecture.
         make: builds the model from its settings, on a device, in a dtype.
         device: of the parameters; None: the CPU.
-        dtype: of the parameters; None: what they were saved as.
+        dtype: of the parameters; None: the one that they were saved in.
 
     Raises:
-        ValueError: as `PretrainedModel.from_pretrained`.
+        ValueError: see `PretrainedModel.from_pretrained`.
     """
     path = Path(folder)
     values = _read_config(path)
@@ -308,14 +307,14 @@ def make_to_load(
     device: torch.device | str | None,
     check: Callable[[AnyModel], None],
 ) -> AnyModel:
-    """A model whose weights are loaded next.
+    """Builds a model whose weights are loaded next.
 
-    It is made on "meta" first, where it takes no memory: settings that don't fit the weights allocate nothing.
+    It builds the model on "meta" first, where it needs no memory: settings that don't fit the weights allocate nothing.
 
     Args:
-        make: makes it on a device.
-        device: for the model.
-        check: raises a ValueError for one that doesn't fit.
+        make: builds the model on a device.
+        device: of the model.
+        check: raises a ValueError for a model that doesn't fit the weights.
     """
     with Undrawn():
         check(make("meta"))
@@ -359,7 +358,7 @@ def check_tables(model: nn.Module, origin: object) -> None:
 
 
 def read_notes(folder: str | os.PathLike[str]) -> dict[str, str]:
-    """The notes that `save_model` got; empty where there is no model.
+    """Reads the notes that `save_model` stored; empty without a model.
 
     Raises:
         ValueError: a damaged file.
@@ -368,7 +367,7 @@ def read_notes(folder: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def read_architecture(folder: str | os.PathLike[str]) -> str:
-    """The architecture that a folder's config.json names, such as "Transformer" or "GPT".
+    """Reads the architecture that a folder's config.json names, such as "Transformer" or "GPT".
 
     Raises:
         ValueError: no such folder or file, or a damaged one.

@@ -1,14 +1,14 @@
-"""Rounded weights: what `model.quantize()` rounds to, and how the folder of such a model holds it.
+"""Rounds weights for `model.quantize()`, and packs them for the folder of a quantised model.
 
 int8: a row of a matrix becomes scale * q, with q from -127 to 127 and scale = max|row| / 127 in fp32. A matrix that was
 rounded to such a grid in a dtype does not change when it is rounded again in that dtype (dividing 127 * scale by 127 in
 fp32 gives scale back, whatever its mantissa), so a folder can hold q and scale and give the same bits back. Another
-dtype has a grid of its own: of a folder that was rounded in fp32, loaded as bf16 and saved again, weights differ by up
-to a unit in bf16's last place.
+dtype has a grid of its own: if a folder that was rounded in fp32 is loaded as bf16 and saved again, weights differ by
+up to a unit in bf16's last place.
 
 int4: 32 neighbours in a row become scale * (q - zero), with q from 0 to 15 and an fp16 scale; zero is 8 unless the
-weights were rounded by a program that chose others. Such weights don't say what q and scale were, so the model keeps
-them beside the weights (`Groups`), for as long as these are what they give.
+weights were rounded by a program that chose others. The weights alone don't determine q and scale, so the model stores
+them (`Groups`) with the weights, and uses them as long as they reproduce the weights.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from fastformer.nn.attention import MultiheadAttention
 
 INT8, INT4 = "int8", "int4"
 QUANTIZED = (INT8, INT4)
-SCALE, ZERO = ".scale", ".zero"  # X.scale stands beside X
+SCALE, ZERO = ".scale", ".zero"  # the name of a matrix X's scales is X.scale
 GROUP = 32
 _MOST = 127
-_LEAST_SCALE = torch.finfo(torch.float32).tiny  # below it, fp32 loses the bits that the grid needs
-# What a group's largest number becomes, of which the best is taken: farther out than -8 it is cut off, and the others
-# get smaller steps.
+_LEAST_SCALE = torch.finfo(torch.float32).tiny  # below this scale, fp32 lacks the bits that the grid needs
+# The candidates for the value of a group's largest number, of which the best is used: beyond -8 that number is clipped,
+# and the other ones get finer steps.
 _ENDS = (-8.0, -8.5, -9.0, -9.5)
-_ROUNDED_AT_ONCE = 1 << 16  # numbers, so that they stay in a core's cache
+_ROUNDED_AT_ONCE = 1 << 16  # numbers at a time, so that they stay in a core's cache
 
 
 class Groups(NamedTuple):
@@ -49,7 +49,7 @@ class Groups(NamedTuple):
 
 
 def quantized_names(model: nn.Module) -> list[str]:
-    """The entries of a model's state_dict that are quantised: weights of linear layers, attention and embeddings."""
+    """Lists the entries of a state_dict that are quantised: weights of linear layers, attention and embeddings."""
     return [name for name, _ in _matrices(model)]
 
 
@@ -68,7 +68,7 @@ def _matrices(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def to_grid(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest point of a matrix's grid.
+    """Rounds a matrix to the nearest point of its grid.
 
     Args:
         weight: (rows, columns), floating-point.
@@ -89,7 +89,7 @@ def to_grid(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def from_grid(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """scale * q, computed in fp32: (rows, columns) of a dtype."""
+    """Computes scale * q in fp32; returns (rows, columns) in a dtype."""
     return (q.float() * scale[:, None]).to(dtype)
 
 
@@ -97,19 +97,19 @@ def from_grid(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def num_groups(columns: int) -> int:
-    """Groups of 32, of which the last may be shorter."""
+    """Returns the number of groups of 32 columns, of which the last may be shorter."""
     return -(-columns // GROUP)
 
 
 def to_groups(weight: Tensor) -> Groups:
-    """A matrix rounded to int4: of a few scales, each group gets the one that moves its numbers the least.
+    """Rounds a matrix to int4: of a few scales, each group gets the one that changes its numbers the least.
 
     Args:
         weight: (rows, columns), floating-point.
 
     Returns:
-        Its groups, on the CPU. Where a group has no scale in fp16, because of a NaN, an infinity or numbers beyond
-        500,000, the scale is NaN or infinite.
+        The matrix's groups, on the CPU. If a group has no scale in fp16, because of a NaN, an infinity or numbers
+        beyond 500,000, the scale is NaN or infinite.
     """
     weight = weight.detach()
     rows, groups = len(weight), num_groups(weight.shape[1])
@@ -126,7 +126,7 @@ def to_groups(weight: Tensor) -> Groups:
 
 
 def _nearest(x: Tensor) -> tuple[Tensor, Tensor]:
-    """q (..., 32) uint8 and scale (...) fp16 of groups of numbers (..., 32)."""
+    """Rounds groups of numbers (..., 32) to q (..., 32) uint8 and scale (...) fp16."""
     largest = x.gather(-1, x.abs().argmax(-1, keepdim=True))
     found: tuple[Tensor, Tensor, Tensor] | None = None
     for end in _ENDS:
@@ -149,28 +149,28 @@ def _nearest(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def from_groups(groups: Groups, columns: int, dtype: torch.dtype) -> Tensor:
-    """The matrix (rows, columns) in a dtype: scale * (q - zero), rounded once from fp32, in which it is exact."""
+    """Computes the matrix (rows, columns) in a dtype: scale * (q - zero), exact in fp32 and then rounded once."""
     q = torch.stack([groups.nibbles & 15, groups.nibbles >> 4], -1).view(*groups.scale.shape, GROUP)
     zero = 8 if groups.zero is None else groups.zero[..., None].float()
     return ((q.float() - zero) * groups.scale[..., None].float()).flatten(1)[:, :columns].to(dtype)
 
 
 def is_on(groups: Groups, weight: Tensor) -> bool:
-    """Whether a matrix is what the groups give in its dtype, also if it was in a smaller one meanwhile."""
+    """Returns whether the groups reproduce a matrix in its dtype, also if it was in a smaller dtype in between."""
     own = weight.detach().cpu()
     dtypes = (own.dtype, torch.bfloat16, torch.float16)
     return any(torch.equal(from_groups(groups, own.shape[1], dtype).to(own.dtype), own) for dtype in dtypes)
 
 
 def groups_of(model: nn.Module, wanted: Iterable[Tensor]) -> dict[int, Groups]:
-    """Matrices of a model as int4, by their ids.
+    """Returns matrices of a model as int4, by their ids.
 
-    A model that is quantised to int4 has those that it keeps; where weights have moved since, they are rounded again,
-    and matrices that it never had in int4 are left out. Of any other model all matrices are rounded.
+    A model that is quantised to int4 has stored groups; if weights have changed since, they are rounded again, and
+    matrices without stored groups are omitted. For any other model all matrices are rounded.
 
     Args:
-        model: to which the matrices belong.
-        wanted: its matrices, and other tensors, of which it gives nothing.
+        model: the model of the matrices.
+        wanted: matrices of the model; other tensors are ignored.
     """
     kept: Mapping[str, Groups] | None = getattr(model, "int4_groups", None)
     ids, found = {id(tensor) for tensor in wanted}, dict[int, Groups]()
@@ -189,13 +189,13 @@ def _current(groups: Groups | None, weight: Tensor) -> Groups:
 
 @torch.no_grad()
 def round_weights(model: nn.Module, precision: str) -> dict[str, Groups] | None:
-    """Puts the weights of a model on the grid of "int8" or "int4".
+    """Rounds the weights of a model to the grid of "int8" or "int4".
 
     Returns:
-        Of int4 what the model is to keep.
+        For int4 the groups for the model to store.
 
     Raises:
-        ValueError: NaN or infinite weights, or such that int4 has no scale for.
+        ValueError: NaN or infinite weights, or weights for which int4 has no scale.
     """
     state, kept = model.state_dict(), {}
     before: Mapping[str, Groups] = getattr(model, "int4_groups", None) or {}
@@ -218,7 +218,7 @@ def _finite(groups: Groups) -> Groups:
 
 
 def packed_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The state as a folder of a quantised model holds it: each quantised entry as whole numbers, its scales beside it.
+    """Packs a state for the folder of a quantised model: each quantised entry becomes whole numbers and scales.
 
     Raises:
         ValueError: see `round_weights`.
@@ -239,13 +239,13 @@ def packed_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor
 def packed_entries(
     model: nn.Module, entries: dict[str, Entry], precision: str, found: Mapping[str, Entry]
 ) -> dict[str, Entry]:
-    """What `packed_state` gives for a model, as names, shapes and dtypes.
+    """Returns the names, shapes and dtypes of the entries that `packed_state` gives for a model.
 
     Args:
         model: on any device, "meta" too.
-        entries: of its state.
+        entries: the entries of the model's state.
         precision: "int8" or "int4".
-        found: those of the folder. They say which matrices are in int4, and which of these have zeros.
+        found: the entries of the folder, which tell the matrices that are in int4 and those that have zeros.
     """
     packed = dict(entries)
     for name in quantized_names(model):
@@ -264,11 +264,11 @@ def packed_entries(
 def unpacked_state(
     model: nn.Module, packed: dict[str, Tensor], precision: str
 ) -> tuple[dict[str, Tensor], dict[str, Groups] | None]:
-    """What `packed_state` was given, in the model's dtype, and what a model in int4 is to keep.
+    """Unpacks a state from `packed_state` in the model's dtype; also returns the groups for a model in int4 to store.
 
     Args:
-        model: for which it is.
-        packed: its entries are those of `packed_entries`.
+        model: the model of the state.
+        packed: the packed state, with the entries of `packed_entries`.
         precision: "int8" or "int4".
     """
     state, own = dict(packed), model.state_dict()

@@ -19,7 +19,7 @@ from fastformer.settings import shown, suggestion
 Kind = Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
 _LENGTH = "original_max_position_embeddings"
 _FACTORS = ("short_factor", "long_factor")
-# What a kind needs, and what it may have besides.
+# The required and the optional parameters of each kind.
 _PARAMETERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "linear": (("factor",), ()),
     "dynamic": (("factor", _LENGTH), ()),
@@ -33,7 +33,7 @@ _PARAMETERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 class RotarySpeeds(NamedTuple):
-    """What tables of cosines and sines are made from.
+    """The parameters of tables of cosines and sines.
 
     Attributes:
         speeds: (rotary_dim // 2,) fp64, radians per position; None: those of the base.
@@ -71,7 +71,7 @@ class RotaryScaling(dict[str, Any]):
             if name not in ("kind", *needed, *optional):
                 hint = suggestion(name, (*needed, *optional))
                 raise ValueError(f"rotary_scaling of kind {kind!r} has no parameter {name!r}{hint}")
-        # Parameters that are null are left out, as in transformers.
+        # Parameters that are null are ignored, as in transformers.
         given = {name: _checked(name, value) for name, value in values.items() if value is not None}
         for name in needed:
             if name not in given:
@@ -89,12 +89,12 @@ class RotaryScaling(dict[str, Any]):
         super().__init__(given)
 
     def check(self, rotary_dim: int, base: float, max_len: int) -> None:
-        """Holds the parameters against a model's sizes.
+        """Checks the parameters against a model's sizes.
 
         Raises:
-            ValueError: factors for another number of pairs; a base of 1 for "yarn", by which all pairs turn alike,
-                where it tells them apart by how often they turn; sequences so long that the speeds would change as a
-                sequence grows, so that what a token is depends on how many tokens its batch has.
+            ValueError: factors for another number of pairs; a base of 1 for "yarn", which distinguishes pairs by
+                their number of turns, while all pairs of that base turn alike; sequences so long that the speeds would
+                change as a sequence grows, so that a token's keys would depend on the length of its batch.
         """
         kind = self["kind"]
         for name in _FACTORS:
@@ -113,7 +113,7 @@ class RotaryScaling(dict[str, Any]):
             )
 
     def speeds(self, rotary_dim: int, base: float) -> RotarySpeeds:
-        """The speeds of sequences of the lengths that `check` allows.
+        """Computes the speeds for sequences of the lengths that `check` allows.
 
         "linear": Chen et al. 2023, "Extending Context Window of Large Language Models via Positional Interpolation".
         "dynamic": the plain speeds, up to original_max_position_embeddings (the NTK-aware base changes beyond).
@@ -144,7 +144,7 @@ class RotaryScaling(dict[str, Any]):
 
     def _yarn(self, plain: Tensor, rotary_dim: int, base: float) -> Tensor:
         def pair_of(turns: float) -> float:
-            """The pair, as a real number, that turns so often in the original length."""
+            """Returns the pair, as a real number, that makes a number of turns in the original length."""
             return rotary_dim * math.log(self[_LENGTH] / (turns * 2 * math.pi)) / (2 * math.log(base))
 
         first, last = pair_of(self.get("beta_fast", 32.0)), pair_of(self.get("beta_slow", 1.0))
@@ -166,7 +166,7 @@ class RotaryScaling(dict[str, Any]):
             return length(self["mscale"]) / length(self["mscale_all_dim"])
         return length(1.0)
 
-    # A config is part of the key under which models are remembered.
+    # A config is part of the key of a cache of models.
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
 
@@ -181,15 +181,15 @@ class RotaryScaling(dict[str, Any]):
 
 
 def plain_speeds(rotary_dim: int, base: float) -> Tensor:
-    """base^(-2i / rotary_dim), (rotary_dim // 2,) fp64: Su et al. 2021, "RoFormer", section 3.2.2."""
+    """Returns base^(-2i / rotary_dim), (rotary_dim // 2,) fp64: Su et al. 2021, "RoFormer", section 3.2.2."""
     return torch.exp(-math.log(base) * torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu") / rotary_dim)
 
 
 def _checked(name: str, value: Any) -> Any:
-    """One parameter as it is kept.
+    """Returns the stored form of a parameter.
 
     Raises:
-        ValueError: it is not allowed.
+        ValueError: the value is not allowed.
     """
     if name == "kind":
         return value

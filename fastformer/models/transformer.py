@@ -190,7 +190,7 @@ class Transformer(PretrainedModel):
             return RelativePositionBias(*sizes, is_causal=is_causal, **factory)
 
         is_learned = config.positions == "learned"
-        # Both stacks read one table of sines. What they learn they learn apart, though a matrix may be tied.
+        # Both stacks share one table of sines. Each stack has its own learned positions, even with tied embeddings.
         sines = None if config.positions in ("learned", "relative") else positions()
 
         def embedding(vocab_size: int) -> Embedding:
@@ -217,7 +217,7 @@ class Transformer(PretrainedModel):
         self.decoder_position_bias = position_bias(is_causal=True)
         self.source_embedding_norm = norm() if config.embedding_norm else None
         self.target_embedding_norm = norm() if config.embedding_norm else None
-        self.embedding_dropout = nn.Dropout(config.dropout) if config.embedding_norm else None  # behind the norm
+        self.embedding_dropout = nn.Dropout(config.dropout) if config.embedding_norm else None  # after the norm
         bias = nn.Parameter(torch.empty(config.vocab_size, **factory)) if config.output_bias else None
         self.register_parameter("output_bias", bias)
 
@@ -356,19 +356,19 @@ class Transformer(PretrainedModel):
         )
 
     def _normalised(self, x: Tensor, norm: AddLayerNorm | None) -> Tensor:
-        """What a stack is given, of embeddings with their positions."""
+        """Returns the input of a stack: embeddings with positions, normalised if the config says so."""
         if norm is not None and self.embedding_dropout is not None:
             x = self.embedding_dropout(norm(x))
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden (..., d_model) -> (..., vocab_size), scaled and with a bias where the config says so."""
+        """Computes logits (..., vocab_size) of hidden (..., d_model), scaled and with a bias if the config says so."""
         return linear(self._scaled(hidden), self.output_weight, self.output_bias)
 
     def top_tokens(self, hidden: Tensor, k: int, *, log_probs: bool = True) -> TopK:
-        """The k best next tokens of each position, with their log-probabilities (or logits), without the logits of all.
+        """Returns each position's k best next tokens with log-probabilities (or logits), without holding all logits.
 
-        Where a subclass or an instance has `logits` of its own, it chooses among those.
+        If a subclass or an instance overrides `logits`, the tokens are chosen by its results.
 
         Args:
             hidden: (..., d_model), from `decode`.
@@ -386,9 +386,9 @@ class Transformer(PretrainedModel):
         return linear_topk(*self._last_product(hidden), k, log_probs=log_probs)
 
     def token_log_probs(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """The log-probability of a given next token at each position, without the logits of all.
+        """Computes the log-probability of a given next token at each position, without holding all logits in memory.
 
-        Where a subclass or an instance has `logits` of its own, these count.
+        If a subclass or an instance overrides `logits`, its results are used.
 
         Args:
             hidden: (..., d_model), from `decode`.
@@ -410,7 +410,7 @@ class Transformer(PretrainedModel):
         source_layout: SequenceLayout | None = None,
         target_layout: SequenceLayout | None = None,
     ) -> Tensor:
-        """The logits of the next token at each position of the (shifted) target.
+        """Computes the logits of the next token at each position of the (shifted) target.
 
         Args:
             source, target: ids, (batch, seqlen), or (total,) with packed layouts.
@@ -434,12 +434,12 @@ class Transformer(PretrainedModel):
         smooth_others: bool = False,
         reduction: str = "sum",
     ) -> Tensor:
-        """The cross-entropy of the target, without ever holding the logits.
+        """Computes the cross-entropy of the target without ever holding all logits in memory.
 
         Args:
             source: ids, (batch, seqlen), or (total,) with packed layouts.
             target_in: the target shifted right behind the id `start`.
-            target_out: the target; -100 (padding) counts nothing.
+            target_out: the target; -100 (padding) is ignored.
             source_layout, target_layout: see `encode` and `decode`.
             label_smoothing: the probability taken from the target and spread over all classes,
             smooth_others: or over the other classes (tensor2tensor).
@@ -459,7 +459,7 @@ class Transformer(PretrainedModel):
         )
 
     def _last_product(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Factors whose product is the logits: the bias is one more column, for a one."""
+        """Returns two factors whose product is the logits; a bias becomes one more column, multiplied by one."""
         weight, bias, hidden = self.output_weight, self.output_bias, self._scaled(hidden)
         if bias is None:
             return hidden, weight
@@ -479,11 +479,11 @@ class Transformer(PretrainedModel):
         *,
         num_blocks: int | None = None,
     ) -> KVCache:
-        """A cache of batch_size rows without tokens for `decode`, in the dtype that autocast or the weights say.
+        """Creates an empty cache of batch_size rows for `decode`, in the dtype of autocast or of the weights.
 
         Args:
             batch_size: rows that decode together: sources times beams; the beams of a source stand side by side.
-            max_seqlen: tokens a row.
+            max_seqlen: the most tokens of a row.
             memory: from `encode`: its keys and values are computed here and stored once per source, and `decode` needs
                 no memory any more. None: the first `decode` does it, for as many sources as rows.
             memory_layout: of the memory.
@@ -513,7 +513,7 @@ class Transformer(PretrainedModel):
         *,
         num_sources: int | None = None,
     ) -> KVCache:
-        """A `KVCache` of this model's sizes and dtype without rows: groups come and go by its methods."""
+        """Creates a `KVCache` of this model's sizes and dtype without rows; its methods add and remove groups."""
         layer, weight = self.decoder.layers[0].self_attn, self.output_weight
         return KVCache(
             self.config.num_decoder_layers,
@@ -529,7 +529,7 @@ class Transformer(PretrainedModel):
         )
 
     def store_memory(self, cache: KVCache, memory: Tensor, memory_layout: SequenceLayout | None = None) -> None:
-        """Computes the memory's keys and values into the cache, for its groups that have none, one source each."""
+        """Computes the memory's keys and values into the cache for the groups that lack them, one source each."""
         self.decoder.store_memory(cache, memory, memory_layout)
 
     @torch.no_grad()
@@ -541,7 +541,7 @@ class Transformer(PretrainedModel):
         source_layout: SequenceLayout | None = None,
         average_heads: bool = False,
     ) -> dict[str, Tensor]:
-        """What every layer and head looks at: materialises the distributions, for pictures.
+        """Returns the attention distributions of every layer and head, materialised for pictures.
 
         Args:
             source: (batch, source_seqlen) ids.
@@ -552,7 +552,7 @@ class Transformer(PretrainedModel):
         Returns:
             "encoder" (num_layers, batch, num_heads, source_seqlen, source_seqlen), "decoder" (..., target_seqlen,
             target_seqlen) and "cross" (..., target_seqlen, source_seqlen); without num_heads when averaged. A row sums
-            to 1 over what it may see; the row of a padding token means nothing.
+            to 1 over the positions that its mask allows; the row of a padding token has no meaning.
         """
         groups = {
             "encoder": [layer.self_attn for layer in self.encoder.layers],
@@ -576,7 +576,7 @@ class Transformer(PretrainedModel):
 
 
 def _whole_bias(relative: RelativePositionBias | None, seqlen: int) -> Tensor | None:
-    """The bias of sequences that begin at position 0: (1, num_heads, seqlen, seqlen)."""
+    """Returns the bias of sequences that begin at position 0: (1, num_heads, seqlen, seqlen)."""
     if relative is None:
         return None
     positions = torch.arange(seqlen, device=relative.table.device)

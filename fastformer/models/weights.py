@@ -1,7 +1,7 @@
-"""The weights in a folder: one model.safetensors, or several files and the index that says which tensor is where.
+"""Reads and writes the weights in a folder: one model.safetensors, or several files and an index of their tensors.
 
-The headers are read first. They are small, and a caller can hold the names, shapes and dtypes in them against a model
-before anything is allocated.
+The headers are read first. They are small, and a caller can check their names, shapes and dtypes against a model before
+it allocates memory.
 
 The metadata of a model.safetensors that fastformer wrote holds the SHA-256 of the file (taken with 64 zeros in its own
 place), so that a changed bit is noticed. A file without one, as other programs write it, loads all the same.
@@ -39,11 +39,11 @@ _DTYPES = {
 
 
 class Entry(NamedTuple):
-    """What a file says of a tensor, or what a model expects of one.
+    """The description of a tensor in a file, or of one that a model expects.
 
     Attributes:
         shape: its sizes.
-        dtype: of PyTorch; of a kind that no weight has, its name in the file. None: any floating-point dtype will do.
+        dtype: of PyTorch, or the name in the file for a dtype that no weight has. None: any floating-point dtype.
     """
 
     shape: tuple[int, ...]
@@ -52,13 +52,13 @@ class Entry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SavedWeights:
-    """The weights in a folder, of which the headers alone are read so far.
+    """The weights in a folder, of which only the headers are read at first.
 
     Attributes:
         path: the file that stands for them in messages: model.safetensors or the index.
         files: those that hold the tensors.
         entries: what the headers say of each tensor.
-        metadata: of model.safetensors; empty where there are several files.
+        metadata: of model.safetensors; empty for several files.
     """
 
     path: Path
@@ -68,10 +68,10 @@ class SavedWeights:
 
     @classmethod
     def in_folder(cls, folder: Path) -> SavedWeights:
-        """Reads the headers, and holds the files against their checksums.
+        """Reads the headers, and verifies the files' checksums.
 
         Raises:
-            ValueError: a file that isn't there or is damaged; an index and files that contradict each other.
+            ValueError: a missing or damaged file; an index and files that contradict each other.
         """
         path = folder / WEIGHTS
         if (index := index_of(path)) is None:
@@ -86,7 +86,7 @@ class SavedWeights:
         return cls(index, (*shards,), found, {})
 
     def read(self) -> dict[str, Tensor]:
-        """The tensors, after a look for weights that are no numbers.
+        """Reads the tensors, and checks that all weights are finite.
 
         Raises:
             ImportError: safetensors is not installed.
@@ -104,7 +104,7 @@ class SavedWeights:
 
 
 def weights_size(folder: Path) -> int:
-    """How many bytes the weights in a folder have, in one file or several; 0 where torch.save wrote them."""
+    """Returns the bytes of the weights in a folder, in one file or several; 0 if torch.save wrote them."""
     path = folder / WEIGHTS
     index = index_of(path)
     files = [path] if index is None else [*read_index(index)]
@@ -112,7 +112,7 @@ def weights_size(folder: Path) -> int:
 
 
 def to_bytes(state: dict[str, Tensor], notes: Mapping[str, str]) -> bytearray:
-    """A safetensors file with its checksum. The same tensors and notes give the same bytes."""
+    """Returns a safetensors file with its checksum. The same tensors and notes give the same bytes."""
     data = bytearray(safetensors_library().save(state, {"format": "pt", **notes, "sha256": _NO_DIGEST}))
     # The library writes the metadata in another order each time.
     size = int.from_bytes(data[:8], "little")
@@ -127,7 +127,7 @@ def to_bytes(state: dict[str, Tensor], notes: Mapping[str, str]) -> bytearray:
 
 
 def read_notes(folder: Path) -> dict[str, str]:
-    """The notes that `to_bytes` got for model.safetensors; empty where there is none.
+    """Reads the notes that `to_bytes` stored in model.safetensors; empty without that file.
 
     Raises:
         ValueError: a damaged file.
@@ -139,10 +139,10 @@ def read_notes(folder: Path) -> dict[str, str]:
 
 
 def check_entries(origin: object, expects: object, found: Mapping[str, Entry], expected: Mapping[str, Entry]) -> None:
-    """Holds tensors against those that a model expects.
+    """Checks tensors against those that a model expects.
 
     Args:
-        origin: where they are from, for messages.
+        origin: the source of the tensors, for messages.
         expects: the source of the expected shapes, for messages: the settings, say.
         found, expected: by name.
 
@@ -175,12 +175,12 @@ def check_entries(origin: object, expects: object, found: Mapping[str, Entry], e
 
 
 def entries_of(state: Mapping[str, Tensor]) -> dict[str, Entry]:
-    """The names, shapes and dtypes of tensors."""
+    """Returns the names, shapes and dtypes of tensors."""
     return {name: Entry(tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
 
 
 def check_plain(origin: object, state: Mapping[Any, Any]) -> None:
-    """Holds values that were unpickled against what weights are.
+    """Checks that unpickled values are plain weights.
 
     Raises:
         ValueError: a name that is no text; a value that is no tensor, or one that is sparse, without memory of its own
@@ -191,7 +191,7 @@ def check_plain(origin: object, state: Mapping[Any, Any]) -> None:
             raise ValueError(f"expected {origin} to hold tensors by name, got the name {name!r:.60}")
         if not isinstance(value, Tensor):
             raise ValueError(f"expected {origin} to hold tensors alone, got {name} as {type(value).__name__}")
-        # A view can say that it is huge: one element, repeated.
+        # A view can claim a huge size: one element, repeated.
         is_dense = value.layout == torch.strided and not (value.is_quantized or value.is_nested or value.is_meta)
         if not is_dense or value.numel() * value.element_size() > value.untyped_storage().nbytes():
             raise ValueError(f"expected {origin} to hold dense tensors, got {name} as a sparse or expanded one")
@@ -207,16 +207,17 @@ def check_finite(origin: object, state: Mapping[str, Tensor]) -> None:
 
 
 def index_of(path: Path) -> Path | None:
-    """The index of weights that stand in several files; None where they stand in `path`, or nowhere."""
+    """Returns the index of weights in several files; None if the weights are in `path` or missing."""
     index = path.with_name(path.name + _INDEX)
     return index if index.is_file() and not path.is_file() else None
 
 
 def read_index(index: Path) -> dict[Path, list[str]]:
-    """Which files an index names, and which tensors are in each.
+    """Reads the files that an index names, with the tensors of each.
 
     Raises:
-        ValueError: a damaged index, one that names a tensor twice, a file that isn't there or isn't in its folder.
+        ValueError: a damaged index, one that names a tensor twice, a file that is missing or outside the index's
+            folder.
     """
     listed = read_json(index, unique_names=True).get("weight_map")
     if not isinstance(listed, dict) or not listed:
@@ -240,10 +241,10 @@ def read_index(index: Path) -> dict[Path, list[str]]:
 
 
 def check_shard(index: Path, file: Path, names: Iterable[str], found: Iterable[str]) -> None:
-    """Holds the tensors of one file against the index.
+    """Checks the tensors of one file against the index.
 
     Raises:
-        ValueError: one that is missing, or one that the index doesn't have, or has in another file.
+        ValueError: a missing tensor, or one that the index lacks or names in another file.
     """
     expected, held = {*names}, {*found}
     for what, some in (("lacks", expected - held), ("holds", held - expected)):
@@ -307,7 +308,7 @@ def _damaged(file: Path, why: object) -> str:
 
 
 def safetensors_library() -> Any:
-    """The safetensors library's part for PyTorch.
+    """Imports the safetensors library's module for PyTorch.
 
     Raises:
         ImportError: it is not installed.
