@@ -12,7 +12,7 @@ from fastformer.ops import _extension
 
 
 class SearchHandle(Protocol):
-    """The object of the extension; an engine hands it to its own C++ code."""
+    """The interface of the extension's search object, which an engine passes to its own C++ code."""
 
     limit: int
     num_candidates: int
@@ -22,13 +22,13 @@ class SearchHandle(Protocol):
     is_broken: bool
 
     def advance(self, ids: Sequence[Sequence[int]], values: Sequence[Sequence[float]], first: int) -> list[int]:
-        """See `Search.advance`; a value that is NaN or infinite sets is_broken."""
+        """Advances the search by a step; see `Search.advance`. A value that is NaN or infinite sets is_broken."""
 
     def tokens(self, row: int) -> list[int]:
-        """The new tokens of a row that goes on."""
+        """Returns the new tokens of a row that continues."""
 
     def results(self) -> list[tuple[list[int], list[float], float]]:
-        """What was found: tokens, their log-probabilities, and the score."""
+        """Returns the hypotheses found, each as its tokens, their log-probabilities and its score."""
 
 
 class _Extension(Protocol):
@@ -64,12 +64,12 @@ def _extension_module() -> _Extension:
 
 
 class SearchRules(NamedTuple):
-    """The state of a search that an engine runs.
+    """The rules of a search that an engine runs.
 
     Attributes:
-        num_beams: 0: greedy.
+        num_beams: the number of beams; 0: greedy.
         eos: the ids that end a row, in ascending order.
-        min_tokens: none of them before so many.
+        min_tokens: the number of new tokens before which no id of eos is chosen.
         suppressed: ids that are never chosen, in ascending order.
     """
 
@@ -85,7 +85,7 @@ class NativeSearch(Search):
 
     Args:
         handle: the search of the extension.
-        rules: what it was made with. The score of a greedy one is the sum of the log-probabilities of its one row.
+        rules: the rules of the search. The score of a greedy search is the sum of its row's log-probabilities.
 
     Attributes:
         handle, rules: see above; an engine may advance the handle too.
@@ -99,12 +99,13 @@ class NativeSearch(Search):
     def greedy(
         cls, limit: int, eos: frozenset[int], *, min_tokens: int = 0, suppressed: Sequence[int] = ()
     ) -> NativeSearch:
-        """The like of `RowSearch`.
+        """Makes a greedy search that is equivalent to a `RowSearch`.
 
         Args:
-            limit, eos: see there.
-            min_tokens: no end before so many; done by an engine that runs the search, else by processors.
-            suppressed: ids that are never chosen, likewise.
+            limit, eos: see `RowSearch`.
+            min_tokens: the number of new tokens before which the row can't end. An engine that runs the search applies
+                this rule; else processors do.
+            suppressed: ids that are never chosen, applied in the same way.
         """
         handle = _extension_module().greedy_search(limit, sorted(eos), min_tokens, suppressed)
         return cls(handle, SearchRules(0, tuple(sorted(eos)), min_tokens, tuple(sorted(suppressed))))
@@ -124,9 +125,10 @@ class NativeSearch(Search):
         suppressed: Sequence[int] = (),
         begun: int = 0,
     ) -> NativeSearch:
-        """The like of `BeamSearch`, or of `TransformersBeamSearch`; min_tokens and suppressed as for `greedy`.
+        """Makes a search that is equivalent to a `BeamSearch` or a `TransformersBeamSearch`.
 
-        begun is that of `TransformersBeamSearch`, and counts by its rules alone.
+        min_tokens and suppressed are as in `greedy`; begun is as in `TransformersBeamSearch`, and ignored by the other
+        rules.
         """
         handle = _extension_module().beam_search(
             limit,
@@ -145,12 +147,12 @@ class NativeSearch(Search):
 
     @property
     def num_rows(self) -> int:  # type: ignore[override]  # the engine changes it too
-        """Of the next step."""
+        """The number of rows in the next step."""
         return self.handle.num_rows
 
     @property
     def error(self) -> ValueError | None:
-        """What ended it, where that was a value that is NaN or infinite."""
+        """The error of a search that ended because a value was NaN or infinite; else None."""
         return bad_numbers() if self.handle.is_broken else None
 
     def last_tokens(self) -> list[int]:
@@ -174,10 +176,10 @@ class NativeSearch(Search):
 
 
 def last_tokens(searches: Iterable[NativeSearch]) -> list[int]:
-    """The last token of each row of each search; not before the first step."""
+    """Returns the last token of each row of each search. Every search has taken a step."""
     return _extension_module().last_tokens([search.handle for search in searches])
 
 
 def places_of_done(searches: Iterable[NativeSearch]) -> list[int]:
-    """Which of the searches are done."""
+    """Returns the places of the searches that are done."""
     return _extension_module().places_of_done([search.handle for search in searches])

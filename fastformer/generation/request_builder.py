@@ -30,10 +30,10 @@ class CheckedInput(NamedTuple):
     Attributes:
         row: the ids of a source, or of a prompt.
         prefix: what the output of a source begins with, without the start token.
-        limit: how many new tokens it may get.
-        least: no end before so many of them.
-        told: so many tokens of the prefix, the first ones, tell the model the language. By transformers' rules they are
-            new tokens, which it is forced to say.
+        limit: the most new tokens.
+        least: the number of new tokens before which the output can't end.
+        told: the number of tokens at the beginning of the prefix that name the language. By transformers' rules these
+            are forced new tokens.
     """
 
     row: Sequence[int]
@@ -44,12 +44,12 @@ class CheckedInput(NamedTuple):
 
 
 class DecodingIds(NamedTuple):
-    """The ids that mean something to a search.
+    """The special ids of a search.
 
     Attributes:
-        pad: fills outputs behind their end.
-        eos: each of them ends a row.
-        start: what the outputs of a model that reads sources begin with, unseen.
+        pad: the id that fills outputs after their end.
+        eos: the ids that end a row.
+        start: the first id of the decoder's input in a model that reads sources; outputs don't show it.
     """
 
     pad: int
@@ -58,7 +58,7 @@ class DecodingIds(NamedTuple):
 
     @property
     def marks_padding(self) -> bool:
-        """Whether pad in an input says that it is padding: not where it may be the end of a sequence, or nothing is."""
+        """Whether pad in an input is always padding: False if pad may also end a sequence, or no id ends one."""
         return bool(self.eos) and self.pad not in self.eos
 
 
@@ -66,21 +66,22 @@ class RequestBuilder:
     """Builds the requests of one model and one config.
 
     Args:
-        model: what decodes.
+        model: the model that decodes.
         config: the options of the search.
-        log_probs: whether scores are wanted.
-        engine: what decodes them; None: the one that the config names, or the fastest that can.
-        tokenizer: of the outputs, where the config has stop_strings.
-        num_alternatives: how many of the likeliest tokens are wanted at each place, with their log-probabilities;
+        log_probs: whether scores are needed.
+        engine: the engine for the requests; None: the one that the config names, or the fastest that can decode the
+            model.
+        tokenizer: the tokenizer of the outputs, if the config has stop_strings.
+        num_alternatives: the number of likeliest tokens to record at each position, with their log-probabilities; only
             without beams.
 
     Attributes:
-        engine: what decodes them.
-        is_prompted: whether inputs are prompts; else they are sources.
-        ids: the special ids, the model's or those that the config names.
+        engine: the engine for the requests.
+        is_prompted: whether inputs are prompts; if not, they are sources.
+        ids: the special ids of the model, or those that the config names.
 
     Raises:
-        ValueError: options that the model can't honour.
+        ValueError: the model can't apply an option.
     """
 
     def __init__(
@@ -119,9 +120,9 @@ class RequestBuilder:
         self._has_shortlist = False
         if engine is None and config.shortlist:  # it is this builder's own
             self._has_shortlist = self.engine.limit_to(sorted({*config.shortlist, *self.ids.eos}))
-        # Your processors may give scores above 0 where nothing makes log-probabilities of them; ours don't.
+        # The caller's processors may give scores above 0 if they aren't normalised; fastformer's processors don't.
         self._may_rise = config.keeps_scores and bool(config.logits_processor)
-        # What the searches in C++ lack is searched for in Python, step by step.
+        # A search with a feature that the C++ searches lack runs in Python, step by step.
         self._is_native = (
             self.engine.runs_searches()
             and _extension.module() is not None
@@ -131,7 +132,7 @@ class RequestBuilder:
         unsaid = {*config.suppress_tokens, *self.ids.eos}
         allowed = len({*config.shortlist} - unsaid) if config.shortlist else model.config.vocab_size - len(unsaid)
         self._leaves_words = allowed > 0
-        # Each input draws numbers of its own, which depend on the seed and its place alone.
+        # Each input draws its own numbers, which depend only on the seed and its position.
         self._seed = config.seed
         if config.do_sample and config.seed is None:
             self._seed = int(torch.randint(2**62, (), device="cpu"))
@@ -178,7 +179,7 @@ class RequestBuilder:
         return CheckedInput(row, prefix, limit, least, told)
 
     def build_all(self, rows: Sequence[list[int]], prefixes: Sequence[Sequence[int]]) -> list[Request]:
-        """The requests of a batch: one for each input, or one for each of its samples where they slide apart."""
+        """Builds the requests of a batch: one for each input or, with sliding windows, one for each of its samples."""
         width = max(map(len, rows))
         checked = [self.check(row, prefix, width=width) for row, prefix in zip(rows, prefixes, strict=True)]
         samples: Sequence[int | None] = range(self.config.samples) if self.config.window == "slide" else (None,)
@@ -193,14 +194,14 @@ class RequestBuilder:
         on_token: Callable[[int], object] | None = None,
         kind: type[Request] = Request,
     ) -> Request:
-        """The request of an input.
+        """Builds the request for an input.
 
         Args:
-            checked: what `check` gave.
-            place: of the input among all, which decides what it draws; None: behind the last one built.
-            sample: which of its samples the request is for; None: all.
+            checked: the result of `check`.
+            place: the input's position, which determines its random numbers; None: the next after the last one built.
+            sample: the index of the sample that the request is for; None: all samples.
             on_token: receives each new token.
-            kind: its class.
+            kind: the class of the request.
         """
         config, limit = self.config, checked.limit
         window, max_len = None, self.model.config.max_len
@@ -235,7 +236,7 @@ class RequestBuilder:
     def _search_maker(
         self, checked: CheckedInput, begin: Sequence[int], place: int, sample: int | None, *, is_native: bool
     ) -> Callable[[], Search]:
-        """What makes the search of a request, each time the same one."""
+        """Builds the function that makes a request's search; every call makes the same search."""
         config, limit = self.config, checked.limit
         told = checked.told if config.beam_rules == "transformers" and config.num_beams > 1 else 0
         if is_native:
@@ -298,11 +299,11 @@ class RequestBuilder:
         )
 
     def _text_stop(self, before: Sequence[int]) -> Stop | None:
-        """Ends beams at a stop text."""
+        """Returns the function that ends beams at a stop text, or None."""
         return StopTexts(self._pieces(before)) if self.config.stop_strings else None
 
     def _end_of_text(self, before: Sequence[int]) -> Callable[[int], bool]:
-        """Says of each new token of a row whether it completes a stop text."""
+        """Returns a function that takes each new token of a row, and returns whether it completes a stop text."""
         pieces = self._pieces(before)
 
         def is_end(token: int) -> bool:
@@ -318,7 +319,7 @@ class RequestBuilder:
 
 
 def special_ids(model: Model, config: GenerationConfig) -> DecodingIds:
-    """The model's special ids, or those that the config names instead."""
+    """Returns the model's special ids, with those that the config names in their place."""
     own = SpecialIds.of(model.config)
     pad_id = own.pad if config.pad_token_id is None else config.pad_token_id
     eos = config.eos_token_id
@@ -335,14 +336,14 @@ def special_ids(model: Model, config: GenerationConfig) -> DecodingIds:
 def most_new_tokens(
     model: Model, seqlen: int, config: GenerationConfig, width: int | None = None, prefix: int = 0
 ) -> int:
-    """How many tokens an input may get: what was asked for, or by default as much as makes sense.
+    """Returns the most new tokens of an input: the config's limit, or a default that depends on the input's length.
 
     Args:
-        model: what decodes.
-        seqlen: of the input.
+        model: the model that decodes.
+        seqlen: the length of the input.
         config: the options of the search.
-        width: of the batch; None: seqlen.
-        prefix: tokens that the output of a source begins with.
+        width: the width of the batch; None: seqlen.
+        prefix: the number of tokens that the output of a source begins with.
 
     Raises:
         ValueError: the model's max_len leaves too little room.

@@ -1,4 +1,4 @@
-"""A request: one input, its search, its listener, and when it ends; and what a batch's step asks of its requests."""
+"""`Request`: one input with its search, its listener and its limits; and `Running`: the requests of a batch."""
 
 from __future__ import annotations
 
@@ -17,37 +17,38 @@ from fastformer.generation.native_search import NativeSearch, last_tokens, place
 from fastformer.generation.processors import AtOneLength, RowWise
 from fastformer.generation.search import Hypothesis, Search
 
-_EXPECTED = 32  # new tokens that a request is given memory for when it begins, if its source isn't longer
+_EXPECTED = 32  # new tokens that a beginning request gets memory for, unless its source is longer
 
 
 class Request:
-    """A request owns its input, its search and its listener; it shares nothing with its neighbours in a batch.
+    """One input with its own search and listener. It shares nothing with the other requests of a batch.
 
     Args:
-        prompt: what it begins with.
-        make_search: makes its search; when the request restarts, the same one again.
-        processors: edit its logits, in this order.
-        search_suffices: its search does what the processors would, where an engine runs it; but for each that is
-            `AtOneLength`, at whose step they are called.
-        keeps_scores: the outputs of the processors are its scores, without a log-softmax.
-        log_probs: whether scores are wanted; without, log-probabilities aren't computed, and scores mean nothing.
-        max_time: seconds after which it ends with what there is; None: no such end.
-        on_token: called with each new token, of a request of one row.
-        window: how many tokens the model sees at most, of a request of one row without a source: when it is full, the
-            request goes on from its last half. None: it never is.
-        before: what stands before the new tokens, where the prompt is only its end; None: the prompt.
-        stop_strings: texts that end what is found, and are left out of its text.
+        prompt: the ids that the request begins with.
+        make_search: makes the search; each call makes the same search, so that the request can restart.
+        processors: edit the logits, in this order.
+        search_suffices: whether the search, if an engine runs it, does the same as the processors, except at the steps
+            of an `AtOneLength`, at which they are called.
+        keeps_scores: the outputs of the processors are the scores, without a log-softmax.
+        log_probs: whether scores are needed; if not, log-probabilities aren't computed, and scores are undefined.
+        max_time: seconds after which the request ends with the results so far; None: no limit.
+        on_token: called with each new token of a request with one row.
+        window: for a request with one row and no source, the most tokens that the model sees: when the window is full,
+            the request continues from its last half. None: no window.
+        before: the ids before the new tokens, if the prompt is only their end; None: the prompt.
+        stop_strings: texts that end a result, and are omitted from its text.
 
     Attributes:
-        results: what was found, best first; empty before the end.
-        error: what went wrong with it, or None.
-        is_done: whether it has ended, well or not.
+        results: the hypotheses found, best first; empty before the end.
+        error: the error that ended the request, or None.
+        is_done: whether the request has ended, with results or without.
         is_cancelled: set by `cancel`.
-        on_cancel: called when it is cancelled; set by the scheduler that runs it.
-        begun_at: the time of `time.monotonic` at which it left the queue for the first time; set by the scheduler.
-        before: the ids that stand before the new ones.
-        num_told: how many tokens on_token has received.
-        cached_tokens: how many tokens of its prompt were not read when it began, because the batch had them.
+        on_cancel: called when the request is cancelled; set by the scheduler that runs it.
+        begun_at: the time of `time.monotonic` at which the request first left the queue; set by the scheduler.
+        before: the ids before the new tokens.
+        num_told: the number of tokens that on_token has received.
+        cached_tokens: the number of prompt tokens that were not read when the request began, because the batch had them
+            in its cache.
     """
 
     def __init__(
@@ -86,10 +87,10 @@ class Request:
             self.listen(on_token)
 
     def listen(self, on_token: Callable[[int], object]) -> None:
-        """Has each new token told, before it begins.
+        """Sets the listener, which is called with each new token. Call this before the request begins.
 
         Raises:
-            ValueError: it has several rows.
+            ValueError: the request has several rows.
         """
         if self.search.peak_rows != 1:
             raise ValueError("expected one row to stream: beams and samples can't be told token by token")
@@ -97,104 +98,104 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens of its source or prompt have to be read."""
+        """The number of tokens in the source or prompt, which have to be read."""
         return self.prompt.num_tokens
 
     @property
     def num_new_tokens(self) -> int:
-        """How many tokens were found, in all results."""
+        """The number of new tokens in all results."""
         return sum(len(found.tokens) for found in self.results)
 
     @property
     def num_rows(self) -> int:
-        """The rows of the next step."""
+        """The number of rows in the next step."""
         return self.search.num_rows
 
     @property
     def is_new(self) -> bool:
-        """Whether it has yet to take its first step."""
+        """Whether the request has not yet taken its first step."""
         return self._steps == 0
 
     @property
     def expected_tokens(self) -> int:
-        """How many new tokens it is likely to get, about."""
+        """The approximate number of new tokens that the request is likely to get."""
         return min(self.most_tokens, max(_EXPECTED, len(self.prompt.source or ())))
 
     @property
     def most_tokens(self) -> int:
-        """How many new tokens it gets at most, or behind its prompt before its window is full."""
+        """The most new tokens that the request can get or, with a window, that fit in the window after its prompt."""
         if self.window is None:
             return self.search.limit
         return min(self.search.limit, max(1, self.window - len(self.prompt.tokens)))
 
     @property
     def is_full(self) -> bool:
-        """Whether its window has no room for another token."""
+        """Whether the window has no room for another token."""
         return self.window is not None and len(self.prompt.tokens) + self._steps - self._slid_at >= self.window
 
     def slide(self) -> None:
-        """Goes on from the last half of a window that is full, as its new prompt."""
+        """Makes the last half of a full window the new prompt."""
         tokens = [*self.before, *self.search.tokens(0)]
         self.prompt, self._slid_at = Prompt(None, window_end(tokens, self.window or 0)), self._steps
 
     def is_late(self, now: float) -> bool:
-        """Whether its time is over."""
+        """Returns whether the deadline has passed."""
         return self.deadline is not None and now >= self.deadline
 
     def cancel(self) -> None:
-        """Ends it before the next step, without results. Any thread may call this."""
+        """Ends the request before the next step, without results. Any thread may call this."""
         self.is_cancelled = True
         if self.on_cancel is not None:
             self.on_cancel()
 
     def next_tokens(self) -> list[int]:
-        """What the engine is given for each row."""
+        """Returns the next input token of each row."""
         if self._steps:
             return self.search.last_tokens()
         return [self.prompt.tokens[-1]] * self.num_rows
 
     @property
     def length(self) -> int:
-        """How many ids the decoder has behind it, in each row."""
+        """The number of ids in each row that the decoder has read."""
         return len(self.before) + self._steps
 
     def steps_alone(self) -> int | None:
-        """How many steps its search may take before its processors have to be called; None: all."""
+        """Returns the number of steps that the search may take before the processors must be called; None: all."""
         length = self.length
         return min((position - length for position in self._stops_at if position >= length), default=None)
 
     def history(self) -> list[list[int]]:
-        """For each row the ids that the decoder has behind it, the prompt's included."""
+        """Returns for each row the ids that the decoder has read, including the prompt."""
         before = list(self.before)
         if not self._steps:
             return [before] * self.num_rows
         return [before + self.search.tokens(row) for row in range(self.num_rows)]
 
     def samples(self) -> list[Sample | None] | None:
-        """For each row how its next token is sampled; None where no row is."""
+        """Returns for each row the way to sample its next token; None if no row is sampled."""
         return self.search.samples()
 
     def advance(self, candidates: Candidates, first: int) -> list[int]:
-        """Takes in a step; see `Search.advance`. An exception is kept in `error`, and ends the request."""
-        if self.error is not None:  # of its processors
+        """Advances the search by a step; see `Search.advance`. An error is stored in `error` and ends the request."""
+        if self.error is not None:  # its processors have failed
             return self.fail(self.error)
         self._steps += 1
         try:
             parents = self.search.advance(candidates.ids, candidates.values, first)
-        except Exception as error:  # it ends this request alone
+        except Exception as error:  # the error ends only this request
             return self.fail(error)
         return parents if self._goes_on(not parents) else []
 
     def take_steps(self, steps: int, error: Exception | None, is_done: bool) -> bool:
-        """Takes in steps for which the engine has advanced its search.
+        """Updates the request after the engine has advanced its search by some steps.
 
         Args:
-            steps: how many.
-            error: what the search ended with, or None.
-            is_done: whether the search is.
+            steps: the number of steps.
+            error: the error that ended the search, or None.
+            is_done: whether the search is done.
 
         Returns:
-            Whether it goes on.
+            Whether the request continues.
         """
         self._steps += steps
         if error is not None:
@@ -203,15 +204,19 @@ class Request:
         return self._goes_on(is_done)
 
     def _goes_on(self, is_done: bool) -> bool:
-        """Passes on new tokens, and ends it when its search is done or its time is over. Whether it goes on."""
+        """Reports new tokens, and ends the request if its search is done or its time is over.
+
+        Returns:
+            Whether the request continues.
+        """
         if self.on_token is not None:
             try:
-                # While it runs, its row holds the tokens; its results come at the end.
+                # While the search runs, its row holds the tokens; the results exist only at the end.
                 if is_done:
                     new = self.search.results()[0].tokens[self.num_told :]
-                elif self.num_told == self._steps - 1:  # the usual case, whose cost doesn't grow with the text
+                elif self.num_told == self._steps - 1:  # the common case; its cost doesn't grow with the text
                     new = self.search.last_tokens()
-                else:  # after a restart, on_token has received the first
+                else:  # after a restart, on_token has received the first tokens
                     new = self.search.tokens(0)[self.num_told :]
                 for token in new:
                     self.num_told += 1
@@ -225,19 +230,19 @@ class Request:
         return True
 
     def finish(self) -> None:
-        """Ends it with what there is."""
+        """Ends the request with the results so far."""
         self.is_done = True
         if not self.is_cancelled:
-            # After a restart that ran out of time the longer attempt counts: on_token may have received its tokens.
+            # If a restarted request runs out of time, the longer attempt counts: on_token may have received its tokens.
             self.results = self.search.results() if self._steps >= self._kept_steps else self._kept
 
     def fail(self, error: Exception) -> list[int]:
-        """Ends it with an error."""
+        """Ends the request with an error."""
         self.error, self.is_done = error, True
         return []
 
     def restart(self) -> None:
-        """Restarts after an older request took its memory. Decoding is deterministic: the result is the same."""
+        """Resets the request after an older one took its memory. Decoding is deterministic: results do not change."""
         if self._steps > self._kept_steps:
             self._kept, self._kept_steps = self.search.results(), self._steps
         self.search, self._steps = self._make_search(), 0
@@ -245,12 +250,12 @@ class Request:
 
 
 def window_end(tokens: Sequence[int], window: int) -> Sequence[int]:
-    """What the model still sees of tokens that leave no room in its window: the last half of one."""
+    """Returns the tokens that the model still sees when its window is full: the last half of the window."""
     return tokens[-max(1, window // 2) :] if len(tokens) >= window else tokens
 
 
 class Running:
-    """The requests of a batch's groups, as the batch sees them (`engines.base.Work`).
+    """The requests of a batch's groups, with the interface that the batch uses (`engines.base.Work`).
 
     Attributes:
         requests: in the order of the groups.
@@ -267,9 +272,9 @@ class Running:
 
     def selection(self) -> Selection:
         logit_rows: list[int] = []
-        samples: list[Sample | None] = []  # for each of them
+        samples: list[Sample | None] = []  # for each of logit_rows
         keeps: list[bool] = []  # likewise
-        edited: list[tuple[Request, range]] = []  # which of them are a request's
+        edited: list[tuple[Request, range]] = []  # each request with its part of logit_rows
         first, is_sampled = 0, False
         for request in self.requests:
             rows = range(first, first + request.num_rows)
@@ -293,7 +298,7 @@ class Running:
         )
 
     def advance(self, candidates: Candidates) -> tuple[list[int], list[list[int]] | None]:
-        """A request leaves the batch when it has ended or its window is full."""
+        """Advances each request by a step; see `Work.advance`. It leaves if it has ended or its window is full."""
         leaving: list[int] = []
         parents: list[list[int]] = []
         first, is_changed = 0, False
@@ -309,7 +314,7 @@ class Running:
         return leaving, parents if is_changed else None
 
     def steps_alone(self) -> int | None:
-        """The fewest steps that one of the searches may take by itself; see `Request.steps_alone`."""
+        """Returns the smallest `Request.steps_alone` of the requests."""
         counts = [count for request in self.requests if (count := request.steps_alone()) is not None]
         return min(counts, default=None)
 
@@ -342,11 +347,11 @@ class Running:
 
 
 def _process(edited: Iterable[tuple[Request, range]], logits: Tensor) -> Tensor:
-    """Lets each request's processors edit the logits of its rows, in place."""
+    """Runs each request's processors on the logits of its rows, in place."""
     for _, neighbours in itertools.groupby(edited, key=lambda pair: _kind(pair[0])):
         alike = list(neighbours)
         processors = alike[0][0].processors
-        rows = [row for _, own in alike for row in own]  # rows that are sampled may stand between
+        rows = [row for _, own in alike for row in own]  # sampled rows may lie between them
         history = [row for request, _ in alike for row in request.history()]
         input_ids = torch.tensor(history, dtype=torch.long, device=logits.device)
         try:
@@ -354,24 +359,24 @@ def _process(edited: Iterable[tuple[Request, range]], logits: Tensor) -> Tensor:
             for processor in processors:
                 scores = _checked(processor(input_ids, scores), scores, processor)
             logits[rows] = scores
-        except Exception as error:  # only this request fails: the others go on
+        except Exception as error:  # only this request fails; the others continue
             for request, _ in alike:
                 request.error = error
     return logits
 
 
 def _kind(request: Request) -> tuple[object, ...]:
-    """Requests of one kind are processed together: they ask for the same and are of one length."""
+    """Returns a request's kind. Requests of one kind have equal processors and lengths, and are processed together."""
     if all(isinstance(processor, RowWise) for processor in request.processors):
         return (request.length, *request.processors)
-    return (id(request),)  # a function of the user's gets the rows of one request
+    return (id(request),)  # a user's function gets the rows of only one request
 
 
 def _checked(found: object, scores: Tensor, processor: object) -> Tensor:
-    """What a processor gave, in the dtype of the scores.
+    """Converts the result of a processor to the dtype of the scores.
 
     Raises:
-        ValueError: it isn't one number for each score, on their device.
+        ValueError: the result is not one number for each score, on the same device.
     """
     if isinstance(found, np.ndarray) and found.dtype.kind in "fiu":
         found = torch.as_tensor(np.ascontiguousarray(found), device=scores.device)

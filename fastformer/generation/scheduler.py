@@ -25,12 +25,12 @@ _FIRST_TOLD = 4
 
 
 class Stats(NamedTuple):
-    """The work of a scheduler: waiting, running and done.
+    """Counters of a scheduler's work.
 
     Attributes:
-        running, waiting: requests in the batch, and in the queue.
-        read_tokens: the tokens of sources and prompts that were read, so far.
-        cached_tokens: those that were not, because a prompt that begins alike was read before.
+        running, waiting: the number of requests in the batch, and in the queue.
+        read_tokens: the number of source and prompt tokens that were read so far.
+        cached_tokens: the number of prompt tokens that were not read, because an earlier prompt has the same beginning.
     """
 
     running: int
@@ -40,15 +40,15 @@ class Stats(NamedTuple):
 
 
 class Load(NamedTuple):
-    """The work of something that batches: waiting, running and done.
+    """Counters of a scheduler's work, and the state of its memory.
 
     Attributes:
-        running, waiting: requests in the batch, and in the queue.
-        waiting_tokens: what those in the queue have to read.
-        rows: of the batch.
-        free_tokens, capacity_tokens: of the batch's memory, as far as it has any.
-        read_tokens: the tokens of sources and prompts that were read, so far.
-        cached_tokens: those that were not, because they had been before.
+        running, waiting: the number of requests in the batch, and in the queue.
+        waiting_tokens: the number of tokens that the requests in the queue have to read.
+        rows: the number of rows in the batch.
+        free_tokens, capacity_tokens: the batch's free memory and capacity, in tokens, if it has any.
+        read_tokens: the number of source and prompt tokens that were read so far.
+        cached_tokens: the number of prompt tokens that were not read, because they were in the cache.
     """
 
     running: int = 0
@@ -124,15 +124,15 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """True when there is nothing to do."""
+        """True if no request waits or runs."""
         return not self.waiting and not self.running
 
     def stats(self) -> Stats:
-        """Its counters as they are now; any thread may ask."""
+        """Returns the current counters. Any thread may call this."""
         return Stats(len(self.running), len(self.waiting), self._read_tokens, self._cached_tokens)
 
     def load(self) -> Load:
-        """Its counters and the state of its memory, for the thread that steps it."""
+        """Returns the counters and the state of the memory. Only the thread that steps the scheduler may call this."""
         free = 0 if self._batch is None else self._batch.free_tokens()
         return Load(
             len(self.running), len(self.waiting), self.waiting_tokens, self._running_rows, free, self._free_at_first,
@@ -140,12 +140,12 @@ class Scheduler:
         )  # fmt: skip
 
     def renewed(self) -> Scheduler:
-        """Another one within the same limits; a device that has failed may not even say how much memory is free."""
+        """Returns a new scheduler with the same limits, without a query of free memory: the device may have failed."""
         return Scheduler(self.engine, max_rows=self.max_rows, max_bytes=self.max_bytes, is_endless=self.is_endless)
 
     @property
     def wants_more(self) -> bool:
-        """True while fewer rows wait than the next batch has."""
+        """True while the waiting requests have fewer rows than the next batch can hold."""
         return self._waiting_rows < self.max_rows
 
     @torch.inference_mode()
@@ -153,7 +153,7 @@ class Scheduler:
         """Steps the batch: once, or until something ends, for some milliseconds at most.
 
         Returns:
-            The requests that ended with it: done, failed or cancelled.
+            The requests that ended in this step: done, failed or cancelled.
         """
         ended = self._drop()
         self._admit()
@@ -163,7 +163,7 @@ class Scheduler:
         limits = Limits(self._max_steps(), _RUN_SECONDS, min(self._refill_below(), self._running_rows))
         left = self._remove(self._open_batch.run(self._running, limits))
         for request in reversed(left):
-            if not request.is_done:  # its window is full: it is read again, without its older half
+            if not request.is_done:  # its window is full: the model reads its last half again
                 request.slide()
                 self._requeue(request)
         return ended + [request for request in left if request.is_done]
@@ -174,14 +174,14 @@ class Scheduler:
         return self._batch
 
     def _max_steps(self) -> int:
-        """How many steps may be taken before listeners get their tokens, or a processor has to be called."""
+        """Returns the most steps before listeners must get their tokens, or a processor must be called."""
         is_first = any(request.num_told < _FIRST_TOLD for request in self.running if request.on_token is not None)
         steps = 1 if is_first else _RUN_STEPS
         alone = self._running.steps_alone()
         return steps if alone is None else min(steps, max(1, alone))
 
     def clear(self) -> None:
-        """Forgets all requests, and drops the batch, which an error may have left halfway through a step."""
+        """Drops all requests and the batch, which an error may have left in the middle of a step."""
         self._batch = None
         self.running.clear()
         self.waiting.clear()
@@ -189,19 +189,19 @@ class Scheduler:
         self._capacity_rows = self._capacity_tokens = self._free_at_first = 0
 
     def cancel_all(self) -> None:
-        """Ends all requests without results; the batch stays, with what it has read."""
+        """Ends all requests without results. The batch stays, with its cached prompts."""
         for request in (*self.running, *self.waiting):
             request.cancel()
         self._drop()
 
     def _free(self, places: Sequence[int]) -> list[Request]:
-        """Takes requests out of the batch."""
+        """Removes requests from the batch, and frees their groups."""
         if places:
             self._open_batch.free(places)
         return self._remove(places)
 
     def _remove(self, places: Sequence[int]) -> list[Request]:
-        """The requests at these places, whose groups the batch has freed."""
+        """Removes the requests at these places, whose groups the batch has freed, and returns them."""
         if not places:
             return []
         gone = [self.running[place] for place in places]
@@ -214,9 +214,9 @@ class Scheduler:
 
     def _drop(self) -> list[Request]:
         """Removes requests that were cancelled, and those that have waited beyond their deadline."""
-        if not self._has_cancelled and not self._has_deadlines:  # the queue may be long
+        if not self._has_cancelled and not self._has_deadlines:  # avoids a scan of the queue, which may be long
             return []
-        self._has_cancelled = False  # before the look: another thread may cancel meanwhile
+        self._has_cancelled = False  # before the scan: another thread may cancel during it
         now = time.monotonic()
         waiting = [request for request in self.waiting if request.is_cancelled or request.is_late(now)]
         if waiting:
@@ -228,12 +228,12 @@ class Scheduler:
         for request in ended:
             request.finish()
         if self._has_deadlines:
-            left = itertools.chain(self.waiting, self.running)  # those that run may have to wait again
+            left = itertools.chain(self.waiting, self.running)  # running requests may be queued again
             self._has_deadlines = any(request.deadline is not None for request in left)
         return ended
 
     def _admit(self) -> None:
-        """Admits from the head of the queue what rows and memory allow."""
+        """Admits requests from the head of the queue, as far as rows and memory allow."""
         if not self.waiting:
             return
         if not self.running:
@@ -249,10 +249,10 @@ class Scheduler:
                 return  # else there may be room for more: for those that share what these have brought
 
     def _fitting(self, most_tokens: int) -> list[Request]:
-        """The requests at the head of the queue for which there is room.
+        """Returns the requests at the head of the queue for which there is room.
 
         Args:
-            most_tokens: that they may have to read.
+            most_tokens: the most tokens that they may have to read together.
         """
         batch = self._open_batch
         idle_rows = self._usable_rows - self._running_rows
@@ -263,7 +263,7 @@ class Scheduler:
             known = batch.known_prefix(request.prompt)
             rows, needed = request.search.peak_rows, self._likely_tokens(request) - known.held
             most_tokens -= request.prompt.num_tokens - known.cached
-            # The first request of a batch is admitted whatever it needs: the batch was opened for it.
+            # The first request of a batch is always admitted: the batch was opened for it.
             if (self.running or new) and (needed > tokens or rows > idle_rows or most_tokens < 0):
                 break
             new.append(request)
@@ -271,7 +271,7 @@ class Scheduler:
         return new
 
     def _prefill(self, new: list[Request]) -> None:
-        """Begins with requests from the head of the queue, which leave it when nothing can fail any more."""
+        """Prefills requests from the head of the queue, and then removes them from it, when no error is possible."""
         batch = self._open_batch
         cached = batch.prefill([request.prompt for request in new]) or [0] * len(new)
         if any(request.num_rows > 1 for request in new):
@@ -292,7 +292,7 @@ class Scheduler:
 
     @property
     def _usable_rows(self) -> int:
-        """Requests that came after the batch was opened find no more rows than it was opened with."""
+        """The rows that requests may use: no more than the batch was opened with, also for requests that came later."""
         return min(self.max_rows, self._capacity_rows)
 
     def _refill_below(self) -> int:
@@ -336,11 +336,11 @@ class Scheduler:
             self._capacity_rows, self._capacity_tokens = rows, tokens
 
     def _make_room(self) -> None:
-        """While the next step takes more memory than is free, the youngest request restarts later."""
+        """Requeues the youngest request as long as the next step takes more memory than is free."""
         while self.running and self._open_batch.step_tokens() > self._open_batch.free_tokens():
             youngest = self.running[-1]
             if len(self.running) == 1 and self._largest_tokens(youngest) <= self._capacity_tokens:
-                # A group that loses rows and has as many again may need more than `tokens_needed`.
+                # A group that loses rows and later grows to as many again may need more than `tokens_needed`.
                 self._min_capacity = 2 * self._capacity_tokens
             self._free([len(self.running) - 1])
             youngest.restart()
@@ -359,12 +359,12 @@ def run(scheduler: Scheduler, requests: list[Request], before_step: Callable[[],
     """Runs requests to their end.
 
     Args:
-        scheduler: runs them; one that is idle, and is so again afterwards.
-        requests: see above.
+        scheduler: an idle scheduler, which is idle again afterwards.
+        requests: the requests to run.
         before_step: called before each step.
 
     Raises:
-        Exception: the first error of any of them; the others are cancelled then.
+        Exception: the first error of any request; the other requests are then cancelled.
     """
     scheduler.submit(requests)
     try:
