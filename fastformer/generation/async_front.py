@@ -34,12 +34,14 @@ from fastformer.settings import Positive, check_value
 
 T = TypeVar("T")
 
-_INLINE = 2_000  # characters that are made into tokens on the event loop, in a millisecond or two
-_RATE_SECONDS = 1.0  # of work after which it is known anew how fast the queue goes
-_RETRY = (1.0, 30.0)  # the least and the most seconds that a client is told to wait
+_INLINE = 2_000  # the most characters that are tokenized on the event loop, in a millisecond or two
+_RATE_SECONDS = 1.0  # seconds of work between two measurements of the queue's rate
+_RETRY = (1.0, 30.0)  # the bounds of the seconds that a client is told to wait
 
-_place: ContextVar[Place | None] = ContextVar("place", default=None)  # that is kept for the task's request
-_open: weakref.WeakSet[AsyncFront[Any]] = weakref.WeakSet()  # those whose threads may run
+_place: ContextVar[Place | None] = ContextVar(
+    "place", default=None
+)  # the place that is reserved for the task's request
+_open: weakref.WeakSet[AsyncFront[Any]] = weakref.WeakSet()  # the fronts whose threads may run
 
 
 class AsyncFront(Generic[R]):
@@ -80,21 +82,21 @@ class AsyncFront(Generic[R]):
         self.model, self.name, self.when_full = model, name, when_full
         self.max_waiting, self.max_waiting_tokens = max_waiting, max_waiting_tokens
         self._new_batching = new_batching
-        self._changed = threading.Condition()  # guards all that follows
+        self._changed = threading.Condition()  # guards all attributes below
         self._thread: threading.Thread | None = None
         self._is_closing = self._is_cancelling = False
-        self._failure: BaseException | None = None  # what ended the thread before its time
-        self._inbox: deque[Box[R]] = deque()  # have a place in the queue
-        self._parked: deque[Box[R]] = deque()  # wait for one
+        self._failure: BaseException | None = None  # the error that ended the thread
+        self._inbox: deque[Box[R]] = deque()  # calls that have a place in the queue
+        self._parked: deque[Box[R]] = deque()  # calls that wait for a place
         self._calls: deque[Call[Any]] = deque()
-        self._places: set[Place | None] = set()  # that are kept for requests which are still being made
-        self._boxes: dict[R, tuple[Box[R], int]] = {}  # whose requests these are; the thread's own
-        self._told: list[Event[R]] = []  # what the tasks have yet to hear; the thread's own
+        self._places: set[Place | None] = set()  # places reserved for requests that aren't made yet
+        self._boxes: dict[R, tuple[Box[R], int]] = {}  # each request's box and index; used only by the thread
+        self._told: list[Event[R]] = []  # events not yet delivered to the tasks; used only by the thread
         self._load = Load()
         self._new_tokens = self._ended = self._refused = self._late = self._cancelled = self._steps = 0
         self._step_seconds = self._queue_seconds = 0.0
         self._queue_counts = [0] * (len(QUEUE_BOUNDS) + 1)
-        self._rate, self._rate_tokens, self._rate_seconds = 0.0, 0, 0.0  # tokens a second that leave the queue
+        self._rate, self._rate_tokens, self._rate_seconds = 0.0, 0, 0.0  # tokens that leave the queue a second
         self._aside: ThreadPoolExecutor | None = None
         self._num_aside = 0
 
@@ -106,7 +108,7 @@ class AsyncFront(Generic[R]):
                 raise RuntimeError(f"expected an {self.name} that is closed, got one that is open already")
             self._is_closing = self._is_cancelling = False
             self._failure = None
-            # A daemon: the interpreter doesn't wait for it, and `_stop_all` ends it where the program forgot to.
+            # A daemon: the interpreter doesn't wait for it, and `_stop_all` ends it if the program doesn't.
             self._thread = threading.Thread(target=self._work, name=self.name, daemon=True)
             self._thread.start()
             _open.add(self)
@@ -116,10 +118,10 @@ class AsyncFront(Generic[R]):
         await self.close(cancel=error is not None)
 
     async def close(self, *, cancel: bool = False) -> None:
-        """Takes no more requests, and returns when its thread has ended.
+        """Refuses further requests, and returns when the thread has ended.
 
         Args:
-            cancel: end what runs and what waits, whose tasks get NotRunning; without, they get their answers first.
+            cancel: cancel running and waiting requests, whose tasks get NotRunning; if not, they are answered first.
         """
         thread = self._ask_to_end(cancel=cancel)
         if thread is None:
@@ -134,7 +136,7 @@ class AsyncFront(Generic[R]):
                     self._aside = None
 
     def _ask_to_end(self, *, cancel: bool) -> threading.Thread | None:
-        """Has the thread end when its work is done, or at once; the thread, None where there is none."""
+        """Tells the thread to end when its work is done, or at once. Returns the thread, or None if there is none."""
         with self._changed:
             if self._thread is not None:
                 self._is_closing = True
@@ -143,36 +145,36 @@ class AsyncFront(Generic[R]):
             return self._thread
 
     def _stop(self) -> None:
-        """Ends the thread, whatever it does, and waits for that; for the end of the program."""
+        """Ends the thread immediately and waits for it; for the end of the program."""
         thread = self._thread
-        # In a process that was forked the thread isn't there, and it may have held the lock.
+        # A forked process doesn't have the thread, which may have held the lock.
         if thread is not None and thread.is_alive():
             self._ask_to_end(cancel=True)
             thread.join()
 
     @property
     def is_alive(self) -> bool:
-        """Whether it is open and its thread goes on."""
+        """Whether the front is open and its thread has not failed."""
         thread = self._thread
         return thread is not None and thread.is_alive() and self._failure is None
 
-    # What the tasks do
+    # Called by tasks
 
     async def ask(self, request: R, *, deadline: float | None = None, name: str = "the request") -> R:
         """Runs a request to its end.
 
         Args:
-            request: of the front's model.
-            deadline: a time of `time.monotonic`; None: it may take as long as it takes.
-            name: of the request, in messages.
+            request: a request for the front's model.
+            deadline: a time of `time.monotonic`; None: no deadline.
+            name: the name of the request in messages.
 
         Returns:
-            The request, which has ended well.
+            The request, which has ended without error.
 
         Raises:
-            QueueFull: there is no place for it now, and the front refuses.
-            TooLate: the deadline came first.
-            NotRunning: the front is closed, or was closed meanwhile with cancel.
+            QueueFull: the queue is full, and the front refuses requests.
+            TooLate: the deadline passed before the end.
+            NotRunning: the front is closed, or was closed with cancel before the end.
             ValueError, RuntimeError: the request has failed.
         """
         answers = self.submit([request], deadline=deadline, names=[name])
@@ -184,12 +186,12 @@ class AsyncFront(Generic[R]):
     def stream(
         self, request: R, *, deadline: float | None = None, name: str = "the request"
     ) -> AsyncIterator[list[int]]:
-        """Gives the new tokens of a request, those that came together as a list.
+        """Streams the new tokens of a request. Tokens that come together are one list.
 
-        The request has its place when this returns. It is cancelled when the iterator is deleted.
+        The request has its place in the queue when this returns. It is cancelled when the iterator is deleted.
 
         Raises:
-            ValueError: a request whose tokens aren't known before its end.
+            ValueError: the request's tokens aren't known before its end.
             Exception: see `ask`; QueueFull and NotRunning at once.
         """
         return self.submit([request], deadline=deadline, names=[name], listen=[0]).tokens(0)
@@ -202,16 +204,17 @@ class AsyncFront(Generic[R]):
         names: Sequence[str] = (),
         listen: Collection[int] = (),
     ) -> Answers[R]:
-        """Hands requests over together.
+        """Submits requests together.
 
         Args:
-            requests: which decode in one batch, beside others.
+            requests: the requests, which run in one batch with others.
             deadline: see `ask`; for all of them.
-            names: of each, in messages.
-            listen: the places of those whose tokens are wanted as they come.
+            names: the name of each in messages.
+            listen: the indices of the requests whose tokens are streamed.
 
         Raises:
-            QueueFull, NotRunning, ValueError: see `stream`; TooLate where the deadline is over.
+            QueueFull, NotRunning, ValueError: see `stream`.
+            TooLate: the deadline has passed.
         """
         box = Box(requests, names or ["the request"] * len(requests))
         for place in listen:
@@ -240,12 +243,12 @@ class AsyncFront(Generic[R]):
 
     @contextlib.contextmanager
     def place(self) -> Iterator[None]:
-        """Keeps a place in the queue for a request that its caller has yet to make, until it is submitted.
+        """Reserves a place in the queue for a request that the caller is about to make, until it is submitted.
 
-        Where there is none the caller needs not begin; and of many that begin at once, no more do than find places.
+        If the queue is full, the caller need not begin; of many concurrent callers, only those with a place do.
 
         Raises:
-            QueueFull: there is no place for it now, and the front refuses.
+            QueueFull: the queue is full, and the front refuses requests.
         """
         place = Place()
         with self._changed:
@@ -262,15 +265,16 @@ class AsyncFront(Generic[R]):
                 self._places.discard(place)
 
     async def aside(self, work: Callable[[], T], size: int) -> T:
-        """Runs a function of text that the event loop may have to wait for: at once where the text is short, else in
-        a thread that all such functions share.
+        """Runs a function of text without blocking the event loop for long.
+
+        For a short text it runs at once, else in a thread that all these functions share.
 
         Args:
-            work: to do.
-            size: characters that it reads.
+            work: the function.
+            size: the number of characters that it reads.
 
         Raises:
-            QueueFull: as many wait for that thread as requests may wait, and the front refuses.
+            QueueFull: as many functions wait for that thread as requests may wait, and the front refuses requests.
         """
         if size <= _INLINE:
             return work()
@@ -290,7 +294,7 @@ class AsyncFront(Generic[R]):
                 self._num_aside -= 1
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Runs a function in the thread that has the model, between two steps; what waits and runs waits for it.
+        """Runs a function in the thread that steps the model, between two steps. All requests wait for it.
 
         Raises:
             NotRunning: see `ask`.
@@ -306,7 +310,7 @@ class AsyncFront(Generic[R]):
         return await call.future
 
     def stats(self) -> Stats:
-        """Its counters as they are now; any thread may ask."""
+        """Returns the current counters. Any thread may call this."""
         with self._changed:
             load = self._load
             return Stats(
@@ -318,12 +322,12 @@ class AsyncFront(Generic[R]):
 
     @property
     def num_queued(self) -> int:
-        """How many requests have a place in the queue and haven't begun."""
+        """The number of requests that have a place in the queue and haven't begun."""
         return sum(len(box.requests) for box in list(self._inbox)) + self._load.waiting
 
     @property
     def num_blocked(self) -> int:
-        """How many requests wait for a place in the queue."""
+        """The number of requests that wait for a place in the queue."""
         return sum(len(box.requests) for box in list(self._parked))
 
     @property
@@ -342,12 +346,12 @@ class AsyncFront(Generic[R]):
         return QueueFull(message, self._retry_after())
 
     def _retry_after(self) -> float:
-        """Seconds in which what waits is likely to begin."""
+        """Returns the seconds in which the waiting requests are likely to begin."""
         least, most = _RETRY
         return min(most, max(least, self._waiting_tokens / self._rate)) if self._rate else least
 
     def _expire(self, box: Box[R]) -> None:
-        """Ends a call whose deadline has come."""
+        """Ends a call whose deadline has passed."""
         if all(box.has_ended):
             return
         self._late += 1
@@ -356,7 +360,7 @@ class AsyncFront(Generic[R]):
         box.woken.set()
 
     def _end_parked(self, box: Box[R]) -> None:
-        """Ends requests whose time is over before they have found a place."""
+        """Ends requests whose time is over before they have a place in the queue."""
         with self._changed:
             if box not in self._parked:
                 return  # they have a place, and the thread ends them
@@ -382,12 +386,12 @@ class AsyncFront(Generic[R]):
                 self._parked.remove(box)
             self._changed.notify()
 
-    # What the thread does
+    # Called by the thread
 
     def _work(self) -> None:
         try:
             self._serve()
-        except BaseException as error:  # or its tasks would wait for ever
+        except BaseException as error:  # otherwise the tasks would wait for ever
             self._give_up(error)
 
     def _serve(self) -> None:
@@ -401,7 +405,7 @@ class AsyncFront(Generic[R]):
                 batching = self._run(batching, mode)
 
     def _run(self, batching: Batching[R], mode: Evaluation) -> Batching[R]:
-        """Steps until there is nothing to do; what it steps at the end."""
+        """Steps until no work is left, and returns the scheduler in use at the end."""
         while True:
             with self._changed:
                 self._load = load = batching.load()  # waiting requests may have been cancelled
@@ -431,7 +435,7 @@ class AsyncFront(Generic[R]):
             try:
                 mode.hold()
                 ended = batching.step()
-            except BaseException as error:  # of the model: the thread outlives it
+            except BaseException as error:  # an error of the model; the thread continues
                 ended, batching = self._recover(error, batching)
             self._count(load, batching, time.monotonic() - began)
             for request in ended:
@@ -446,9 +450,9 @@ class AsyncFront(Generic[R]):
             self._tell()
 
     def _count(self, before: Load, batching: Batching[R], seconds: float) -> None:
-        """Notes how long a step took, and how fast the queue goes."""
+        """Records the duration of a step, and the rate at which requests leave the queue."""
         after = batching.load()
-        with self._changed:  # before the tasks hear of it
+        with self._changed:  # before the tasks are notified
             self._load = after
         self._steps += 1
         self._step_seconds += seconds
@@ -462,7 +466,7 @@ class AsyncFront(Generic[R]):
         self._told.append(Event(box, place, token))
 
     def _tell(self) -> None:
-        """Passes on what has happened: once for each event loop, since each call wakes one up."""
+        """Delivers the events to the tasks, in one call for each event loop, since each call wakes a loop."""
         told, self._told = self._told, []
         loops: dict[asyncio.AbstractEventLoop, list[Event[R]]] = {}
         for event in told:
@@ -472,24 +476,24 @@ class AsyncFront(Generic[R]):
                 loop.call_soon_threadsafe(deliver, events)
 
     def _recover(self, error: BaseException, batching: Batching[R]) -> tuple[list[R], Batching[R]]:
-        """After an error of the model, those that had begun fail; the others begin with a batch that starts anew."""
+        """Recovers from an error of the model: requests that had begun fail, the others begin with a new batch."""
         waiting = list(batching.waiting)
         held = set(waiting)
         ended = [request for request in self._boxes if request not in held]
-        if not ended:  # the first one can't even begin
+        if not ended:  # not even the first request can begin
             ended = [waiting.pop(0)]
         for request in ended:
             if not request.is_done:
                 wrapped = RuntimeError(f"the model failed: {type(error).__name__}: {error}")
                 wrapped.__cause__ = error
                 request.fail(wrapped)
-        batching.clear()  # the error's traceback holds it, and there may be no memory for two batches
+        batching.clear()  # the error's traceback holds the batch, and there may not be memory for two
         anew = batching.renewed()
         anew.submit(waiting)
         return ended, anew
 
     def _give_up(self, error: BaseException) -> None:
-        """Fails every request, and refuses new ones: the thread can't go on."""
+        """Fails every request and refuses new ones, because the thread can't continue."""
         with self._changed:
             self._failure = error
             boxes = [*dict.fromkeys(box for box, _ in self._boxes.values()), *self._inbox, *self._parked]
@@ -514,7 +518,7 @@ class AsyncFront(Generic[R]):
 
 @atexit.register
 def _stop_all() -> None:
-    """Ends the threads of what was left open.
+    """Ends the threads of fronts that the program has not closed.
 
     An interpreter that ends kills its daemons when they come back from C++, which C++ answers by aborting the program.
     The threads that aren't daemons have ended by now: those may use a front until then.

@@ -1,4 +1,4 @@
-"""What an `AsyncFront` runs, and how its thread tells tasks what has become of it."""
+"""The requests and calls that an `AsyncFront` runs, and the delivery of their results from its thread to tasks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ QUEUE_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.
 
 
 class QueueFull(RuntimeError):
-    """There is no place for the request now.
+    """Raised if the queue has no place for the request.
 
     Attributes:
-        retry_after: seconds after which there is likely to be one.
+        retry_after: the seconds after which a place is likely to be free.
     """
 
     def __init__(self, message: str, retry_after: float) -> None:
@@ -30,22 +30,22 @@ class QueueFull(RuntimeError):
 
 
 class TooLate(RuntimeError):
-    """The time of a request was over before its answer was there."""
+    """Raised if the deadline of a request passes before its answer is complete."""
 
 
 class NotRunning(RuntimeError):
-    """There is no thread that would take the request: its front is closed, or the thread has failed."""
+    """Raised if no thread can run the request, because its front is closed or the thread has failed."""
 
 
 class Asked(Protocol):
-    """A request; any thread may call its methods.
+    """The interface of a request. Any thread may call its methods.
 
     Attributes:
-        error: what went wrong with it, or None.
-        is_done: whether it has ended, well or not.
+        error: the error that ended the request, or None.
+        is_done: whether the request has ended, with results or without.
         is_cancelled: whether `cancel` has been called.
-        deadline: a time of `time.monotonic` at which it ends with what there is; None: it has none.
-        begun_at: a time of `time.monotonic` at which it left the queue for the first time; None: it hasn't.
+        deadline: a time of `time.monotonic` at which the request ends with the results so far; None: no deadline.
+        begun_at: the time of `time.monotonic` at which the request first left the queue; None: it hasn't.
         on_token: receives each new token, in the thread.
     """
 
@@ -57,37 +57,37 @@ class Asked(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens it has to read: what it weighs while it waits."""
+        """The number of tokens that the request has to read, which is its weight in the queue."""
 
     @property
     def num_new_tokens(self) -> int:
-        """How many tokens its answer has, when it has ended."""
+        """The number of tokens in the answer, once the request has ended."""
 
     def listen(self, on_token: Callable[[int], object]) -> None:
-        """Has each new token told.
+        """Sets the listener, which is called with each new token.
 
         Raises:
-            ValueError: its tokens aren't known before the end.
+            ValueError: the request's tokens aren't known before the end.
         """
 
     def cancel(self) -> None:
-        """Ends it before the next step, without an answer."""
+        """Ends the request before the next step, without an answer."""
 
     def finish(self) -> None:
-        """Ends it with what there is."""
+        """Ends the request with the results so far."""
 
     def fail(self, error: Exception) -> object:
-        """Ends it with an error."""
+        """Fails with an error."""
 
 
 R = TypeVar("R", bound=Asked)
 
 
 class Batching(Protocol[R]):
-    """What a front's thread steps.
+    """The interface of the scheduler that a front's thread steps.
 
     Attributes:
-        waiting: requests that haven't begun.
+        waiting: the requests that haven't begun.
     """
 
     @property
@@ -95,44 +95,44 @@ class Batching(Protocol[R]):
 
     @property
     def is_idle(self) -> bool:
-        """True when there is nothing to do."""
+        """True if no request waits or runs."""
 
     def submit(self, requests: Iterable[R]) -> None:
         """Appends requests to the queue."""
 
     def step(self) -> list[R]:
-        """Works for some milliseconds; the requests that ended with it: done, failed or cancelled."""
+        """Works for some milliseconds. Returns the requests that ended in this step: done, failed or cancelled."""
 
     def load(self) -> Load:
-        """Its counters as they are now."""
+        """Returns the current counters."""
 
     def clear(self) -> None:
-        """Forgets all requests, and what an error may have left halfway."""
+        """Drops all requests, and any state that an error may have left inconsistent."""
 
     def renewed(self) -> Batching[R]:
-        """Another one, with the same limits and nothing to do."""
+        """Returns a new scheduler with the same limits and no requests."""
 
 
 @dataclass(frozen=True)
 class Stats:
-    """The work of a front: waiting, running and done.
+    """Counters of a front's work.
 
     Attributes:
-        running: requests in the batch.
-        waiting: those in front of it.
-        waiting_tokens: what the latter have to read.
-        rows: of the batch.
-        free_tokens, capacity_tokens: of the batch's memory.
-        read_tokens, cached_tokens: of sources and prompts, so far; see `Load`.
-        new_tokens: of the answers so far.
-        ended: requests that were answered or have failed.
-        refused: calls for which there was no place.
-        late: calls whose deadline came first.
-        cancelled: calls whose task has left.
-        steps, step_seconds: of the thread, and how long they took together.
-        queue_counts: of the requests that began and have ended, how many waited up to each of `QUEUE_BOUNDS` and longer
-            than the bound before it; the last number is of those beyond all bounds.
-        queue_seconds: that they waited together.
+        running: the number of requests in the batch.
+        waiting: the number of requests that wait for the batch.
+        waiting_tokens: the number of tokens that the waiting requests have to read.
+        rows: the number of rows in the batch.
+        free_tokens, capacity_tokens: the batch's free memory and capacity, in tokens.
+        read_tokens, cached_tokens: the numbers of source and prompt tokens so far; see `Load`.
+        new_tokens: the number of tokens in the answers so far.
+        ended: the number of requests that were answered or have failed.
+        refused: the number of calls that were refused because the queue was full.
+        late: the number of calls whose deadline passed before their end.
+        cancelled: the number of calls whose task no longer waits for them.
+        steps, step_seconds: the number of the thread's steps, and their total duration.
+        queue_counts: a histogram of the time in the queue, over the requests that began and have ended: for each of
+            `QUEUE_BOUNDS` those that waited up to it and longer than the bound before it; last, those beyond them.
+        queue_seconds: the total time that these requests waited.
     """
 
     running: int
@@ -155,17 +155,18 @@ class Stats:
 
 
 class Box(Generic[R]):
-    """Requests that were handed over together, and what their task hears of them.
+    """Requests that were submitted together, and the state that is delivered to their task.
 
     Attributes:
-        requests, names: what was asked for, and what messages call each.
-        came_at: a time of `time.monotonic`.
-        num_tokens: that they have to read, all together.
-        loop: of the task.
-        tokens: of each request those that have come and weren't taken yet; the loop's own, as all that follows.
-        has_ended: of each whether it has.
-        error: what ended all of them before their time.
-        woken: set when any of this changes.
+        requests, names: the requests, and the name of each in messages.
+        came_at: the time of `time.monotonic` at which they were submitted.
+        num_tokens: the number of tokens that they have to read together.
+        loop: the event loop of the task.
+        tokens: for each request, the tokens that were delivered and not yet taken. This attribute and those below are
+            used only in the event loop.
+        has_ended: for each request, whether it has ended.
+        error: the error that ended all of them early, or None.
+        woken: set when any of these changes.
     """
 
     def __init__(self, requests: Sequence[R], names: Sequence[str]) -> None:
@@ -190,21 +191,21 @@ class Box(Generic[R]):
             self.end_at(max(known), end)
 
     def late(self) -> TooLate:
-        """The error of a deadline that has come."""
+        """Returns the error of a deadline that has passed."""
         return TooLate(f"{self.names[0]}: expected an answer within the time that it has, which is over")
 
     def forget_ends(self) -> None:
-        """Calls nothing at those times."""
+        """Cancels the calls of `end_at` and `end_parked_at`."""
         for handle in self._ends:
             handle.cancel()
 
 
 class Place:
-    """A place in the queue that is kept for a request which is still being made."""
+    """A place in the queue that is reserved for a request that isn't made yet."""
 
 
 class Event(NamedTuple, Generic[R]):
-    """A token of one of a box's requests; None: the request has ended."""
+    """A new token of one of a box's requests; without a token (None), the end of the request."""
 
     box: Box[R]
     place: int
@@ -212,7 +213,7 @@ class Event(NamedTuple, Generic[R]):
 
 
 def deliver(events: Sequence[Event[R]]) -> None:
-    """Passes events on to their boxes, in the event loop of all of them."""
+    """Delivers events to their boxes; runs in the event loop that all of these boxes share."""
     for box, place, token in events:
         if token is None:
             box.has_ended[place] = True
@@ -222,10 +223,9 @@ def deliver(events: Sequence[Event[R]]) -> None:
 
 
 class Answers(Generic[R]):
-    """The results of requests that were handed over together. Those that haven't ended when it is deleted are
-    cancelled.
+    """The results of requests that were submitted together by `AsyncFront.submit`. One task waits for them.
 
-    It is made by `AsyncFront.submit`; one task waits for it.
+    If the object is deleted, the requests that haven't ended are cancelled.
     """
 
     def __init__(self, box: Box[R], leave: Callable[[Box[R]], object], front: str) -> None:
@@ -235,14 +235,14 @@ class Answers(Generic[R]):
         self.leave()
 
     def leave(self) -> None:
-        """Cancels what hasn't ended."""
+        """Cancels the requests that haven't ended."""
         self._leave(self._box)
 
     async def ended(self, place: int) -> R:
         """Waits for the end of a request.
 
         Returns:
-            The request, which has ended well.
+            The request, which has ended without error.
 
         Raises:
             TooLate, NotRunning, ValueError, RuntimeError: see `AsyncFront.ask`.
@@ -259,7 +259,7 @@ class Answers(Generic[R]):
         return request
 
     async def tokens(self, place: int) -> AsyncIterator[list[int]]:
-        """The new tokens of a request that is listened to, those that came together as a list.
+        """Yields the new tokens of a request in `listen`. Tokens that come together are one list.
 
         Raises:
             Exception: see `ended`.
@@ -283,14 +283,14 @@ class Answers(Generic[R]):
 
 
 class Call(Generic[T]):
-    """A function that runs in the thread, and the task that waits for what it gives."""
+    """A function that runs in the thread, and the task that waits for its result."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         self._function, self._loop = function, asyncio.get_running_loop()
         self.future: asyncio.Future[T] = self._loop.create_future()
 
     def run(self) -> None:
-        """Runs it, unless its task has left."""
+        """Runs the function, unless its task no longer waits for it."""
         if self.future.cancelled():
             return
         try:
@@ -301,7 +301,7 @@ class Call(Generic[T]):
             self._settle(lambda: self.future.set_result(found))
 
     def fail(self, error: Exception) -> None:
-        """Ends it with an error."""
+        """Fails with an error."""
         self._settle(lambda: self.future.set_exception(error))
 
     def _settle(self, settle: Callable[[], object]) -> None:

@@ -1,6 +1,6 @@
-"""What decoding asks of a model: its methods, its precision, and that it stays in evaluation meanwhile.
+"""The requirements of decoding on a model: its methods, its precision, and evaluation mode during decoding.
 
-A model is one of three kinds, or an ensemble of several models. Its methods say which, and not its class.
+A model is one of three kinds, or an ensemble of several models. Its methods, not its class, determine the kind.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CASTS = {"fp32": "model.float()", "bf16": "model.bfloat16()", "fp16": "model.half()"}
 
 _lock = threading.Lock()
-# The modules that were in training, by their ids, and how many threads decode with each of them.
+# The modules that were in training mode, by id, and the number of threads that decode with each of them.
 _held: dict[int, int] = {}
 
 
 class Sizes(Protocol):
-    """What decoding asks of a model's config."""
+    """The part of a model's config that decoding uses."""
 
     @property
     def vocab_size(self) -> int:
@@ -41,7 +41,7 @@ class Sizes(Protocol):
 
     @property
     def d_model(self) -> int:
-        """The size of a token's vector."""
+        """The size of the hidden states."""
 
     @property
     def max_len(self) -> int:
@@ -135,10 +135,10 @@ Model: TypeAlias = EncoderDecoder | DecoderOnly | Recurrent | Ensembled
 
 
 def as_model(model: object) -> Model:
-    """The model, once it is known to decode in one of the three ways.
+    """Returns the model after a check that it is of a known kind.
 
     Raises:
-        ValueError: it lacks the methods of each, or its parameters hold no values.
+        ValueError: the model lacks the methods of each kind, or its parameters hold no values.
     """
     cached, recurrent = ("logits", "top_tokens", "empty_cache"), ("encode", "output")
     if is_ensemble(model) or _has(model, "config", "decode") and (_has(model, *cached) or _has(model, *recurrent)):
@@ -155,7 +155,7 @@ def as_model(model: object) -> Model:
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """All modules of a model, each once; what `model.modules()` gives, in another order and a third of the time."""
+    """Returns all modules of a model, each once, as `model.modules()` does in three times the time; the order differs."""
     found, seen = [model], {id(model)}
     for module in found:  # which grows meanwhile
         for child in module._modules.values():
@@ -166,7 +166,7 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _on_meta(model: nn.Module) -> str | None:
-    """The name of a tensor that has no memory; None where there is none, or hooks bring what is missing."""
+    """Returns the name of a tensor on "meta", or None if there is none, or if hooks load the missing values."""
     modules, found = modules_of(model), False
     for module in modules:  # all of it for each call of generate: names are for the error alone
         for parameter in module._parameters.values():
@@ -182,25 +182,25 @@ def _on_meta(model: nn.Module) -> str | None:
 
 
 def is_decoder_only(model: object) -> TypeGuard[DecoderOnly]:
-    """True for a language model, or an ensemble of them, whose inputs are prompts; False for what reads a source."""
+    """Returns True for a language model or an ensemble of them, whose inputs are prompts; False if it reads sources."""
     if is_ensemble(model):
         return all(is_decoder_only(member) for member in model.members)
     return _has(model, "empty_cache") and not _has(model, "encode")
 
 
 def is_ensemble(model: object) -> TypeGuard[Ensembled]:
-    """True for several models that decode as one."""
-    # Of the class first: a module that is asked for what it doesn't have searches long.
+    """Returns True for an ensemble of models."""
+    # The class first: a lookup of a missing attribute on a module is slow.
     return hasattr(type(model), "combine") and _has(model, "config", "members")
 
 
 def is_recurrent(model: object) -> TypeGuard[Recurrent]:
-    """True for what keeps a state and no cache."""
+    """Returns True for a model with a recurrent state in place of a cache."""
     return _has(model, "output") and not _has(model, "empty_cache")
 
 
 def is_encoder_decoder(model: object) -> TypeGuard[EncoderDecoder]:
-    """True for what reads a source and keeps a cache."""
+    """Returns True for a model that reads a source and uses a cache."""
     return _has(model, "encode", "empty_cache", "store_memory")
 
 
@@ -209,22 +209,22 @@ def _has(model: object, *names: str) -> bool:
 
 
 def device_of(model: Model) -> torch.device:
-    """Where a model's first parameter is; the CPU where there is none."""
+    """Returns the device of a model's first parameter; the CPU for a model without parameters."""
     parameter = next(model.parameters(), None) if isinstance(model, nn.Module) else None
     return torch.device("cpu") if parameter is None else parameter.device
 
 
 def check_precision(precision: object) -> None:
-    """Raises a ValueError for what is neither the name of a precision nor None, the model's own."""
+    """Raises a ValueError unless `precision` is the name of a precision, or None for the model's own."""
     if precision is not None and (not isinstance(precision, str) or precision not in PRECISIONS):
         raise ValueError(f"expected precision fp32, bf16, fp16, int8 or int4, got {precision!r}")
 
 
 def dtype_precision(model: object) -> str:
-    """What the modules of a model compute in: autocast's dtype where it is on, else the dtype of the parameters.
+    """Returns the precision of a model's modules: autocast's dtype if it is on, else the dtype of the parameters.
 
     Returns:
-        One of `DTYPES`; for another dtype its name in PyTorch; "mixed" where there are several.
+        One of `DTYPES`; for another dtype its name in PyTorch; "mixed" for parameters of several dtypes.
     """
     floating: set[tuple[str, torch.dtype]] = set()
     modules = [model] if isinstance(model, nn.Module) else []
@@ -245,22 +245,22 @@ def dtype_precision(model: object) -> str:
 
 
 def own_precision(model: object) -> str:
-    """The precision that a model asks for: "int8" or "int4" if it is quantised, else `dtype_precision`."""
+    """Returns a model's own precision: "int8" or "int4" if it is quantised, else `dtype_precision`."""
     precision: str | None = getattr(model, "precision", None)
     return precision if precision in QUANTIZED else dtype_precision(model)
 
 
 def asked_precision(model: object, precision: Precision | None) -> Precision | None:
-    """The precision to ask an engine for, where one was given for loading a model.
+    """Returns the precision to request from an engine, given the precision for loading the model.
 
-    None where the dtype of the loaded weights says enough. A quantised model asks for its precision by itself, whatever
-    its dtype, so that there the caller's has to be named.
+    It is None if the dtype of the loaded weights determines the precision. A quantised model has its own precision
+    whatever its dtype, so the caller's precision must then be passed on.
     """
     return precision if {precision, own_precision(model)} & {*QUANTIZED} else None
 
 
 def why_not_by_modules(model: object, precision: str | None) -> str | None:
-    """Why an engine that calls the model's own modules can't decode in a precision; None where it can."""
+    """Returns the reason why an engine that calls the model's own modules can't decode in a precision, or None."""
     own = dtype_precision(model)
     if precision is None or precision == own:
         return None
@@ -272,18 +272,18 @@ def why_not_by_modules(model: object, precision: str | None) -> str | None:
 
 
 class Evaluation:
-    """The modules of a model in evaluation, for as long as a thread decodes with it.
+    """Holds the modules of a model in evaluation mode while a thread decodes with it.
 
     Args:
-        model: what decodes.
+        model: the model that decodes.
     """
 
     def __init__(self, model: Model) -> None:
         self._modules = modules_of(model) if isinstance(model, nn.Module) else []
-        self._own: dict[int, nn.Module] = {}  # those that count this one in `_held`
+        self._own: dict[int, nn.Module] = {}  # the modules whose counts in `_held` include this object
 
     def hold(self) -> None:
-        """Sets modules in training to evaluation: at the start, and where another thread has trained meanwhile."""
+        """Sets modules in training mode to evaluation, at the start and after another thread has changed the mode."""
         if not _held and not any(module.training for module in self._modules):
             return
         with _lock:
@@ -297,7 +297,7 @@ class Evaluation:
                     _held[place] = _held.get(place, 0) + 1
 
     def end(self) -> None:
-        """Sets the modules back to training that were in it, unless another thread still decodes with them."""
+        """Restores training mode in the modules that were in it, unless another thread still decodes with them."""
         with _lock:
             for place, module in self._own.items():
                 if _held[place] > 1:
@@ -325,7 +325,7 @@ def evaluating(model: Model) -> Iterator[Evaluation]:
 
 
 def _renew() -> None:
-    # A child process has none of the threads that might hold the lock, or models.
+    # A child process has none of the threads that may hold the lock or models.
     global _lock
     _lock = threading.Lock()
 
