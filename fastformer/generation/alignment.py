@@ -32,8 +32,8 @@ class Side(NamedTuple):
     """A text as a model reads or writes it.
 
     Attributes:
-        ids: without EOS.
-        places: what each id belongs to.
+        ids: the ids, without EOS.
+        places: the words that each id belongs to.
         num_places: the number of words, or of tokens.
     """
 
@@ -43,10 +43,10 @@ class Side(NamedTuple):
 
 
 def cross_attention(model: Model, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor]:
-    """The decoder's cross-attention while it produces given tokens.
+    """Returns the decoder's cross-attention while it produces given tokens.
 
     Args:
-        model: with `attention_maps`; it is set to evaluation while it runs.
+        model: a model with `attention_maps`; it is set to evaluation while it runs.
         pairs: ids of a source and of its translation, without the start token.
 
     Returns:
@@ -72,10 +72,10 @@ def cross_attention(model: Model, pairs: Sequence[tuple[Sequence[int], Sequence[
 
 
 def check_attention(model: Model) -> Callable[[Tensor, Tensor], dict[str, Tensor]]:
-    """The `attention_maps` of a model.
+    """Returns the `attention_maps` of a model.
 
     Raises:
-        ValueError: it has none.
+        ValueError: the model has no `attention_maps`.
     """
     attention_maps: Callable[[Tensor, Tensor], dict[str, Tensor]] | None = getattr(model, "attention_maps", None)
     if attention_maps is None:
@@ -119,15 +119,15 @@ class Aligner:
         self._most_told = 0 if languages is None else 1 + len(languages.lead)
 
     def source(self, text: str, ids: Sequence[int]) -> Side:
-        """A source that was encoded."""
+        """Makes the `Side` of a source from its text and ids."""
         return self._written(text, ids, self.translator.tokenizer.encode)
 
     def target(self, text: str, ids: Sequence[int]) -> Side:
-        """A translation that was encoded."""
+        """Makes the `Side` of a translation from its text and ids."""
         return self._written(text, ids, self.translator.encode_target)
 
     def said(self, ids: Sequence[int], text: str) -> Side:
-        """A translation that the model has made; its text may end before its tokens do, at a stop text."""
+        """Makes the `Side` of a translation by the model. A stop text may end its text before its last token."""
         ids = self._without_eos(ids)
         if self._unit == "tokens":
             return self._each(ids)
@@ -145,13 +145,13 @@ class Aligner:
         return Side(ids, [range(0)] * told + written_words(text, ids[told:], encode), len(text.split()))
 
     def _each(self, ids: Sequence[int]) -> Side:
-        """A side of which each token is a place, but those that tell the model the language."""
+        """Makes a `Side` with one place for each token, except tokens that name the language."""
         told = self._told(ids)
         count = len(ids) - told
         return Side(ids, [range(0)] * told + [range(place, place + 1) for place in range(count)], count)
 
     def _told(self, ids: Sequence[int]) -> int:
-        """How many ids, the first ones, tell the model the language."""
+        """Returns the number of ids at the beginning that name the language."""
         return next(
             (place + 1 for place in range(self._most_told) if ids[place : place + 1] and ids[place] in self._languages),
             0,
@@ -161,10 +161,10 @@ class Aligner:
         return ids[:-1] if ids and ids[-1] in self._eos else ids
 
     def align(self, pairs: Sequence[tuple[Side, Side]]) -> list[Alignment]:
-        """The alignments of sources and their translations; empty where either has no words.
+        """Aligns sources with their translations. An alignment is empty if either side has no words.
 
         Raises:
-            ValueError: a layer or a head that the model doesn't have.
+            ValueError: the model doesn't have the layer or the head.
         """
         eos = self._eos[0]
         worth = [place for place, (source, target) in enumerate(pairs) if source.num_places and target.num_places]
@@ -179,7 +179,7 @@ class Aligner:
         return found
 
     def _chosen(self, weights: Tensor) -> Tensor:
-        """(target, source): of the layer and the head, or the mean of the heads."""
+        """Returns the weights of the layer and of the head, or of the mean of its heads: (target, source)."""
         layer = default_layer(len(weights)) if self._layer is None else self._layer
         for name, value, most in (("layer", layer, len(weights)), ("head", self._head or 1, weights.shape[1])):
             if value > most:
@@ -189,12 +189,12 @@ class Aligner:
 
 
 def default_layer(num_layers: int) -> int:
-    """The layer, from 1, that aligns best as a rule: the last but one (Garg et al. 2019), or the only one."""
+    """Returns the layer, from 1, that usually aligns best: the last but one (Garg et al. 2019), or the only one."""
     return max(num_layers - 1, 1)
 
 
 def _members(side: Side) -> Tensor:
-    """(num_places, len(ids)): 1 where a token belongs to a word."""
+    """Returns a matrix (num_places, len(ids)) that is 1 if a token belongs to a word, else 0."""
     members = torch.zeros(side.num_places, len(side.ids), dtype=torch.float64, device="cpu")
     for place, words in enumerate(side.places):
         members[list(words), place] = 1.0
@@ -202,7 +202,7 @@ def _members(side: Side) -> Tensor:
 
 
 def written_words(text: str, ids: Sequence[int], encode: Callable[[str], Sequence[int]]) -> Places:
-    """The words of a text that each of its tokens belongs to.
+    """Returns for each token of a text the words that it belongs to.
 
     Args:
         text: whose words are separated by whitespace.
@@ -223,7 +223,7 @@ def written_words(text: str, ids: Sequence[int], encode: Callable[[str], Sequenc
 
 
 def said_words(ids: Sequence[int], decode: Callable[[Iterable[int]], str]) -> tuple[Places, int]:
-    """The words of a decoded text that each of its tokens belongs to, and how many words there are."""
+    """Returns for each token of a decoded text the words that it belongs to, and the number of words."""
     places: Places = []
     before = ""
     for end in range(1, len(ids) + 1):
@@ -231,7 +231,7 @@ def said_words(ids: Sequence[int], decode: Callable[[Iterable[int]], str]) -> tu
         added = text[len(commonprefix([before.rstrip(), text])) :]
         count, known = len(text.split()), len(before.split())
         goes_on = known > 0 and not added[:1].isspace()
-        # One more byte of a character may show nothing new.
+        # The next byte of a character may not change the decoded text.
         is_said = bool(added.strip()) or (not added and text.endswith(_BROKEN))
         places.append(range(known - goes_on, count) if is_said else range(0))
         before = text
@@ -241,7 +241,7 @@ def said_words(ids: Sequence[int], decode: Callable[[Iterable[int]], str]) -> tu
 def align_texts(
     aligner: Aligner, pairs: Iterable[tuple[str | TextError, str | TextError]], errors: ErrorPolicy
 ) -> list[Alignment]:
-    """The alignment of each text with its translation; see `Translator.align`."""
+    """Yields the alignment of each text with its translation; see `Translator.align`."""
     sides: list[tuple[Side, Side]] = []
     nothing = Side((), [], 0)
     for number, (text, translation) in enumerate(pairs, 1):
@@ -260,7 +260,7 @@ def align_texts(
 
 
 def align_answers(aligner: Aligner, texts: Sequence[str], answers: Sequence[Answer]) -> list[list[Alignment]]:
-    """The alignments of texts with each of their translations that a translator has made."""
+    """Returns the alignments of texts with each of the translations that a translator made."""
     pairs = [
         (aligner.source(text, source), aligner.said(target, said))
         for text, answer in zip(texts, answers, strict=True)
@@ -271,5 +271,5 @@ def align_answers(aligner: Aligner, texts: Sequence[str], answers: Sequence[Answ
 
 
 def pharaoh(alignment: Alignment) -> str:
-    """ "0-0 1-2": the places of source and target, from 0, of each pair."""
+    """Formats an alignment as "0-0 1-2": the source and target place, from 0, of each pair."""
     return " ".join(f"{source}-{target}" for source, target in alignment)

@@ -33,10 +33,10 @@ class ScoredToken(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """What was generated for a prompt.
+    """The text and tokens that were generated for a prompt.
 
     Attributes:
-        text: without the stop text that may have ended it.
+        text: the text, without the stop text that may have ended it.
         tokens: the new tokens; the id that ends a text is among them, and so are those of the stop text.
         finish_reason: "stop": the model ended it, or a stop text did; "length": it was cut.
         cached_tokens: tokens of the prompt that were not read, because an earlier prompt begins alike.
@@ -71,7 +71,7 @@ class ChatIds(list[int]):
 
 
 class Ask:
-    """A request of one row, and what becomes of it."""
+    """A request of one row, and the state of its text."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Ask:
 
 
 class _Scored(Request):
-    """A request whose tokens are told with their log-probabilities, if it has them."""
+    """A request that reports its tokens with their log-probabilities, if it has them."""
 
     def listen(self, on_token: Callable[[Any], object]) -> None:
         numbers = itertools.count()
@@ -118,13 +118,13 @@ class _Scored(Request):
 
 
 def _scored(request: Request, row: Hypothesis, place: int) -> ScoredToken:
-    """One of the tokens of a request's row."""
+    """Returns one of the tokens of a request's row, with its scores."""
     alternatives = row.alternatives[place] if row.alternatives else ()
     return ScoredToken(row.tokens[place], row.log_probs[place] if request.log_probs else 0.0, alternatives)
 
 
 async def pieces_of(asks: Sequence[Ask], answers: Answers[Request]) -> AsyncIterator[Piece]:
-    """The pieces of all samples, as they come."""
+    """Yields the pieces of all samples as they arrive."""
     streams = [_told(ask, answers, place) for place, ask in enumerate(asks)]
     try:
         if len(streams) == 1:
@@ -138,7 +138,7 @@ async def pieces_of(asks: Sequence[Ask], answers: Answers[Request]) -> AsyncIter
 
 
 async def _told(ask: Ask, answers: Answers[Request], place: int) -> AsyncIterator[Piece]:
-    """The pieces of a sample."""
+    """Yields the pieces of a sample."""
     pieces = ask.pieces()
     async for new in answers.tokens(place):
         scored = cast(list[ScoredToken], new)  # what `_Scored` tells
@@ -148,7 +148,7 @@ async def _told(ask: Ask, answers: Answers[Request], place: int) -> AsyncIterato
 
 
 async def merged(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T]]:
-    """What several streams give, as it comes, each with the place of its stream; the first error ends all of them."""
+    """Merges streams: yields each item as it arrives, with the index of its stream. The first error ends all."""
     coming: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue()
 
     async def pass_on(place: int, stream: AsyncIterator[T]) -> None:

@@ -155,7 +155,7 @@ def as_model(model: object) -> Model:
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """Returns all modules of a model, each once, as `model.modules()` does in three times the time; the order differs."""
+    """Returns all modules of a model, each once, three times as fast as `model.modules()`; the order differs."""
     found, seen = [model], {id(model)}
     for module in found:  # which grows meanwhile
         for child in module._modules.values():

@@ -28,10 +28,10 @@ from fastformer.generation.search import Stop
 
 
 class RowWise:
-    """A processor that looks at each row alone; two that are equal do the same."""
+    """A processor that processes each row independently. Equal objects process rows equally."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """See the module."""
+        """Returns the edited scores; see the module."""
         raise NotImplementedError
 
 
@@ -95,7 +95,7 @@ def make_processors(
 
 @dataclass(frozen=True)
 class LogProbs(RowWise):
-    """Turns logits into log-probabilities."""
+    """A processor that turns logits into log-probabilities."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         return scores.log_softmax(-1)
@@ -196,7 +196,7 @@ class SuppressTokens(RowWise):
 
 @dataclass(frozen=True)
 class Shortlist(RowWise):
-    """Forbids all tokens but some."""
+    """Forbids all tokens except the given ones."""
 
     ids: tuple[int, ...]
 
@@ -207,7 +207,7 @@ class Shortlist(RowWise):
 
 @dataclass(frozen=True)
 class MinNewTokens(RowWise):
-    """Forbids the end before so many new tokens."""
+    """Forbids the ids that end a row before a minimum number of new tokens."""
 
     count: int
     prompt_length: int
@@ -221,7 +221,7 @@ class MinNewTokens(RowWise):
 
 @dataclass(frozen=True)
 class EndWhereNothingFollows(RowWise):
-    """Allows EOS where every token is forbidden."""
+    """Allows EOS in rows whose tokens are all forbidden."""
 
     eos: tuple[int, ...]
 
@@ -308,7 +308,7 @@ def make_stop(
 
 
 def any_of(*stops: Stop | None) -> Stop | None:
-    """Ends a row where any of these functions does; None where all of them are None."""
+    """Combines functions into one that ends a row if any of them does. Returns None if all of them are None."""
     given = [stop for stop in stops if stop is not None]
     if len(given) < 2:
         return given[0] if given else None

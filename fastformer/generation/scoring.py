@@ -1,4 +1,4 @@
-"""Forced decoding: the log-probability that a model gives to tokens that are there already."""
+"""Forced decoding: the log-probabilities that a model gives to existing tokens."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ MAX_TOKENS = 8192  # of a batch, on its longer side: its activations are held at
 
 
 class Part(NamedTuple):
-    """What is computed at once: a target, or a window of a long text.
+    """The unit of scoring: a target, or a window of a long text.
 
     Attributes:
-        source: the ids that an encoder reads; none for a language model.
-        inputs: what the decoder is given.
-        outputs: what follows each of them.
-        known: so many of the outputs, the first ones, are context alone.
+        source: the ids that an encoder reads; empty for a language model.
+        inputs: the input ids of the decoder.
+        outputs: the id that follows each input.
+        known: the number of outputs at the beginning that are only context, and aren't scored.
     """
 
     source: Sequence[int]
@@ -58,7 +58,7 @@ class Part(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Of the longer side."""
+        """The length of the longer side."""
         return max(len(self.source), len(self.inputs))
 
 
@@ -122,12 +122,12 @@ def score(
 
 
 def target_part(source: Sequence[int], target: Sequence[int], start: int, known: int = 0) -> Part:
-    """A target as a whole, behind the start token; so many tokens of it, the first ones, aren't scored."""
+    """Makes a part of a whole target, after the start token. The first `known` tokens aren't scored."""
     return Part(source, [start, *target[:-1]] if target else [], target, known)
 
 
 def window_parts(row: Sequence[int], max_len: int, context: int | None = None) -> list[Part]:
-    """A text as windows of at most max_len tokens, in which each token but the first is scored once.
+    """Splits a text into windows of at most max_len tokens that score each token except the first once.
 
     Args:
         row: the ids of the text.
@@ -151,7 +151,7 @@ def window_parts(row: Sequence[int], max_len: int, context: int | None = None) -
 
 @torch.inference_mode()
 def score_rows(model: Model, rows: Sequence[Sequence[Part]], max_tokens: int = MAX_TOKENS) -> list[list[float]]:
-    """The log-probabilities of the outputs of each row's parts, batched by length.
+    """Returns the log-probabilities of the outputs of each row's parts, which are batched by length.
 
     Raises:
         ValueError: see `score`.
@@ -194,7 +194,7 @@ def check_parts(model: Model, parts: Sequence[Part]) -> None:
 
 
 def _log_probs(model: Model, parts: Sequence[Part]) -> Tensor:
-    """(total,): the log-probabilities of the outputs of a batch, one part after another."""
+    """Returns the log-probabilities of the outputs of a batch, with the parts concatenated, (total,)."""
     outputs, _ = packed([part.outputs for part in parts], device_of(model))
     hidden, logits_of = _states(model, parts)
     own = getattr(model, "token_log_probs", None)  # which needs no logits
@@ -203,7 +203,7 @@ def _log_probs(model: Model, parts: Sequence[Part]) -> Tensor:
 
 
 def _states(model: Model, parts: Sequence[Part]) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """What a model has at each input, (total, size), and what makes logits of it."""
+    """Returns the states of a model at each input, (total, size), and the function that turns them into logits."""
     if is_ensemble(model):
         found = [_states(as_model(member), parts) for member in model.members]
 
@@ -230,7 +230,7 @@ def _hidden(model: EncoderDecoder | DecoderOnly, parts: Sequence[Part]) -> Tenso
 
 
 def _recurrent_states(model: Recurrent, parts: Sequence[Part]) -> Tensor:
-    """(total, d_model): what a recurrent model, which reads padded batches alone, has at each input."""
+    """Returns the states of a recurrent model, which reads only padded batches, at each input: (total, d_model)."""
     device = device_of(model)
     sources, inputs = (
         padded(ids).to(device) for ids in zip(*((part.source, part.inputs) for part in parts), strict=True)
@@ -249,7 +249,7 @@ def score_texts(
     errors: ErrorPolicy,
     max_tokens: int = MAX_TOKENS,
 ) -> Iterator[TokenScored]:
-    """The score of each translation, given its text, in order; see `Translator.score`.
+    """Yields the score of each translation, given its text, in order; see `Translator.score`.
 
     Args:
         translator: whose model and tokenizer.
@@ -286,9 +286,9 @@ def score_texts(
 def encoded_pair(
     translator: Judge, text: str | TextError, translation: str | TextError, number: int
 ) -> tuple[Sequence[int], Sequence[int]] | None:
-    """The ids of a text and of its translation, EOS at both ends, and what tells the model the languages.
+    """Returns the ids of a text and of its translation, each with EOS and with the ids that name the languages.
 
-    None where both are empty.
+    Returns None if both are empty.
 
     Raises:
         TextError: a text that can't be translated, or a translation that the model can't say.

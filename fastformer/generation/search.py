@@ -1,4 +1,4 @@
-"""Greedy decoding, sampling and beam search: what follows from a step's candidates. One object for each request."""
+"""Greedy decoding, sampling and beam search: each request has a search object, which chooses among the candidates."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from fastformer.generation.engines.base import Sample
 
 NEVER = -math.inf  # the score of a missing hypothesis
 
-# Returns for each row of new tokens whether it ends with the last one; EOS ends rows anyway.
+# Returns for each row of new tokens whether the row ends with its last token; EOS ends rows in any case.
 Stop = Callable[[Sequence[Sequence[int]]], Sequence[bool]]
 
 
 @dataclass(slots=True)
 class Hypothesis:
-    """Tokens that were found, and how likely they are.
+    """The new tokens of a hypothesis, their log-probabilities and its score.
 
     Attributes:
-        tokens: the new ones, without what the request began with.
-        log_probs: of each token.
+        tokens: the new tokens, without the ids that the request began with.
+        log_probs: the log-probability of each token.
         score: the sum of the log-probabilities; in the results of a beam search divided by the length penalty.
-        alternatives: at the place of each token the likeliest tokens with their log-probabilities, the best first,
-            where a `RowSearch` was asked for them; else empty.
+        alternatives: for each token, the likeliest tokens at its position with their log-probabilities, best first, if
+            a `RowSearch` has num_alternatives; else empty.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -37,9 +37,9 @@ class Hypothesis:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How `RowSearch` draws.
+    """The options of sampling in a `RowSearch`.
 
-    With `num_samples` its one row draws what row `sample` of so many would.
+    With `num_samples`, its single row draws the same tokens as row `sample` of num_samples rows.
     """
 
     temperature: float = 1.0
@@ -51,7 +51,7 @@ class Sampling:
 
 
 def length_penalty(length: int, alpha: float) -> float:
-    """((5 + length) / 6) ** alpha, length counting EOS (Wu et al. 2016, equation 14; tensor2tensor)."""
+    """Returns ((5 + length) / 6) ** alpha, with EOS in the length (Wu et al. 2016, equation 14; tensor2tensor)."""
     return float(((5.0 + length) / 6.0) ** alpha)
 
 
@@ -60,9 +60,9 @@ class Search(ABC):
 
     Attributes:
         limit: the most new tokens.
-        num_candidates: how many candidates it needs for each row.
-        num_rows: of the next step.
-        peak_rows: the most rows that it ever has.
+        num_candidates: the number of candidates that the search needs for each row.
+        num_rows: the number of rows in the next step.
+        peak_rows: the most rows that the search ever has.
     """
 
     limit: int
@@ -72,38 +72,38 @@ class Search(ABC):
 
     @abstractmethod
     def last_tokens(self) -> list[int]:
-        """The last token of each row; not before the first step."""
+        """Returns the last token of each row. The search has taken a step."""
 
     @abstractmethod
     def tokens(self, row: int) -> list[int]:
-        """The new tokens of a row."""
+        """Returns the new tokens of a row."""
 
     def samples(self) -> list[Sample | None] | None:
-        """For each row how its next token is sampled; None where no row is."""
+        """Returns for each row the way to sample its next token; None if no row is sampled."""
         return None
 
     @abstractmethod
     def advance(self, ids: Sequence[Sequence[int]], values: Sequence[Sequence[float]], first: int) -> list[int]:
-        """Takes in a step's candidates.
+        """Advances the search by the candidates of a step.
 
         Args:
-            ids, values: a step's candidates for all rows of the batch, each row's best first.
-            first: where this request's rows begin.
+            ids, values: the candidates of a step for all rows of the batch, best first in each row.
+            first: the index of this request's first row.
 
         Returns:
-            For each row that goes on, the row that it goes on from; none when the search is done.
+            For each row that continues, the row that it continues from; an empty list when the search is done.
 
         Raises:
-            ValueError: NaN or infinite values.
+            ValueError: a value is NaN or infinite.
         """
 
     @abstractmethod
     def results(self) -> list[Hypothesis]:
-        """The hypotheses that were found; before the end, those that there are."""
+        """Returns the hypotheses that were found; before the end, those found so far."""
 
 
 def bad_numbers() -> ValueError:
-    """The error of a search whose candidates can't be ordered."""
+    """Returns the error of a search whose candidates can't be ordered."""
     return ValueError(
         "the model gives NaN or infinite logits: its weights are damaged, or too large for this precision (try fp32)"
     )
@@ -115,16 +115,16 @@ def _check_numbers(values: Sequence[float]) -> None:
 
 
 class RowSearch(Search):
-    """Greedy decoding or sampling: independent rows.
+    """Greedy decoding or sampling, with independent rows.
 
     Args:
         limit: the most new tokens.
         eos: the ids that end a row.
         num_rows: 1, or the number of samples.
-        sampling: None: the best token.
+        sampling: the options of sampling; None: the best token is chosen.
         make_end: makes for each row a function that takes each new token and returns whether the row ends with it.
-        stop: None: EOS alone ends a row.
-        num_alternatives: how many of the likeliest tokens are noted at each place.
+        stop: a further criterion that ends rows; None: only EOS ends a row.
+        num_alternatives: the number of likeliest tokens to record at each position.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class RowSearch(Search):
     ) -> None:
         self.limit, self.eos, self.sampling, self._stop = limit, eos, sampling, stop
         self._noted = num_alternatives
-        # The first candidate of a sampled row is the token that was drawn, and the best ones stand behind it.
+        # The first candidate of a sampled row is the token that was drawn; the best tokens follow it.
         self._first_noted = int(sampling is not None)
         self.num_candidates = max(1, num_alternatives + self._first_noted)
         self._ends = None if make_end is None else [make_end() for _ in range(num_rows)]
@@ -150,18 +150,18 @@ class RowSearch(Search):
         self._random = None if sampling is None else random.Random(sampling.seed)
 
     def last_tokens(self) -> list[int]:
-        """The last token of each row that goes on."""
+        """Returns the last token of each row that continues."""
         return [self._rows[place].tokens[-1] for place in self._alive]
 
     def tokens(self, row: int) -> list[int]:
-        """The new tokens of a row that goes on."""
+        """Returns the new tokens of a row that continues."""
         return self._rows[self._alive[row]].tokens
 
     def samples(self) -> list[Sample | None] | None:
         sampling, numbered = self.sampling, self._random
         if sampling is None or numbered is None:
             return None
-        # Each sample has a number of its own at each step, whichever of its neighbours have ended.
+        # Each sample has its own random number at each step, whichever of the other samples have ended.
         numbers = [numbered.random() for _ in range(sampling.num_samples or len(self._rows))]
         first = sampling.sample
         return [
@@ -174,7 +174,7 @@ class RowSearch(Search):
         for parent, place in enumerate(self._alive):
             value, row = values[first + parent], self._rows[place]
             _check_numbers(value)
-            if value[0] == NEVER:  # nothing may follow
+            if value[0] == NEVER:  # every token is forbidden
                 continue
             token = ids[first + parent][0]
             row.tokens.append(token)
@@ -194,18 +194,18 @@ class RowSearch(Search):
         return parents
 
     def results(self) -> list[Hypothesis]:
-        """Each row, in order."""
+        """Returns the hypothesis of each row, in order."""
         for row in self._rows:
             row.score = math.fsum(row.log_probs) if row.tokens else NEVER
         return self._rows
 
 
 class _Beams:
-    """Beams that compete with each other: those that go on, and those that are finished."""
+    """Beams that compete with each other: the live and the finished hypotheses."""
 
     def __init__(self, width: int, num_return: int) -> None:
         self.width, self.num_return = width, num_return
-        self.alive = [Hypothesis()]  # all begin alike: one is enough
+        self.alive = [Hypothesis()]  # all beams begin equal, so one is enough
         self.finished: list[Hypothesis] = []
 
 
@@ -252,20 +252,20 @@ class BeamSearch(Search):
         width = num_beams // num_groups
         self._groups = [_Beams(width, min(num_return, width)) for _ in range(num_groups)]
         self._alive = [hypothesis for group in self._groups for hypothesis in group.alive]
-        # So many that `width` of them go on, whichever of them end.
+        # Enough candidates for `width` of them to continue, whichever of them end.
         self._wanted = self._ending = (1 + len(eos)) * width
-        # The penalty is for tokens of other groups' beams: behind those, enough are left.
+        # The penalty applies to tokens of other groups' beams: enough candidates are left without these.
         self.num_candidates = self._wanted + num_beams - width
         self._length = 0
-        # The best that dividing by a penalty can still do for a score below zero.
+        # The largest penalty, which improves a score below zero the most.
         self._best_penalty = length_penalty(limit if alpha > 0 else 1, alpha)
 
     def last_tokens(self) -> list[int]:
-        """The last token of each beam."""
+        """Returns the last token of each beam."""
         return [hypothesis.tokens[-1] for hypothesis in self._alive]
 
     def tokens(self, row: int) -> list[int]:
-        """The new tokens of a beam."""
+        """Returns the new tokens of a beam."""
         return self._alive[row].tokens
 
     def advance(self, ids: Sequence[Sequence[int]], values: Sequence[Sequence[float]], first: int) -> list[int]:
@@ -295,7 +295,7 @@ class BeamSearch(Search):
         first: int,
         chosen: dict[int, int],
     ) -> list[int]:
-        # Negated, so that sorting upward puts the best first, and of equals the first beam's lowest id.
+        # Negated, so that an ascending sort puts the best first, and among equals the first beam's lowest id.
         pool: list[tuple[float, int, int, float]] = []
         for beam, hypothesis in enumerate(group.alive):
             score, tokens, row = hypothesis.score, ids[first + beam], values[first + beam]
@@ -335,10 +335,10 @@ class BeamSearch(Search):
         return origin[: len(group.alive)]
 
     def _drop_hopeless(self, group: _Beams) -> None:
-        """Drops what goes on to no avail.
+        """Drops the live hypotheses of a group that can't become results.
 
-        Of one group also its worst alone: their successors stay behind those of all others, so that the others find
-        what they would find beside them. Other groups would miss their tokens.
+        With a single group, its worst hypotheses may be dropped alone: their successors rank behind those of all other
+        hypotheses, whose results don't change. With several groups, the diversity penalty needs their tokens.
         """
         if self._is_done(group):
             group.alive.clear()
@@ -354,13 +354,13 @@ class BeamSearch(Search):
         return bool(group.alive) and self._is_hopeless(group, group.alive[0].score)
 
     def _is_hopeless(self, group: _Beams, score: float) -> bool:
-        """Whether nothing that goes on from such a score can be among the results."""
+        """Returns whether no continuation of a hypothesis with this score can be among the results."""
         if self.early_stopping or len(group.finished) < group.num_return:
             return False
         return group.finished[group.num_return - 1].score >= score / self._best_penalty
 
     def results(self) -> list[Hypothesis]:
-        """The finished hypotheses, best first, then the cut ones, best first; at most num_return."""
+        """Returns the finished hypotheses, best first, then the cut ones, best first; at most num_return."""
         finished = [hypothesis for group in self._groups for hypothesis in group.finished]
         penalty = length_penalty(self._length, self.alpha)
         cut = [Hypothesis(h.tokens, h.log_probs, h.score / penalty) for h in self._alive if h.tokens]
@@ -387,9 +387,9 @@ class TransformersBeamSearch(BeamSearch):
 
     Args:
         limit, eos, num_beams, num_return: see `BeamSearch`.
-        alpha: the exponent, which is called length_penalty there.
+        alpha: the exponent, which transformers calls length_penalty.
         early_stopping: see above.
-        may_rise: a token may have a value above 0, so that the score of what goes on has no bound.
+        may_rise: whether a token may have a value above 0, so that a live hypothesis's score has no bound.
         stop: see `BeamSearch`.
         begun: tokens in front of the new ones that count in lengths, as the language does that a model is told.
     """
@@ -430,7 +430,7 @@ class TransformersBeamSearch(BeamSearch):
         return group.finished[-1].score >= score / self._penalty(self.limit if self.alpha > 0 else self._length)
 
     def results(self) -> list[Hypothesis]:
-        """The finished and the cut hypotheses, best first; at most num_return."""
+        """Returns the finished and the cut hypotheses together, best first; at most num_return."""
         (group,) = self._groups
         cut = [
             Hypothesis(h.tokens, h.log_probs, h.score / self._penalty(self._length)) for h in group.alive if h.tokens

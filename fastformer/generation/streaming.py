@@ -1,4 +1,4 @@
-"""Text piece by piece, as the tokens come that it is made of, and where a stop text ends it."""
+"""Turns a stream of tokens into pieces of text, and finds the stop text that ends it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _LATENESS = 64  # a long window is decoded when it has grown by a 64th part, whi
 
 
 class Detokenizer(Protocol):
-    """What turning tokens into pieces of text asks of a tokenizer; those of `fastformer.data` have it."""
+    """The tokenizer methods that `TextPieces` uses; the tokenizers of `fastformer.data` have them."""
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without EOS."""
+        """Returns the ids of a text, without EOS."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids."""
+        """Returns the text of ids."""
 
 
 class TextPieces:
@@ -72,7 +72,7 @@ class TextPieces:
         self.is_stopped = False
 
     def add(self, tokens: Iterable[int]) -> str:
-        """Takes new tokens; gives the text that is certain by now and hasn't been given, "" where there is none."""
+        """Adds new tokens, and returns the text that has become certain since the last call, or ""."""
         if self.is_stopped:
             return ""
         self._ids += tokens
@@ -86,15 +86,15 @@ class TextPieces:
         return self._give(piece)
 
     def end(self) -> str:
-        """There are no more tokens: gives the rest.
+        """Returns the rest of the text after the last token.
 
         Raises:
-            ValueError: the tokenizer gives a text that doesn't begin with what it gave before.
+            ValueError: the tokenizer's text doesn't begin with the pieces that were returned before.
         """
         return "" if self.is_stopped else self._stopped() if self._stop else self._give(self._rest())
 
     def copy(self) -> TextPieces:
-        """Goes on from here, apart from this one."""
+        """Returns an independent copy that continues from the same state."""
         found = copy.copy(self)
         found._ids, found._given = list(self._ids), list(self._given)
         return found
@@ -106,7 +106,7 @@ class TextPieces:
         return piece
 
     def _grow(self) -> str:
-        """The text that has become certain."""
+        """Returns the text that has become certain."""
         if self._runs.are_whole:  # a run that goes on is left for later
             for place in range(len(self._ids) - 1, self._seen - 1, -1):
                 if not self._runs.go_on_behind(self._ids[place]):
@@ -131,7 +131,7 @@ class TextPieces:
         return piece
 
     def _settled(self, text: str) -> int:
-        """How many characters of a text no later token changes."""
+        """Returns the number of characters at the beginning of a text that no later token can change."""
         end = len(text)
         if not self._runs.are_whole:
             least = end - _MOST_BROKEN
@@ -156,7 +156,7 @@ class TextPieces:
         self._most = 2 * (self._end - self._start)
 
     def _rest(self) -> str:
-        """The rest of the text of all tokens, behind the part that was given."""
+        """Returns the rest of the text of all tokens, after the part that was returned before."""
         text, given = self._tokenizer.decode(self._ids), self._before + "".join(self._given)
         if text.startswith(given):
             return text[len(given) :]
@@ -168,11 +168,11 @@ class TextPieces:
         )
 
     def _find_stop(self, ahead: str) -> int:
-        """Where a stop text begins in what comes next, -1 where there is none."""
+        """Returns the index of a stop text in the text ahead, or -1."""
         return find_stop(ahead, self._stop, self._unsearched)
 
     def _uncertain(self) -> str:
-        """The text behind what is certain, as it is by now."""
+        """Returns the current text after the certain part."""
         text, new = self._text, len(self._ids) - self._looked
         if self._end < len(self._ids) and new * _LATENESS >= len(self._ids) - self._start:
             text, self._looked = self._tokenizer.decode(self._ids[self._start :]), len(self._ids)
@@ -181,7 +181,7 @@ class TextPieces:
         return text[self._certain :]
 
     def _stopped(self) -> str:
-        """The rest, up to a stop text."""
+        """Returns the rest of the text, up to a stop text."""
         rest = self._rest()
         place = self._find_stop(rest)
         self.is_stopped = place >= 0
@@ -189,7 +189,7 @@ class TextPieces:
 
 
 class TextStreamer:
-    """Prints text as it comes, for `generate(..., streamer=)`; the like of Hugging Face's.
+    """Prints text as it is generated, for `generate(..., streamer=)`, like Hugging Face's class of this name.
 
     Args:
         tokenizer: with encode and decode.
@@ -211,22 +211,22 @@ class TextStreamer:
         self.write(self._pieces.add(value.tolist()))
 
     def end(self) -> None:
-        """Prints the rest and a line end; the next text may come."""
+        """Prints the rest and a line end. The streamer can then be used for the next text."""
         if self._pieces is not None:
             self.write(self._pieces.end() + "\n")
         self._pieces = None
 
     def write(self, text: str) -> None:
-        """Prints a piece; a class of your own may do something else with it."""
+        """Prints a piece. Override this to use the text in another way."""
         if text:
             print(text, end="", flush=True)
 
 
 class StopTexts:
-    """Says which rows end with a stop text: a `Stop` of a search.
+    """A `Stop` of a search that ends rows at a stop text.
 
     Args:
-        pieces: what each row begins as, with the stop texts.
+        pieces: the initial state of each row, with the stop texts.
     """
 
     def __init__(self, pieces: TextPieces) -> None:
@@ -234,7 +234,7 @@ class StopTexts:
         self._known: dict[tuple[int, ...], TextPieces] = {}  # of the rows that go on, by their tokens
 
     def __call__(self, rows: Sequence[Sequence[int]]) -> list[bool]:
-        """Whether each row, new tokens of which all but the last were there before, ends with its last token."""
+        """Returns for each row of new tokens whether its last token completes a stop text."""
         found = {tuple(row): self._after(tuple(row)) for row in rows}
         shortest = min(map(len, rows), default=0)
         # Groups of beams come one after another, each with rows of the same length.
@@ -250,38 +250,38 @@ class StopTexts:
 
 
 def behind_ends(ids: Sequence[int], ends: Collection[int]) -> Sequence[int]:
-    """The ids behind the last of those that end a text: what stands before it, a tokenizer leaves out or ends at.
+    """Returns the ids after the last id that ends a text. A tokenizer omits earlier ids, or ends the text there.
 
-    The prompt of a chat has such ids, one behind each turn.
+    The prompt of a chat has an id of `ends` after each turn.
     """
     place = next((place for place in range(len(ids), 0, -1) if ids[place - 1] in ends), 0)
     return ids[place:]
 
 
 def find_stop(text: str, stop: Sequence[str], start: int = 0) -> int:
-    """Where the first of some texts begins in another, at `start` or later; -1 where there is none."""
+    """Returns the smallest index from `start` on at which a stop text begins, or -1."""
     return min((place for one in stop if (place := text.find(one, start)) >= 0), default=-1)
 
 
 def before_stop(text: str, stop: Sequence[str], start: int = 0) -> str:
-    """A text up to the first of some others that begins at `start` or later."""
+    """Returns a text up to the first stop text that begins at `start` or later."""
     place = find_stop(text, stop, start)
     return text if place < 0 else text[:place]
 
 
 def _beginning(text: str, stop: Sequence[str]) -> int:
-    """How many characters at the end of a text may be the beginning of one of some others."""
+    """Returns the number of characters at the end of a text that may be the beginning of a stop text."""
     most = min(len(text), max(map(len, stop), default=1) - 1)
     return next((n for n in range(most, 0, -1) if any(one.startswith(text[-n:]) for one in stop)), 0)
 
 
 class _ByteRuns:
-    """What is known of tokens that spell single bytes.
+    """The handling of tokens for single bytes in a tokenizer.
 
-    Some tokenizers spell a run of such tokens as a whole: with one that is no UTF-8, none of it is.
+    Some tokenizers decode a run of byte tokens as a whole: if any byte is not valid UTF-8, none of the run is decoded.
 
     Attributes:
-        are_whole: whether this one does.
+        are_whole: whether the tokenizer decodes runs as a whole.
     """
 
     def __init__(self, tokenizer: Detokenizer) -> None:
@@ -300,7 +300,7 @@ class _ByteRuns:
                 return
 
     def go_on_behind(self, token: int) -> bool:
-        """Whether a run goes on behind a token: a byte, or one that is left out."""
+        """Returns whether a run continues after a token: it is a byte, or is omitted from the text."""
         if token not in self._goes_on:
             text = self._tokenizer.decode([*self._ids, token, *([] if self._byte is None else [self._byte])])
             self._goes_on[token] = self._character not in text

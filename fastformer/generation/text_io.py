@@ -1,4 +1,4 @@
-"""Texts and prefixes that a translator reads, the errors that they cause, and the forms of its answers."""
+"""The texts and prefixes that a translator reads, their errors, and the forms of its answers."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from fastformer.generation.streaming import Detokenizer, before_stop
 
 logger = logging.getLogger("fastformer")
 
-_SHOWN_SKIPS = 10  # warnings; a file of another encoding would fill the screen
+_SHOWN_SKIPS = 10  # the most warnings; a file in a wrong encoding would fill the screen
 
 
 class TextCodec(Detokenizer, Protocol):
-    """What a translator asks of a tokenizer; those of `fastformer.data` have it."""
+    """The tokenizer methods that a translator uses; the tokenizers of `fastformer.data` have them."""
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
-        """Each id as a readable string."""
+        """Returns each id as a readable string."""
 
 
 class Item(NamedTuple):
-    """A text, what its translation is to begin with, and the languages of both; None: what the translator says."""
+    """A text, the prefix of its translation, and the languages of both; None: the translator's language."""
 
     text: str
     prefix: str | None = None
@@ -40,10 +40,10 @@ ForEach: TypeAlias = str | Iterable[str | None] | None  # one value for all text
 def as_items(
     texts: str | Iterable[str], target_prefix: ForEach, source_lang: ForEach = None, target_lang: ForEach = None
 ) -> Iterable[Item]:
-    """Texts with their prefixes and languages.
+    """Yields texts with their prefixes and languages.
 
     Raises:
-        ValueError: something else than texts, or others that don't go with them (of iterables, when they end).
+        ValueError: an item is not a text, or the other arguments don't match the texts (for iterables, at their end).
     """
     languages = {"source_lang": source_lang, "target_lang": target_lang}
     if isinstance(texts, str):
@@ -75,7 +75,7 @@ def _with_field(items: Iterator[Item], field: str, name: str, values: str | Iter
 
 
 def expect_text(argument: str, number: int | str, value: object) -> str:
-    """A value that has to be a text; the ValueError for any other names its place in an argument, as number - 1."""
+    """Returns a value that must be a text. For another value, the ValueError gives its index, number - 1."""
     if not isinstance(value, str):
         place = number - 1 if isinstance(number, int) else number
         raise ValueError(f"{argument}[{place}]: expected a str, got {type(value).__name__} {value!r:.40}")
@@ -83,10 +83,10 @@ def expect_text(argument: str, number: int | str, value: object) -> str:
 
 
 def as_pairs(texts: str | Iterable[str], translations: str | Iterable[str]) -> Iterable[tuple[str, str]]:
-    """Texts, each with its translation.
+    """Yields texts, each with its translation.
 
     Raises:
-        ValueError: something else than texts, or translations that don't go with them (of iterables, when they end).
+        ValueError: an item is not a text, or the translations don't match the texts (for iterables, at their end).
     """
     if isinstance(texts, str) != isinstance(translations, str):
         raise ValueError(
@@ -129,44 +129,44 @@ class TokenScored(NamedTuple):
 
     @property
     def per_token(self) -> float:
-        """The mean log-probability of the tokens; where there are none, -inf for a text that was skipped, else NaN."""
+        """The mean log-probability of the tokens. Without tokens it is -inf for a text that was skipped, else NaN."""
         if not self.tokens:
             return -math.inf if self.score == -math.inf else math.nan
         return math.fsum(log_prob for _, log_prob in self.tokens) / len(self.tokens)
 
     @property
     def perplexity(self) -> float:
-        """exp(-per_token)."""
+        """The perplexity of the tokens, exp(-per_token)."""
         return perplexity(self.per_token)
 
 
 def perplexity(per_token: float) -> float:
-    """exp of the negative mean log-probability of a token; inf where a float can't hold it."""
+    """Returns exp(-per_token) for the mean log-probability of a token; inf if a float can't hold it."""
     return math.exp(-per_token) if not per_token < -700 else math.inf
 
 
 class Answer:
-    """What became of a text.
+    """The translations of a text.
 
     Args:
-        tokenizer: of the translations.
-        request: what was found; None for an empty or skipped text.
+        tokenizer: decodes the translations.
+        request: the finished request; None for an empty or skipped text.
     """
 
     def __init__(self, tokenizer: TextCodec, request: Request | None) -> None:
         self._tokenizer = tokenizer
         self._found: list[Hypothesis] = [] if request is None else request.results
-        self._prefix = [] if request is None else request.prompt.tokens[1:]  # behind the start token
+        self._prefix = [] if request is None else request.prompt.tokens[1:]  # without the start token
         self._stop = () if request is None else request.stop_strings
         self._source = () if request is None else request.prompt.source or ()
 
     @property
     def sequences(self) -> list[tuple[Sequence[int], list[int]]]:
-        """The ids of the source and of each translation, best first: its prefix and what is new."""
+        """Returns the ids of the source, and of each translation with its prefix, best first."""
         return [(self._source, [*self._prefix, *hypothesis.tokens]) for hypothesis in self._found]
 
     def texts(self) -> list[str]:
-        """The translations, best first."""
+        """Returns the translations, best first."""
         texts = [self._tokenizer.decode([*self._prefix, *hypothesis.tokens]) for hypothesis in self._found]
         if not self._stop:
             return texts
@@ -174,11 +174,11 @@ class Answer:
         return [before_stop(text, self._stop, start) for text in texts]
 
     def scored(self) -> list[Scored]:
-        """The translations with their scores, best first."""
+        """Returns the translations with their scores, best first."""
         return [Scored(text, found.score) for text, found in zip(self.texts(), self._found, strict=True)]
 
     def token_scored(self) -> list[TokenScored]:
-        """The translations with their scores and those of their tokens, best first."""
+        """Returns the translations with their scores and those of their tokens, best first."""
         answers = []
         for text, found in zip(self.texts(), self._found, strict=True):
             tokens = zip(self._tokenizer.tokens(found.tokens), found.log_probs, strict=True)
@@ -187,7 +187,7 @@ class Answer:
 
 
 class Form(NamedTuple):
-    """How a caller wants an answer: one translation or a list of them, with scores or without."""
+    """The form of an answer for the caller: one translation or a list of them, with scores or without."""
 
     is_list: bool
     scores: bool = False
@@ -199,7 +199,7 @@ class Form(NamedTuple):
         return self.scores or self.token_scores
 
     def of(self, answer: Answer) -> Any:
-        """The answer in this form."""
+        """Converts an answer to this form."""
         found: list[Any]
         nothing: Any
         if self.token_scores:
@@ -214,10 +214,10 @@ class Form(NamedTuple):
 
 
 def as_form(config: GenerationConfig, scores: object, token_scores: object) -> Form:
-    """The form that return_scores and return_token_scores ask for.
+    """Returns the form for return_scores and return_token_scores.
 
     Raises:
-        ValueError: neither True nor False.
+        ValueError: one of them is neither True nor False.
     """
     for name, value in (("return_scores", scores), ("return_token_scores", token_scores)):
         if not isinstance(value, bool):
@@ -226,7 +226,7 @@ def as_form(config: GenerationConfig, scores: object, token_scores: object) -> F
 
 
 class TextError(ValueError):
-    """A text that can't be translated.
+    """Raised for a text that can't be translated.
 
     Attributes:
         is_long: whether the reason is its length.
@@ -238,14 +238,14 @@ class TextError(ValueError):
 
 
 def failure(name: str, error: Exception) -> Exception:
-    """The error that names the text: a ValueError for a ValueError, else a RuntimeError. Raise it from the first."""
+    """Makes an error that names the text: a ValueError for a ValueError, else a RuntimeError. Raise it from `error`."""
     if isinstance(error, ValueError):
         return ValueError(f"{name}: {error}")
     return RuntimeError(f"{name}: {type(error).__name__}: {error}")
 
 
 def check_request(request: Request | None, name: object) -> None:
-    """Raises the error of a request, if there is one, with the name of its text."""
+    """Raises the error of a request, if it has one, with the name of its text."""
     if request is not None and request.error is not None:
         raise failure(f"text {name}", request.error) from request.error
 
@@ -255,11 +255,11 @@ class ErrorPolicy:
 
     Args:
         on_error: "stop" raises the first error; "skip" logs a warning and leaves the answer empty.
-        skip_long: skip what is only too long, whatever on_error says.
-        left: what skipping leaves, for messages: of one text, and of several.
+        skip_long: whether to skip texts that are only too long, whatever on_error says.
+        left: the result of a skipped text in messages: for one text, and for several.
 
     Attributes:
-        skipped: how many were skipped.
+        skipped: the number of texts that were skipped.
     """
 
     def __init__(
@@ -282,6 +282,6 @@ class ErrorPolicy:
             logger.warning("skipped %s", error)
 
     def report(self, total: int) -> None:
-        """Says at the end how many were skipped, if any were."""
+        """Logs the number of skipped texts at the end, if any were skipped."""
         if self.skipped:
             logger.warning("skipped %s of %s texts; %s", f"{self.skipped:,}", f"{total:,}", self._left[1])
