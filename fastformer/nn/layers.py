@@ -42,9 +42,9 @@ from fastformer.ops._autograd import unviewed
 
 
 class ResidualStream(NamedTuple):
-    """A pre-norm residual stream whose last addition hasn't been done: the value is dropout(delta) + residual.
+    """A pre-norm residual stream with one pending addition: its value is dropout(delta) + residual.
 
-    A stack hands it from layer to layer, so that the addition joins the next layer's normalisation.
+    A stack passes it from layer to layer, so that the addition is fused with the next layer's normalisation.
     """
 
     delta: Tensor | None
@@ -52,27 +52,27 @@ class ResidualStream(NamedTuple):
     dropout_p: float = 0.0
 
     def value(self) -> Tensor:
-        """The sum itself."""
+        """Computes the value of the stream, dropout(delta) + residual."""
         return self.residual if self.delta is None else self.residual + F.dropout(self.delta, self.dropout_p)
 
     def normalise(self, norm: NormPlan) -> tuple[Tensor, Tensor]:
-        """(norm(value), value)."""
+        """Computes (norm(value), value)."""
         if self.delta is None:
             return norm.module(self.residual), self.residual
         return norm.join(self.delta, self.residual, self.dropout_p)
 
 
 def _post_norm(x: Tensor, residual: Tensor, dropout: nn.Module, norm: NormPlan) -> Tensor:
-    """norm(dropout(x) + residual), in the sum's dtype: under autocast a post-norm layer's stream stays fp32."""
+    """Computes norm(dropout(x) + residual) in the sum's dtype: under autocast a post-norm layer's stream stays fp32."""
     if x.dtype != residual.dtype:
         x = x.to(torch.promote_types(x.dtype, residual.dtype))
     return norm.join(x, residual, active_dropout(dropout))[0]
 
 
 def _handed_over(plan: LayerPlan, out: Tensor | ResidualStream) -> Tensor | ResidualStream:
-    """What a call of a layer returns: no view where a hook on it gathers the layer's parameters for the backward pass.
+    """Returns a layer's output, but not as a view if a hook on it gathers the layer's parameters for backward.
 
-    A change of a view in place would lose the hook.
+    If a view were changed in place, the hook would be lost.
     """
     if not plan.gathers:
         return out
@@ -83,17 +83,17 @@ def _handed_over(plan: LayerPlan, out: Tensor | ResidualStream) -> Tensor | Resi
 
 
 class LayerPlan(NamedTuple):
-    """How a layer computes, as far as its modules and its class decide it.
+    """The parts of a layer's computation that depend only on its modules and its class.
 
     Attributes:
-        replaced: the function that is called instead, because it was put in the place of torch.nn's.
-        norms, dropouts: of the sub-layers in turn, which are fused with the additions; () where each module, and each
-            block that a subclass may override, is called. Norms are in the order of the layer's `_norm_names`.
-        adds_masks: whether blocks or attention of another class get masks that are added, as torch.nn's layer gives.
-        self_attention, cross_attention: their plans; None where the attention is called.
-        feed_forward: the plan of the feed-forward network; None where its modules are called.
-        why_called: why a stack calls the layer, in words; None where it computes what the layer would, without a call.
-        gathers: whether a call is needed all the same, for it brings the parameters together.
+        replaced: the function that is called instead, because it replaced torch.nn's.
+        norms, dropouts: those of the sub-layers in order, which are fused with the additions; () if each module, and
+            each block that a subclass may override, is called. Norms are in the order of the layer's `_norm_names`.
+        adds_masks: whether blocks or attention of another class get additive masks, as from torch.nn's layer.
+        self_attention, cross_attention: the plans of the attentions; None if the attention is called.
+        feed_forward: the plan of the feed-forward network; None if its modules are called.
+        why_called: why a stack calls the layer, in words; None if the stack computes the layer without a call.
+        gathers: whether a call is needed anyway, because it gathers the parameters.
     """
 
     replaced: Replacement | None
@@ -108,7 +108,7 @@ class LayerPlan(NamedTuple):
 
 
 def find_layer_plan(layer: _Layer) -> LayerPlan:
-    """The plan of a layer of ours, or of a class derived from it."""
+    """Finds the plan of a layer of fastformer's class, or of a class derived from it."""
     inside, replaced = layer._modules, replacement(type(layer))
     own_blocks = layer._has_own_blocks()
     norms = [find_norm_plan(inside.get(name)) for name in layer._norm_names()]
@@ -138,7 +138,7 @@ _PLANS: Plans[LayerPlan] = Plans("_fastformer_layer", find_layer_plan)
 
 
 def layer_plan(layer: _Layer) -> LayerPlan:
-    """The plan of a layer in this call."""
+    """Returns the plan of a layer for the current call."""
     plan = _PLANS.of(layer)
     if not is_watched():
         return plan
@@ -147,12 +147,12 @@ def layer_plan(layer: _Layer) -> LayerPlan:
 
 
 class _Layer(nn.Module):
-    """What both layers have: self-attention first, a feed-forward network last, norms and residuals around each."""
+    """The base of both layers: self-attention first, a feed-forward network last, norms and residuals around each."""
 
     has_cross_attention: ClassVar[bool]
-    is_standard = True  # whether norms and residuals are where torch.nn has them, before or behind each sub-layer
+    is_standard = True  # whether norms and residuals are placed as in torch.nn, before or behind each sub-layer
     _sub_layers: ClassVar[range]
-    _blocks: ClassVar[dict[str, Any]]  # the seams of torch.nn, as they are written here
+    _blocks: ClassVar[dict[str, Any]]  # torch.nn's overridable blocks, in this module's implementation
 
     def __init__(
         self,
@@ -203,8 +203,8 @@ class _Layer(nn.Module):
         self.linear2 = nn.Linear(dim_feedforward, d_model, bias=bias, **factory)
         self.norm_first = norm_first
         for i in self._sub_layers:
-            # Each norm takes in the dropout and the addition of the sub-layer before it; that dropout's probability
-            # stays where torch.nn has it, in dropout1 to dropout3.
+            # Each norm is fused with the dropout and the addition of the sub-layer before it; that dropout's
+            # probability stays in torch.nn's attributes, dropout1 to dropout3.
             norm_module = AddLayerNorm(d_model, layer_norm_eps, bias=bias, rms_norm=norm == "rms", **factory)
             setattr(self, f"norm{i}", norm_module)
         for i in self._sub_layers:
@@ -240,7 +240,7 @@ class _Layer(nn.Module):
         return call_feed_forward(x, self.linear1, self.linear2, self.activation, self.dropout)
 
     def _plan_after(self, plan: LayerPlan, attention: AttentionPlan | None) -> LayerPlan:
-        """The plan of the part after an attention: code that was called in there may have changed it."""
+        """Returns the plan for the part behind an attention, which may have run code that changed the plan."""
         if torch.compiler.is_compiling() or (attention is not None and not attention.calls_modules):
             return plan
         return layer_plan(self)
@@ -249,11 +249,11 @@ class _Layer(nn.Module):
         return [f"norm{i}" for i in self._sub_layers]
 
     def may_join(self) -> bool:
-        """Whether dropouts, additions and norms are fused: none of them is replaced, patched or hooked."""
+        """Returns whether dropouts, additions and norms are fused: none of them is replaced, patched or hooked."""
         return bool(layer_plan(self).norms)
 
     def _has_own_blocks(self) -> bool:
-        """Whether the blocks, which aren't called where their parts are fused, are those of this class."""
+        """Returns whether the blocks are those of this class; blocks aren't called if their parts are fused."""
         kind, own = type(self), self.__dict__
         return all(name not in own and getattr(kind, name) is block for name, block in self._blocks.items())
 
@@ -267,10 +267,10 @@ class TransformerEncoderLayer(_Layer):
     Args:
         d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device,
             dtype: as in `torch.nn.TransformerEncoderLayer`; activation may also be "gelu_tanh", "swiglu" or
-            "geglu_tanh", and dropout is rounded to a multiple of 1/256 where it acts.
-        attention_bias: whether the attention's projections have a bias; None: as bias says.
-        attention_dropout: on the attention weights; None: as dropout says.
-        activation_dropout: after the activation; None: as dropout says.
+            "geglu_tanh", and when dropout acts, it is rounded to a multiple of 1/256.
+        attention_bias: whether the attention's projections have a bias; None: the value of bias.
+        attention_dropout: the dropout of the attention weights; None: the value of dropout.
+        activation_dropout: the dropout behind the activation; None: the value of dropout.
         num_kv_heads, window_size: as in `MultiheadAttention`.
         norm: "layer" or "rms".
         self_attention: further arguments of the self-attention's `MultiheadAttention`, over those above.
@@ -298,11 +298,11 @@ class TransformerEncoderLayer(_Layer):
 
         Args:
             src: (seqlen, batch, d_model), or (batch, seqlen, d_model) with batch_first, or (seqlen, d_model), or packed
-                (total, d_model), or nested (batch, any lengths, d_model), with no mask but the causal one; a stack
+                (total, d_model), or nested (batch, any lengths, d_model), with only the causal mask; a stack
                 passes a `ResidualStream`.
             src_mask, src_key_padding_mask, is_causal: as in torch.nn; see `MultiheadAttention`.
-            layout: how src lies in memory.
-            cache: keys and values of earlier tokens; src's own are appended, the caller advances the lengths.
+            layout: the layout of src.
+            cache: keys and values of earlier tokens. Those of src are appended; the caller advances the lengths.
             rotary: rotates queries and keys.
             position_bias: added to the scores; see `MultiheadAttention`.
 
@@ -333,7 +333,7 @@ class TransformerEncoderLayer(_Layer):
         is_causal: bool,
         **options: Any,
     ) -> Tensor | ResidualStream:
-        """`forward` for a stack that knows the layer's plan; the options are those of the self-attention."""
+        """Computes `forward` for a stack that knows the layer's plan; the options are those of the self-attention."""
         masks = masks_of(plan, src, attn_mask, key_padding_mask)
         if not plan.norms:
             x = src.value() if isinstance(src, ResidualStream) else src
@@ -389,10 +389,10 @@ class TransformerEncoderLayer(_Layer):
 def masks_of(
     plan: LayerPlan, src: Tensor | ResidualStream, attn_mask: Tensor | None, key_padding_mask: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The masks as an encoder layer's blocks get them."""
+    """Returns the masks in the form that an encoder layer passes to its blocks."""
     if not plan.adds_masks:
         return attn_mask, key_padding_mask
-    # torch.nn's layer gives its blocks and its attention masks that are added.
+    # torch.nn's layer passes additive masks to its blocks and its attention.
     dtype = (src.residual if isinstance(src, ResidualStream) else src).dtype
     return as_additive(attn_mask, dtype), as_additive(key_padding_mask, dtype)
 
@@ -434,10 +434,10 @@ class TransformerDecoderLayer(_Layer):
         Args:
             tgt: (seqlen_q, batch, d_model), or (batch, seqlen_q, d_model) with batch_first, or (seqlen_q, d_model), or
                 packed (total_q, d_model); a stack passes a `ResidualStream`.
-            memory: the encoder's output, likewise; not needed where the cache holds its keys and values.
+            memory: the encoder's output, likewise; not needed if the cache holds its keys and values.
             tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask, tgt_is_causal, memory_is_causal: as in
                 torch.nn; see `MultiheadAttention`.
-            layout, memory_layout: how tgt and memory lie in memory.
+            layout, memory_layout: the layouts of tgt and memory.
             cache: one layer of a `KVCache` whose memory is set. tgt's keys and values are appended to it; the caller
                 advances the lengths.
             rotary: rotates queries and keys of the self-attention.
@@ -481,7 +481,7 @@ class TransformerDecoderLayer(_Layer):
         rotary: RotaryPositions | None,
         position_bias: Tensor | None,
     ) -> Tensor | ResidualStream:
-        """`forward` for a stack that knows the layer's plan."""
+        """Computes `forward` for a stack that knows the layer's plan."""
         if cache is not None and cache.cross_attention is None:
             raise InputError("expected a cache whose memory is set (KVCache.set_memory)")
         own_cache, other_cache = (None, None) if cache is None else (cache.self_attention, cache.cross_attention)
@@ -589,5 +589,5 @@ class TransformerDecoderLayer(_Layer):
     _blocks = {"_sa_block": _sa_block, "_mha_block": _mha_block, "_ff_block": _ff_block}
 
 
-# As they are written here: other code may put others in their place.
+# The blocks of this module, recorded because other code may replace them.
 _FORWARDS = (TransformerEncoderLayer.forward, TransformerDecoderLayer.forward)

@@ -1,4 +1,4 @@
-"""How a batch of sequences lies in memory: padded rows, or all tokens one after another."""
+"""The memory layout of a batch of sequences: padded rows, or all tokens one after another."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class SequenceLayout:
     Attributes:
         seqlens: (batch,) int32, the real tokens of each sequence.
         max_seqlen: the longest sequence (packed) or the width of the batch (padded).
-        cu_seqlens: (batch + 1,) int32, where each packed sequence begins, and the end; None for a padded batch.
+        cu_seqlens: (batch + 1,) int32, the begin of each packed sequence, and the end; None for a padded batch.
         positions: (total,) int64, each packed token's index in its own sequence; None for a padded batch, where the
             position is the index along the row.
-        host_seqlens: seqlens on the host, where the layout was built from such; `to` keeps it, so that a caller that
-            needs the numbers (a cache does) need not wait for a GPU.
+        host_seqlens: seqlens on the host, if the layout was built from lengths on the host. `to` passes it on, so that
+            a caller that needs the numbers (such as a cache) doesn't wait for a GPU.
     """
 
     seqlens: Tensor
@@ -35,7 +35,7 @@ class SequenceLayout:
 
     @classmethod
     def padded(cls, seqlens: Tensor, max_seqlen: int) -> SequenceLayout:
-        """Rows of equal width, real tokens first.
+        """Makes the layout of rows of equal width with the real tokens first.
 
         Args:
             seqlens: (batch,) integers, the real tokens of each row.
@@ -50,7 +50,7 @@ class SequenceLayout:
 
     @classmethod
     def packed(cls, seqlens: Tensor, max_seqlen: int, *, total: int | None = None) -> SequenceLayout:
-        """Sequences one after another, nothing between them.
+        """Makes the layout of sequences one after another, without gaps.
 
         Args:
             seqlens: (batch,) integers, the tokens of each sequence.
@@ -70,13 +70,13 @@ class SequenceLayout:
             raise ValueError(f"expected a total of at least the sum of seqlens, {int(cu_seqlens[-1])}, got {total!r}")
         token = torch.arange(total, device=seqlens.device)
         row = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True).clamp_(max=len(seqlens) - 1)
-        # A padding token past the end would count on beyond max_seqlen and out of any position table.
+        # Otherwise the position of padding tokens at the end would exceed max_seqlen and any position table.
         positions = (token - cu_seqlens[row]).clamp_(max=max(int(max_seqlen) - 1, 0))
         return cls(seqlens, int(max_seqlen), cu_seqlens, positions, _on_host(seqlens))
 
     @classmethod
     def from_ids(cls, ids: Tensor, pad_id: int = SpecialIds.pad) -> SequenceLayout:
-        """The padded layout of right-padded ids (batch, seqlen): counts what isn't `pad_id`, without a host sync."""
+        """Makes the layout of right-padded ids (batch, seqlen): counts ids other than `pad_id`, without a host sync."""
         if not isinstance(ids, Tensor) or not isinstance(pad_id, int):
             raise ValueError(f"expected ids as a tensor and pad_id as an id, got {type(ids).__name__} and {pad_id!r}")
         return cls.padded((ids != pad_id).sum(-1), ids.shape[-1])
@@ -92,7 +92,7 @@ class SequenceLayout:
         return self.seqlens.shape[0]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> SequenceLayout:
-        """The same layout on another device."""
+        """Returns the same layout on another device."""
 
         def move(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
@@ -101,7 +101,7 @@ class SequenceLayout:
         return SequenceLayout(seqlens, self.max_seqlen, move(self.cu_seqlens), move(self.positions), self.host_seqlens)
 
     def pin_memory(self) -> SequenceLayout:
-        """The same layout in page-locked memory of the host, from which `to` can copy without waiting."""
+        """Returns the same layout in page-locked memory of the host, from which `to` can copy without waiting."""
 
         def pin(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.pin_memory()
@@ -110,20 +110,20 @@ class SequenceLayout:
         return SequenceLayout(seqlens, self.max_seqlen, pin(self.cu_seqlens), pin(self.positions), self.host_seqlens)
 
     def read_seqlens(self) -> Tensor:
-        """seqlens on the host; where the layout was built on a GPU, this waits for it."""
+        """Returns seqlens on the host; if the layout was built on a GPU, this waits for the GPU."""
         return self.seqlens.cpu() if self.host_seqlens is None else self.host_seqlens
 
     def pack(self, x: Tensor) -> Tensor:
-        """Padded (batch, max_seqlen, ...) to packed (total, ...). The layout must be packed."""
+        """Packs a padded tensor (batch, max_seqlen, ...) to (total, ...). The layout must be packed."""
         return x.flatten(0, 1).index_select(0, self._padded_index())
 
     def unpack(self, x: Tensor) -> Tensor:
-        """Packed (total, ...) to padded (batch, max_seqlen, ...) with zeros behind. The layout must be packed."""
+        """Pads a packed tensor (total, ...) to (batch, max_seqlen, ...) with zeros. The layout must be packed."""
         rows = self.batch_size * self.max_seqlen
         index = self._padded_index()
         if x.shape[0] != index.shape[0]:
             raise ValueError(f"expected {index.shape[0]} packed rows, as the layout has, got {x.shape[0]}")
-        # One row more than needed takes the padding tokens at the end of the packed tensor.
+        # An extra row receives the padding tokens at the end of the packed tensor.
         real = torch.arange(x.shape[0], device=x.device) < self._cu_seqlens()[-1]
         out = x.new_zeros((rows + 1, *x.shape[1:])).index_copy(0, torch.where(real, index, rows), x)
         return out[:rows].unflatten(0, (self.batch_size, self.max_seqlen))
@@ -134,7 +134,7 @@ class SequenceLayout:
         return self.cu_seqlens
 
     def _padded_index(self) -> Tensor:
-        # Where each packed token stands in the flattened padded batch.
+        # The index of each packed token in the flattened padded batch.
         cu_seqlens = self._cu_seqlens()
         assert self.positions is not None
         token = torch.arange(self.positions.shape[0], device=cu_seqlens.device)
@@ -157,7 +157,7 @@ def _on_host(seqlens: Tensor) -> Tensor | None:
 
 
 def _readable(seqlens: Tensor) -> bool:
-    # On a GPU a look at the values would be a host sync; under a tracer there are none.
+    # On a GPU reading the values would be a host sync; under a tracer there are no values.
     return type(seqlens) is Tensor and seqlens.device.type == "cpu" and not torch.compiler.is_compiling()
 
 

@@ -1,4 +1,4 @@
-"""torch.nn's linear map with the product of `ops.linear`, which runs the library that is faster at it on this CPU."""
+"""torch.nn's linear map with the product of `ops.linear`, which uses the fastest library for it on this CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ linear = unchecked_linear
 
 
 class Linear(nn.Linear):
-    """torch.nn's, by `linear`: the class that `fastformer.accelerate` gives to those of models that it knows."""
+    """torch.nn's Linear on `linear`; `fastformer.accelerate` gives this class to linear maps of known models."""
 
     def forward(self, input: Tensor) -> Tensor:
         """See torch.nn."""
@@ -26,7 +26,7 @@ LINEARS = (*guards.LINEARS, Linear)
 
 
 def project(module: nn.Module, x: Tensor) -> Tensor:
-    """`module(x)`, which is `linear` where that is all that the module does."""
+    """Computes `module(x)`, by `linear` if the module does nothing else."""
     if is_plain(module, *LINEARS):
         assert isinstance(module, nn.Linear)
         return linear(x, module.weight, module.bias)

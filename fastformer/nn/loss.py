@@ -1,4 +1,4 @@
-"""The output projection and the cross-entropy together, so that the logits are never held."""
+"""The output projection and the cross-entropy in one module, which never stores all logits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class LinearCrossEntropy(nn.Linear):
         in_features: the size of x.
         out_features: the number of classes.
         bias, device, dtype: as in `torch.nn.Linear`.
-        ignore_index: targets of this value count nothing.
+        ignore_index: targets of this value are ignored.
         label_smoothing: the probability that is taken from the target and spread evenly.
         smooth_others: spread it over the other classes (tensor2tensor) instead of over all of them (torch).
         reduction: "mean" over the targets that count, "sum", or "none".
@@ -50,7 +50,7 @@ class LinearCrossEntropy(nn.Linear):
         self.z_loss = z_loss
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
-        """The loss.
+        """Computes the loss of x at the targets.
 
         Args:
             x: (..., in_features).

@@ -1,4 +1,4 @@
-"""torch.nn's masks (True = ignore, or additive) as the ops take them (True = attend, or additive)."""
+"""Converts torch.nn's masks (True = ignore, or additive) to those of the ops (True = attend, or additive)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fastformer.nn.errors import InputError
 from fastformer.nn.guards import is_traced
 
-# Counting takes a device three small kernels a call, more than fewer keys than these could spare attention. Reckoned,
+# Counting costs a device three small kernels a call. With fewer keys than this, attention would save less. An estimate,
 # not yet measured.
 LEAST_KEYS = 512
 
@@ -22,16 +22,16 @@ _causal_masks = WeakTensorKeyDictionary()
 def square_subsequent_mask(
     size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """The causal mask as torch.nn writes it: (size, size), -inf above the diagonal, 0 elsewhere."""
+    """Makes the causal mask in torch.nn's form: (size, size), -inf above the diagonal, 0 elsewhere."""
     return torch.full((size, size), float("-inf"), device=device, dtype=dtype).triu(1)
 
 
 def is_causal_mask(mask: Tensor | None, size: int | None = None) -> bool:
-    """Whether a mask is exactly the causal one (of this size), so that the triangle can be skipped instead of masked.
+    """Returns whether a mask is exactly the causal one (of this size), so that kernels can skip the triangle.
 
-    Reads the mask: on a CPU in each call, because `mask.data` and NumPy write to it without a trace; on a GPU, where
-    that is a host sync, once per mask tensor and version. Not at all while compiling, tracing or capturing a graph (the
-    mask is then applied as it is). Pass `is_causal=True` along with the mask to spare it.
+    This reads the mask: on a CPU in each call, because `mask.data` and NumPy write to it unnoticed; on a GPU, where
+    reading is a host sync, once per mask tensor and version. While compiling, tracing or capturing a graph the mask is
+    not read, and is applied like any other. Pass `is_causal=True` along with the mask to avoid the read.
     """
     if mask is None or mask.requires_grad or mask.is_meta or is_traced():
         return False
@@ -53,13 +53,13 @@ def is_causal_mask(mask: Tensor | None, size: int | None = None) -> bool:
 
 
 def right_padding_lengths(mask: Tensor) -> Tensor | None:
-    """The lengths that a key_padding_mask says, so that padding is skipped instead of masked; None where it says more.
+    """Returns the lengths of a key_padding_mask, so that padding can be skipped; None if it isn't just right padding.
 
-    Reads the mask, and so only on a CPU: on a GPU that would wait for the device in every step, and `attended_lengths`
-    are counted there. Not while compiling, tracing or under functorch either.
+    This reads the mask, and so works only on a CPU: a GPU would have to be waited for in every step, and
+    `attended_lengths` is used instead. It returns None while compiling, tracing or under functorch, too.
 
     Args:
-        mask: (batch, seqlen_k), as torch.nn takes it.
+        mask: (batch, seqlen_k), torch.nn's key_padding_mask.
 
     Returns:
         (batch,) int32 if the mask is bool and ignores the last keys of each row, if any, and no others.
@@ -74,16 +74,17 @@ def right_padding_lengths(mask: Tensor) -> Tensor | None:
 
 
 def attended_lengths(mask: Tensor) -> Tensor | None:
-    """How many keys of each row there are up to the last that a key_padding_mask leaves, counted on its device.
+    """Counts each row's keys up to the last one that a key_padding_mask doesn't hide, on the mask's device.
 
-    Beside such lengths the mask changes nothing behind them and still says all before them, whatever it is; blocks of
-    right padding are skipped. Nothing waits for the device, so that compilers, tracers and graphs have it, too.
+    Kernels get these lengths in addition to the mask. All keys behind a length are hidden by the mask anyway, so the
+    blocks of right padding can be skipped; the mask still applies to the keys before it. The host doesn't wait for the
+    device, so this also works in compilers, tracers and CUDA graphs.
 
     Args:
-        mask: (batch, seqlen_k), as torch.nn takes it: bool, or additive, where -inf alone hides a key.
+        mask: (batch, seqlen_k), torch.nn's key_padding_mask: bool, or additive, of which only -inf hides a key.
 
     Returns:
-        (batch,) int32; None where that spares nothing: on a CPU, which reads the mask, and where there are few keys.
+        (batch,) int32; None if lengths would save nothing: on a CPU, which reads the mask, and if there are few keys.
     """
     if mask.dim() != 2 or mask.shape[1] < LEAST_KEYS or _can_be_read(mask):
         return None
@@ -93,14 +94,14 @@ def attended_lengths(mask: Tensor) -> Tensor | None:
 
 
 def _can_be_read(mask: Tensor) -> bool:
-    """Whether the host reads the mask's memory as its own, and waits for no device."""
+    """Returns whether the host can read the mask's values without waiting for a device."""
     return mask.device.type == "cpu"
 
 
 def merge_masks(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, batch: int, num_heads: int, seqlen_q: int, seqlen_k: int
 ) -> Tensor | None:
-    """Both of torch.nn's masks as one mask for the ops.
+    """Merges both of torch.nn's masks into one mask for the ops.
 
     Args:
         attn_mask: (seqlen_q, seqlen_k) or (batch * num_heads, seqlen_q, seqlen_k); bool (True = ignore) or additive.
@@ -111,7 +112,7 @@ def merge_masks(
         additive; None if there is neither.
 
     Raises:
-        InputError: another dtype or shape.
+        InputError: a mask has another dtype or shape.
     """
     parts = []
     if attn_mask is not None:
@@ -148,7 +149,7 @@ def merge_masks(
 
 
 def add_bias(bias: Tensor, mask: Tensor | None) -> Tensor:
-    """A floating-point bias on the scores and a mask for the ops (True = attend, or additive) as one such mask."""
+    """Merges a floating-point bias on the scores and a mask for the ops (True = attend, or additive) into one mask."""
     if mask is None:
         return bias
     return bias.where(mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
@@ -159,7 +160,7 @@ def as_additive(mask: Tensor, dtype: torch.dtype) -> Tensor: ...
 @overload
 def as_additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None: ...
 def as_additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A bool mask (True = ignore) as 0 and -inf; a floating one as it is."""
+    """Converts a bool mask (True = ignore) to 0 and -inf; returns a floating-point mask unchanged."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
@@ -173,7 +174,7 @@ def _check_dtype(mask: Tensor, name: str) -> None:
 def check_dimensions(
     query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None
 ) -> None:
-    """Raises InputError, in torch.nn's words, unless all are batched, or none is."""
+    """Raises InputError, with torch.nn's messages, unless all tensors are batched or none is."""
     dims = query.dim()
     if dims not in (2, 3):
         raise InputError(f"query should be unbatched 2D or batched 3D tensor but received {dims}-D query tensor")

@@ -1,7 +1,7 @@
-"""Is a whole model still what it was when something was decided about it, and are its tensors where they were?
+"""Checks whether a whole model is unchanged since a decision about it, and whether its tensors are at the same places.
 
-For what takes over all that a model computes and calls none of its modules: the C++ engine, which reads its weights,
-and CUDA graphs, which replay the work of one call.
+This is for code that computes a whole model without calling its modules: the C++ engine, which reads its weights, and
+CUDA graphs, which replay the work of one call.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ _SCALARS = (bool, int, float, str, tuple)
 
 
 class ModelGuards:
-    """A model as it was when this was made: its modules with their settings and hooks, and where its tensors are.
+    """A snapshot of a model: its modules with their settings and hooks, and the places of its tensors.
 
     The values of tensors may change. The guards keep the tensors and the modules inside of the model alive, but not the
     model, so that a weak dictionary of models can hold them.
 
     Args:
-        model: none of its own methods may be bound to the instance, or the guards keep it alive.
-        functions: what else is watched; see `Guards`.
+        model: the model. If one of its methods is an attribute of the instance, the guards keep it alive.
+        functions: other watched functions; see `Guards`.
 
     Attributes:
-        tensors: the parameters and buffers, with those that stand in several places several times.
-        layout: where they are and how their memory is read; see `layout_of`.
+        tensors: the parameters and buffers; a shared one is listed once for each of its places.
+        layout: the addresses and strides of the tensors; see `layout_of`.
     """
 
     def __init__(self, model: nn.Module, functions: Iterable[tuple[object, str]] = ()) -> None:
@@ -43,7 +43,7 @@ class ModelGuards:
         self.layout = layout_of(self.tensors)
 
     def hold(self, model: nn.Module) -> bool:
-        """Whether the model is what it was."""
+        """Returns whether the model is unchanged."""
         return self._guards.hold(model) and self._own == _own_state(model) and self.layout == layout_of(self.tensors)
 
 
@@ -63,7 +63,7 @@ def layout_of(tensors: list[Tensor]) -> object:
 
 
 def _own_state(model: nn.Module) -> list[object]:
-    """What `Guards` leaves to the owner: its settings and its hooks."""
+    """Returns the owner's state that `Guards` doesn't watch: its settings and its hooks."""
     own = vars(model)
     hooks = (own["_forward_hooks"], own["_forward_pre_hooks"], own["_backward_hooks"], own["_backward_pre_hooks"])
     return [

@@ -18,10 +18,10 @@ def _is_plain(tensor: Tensor | None) -> bool:
 
 
 class AddLayerNorm(nn.LayerNorm):
-    """A LayerNorm (or RMSNorm) that can take in the preceding sub-layer's dropout and residual addition.
+    """A LayerNorm (or RMSNorm) that can be fused with the preceding sub-layer's dropout and residual addition.
 
     `norm(x)` is `torch.nn.LayerNorm`. `norm(x, residual)` returns both `norm(dropout(x) + residual)` and
-    `dropout(x) + residual`, reading and writing each once: a pre-norm block goes on with both, a post-norm block with
+    `dropout(x) + residual`, reading and writing each once: a pre-norm block uses both, a post-norm block only
     the first. Parameters: `weight` and `bias`, as in torch.nn.
 
     Args:
@@ -29,12 +29,12 @@ class AddLayerNorm(nn.LayerNorm):
         eps: added to the variance.
         elementwise_affine: whether there is a weight (and a bias).
         bias: whether there is a bias; never with rms_norm.
-        device, dtype: of the parameters.
+        device, dtype: the device and dtype of the parameters.
         dropout: probability for x while training, rounded to a multiple of 1/256.
         rms_norm: divide by the root mean square instead of subtracting the mean (Zhang and Sennrich 2019).
 
     Raises:
-        InputError: normalized_shape of more than one dimension.
+        InputError: normalized_shape has more than one dimension.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class AddLayerNorm(nn.LayerNorm):
         Args:
             x: (..., dim).
             residual: x's shape; may be of a wider dtype than x.
-            dropout_p: takes the place of the module's own dropout, whatever the mode.
+            dropout_p: replaces the module's own dropout, in training and in evaluation.
 
         Returns:
             Without a residual: the normalised x. With one: (the normalised sum in x's dtype, the sum in residual's).
@@ -77,7 +77,7 @@ class AddLayerNorm(nn.LayerNorm):
         if dropout_p is None:
             dropout_p = self.dropout if self.training else 0.0
         if residual is None and dropout_p == 0.0 and not all(map(_is_plain, (x, self.weight, self.bias))):
-            # A tensor of a subclass has a say in what a norm does, and knows torch.nn's by name.
+            # A tensor subclass may override the norm, and knows torch.nn's function by name.
             if self.rms_norm:
                 return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
             return super().forward(x)
@@ -94,5 +94,5 @@ class AddLayerNorm(nn.LayerNorm):
         return y if residual is None else (y, total)
 
     def extra_repr(self) -> str:
-        """What print shows."""
+        """Returns the options that print shows for the module."""
         return f"{super().extra_repr()}, dropout={self.dropout}, rms_norm={self.rms_norm}"

@@ -1,4 +1,4 @@
-"""What code that computes a norm itself, without a call of its module, has found out about it."""
+"""The plan of a norm, for code that computes the norm without calling its module."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastformer.ops.add_layer_norm import add_layer_norm
 
 
 class NormPlan(NamedTuple):
-    """An untouched norm: where its parameters stand, and the settings of `ops.add_layer_norm`."""
+    """The places of an untouched norm's parameters, and its settings for `ops.add_layer_norm`."""
 
     module: nn.Module
     parameters: dict[str, Any]
@@ -21,12 +21,12 @@ class NormPlan(NamedTuple):
     rms_norm: bool
 
     def apply(self, x: Tensor) -> Tensor:
-        """norm(x), as `AddLayerNorm` computes it."""
+        """Computes norm(x) in the same way as `AddLayerNorm`."""
         weight, bias = self.parameters["weight"], self.parameters.get("bias")
         return add_layer_norm(x, None, weight, bias, eps=self.eps, rms_norm=self.rms_norm)[0]
 
     def join(self, x: Tensor, residual: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
-        """(norm(dropout(x) + residual), the sum)."""
+        """Computes (norm(dropout(x) + residual), the sum)."""
         return add_layer_norm(
             x,
             residual,
@@ -40,11 +40,11 @@ class NormPlan(NamedTuple):
 
 
 def find_norm_plan(norm: object) -> NormPlan | None:
-    """The plan of a norm of the last dimension; None for anything else."""
+    """Finds the plan of a norm of the last dimension; None for any other module."""
     if not is_untouched_norm(norm):
         return None
     assert isinstance(norm, nn.LayerNorm | nn.RMSNorm) and norm.eps is not None
-    # The replicas of DataParallel, among others, have their parameters elsewhere.
+    # Some modules, such as the replicas of DataParallel, store their parameters elsewhere.
     expected = ("weight",) if type(norm) is nn.RMSNorm else ("weight", "bias")
     if any(name not in norm._parameters for name in expected):
         return None

@@ -1,8 +1,8 @@
 """A stack of encoder layers on the C++ engine: all of them in one call, over weights that are packed once.
 
-The engine reads the weights in an order of its own, so it keeps a copy of them. A call then takes 0.9 to 0.25 times as
-long as on the weights where they lie, which have to be laid out again each time. `nn.prepack` says whether they are
-still the stack's own.
+The engine reads the weights in its own order, so it keeps a copy of them. A call then takes 0.9 to 0.25 times as long
+as with the original weights, which have to be reordered in each call. `nn.prepack` checks whether the copy still equals
+the stack's weights.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _NAMES = (
     *("self_attn.out_proj.weight", "self_attn.out_proj.bias", "norm2.weight", "norm2.bias"),
     *("linear1.weight", "linear1.bias", "linear2.weight", "linear2.bias"),
 )
-# A copy of weights that changes with each call costs more than it saves: after so many in a row that served one call
-# alone, the weights have to stay what they are for as many calls before they are packed again.
+# If the weights change with each call, a copy costs more than it saves: after this many copies in a row that served
+# only one call, the weights have to stay unchanged for the same number of calls before they are packed again.
 _PATIENCE = 2
 
 
 class _Encoder(Protocol):
-    """csrc/bindings/encoder.cpp's Encoder."""
+    """The interface of csrc/bindings/encoder.cpp's Encoder."""
 
     def encode_states(self, states: Array, lengths: Sequence[int], threads: int) -> Array: ...
 
@@ -49,14 +49,14 @@ class _Encoder(Protocol):
 
 
 class StackSettings(NamedTuple):
-    """What the layers of a stack have in common.
+    """The settings that all layers of a stack share.
 
     Attributes:
-        d_model, num_heads, num_kv_heads, num_layers: sizes.
-        activation: by the name that csrc/common/activation.h has for it.
-        norm_first, rms_norm, eps: of all norms.
-        has_final_norm: whether one stands behind the layers.
-        window: how far a token attends to either side; None: to all of them.
+        d_model, num_heads, num_kv_heads, num_layers: the sizes of the stack.
+        activation: the activation's name in csrc/common/activation.h.
+        norm_first, rms_norm, eps: the settings of all norms.
+        has_final_norm: whether a norm follows the last layer.
+        window: the number of tokens to which a token attends on either side; None: all.
     """
 
     d_model: int
@@ -71,7 +71,7 @@ class StackSettings(NamedTuple):
     window: int | None
 
     def options(self, precision: str) -> dict[str, object]:
-        """csrc/engine/packed_model.h's ModelOptions."""
+        """Returns the settings as csrc/engine/packed_model.h's ModelOptions."""
         head_dim = self.d_model // self.num_heads
         return {
             "precision": precision,
@@ -100,21 +100,21 @@ class StackSettings(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """The tensors of a stack and where they are."""
+    """The tensors of a stack and their places in memory."""
 
     tensors: list[Tensor]
     layout: object
 
 
 class _Copies:
-    """What became of the copies of a stack's weights.
+    """Statistics about the copies of a stack's weights.
 
     Attributes:
-        calls: that the copy there is has served.
-        wasted: how many in a row served one call.
-        quiet: how many calls in a row saw the weights unchanged, since packing was given up.
-        seen: the weights as the last of these calls saw them.
-        reason: why the engine can't take them where they are at the moment.
+        calls: the number of calls that the current copy has served.
+        wasted: the number of copies in a row that served only one call.
+        quiet: the number of calls in a row that found the weights unchanged, since packing was given up.
+        seen: the places and versions of the weights at the last of these calls.
+        reason: why the engine can't use the weights at their current places.
     """
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class _Copies:
         self.reason: tuple[object, str | None] | None = None
 
     def is_worth_it(self, held: _Held) -> bool:
-        """Whether to pack, as far as the calls before this one tell."""
+        """Returns whether to pack the weights, judged by the calls before this one."""
         if self.wasted < _PATIENCE:
             return True
         now = held.layout, _versions(held.tensors)
@@ -145,9 +145,9 @@ _copies: WeakKeyDictionary[nn.Module, _Copies] = WeakKeyDictionary()
 
 @functools.cache
 def why_no_engine() -> str | None:
-    """Why the engine runs no stack on this machine; None where it does."""
+    """Returns why the engine can't run a stack on this machine; None if it can."""
     try:
-        import numpy  # noqa: F401  (its arrays are how tensors come to the engine)
+        import numpy  # noqa: F401  (tensors are passed to the engine as its arrays)
     except ImportError:
         return "numpy is not installed"
     if (missing := _extension.why_missing("Encoder")) is not None:
@@ -159,17 +159,17 @@ def why_no_engine() -> str | None:
 def run_packed(
     stack: nn.Module, tensors: list[Tensor | None], settings: StackSettings, x: Tensor, lengths: Sequence[int]
 ) -> Tensor | None:
-    """The output of a stack whose weights are packed, and packed again where they have changed.
+    """Computes a stack on the engine, and packs its weights first if there is no copy or they have changed.
 
     Args:
-        stack: what the copy belongs to; it is dropped with it.
-        tensors: twelve of each layer, in the order of `_NAMES`, and the weight and bias of the final norm.
-        settings: of the stack.
-        x: (batch, seqlen, dim) or (tokens, dim), fp32 or bf16, of the CPU.
-        lengths: tokens of each sequence.
+        stack: the owner of the copy, which is dropped with it.
+        tensors: twelve tensors of each layer, in the order of `_NAMES`, and the weight and bias of the final norm.
+        settings: the settings of the stack.
+        x: (batch, seqlen, dim) or (tokens, dim), fp32 or bf16, on the CPU.
+        lengths: the number of tokens of each sequence.
 
     Returns:
-        x's shape and dtype; None where the engine doesn't take the stack's tensors, or where they change so often that
+        x's shape and dtype; None if the engine doesn't support the stack's tensors, or if they change so often that
         a copy of them costs more than it saves.
     """
     own = [tensor for tensor in tensors if tensor is not None]
@@ -199,19 +199,19 @@ def run_packed(
 
 
 def copy_bytes(matrices: int, others: int, precision: str) -> int:
-    """The bytes of a packed copy, nearly.
+    """Estimates the bytes of a packed copy.
 
     Args:
-        matrices: the numbers in the weights of products.
-        others: those in the tables and vectors beside them.
-        precision: of the engine.
+        matrices: the count of numbers in the weights of products.
+        others: the count of numbers in the tables and vectors.
+        precision: the precision of the engine.
     """
-    of_matrix = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5625}[precision]  # int4 has a scale for 32 numbers
+    of_matrix = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5625}[precision]  # int4 has one scale per 32 numbers
     return int(matrices * of_matrix) + others * (4 if precision == "fp32" else 2)
 
 
 def megabytes(count: int) -> str:
-    """A number of bytes, for people."""
+    """Formats a number of bytes as readable text."""
     return f"{count / 1e6:.1f} MB" if count < 1e7 else f"{count / 1e6:.0f} MB"
 
 
@@ -236,7 +236,7 @@ def _versions(tensors: list[Tensor]) -> object:
 
 
 def _arrays(tensors: list[Tensor | None], settings: StackSettings) -> dict[str, Any]:
-    """The tensors by the names of csrc/engine/packed_model.h."""
+    """Returns the tensors by their names in csrc/engine/packed_model.h."""
     named = {
         f"encoder.layers.{i}.{name}": tensors[i * len(_NAMES) + place]
         for i in range(settings.num_layers)
@@ -244,7 +244,7 @@ def _arrays(tensors: list[Tensor | None], settings: StackSettings) -> dict[str, 
     }
     if settings.has_final_norm:
         weight, bias = tensors[-2:]
-        ones = torch.ones(settings.d_model) if weight is None else weight  # without one there would be no norm
+        ones = torch.ones(settings.d_model) if weight is None else weight  # else the engine omits the norm
         named |= {"encoder.norm.weight": ones, "encoder.norm.bias": bias}
     return {name: _array(tensor) for name, tensor in named.items() if tensor is not None}
 

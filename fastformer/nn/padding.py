@@ -1,4 +1,4 @@
-"""Padding that a stack leaves out: a padded batch becomes packed tokens, and what comes out is padded again."""
+"""Padding that a stack omits: a padded batch becomes packed tokens, and the output is padded again."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fastformer.nn.masks import is_causal_mask
 
 
 class Padding(NamedTuple):
-    """Where the real tokens of a padded batch are.
+    """The places of the real tokens in a padded batch.
 
     Attributes:
-        tokens: (total,) int64, where each of them stands in the flattened batch, sequence by sequence.
-        layout: of the packed tokens.
+        tokens: (total,) int64, the index of each real token in the flattened batch, sequence by sequence.
+        layout: the layout of the packed tokens.
         shape: the batch's first two dimensions.
-        is_contiguous: whether each sequence's tokens stand side by side, so that distances between them stay.
+        is_contiguous: whether each sequence's tokens are adjacent, so that packing preserves their distances.
     """
 
     tokens: Tensor
@@ -29,21 +29,21 @@ class Padding(NamedTuple):
 
     @property
     def is_none(self) -> bool:
-        """Whether every token is real."""
+        """Returns whether every token is real."""
         return self.tokens.numel() == self.shape[0] * self.shape[1]
 
     def pack(self, x: Tensor) -> Tensor:
-        """The real tokens of x, `shape` and more dimensions: (total, ...)."""
+        """Packs the real tokens of x (*shape, ...) to (total, ...)."""
         return x.flatten(0, 1).index_select(0, self.tokens)
 
     def unpack(self, x: Tensor) -> Tensor:
-        """Packed (total, ...) to `shape` and more dimensions, zeros where there is padding."""
+        """Pads packed tokens (total, ...) to (*shape, ...), with zeros at padding."""
         rows = self.shape[0] * self.shape[1]
         return x.new_zeros((rows, *x.shape[1:])).index_copy(0, self.tokens, x).unflatten(0, self.shape)
 
 
 def read_padding(x: Tensor, key_padding_mask: Tensor | None, batch_first: bool) -> Padding | None:
-    """Reads where a batch has padding; on a GPU this waits for it, once.
+    """Reads the positions of a batch's padding; on a GPU this waits for the device, once.
 
     Args:
         x: (batch, seqlen, ...), or (seqlen, batch, ...) without batch_first.
@@ -52,7 +52,7 @@ def read_padding(x: Tensor, key_padding_mask: Tensor | None, batch_first: bool) 
         batch_first: see x.
 
     Returns:
-        None for a mask that says anything but which tokens are to be ignored, learns, or is of another shape.
+        None for a mask that does more than ignore tokens, that requires a gradient, or that has another shape.
     """
     batch, seqlen = x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
     if key_padding_mask is None:
@@ -70,7 +70,7 @@ def read_padding(x: Tensor, key_padding_mask: Tensor | None, batch_first: bool) 
             return None
     where = real.flatten().nonzero().squeeze(1)
     seqlens = real.sum(1)
-    position = torch.arange(seqlen, device="cpu")  # whatever the default device is
+    position = torch.arange(seqlen, device="cpu")  # the default device may be another
     ends = torch.where(real, position + 1, 0).amax(1) if seqlen else seqlens
     starts = torch.where(real, position, seqlen).amin(1) if seqlen else seqlens
     is_contiguous = bool(((ends - starts == seqlens) | (seqlens == 0)).all())
@@ -81,7 +81,7 @@ def read_padding(x: Tensor, key_padding_mask: Tensor | None, batch_first: bool) 
 
 
 class Jagged(NamedTuple):
-    """A nested tensor's sequences, opened: packed tokens and how to close them again."""
+    """The sequences of a nested tensor as packed tokens, with the data for making a nested tensor of them again."""
 
     values: Tensor
     layout: SequenceLayout
@@ -90,9 +90,9 @@ class Jagged(NamedTuple):
 
     @classmethod
     def open(cls, x: Tensor) -> Jagged:
-        """The parts of a nested tensor (batch, any lengths, features), of either of PyTorch's layouts."""
+        """Takes apart a nested tensor (batch, any lengths, features), of either of PyTorch's layouts."""
         is_jagged = x.layout == torch.jagged
-        nested: Any = x  # jagged ones are of a class of their own
+        nested: Any = x  # jagged tensors have their own class
         if is_jagged and nested.lengths() is None:
             values, offsets = nested.values(), nested.offsets()
             seqlens = offsets.diff().cpu()
@@ -105,7 +105,7 @@ class Jagged(NamedTuple):
         return cls(values, layout.to(values.device), offsets, is_jagged)
 
     def close(self, values: Tensor) -> Tensor:
-        """A nested tensor of the same lengths and layout with other values."""
+        """Makes a nested tensor of the same lengths and layout with other values."""
         if self.is_jagged:
             return torch.nested.nested_tensor_from_jagged(values, self.offsets)
         sizes = self.layout.read_seqlens().tolist()
@@ -120,14 +120,14 @@ def open_nested(
     Args:
         x: (batch, any lengths, features), of either of PyTorch's layouts.
         mask: None, or the causal one of the longest sequence.
-        key_padding_mask, others: None: a nested tensor has no padding, and no layout or cache but its own.
-        is_causal: whether each sequence attends causally; None: as the mask says.
+        key_padding_mask, others: None, since a nested tensor has no padding, and has its own layout.
+        is_causal: whether each sequence attends causally; None: if the mask is causal.
 
     Returns:
         (its parts, whether it attends causally).
 
     Raises:
-        InputError: anything else along with it.
+        InputError: another argument is given along with a nested tensor.
     """
     opened = Jagged.open(x)
     says_all = mask is None or is_causal_mask(mask, opened.layout.max_seqlen)

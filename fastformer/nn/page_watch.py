@@ -1,8 +1,8 @@
-"""Asks Linux which pages of memory have been written since: that costs a fraction of reading them.
+"""Asks Linux which pages of memory were written since a point in time, which costs a fraction of reading them.
 
-Linux 6.7 can protect memory against writing in a way that no writer notices: the first write to a page takes its
-protection away, and `PAGEMAP_SCAN` finds the pages that have none (the kernel's Documentation/admin-guide/mm,
-userfaultfd.rst and pagemap.rst). Elsewhere, and where a sandbox forbids it, there is no such answer.
+Linux 6.7 can protect memory against writing in a way that no writer notices: the first write to a page removes its
+protection, and `PAGEMAP_SCAN` finds the unprotected pages (the kernel's Documentation/admin-guide/mm, userfaultfd.rst
+and pagemap.rst). This doesn't work on other systems, nor if a sandbox forbids it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from functools import cache
 logger = logging.getLogger("fastformer")
 
 Range = tuple[int, int]  # addresses, from and to
-Process = tuple[int, int]  # its id, which another process may get again, and how many forks there are behind it
+Process = tuple[int, int]  # a process's id, which may be reused, and the number of forks that led to the process
 
 _PAGE = mmap.PAGESIZE
-_SYS_USERFAULTFD = 323  # of x86-64, as the C++ engine is
-_USER_MODE_ONLY = 1  # all that a process without privileges may ask for
+_SYS_USERFAULTFD = 323  # on x86-64, the only architecture of the C++ engine
+_USER_MODE_ONLY = 1  # the only mode for a process without privileges
 _API, _REGISTER, _UNREGISTER, _SCAN = 0xC018AA3F, 0xC020AA00, 0x8010AA01, 0xC0606610  # ioctls
-_FEATURES = 1 << 0 | 1 << 13 | 1 << 15  # write protection, of pages not yet there as well, without a notice
-_WRITE_PROTECT, _PROTECTED_ALONE = 1, 2  # flags of a scan; the second fails where memory isn't registered
-_WRITTEN = 1 << 1  # a kind of pages
+_FEATURES = 1 << 0 | 1 << 13 | 1 << 15  # write protection, also of unpopulated pages, without notifications
+_WRITE_PROTECT, _PROTECTED_ALONE = 1, 2  # flags of a scan; the second makes it fail for unregistered memory
+_WRITTEN = 1 << 1  # the category of written pages
 # Linux splits the mappings of a process at the ends of what is registered, and limits their number: with none left, the
 # next allocation of the program would fail. So ranges this close are registered as one, and this part of all is taken.
 _NEAR = 256 * 2**10
@@ -40,30 +40,30 @@ _USUAL_MAPPINGS = 65530
 
 
 class _Question:
-    """Which pages of a range were written, in the form in which Linux is asked, any number of times.
+    """A reusable request to Linux for the written pages of a range.
 
     Args:
-        begin, end: of the range.
-        most: how many runs of such pages it names at most, the first ones.
+        begin, end: the addresses of the range.
+        most: the maximum number of runs of written pages in the answer, the first ones.
 
     Attributes:
-        address: of that form.
+        address: the address of the request's data.
     """
 
     def __init__(self, begin: int, end: int, most: int = 1) -> None:
         self.most, self._found = most, (ctypes.c_uint64 * (3 * most))()
         where, flags = ctypes.addressof(self._found), _PROTECTED_ALONE
-        pages = 1 if most == 1 else 0  # the first is enough, or all
+        pages = 1 if most == 1 else 0  # the maximum number of pages; 0: no limit
         self._form = (ctypes.c_uint64 * 12)(96, flags, begin, end, 0, where, most, pages, 0, _WRITTEN, 0, _WRITTEN)
         self.address = ctypes.addressof(self._form)
 
     def answer(self, count: int) -> bytes | None:
-        """What Linux wrote as its answer, so many runs; None where there may be more of them."""
+        """Returns the `count` runs that Linux wrote as its answer; None if there may be more of them."""
         return bytes(memoryview(self._found).cast("B")[: 24 * count]) if count < self.most else None
 
 
 class _System:
-    """The two descriptors that a process asks by."""
+    """The two file descriptors by which a process asks Linux."""
 
     def __init__(self) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -81,7 +81,7 @@ class _System:
             raise
 
     def close(self) -> None:
-        """Gives the descriptors back."""
+        """Closes the descriptors."""
         for descriptor in (self._faults, self._pages):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -94,20 +94,20 @@ class _System:
         return found
 
     def register(self, begin: int, end: int) -> None:
-        """Says that this memory may be protected. OSError for what belongs to a file."""
+        """Registers memory for protection. Raises OSError for memory of a file."""
         self._ioctl(self._faults, _REGISTER, begin, end - begin, 2, 0)
 
     def unregister(self, begin: int, end: int) -> None:
-        """Takes it back, and with it the protection."""
+        """Unregisters memory, which also removes its protection."""
         self._ioctl(self._faults, _UNREGISTER, begin, end - begin)
 
     def protect(self, begin: int, end: int) -> None:
-        """From now on these pages count as not written."""
+        """Protects pages, which from now on count as not written."""
         flags = _WRITE_PROTECT | _PROTECTED_ALONE
         self._ioctl(self._pages, _SCAN, 96, flags, begin, end, 0, 0, 0, 0, 0, _WRITTEN, 0, _WRITTEN)
 
     def count(self, question: _Question) -> int:
-        """How many runs of written pages there are. OSError where the memory isn't registered any more."""
+        """Returns the number of runs of written pages. Raises OSError if the memory isn't registered any more."""
         found = int(self._call(self._pages, _SCAN, question.address))
         if found < 0:
             raise OSError(ctypes.get_errno(), "ioctl")
@@ -116,7 +116,7 @@ class _System:
 
 @cache
 def system_of(process: Process) -> _System | None:
-    # What a child inherits speaks of its parent's memory: each process has its own.
+    # Inherited descriptors refer to the parent's memory, so each process opens its own.
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return None
     try:
@@ -131,18 +131,18 @@ def most_spans() -> int:
     mappings = _USUAL_MAPPINGS
     with contextlib.suppress(OSError, ValueError), open("/proc/sys/vm/max_map_count", encoding="ascii") as file:
         mappings = int(file.read())
-    return mappings // _SHARE_OF_MAPPINGS // 2  # each is cut off at both ends
+    return mappings // _SHARE_OF_MAPPINGS // 2  # each span splits mappings at both of its ends
 
 
 class PageWatch:
-    """Notices whatever this process writes into some memory, by any way: also through NumPy, or a file that is read.
+    """Notices every write of this process to some memory, also through NumPy or by reading a file into it.
 
-    What a device writes isn't noticed, nor what another process writes to memory or a file that both have mapped; see
+    Writes by a device aren't noticed, nor those of another process to memory or a file that both have mapped; see
     `is_private`.
 
     Args:
-        ranges: of addresses; the whole pages in them are watched. They are memory of this process for as long as this
-            object is there.
+        ranges: ranges of addresses, of which the whole pages are watched. They must remain memory of this process as
+            long as this object exists.
 
     Attributes:
         is_private: since the first `begin`, whether no file and no other process can change the memory.
@@ -157,11 +157,11 @@ class PageWatch:
         self._overview: list[_Question] = []
         self._between: list[bytes | None] = []
         self._process: Process | None = None
-        self._spans: Sequence[Range] = ()  # what is registered: the ranges, and what lies between near ones
+        self._spans: Sequence[Range] = ()  # the registered memory: the ranges, and the gaps between near ones
         self._is_written = True
 
     def begin(self) -> bool:
-        """Forgets what was written until now; False where the system can't tell what will be."""
+        """Forgets the writes until now; returns False if the system can't report later ones."""
         process = _this_process()
         system = system_of(process)
         if system is None:
@@ -169,7 +169,7 @@ class PageWatch:
         with _lock:
             for other in list(_all):
                 if other is not self and _overlap(self.ranges, other.ranges):
-                    other._look()  # before what it would have seen is forgotten
+                    other._look()  # before the writes that it would have seen are forgotten
             if (self._process != process or not self._protect(system)) and not self._register(system):
                 return False
             self._process, self._is_written = process, False
@@ -185,20 +185,20 @@ class PageWatch:
             for count, one in enumerate(spans):
                 self._spans = spans[: count + 1]
                 system.register(*one)
-        except OSError:  # some of it can't be, or there are no more mappings to be had
+        except OSError:  # some memory can't be registered, or no mappings are left
             self._unregister(system)
             return False
         if not self._protect(system):
             self._unregister(system)
             return False
-        # Some more runs than there are places between the ranges of one span.
+        # More runs than a span has gaps between its ranges.
         self._overview = [_Question(*one, 2 * len(self.ranges) + 2) for one in spans]
         self._between = []
         return True
 
     def _unregister(self, system: _System) -> None:
         for one in self._spans:
-            with contextlib.suppress(OSError):  # it isn't there any more
+            with contextlib.suppress(OSError):  # the memory may be unmapped by now
                 system.unregister(*one)
         self._spans = ()
 
@@ -206,12 +206,12 @@ class PageWatch:
         try:
             for one in self.ranges:
                 system.protect(*one)
-        except OSError:  # not registered, or no more: another watch of the same memory has ended
+        except OSError:  # not registered, or unregistered by the end of another watch of the same memory
             return False
         return True
 
     def is_written(self) -> bool:
-        """Whether any of it was written since the last `begin`."""
+        """Returns whether any watched page was written since the last `begin`."""
         with _lock:
             return self._look()
 
@@ -221,7 +221,7 @@ class PageWatch:
             system = system_of(process)
             try:
                 self._is_written = system is None or self._process != process or self._asks(system)
-            except OSError:  # some of it was given back and is other memory by now
+            except OSError:  # some of the memory was freed and may have been mapped again
                 self._is_written = True
         return self._is_written
 
@@ -229,17 +229,17 @@ class PageWatch:
         seen: list[bytes | None] = []
         try:
             seen = [question.answer(system.count(question)) for question in self._overview]
-        except OSError:  # what lay between the ranges was given back, and is other memory by now
+        except OSError:  # the memory between the ranges was freed and may have been mapped again
             self._overview = []
         if seen and None not in seen and seen == self._between:
             return False
         if any(system.count(question) for question in self._questions):
             return True
-        self._between = seen  # none of it is in a range, for none of these was written afterwards
+        self._between = seen  # no run is inside a range, since no range was written
         return False
 
     def end(self) -> None:
-        """Watches no more."""
+        """Stops watching."""
         process = _this_process()
         system = system_of(process) if self._process == process else None
         if system is not None:
@@ -257,7 +257,7 @@ def _this_process() -> Process:
 
 
 def _renew() -> None:
-    # A child process has none of the threads that might have held the lock, and nothing registered.
+    # A child process has no threads that might hold the lock, and no registered memory.
     global _lock, _forks
     _lock = threading.RLock()
     _forks += 1
@@ -274,7 +274,7 @@ def _up(address: int) -> int:
 
 
 def _spans(ranges: Sequence[Range]) -> tuple[bool, list[Range]]:
-    """Whether no file and no other process writes to some ranges, which go upward, and what to register for them."""
+    """Returns whether ascending ranges are private to this process, and the spans to register for them."""
     mapped: list[list[int]] = []
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
         for line in lines:
@@ -300,7 +300,7 @@ def _spans(ranges: Sequence[Range]) -> tuple[bool, list[Range]]:
 
 
 def _overlap(some: Sequence[Range], others: Sequence[Range]) -> bool:
-    """Whether any of the ones, upward, has memory in common with any of the others, upward."""
+    """Returns whether two ascending lists of ranges overlap anywhere."""
     if not some or not others or some[-1][1] <= others[0][0] or others[-1][1] <= some[0][0]:
         return False
     first, second = iter(some), iter(others)

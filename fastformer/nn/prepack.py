@@ -1,4 +1,4 @@
-"""The weights of models and stacks that are packed for the C++ engine, and whether they are still their own."""
+"""Packs the weights of models and stacks for the C++ engine, and notices when the originals change."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ T = TypeVar("T")
 
 
 class Held(Protocol):
-    """The tensors of a model or a stack, as `ModelGuards` has them."""
+    """The tensors of a model or a stack, with the attributes of `ModelGuards`."""
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All of which a change counts."""
+        """The tensors whose changes are noticed."""
 
     @property
     def layout(self) -> object:
-        """Where they are; see `layout_of`."""
+        """The places of the tensors in memory; see `layout_of`."""
 
 
-# (model) -> the guards of a model that may be packed, or None and why it may not.
+# (model) -> the guards of a model that may be packed, or None and the reason why it may not.
 FindGuards: TypeAlias = Callable[[Any], tuple[Held | None, str | None]]
 if TYPE_CHECKING:
     import numpy as np
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 
     Bits: TypeAlias = npt.NDArray[np.integer[Any]]
 
-_SAMPLES = 32  # of each tensor, where the system doesn't say what was written
-_WHOLE_BYTES = 2 * mmap.PAGESIZE  # tensors below are read whole
+_SAMPLES = 32  # the number of samples of each tensor, if the system doesn't report writes
+_WHOLE_BYTES = 2 * mmap.PAGESIZE  # smaller tensors are read whole
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _numbers = itertools.count()
 
 
 class Fingerprint(NamedTuple):
-    """Differs once the weights or the config of a model have changed; see `fingerprint`."""
+    """A value that differs after the weights or the config of a model have changed; see `fingerprint`."""
 
     layout: object
     versions: object
@@ -57,7 +57,7 @@ class Fingerprint(NamedTuple):
 
 
 class _Watch:
-    """Finds out whether the tensors of a model were written. It keeps them alive.
+    """Notices writes to the tensors of a model, and keeps the tensors alive.
 
     Attributes:
         layout: see `Held`.
@@ -78,23 +78,23 @@ class _Watch:
             parts += map(_samples, memory)
         self._read = [part for part in parts if part.size]
         self._digest = _extension.host_function("memory_digest")
-        if self._digest is not None:  # which reads what lies in one piece
+        if self._digest is not None:  # it reads contiguous memory
             whole = [part for part in self._read if part.flags.c_contiguous]
-            self._places = [(part.ctypes.data, part.nbytes) for part in whole]  # of tensors, which this keeps alive
+            self._places = [(part.ctypes.data, part.nbytes) for part in whole]  # this object keeps the tensors alive
             self._read = [part for part in self._read if not part.flags.c_contiguous]
 
     def look(self) -> bytes:
-        """Begins another period if the watched memory was written. Returns what has to be read of the rest."""
+        """Begins another period if the watched memory was written. Returns bytes to compare for the other memory."""
         if self._pages is not None and self._pages.is_written():
             self.period = next(_numbers)
             if not self._pages.begin():
-                # A child process may be denied what its parent had: then each look is another.
+                # A child process may lack its parent's permission: then each look begins another period.
                 return next(_numbers).to_bytes(8, "big")
         seen = b"" if self._digest is None else self._digest(self._places)
         return seen + b"".join([part.tobytes() for part in self._read])
 
     def end(self) -> None:
-        """Stops watching. Call it before another watch of the same memory begins, which this would end."""
+        """Stops watching. Call this before another watch of the same memory begins, since it would end that watch."""
         if self._pages is not None:
             self._pages.end()
 
@@ -106,16 +106,16 @@ _watches: WeakKeyDictionary[nn.Module, _Watch] = WeakKeyDictionary()
 
 
 def fingerprint(model: nn.Module, find: FindGuards) -> Fingerprint:
-    """A value that differs once a parameter or buffer of a model was changed or replaced, or its config was changed.
+    """Returns a value that differs after a parameter, a buffer or the config of a model was changed or replaced.
 
-    PyTorch counts the changes of a tensor, but for those through `parameter.data` or an array that shares its memory.
-    Where Linux says what was written (see `page_watch`), each of these is noticed as well. Elsewhere, and where other
-    processes may write, a few elements of each matrix are compared, and all of each vector: there, a change of a few
-    elements of a matrix can be missed; see `repack`.
+    PyTorch counts the changes of a tensor, except those through `parameter.data` or an array that shares its memory. If
+    Linux reports writes (see `page_watch`), these are noticed as well. Otherwise, and if other processes may write, all
+    elements of each vector but only a few of each matrix are compared. A change of a few elements of a matrix can then
+    be missed; see `repack`.
 
     Args:
-        model: whose weights are read.
-        find: its guards.
+        model: the model whose weights are read.
+        find: finds the guards of the model.
 
     Raises:
         ValueError: the model is no longer one that the C++ engine supports.
@@ -137,31 +137,31 @@ def fingerprint(model: nn.Module, find: FindGuards) -> Fingerprint:
 
 
 def _memory(tensor: Tensor) -> Bits:
-    """All that lies between a tensor's first and last element, as bits, a view."""
+    """Returns the memory from a tensor's first to its last element as integers, in a view."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     bits = tensor.as_strided((extent,), (1,)).view(_BITS[tensor.element_size()])
     return cast("Bits", bits.numpy())
 
 
 def _range(bits: Bits) -> tuple[int, int]:
-    # A small tensor is read whole: its page has neighbours, and so have the first and the last page of a large one.
+    # A small tensor is read whole: it shares its pages with other data, as a large one shares its first and last page.
     begin = bits.ctypes.data
     return (begin, begin + bits.nbytes) if bits.nbytes >= _WHOLE_BYTES else (begin, begin)
 
 
 def _edges(bits: Bits) -> list[Bits]:
-    """What of a tensor no watched page holds."""
+    """Returns the parts of a tensor outside of the watched pages."""
     if bits.nbytes < _WHOLE_BYTES:
         return [bits]
     page, size = mmap.PAGESIZE, bits.itemsize
-    # Rounded up: memory that begins at any byte has elements on both sides of a page's end.
+    # Rounded up: if memory isn't aligned to its elements, one element may cross the end of a page.
     before, behind = -(bits.ctypes.data // -page) * page - bits.ctypes.data, (bits.ctypes.data + bits.nbytes) % page
     return [bits[: -(-before // size)], bits[len(bits) - -(-behind // size) :]]
 
 
 def _samples(bits: Bits) -> Bits:
-    """The part of a tensor that is compared if the pages don't tell all."""
-    # An odd step doesn't stay in one column of a matrix whose width is a power of two.
+    """Returns the elements of a tensor that are compared if watching pages isn't enough."""
+    # With an odd step the samples aren't all in one column of a matrix whose width is a power of two.
     return bits if bits.nbytes < _WHOLE_BYTES else bits[:: max(1, len(bits) // _SAMPLES) | 1]
 
 
@@ -177,16 +177,16 @@ def packed(
     find: FindGuards,
     may_be_old: bool = False,
 ) -> T:
-    """What `pack` made of a model in a precision, made again when the model has changed since.
+    """Returns the result of `pack` for a model in a precision, and packs again if the model has changed.
 
-    There is one at a time for each model and precision, the same in all threads, and none when the model is gone.
+    Each model has one result per precision, which all threads share and which is dropped with the model.
 
     Args:
-        model: one whose weights `pack` reads, a stack of layers among them.
-        precision: names what is packed.
-        pack: packs it. What it returns must not refer to the model, or neither would ever be freed.
-        find: the guards of the model.
-        may_be_old: accept what is there, whether or not the model has changed since: the caller asks again before use.
+        model: a model, or a stack of layers, whose weights `pack` reads.
+        precision: the name of the result.
+        pack: packs the weights. Its result must not refer to the model, or neither would ever be freed.
+        find: finds the guards of the model.
+        may_be_old: return an existing result even if the model has changed since; the caller checks again before use.
     """
     with _lock:
         kept = _packed.setdefault(model, {})
@@ -194,20 +194,20 @@ def packed(
             return cast(T, kept[precision][1])
         now = fingerprint(model, find)
         for name in [name for name, (before, _) in kept.items() if before != now]:
-            del kept[name]  # there may be no memory for two
+            del kept[name]  # memory may not suffice for two
         if precision not in kept:
             kept[precision] = (now, pack())
         return cast(T, kept[precision][1])
 
 
 def is_packed(model: nn.Module, precision: str) -> bool:
-    """Whether there is something that `packed` made, as the model is now or as it was."""
+    """Returns whether `packed` has a result for a model, be it current or outdated."""
     with _lock:
         return precision in _packed.get(model, ())
 
 
 def packed_before(model: nn.Module, precision: str, *, find: FindGuards) -> Any:
-    """The result of `packed` for a model as it is now, or None: nothing is packed for this call."""
+    """Returns the result of `packed` if it exists and is current; else None, without packing."""
     with _lock:
         kept = _packed.get(model, {})
         if precision not in kept:
@@ -219,25 +219,25 @@ def packed_before(model: nn.Module, precision: str, *, find: FindGuards) -> Any:
 
 
 def unpack(model: nn.Module) -> None:
-    """Drops what was packed of a model by itself."""
+    """Drops the packed weights of a model."""
     with _lock:
         _packed.pop(model, None)
 
 
 def repack(model: nn.Module) -> None:
-    """Has the next batch pack the weights of a model again for the C++ engine, in `generate` as in a Translator.
+    """Makes the next batch pack the weights of a model again for the C++ engine, in `generate` and in a Translator.
 
-    It is for changes that PyTorch doesn't count, through `parameter.data` or an array that shares its memory, where the
-    system doesn't tell what was written: without Linux 6.7 or newer, in a sandbox that forbids `userfaultfd` (as
-    Docker's default one does), in memory that is pinned for a device, and for models beyond the first thousands in one
-    process. It is also for what another process writes to memory or a file that this one has mapped. There, a change of
-    a few elements of a matrix can go unnoticed. All other changes are noticed without this.
+    It is for changes that PyTorch doesn't count, through `parameter.data` or an array that shares its memory, if the
+    system doesn't report writes: without Linux 6.7 or newer, in a sandbox that forbids `userfaultfd` (as Docker's
+    default one does), in memory that is pinned for a device, and for models beyond the first thousands in one process.
+    It is also for writes of another process to memory or a file that this process has mapped. In these cases a change
+    of a few elements of a matrix can go unnoticed. All other changes are noticed without this.
 
     Args:
-        model: the one that was changed, or one that holds it.
+        model: the model that was changed, or a module that contains it.
 
     Raises:
-        ValueError: something else than a module.
+        ValueError: `model` is no module.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"expected a model, got {type(model).__name__}")
@@ -247,7 +247,7 @@ def repack(model: nn.Module) -> None:
 
 
 def _renew_lock() -> None:
-    # A child process has none of the threads that might have held it.
+    # A child process has no threads that might hold the lock.
     global _lock
     _lock = threading.Lock()
 

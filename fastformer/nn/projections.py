@@ -1,4 +1,4 @@
-"""From inputs to queries, keys and values: the projections of an attention, their biases, and norms of the heads."""
+"""The projections of an attention from inputs to queries, keys and values, with biases and norms of the heads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ QK_NORMS = ("head", "all")
 
 
 class Projections(nn.Module):
-    """The parameters of `MultiheadAttention`, which derives from this, and what is computed from them alone."""
+    """The base of `MultiheadAttention`: its parameters and the projections that need nothing else."""
 
     in_proj_weight: Tensor
     q_proj_weight: Tensor
@@ -87,7 +87,7 @@ class Projections(nn.Module):
                 nn.init.xavier_normal_(bias)
 
     def project_memory(self, key: Tensor, value: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Projects keys and values alone, for a cache.
+        """Projects only keys and values, for a cache.
 
         Args:
             key: (seqlen_k, batch, kdim), or (batch, seqlen_k, kdim) with batch_first, or packed (total_k, kdim).
@@ -125,7 +125,7 @@ class Projections(nn.Module):
         return self._heads(q), self._heads(k), self._heads(v)
 
     def _in_proj(self) -> tuple[Tensor | None, Tensor | None]:
-        # Read once a call: a parametrised one is made anew each time. The weight is None where there are three.
+        # Read once a call: a parametrised weight is computed at each access. It is None if there are three weights.
         return self.in_proj_weight if self._qkv_same_embed_dim else None, self.in_proj_bias
 
     def _q_weights(self, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -151,7 +151,7 @@ class Projections(nn.Module):
     def _head_dim(self) -> int:
         if self.q_dim != self.embed_dim:
             return self.head_dim
-        # By num_heads, which may have been set since, as torch.nn reads it.
+        # By the current num_heads, which may have been set after construction; torch.nn reads it, too.
         head_dim, rest = divmod(self.embed_dim, self.num_heads)
         if rest:
             raise InputError(f"expected num_heads to divide embed_dim, got {self.num_heads} and {self.embed_dim}")
@@ -161,12 +161,12 @@ class Projections(nn.Module):
         return x.unflatten(-1, (-1, self._head_dim()))
 
     def _normalise(self, plan: NormPlan | None, name: str, x: Tensor) -> Tensor:
-        """Queries or keys (..., heads, head_dim) behind their norm, if they have one.
+        """Normalises queries or keys (..., heads, head_dim), if they have a norm.
 
         Args:
-            plan: of the norm; None where it is called.
-            name: of the norm.
-            x: what it normalises.
+            plan: the plan of the norm; None if the norm is called.
+            name: the name of the norm.
+            x: the queries or keys.
         """
         if self.qk_norm is None:
             return x
@@ -175,5 +175,5 @@ class Projections(nn.Module):
 
 
 def _of_dtype(bias: Tensor | None, weight: Tensor) -> Tensor | None:
-    # Of another dtype than its weight, PyTorch's linear takes a bias or not by how the input lies in memory.
+    # If the bias's dtype isn't the weight's, PyTorch's linear accepts or refuses it by the input's memory layout.
     return bias if bias is None or bias.dtype == weight.dtype else bias.to(weight.dtype)

@@ -1,4 +1,4 @@
-"""What the stacks of layers have in common: their plan, and the way of a batch through the layers."""
+"""The base of the stacks of layers: their plan, and the computation of a batch by the layers."""
 
 from __future__ import annotations
 
@@ -29,23 +29,24 @@ from fastformer.nn.packed_stack import PRECISIONS, StackSettings, run_packed, wh
 from fastformer.ops import _eager, _extension, _library
 from fastformer.ops.linear import runs_as_op
 
-# What goes from layer to layer.
+# The type of the values between layers.
 State = Tensor | ResidualStream
 _MOST_ROUTES = 256
 _NORM_AND_FEED_FORWARD = ("add_layer_norm_fwd", "feed_forward_fwd")
 
 
 class Evaluation(NamedTuple):
-    """An encoder without dropout whose layers are alike: all that one call of C++ needs of it.
+    """The data of an encoder without dropout and with equal layers that one call of C++ needs.
 
-    That is the engine, where it may copy the weights and knows the mask, and else the op `encoder_stack`.
+    The call is one of the engine, if that may copy the weights and supports the mask, and else of the op
+    `encoder_stack`.
 
     Attributes:
-        parameters: where the tensors stand, in the op's order.
-        attention: that of the first layer.
+        parameters: the places of the tensors, in the op's order.
+        attention: the attention of the first layer.
         settings: eps, num_heads, num_kv_heads, activation, norm_first, rms_norm and the final norm's rms_norm.
         routes: by the number of rows, the dtype and a forced backend: whether each projection is the extension's.
-        packed: the same settings for the engine; None where it doesn't know them.
+        packed: the same settings for the engine; None if it doesn't support them.
     """
 
     parameters: tuple[tuple[dict[str, Any], str], ...]
@@ -64,13 +65,13 @@ class Evaluation(NamedTuple):
         *,
         is_trusted: bool,
     ) -> Tensor | None:
-        """The stack's output without gradients, from one call; None where something may see or change a part of it.
+        """Computes the stack's output without gradients in one call; None if something may see or change a part of it.
 
         Args:
-            stack: whose plan this is.
+            stack: the stack of this plan.
             x: (batch, seqlen, dim), or packed (total, dim).
             mask: (seqlen, seqlen) or (batch * num_heads, seqlen, seqlen), bool (True = ignore) or additive.
-            is_causal: whether attention is causal, in place of the mask.
+            is_causal: whether attention is causal, instead of a mask.
             layout: how x lies in memory.
             is_trusted: whether nothing in the layout needs a check.
         """
@@ -145,17 +146,17 @@ class Evaluation(NamedTuple):
 
 
 class StackPlan(NamedTuple):
-    """How a stack computes, as far as its modules decide it.
+    """The parts of a stack's computation that depend only on its modules.
 
     Attributes:
-        replaced: the function that is called instead, because it was put in the place of torch.nn's.
-        layers: the plans of the layers that the stack computes without a call; None in the place of the others.
-        norm: the plan of the final norm; None where there is none, or it is called.
-        streams: whether the last addition of each layer joins the first norm of the next one.
-        why_padded: why the stack computes padding, in words; None where the layers may get packed tokens instead.
-        is_windowed: whether a layer attends to its neighbourhood alone.
-        evaluation: of an encoder that one call computes in evaluation.
-        gathers: whether layers with known plans are called, for the call brings their parameters together.
+        replaced: the function that is called instead, because it replaced torch.nn's.
+        layers: the plans of the layers that the stack computes without a call; None for each of the others.
+        norm: the plan of the final norm; None if that doesn't exist or is called.
+        streams: whether the last addition of each layer is fused with the first norm of the next one.
+        why_padded: why the stack computes padding, in words; None if the layers may get packed tokens instead.
+        is_windowed: whether a layer attends only to a window of neighbours.
+        evaluation: the data for computing an encoder in one call in evaluation; None if that isn't possible.
+        gathers: whether layers with known plans are called because the call gathers their parameters.
     """
 
     replaced: Replacement | None
@@ -169,8 +170,8 @@ class StackPlan(NamedTuple):
 
 
 def find_stack_plan(stack: Stack) -> StackPlan:
-    """The plan of a stack as it is now."""
-    # A list of another class may give other layers than it holds.
+    """Finds the plan of a stack in its current state."""
+    # A list of another class may yield other layers than it contains.
     layers: list[Any] = [*stack.layers._modules.values()] if type(stack.layers) is nn.ModuleList else []
     plans = [_plan_inside(layer) for layer in layers]
     norm = None if stack.norm is None else find_norm_plan(stack.norm)
@@ -195,7 +196,7 @@ def find_stack_plan(stack: Stack) -> StackPlan:
 
 
 def _plan_inside(layer: Any) -> LayerPlan | None:
-    """The plan of a layer, or of anything else in its place; None where it has to be called."""
+    """Returns the plan of a layer, or of another module in its place; None if it has to be called."""
     if not isinstance(layer, TransformerEncoderLayer | TransformerDecoderLayer):
         return None
     plan = find_layer_plan(layer)
@@ -203,13 +204,13 @@ def _plan_inside(layer: Any) -> LayerPlan | None:
 
 
 def _why_padded(layer: Any, plan: LayerPlan | None) -> str | None:
-    """Why a layer can't get packed tokens: something in it would see that they are, or needs them side by side."""
+    """Returns why a layer can't get packed tokens: a part would see the packing, or needs the padded batch."""
     if plan is None:
         return "it is of another class, or has a hook or a forward of its own"
     if not plan.norms:
         return "a norm, a dropout or a block is called"
     if plan.feed_forward is None:
-        return "a part of the feed-forward network is called"  # which may look at more than one token
+        return "a part of the feed-forward network is called"  # it may read more than one token
     attentions: list[tuple[AttentionPlan | None, Any]] = [(plan.self_attention, layer.self_attn)]
     if layer.has_cross_attention:
         attentions.append((plan.cross_attention, layer.multihead_attn))
@@ -222,7 +223,7 @@ def _why_padded(layer: Any, plan: LayerPlan | None) -> str | None:
 
 
 def _evaluation(layers: list[tuple[Any, LayerPlan]], norm: NormPlan | None) -> Evaluation | None:
-    """What one call needs of layers that take packed tokens; None where they differ, drop something, or cross."""
+    """Returns the data for one call of layers; None if they differ, have dropout or cross-attention."""
     parameters: list[tuple[dict[str, Any], str]] = []
     eps: list[float] = []
     alike: set[tuple[Any, ...]] = set()
@@ -273,7 +274,7 @@ def _evaluation(layers: list[tuple[Any, LayerPlan]], norm: NormPlan | None) -> E
 
 
 def _has_own_methods(module: nn.Module) -> bool:
-    """Whether no method of a module is overridden, by a class of another library or on the module itself."""
+    """Returns whether no method of a module is overridden by another library's class or on the module itself."""
     kind = type(module)
     are_known = all(each.__module__.startswith(("fastformer.", "torch.")) for each in kind.__mro__[:-1])
     return are_known and not any(callable(getattr(kind, name, None)) for name in vars(module))
@@ -283,7 +284,7 @@ _PLANS: Plans[StackPlan] = Plans("_fastformer_stack", find_stack_plan)
 
 
 def stack_plan(stack: Stack) -> StackPlan:
-    """The plan of a stack in this call."""
+    """Returns the plan of a stack for the current call."""
     plan = _PLANS.of(stack)
     if not is_watched():
         return plan
@@ -292,11 +293,11 @@ def stack_plan(stack: Stack) -> StackPlan:
 
 
 class Stack(nn.Module):
-    """Layers in turn, then an optional norm; additions join the following norm wherever the layers allow it."""
+    """Layers in order, then an optional norm; additions are fused with the next norm if the layers allow it."""
 
-    layers: Any  # an nn.ModuleList of layers: ours, torch.nn's or the caller's
+    layers: Any  # an nn.ModuleList of layers: fastformer's, torch.nn's or the caller's
     norm: nn.Module | None
-    # Whether the engine may keep a copy of an encoder's weights, for evaluation; see `packed_stack`.
+    # Whether the engine may hold a copy of an encoder's weights, for evaluation; see `packed_stack`.
     packs_weights = True
 
     def __init__(self, layer: nn.Module, num_layers: int, norm: nn.Module | None) -> None:
@@ -308,7 +309,7 @@ class Stack(nn.Module):
         self.layers = nn.ModuleList([copy.deepcopy(layer) for _ in range(num_layers)])
         self.num_layers = num_layers
         self.norm = norm
-        # Recomputes each layer in the backward pass instead of keeping what it computed.
+        # Recomputes each layer in the backward pass instead of storing its activations.
         self.gradient_checkpointing = False
 
     def _run(
@@ -325,19 +326,19 @@ class Stack(nn.Module):
             else:
                 state = call(layer, own, i, state)
             if plan.why_padded is not None and not torch.compiler.is_compiling():
-                plan = stack_plan(self)  # a module or a hook that was called may have changed what comes next
+                plan = stack_plan(self)  # a called module or hook may have changed the next layers
         if not isinstance(state, ResidualStream):
             return state if self.norm is None else self.norm(state)
         if self.norm is None:
             return state.value()
         if state.delta is None or plan.norm is None:
             return self.norm(state.value())
-        # In the stream's dtype, as torch.nn has it under autocast.
+        # In the stream's dtype, as in torch.nn under autocast.
         delta = state.delta.to(torch.promote_types(state.delta.dtype, state.residual.dtype))
         return plan.norm.join(delta, state.residual, state.dropout_p)[0]
 
     def _seqlen(self, x: Tensor, layout: SequenceLayout | None) -> int | None:
-        """The length that a mask must have; None where sequences are packed, or nothing says which dimension it is."""
+        """Returns the length that a mask must have; None for packed sequences, or if the dimension isn't known."""
         attention = getattr(self.layers[0], "self_attn", None) if len(self.layers) else None
         if (layout is not None and layout.is_packed) or attention is None:
             return None
@@ -345,9 +346,9 @@ class Stack(nn.Module):
 
 
 def as_rows(plan: StackPlan, x: Tensor) -> Tensor | None:
-    """A batch (.., .., dim) as (rows, dim), on which layers spare the views around each product; None where they don't.
+    """Returns a batch (.., .., dim) as (rows, dim), so that layers need no views around products; None if they do.
 
-    The layers get the first two dimensions along with it.
+    The layers get the first two dimensions separately.
     """
     if torch.compiler.is_compiling() or plan.gathers or not may_pack(plan, x) or not x.is_contiguous():
         return None
@@ -355,7 +356,7 @@ def as_rows(plan: StackPlan, x: Tensor) -> Tensor | None:
 
 
 def may_pack(plan: StackPlan, *inputs: Tensor) -> bool:
-    """Whether the layers compute the same for packed tokens, and nothing sees that they are packed."""
+    """Returns whether the layers compute the same for packed tokens, and no other code sees the packing."""
     return (
         plan.why_padded is None
         and all(type(each) in (Tensor, nn.Parameter) and each.dim() == 3 for each in inputs)

@@ -25,15 +25,15 @@ class TransformerEncoder(Stack):
     """`torch.nn.TransformerEncoder`: a stack of encoder layers, and, with a cache, of a decoder-only model's.
 
     Args:
-        encoder_layer: a `TransformerEncoderLayer` (ours or torch.nn's), copied num_layers times.
+        encoder_layer: a `TransformerEncoderLayer` (fastformer's or torch.nn's), copied num_layers times.
         num_layers: number of layers.
         norm: applied to the output.
-        enable_nested_tensor, mask_check: there for the signature; `layout=` is how padding is left out here.
+        enable_nested_tensor, mask_check: only complete torch.nn's signature; here `layout=` omits padding.
 
     Attributes:
         gradient_checkpointing: recompute each layer in the backward pass, to save memory while training.
         packs_weights: in evaluation without gradients on a CPU, compute all layers in one call over a packed copy of
-            their weights, which takes as much memory as they do. False does without.
+            their weights, which takes as much memory as they do. False makes no copy.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class TransformerEncoder(Stack):
             src: (seqlen, batch, d_model), or (batch, seqlen, d_model) with batch_first, or (seqlen, d_model), or packed
                 (total, d_model).
             mask, src_key_padding_mask: bool (True = ignore) or additive; see `MultiheadAttention`.
-            is_causal: the mask is the causal one (and needn't be given); None: look at the mask, see `is_causal_mask`.
+            is_causal: the mask is the causal one (and needn't be given); None: read the mask, see `is_causal_mask`.
             layout: how src lies in memory.
             cache: keys and values of earlier tokens. src's own are appended and the lengths advanced (by the layout's
                 seqlens where it is given); attention is causal. A packed src is the prompts of rows that are empty.
@@ -107,7 +107,7 @@ class TransformerEncoder(Stack):
     def _padding(
         self, plan: StackPlan, src: Tensor, mask: Tensor | None, key_padding_mask: Tensor, is_causal: bool
     ) -> Padding | None:
-        """The padding that the layers need not compute; None where they do."""
+        """Returns the padding that the layers need not compute; None if they compute everything."""
         # torch.nn reads a mask that it is also told to be causal, where there is padding.
         says_all = mask is None or (is_causal and is_causal_mask(mask))
         if not says_all or not may_pack(plan, src):
@@ -131,7 +131,7 @@ class TransformerEncoder(Stack):
         *,
         is_trusted: bool = False,
     ) -> Tensor:
-        """Passes the input through the layers as it is.
+        """Passes the input through the layers without packing it.
 
         Args:
             is_trusted: whether the layout was read from a mask, so that nothing in it needs a check.
@@ -160,7 +160,7 @@ class TransformerEncoder(Stack):
                 options = given(layout=layout, cache=inner, rotary=turns, position_bias=position_bias, shape=shape)
                 return layer.compute(own, state, mask, key_padding_mask, is_causal, **options)
             options = given(layout=layout, cache=kept, rotary=turns, position_bias=position_bias)
-            # torch.nn's stack gives its layers masks that are added.
+            # torch.nn's stack passes additive masks to its layers.
             masks = {"src_mask": mask, "src_key_padding_mask": key_padding_mask}
             masks = {name: as_additive(each, src.dtype) for name, each in masks.items()}
             return layer(state, **masks, is_causal=is_causal, **options)
@@ -169,7 +169,7 @@ class TransformerEncoder(Stack):
             return self._run(plan, rows, call).view(src.shape)
         if cache is None or step is None:
             return self._run(plan, src, call)
-        # A cache keeps no graph, so gradients would be wrong: there are none.
+        # A cache records no graph, so gradients would be wrong: none are computed.
         with torch.no_grad():
             out = self._run(plan, src, call)
         cache.commit(step)
@@ -184,7 +184,7 @@ class TransformerDecoder(Stack):
     """`torch.nn.TransformerDecoder`: a stack of decoder layers, with a KV cache for decoding.
 
     Args:
-        decoder_layer: a `TransformerDecoderLayer` (ours or torch.nn's), copied num_layers times.
+        decoder_layer: a `TransformerDecoderLayer` (fastformer's or torch.nn's), copied num_layers times.
         num_layers: number of layers.
         norm: applied to the output.
 
@@ -216,14 +216,14 @@ class TransformerDecoder(Stack):
         Args:
             tgt: (seqlen_q, batch, d_model), or (batch, seqlen_q, d_model) with batch_first, or (seqlen_q, d_model), or
                 packed (total_q, d_model).
-            memory: the encoder's output, likewise; None where the cache already holds its keys and values.
+            memory: the encoder's output, likewise; None if the cache already holds its keys and values.
             tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask: bool (True = ignore) or additive.
-            tgt_is_causal: tgt_mask is the causal one (and needn't be given); None: look at it, see `is_causal_mask`.
+            tgt_is_causal: tgt_mask is the causal one (and needn't be given); None: read it, see `is_causal_mask`.
             memory_is_causal: memory_mask is the causal one.
             layout, memory_layout: how tgt and memory lie in memory.
             cache: keys and values of earlier tokens. The first call stores the memory's; every call appends tgt's and
                 advances the lengths (by the layout's seqlens where it is given); self-attention is causal. A packed
-                tgt is the prompts of rows that are empty. For inference. Of masks, the first call may bring
+                tgt is the prompts of rows that are empty. For inference. The only mask is the first call's
                 memory_key_padding_mask.
             rotary: rotates queries and keys of the self-attention.
             position_bias: added to the scores of every layer's self-attention; see `MultiheadAttention`.
@@ -271,7 +271,7 @@ class TransformerDecoder(Stack):
             self.store_memory(cache, memory, memory_layout, memory_key_padding_mask)
         step = cache.begin(*tokens)
         masks = (None, tgt_key_padding_mask)
-        # From here on the cache speaks for the memory, and it keeps no graph: gradients would be wrong.
+        # From here on the cache replaces the memory, and it records no graph: gradients would be wrong.
         with torch.no_grad():
             out = self._decode(
                 plan, tgt, None, masks, (None, None), tgt_is_causal, memory_is_causal, layout, None, step, rotary,
@@ -289,7 +289,7 @@ class TransformerDecoder(Stack):
         memory_masks: tuple[Tensor | None, Tensor | None],
         is_causal: bool,
     ) -> tuple[Padding, Padding] | None:
-        """The padding of tgt and memory that the layers need not compute; None where they do, or there is none."""
+        """Returns the padding of tgt and memory that the layers need not compute; None if they compute everything."""
         mask, key_padding_mask = masks
         memory_mask, memory_key_padding_mask = memory_masks
         if (key_padding_mask is None and memory_key_padding_mask is None) or memory_mask is not None:
@@ -323,7 +323,7 @@ class TransformerDecoder(Stack):
         rotary: RotaryPositions | None = None,
         position_bias: Tensor | None = None,
     ) -> Tensor:
-        """Passes the inputs through the layers as they are; with a cache, whose step was begun."""
+        """Passes the inputs through the layers without packing them; a cache's step must have begun."""
 
         def call(layer: nn.Module, own: LayerPlan | None, i: int, state: State) -> State:
             kept = None if step is None else step.layer(i)
@@ -362,13 +362,13 @@ class TransformerDecoder(Stack):
         The sources are those of the cache's groups that have none yet, in their order.
 
         Args:
-            cache: of as many layers as the stack.
-            memory: the encoder's output; one row a source, however many beams.
-            memory_layout: how it lies in memory, padded or packed.
+            cache: a cache with the stack's number of layers.
+            memory: the encoder's output, with one row per source for any number of beams.
+            memory_layout: the layout of memory, padded or packed.
             memory_key_padding_mask: (num_sources, source_seqlen) bool, True = ignore; anywhere in a row.
 
         Raises:
-            InputError: see `KVCache.set_memory`; a cache of another number of layers.
+            InputError: see `KVCache.set_memory`; or the cache has another number of layers.
         """
         check_layers(cache, self.layers)
         if memory.dim() != (2 if memory_layout is not None and memory_layout.is_packed else 3):
@@ -379,7 +379,7 @@ class TransformerDecoder(Stack):
             mask = memory_key_padding_mask
             if mask.dtype != torch.bool or memory_layout is not None:
                 raise InputError("expected a bool memory_key_padding_mask and no memory_layout along with a cache")
-            # What is left, one after another, is packed.
+            # The remaining tokens, one after another, are packed.
             pairs = [(k[~mask], v[~mask]) for k, v in pairs]
             seqlens = (~mask).sum(1)
         cache.set_memory([k for k, _ in pairs], [v for _, v in pairs], seqlens)
@@ -513,7 +513,7 @@ class Transformer(nn.Module):
     def generate_square_subsequent_mask(
         sz: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """The causal mask: (sz, sz), -inf above the diagonal, 0 elsewhere."""
+        """Makes the causal mask: (sz, sz), -inf above the diagonal, 0 elsewhere."""
         return square_subsequent_mask(sz, device, dtype)
 
     def _reset_parameters(self) -> None:

@@ -1,7 +1,7 @@
-"""Attention in plain PyTorch, with the scores materialised: what the kernels are held to, for every attention op.
+"""Attention in plain PyTorch with materialised scores: the reference for the kernels of every attention op.
 
-Dense, packed and cached attention differ in where the diagonal lies and how many keys and queries a sequence has; here
-each of these may be one number or one per sequence.
+Dense, packed and cached attention differ in the place of the diagonal and in the numbers of keys and queries of a
+sequence; here each of these may be one number or one per sequence.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fastformer.ops._dropout import keep_mask, keep_scale
 
 @dataclass
 class Scores:
-    """Which scores exist and how they are made: everything about attention but q, k and v.
+    """The options of attention: everything that decides the visible scores and their values, except q, k and v.
 
     Attributes:
         softmax_scale: factor of the products.
@@ -26,8 +26,8 @@ class Scores:
         keys: (batch,) number of visible keys, or None for all.
         queries: (batch,) number of queries that are real, or None for all.
         attn_mask: boolean (True = attend) or floating (added), broadcastable to (batch, num_heads, seqlen_q, seqlen_k).
-        dropout_p, dropout_seed: of the attention weights.
-        softcap: c of c * tanh(score / c), which scaled scores become before anything masks them; 0 = they stay.
+        dropout_p, dropout_seed: the dropout of the attention weights.
+        softcap: c of c * tanh(score / c), which is applied to scaled scores before any mask; 0 = no cap.
     """
 
     softmax_scale: float
@@ -42,7 +42,7 @@ class Scores:
     softcap: float = 0.0
 
     def visible(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor | None:
-        """bool, broadcastable to (batch, num_heads, seqlen_q, seqlen_k); None where everything is visible."""
+        """Returns bool, broadcastable to (batch, num_heads, seqlen_q, seqlen_k); None if everything is visible."""
         query = torch.arange(seqlen_q, device=device).view(1, 1, -1, 1)
         key = torch.arange(seqlen_k, device=device).view(1, 1, 1, -1)
         aligned = query + _per_sequence(self.diagonal)
@@ -63,7 +63,7 @@ class Scores:
         return visible
 
     def __call__(self, q: Tensor, k: Tensor) -> Tensor:
-        """(batch, num_heads, seqlen_q, seqlen_k) scaled and masked scores; -inf where nothing is to be seen."""
+        """Computes scaled and masked scores (batch, num_heads, seqlen_q, seqlen_k), -inf for hidden keys."""
         scores = soft_capped(self._products(q, k), self.softcap)
         if self.attn_mask is not None and self.attn_mask.dtype != torch.bool:
             scores = (scores + self.attn_mask).to(scores.dtype)
@@ -74,7 +74,7 @@ class Scores:
         return grouped_matmul(q, k.permute(0, 2, 3, 1), k.shape[2]) * self.softmax_scale
 
     def through_cap(self, q: Tensor, k: Tensor, dscores: Tensor) -> Tensor:
-        """The gradient of the scaled products, from that of the masked scores, (batch, num_heads, seqlen_q, seqlen_k).
+        """Computes the gradient of scaled products from that of masked scores, (batch, num_heads, seqlen_q, seqlen_k).
 
         Hidden keys may hold anything: where the gradient is 0, it stays.
         """
@@ -84,7 +84,7 @@ class Scores:
         return dscores.where(dscores == 0, dscores * slope)
 
     def keep(self, weights: Tensor) -> Tensor | None:
-        """The dropout multipliers of weights (batch, num_heads, seqlen_q, seqlen_k); None without dropout."""
+        """Returns the dropout multipliers of weights (batch, num_heads, seqlen_q, seqlen_k); None without dropout."""
         if self.dropout_p == 0.0:
             return None
         assert self.dropout_seed is not None
@@ -138,9 +138,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Ten
 
 
 def exponentials(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(exp(scores - their largest), its sum over the keys, lse) of scores over at least one key.
+    """Computes (exp(scores - their largest), its sum over the keys, lse) of scores over at least one key.
 
-    The sum keeps its last dimension, and is 1 for a row that sees nothing. So the quotient is the softmax, or zeros;
+    The sum keeps its last dimension, and is 1 for a row that sees no key. So the quotient is the softmax, or zeros;
     and derivatives of all three, of any order, are finite.
     """
     largest = scores.amax(-1, keepdim=True)
@@ -154,7 +154,7 @@ def exponentials(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def probabilities(q: Tensor, k: Tensor, lse: Tensor, scores: Scores) -> Tensor:
-    """exp(scores - lse), before dropout, in the accumulation type; rows that see nothing are 0."""
+    """Computes exp(scores - lse), before dropout, in the accumulation type; rows that see no key are 0."""
     lse = lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)
     weights = (scores(q, k) - lse).exp()
     # Beside a mask that swallows the scores lse has no room for the logarithm of how many keys are alike.

@@ -29,7 +29,7 @@ def unsupported(
     softcap: float = 0.0,
     **_: object,
 ) -> str | None:
-    """Why these kernels can't take a call, or None."""
+    """Returns why these kernels can't compute a call; None if they can."""
     if q.device.type != "cpu" or not (hasattr(_ATEN, _FORWARD) and hasattr(_ATEN, _BACKWARD)):
         return "this PyTorch has no fused attention for CPUs"
     if dropout_p > 0.0:
@@ -44,12 +44,12 @@ def unsupported(
 
 
 def _as_read(t: Tensor) -> Tensor:
-    """(batch, num_heads, seqlen, head_dim), a row's numbers side by side: the kernels take that for granted."""
+    """Returns (batch, num_heads, seqlen, head_dim) with contiguous rows, which the kernels assume."""
     return (t if t.stride(-1) == 1 else t.contiguous()).transpose(1, 2)
 
 
 def _causal_and_mask(q: Tensor, k: Tensor, scores: Scores) -> tuple[bool, Tensor | None]:
-    """Whether the kernel's own causal mask says it all, and else a mask to add, of q's dtype; None where none is."""
+    """Returns whether the kernel's own causal mask is enough, and else an additive mask in q's dtype, or None."""
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
     square = isinstance(scores.diagonal, int) and scores.diagonal == 0  # as many queries as keys
     lengths = scores.keys is not None or scores.queries is not None
@@ -68,7 +68,7 @@ def _causal_and_mask(q: Tensor, k: Tensor, scores: Scores) -> tuple[bool, Tensor
 
 
 def attend_torch(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-    """`attend`, for calls that `unsupported` has nothing against."""
+    """Computes `attend` for calls that `unsupported` accepts."""
     if k.shape[1] == 0:
         return attend(q, k, v, scores)
     is_causal, mask = _causal_and_mask(q, k, scores)
@@ -84,12 +84,12 @@ def attend_torch(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tenso
 def attend_torch_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of `attend_backward`, for calls that `unsupported` has nothing against."""
+    """Computes (dq, dk, dv) of `attend_backward` for calls that `unsupported` accepts."""
     if k.shape[1] == 0:
         return attend_backward(dout, q, k, v, out, lse, scores)[:3]
     is_causal, mask = _causal_and_mask(q, k, scores)
     num_kv_heads, group = k.shape[2], q.shape[2] // k.shape[2]
-    # Forward shares keys and values among the heads of a group; backward knows nothing of groups.
+    # The forward kernel shares keys and values among the heads of a group; the backward kernel doesn't support groups.
     keys, values = (t.repeat_interleave(group, 2) if group > 1 else t for t in (k, v))
     heads = map(_as_read, (dout, q, keys, values, out))
     gradients = getattr(_ATEN, _BACKWARD)(

@@ -1,4 +1,4 @@
-"""The gradients of ops: through PyTorch's dispatcher and past it, once and any number of times."""
+"""The gradients of ops, of first and higher order, for calls through PyTorch's dispatcher and past it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastformer.ops._library import LIBRARY, OPS, PREFERRED, Op, forced_backend,
 
 
 def unviewed(value: Tensor) -> Tensor:
-    """A new tensor as no view of what it was made of: autograd lets no view that a function gives be changed."""
+    """Returns a new tensor that isn't marked as a view: autograd forbids changing a view that a function returns."""
     return torch.ops.aten._unsafe_view.default(value, value.shape) if value._is_view() else value
 
 
@@ -30,9 +30,9 @@ def register_autograd(
     It serves calls through the dispatcher and, as an `autograd.Function`, those past it alike.
 
     Args:
-        name: of the op.
-        backward: (ctx, *gradients of the outputs) -> those of the inputs. An output without a gradient has None;
-            where all have, this isn't called.
+        name: the name of the op.
+        backward: (ctx, *gradients of the outputs) -> those of the inputs. An output without a gradient has None; if all
+            have None, this isn't called.
         setup_context: as torch.library.register_autograd takes it.
         differentiable_backward: runs in place of `backward` if its results are to be differentiated again, and under
             functorch and forward mode; None if `backward` itself is of differentiable operations.
@@ -41,7 +41,7 @@ def register_autograd(
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         # A context variable does not reach the thread in which autograd runs a GPU's backward pass.
         ctx.forced_backend = forced_backend()
-        # Zeros in place of no gradient would be one for parameters that have none, which an optimizer then moves.
+        # Zeros instead of None would give unused parameters a gradient, and an optimizer would then change them.
         ctx.set_materialize_grads(False)
         setup_context(ctx, inputs, output)
 
@@ -65,7 +65,7 @@ def register_autograd(
     op.has_autograd = True
     members = {"forward": staticmethod(forward), "backward": staticmethod(run)}
     function = type(f"fastformer_{name}", (torch.autograd.Function,), members)
-    # What `function.apply` comes to where nothing transforms the call, which `call` has seen.
+    # The equivalent of `function.apply` if no transform is active, which `call` has checked.
     op.apply = cast(Any, super(torch.autograd.Function, function)).apply
     _register_kernel(op, torch._library.autograd.Info(run, setup))
 
@@ -82,9 +82,9 @@ def forbid_double_backward(name: str) -> None:
 
 
 def _register_kernel(op: Op, info: torch._library.autograd.Info) -> None:
-    """What the dispatcher calls for autograd: torch.library's kernel, and the formula where that one would be wrong.
+    """Registers the dispatcher's autograd kernel: torch.library's, or the formula if that kernel would be wrong.
 
-    Below a transform of functorch's torch.library's kernel raises, and tangents it drops without a word.
+    Inside a functorch transform torch.library's kernel raises an error, and it silently drops tangents.
     """
     kernel = torch._library.autograd.make_autograd_impl(getattr(torch.ops.fastformer, op.name).default, info)
 
@@ -97,7 +97,7 @@ def _register_kernel(op: Op, info: torch._library.autograd.Info) -> None:
 
 
 def refuse_derivatives(name: str, *tensors: Tensor | None) -> None:
-    """For an op that has no gradients: an error where functorch or forward mode asks for them, instead of zeros.
+    """Raises an error if functorch or forward mode would differentiate an op without gradients, instead of zeros.
 
     Raises:
         NotImplementedError: one of the tensors is being differentiated by.
@@ -109,12 +109,12 @@ def refuse_derivatives(name: str, *tensors: Tensor | None) -> None:
 def differentiate(
     function: Callable[..., Any], inputs: tuple[Tensor | None, ...], needed: Sequence[bool], *grads: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of a function, as functions of its inputs and of its outputs' gradients: for double backward.
+    """Computes a function's gradients as functions of its inputs and its outputs' gradients, for double backward.
 
     Args:
         function: (*inputs) -> a tensor or a tuple of them, in differentiable operations.
-        inputs: what to differentiate by; one that is None has no gradient.
-        needed: which of them.
+        inputs: the tensors to differentiate by; an input that is None has no gradient.
+        needed: whether each input needs a gradient.
         grads: the gradients of the first outputs, or None.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Small things that several references and documented functions share."""
+"""Small helpers that several references and documented functions share."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ INTEGERS = (torch.int64, torch.int32)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What statistics, losses and sums over rows are computed in: fp32, and fp64 for fp64."""
+    """Returns the dtype of statistics, losses and sums over rows: fp32, or fp64 for fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def described(tensor: object) -> str:
-    """What came in place of a tensor, in an error message: its dtype and shape, or its type."""
+    """Describes an argument in an error message: a tensor by its dtype and shape, any other object by its type."""
     if not isinstance(tensor, Tensor):
         return type(tensor).__name__
     return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
@@ -46,7 +46,7 @@ def resolve_softcap(softcap: float) -> float:
 
 
 def soft_capped(x: Tensor, softcap: float) -> Tensor:
-    """c * tanh(x / c), which keeps numbers inside (-c, c) and leaves small ones as they are; x itself for c = 0."""
+    """Computes c * tanh(x / c), which limits numbers to (-c, c) and hardly changes small ones; returns x for c = 0."""
     return (x / softcap).tanh() * softcap if softcap else x
 
 
@@ -59,7 +59,7 @@ def check_vector(name: str, vector: Tensor | None, size: int) -> None:
 
 
 def is_matrix(value: object, columns: int) -> bool:
-    """Whether this is a floating-point tensor (any number of rows, columns)."""
+    """Returns whether a value is a floating-point tensor (any number of rows, columns)."""
     return isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == columns and value.is_floating_point()
 
 
@@ -86,7 +86,7 @@ def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: str, at_l
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Whether autograd will record what is computed from them."""
+    """Returns whether autograd will record operations on these tensors."""
     if torch.is_grad_enabled():
         for tensor in tensors:  # in each call: a generator takes three times as long
             if getattr(tensor, "requires_grad", False):
@@ -95,25 +95,25 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 class SharedReason(str):
-    """Why the kernels of a backend can't take a call, where it is the same for all ops: logged once for all."""
+    """A reason, the same for all ops, why a backend's kernels can't compute a call: it is logged only once."""
 
     __slots__ = ()
 
 
 def cpp_unsupported_dtype(op_name: str, *, x: Tensor, **_: object) -> str | None:
-    """`cpp_unsupported` of an op that C++ computes for every x of its dtypes."""
+    """Implements `cpp_unsupported` for an op that C++ computes for every x of its dtypes."""
     return no_cpp_code(x.dtype)
 
 
 def no_cpp_code(dtype: torch.dtype) -> SharedReason | None:
-    """Why the C++ kernels can't take a call in a dtype; None where they can."""
+    """Returns why the C++ kernels can't compute a call in a dtype; None if they can."""
     if dtype in (torch.float32, torch.bfloat16, torch.float64):
         return None
     return SharedReason(f"it computes in fp32, bf16 and fp64, not {dtype}")
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor holds numbers, is of no subclass, and is neither traced nor batched."""
+    """Returns whether a tensor holds numbers, is of no subclass, and is neither traced nor batched."""
     return (
         not torch.compiler.is_compiling()
         and type(tensor) is Tensor
@@ -124,7 +124,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether reading a tensor's numbers costs nothing: it is in a CPU's memory, and neither traced nor batched."""
+    """Returns whether reading a tensor's values is free: it is in CPU memory, and neither traced nor batched."""
     return tensor.device.type == "cpu" and is_plain(tensor)
 
 

@@ -45,7 +45,7 @@ _drawn: ContextVar[tuple[list[Tensor], list[object]] | None] = ContextVar("fastf
 
 
 def draw_seed(device: torch.device | str) -> Tensor:
-    """A fresh (seed, offset) for one dropout: int64, shape (2,), from the device's default generator.
+    """Draws a fresh (seed, offset) for one dropout from the device's default generator: int64, shape (2,).
 
     Drawn on the device, so that activation checkpointing, torch.compile and CUDA graphs replay it without a host sync.
     Inside of `draws_seeds_together` it is one of many that were drawn at once.
@@ -62,7 +62,7 @@ def draw_seed(device: torch.device | str) -> Tensor:
 
 
 def _may_share(device: torch.device) -> bool:
-    """Whether a seed may be one of many.
+    """Returns whether a seed may be drawn together with others.
 
     A pass that is computed again under activation checkpointing restores the generator, and what had been drawn from it
     earlier is gone then: so each seed is drawn by itself where autograd's hooks, or no gradients, may be such a pass.
@@ -83,7 +83,7 @@ def _place(device: torch.device) -> tuple[int | None, bool]:
 
 
 def draws_seeds_together(forward: Callable[P, T]) -> Callable[P, T]:
-    """A model's forward pass, whose dropouts draw their seeds at once on a GPU: one launch for 64 of them.
+    """Wraps a model's forward pass so that on a GPU its dropouts draw 64 seeds in one launch.
 
     On a CPU, where a draw is a function call, each is drawn by itself. Equal states of the generator give equal seeds.
     """
@@ -126,7 +126,7 @@ def threshold(dropout_p: float) -> int:
 
 
 def keep_scale(dropout_p: float) -> float:
-    """What a kept element is multiplied by: 1 / (1 - p) with p as rounded by `threshold`; 0 when nothing is kept."""
+    """Returns the factor of kept elements: 1 / (1 - p) with p as rounded by `threshold`; 0 if nothing is kept."""
     dropped = threshold(dropout_p)
     return 0.0 if dropped == 256 else 256 / (256 - dropped)
 
@@ -159,7 +159,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 
 
 def keep_mask(dropout_seed: Tensor, dropout_p: float, rows: int, columns: int, planes: int = 1) -> Tensor:
-    """Which elements dropout keeps.
+    """Computes the mask of the elements that dropout keeps.
 
     Args:
         dropout_seed: int64 (2,): seed and offset.

@@ -80,7 +80,7 @@ class Places(dict[tuple[type, ...], tuple[int, ...]]):
 
 
 def nothing_watches() -> bool:
-    """Whether no mode, transform or profiler is active in this thread. Not to be called while torch.compile traces."""
+    """Returns whether this thread has no active mode, transform or profiler. Not for use while torch.compile traces."""
     return (
         _included().raw_repr() == _QUIET
         and not torch._C._is_torch_function_mode_enabled()
@@ -119,7 +119,7 @@ def _overrides_functions(kind: type) -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether a transform of functorch's surrounds this call, or forward-mode differentiation."""
+    """Returns whether the call is inside a functorch transform or forward-mode differentiation."""
     return forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None
 
 
@@ -135,7 +135,7 @@ def is_differentiated(tensor: Tensor) -> bool:
 
 
 def needs_formula(args: tuple[Any, ...]) -> bool:
-    """Whether a call needs PyTorch's own operations, which have more than a forward and a backward pass."""
+    """Returns whether a call needs PyTorch's own operations, which support more than a forward and a backward pass."""
     if is_transformed() or is_traced_for_onnx():
         return True
     return not _ORDINARY.issuperset(map(type, args)) and any(map(_overrides_functions, map(type, args)))
@@ -164,7 +164,7 @@ def device_of(args: tuple[Any, ...], places: Places) -> tuple[str | None, bool]:
 
 
 class ArgumentChecks(NamedTuple):
-    """What every call has to know of its arguments.
+    """The functions that examine the arguments of every call.
 
     Attributes:
         device_of: as it is here.
@@ -179,11 +179,11 @@ class ArgumentChecks(NamedTuple):
 
 @functools.cache
 def argument_checks() -> ArgumentChecks:
-    """Both in C++ where the extension is there, in a fifth of the time."""
+    """Returns the argument checks, in C++ if the extension exists, which takes a fifth of the time."""
     in_cpp = _extension.host_function("device_of"), _extension.host_function("geometry")
     return ArgumentChecks(in_cpp[0] or device_of, in_cpp[1] or _plans.geometry, None not in in_cpp)
 
 
 def autograd_is_excluded() -> bool:
-    """Whether this thread is inside an op of its own that PyTorch differentiates as a whole."""
+    """Returns whether this thread is inside an op that PyTorch differentiates as a whole."""
     return torch._C._dispatch_tls_is_dispatch_key_excluded(_Key.AutogradOther)

@@ -1,4 +1,4 @@
-"""Finds the C++ libraries: of each, what fits this CPU, this PyTorch and this Python.
+"""Finds and loads the versions of the C++ libraries that fit this CPU, this PyTorch and this Python.
 
 - `_ops_<isa>`: the ops, one library per instruction set. It calls PyTorch's stable C functions alone: it serves every
   PyTorch from 2.11 on, and knows nothing of Python.
@@ -26,7 +26,7 @@ logger = logging.getLogger("fastformer")
 _INSTRUCTION_SETS = {"avx512": ("AVX512",), "avx2": ("AVX512", "AVX2")}
 
 NOT_BUILT = "the C++ extension is not built for this CPU; `fastformer doctor` says how"
-# Why a library that is there could not be loaded, by its name.
+# The reason why an existing library could not be loaded, by its name.
 failures: dict[str, str] = {}
 
 
@@ -48,13 +48,13 @@ def load() -> str | None:
 
 @cache
 def instruction_set() -> str | None:
-    """That of the ops which fit this CPU and load; None without any, and then no warning is logged."""
+    """Returns the instruction set of the ops that fit this CPU and load; None without any, and without a warning."""
     _host()
     return next((isa for isa in _instruction_sets() if _has_loaded(f"_ops_{isa}")), None)
 
 
 def _has_loaded(name: str) -> bool:
-    """Loads the library `fastformer/<name>.so`, whose ops register themselves; a warning where it does not load."""
+    """Loads the library `fastformer/<name>.so`, whose ops register themselves; logs a warning if it doesn't load."""
     spec = importlib.util.find_spec(f"fastformer.{name}")
     if spec is None or spec.origin is None:
         return False
@@ -67,7 +67,7 @@ def _has_loaded(name: str) -> bool:
 
 
 def _instruction_sets() -> list[str]:
-    """Those that this CPU can run, best first."""
+    """Returns the instruction sets that this CPU can run, best first."""
     capability = torch.backends.cpu.get_cpu_capability()
     return [isa for isa, capabilities in _INSTRUCTION_SETS.items() if capability in capabilities]
 
@@ -86,13 +86,13 @@ def _host() -> ModuleType | None:
 
 @cache
 def _engine() -> ModuleType | None:
-    """The engine's library, the best that this CPU can run and that loads."""
+    """Returns the best library of the engine that this CPU can run and that loads."""
     _host()
     return next((found for isa in _instruction_sets() if (found := _imported(f"_engine_{isa}")) is not None), None)
 
 
 def _imported(name: str) -> ModuleType | None:
-    """The module `fastformer.<name>`; None where it is not there, and with a warning where it does not load."""
+    """Imports the module `fastformer.<name>`; None if it doesn't exist, or with a warning if it doesn't load."""
     if importlib.util.find_spec(f"fastformer.{name}") is None:
         return None
     try:
@@ -104,7 +104,7 @@ def _imported(name: str) -> ModuleType | None:
 
 @cache
 def host_function(name: str) -> Callable[..., Any] | None:
-    """A function that saves time in every call, on a GPU too; None, without a warning, where no library has it."""
+    """Returns a function that saves time in every call, on a GPU too; None, without a warning, if no library has it."""
     for module in (_host(), _engine()):
         if hasattr(module, name):
             return getattr(module, name)
@@ -113,15 +113,15 @@ def host_function(name: str) -> Callable[..., Any] | None:
 
 @cache
 def module() -> ModuleType | None:
-    """The engine as a Python module; None, with a warning that there is no extension, where there is none."""
+    """Returns the engine as a Python module; None, with a warning, if the extension is missing."""
     found = _engine()
     if found is None:
-        load()  # which says so
+        load()  # logs the warning
     return found
 
 
 def why_missing(name: str) -> str | None:
-    """Why the extension has no function or class of this name that isn't an op; None where it has."""
+    """Returns why the extension lacks a function or class of this name (other than an op); None if it has it."""
     found = module()
     if found is None:
         return NOT_BUILT
@@ -132,7 +132,7 @@ def why_missing(name: str) -> str | None:
 
 @cache
 def function(op_name: str) -> Callable[..., Any] | None:
-    """`torch.ops.fastformer_cpp.<op_name>`, or None where the extension is missing or lacks the op."""
+    """Returns `torch.ops.fastformer_cpp.<op_name>`; None if the extension is missing or lacks the op."""
     if load() is None:
         return None
     packet = getattr(torch.ops.fastformer_cpp, op_name, None)

@@ -1,4 +1,4 @@
-"""Attention by PyTorch's own GPU kernels, where a table of measured times says that they are faster than ours.
+"""Attention by PyTorch's own GPU kernels, if a table of measured times says that they are faster than fastformer's.
 
 cuDNN's attention, and FlashAttention in the version that PyTorch has active, take plain and causal calls: no dropout,
 masks, lengths, windows, caps or grouped heads. Their results are ours: out in q's dtype, and lse, the natural log of
@@ -27,7 +27,7 @@ from fastformer.kernels import _host, _plans
 
 OURS, FASTEST = "ours", "fastest"
 TABLE = Path(__file__).with_name("fastest_attention.json")
-# Where these kernels are; tests add the CPU, with a kernel that it has.
+# The devices that have these kernels; tests add the CPU, with a kernel that it has.
 DEVICES = {"cuda"}
 _ATEN = torch.ops.aten
 
@@ -86,7 +86,7 @@ def _flash_backward(
 
 
 def _flash_version() -> str:
-    """What PyTorch's flash attention is: "FA2", or "FA3" where that was activated."""
+    """Returns the version of PyTorch's flash attention: "FA2", or "FA3" if that was activated."""
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
     return (current() if current is not None else None) or "FA2"
 
@@ -131,12 +131,12 @@ class Entry(NamedTuple):
 
 @functools.cache
 def table() -> tuple[Entry, ...]:
-    """The committed table."""
+    """Reads the committed table of the fastest kernels."""
     return tuple(Entry(**line) for line in json.loads(TABLE.read_text(encoding="utf-8")))
 
 
 def wanted() -> str:
-    """What FASTFORMER_ATTENTION_KERNELS says.
+    """Returns the value of FASTFORMER_ATTENTION_KERNELS.
 
     Raises:
         ValueError: neither "ours", "fastest" nor the name of a kernel.
@@ -149,7 +149,7 @@ def wanted() -> str:
 
 
 def fastest(capability: int, direction: str, head_dim: int, is_causal: bool, seqlen: int) -> str:
-    """The kernel that the table has for a call; "ours" where it has none."""
+    """Returns the table's kernel for a call; "ours" if the table has none."""
     kind = (capability, direction, head_dim, is_causal)
     fitting = [entry for entry in table() if entry[:4] == kind and entry.seqlen <= seqlen]
     return max(fitting, key=lambda entry: entry.seqlen).kernel if fitting else OURS
@@ -170,7 +170,7 @@ def why_not(
     softcap: float = 0.0,
     **_: object,
 ) -> str | None:
-    """Why no kernel of PyTorch's takes a call of attention_fwd or attention_bwd as ours does, or None."""
+    """Returns why no PyTorch kernel can compute a call of attention_fwd or attention_bwd; None if one can."""
     options = {
         "a mask": attn_mask is not None, "lengths of keys": seqlens_k is not None, "dropout": dropout_p > 0.0,
         "a cap on scores": bool(softcap), "grouped heads": q.shape[2] != k.shape[2],
@@ -191,14 +191,14 @@ def why_not(
 
 
 class Choice(NamedTuple):
-    """What takes calls of a geometry in place of our kernels: its name, and the call with the op's arguments."""
+    """The replacement of fastformer's kernels for one geometry: its name, and the call with the op's arguments."""
 
     name: str
     run: Callable[..., Any]
 
 
 def choose(op_name: str, arguments: dict[str, Any]) -> Choice | None:
-    """The kernel for a call of attention_fwd or attention_bwd, by what `wanted` says; None where it is ours.
+    """Chooses the kernel for a call of attention_fwd or attention_bwd by `wanted`; None for fastformer's own.
 
     Args:
         op_name: the op's.
@@ -239,7 +239,7 @@ class Chosen:
         self._of: tuple[object, ...] = ()
 
     def find(self, op_name: str, key: Hashable | None, bind: Callable[[], dict[str, Any]]) -> Choice | None:
-        """What takes a call in place of our kernels, or None.
+        """Returns the replacement of fastformer's kernels for a call, or None.
 
         Args:
             op_name: the op's.

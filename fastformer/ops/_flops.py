@@ -1,4 +1,4 @@
-"""What torch.utils.flop_counter counts for the ops: the products, as it counts those of PyTorch's own.
+"""The ops' formulas for torch.utils.flop_counter, which count products like those of PyTorch's own ops.
 
 A multiplication and an addition are two. As for PyTorch's fused attention, everything counts that a mask leaves out,
 and a backward pass counts the products that it computes again.
@@ -42,7 +42,7 @@ def _feed_forward(x: Tensor, weight1: Tensor, weight2: Tensor) -> int:
 
 
 def _decode(q: Tensor, k_cache: Tensor, *args: Any) -> int:
-    """Lengths may be on a GPU: as if the cache were full."""
+    """Counts the products of cached attention as if the cache were full, since lengths may be on a GPU."""
     slot_table = args[5]
     batch, seqlen_q, num_heads, head_dim = q.shape
     return 4 * batch * seqlen_q * num_heads * head_dim * (k_cache if slot_table is None else slot_table).shape[1]

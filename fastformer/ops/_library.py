@@ -1,4 +1,4 @@
-"""How an op meets its backends: one schema, one reference, and a dispatcher that picks what runs.
+"""Connects ops to their backends: each op has one schema, one reference, and a dispatcher that picks the backend.
 
 PyTorch's own dispatcher is the registry. The schema lives in Python, so that every op exists without the C++ extension.
 The reference serves every device that has no kernel. On CUDA and CPU a small implementation asks the kernel whether it
@@ -77,7 +77,7 @@ def use_backend(name: str | None) -> Iterator[None]:
 
 
 def forced_backend() -> str | None:
-    """What `use_backend` says here, or None."""
+    """Returns the backend that `use_backend` forces here, or None."""
     return _forced_backend.get()
 
 
@@ -116,13 +116,13 @@ def triton_kernel(stem: str) -> ModuleType | None:
 
 
 def cpp_kernel(op_name: str) -> Callable[..., Any] | None:
-    """The C++ function of an op (`torch.ops.fastformer_cpp.<op_name>`), or None where it was not built."""
+    """Returns an op's C++ function (`torch.ops.fastformer_cpp.<op_name>`); None if it was not built."""
     return _extension.function(op_name)
 
 
 @dataclass(eq=False, kw_only=True)
 class Op:
-    """An op and what runs it. The arguments are those of `define_op`.
+    """An op with its backends. The arguments are those of `define_op`.
 
     Attributes:
         name: the schema's name, `torch.ops.fastformer.<name>`.

@@ -95,7 +95,7 @@ def _bwd_fake(
 
 
 def cpp_unsupported(op_name: str, *, q: Tensor, softmax_scale: float, **_: object) -> str | None:
-    """What the C++ attention kernels can't take, for dense, packed and cached attention alike."""
+    """Returns the reason why the C++ kernels can't compute a call of dense, packed or cached attention, or None."""
     if (reason := no_cpp_code(q.dtype)) is not None:
         return reason
     return None if softmax_scale > 0 else f"it needs a positive softmax_scale, not {softmax_scale}"
@@ -162,7 +162,7 @@ _OP = OPS["attention_fwd"]
 
 
 def why_no_kernel(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, softmax_scale: float) -> str | None:
-    """Why a call of `attention` would not run on the kernels of q's device; None where it would.
+    """Returns why a call of `attention` would not run on the kernels of q's device; None if it would.
 
     For callers that have another way to compute it. The arguments are as `attention` checks them.
     """
@@ -199,7 +199,7 @@ _FAR = 2**40
 
 
 def resolve_bound(bound: int | None) -> int | None:
-    """One side of a window: beyond every sequence one number is as good as another."""
+    """Limits one side of a window: all numbers beyond every sequence's length are equivalent."""
     return None if bound is None else max(-_FAR, min(_FAR, bound))
 
 

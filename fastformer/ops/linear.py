@@ -108,7 +108,7 @@ forbid_double_backward("linear_weight_grad")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x weight^T + bias, by the library that is faster at it here.
+    """Computes x weight^T + bias, by the library that is faster at it here.
 
     Where that is PyTorch's, the call is `F.linear`, with its own backward pass. Under torch.compile it always is, so
     that the compiler may fuse it.
@@ -132,7 +132,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def unchecked_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`linear` in place of `F.linear`: takes what that takes, and leaves it to complain of what does not fit."""
+    """Computes `linear` for any arguments of `F.linear`, which raises its own errors for those that don't fit."""
     if torch.compiler.is_compiling():
         return F.linear(x, weight, bias)
     if not runs_as_op(x, weight, bias):
@@ -144,7 +144,7 @@ def unchecked_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
 
 def runs_as_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the product is the op's to compute, and not `F.linear`'s: C++ is faster, or `use_backend` asks for it.
+    """Returns whether the op computes the product instead of `F.linear`: C++ is faster, or `use_backend` forces it.
 
     Where "triton" is forced, products stay PyTorch's: there is no Triton kernel for them.
     """
@@ -168,7 +168,7 @@ def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def cpp_is_faster(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the C++ product can take this call and is faster, by its sizes, its dtype and the CPU.
+    """Returns whether the C++ product supports this call and is faster, by its sizes, its dtype and the CPU.
 
     It is not where anything but autograd and autocast would notice that `F.linear` isn't called: a mode, a subclass, a
     tracer, a transform of functorch. What most calls fail by is asked first: the device, and the size of the product.

@@ -91,12 +91,12 @@ def _best_by_reading(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def reading_is_free(x: Tensor) -> bool:
-    """Whether the host need not wait to read a value of x. Tests that play a GPU on a CPU say no."""
+    """Returns whether the host can read x without waiting. Tests that simulate a GPU on a CPU replace this function."""
     return x.device.type == "cpu"
 
 
 def best_of_logits(logits: Tensor, k: int, *, log_probs: bool = True, may_read: bool | None = None) -> TopK:
-    """What `linear_topk` gives, for logits (..., vocab_size) that are there already, in any floating-point dtype.
+    """Computes the result of `linear_topk` from existing logits (..., vocab_size) of any floating-point dtype.
 
     Args:
         logits, k, log_probs: see `linear_topk`.
@@ -183,7 +183,7 @@ def linear_topk(x: Tensor, weight: Tensor, k: int, *, log_probs: bool = True, so
         raise ValueError(f"expected log_probs to be True or False, got {log_probs!r}")
     cap = resolve_softcap(softcap)
     if torch.is_grad_enabled():
-        # What asks for a gradient gets an error, and not zeros.
+        # A call that asks for a gradient gets an error, and not zeros.
         x, weight = x.detach(), weight.detach()
     # A decoding step takes well under a millisecond: views that change nothing would show.
     if x.dim() == 2:

@@ -83,7 +83,7 @@ def _prepare(
 
 
 def _is_empty(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> bool:
-    """Whether no query has a key to see."""
+    """Returns whether no query has a visible key."""
     return 0 in (q.shape[0], k.shape[0], cu_seqlens_q.numel() - 1, max_seqlen_q, max_seqlen_k)
 
 
@@ -327,7 +327,7 @@ def varlen_attention(
 
 
 def _check_sequences(name: str, cu_seqlens: Tensor, max_seqlen: int, rows: int) -> None:
-    """Holds the lengths of q's or k's sequences against each other; the values are read on a CPU alone."""
+    """Raises ValueError unless the bounds of q's or k's sequences are consistent; values are read only on a CPU."""
     if isinstance(max_seqlen, bool | float | str) or max_seqlen is None or max_seqlen < 0:
         raise ValueError(f"expected max_seqlen_{name} to be an integer of at least 0, got {max_seqlen!r}")
     if not is_readable(cu_seqlens):
