@@ -33,7 +33,7 @@ Padding = Literal["auto", "skip", "compute"]
 
 @dataclass
 class Report:
-    """What `accelerate` did to a model, by the names of its modules ("" is the model itself).
+    """A report of the changes that `accelerate` made to a model, by the names of its modules ("" is the model itself).
 
     Attributes:
         swapped: the class that each accelerated module had before.

@@ -95,7 +95,7 @@ class PositionalEncoding(nn.Module):
         return nn.functional.dropout(x + added, self.dropout, self.training)
 
     def extra_repr(self) -> str:
-        """What print shows."""
+        """Returns the options that print shows for the module."""
         return f"{self.dim}, max_len={self.max_len}, dropout={self.dropout}, kind={self.kind!r}"
 
 
@@ -317,7 +317,7 @@ class RelativePositionBias(nn.Module):
         return found.permute(0, 3, 1, 2)
 
     def extra_repr(self) -> str:
-        """What print shows."""
+        """Returns the options that print shows for the module."""
         return (
             f"{self.num_heads}, num_buckets={self.num_buckets}, max_distance={self.max_distance}, "
             f"is_causal={self.is_causal}"

@@ -48,7 +48,7 @@ class ModelGuards:
 
 
 def layout_of(tensors: list[Tensor]) -> object:
-    """Which tensors these are, where they are, and how their memory is read."""
+    """Returns the identities of tensors, their addresses, and the layout by which their memory is read."""
     in_cpp = _extension.host_function("tensor_layout")
     found = None if in_cpp is None else in_cpp(tensors)
     if found is not None:

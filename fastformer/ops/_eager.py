@@ -24,7 +24,7 @@ _Key, _Keys = torch._C.DispatchKey, torch._C.DispatchKeySet
 
 
 def _plain_keys() -> dict[int, str]:
-    """The keys of a tensor that is nothing but strided memory, which autograd may see -> its type of device."""
+    """Returns the device type by the dispatch keys of a plain strided tensor that autograd may see."""
     plain = {}
     for device, key, autocast, autograd in (
         ("cpu", _Key.CPU, _Key.AutocastCPU, _Key.AutogradCPU),
@@ -36,10 +36,10 @@ def _plain_keys() -> dict[int, str]:
 
 
 _PLAIN = _plain_keys()
-# What a thread adds to the keys of its calls. In inference mode it is less, and the dispatcher has little to do.
+# The keys that a thread adds to those of its calls. In inference mode it is less, and the dispatcher has little to do.
 _QUIET = (_Keys(_Key.BackendSelect) | _Keys(_Key.ADInplaceOrView)).raw_repr()
 _QUIET_INFERENCE = _Keys(_Key.BackendSelect).raw_repr()
-# What Python may pass for a type of the schema; all else is converted, or refused, by the dispatcher.
+# The Python types for each type of the schema; the dispatcher converts or refuses all others.
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _TYPES: dict[str, frozenset[type]] = {
     "Tensor": _TENSORS,
@@ -49,7 +49,7 @@ _TYPES: dict[str, frozenset[type]] = {
     "SymInt": frozenset((int,)),
     "Optional[int]": frozenset((int, type(None))),
     "bool": frozenset((bool,)),
-    "List[bool]": frozenset((list,)),  # what is in it, an op's own function has put there
+    "List[bool]": frozenset((list,)),  # the elements come from the op's own function
     "str": frozenset((str,)),
     "ScalarType": frozenset((torch.dtype,)),
 }
@@ -60,7 +60,7 @@ _included, _keys_of = torch._C._dispatch_tls_local_include_set, torch._C._dispat
 class Places(dict[tuple[type, ...], tuple[int, ...]]):
     """The positions of the tensors among a call's arguments, by the types of these, for `device_of`.
 
-    There are none where an argument is not exactly of the schema's type: such calls are for the dispatcher.
+    If an argument is not exactly of the schema's type, there are no positions: the dispatcher serves these calls.
     """
 
     def __init__(self, schema: torch.FunctionSchema) -> None:
@@ -90,7 +90,7 @@ def nothing_watches() -> bool:
 
 
 def nothing_sees_ops() -> bool:
-    """`nothing_watches` for a call that stands for several ops: in inference mode, too, and without autocast."""
+    """Returns `nothing_watches` for a call that replaces several ops: also in inference mode, and without autocast."""
     return (
         _included().raw_repr() in (_QUIET, _QUIET_INFERENCE)
         and not torch._C._is_torch_function_mode_enabled()
@@ -102,7 +102,7 @@ def nothing_sees_ops() -> bool:
 
 @functools.cache
 def _overrides_functions(kind: type) -> bool:
-    """Whether a class of tensors defines itself what PyTorch's functions do with them, without knowing these ops.
+    """Returns whether a tensor class overrides PyTorch's functions, and so doesn't know these ops.
 
     PyTorch's own classes for tracing know ops by their schema. A class without such a method acts as a plain tensor.
     """
@@ -124,7 +124,7 @@ def is_transformed() -> bool:
 
 
 def is_differentiated(tensor: Tensor) -> bool:
-    """Whether functorch or forward mode, which `is_transformed` has seen, takes derivatives by this tensor."""
+    """Returns whether functorch or forward mode, found by `is_transformed`, takes derivatives by this tensor."""
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
         return True
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -142,7 +142,7 @@ def needs_formula(args: tuple[Any, ...]) -> bool:
 
 
 def is_traced_for_onnx() -> bool:
-    """Whether torch.onnx's older exporter traces, which knows PyTorch's own operations only."""
+    """Returns whether torch.onnx's older exporter traces, which knows only PyTorch's own operations."""
     return torch._C._get_tracing_state() is not None and torch.onnx.is_in_onnx_export()
 
 

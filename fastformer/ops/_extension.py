@@ -79,7 +79,7 @@ def _tell_failure(name: str, failure: Exception) -> None:
 
 @cache
 def _host() -> ModuleType | None:
-    """What is bound to this PyTorch and this Python. It comes first: it hands functions to the other libraries."""
+    """Loads the library bound to this PyTorch and Python. It must be first: it gives the other libraries functions."""
     version = "_".join(torch.__version__.split(".")[:2])
     return _imported(f"_host_torch{version}")
 

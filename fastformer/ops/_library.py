@@ -103,7 +103,7 @@ def note_backend(op_name: str, backend: str) -> None:
 
 
 def is_strict() -> bool:
-    """Whether a call that the fast path can't take is an error (FASTFORMER_STRICT=1) instead of a logged fallback."""
+    """Returns whether an unsupported call is an error (FASTFORMER_STRICT=1) instead of a logged fallback."""
     return os.environ.get("FASTFORMER_STRICT", "0") == "1"
 
 
@@ -254,7 +254,7 @@ OPS: dict[str, Op] = {}
 
 
 def missing_kernel(op: Op, backend: str) -> str | None:
-    """Why there is nothing on `backend` that could take any call of this op; None if there is a kernel."""
+    """Returns why `backend` has no kernel for an op; None if it has one."""
     if backend == "triton":
         kernel = triton_kernel(op.stem)
         if kernel is not None and hasattr(kernel, op.name):
@@ -272,7 +272,7 @@ def missing_kernel(op: Op, backend: str) -> str | None:
 
 
 def why_not(op: Op, backend: str, args: tuple[Any, ...]) -> str | None:
-    """Why `backend` can't take this call, in words; None if it can."""
+    """Returns why `backend` can't compute a call, in words; None if it can."""
     if (missing := missing_kernel(op, backend)) is not None:
         return missing
     if backend == "triton":
@@ -282,7 +282,7 @@ def why_not(op: Op, backend: str, args: tuple[Any, ...]) -> str | None:
 
 
 def _choose(op: Op, preferred: str, args: tuple[Any, ...]) -> str:
-    """The backend that runs this call.
+    """Chooses the backend that runs a call.
 
     Raises:
         NotImplementedError: the backend can't, and it was forced or FASTFORMER_STRICT=1 forbids the reference.
@@ -297,7 +297,7 @@ def _choose(op: Op, preferred: str, args: tuple[Any, ...]) -> str:
     if is_strict() or forced is not None:
         raise NotImplementedError(f"fastformer::{op.name} can't run on {backend}: {reason}")
     instead = "reference" if why_not(op, "torch", args) else "torch"
-    # Where there is no extension at all, the loader has said so for all ops together.
+    # If the extension is missing altogether, the loader has logged that once for all ops.
     if (op.name, reason) not in _told and not (backend == "cpp" and _extension.load() is None):
         # A model in fp16 on a CPU would have a line for each op, all of them for one reason.
         is_known = isinstance(reason, SharedReason) and any(other == reason for _, other in _told)
@@ -394,7 +394,7 @@ def _with_defaults(op: Op, function: Callable[..., T]) -> Callable[..., T]:
 
 
 def _eager_entry(op: Op, default: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls the op: past the dispatcher where only autograd would notice, else through it or by the formula."""
+    """Calls the op: past the dispatcher if only autograd would notice, else through it or by the formula."""
     run, formula, places = op.run, op.formula, op.places
 
     def call(*args: Any) -> Any:

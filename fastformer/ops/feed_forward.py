@@ -99,7 +99,7 @@ def _weight_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _gradient_like(weight: Tensor) -> Tensor:
-    """What `_weight_gradient` gives, uninitialised."""
+    """Returns an uninitialised tensor with the shape and layout of `_weight_gradient`'s result."""
     out_features, in_features = weight.shape
     return weight.new_empty(weight.shape) if weight.is_contiguous() else weight.new_empty(in_features, out_features).T
 

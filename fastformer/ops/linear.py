@@ -202,7 +202,7 @@ def cpp_is_faster(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _only_autograd_watches(tensors: tuple[Tensor, ...]) -> bool:
-    """Whether only autograd and autocast would notice a call of `F.linear` with these tensors."""
+    """Returns whether only autograd and autocast would notice a call of `F.linear` with these tensors."""
     return (
         all(type(t) in _PLAIN_TENSORS and t.device.type == "cpu" and t.layout == torch.strided for t in tensors)
         and F.linear is _F_LINEAR
