@@ -30,9 +30,9 @@ MODES = {"step": 1.0, "fwd": 0.4}  # the seconds of a turn
 
 
 def turn(call: Callable[[], object], neighbours: int, seconds: float) -> float:
-    """The mean seconds of a call, beside so many busy processes, over a turn of at least so many seconds."""
+    """Returns the mean seconds of a call beside a number of busy processes, over a turn of at least `seconds`."""
     with busy_neighbours(neighbours):
-        call()  # a process that has just been asleep is slow at first
+        call()  # a process that has just slept is slow at first
         began = time.perf_counter()
         for count in itertools.count(1):
             call()
@@ -42,7 +42,7 @@ def turn(call: Callable[[], object], neighbours: int, seconds: float) -> float:
 
 
 def work(provider: str, mode: str, shape: dict[str, Any]) -> Callable[[], object]:
-    """A training step or an evaluation without gradients."""
+    """Makes a training step, or an evaluation without gradients."""
     call, inputs = Call(provider, training=mode == "step"), make_inputs(shape, "cpu")
     if mode == "step":
         return lambda: call(inputs, shape)
@@ -63,7 +63,7 @@ def measure(
     shape: dict[str, Any],
     modes: Sequence[str] = tuple(MODES),
 ) -> Iterator[record.Row]:
-    """A row for each mode and provider."""
+    """Yields a row for each mode and provider."""
     shape = {**shape, "threads": threads}
     for mode in modes:
         given = {**shape, "dropout_p": 0.1} if mode == "step" else shape

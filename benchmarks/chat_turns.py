@@ -24,7 +24,7 @@ _VOCAB = 32_000
 
 
 def make_model(layers: int = 12, dim: int = 1024, max_len: int = 4096) -> GPT:
-    """A model of Llama's shape."""
+    """Makes a model of Llama's shape."""
     torch.manual_seed(0)
     config = GPT.config_class(
         vocab_size=_VOCAB, d_model=dim, num_heads=dim // 64, num_kv_heads=max(1, dim // 256), num_layers=layers,
@@ -34,7 +34,7 @@ def make_model(layers: int = 12, dim: int = 1024, max_len: int = 4096) -> GPT:
 
 
 def first_token(generator: Generator, prompt: list[int], new_tokens: int) -> tuple[float, list[int]]:
-    """Seconds to the first token of an answer, and the answer."""
+    """Returns the seconds to the first token of an answer, and the answer."""
     began = time.perf_counter()
     answer: Iterator[int] = generator.stream(prompt, max_new_tokens=new_tokens, min_new_tokens=new_tokens)
     tokens = [next(answer)]
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     model = make_model(options.layers, options.dim, longest)
     keeps, reads = (Generator(model, precision=options.precision) for _ in range(2))
     text: list[int] = torch.randint(3, _VOCAB, (options.system,)).tolist()
-    for generator in (keeps, reads):  # packs, and touches memory
+    for generator in (keeps, reads):  # packs the weights, and touches the memory
         first_token(generator, [5, 6, 7], 2)
     times: dict[str, list[float]] = {"Generator": [], "generate": []}
     read_tokens: list[int] = []

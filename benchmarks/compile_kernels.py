@@ -43,7 +43,7 @@ def _compile_one(index: int) -> Compiled:
 
 
 def compile_all(works: list[report.Work], jobs: int) -> dict[str, Any]:
-    """The binary of each launch, by its key; those that need more than a plain launch are left out."""
+    """Compiles each launch and returns the binaries by key; omits those that need more than a plain launch."""
     report._todo[:] = works
     if jobs == 1:
         found = list(map(_compile_one, range(len(works))))
@@ -54,7 +54,7 @@ def compile_all(works: list[report.Work], jobs: int) -> dict[str, Any]:
 
 
 class Memory:
-    """What stands for a tensor in a launch on the stub: an address."""
+    """A substitute for a tensor in a launch on the stub: an address."""
 
     _addresses = itertools.count(0x7F0000000000, 0x1000)
 
@@ -66,7 +66,7 @@ class Memory:
 
 
 def real(value: Any) -> Any:
-    """An argument for the stub, from one of a recorded launch."""
+    """Converts an argument of a recorded launch into one for the stub."""
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
         return tuple(map(real, value))
     if isinstance(value, torch.Tensor):
@@ -77,7 +77,7 @@ def real(value: Any) -> Any:
 
 
 def differences(launch: report.Launch, arch: int, stub: Any) -> list[str]:
-    """What our launch of a file's binary hands the driver, and Triton's launch of the same kernel does not."""
+    """Compares the driver calls of fastformer's launch from a file with those of Triton's own launch."""
     from fastformer.kernels import _host, _launch
     from fastformer.kernels._binaries import compile_kernel, find
     from fastformer.kernels._signature import key_of
@@ -125,7 +125,7 @@ def main() -> int:
     os.environ["FASTFORMER_KERNELS"] = str(args.out)
     import triton
 
-    from fastformer import ops as ops  # puts the extension's launcher where launches look for it
+    from fastformer import ops as ops  # registers the extension's launcher for launches
     from fastformer.kernels import _binaries
 
     triton.knobs.compilation.disable_line_info = True

@@ -29,7 +29,7 @@ _WINDOW = 1000
 
 
 def continuous(scheduler: Scheduler, requests: Sequence[Request], peak: Callable[[], None]) -> None:
-    """All of them through one batch."""
+    """Runs all requests through one batch."""
     scheduler.submit(requests)
     while not scheduler.is_idle:
         scheduler.step()
@@ -37,7 +37,7 @@ def continuous(scheduler: Scheduler, requests: Sequence[Request], peak: Callable
 
 
 def batches(scheduler: Scheduler, requests: Sequence[Request], peak: Callable[[], None]) -> None:
-    """Batch by batch, each to its end."""
+    """Runs the requests batch by batch, each batch to its end."""
     for start in range(0, len(requests), _WINDOW):
         window = sorted(requests[start : start + _WINDOW], key=lambda request: -len(request.prompt.source or ()))
         size = max(1, scheduler.max_rows // window[0].search.peak_rows)
@@ -117,7 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _resident() -> int:
-    """MiB that the process has in memory now."""
+    """Returns the MiB of memory that the process has now."""
     status = Path("/proc/self/statm")
     return int(status.read_text().split()[1]) * 4096 // 2**20 if status.is_file() else 0
 

@@ -19,18 +19,18 @@ from typing import Any
 from benchmarks.measure import record
 from fastformer.ops._fastest import KERNELS, OURS, TABLE, Entry
 
-# What the runner calls PyTorch's kernels.
+# The runner's names of PyTorch's kernels.
 PROVIDERS = {"fastformer": OURS, "sdpa cudnn": "cudnn", "sdpa flash": "flash2", "sdpa flash3": "flash3"}
-FASTER = 1.05  # another kernel has to be so many times faster than ours
+FASTER = 1.05  # the factor by which another kernel has to be faster than fastformer's
 
 
 def capability_of(row: Mapping[str, Any]) -> int:
-    """A row's compute capability, 90 for "9.0" and for "sm_90"."""
+    """Returns a row's compute capability, 90 for "9.0" and for "sm_90"."""
     return int("".join(character for character in str(row["capability"]) if character.isdigit()))
 
 
 def times(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[int, str, int, bool, int], dict[str, float]]:
-    """By (capability, direction, head_dim, is_causal, seqlen): the milliseconds of each kernel.
+    """Returns the milliseconds of each kernel, by (capability, direction, head_dim, is_causal, seqlen).
 
     The backward pass alone is "bwd", or "fwdbwd" less "fwd" of the same shape. Of several batches the largest counts.
     """
@@ -63,7 +63,7 @@ def times(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[int, str, int, bool, 
 
 
 def entries(by_call: Mapping[tuple[int, str, int, bool, int], Mapping[str, float]]) -> list[Entry]:
-    """The table's lines; one that says what the line before it says is left out."""
+    """Returns the table's lines, without those that repeat the line before."""
     found: list[Entry] = []
     kind: tuple[Any, ...] = ()
     before = OURS
@@ -81,7 +81,7 @@ def entries(by_call: Mapping[tuple[int, str, int, bool, int], Mapping[str, float
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.fastest_attention", description=(__doc__ or "").split("\n")[0]
     )

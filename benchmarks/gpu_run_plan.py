@@ -45,7 +45,7 @@ from benchmarks.measure import record
 
 
 def limit_of(step: Step) -> float:
-    """The seconds after which a step counts as hanging."""
+    """Returns the seconds after which a step counts as hanging."""
     return max(60.0, 4 * step.seconds)
 
 
@@ -53,7 +53,7 @@ _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
 
 def log_name(step: Step) -> str:
-    """The name of a step's log, without its ending."""
+    """Returns the name of a step's log, without its suffix."""
     return step.key.replace(" ", "_")
 
 
@@ -84,7 +84,7 @@ def run_step(step: Step, out: Path, limit: float, environment: Mapping[str, str]
         try:
             status = process.wait(max(0.0, end - time.monotonic()))
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # also what it has started
+            os.killpg(process.pid, signal.SIGKILL)  # also kills the processes that it has started
             process.wait()
             status = None
         text = part.read_text(errors="replace")
@@ -135,7 +135,7 @@ def _done(resume: Path) -> dict[str, bool]:
     return {line["key"]: line["ok"] for line in record.read(resume)} if resume.is_file() else {}
 
 
-# Detached.
+# Detached runs.
 
 
 def start(out: Path, resume: Path | None) -> int:
@@ -158,23 +158,23 @@ def start(out: Path, resume: Path | None) -> int:
 
 
 def lines_of(out: Path) -> Path:
-    """The file of the steps that are done."""
+    """Returns the file of the finished steps."""
     return out / "gpu_run_plan.jsonl"
 
 
 def _pid_of_run(out: Path) -> int | None:
-    """The process of a run that goes on, or None."""
+    """Returns the id of the process of a run that is still going, or None."""
     with contextlib.suppress(OSError, ValueError):
         pid = int((out / "run.pid").read_text())
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, os.WNOHANG)  # it may be this process's own child, that ended
+            os.waitpid(pid, os.WNOHANG)  # it may be a child of this process that has ended
         if b"gpu_run_plan" in Path(f"/proc/{pid}/cmdline").read_bytes():
             return pid
     return None
 
 
 def status(out: Path, wait: float, copy: Path | None, todo: Sequence[Step]) -> int:
-    """Prints how far a run is, and copies its results. Returns the exit status (see the module)."""
+    """Prints a run's progress, and copies its results. Returns the exit status (see the module)."""
     end = time.monotonic() + wait
     while _pid_of_run(out) is not None and time.monotonic() < end:
         time.sleep(min(1.0, max(0.0, end - time.monotonic())))
@@ -200,7 +200,7 @@ def status(out: Path, wait: float, copy: Path | None, todo: Sequence[Step]) -> i
 
 
 def listing(todo: Sequence[Step], leases: Sequence[float]) -> Iterator[str]:
-    """A line for each step: its seconds, when it should be done, and where each lease (minutes) ends."""
+    """Yields a line for each step: its seconds, when it should be done, and where each lease (minutes) ends."""
     ends, total = list(leases), 0.0
     for step in todo:
         total += step.seconds
@@ -210,7 +210,7 @@ def listing(todo: Sequence[Step], leases: Sequence[float]) -> Iterator[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Does what the command says."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_run_plan", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("start", "status", "run", "list"):

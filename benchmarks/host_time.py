@@ -56,7 +56,7 @@ _KERNELS = {
 
 
 class Driver(Device):
-    """An sm_90 device, as far as Triton and we ask before a launch."""
+    """An sm_90 device, as far as Triton and fastformer query it before a launch."""
 
     def __init__(self) -> None:
         super().__init__(90)
@@ -72,17 +72,17 @@ class Compiled(CompiledKernel):  # type: ignore[misc] # triton has no types
     function, packed_metadata = 0, (4, 1, 0)
 
     def __init__(self) -> None:
-        """As if it had been loaded onto the device."""
+        """Sets the attributes of a kernel that has been loaded onto the device."""
 
     def _init_handles(self) -> None:
         pass
 
     def run(self, *args: object) -> None:
-        """The launch."""
+        """Does nothing in place of a launch."""
 
 
 def stub_compile(self: JITFunction[Any], key: str, signature: object, device: int, *rest: object) -> Compiled:
-    """In place of what Triton's `run` compiles by."""
+    """Replaces the function with which Triton's `run` compiles."""
     compiled = Compiled()
     self.device_caches[device][0][key] = compiled
     return compiled
@@ -90,7 +90,7 @@ def stub_compile(self: JITFunction[Any], key: str, signature: object, device: in
 
 @contextlib.contextmanager
 def stubbed() -> Iterator[None]:
-    """Kernels take CPU tensors; our launcher, where the extension has it, launches nothing on a stub of the driver."""
+    """Makes kernels take CPU tensors; fastformer's launcher, if there is one, launches nothing on a stub driver."""
     make = _extension.host_function("make_kernel")
     function = library().stub_function(None, 0)
 
@@ -191,7 +191,7 @@ def _add_layer_norm() -> dict[str, Callable[[], object]]:
 
 
 def _runs(cases: dict[str, Callable[[], object]]) -> dict[str, Callable[[], object]]:
-    """Triton's own `run` and `launch`, with the arguments that our launches have."""
+    """Makes calls of Triton's own `run` and `launch`, with the arguments of fastformer's launches."""
     runs: dict[str, Callable[[], object]] = {}
     for name, kernel in _KERNELS.items():
         with mock.patch.object(_launch, "interceptor") as intercepted:
@@ -204,13 +204,13 @@ def _runs(cases: dict[str, Callable[[], object]]) -> dict[str, Callable[[], obje
 
 
 def cases() -> dict[str, Callable[[], object]]:
-    """What is measured, by name; inside `stubbed`."""
+    """Returns the calls to measure, by name; inside `stubbed`."""
     ops = {**_attention(), **_add_layer_norm()}
     return ops | _runs(ops)
 
 
 def seconds(function: Callable[[], object], calls: int, rounds: int) -> float:
-    """The least of the rounds' medians."""
+    """Returns the least of the rounds' medians."""
     medians = []
     for _ in range(rounds):
         times = []
@@ -223,7 +223,7 @@ def seconds(function: Callable[[], object], calls: int, rounds: int) -> float:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--only", help="one case, by its name")
     parser.add_argument("--calls", type=int, default=200, help="calls a round (default 200)")

@@ -28,7 +28,7 @@ _VOCABULARY, _MAX_TOKENS = 8000, 2048
 
 
 class Used(NamedTuple):
-    """What a command took."""
+    """The resources that a command used."""
 
     seconds: float
     peak_mib: float  # the largest resident set of any of its processes
@@ -50,7 +50,7 @@ def run(words: list[str]) -> Used:
 
 
 def measure(folder: Path, pairs: int, steps: int, processes: int, shards: int) -> Iterator[record.Row]:
-    """A row for preparing, and one for training."""
+    """Yields a row for preparing, and one for training."""
     text, prepared = folder / "train.tsv", folder / "shards"
     write_pairs(text, pairs)
     size = text.stat().st_size / 2**20

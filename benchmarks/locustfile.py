@@ -32,7 +32,7 @@ _texts = [
 
 
 def add_options(parser: LocustArgumentParser) -> None:
-    """Our own flags."""
+    """Adds fastformer's own flags."""
     parser.add_argument("--texts", default="", help="a file with a text in each line (short sentences in English)")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between an answer and the next request")
     parser.add_argument("--max_tokens", type=int, default=64, help="new tokens that language models are asked for")
@@ -54,12 +54,12 @@ events.test_start.add_listener(read_texts)
 
 
 class Asking(FastHttpUser):
-    """What all users share."""
+    """The part that all users share."""
 
     abstract = True
 
     def wait_time(self) -> float:
-        """Between an answer and the next request."""
+        """Returns the seconds between an answer and the next request."""
         return float(self._options.pause)
 
     @property
@@ -67,12 +67,12 @@ class Asking(FastHttpUser):
         return self.environment.parsed_options
 
     def on_start(self) -> None:
-        """Takes the key."""
+        """Reads the key."""
         key = os.environ.get("FASTFORMER_API_KEY")
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     def ask(self, path: str, body: dict[str, Any], *, ends: str = "") -> None:
-        """A request, whose answer is read to its end; ends: what stands in a whole stream."""
+        """Sends a request and reads its answer to the end; `ends` is a text that every complete stream has."""
         headers = {**self._headers, "Content-Type": "application/json"}
         with self.client.post(path, data=json.dumps(body), headers=headers, catch_response=True) as answer:
             if answer.status_code == 429 and self._options.expect_429:
@@ -83,17 +83,17 @@ class Asking(FastHttpUser):
                 answer.failure("the stream ended before the answer did")
 
     def text(self) -> str:
-        """One of the texts."""
+        """Returns one of the texts."""
         return random.choice(_texts)
 
     def languages(self, source: str, target: str) -> dict[str, str]:
-        """Fields of a body for what the command line says."""
+        """Returns the fields of a body for the languages on the command line."""
         said = {source: self._options.source_lang, target: self._options.target_lang}
         return {name: code for name, code in said.items() if code}
 
 
 class Translate(Asking):
-    """Our own route."""
+    """Uses fastformer's own route."""
 
     @task
     def translate(self) -> None:
@@ -101,7 +101,7 @@ class Translate(Asking):
 
 
 class StreamTranslation(Asking):
-    """Our own route, piece by piece."""
+    """Uses fastformer's own route with a stream."""
 
     @task
     def translate(self) -> None:

@@ -26,21 +26,21 @@ SHAPE = {"vocab_size": 30522, "d_model": 384, "num_heads": 12, "num_layers": 6, 
 
 
 def draw_texts(count: int, vocab_size: int) -> list[list[int]]:
-    """Ids of texts of natural lengths, half of which have at most 20 tokens."""
+    """Draws the ids of texts of natural lengths, half of which have at most 20 tokens."""
     generator = torch.Generator().manual_seed(1)
     lengths = (torch.randn(count, generator=generator) * 0.6 + 3.0).exp().long().clamp(4, 128)
     return [torch.randint(5, vocab_size, (length,), generator=generator).tolist() for length in lengths.tolist()]
 
 
 def encode(engine: EncoderEngine, texts: Sequence[list[int]], batch: int) -> Array:
-    """A vector for each text, in batches of so many."""
+    """Computes a vector for each text, in batches of `batch` texts."""
     return np.concatenate([engine.encode(texts[i : i + batch]) for i in range(0, len(texts), batch)])
 
 
 def seconds_of(
     engine: EncoderEngine, texts: Sequence[list[int]], batch: int, callers: int
 ) -> tuple[float, list[Array]]:
-    """The time until so many callers have all texts, and what each of them got."""
+    """Returns the time until all callers have all texts, and the results of each caller."""
     found: list[Array | None] = [None] * callers
     begin = threading.Barrier(callers + 1)
 

@@ -34,7 +34,7 @@ TOKENIZERS, WHOLE = "tokenizers alone", "fastformer prepare"
 
 
 def tokenizers_alone(text: Path, tokenizer: Path) -> Callable[[], float]:
-    """Encodes all texts. The call returns the seconds of CPU time that the library took."""
+    """Makes a call that encodes all texts and returns the seconds of CPU time that the library took."""
     from tokenizers import Tokenizer
 
     backend = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
@@ -53,7 +53,7 @@ def tokenizers_alone(text: Path, tokenizer: Path) -> Callable[[], float]:
 
 
 def prepared(config: TrainConfig, folder: Path, processes: int, clock: Callable[[], float]) -> float:
-    """Prepares the pairs into a new folder, which is taken away. Returns the seconds by the clock."""
+    """Prepares the pairs into a new folder, which it removes. Returns the seconds by the clock."""
     began = clock()
     prepare(config, folder, processes=processes)
     seconds = clock() - began
@@ -62,7 +62,7 @@ def prepared(config: TrainConfig, folder: Path, processes: int, clock: Callable[
 
 
 def measure(pairs: int, processes: Sequence[int], rounds: int) -> Iterator[record.Row]:
-    """A row for the library, one for preparing by one process in CPU time, and one for each number by the clock."""
+    """Yields a row for the library, one for one process in CPU time, and one for each number of processes by clock."""
     with tempfile.TemporaryDirectory() as name:
         here = Path(name)
         text = str(write_pairs(here / "train.tsv", pairs))

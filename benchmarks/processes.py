@@ -31,12 +31,12 @@ from fastformer.training.prepare import prepare
 ALONE, SHARDINGS = "one process", ("ddp", "fsdp")
 SIZES = {"d_model": 256, "layers": 3, "max_tokens": 1024, "accumulate": 2, "steps": 40}
 _PAIRS, _VOCABULARY = 20_000, 2000
-_LINES = 8  # of the log; the first two are of a process that is still warming up
-_MINUTES = 10  # that a training may take
+_LINES = 8  # lines of the log; the first two are from the warm-up
+_MINUTES = 10  # the most minutes of a training
 
 
 def command(shards: Path, run: Path, sharding: str | None, processes: int, sizes: Mapping[str, int]) -> list[str]:
-    """A training, as a person starts it.
+    """Returns the command line of a training.
 
     Args:
         shards: to train on.
@@ -62,14 +62,14 @@ def command(shards: Path, run: Path, sharding: str | None, processes: int, sizes
 
 
 def tokens_a_second(run: Path) -> float:
-    """What the log says of a training, without its start."""
+    """Returns the tokens a second in a training's log, without its start."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     speeds: list[float] = [line["tokens_per_second"] for line in lines if line["kind"] == "train"]
     return statistics.median(speeds[2:] or speeds)
 
 
 def train(words: list[str], run: Path) -> float:
-    """Runs a training to its end. Returns the seconds that it took for a token."""
+    """Runs a training to its end. Returns the seconds for a token."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60 * _MINUTES)
     if done.returncode:
@@ -78,7 +78,7 @@ def train(words: list[str], run: Path) -> float:
 
 
 def measure(processes: int, rounds: int, sizes: Mapping[str, int]) -> Iterator[record.Row]:
-    """A row for one process, and one for several of each sharding."""
+    """Yields a row for one process, and one for several processes of each sharding."""
     kinds = {ALONE: None, **{f"{processes} processes, {sharding}": sharding for sharding in SHARDINGS}}
     with tempfile.TemporaryDirectory() as folder:
         here = Path(folder)

@@ -1,5 +1,4 @@
-"""Kernels that were compiled ahead of time, in one file for each architecture: a launch that finds its binary there
-compiles nothing.
+"""Kernels compiled ahead of time, in a file for each architecture: a launch that finds its binary compiles nothing.
 
 A file (`sm_90.kernels`) is an index in JSON and the binaries, each compressed. It stores the digest of its sources
 (`source_digest`), and other sources ignore it. `python -m benchmarks.compile_kernels` writes a file of the usual
