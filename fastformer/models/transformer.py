@@ -287,7 +287,7 @@ class Transformer(PretrainedModel):
 
         Args:
             source: (batch, seqlen) ids, or (total,) with a packed layout.
-            layout: None: trailing PADs are left out.
+            layout: None: trailing PADs are padding.
 
         Returns:
             The memory: (batch, seqlen, d_model) or (total, d_model). Pass the same layout on as `memory_layout`
@@ -546,7 +546,7 @@ class Transformer(PretrainedModel):
         Args:
             source: (batch, source_seqlen) ids.
             target: (batch, target_seqlen) ids, the decoder's input.
-            source_layout: padded; None: trailing PADs are left out.
+            source_layout: padded; None: trailing PADs are padding.
             average_heads: average over the heads.
 
         Returns:
