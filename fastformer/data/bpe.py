@@ -76,9 +76,8 @@ class BPETokenizer:
     """A byte-pair encoding of the `tokenizers` library; `train_bpe` makes one.
 
     It encodes every text: `decode(encode(text))` is `normalize(text)`. Words begin with their space, and encoding adds
-        one
-    to the first word of each line (decoding removes it), so that a word is the same token at any place. Characters that
-    no token spells are spelled in bytes, ids 3 to 258.
+    one to the first word of each line (decoding removes it), so that a word is the same token at any place. Characters
+    that no token spells are spelled in bytes, ids 3 to 258.
 
     Args:
         backend: a `tokenizers.Tokenizer` that `train_bpe` made, or that was read from a file which it wrote.

@@ -38,8 +38,7 @@ class GPT(PretrainedModel):
 
     Inputs are padded on the right (batch, seqlen), or packed (total,) with a `SequenceLayout.packed`, where each
     sequence has its own positions and attends only to itself. Right padding needs no layout: attention is causal, and
-        the
-    loss skips targets of -100.
+    the loss skips targets of -100.
 
     Parameters: `embedding.weight`, `embedding.position.table` (learned), `decoder.*` as in
     `torch.nn.TransformerEncoder` (and `DecoderOnlyLayer`), and `output.weight` where it isn't tied.
