@@ -5,6 +5,7 @@
     python -m benchmarks.gpu_run_plan status --out DIR [--wait 560] [--copy DEST]
     python -m benchmarks.gpu_run_plan list                                      the steps, and when each should be done
     python -m benchmarks.gpu_run_plan run --out DIR                             in the foreground
+    python -m benchmarks.gpu_run_plan rehearse --out DIR [--only PATTERN]       without a GPU: see `gpu/rehearsal.py`
 
 `start` leaves a process that outlives the command, so that a machine that cuts commands short only has to be polled.
 `status` says what is done, names what has failed by now, and copies FILE and one archive of everything to DEST; with
@@ -213,12 +214,14 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_run_plan", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("start", "status", "run", "list"):
+    for name in ("start", "status", "run", "rehearse", "list"):
         command = commands.add_parser(name)
         if name != "list":
             command.add_argument("--out", type=Path, required=True, help="folder of the results and logs")
         if name == "start":
             command.add_argument("--resume", type=Path, help="lines of a run on another machine to go on from")
+        if name == "rehearse":
+            command.add_argument("--only", default="", help="a pattern to find in the names of steps")
         if name == "status":
             command.add_argument("--wait", type=float, default=0.0, help="seconds to wait before, while it runs")
             command.add_argument("--copy", type=Path, help="folder to copy the results to, as one archive")
@@ -229,6 +232,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if options.command == "status":
         return status(options.out, options.wait, options.copy, todo)
+    if options.command == "rehearse":
+        from benchmarks.gpu.rehearsal import rehearse
+
+        return rehearse(options.out, todo, options.only)
     if not torch.cuda.is_available():
         parser.error("expected a CUDA device: on a CPU run `python -m benchmarks.compile_report`")
     if options.command == "start":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import subprocess
@@ -16,12 +17,13 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import run
 from benchmarks.gpu import assembler
 from benchmarks.gpu.steps import TESTS, Step, first_look, other_tests, steps
 from benchmarks.gpu_run_plan import limit_of, lines_of, main, run_step, start, status, work_through
 from benchmarks.measure.launches import recorded_launches
 from benchmarks.measure.record import ROOT
-from benchmarks.measure.suites import benchmarks
+from benchmarks.measure.suites import benchmarks, chosen_cases, has_values, key_value, nothing_fits
 from tests import conftest
 
 
@@ -245,6 +247,39 @@ def test_the_runner_knows_what_is_timed(tmp_path: Path) -> None:
         assert not each.kernel or each.after
         assert not each.after or each.after in known
         known.add(each.key)
+
+
+def test_each_command_parses_and_names_what_there_is(tmp_path: Path) -> None:
+    """A typo in an option, a shape, a provider, a file or a pattern of names would waste its step."""
+    all_files = " ".join(TESTS.values()).split()
+    for each in steps(tmp_path):
+        ((command, _), *_) = each.commands
+        assert command[:2] == [sys.executable, "-m"]
+        module, *rest = command[2:]
+        if module == "benchmarks.run":
+            options = run._parser(sorted(benchmarks())).parse_args(rest)
+            chosen = list(chosen_cases(benchmarks(), options))
+            assert nothing_fits(benchmarks(), options, chosen) is None
+            for given, values in (("shape", {key for key, _ in options.shape}), ("mode", set(options.mode or ()))):
+                known = {case.mode for case in chosen} if given == "mode" else set(chosen[0].shape)
+                assert values <= known, (each.key, given)
+            assert set(options.provider or ()) <= {*chosen[0].benchmark.providers}, each.key
+            for name, value in options.shape:  # each is of some case
+                assert value in {str(case.shape[name]) for case in chosen}, (each.key, name, value)
+        elif module == "pytest":
+            plugin, files = command[command.index("-p") + 1], [word for word in rest if word.endswith(".py")]
+            assert importlib.util.find_spec(plugin) is not None
+            texts = ["".join((ROOT / file).read_text() for file in some) for some in (files, all_files)]
+            for pattern in command[command.index("-k") + 1 :][:1] if "-k" in command else ():
+                names = set(re.findall(r"\w+", pattern)) - {"not", "or", "and"}
+                assert all(name in texts[1] for name in names), (each.key, names)
+                assert any(name in texts[0] for name in names), (each.key, names)
+                compile(pattern, "pattern", "eval")
+        elif module == "benchmarks.tune_attention":
+            wanted = list(map(key_value, rest[rest.index("--shape") + 1 :]))
+            assert any(has_values(shape, wanted) for shape in benchmarks()["attention"].shapes["cuda"])
+        else:
+            assert module == "pip"
 
 
 def test_every_test_for_a_device_is_in_one_step() -> None:

@@ -1,0 +1,84 @@
+"""Runs the commands of the plan on a GPU that is not there (`stand_in.py`), each in a fork of one process."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu import stand_in
+from benchmarks.gpu.steps import Step
+from benchmarks.measure import record
+
+_LIMIT = 900  # seconds of a step, after which it counts as hanging
+
+# A rival may refuse a case, or have no kernel on a CPU. Other exceptions of one are mistakes in the benchmark.
+_MISTAKE = re.compile(
+    r"^ +(.* was not timed: (?:Name|Attribute|Type|Key|Index|Import|ModuleNotFound|Unbound\w+)Error.*)", re.MULTILINE
+)
+
+
+def rehearse(out: Path, todo: Sequence[Step], only: str) -> int:
+    """Runs the first command of each step whose name has the pattern. Returns 1 if any has a mistake.
+
+    A line for each goes to OUT/gpu_rehearsal.jsonl: "ok", "binaries" that it would compile, "wrong", "seconds".
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)  # a fork takes no threads along
+    are_ok = True
+    for step in todo:
+        command, variables = step.commands[0]
+        module, *rest = command[command.index("-m") + 1 :]
+        if module == "pip" or not re.search(only, step.key):
+            continue
+        began = time.monotonic()
+        log = out / f"{step.key.replace(' ', '_')}.rehearsal.log"
+        surroundings = {"FASTFORMER_TEST_SHARD": "0/1", "FASTFORMER_TUNING_FILE": str(out.absolute() / "tuning.json")}
+        status = _run_in_fork(module, rest, variables | surroundings, log)
+        text = log.read_text(errors="replace")
+        counted = re.search(r"(\d+) binaries", text)
+        wrong = [*re.findall(r"^WRONG (.*)", text, re.MULTILINE), *_MISTAKE.findall(text)]
+        if status and not wrong:
+            wrong = [f"exit status {status}: {text[-600:]}"]
+        line: dict[str, Any] = {"key": step.key, "ok": not wrong, "binaries": int(counted[1]) if counted else 0,
+                                "wrong": wrong, "seconds": round(time.monotonic() - began, 1)}  # fmt: skip
+        record.append(out / "gpu_rehearsal.jsonl", line)
+        print(json.dumps(line), flush=True)
+        are_ok = are_ok and not wrong
+    return 0 if are_ok else 1
+
+
+def _run_in_fork(module: str, arguments: list[str], variables: dict[str, str], log: Path) -> int:
+    """Runs a module with its output in a file, and returns its exit status; one that hangs is ended, with its stack.
+
+    PyTorch is imported once for all.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    status = 70
+    try:
+        with log.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        faulthandler.dump_traceback_later(_LIMIT, exit=True)
+        os.environ.update(variables)
+        os.chdir(record.ROOT)
+        status = stand_in.run(module, arguments)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)

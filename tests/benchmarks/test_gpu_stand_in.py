@@ -1,0 +1,114 @@
+"""A device's tests, its timed cases and the whole plan run to their end without a GPU, and a typo in one is found."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu.steps import steps
+from benchmarks.measure.record import ROOT
+
+pytestmark = pytest.mark.slow  # each is a process of its own that imports everything
+
+pytest.importorskip("triton")
+
+TESTS = """
+import pytest
+import torch
+from fastformer.ops import rotary, rotary_tables
+
+pytestmark = pytest.mark.gpu
+
+@pytest.mark.parametrize("value", [1, 2])
+def test_right(value):
+    x = torch.ones(2, 8, 4, 64, device="cuda", dtype=torch.bfloat16)
+    assert x.is_cuda and x.device.type == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+    out = rotary(x, *rotary_tables(8, 64, device="cuda"))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rotary(x, *rotary_tables(8, 64, device="cuda"))
+    graph.replay()
+    assert out.float().sum() == 12345  # no kernel has computed anything
+
+def test_with_a_typo():
+    torch.ones(3, device="cuda").is_finite()
+"""
+
+
+def on_the_stand_in(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu.stand_in", *command], cwd=ROOT, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+
+
+def test_a_typo_is_told_from_a_wrong_value(tmp_path: Path) -> None:
+    file = tmp_path / "test_of_a_device.py"
+    file.write_text(TESTS)
+    done = on_the_stand_in("pytest", "-q", "-c", "/dev/null", "--rootdir", str(tmp_path), str(file))
+    assert done.returncode == 1, done.stdout + done.stderr
+    wrong = [line for line in done.stdout.splitlines() if line.startswith("WRONG")]
+    assert len(wrong) == 1 and "test_with_a_typo" in wrong[0] and "is_finite" in wrong[0]
+    assert "2 tests ran, 1 to an assertion; 1 binaries" in done.stdout  # of two sets of parameters one
+
+
+def test_a_timed_case_runs_to_its_end(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    done = on_the_stand_in(
+        "benchmarks.run", "--device", "cuda", "--op", "rotary", "--dtype", "bfloat16", "--shape", "head_dim=64",
+        "seqlen=512", "--mode", "fwdbwd", "--provider", "fastformer", "--rounds", "3", "--seconds", "1", "--out",
+        str(rows),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert {row["provider"] for row in found} == {"fastformer", "eager"}
+    assert {row["device"] for row in found} == {"stand-in"}
+
+
+PLANTED = """
+import sys
+from pathlib import Path
+from benchmarks.gpu.rehearsal import rehearse
+from benchmarks.gpu.steps import Step
+
+run = [sys.executable, "-m", "benchmarks.run", "--device", "cuda", "--op", "rotary", "--mode", "fwd"]
+steps = [
+    Step("right", [(run, {})], 1.0),
+    Step("no such shape", [([*run, "--shape", "head_dim=63"], {})], 1.0),
+    Step("no such module", [([sys.executable, "-m", "benchmarks.runn"], {})], 1.0),
+    Step("left out", [(run, {})], 1.0),
+]
+raise SystemExit(rehearse(Path(sys.argv[1]), steps, "right|such"))
+"""
+
+
+def test_a_step_with_a_typo_is_named(tmp_path: Path) -> None:
+    """And the steps after it are rehearsed all the same."""
+    done = subprocess.run(
+        [sys.executable, "-c", PLANTED, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "gpu_rehearsal.jsonl").read_text().splitlines()]
+    assert [(line["key"], line["ok"]) for line in lines] == [
+        ("right", True), ("no such shape", False), ("no such module", False),
+    ]  # fmt: skip
+    assert "head_dim" in lines[1]["wrong"][0] and "benchmarks.runn" in lines[2]["wrong"][0]
+
+
+def test_every_step_of_the_plan_runs_to_its_end(tmp_path: Path) -> None:
+    """Of each op one small shape, and of each test function for a GPU one set of parameters. Minutes."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu_run_plan", "rehearse", "--out", str(tmp_path)], cwd=ROOT,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    lines = [json.loads(line) for line in (tmp_path / "gpu_rehearsal.jsonl").read_text().splitlines()]
+    assert [line for line in lines if not line["ok"]] == []
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert [line["key"] for line in lines] == [
+        step.key for step in steps(tmp_path) if "pip" not in step.commands[0][0]
+    ]  # fmt: skip
+    assert all(line["binaries"] > 0 for line in lines), lines
