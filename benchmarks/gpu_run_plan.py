@@ -153,6 +153,9 @@ def start(out: Path, resume: Path | None) -> int:
             command, cwd=record.ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
+    # Linux shows a process without its arguments for a moment after it began a program.
+    while process.poll() is None and not Path(f"/proc/{process.pid}/cmdline").read_bytes():
+        time.sleep(0.01)
     (out / "run.pid").write_text(str(process.pid))
     print(f"process {process.pid} works in {out}")
     return 0
