@@ -12,7 +12,6 @@ import copy
 import datetime
 import logging
 import os
-import pickle
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fastformer.nn import guards
 from fastformer.nn.stack import Stack
+from fastformer.training.contents import read_contents
 
 logger = logging.getLogger("fastformer")
 
@@ -556,26 +556,6 @@ def _copied(tensor: Tensor) -> Tensor:
     )
 
 
-# The types in the table of contents of a folder of parts. The table is a pickle, and a pickle may call any function.
-_OF_CONTENTS = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        """Returns a class of DCP's tables, a dtype or a size, and refuses anything else."""
-        found = super().find_class(module, name) if module in (*_OF_CONTENTS, "torch", "torch.serialization") else None
-        if (module in _OF_CONTENTS and isinstance(found, type)) or isinstance(
-            found, torch.dtype | torch.layout | torch.memory_format
-        ):
-            return found
-        if (module, name) in (
-            *(("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")),
-            *(("pathlib", "PosixPath"), ("pathlib", "Path"), ("pathlib", "PurePosixPath")),
-        ):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in it")
-
-
 def read_parts(folder: Path) -> dict[str, Tensor]:
     """Reads all tensors that a `PartsWriter` wrote into a folder, whole, in any number of processes.
 
@@ -587,9 +567,7 @@ def read_parts(folder: Path) -> dict[str, Tensor]:
     from torch.distributed.checkpoint.state_dict_loader import load
 
     try:
-        with (folder / ".metadata").open("rb") as file:
-            contents = _PlainUnpickler(file).load()
-        entries = contents.state_dict_metadata
+        entries = read_contents(folder).state_dict_metadata
         if not all(isinstance(entry, TensorStorageMetadata) for entry in entries.values()):
             raise ValueError("something that is no tensor")
         found = {
