@@ -1,4 +1,4 @@
-"""Models that transformers saved: one file for alike families, and one line a model_type in the table."""
+"""Models that transformers saved: similar families share a file, and each model_type has a line in the table."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from fastformer.checkpoints.hf.encoder import CLASSIFIER, EncoderForm
 from fastformer.checkpoints.hf.t5 import t5_from_transformer, transformer_from_t5
 from fastformer.models import BERT, GPT, Transformer
 
-# What a `GPT` may become, the first that has its options.
+# The families that a `GPT` may be saved as, by model_type. The first that has the model's options is taken.
 FORMS: dict[str, Form] = {"gpt2": gpt2.FORM, **llama.FORMS, **gemma.FORMS, **neox.FORMS}
-# What a `BERT` may become, the first that has its options.
+# The families that a `BERT` may be saved as, likewise.
 ENCODER_FORMS: dict[str, EncoderForm] = {**bert.FORMS, **bert_kin.FORMS, "modernbert": modernbert.FORM}
 
 
@@ -92,7 +92,7 @@ FAMILIES = {
     "electra": _encoder("electra", "ForPreTraining"),
     "modernbert": _encoder("modernbert"),
 }
-# What our models lack for families that you may try.
+# Families that you may try to load, and the reason why fastformer's models can't compute them.
 UNSUPPORTED = {
     "umt5": "UMT5 has a table of relative positions in each layer",
     "nllb-moe": "NLLB-MoE sends each token to some of many experts",
@@ -114,10 +114,10 @@ UNSUPPORTED = {
 
 
 def from_model(model: Transformer | GPT | BERT) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The settings and the state_dict of the family that computes what a model does.
+    """Returns the settings and the state_dict of the family that computes the same as a model.
 
     Raises:
-        ValueError: options that no family has.
+        ValueError: the model has options that no family has.
     """
     if isinstance(model, Transformer):
         return t5_from_transformer(model) if model.config.positions == "relative" else bart_from_transformer(model)
@@ -129,6 +129,6 @@ def from_model(model: Transformer | GPT | BERT) -> tuple[dict[str, Any], dict[st
             return found
         except ValueError as error:
             reasons.append(error)
-    # Those of families that are of another kind altogether help if there are no others.
+    # The reasons of families of another kind, such as with other positions, help only if they are the only ones.
     near = [error for error in reasons if getattr(error, "option", None) not in ("positions", "norm", "norm_placement")]
     raise ValueError("; or ".join(map(str, near or reasons)))

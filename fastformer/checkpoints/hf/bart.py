@@ -1,8 +1,8 @@
 """BART (Lewis et al. 2020) and the families that differ from it in three options: Marian, mBART, Pegasus, M2M100.
 
-They are `Transformer`s with biases in the attention, and often with a bias on the logits. `FORMS` has the options.
+They are `Transformer`s with biases in the attention, and often with a bias on the logits. `FORMS` has their options.
 
-tokenizer.json               a byte-level BPE; or vocab.json and merges.txt, in older folders
+tokenizer.json               a byte-level BPE; older folders have vocab.json and merges.txt instead
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ from fastformer.models import Transformer, TransformerConfig
 from fastformer.ops.embedding import sinusoidal_positions
 from fastformer.special_ids import SpecialIds
 
-_EPS = 1e-5  # of the norms; no setting says so
-_NEVER = -30_000.0  # a bias that no logit outweighs, and that fp16 can hold
+_EPS = 1e-5  # of the norms; the settings don't contain it
+_NEVER = -30_000.0  # a bias that no logit outweighs, and that fp16 can represent
 
 
 class Form(NamedTuple):
-    """A family: its name, and three options of `TransformerConfig`.
+    """A family: its name, and the values of three options of `TransformerConfig`.
 
     Attributes:
-        behind_pad: whether its sines count positions from behind the id of PAD, and its logits have no bias (M2M100).
+        behind_pad: whether its sinusoidal positions count from the id after PAD's, and its logits have no bias
+            (M2M100).
     """
 
     name: str
@@ -59,7 +60,7 @@ class Form(NamedTuple):
         return ", ".join(f"{name}={value!r}" for name, value in zip(self._fields[1:4], self[1:4], strict=True))
 
     def first_position(self, pad: int) -> int:
-        """The option of that name, for a family with such a PAD."""
+        """The first position, if PAD has the id `pad`."""
         return pad + 1 if self.behind_pad else 0
 
 
@@ -69,10 +70,10 @@ FORMS = {
     "marian": Form("Marian", "halves", False, False),  # Junczys-Dowmunt et al. 2018
     "mbart": Form("mBART", "learned", True, True),  # Liu et al. 2020
     "pegasus": Form("Pegasus", "halves", False, True),  # Zhang et al. 2020
-    # Fan et al. 2020; NLLB (NLLB Team et al. 2022) has its model_type
+    # Fan et al. 2020; NLLB (NLLB Team et al. 2022) has the same model_type
     "m2m_100": Form("M2M100", "concatenated", False, True, behind_pad=True),
 }
-_OFFSET = 2  # unused rows of a learned table, in front of position 0
+_OFFSET = 2  # unused rows of a learned table, before position 0
 
 _ACTIVATIONS = {
     "relu": "relu",
@@ -108,7 +109,7 @@ def transformer_from_bart(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Transformer:
-    """See `ToModel`; the model_type of the settings is one of `FORMS`."""
+    """Builds the model, as `ToModel` describes; the model_type of the settings is one of `FORMS`."""
     form, left = FORMS[settings["model_type"]], _with_prefix(state)
     check_floating(settings, left)
     start, pad, eos = (_id(settings, f"{name}_token_id", form) for name in ("decoder_start", "pad", "eos"))
@@ -152,7 +153,7 @@ def transformer_from_bart(
     for name, theirs in _POSITIONS.items():
         if config.positions == "learned":
             weights[name] = joined(left, (theirs,), form.name)[_OFFSET:]
-        elif form.behind_pad:  # the table is in memory alone; old files hold it, too
+        elif form.behind_pad:  # no weight, since the table is computed; old files hold it all the same
             for name in (f"{theirs}s", theirs.replace(".weight", "._float_tensor")):
                 left.pop(name, None)
         elif (table := left.pop(theirs, None)) is not None:
@@ -170,10 +171,10 @@ def transformer_from_bart(
 
 
 def bart_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The settings and the state_dict of the family that computes what a `Transformer` does.
+    """Returns the settings and the state_dict of the family that computes the same as a `Transformer`.
 
     Raises:
-        ValueError: options that no family in `FORMS` has.
+        ValueError: the model has options that no family in `FORMS` has.
     """
     config, ids = model.config, model.config.special_ids
     kind, form = _form(config)
@@ -194,14 +195,14 @@ def bart_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str,
     target = source if tied else state.pop("target_embedding.weight")
     output = source if tied else state.pop("output.weight")
     if not config.embed_pad and (source[ids.pad].any() or target[ids.pad].any()):
-        # BART embeds PAD by its row. The row is zeroed here, and kept for the output.
+        # BART embeds PAD by its row. The embeddings' copies of the row are zeroed; the output keeps it.
         tied, output = False, output
         source, target = without_row(source, ids.pad), without_row(target, ids.pad)
     bias = state.pop("output_bias", target.new_zeros(len(target)))
     weights = {_SOURCE: source, _TARGET: target, _OUTPUT: output}
     if not form.behind_pad:
         weights[_BIAS] = bias[None]
-    if tied or kind != "marian":  # the others have it, unused, even if nothing is tied
+    if tied or kind != "marian":  # the other families have a shared matrix, unused, even if nothing is tied
         weights[_SHARED] = target
     for name, place in _POSITIONS.items():
         if config.positions == "learned":
@@ -209,7 +210,7 @@ def bart_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str,
     for name, theirs in _names(config).items():
         if name in state:
             parts = state[name].chunk(len(theirs))
-        else:  # without attention_bias
+        else:  # attention_bias is False
             parts = tuple(target.new_zeros(config.d_model) for _ in theirs)
         weights |= dict(zip(theirs, parts, strict=True))
     own = {"decoder_vocab_size": len(target), "share_encoder_decoder_embeddings": tied} if kind == "marian" else {}
@@ -241,7 +242,7 @@ def bart_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str,
 
 
 def _form(config: TransformerConfig) -> tuple[str, Form]:
-    """The family with a model's options."""
+    """Returns the family that has a model's options."""
     found = config.positions, config.embedding_norm, config.norm_first
     for kind, form in FORMS.items():
         if form[1:4] == found:
@@ -251,9 +252,9 @@ def _form(config: TransformerConfig) -> tuple[str, Form]:
 
 
 def _names(config: TransformerConfig) -> dict[str, tuple[str, ...]]:
-    """The names of norms' and layers' tensors here, each with those in BART that are concatenated to it (dimension 0).
+    """Maps the norms' and layers' names here to those in BART that are concatenated to them (dimension 0).
 
-    Without the positions, which have other rows.
+    The tables of positions are not included, because they have other rows.
     """
     names: dict[str, tuple[str, ...]] = {}
     sides = (("encoder", "source", config.num_encoder_layers), ("decoder", "target", config.num_decoder_layers))
@@ -282,9 +283,9 @@ def _names(config: TransformerConfig) -> dict[str, tuple[str, ...]]:
 
 
 def _embeddings(settings: Mapping[str, Any], left: dict[str, Tensor], form: Form) -> tuple[Tensor, Tensor, Tensor]:
-    """The source, target and output matrices, one object if they are tied; removes them from `left`."""
+    """Removes the source, target and output matrices from `left` and returns them, as one object if they are tied."""
     found = {name: left.pop(name, None) for name in (_SHARED, _SOURCE, _TARGET, _OUTPUT)}
-    # A file holds one of the matrices that are tied.
+    # Of matrices that are tied, the file has one.
     is_tied, is_shared = (
         flag_of(settings, "tie_word_embeddings", True),
         flag_of(settings, "share_encoder_decoder_embeddings", True),
@@ -307,7 +308,7 @@ def _embeddings(settings: Mapping[str, Any], left: dict[str, Tensor], form: Form
 
 def _check_positions(name: str, table: Tensor, config: TransformerConfig, form: Form) -> None:
     atol = 1e-6 if table.element_size() >= 4 else 1e-2
-    is_right = table.shape == (config.max_len, config.d_model)  # before a table of the same size is made
+    is_right = table.shape == (config.max_len, config.d_model)  # checked before a table of the same size is built
     if is_right:
         expected = sinusoidal_positions(config.max_len, config.d_model, config.positions, device=table.device)
         is_right = torch.allclose(table.float(), expected, rtol=0, atol=atol)
@@ -336,9 +337,9 @@ def _same(settings: Mapping[str, Any], first: str, second: str) -> int:
 
 
 def _with_prefix(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights under the names of a model with a head. Without one, files of transformers lack the prefix.
+    """Returns the weights by the names that a model with a head has. Files of a model without one lack the prefix.
 
-    Old files of BART also hold a version, which is left out.
+    Old files of BART also contain a version, which is dropped.
     """
     kept = {name: tensor for name, tensor in state.items() if not name.endswith(".version")}
     if any(name.startswith("model.") for name in kept):
@@ -349,7 +350,7 @@ def _with_prefix(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def read_tokenizer(
     folder: Path, settings: Mapping[str, Any]
 ) -> tuple[int | None, Callable[[TransformerConfig], BackendTokenizer]]:
-    """See `ReadTokenizer`."""
+    """Reads the tokenizer, as `ReadTokenizer` describes."""
     if (folder / TOKENIZER).is_file():
         backend = read_backend(folder / TOKENIZER, read_json(folder / TOKENIZER))
     else:

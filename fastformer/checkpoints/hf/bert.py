@@ -1,7 +1,7 @@
 """BERT (Devlin et al. 2019) and the encoder-only families that resemble it, as `EncoderForm`s.
 
-RoBERTa, XLM-R and CamemBERT count positions from behind PAD's id on: the rows of the table before that, which no token
-has, are left out, and position 0 here is row 2 of the table there.
+RoBERTa, XLM-R and CamemBERT count positions from the id after PAD's. The first rows of their tables belong to no token
+and are dropped: with PAD = 1, position 0 here is row 2 of the table there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fastformer.checkpoints.hf.gpt2 import ACTIVATIONS
 from fastformer.models import BERTConfig
 
 _THEIRS = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu"}
-# Settings of which a `BERT` knows one value.
+# Settings for which a `BERT` supports one value.
 _ONLY: dict[str, Any] = {"is_decoder": False, "add_cross_attention": False}
 _MODULES = {
     "self_attn.in_proj": tuple(f"attention.self.{name}" for name in ("query", "key", "value")),
@@ -34,10 +34,10 @@ BOTH = ("weight", "bias")
 
 
 def activation_of(settings: Mapping[str, Any], name: str, default: str = "gelu") -> str:
-    """The activation here of a setting.
+    """Returns the activation of `BERTConfig` that a setting names.
 
     Raises:
-        ValueError: one that a `BERT` doesn't have.
+        ValueError: a `BERT` doesn't have the activation.
     """
     value = settings.get(name, default)
     if not isinstance(value, str) or value not in ACTIVATIONS:
@@ -46,10 +46,10 @@ def activation_of(settings: Mapping[str, Any], name: str, default: str = "gelu")
 
 
 def check_only(settings: Mapping[str, Any]) -> None:
-    """Checks the settings of which a `BERT` knows one value.
+    """Checks the settings for which a `BERT` supports one value.
 
     Raises:
-        ValueError: another one.
+        ValueError: a setting has another value.
     """
     for name, value in _ONLY.items():
         if flag_of(settings, name, value) != value:
@@ -62,7 +62,7 @@ def check_only(settings: Mapping[str, Any]) -> None:
 
 
 def bert_options(settings: Mapping[str, Any], unused: int = 0) -> dict[str, Any]:
-    """The options of a BERT; of its positions the first are not used."""
+    """Returns the options of a BERT from its settings; the first `unused` positions of its table belong to no token."""
     check_only(settings)
     dropout = settings.get("hidden_dropout_prob", 0.1)
     own = settings.get("classifier_dropout")
@@ -91,15 +91,15 @@ def _behind_pad(pad: Any) -> int:
 
 
 def bert_settings(config: BERTConfig, name: str, **expected: Any) -> dict[str, Any]:
-    """The settings that a BERT's options become.
+    """Returns the settings that a BERT's options are saved as.
 
     Args:
-        config: the model's.
-        name: of the family.
-        expected: options that are other than a BERT has them, or that it doesn't mind: see `check_form`.
+        config: the config of the model.
+        name: the name of the family.
+        expected: options whose values differ from a BERT's, or that may have several values: see `check_form`.
 
     Raises:
-        ValueError: options that the family doesn't have.
+        ValueError: the model has options that the family doesn't have.
     """
     check_form(
         config,
@@ -127,7 +127,7 @@ def bert_settings(config: BERTConfig, name: str, **expected: Any) -> dict[str, A
 
 
 def check_types(config: BERTConfig, name: str) -> None:
-    """Raises ValueError for a model without types of tokens, of which a family has at least one."""
+    """Raises ValueError for a model without token types; the family has at least one."""
     if not config.token_types:
         raise ValueError(f"expected a {name}, with token_types of at least 1, got 0")
 
@@ -147,7 +147,7 @@ def _roberta_settings(config: BERTConfig) -> dict[str, Any]:
 
 
 def embedding_names(*, has_types: bool) -> dict[str, tuple[str, ...]]:
-    """The names of the embeddings' tensors in a BERT."""
+    """Maps the names of the embeddings' tensors to their names in a BERT."""
     names: dict[str, tuple[str, ...]] = {
         EMBEDDING: ("embeddings.word_embeddings.weight",),
         POSITIONS: ("embeddings.position_embeddings.weight",),
@@ -159,7 +159,7 @@ def embedding_names(*, has_types: bool) -> dict[str, tuple[str, ...]]:
 
 
 def bert_names(config: BERTConfig) -> dict[str, tuple[str, ...]]:
-    """The names of a BERT's tensors."""
+    """Maps the names of all tensors but the head's to their names in a BERT."""
     return {**embedding_names(has_types=True), **encoder_layer_names(config, "encoder.layer", _MODULES)}
 
 
@@ -168,7 +168,7 @@ def _bert_head(config: BERTConfig) -> dict[str, str]:
 
 
 def dense_head(config: BERTConfig) -> dict[str, str]:
-    """The names of a RoBERTa's head."""
+    """Maps the names of the head's tensors to their names in a RoBERTa."""
     parts = {"dense": "dense", "out": "out_proj"}
     return {f"head.{ours}.{kind}": f"classifier.{name}.{kind}" for ours, name in parts.items() for kind in BOTH}
 

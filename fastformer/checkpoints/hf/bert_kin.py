@@ -1,7 +1,7 @@
-"""DistilBERT, MPNet and ELECTRA: `EncoderForm`s that differ from BERT's by names, positions and heads.
+"""DistilBERT, MPNet and ELECTRA: `EncoderForm`s that differ from BERT's in names, positions and heads.
 
-MPNet's positions are learned and relative, and count from 2 on, as RoBERTa's; all of its models have 32 buckets, and
-distances beyond 128 are alike. ELECTRA's embeddings may be narrower than its layers.
+MPNet's positions are learned and relative, and count from 2, as RoBERTa's do. All of its models have 32 buckets and
+treat distances beyond 128 alike. ELECTRA's embeddings may be narrower than its layers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fastformer.checkpoints.hf.encoder import EncoderForm, encoder_layer_names
 from fastformer.models import BERTConfig
 
 _BUCKETS, _DISTANCE = 32, 128
-_UNUSED = 2  # MPNet's rows before the first position
+_UNUSED = 2  # rows of MPNet's table before the first position
 _DISTIL_MODULES = {
     "self_attn.in_proj": tuple(f"attention.{name}_lin" for name in "qkv"),
     "self_attn.out_proj": ("attention.out_lin",),
@@ -43,7 +43,7 @@ _MPNET_MODULES = {
     "linear2": ("output.dense",),
     "norm2": ("output.LayerNorm",),
 }
-# DistilBERT's settings, by the names of BERT's.
+# DistilBERT's settings and the names that BERT has for them.
 _DISTIL_SETTINGS = {
     "dim": "hidden_size",
     "n_heads": "num_attention_heads",
@@ -76,7 +76,7 @@ def _distil_settings(config: BERTConfig) -> dict[str, Any]:
     kind = "distilbert" if config.num_labels else ("distilbert", "bert")
     settings = bert_settings(
         config, "DistilBERT", head=kind, token_types=0, pooler=False, layer_norm_eps=1e-12
-    )  # which it doesn't say
+    )  # DistilBERT's settings don't contain the eps
     return {"model_type": "distilbert", **{name: settings[theirs] for name, theirs in _DISTIL_SETTINGS.items()}}
 
 
@@ -97,7 +97,7 @@ def _mpnet_options(settings: Mapping[str, Any]) -> dict[str, Any]:
     if buckets != _BUCKETS:
         raise ValueError(f"expected relative_attention_num_buckets {_BUCKETS}, as all MPNets use, got {buckets!r}")
     options = bert_options({**settings, "type_vocab_size": 0}, _UNUSED)
-    # Its head drops out as its layers do.
+    # The head has the same dropout as the layers.
     positions = {"positions": "learned-relative", "num_buckets": _BUCKETS, "max_distance": _DISTANCE}
     return {**options, **positions, "head": "roberta", "head_dropout": options["dropout"]}
 

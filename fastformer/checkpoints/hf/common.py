@@ -1,11 +1,11 @@
-"""What the families of transformers' models share: reading their folders, and converting settings and weights.
+"""Code that all families of transformers' models use: reading their folders, and converting settings and weights.
 
-A folder is read without transformers:
+The folders are read without transformers:
 
-config.json                  says "model_type"
+config.json                  contains "model_type"
 model.safetensors            or pytorch_model.bin in older folders; or several files, with an index
-tokenizer_config.json        what the special tokens are called, if they have unusual names
-generation_config.json       what a search is asked to do
+tokenizer_config.json        the names of the special tokens, if they are unusual
+generation_config.json       the options of a search
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ logger = logging.getLogger("fastformer")
 GENERATION = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 _OLD_WEIGHTS = "pytorch_model.bin"
-# Options of a search that change its output, with the values that change nothing.
+# Options that change the output of a search, each with the value that changes nothing.
 _FORCED = "forced_bos_token_id"
 _SEARCH_OPTIONS = {_FORCED: None, "no_repeat_ngram_size": 0, "min_length": 0, "repetition_penalty": 1.0}
 
 
 class ToModel(Protocol):
-    """Converts settings and weights to a `Transformer`, those of a decoder to a `GPT`, of an encoder to a `BERT`."""
+    """Converts settings and weights to a `Transformer`, of a decoder to a `GPT`, of an encoder to a `BERT`."""
 
     def __call__(
         self,
@@ -63,25 +63,25 @@ class ToModel(Protocol):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> Transformer | GPT | BERT:
-        """A model in evaluation mode.
+        """Returns a model in evaluation mode.
 
         Args:
             settings: the model's config.json.
-            state: its state_dict. Of tied matrices any one is enough.
+            state: the model's state_dict. If matrices are tied, one of them is enough.
             unk: the tokenizer's id of the unknown token.
             never: ids that the model must not generate.
-            layer_norm_eps: of its LayerNorms, if the settings don't say; None: the family's usual value.
-            device: where the parameters go; None: the CPU.
-            dtype: of the parameters; None: the dtype of the embeddings.
+            layer_norm_eps: the eps of the LayerNorms, if the settings don't contain it; None: the family's usual value.
+            device: the device of the parameters; None: the CPU.
+            dtype: the dtype of the parameters; None: the dtype of the embeddings.
 
         Raises:
-            ValueError: a setting that the model doesn't have; missing, unexpected or misshapen tensors.
+            ValueError: a setting that the model doesn't support; missing, unexpected or misshapen tensors.
         """
         ...
 
 
-# Reads the tokenizer's files: (folder, settings) -> the id of the unknown token, and what makes the tokenizer once the
-# model's config is known.
+# Reads the tokenizer's files: (folder, settings) -> the id of the unknown token, and a function that makes the
+# tokenizer once the model's config is known.
 ReadTokenizer = Callable[[Path, Mapping[str, Any]], tuple[int | None, Callable[[Any], Tokenizer]]]
 
 
@@ -89,13 +89,13 @@ class Family(NamedTuple):
     """One model_type of transformers.
 
     Attributes:
-        name: in messages.
+        name: the name in messages.
         config_class, model_class: transformers' names.
         to_model: see `ToModel`.
-        read_tokenizer: None: folders of this family can't be loaded, only models in memory be converted.
+        read_tokenizer: see `ReadTokenizer`; None: only models in memory can be converted, folders can't be loaded.
         kind: "seq2seq" for a `Transformer`, "decoder" for a `GPT`, "encoder" for a `BERT`.
-        package: of transformers, where it isn't called as the model_type.
-        others: further classes of transformers that are converted: with a head that the model keeps or leaves out.
+        package: transformers' package of the model, if its name isn't the model_type.
+        others: further classes of transformers that are converted: their head is one that the model keeps or drops.
     """
 
     name: str
@@ -109,17 +109,17 @@ class Family(NamedTuple):
 
     @property
     def generates(self) -> bool:
-        """Whether a model of this family writes texts."""
+        """Whether a model of this family generates text."""
         return self.kind != "encoder"
 
     def source(self, model_type: str) -> str:
-        """The module of transformers that has the model's class."""
+        """Returns the name of the module of transformers that has the model's class."""
         name = model_type if self.package is None else self.package
         return f"transformers.models.{name}.modeling_{name}"
 
 
 def model_type(folder: Path) -> str | None:
-    """The model_type of a folder that transformers saved, such as "bart"; None for any other folder."""
+    """Returns the model_type of a folder that transformers saved, such as "bart"; None for any other folder."""
     try:
         values = read_json(folder / CONFIG)
     except (OSError, ValueError):
@@ -131,17 +131,18 @@ def model_type(folder: Path) -> str | None:
 def load_folder(
     folder: Path, family: Family, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> tuple[Transformer | GPT | BERT, Tokenizer]:
-    """The model and the tokenizer of a folder that transformers saved.
+    """Loads the model and the tokenizer of a folder that transformers saved.
 
-    An id that the model's settings never let it generate gets a logit bias that no score outweighs. Other options that
-    generation_config.json has for a search have to be passed to `generate`; a warning names them. Weights that GPTQ or
-    AWQ rounded to 4 bits stay what they are: see `checkpoints.hf.quantized`.
+    An id that the model's settings forbid gets a logit bias that no score outweighs. Other options of the search in
+    generation_config.json have to be passed to `generate`; a warning names them. Weights that GPTQ or AWQ rounded to
+    4 bits keep their values: see `checkpoints.hf.quantized`.
 
     Args:
-        folder: see above.
-        family: of the model.
-        device: where the parameters go; None: the CPU.
-        dtype: of the parameters; None: as saved, except that fp16 becomes fp32 on a CPU, which is slow in fp16.
+        folder: the folder; its files are listed at the top of this module.
+        family: the family of the model.
+        device: the device of the parameters; None: the CPU.
+        dtype: the dtype of the parameters; None: as saved, except that fp16 becomes fp32 on a CPU, which is slow in
+            fp16.
 
     Raises:
         ImportError: a library that the files need is not installed.
@@ -149,7 +150,7 @@ def load_folder(
     """
     assert family.read_tokenizer is not None
     settings = read_json(folder / CONFIG)
-    unk, make_tokenizer = family.read_tokenizer(folder, settings)  # small files first: their errors come at once
+    unk, make_tokenizer = family.read_tokenizer(folder, settings)  # small files first: their errors come early
     try:
         rounded = quantization_settings(folder, settings)
         state, matrices = read_weights(folder), None
@@ -179,24 +180,24 @@ def load_folder(
 
 
 def with_search_ids(settings: Mapping[str, Any], search: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a model, with the special ids of its search, which differ where it was trained to chat.
+    """Returns a model's settings with the special ids of its search, which may differ if the model was trained to chat.
 
     Args:
-        settings: of the model.
-        search: of its generation_config.json.
+        settings: the model's config.json.
+        search: the model's generation_config.json.
     """
     ids = {name: search.get(name) for name in ("pad_token_id", "eos_token_id")}
     return {**settings, **{name: value for name, value in ids.items() if value is not None}}
 
 
 def generation_settings(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a folder that transformers saved asks a search to do: `generate` takes it as its generation_config.
+    """Returns a saved folder's options of a search; `generate` takes them as its generation_config.
 
     Args:
-        folder: its generation_config.json is read; without one, and for a run folder, there is nothing.
+        folder: has a generation_config.json. The result is empty if it has none, as a run folder does.
 
     Raises:
-        ValueError: a damaged file.
+        ValueError: the file is damaged.
     """
     file = Path(folder) / GENERATION
     if not file.is_file():
@@ -207,21 +208,21 @@ def generation_settings(folder: str | os.PathLike[str]) -> dict[str, Any]:
 def special_tokens(
     folder: Path, settings: Mapping[str, Any], vocab: Mapping[str, int], names: Mapping[str, str], free: Iterable[str]
 ) -> dict[str, int | None]:
-    """The ids of special tokens, checked against the settings of the model.
+    """Returns the ids of the special tokens, checked against the settings of the model.
 
     Args:
-        folder: its tokenizer_config.json may name the tokens otherwise.
-        settings: of the model, with "pad_token_id" for "pad".
+        folder: its tokenizer_config.json may give the tokens other names.
+        settings: the model's settings, with "pad_token_id" for "pad".
         vocab: the ids of tokens.
-        names: what the tokens are called, by their kinds.
-        free: kinds that the settings don't mention.
+        names: the usual name of each kind of token.
+        free: kinds that the settings don't contain.
 
     Raises:
         ValueError: the vocabulary lacks a token, or the model has another id for it.
     """
     named, found = dict(names), {}
     for key, value in tokenizer_settings(folder).items():
-        name = value.get("content") if isinstance(value, dict) else value  # with its options
+        name = value.get("content") if isinstance(value, dict) else value  # a mapping adds options
         if key.removesuffix("_token") in named and key.endswith("_token") and isinstance(name, str):
             named[key.removesuffix("_token")] = name
     for kind, name in named.items():
@@ -238,7 +239,7 @@ def special_tokens(
 
 
 def read_file(file: Path) -> bytes:
-    """The bytes of a small file.
+    """Reads the bytes of a small file.
 
     Raises:
         ValueError: the file is missing or far too large.
@@ -249,16 +250,16 @@ def read_file(file: Path) -> bytes:
 
 
 def tokenizer_settings(folder: Path) -> Mapping[str, Any]:
-    """What tokenizer_config.json says; nothing where there is none."""
+    """Returns the contents of tokenizer_config.json, or nothing if the folder lacks it."""
     file = folder / TOKENIZER_CONFIG
     return read_json(file) if file.is_file() else {}
 
 
 def check_tokenizer_class(folder: Path, known: Iterable[str]) -> str | None:
-    """The class that transformers' tokenizer of a folder has, without "Fast"; None: the folder doesn't say.
+    """Returns the class that transformers' tokenizer of a folder has, without "Fast"; None: the folder doesn't name it.
 
     Raises:
-        ValueError: a class that isn't known, which may encode in another way.
+        ValueError: the class is not one of `known`, so it may encode differently.
     """
     name = tokenizer_settings(folder).get("tokenizer_class")
     if name is None:
@@ -272,16 +273,16 @@ def check_tokenizer_class(folder: Path, known: Iterable[str]) -> str | None:
 
 
 def languages_of(folder: Path, settings: Mapping[str, Any], ids: Mapping[str, int], places: Places) -> Languages:
-    """The languages of a folder's tokenizer, with the defaults that its files name.
+    """Returns the languages of a folder's tokenizer, with the defaults that its files name.
 
     Args:
-        folder: of the tokenizer.
-        settings: of the model.
-        ids: of the languages, by their names.
-        places: of their tokens.
+        folder: the folder of the tokenizer.
+        settings: the settings of the model.
+        ids: the languages' ids, by their names.
+        places: the positions of their tokens.
 
     Raises:
-        ValueError: no languages, or a default that is none of them.
+        ValueError: there are no languages, or a default isn't one of them.
     """
     named, forced = tokenizer_settings(folder), search_settings(folder, settings).get(_FORCED)
     target = named.get("tgt_lang")
@@ -296,13 +297,13 @@ def languages_of(folder: Path, settings: Mapping[str, Any], ids: Mapping[str, in
 
 
 def search_settings(folder: Path, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The options of a search, from a file of their own, or in older folders from the model's settings."""
+    """Returns the options of a search, from their own file or, in older folders, from the model's settings."""
     file = folder / GENERATION
     return read_json(file) if file.is_file() else settings
 
 
 def _forbidden(folder: Path, search: Mapping[str, Any]) -> list[int]:
-    """The ids that may never be generated."""
+    """Returns the ids that the model must never generate."""
     words = search.get("bad_words_ids") or []
     if not isinstance(words, list) or not all(isinstance(word, list) and all(map(_is_id, word)) for word in words):
         raise ValueError(f"expected bad_words_ids to be lists of ids, got {words!r:.60}")
@@ -341,7 +342,7 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
 
 
 def check_floating(settings: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
-    """Raises ValueError for weights that aren't floating-point numbers, or that the settings say are rounded."""
+    """Raises ValueError for weights that aren't floating-point numbers, or that the settings call quantised."""
     if (rounded := settings.get("quantization_config")) is not None:
         how = rounded.get("quant_method") if isinstance(rounded, Mapping) else rounded
         raise ValueError(f"expected weights that are not quantised, got a quantization_config of {how!r}")
@@ -364,22 +365,23 @@ def joined(left: dict[str, Tensor], names: tuple[str, ...], family: str) -> Tens
 
 
 def first_equal(first: Tensor, second: Tensor, third: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Three matrices; three times the first if all are equal, which a converted model then ties."""
+    """Returns three matrices, or the first three times if all are equal, so that the converted model ties them."""
     if all(one is first or (one.shape == first.shape and torch.equal(one, first)) for one in (second, third)):
         return first, first, first
     return first, second, third
 
 
 def without_row(matrix: Tensor, row: int) -> Tensor:
-    """A copy of a matrix in which a row is zero."""
+    """Returns a copy of a matrix in which one row is zero."""
     return matrix.index_fill(0, torch.tensor([row], device=matrix.device), 0.0)
 
 
 def check_options(config: TransformerConfig, expected: Mapping[str, Any], family: str, *, one_vocabulary: bool) -> None:
-    """Checks that a model of a family can compute what a `Transformer` does.
+    """Checks that a model of the family can compute the same as a `Transformer`.
 
     Raises:
-        ValueError: an option other than expected, grouped heads, or two vocabularies in a family that has one.
+        ValueError: an option differs from the expected value, heads are grouped, or there are two vocabularies and the
+            family has one.
     """
     for name, value in expected.items():
         if getattr(config, name) != value:
@@ -391,7 +393,7 @@ def check_options(config: TransformerConfig, expected: Mapping[str, Any], family
 
 
 def number_of(settings: Mapping[str, Any], name: str) -> int:
-    """An integer setting.
+    """Returns an integer setting.
 
     Raises:
         ValueError: it is missing or not an integer.
@@ -403,10 +405,10 @@ def number_of(settings: Mapping[str, Any], name: str) -> int:
 
 
 def depth_of(settings: Mapping[str, Any], name: str, state: Mapping[str, Tensor]) -> int:
-    """A setting that is a number of layers.
+    """Returns a setting that is a number of layers.
 
     Raises:
-        ValueError: it is not an integer, or there are more layers than tensors.
+        ValueError: it is not an integer, or exceeds the number of tensors.
     """
     value = number_of(settings, name)
     check_depth(name, value, len(state), "the settings")
@@ -414,7 +416,7 @@ def depth_of(settings: Mapping[str, Any], name: str, state: Mapping[str, Tensor]
 
 
 def flag_of(settings: Mapping[str, Any], name: str, default: bool) -> bool:
-    """A boolean setting; `default` if it is missing or null.
+    """Returns a boolean setting; `default` if it is missing or null.
 
     Raises:
         ValueError: it has another value.
@@ -425,7 +427,7 @@ def flag_of(settings: Mapping[str, Any], name: str, default: bool) -> bool:
     return default if value is None else value
 
 
-Parts = Tensor | tuple[Tensor, ...]  # what is concatenated (dimension 0)
+Parts = Tensor | tuple[Tensor, ...]  # tensors to be concatenated (dimension 0)
 
 
 def load_foreign(
@@ -436,16 +438,16 @@ def load_foreign(
     dtype: torch.dtype,
     convert: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
 ) -> Any:
-    """A model with weights, in evaluation mode.
+    """Builds a model with the weights, in evaluation mode.
 
-    Beside the model and the weights that it is made of, memory holds one converted tensor at a time.
+    Besides the model and the given weights, memory holds one converted tensor at a time.
 
     Args:
-        config: of the model.
-        weights: by name.
-        device: where the parameters go; None: the CPU.
-        dtype: of the parameters.
-        convert: name, one tensor -> what becomes of it.
+        config: the config of the model.
+        weights: the tensors by name.
+        device: the device of the parameters; None: the CPU.
+        dtype: the dtype of the parameters.
+        convert: (name, tensor) -> the tensor that the model holds.
 
     Raises:
         ValueError: missing, unexpected or misshapen tensors, or positions that take far more memory than the weights.
@@ -475,11 +477,11 @@ def _parts(found: Parts) -> tuple[Tensor, ...]:
 
 
 def _entry(name: str, found: Parts, convert: Callable[[str, Tensor], Tensor]) -> Entry:
-    """The shape and the dtype that tensors have once they are converted and concatenated."""
+    """Returns the shape and the dtype of tensors after they are converted and concatenated."""
     parts = _parts(found)
     try:
         shapes = [tuple(convert(name, torch.empty_like(part, device="meta")).shape) for part in parts]
-    except (RuntimeError, IndexError):  # of another number of dimensions: as it came
+    except (RuntimeError, IndexError):  # a tensor with another number of dimensions keeps its shape
         shapes = [tuple(part.shape) for part in parts]
     first, rest = shapes[0], shapes[1:]
     if rest and all(shape[1:] == first[1:] and shape for shape in shapes):
@@ -488,6 +490,6 @@ def _entry(name: str, found: Parts, convert: Callable[[str, Tensor], Tensor]) ->
 
 
 def some(names: Iterable[str]) -> str:
-    """The first few names, and how many more there are."""
+    """Returns the first five names, and how many more there are."""
     known = sorted(names)
     return ", ".join(known[:5]) + (f" and {len(known) - 5} more" if len(known) > 5 else "")

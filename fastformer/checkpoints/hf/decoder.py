@@ -1,7 +1,7 @@
-"""What the decoder-only families share: a family is a `Form`, which a `GPT` is made of, and which a `GPT` becomes.
+"""Decoder-only families: each is a `Form`, which converts a checkpoint to a `GPT` and back.
 
-A form has three tables: its settings as options of `GPTConfig` and back, and the names of its tensors. Options of
-`GPTConfig` that a form's settings don't mention have their defaults.
+A form has three tables: the settings as options of `GPTConfig`, the options as settings, and the names of the tensors.
+Options of `GPTConfig` that a form's settings don't contain have their defaults.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EMBEDDING, OUTPUT = "embedding.weight", "output.weight"
 
 
 def as_it_is(name: str, tensor: Tensor, config: GPTConfig) -> Tensor:
-    """The tensor."""
+    """Returns the tensor unchanged."""
     return tensor
 
 
@@ -33,19 +33,19 @@ class Form(NamedTuple):
     """A decoder-only family.
 
     Attributes:
-        name: in messages.
-        prefix: of all names but the head's. Files of a model without a head lack it.
+        name: the name in messages.
+        prefix: the prefix of all names but the head's. Files of a model without a head lack it.
         options: settings -> options of `GPTConfig`, without vocab_size, tie_embeddings and special_ids. Raises a
-            ValueError for a setting that a `GPT` doesn't have.
+            ValueError for a setting that a `GPT` doesn't support.
         settings: a config -> the settings, without those of the vocabulary. Raises a ValueError for an option that the
             family doesn't have.
-        names: a config -> the names of tensors here, each with the names there, without the prefix, of those that are
-            concatenated to it (dimension 0). Without the output's.
-        is_tied: the value of tie_word_embeddings if a file doesn't have it.
-        convert: name here, one of its tensors there -> the tensor here.
-        revert: the other way.
-        unread: how the names of tensors end that old files hold and no model reads.
-        heads: the names of the output's matrix, the one of newer versions of transformers first.
+        names: a config -> fastformer's names of tensors, each with the names in the family of those that are
+            concatenated to it (dimension 0). The names of the family lack the prefix; the output is not included.
+        is_tied: the value of tie_word_embeddings if the settings don't contain it.
+        convert: (fastformer's name, a tensor of the family, config) -> fastformer's tensor.
+        revert: the inverse of `convert`.
+        unread: the ends of the names of tensors that old files contain and no model reads.
+        heads: the names of the output's matrix, with that of newer versions of transformers first.
     """
 
     name: str
@@ -70,8 +70,8 @@ class Form(NamedTuple):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> GPT:
-        """See `ToModel`."""
-        if forbidden := [*never]:  # there is no bias on the logits to hold them
+        """Builds the model, as `ToModel` describes."""
+        if forbidden := [*never]:  # a `GPT` has no bias on the logits to forbid them
             logger.warning(
                 "the model forbids the ids %s, which is not applied: pass bad_words_ids to generate", forbidden
             )
@@ -87,7 +87,7 @@ class Form(NamedTuple):
         tied = self.is_tied if asked is None else asked
         if output is None:
             tied = True
-        elif tied:  # unless one of them was changed afterwards
+        elif tied:  # unless one of the two matrices was changed afterwards
             tied = output is embedding or (output.shape == embedding.shape and torch.equal(output, embedding))
         options = self.options(settings)
         depth_of({"layers": options["num_layers"]}, "layers", left)
@@ -121,10 +121,10 @@ class Form(NamedTuple):
         )
 
     def from_model(self, model: GPT) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The settings and the state_dict of the family that compute what a `GPT` does.
+        """Returns the settings and the state_dict of the family that compute the same as a `GPT`.
 
         Raises:
-            ValueError: options that the family doesn't have.
+            ValueError: the model has options that the family doesn't have.
         """
         config, ids = model.config, model.config.special_ids
         settings = self.settings(config)
@@ -163,10 +163,10 @@ _ANY = GPTConfig(3, num_layers=1)
 
 
 def special_ids(settings: Mapping[str, Any], vocab_size: int, unk: int | None) -> SpecialIds:
-    """The special ids of a decoder.
+    """Returns the special ids of a decoder.
 
-    An id that the vocabulary doesn't have ends nothing. A model without an id for padding has the first end there, as
-    transformers pads.
+    An end-of-text id outside of the vocabulary is dropped. A model without an id for padding pads with its first
+    end-of-text id, as transformers does.
 
     Raises:
         ValueError: an eos_token_id that is neither an id nor a list of ids.
@@ -183,10 +183,10 @@ def special_ids(settings: Mapping[str, Any], vocab_size: int, unk: int | None) -
 
 
 class MisfitError(ValueError):
-    """A family doesn't have an option of a config.
+    """A config has an option that the family doesn't have.
 
     Attributes:
-        option: its name.
+        option: the name of the option.
     """
 
     def __init__(self, option: str, message: str) -> None:
@@ -195,12 +195,12 @@ class MisfitError(ValueError):
 
 
 def differing(config: GPTConfig | BERTConfig, expected: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a config that are other than a family has them, with what it has.
+    """Returns the options of a config that the family doesn't have, each with the value that the family has.
 
     Args:
-        config: the model's.
-        expected: by option, the one value that a family has, or a tuple of those that it may have. Options that are not
-            named may be anything.
+        config: the config of the model.
+        expected: by option, the one value that the family has, or a tuple of the values that it may have. All values of
+            other options are accepted.
     """
     return {
         name: value
@@ -213,13 +213,13 @@ def check_form(config: GPTConfig | BERTConfig, expected: Mapping[str, Any], free
     """Checks that a family has the options of a config.
 
     Args:
-        config: the model's.
+        config: the config of the model.
         expected: see `differing`.
-        free: options that the family's settings say. The others have their defaults in the family.
-        name: of the family.
+        free: options that the family's settings contain. In the family the other options have their defaults.
+        name: the name of the family.
 
     Raises:
-        MisfitError: an option that the family doesn't have.
+        MisfitError: the config has an option that the family doesn't have.
     """
     known = {*expected, *free, "vocab_size", "tie_embeddings", "special_ids", "d_model", "num_heads", "num_layers"}
     usual = {
@@ -235,13 +235,13 @@ def check_form(config: GPTConfig | BERTConfig, expected: Mapping[str, Any], free
 def layer_names(
     config: GPTConfig, place: str, modules: Mapping[str, tuple[str, ...]], kinds: Mapping[str, tuple[str, ...]]
 ) -> dict[str, tuple[str, ...]]:
-    """The names of layers' tensors.
+    """Maps fastformer's names of the layers' tensors to those of the family.
 
     Args:
-        config: the model's.
-        place: of the layers in the family, such as "layers".
-        modules: the names of modules here, each with those there.
-        kinds: of modules here that have more, or something else, than a weight: the kinds of their tensors.
+        config: the config of the model.
+        place: the family's name of the layers, such as "layers".
+        modules: fastformer's names of the modules, each with those of the family.
+        kinds: by fastformer's name of a module, the kinds of its tensors, if it doesn't have just a weight.
     """
     names: dict[str, tuple[str, ...]] = {}
     for layer in range(config.num_layers):
@@ -254,10 +254,10 @@ def layer_names(
 
 
 def same_dropout(settings: Mapping[str, Any], default: float, *names: str) -> float:
-    """A probability of dropout that has several names; `default`, where the settings don't say.
+    """Returns a dropout probability that has several names; `default`, if the settings don't contain it.
 
     Raises:
-        ValueError: they are not the same.
+        ValueError: the probabilities differ.
     """
     found = {name: settings.get(name, default) for name in names}
     if len({*found.values()}) > 1:

@@ -1,7 +1,7 @@
-"""What the encoder-only families share: a family is an `EncoderForm`, which a `BERT` is made of, and becomes.
+"""Encoder-only families: each is an `EncoderForm`, which converts a checkpoint to a `BERT` and back.
 
-A form has tables, as a decoder's has (`decoder.Form`): its settings as options of `BERTConfig` and back, and the names
-of its tensors. Of heads it knows the one that classifies texts; others, such as that of masked words, are left out.
+An `EncoderForm` has the tables of a `decoder.Form`: the settings as options of `BERTConfig` and back, and the names of
+the tensors. A head that classifies texts is converted; other heads, such as that of masked words, are dropped.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from fastformer.special_ids import SpecialIds
 logger = logging.getLogger("fastformer")
 
 EMBEDDING, POSITIONS = "embedding.weight", "embedding.position.table"
-CLASSIFIER = "ForSequenceClassification"  # how classes of models with the head end
+CLASSIFIER = "ForSequenceClassification"  # the end of the class names of models with this head
 _HEAD_OPTIONS = ("head", "head_pooling", "head_dropout")
 _OLD_KINDS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
-_BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")  # which old files hold
+_BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")  # old files contain these
 
 
 class EncoderForm(NamedTuple):
     """An encoder-only family.
 
     Attributes:
-        name: in messages.
-        prefix: of all names but the heads'. Files of a model without a head lack it.
-        classes: what transformers' classes begin with, such as "Bert".
-        pad: the pad_token_id of settings that don't say.
+        name: the name in messages.
+        prefix: the prefix of all names but the heads'. Files of a model without a head lack it.
+        classes: the beginning of the names of transformers' classes, such as "Bert".
+        pad: the pad_token_id if the settings don't contain it.
         options: settings -> options of `BERTConfig`, without vocab_size, pooler, num_labels and special_ids. Raises a
-            ValueError for a setting that a `BERT` doesn't have.
+            ValueError for a setting that a `BERT` doesn't support.
         settings: a config -> the settings, without those of the vocabulary. Raises a ValueError for an option that the
             family doesn't have.
-        names: a config -> the names of tensors here, each with the names there, without the prefix, of those that are
-            concatenated to it (dimension 0). Without the head's.
-        head: a config -> the names of the head's tensors here, and those there.
+        names: a config -> fastformer's names of tensors, each with the names in the family of those that are
+            concatenated to it (dimension 0). The names of the family lack the prefix; the head is not included.
+        head: a config -> fastformer's names of the head's tensors, and those of the family.
         pooler: the name of the pooler's linear layer, without the prefix; None: the family has none.
-        unused_positions: pad -> how many rows a table of positions begins with that no token has.
+        unused_positions: the id of PAD -> how many rows at the start of the table of positions belong to no token.
     """
 
     name: str
@@ -68,7 +68,7 @@ class EncoderForm(NamedTuple):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> BERT:
-        """See `ToModel`. Of the settings' `architectures` the first says whether the head classifies texts."""
+        """Builds the model, as `ToModel` describes. The first of `architectures` decides if the head classifies."""
         check_floating(settings, {name: tensor for name, tensor in state.items() if not name.endswith(_BUFFERS)})
         left = self._with_prefix(state)
         theirs = self.prefix + self.names(_ANY)[EMBEDDING][0]
@@ -85,7 +85,7 @@ class EncoderForm(NamedTuple):
         if not options["num_labels"]:
             options = {name: value for name, value in options.items() if name not in _HEAD_OPTIONS}
         pooler = [name for name in left if self.pooler and name.startswith(f"{self.prefix}{self.pooler}.")]
-        # The head of another kind reads no pooler, which transformers leaves out then.
+        # A head of another kind doesn't read the pooler; transformers omits it in this case.
         options["pooler"] = bool(pooler) and (not options["num_labels"] or options["head"] == "bert")
         for name in () if options["pooler"] else pooler:
             del left[name]
@@ -111,10 +111,10 @@ class EncoderForm(NamedTuple):
         return model
 
     def from_model(self, model: BERT) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The settings and the state_dict of the family that compute what a `BERT` does.
+        """Returns the settings and the state_dict of the family that compute the same as a `BERT`.
 
         Raises:
-            ValueError: options that the family doesn't have.
+            ValueError: the model has options that the family doesn't have.
         """
         config, ids = model.config, model.config.special_ids
         settings = self.settings(config)
@@ -141,7 +141,7 @@ class EncoderForm(NamedTuple):
         return settings, weights
 
     def _all_names(self, config: BERTConfig) -> dict[str, tuple[str, ...]]:
-        """The names of all tensors here, each with the whole names there."""
+        """Maps fastformer's names of all tensors to those of the family, prefix included."""
         names = {ours: tuple(self.prefix + part for part in parts) for ours, parts in self.names(config).items()}
         if config.pooler and self.pooler is not None:
             names |= {f"pooler.{kind}": (f"{self.prefix}{self.pooler}.{kind}",) for kind in ("weight", "bias")}
@@ -150,7 +150,7 @@ class EncoderForm(NamedTuple):
         return names
 
     def _num_labels(self, settings: Mapping[str, Any], options: Mapping[str, Any], state: Mapping[str, Tensor]) -> int:
-        """The number of labels of the head that classifies texts; 0: there is none."""
+        """Returns the number of labels of the head that classifies texts; 0: the model has no such head."""
         listed = settings.get("architectures")
         said = listed[0] if isinstance(listed, list | tuple) and listed else None
         if said is not None and not str(said).endswith(CLASSIFIER):
@@ -202,13 +202,13 @@ def encoder_layer_names(
     modules: Mapping[str, tuple[str, ...]],
     kinds: Callable[[str], tuple[str, ...]] = lambda module: ("weight", "bias"),
 ) -> dict[str, tuple[str, ...]]:
-    """The names of layers' tensors.
+    """Maps fastformer's names of the layers' tensors to those of the family.
 
     Args:
-        config: the model's.
-        place: of the layers in the family, such as "encoder.layer".
-        modules: the names of modules here, each with those there.
-        kinds: a module's name here -> the kinds of its tensors.
+        config: the config of the model.
+        place: the family's name of the layers, such as "encoder.layer".
+        modules: fastformer's names of the modules, each with those of the family.
+        kinds: fastformer's name of a module -> the kinds of its tensors.
     """
     names: dict[str, tuple[str, ...]] = {}
     for layer in range(config.num_layers):

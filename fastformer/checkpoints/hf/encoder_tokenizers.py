@@ -1,10 +1,10 @@
 """The tokenizer of an encoder's folder.
 
 tokenizer.json               of the tokenizers library; its post-processor puts special tokens around texts
-vocab.txt                    a WordPiece vocabulary, one token a line, in older folders of BERT and its like
+vocab.txt                    a WordPiece vocabulary, one token a line, in older folders of BERT and its relatives
 vocab.json, merges.txt       a byte-level BPE, in older folders of RoBERTa
 sentencepiece.bpe.model      a SentencePiece model, in older folders of XLM-RoBERTa
-tokenizer_config.json        whether texts are lower-cased, the longest text, whether pairs have token types
+tokenizer_config.json        whether texts are lower-cased, the maximum length of a text, whether pairs have token types
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _WORDS, _VOCAB, _MERGES, _PIECES = "vocab.txt", "vocab.json", "merges.txt", "sentencepiece.bpe.model"
 _TYPED = ("bert", "electra")  # families whose tokenizers give token types, unless their files say otherwise
-# What a WordPiece vocabulary calls its special tokens: the first that it has.
+# The names of special tokens in a WordPiece vocabulary: the first that the vocabulary has is taken.
 _SPECIAL = {"unk": ("[UNK]", "<unk>"), "sep": ("[SEP]", "</s>"), "cls": ("[CLS]", "<s>"), "pad": ("[PAD]", "<pad>")}
 _NORMALISED = {"do_lower_case": "lowercase", "strip_accents": "strip_accents"}
 _CHINESE = "tokenize_chinese_chars"
@@ -34,12 +34,12 @@ _CHINESE = "tokenize_chinese_chars"
 def read_tokenizer(
     kind: str, folder: Path, settings: Mapping[str, Any]
 ) -> tuple[int | None, Callable[[BERTConfig], EncoderTokenizer]]:
-    """See `ReadTokenizer`.
+    """Reads the tokenizer, as `ReadTokenizer` describes.
 
     Args:
         kind: the model_type.
-        folder: see above.
-        settings: of the model.
+        folder: the folder; its files are listed at the top of this module.
+        settings: the settings of the model.
     """
     named = tokenizer_settings(folder)
     inputs = named.get("model_input_names")
@@ -77,7 +77,7 @@ def _read_backend(folder: Path, named: Mapping[str, Any]) -> tuple[Path, tokeniz
             said = {name: named[key] for key, name in _NORMALISED.items() if isinstance(named.get(key), bool)}
             if isinstance(named.get(_CHINESE), bool):
                 said["handle_chinese_chars"] = named[_CHINESE]
-            values["normalizer"] = {**normalizer, **said}  # as transformers does
+            values["normalizer"] = {**normalizer, **said}  # this priority is that of transformers
         return file, read_backend(file, values)
     if (file := folder / _WORDS).is_file():
         return file, _word_pieces(file, named)
@@ -97,7 +97,7 @@ def _read_backend(folder: Path, named: Mapping[str, Any]) -> tuple[Path, tokeniz
 
 
 def _word_pieces(file: Path, named: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """The tokenizer of a WordPiece vocabulary."""
+    """Builds the tokenizer of a WordPiece vocabulary."""
     library = tokenizers_library()
     try:
         lines = read_file(file).decode("utf-8").split("\n")

@@ -1,7 +1,7 @@
-"""Gemma, Gemma 2 and Gemma 3 (Gemma Team 2024, 2025), of which a text is read and no picture.
+"""Gemma, Gemma 2 and Gemma 3 (Gemma Team 2024, 2025), for text without pictures.
 
-Their norms multiply by 1 + weight: here the weight is that sum. So an fp32 weight is rounded by less than 1e-7 once. In
-bf16 and fp16, where a weight near 1 has fewer digits than one near 0, the sum is rounded as other numbers are.
+Their norms multiply by 1 + weight. Here the weight is that sum: an fp32 weight is rounded once, by less than 1e-7. In
+bf16 and fp16, in which a number near 1 has fewer digits than one near 0, the sum is rounded to the dtype.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _gemma2(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gemma3(settings: Mapping[str, Any]) -> dict[str, Any]:
-    if settings.get("attn_logit_softcapping") is not None:  # some versions of transformers read it, some don't
+    if settings.get("attn_logit_softcapping") is not None:  # some versions of transformers read it, others don't
         raise ValueError(f"expected no attn_logit_softcapping, got {settings['attn_logit_softcapping']}")
     return _capped(settings)
 

@@ -1,8 +1,8 @@
 """GPT-2 (Radford et al. 2019): a pre-norm `GPT` with learned positions, LayerNorm, and a bias everywhere.
 
-Its matrices are saved as (in, out).
+Its checkpoints hold the matrices as (in, out).
 
-tokenizer.json               a byte-level BPE; or vocab.json and merges.txt, in older folders
+tokenizer.json               a byte-level BPE; older folders have vocab.json and merges.txt instead
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ACTIVATIONS = {
     "swish": "silu",
 }
 _THEIRS = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu"}
-# Settings of which a `GPT` knows one value.
+# Settings for which a `GPT` supports one value.
 _ONLY = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 _MODULES = {
     "self_attn.in_proj": ("attn.c_attn",),
@@ -89,7 +89,7 @@ def _names(config: GPTConfig) -> dict[str, tuple[str, ...]]:
 
 
 def _turned(name: str, tensor: Tensor, config: GPTConfig) -> Tensor:
-    """A layer's matrix, transposed."""
+    """Transposes a layer's matrix."""
     return tensor.t() if name.startswith("decoder.layers.") and tensor.dim() == 2 else tensor
 
 

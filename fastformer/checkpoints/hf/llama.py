@@ -1,6 +1,6 @@
-"""Llama (Touvron et al. 2023) and the families that differ from it in a few options, each a `Variant`.
+"""Llama (Touvron et al. 2023) and the families that differ from it in a few options: each is a `Variant`.
 
-They are `GPT`s with rotary positions. `gemma.py` and `neox.py` have those that differ in more.
+They are `GPT`s with rotary positions. Families with more differences are in `gemma.py` and `neox.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ QK_NORMS = {"self_attn.q_norm": ("self_attn.q_norm",), "self_attn.k_norm": ("sel
 _POST = {"post_norm1": ("post_attention_layernorm",), "post_norm2": ("post_feedforward_layernorm",)}
 _BOTH = ("weight", "bias")
 _BIASES = ("qkv_bias", "out_bias", "bias")
-# Options that the settings of each of these families say.
+# Options that every one of these families has in its settings.
 _FREE = ("d_ff", "num_kv_heads", "max_len", "layer_norm_eps", "attention_dropout", "rotary_base", "rotary_scaling")
 
 LayerTypes = Callable[[Mapping[str, Any], int], Sequence[str]]
@@ -40,31 +40,32 @@ class Variant(NamedTuple):
 
     Attributes:
         kind: the model_type of transformers.
-        name: in messages.
-        modules: the modules of a layer here, each with those there.
-        usual: settings where config.json has none. A null is another matter.
-        fixed: options of `GPTConfig` that all its models have.
-        biases: the settings that say whether there are biases, or what there always is: of the maps to queries, keys
-            and values; of the map back from the heads; of the feed-forward network and of LayerNorms.
-        layer_types: the settings, the depth -> which layers have a window, where layer_types doesn't say; None: none.
-        has_layer_types: whether the settings may say layer_types; else all layers are alike.
-        own_heads: whether heads may have a size of their own.
-        even_heads: whether d_model has to be a multiple of the number of heads all the same.
-        partial: whether a part of a head may turn.
-        fraction: that part, where the settings don't say.
-        base: of rotations, where the settings don't say.
-        local_base: likewise of layers that have a window, in families where these turn by themselves. 0: as the others.
-        grows: whether a model has more positions than its settings say, with some kinds of scaling.
+        name: the name in messages.
+        modules: fastformer's names of a layer's modules, each with those of the family.
+        usual: values of settings that config.json doesn't contain. A null in config.json stays null.
+        fixed: options of `GPTConfig` that are the same in all models of the family.
+        biases: for three groups of biases, the setting that enables them, or a constant: of the projections to queries,
+            keys and values; of the attention's output projection; of the feed-forward network and of LayerNorms.
+        layer_types: (settings, depth) -> the kind of each layer, if the settings have no layer_types; None: no layer
+            has a window.
+        has_layer_types: whether the settings may contain layer_types; else the kinds come from the function alone.
+        own_heads: whether the settings may contain a head_dim.
+        even_heads: whether d_model has to be a multiple of the number of heads even then.
+        partial: whether only a part of each head may be rotated.
+        fraction: that part, if the settings don't contain it.
+        base: the base of the rotations, if the settings don't contain it.
+        local_base: the same for layers with a window, in families that rotate these differently. 0: as in other layers.
+        grows: whether some kinds of scaling give a model more positions than its settings say.
         eps: the setting that is the norms' eps.
-        activations: the names of activations there and here; the settings that may name one; the usual one.
-        activation_settings: the settings that may name the activation, the first that does.
-        dropouts: the settings that hold `GPTConfig.dropout`.
-        embedding, norm: the names there.
+        activations: the family's names of activations, each with fastformer's; the first is the default.
+        activation_settings: the settings that may name the activation; the first that is present counts.
+        dropouts: the settings that contain `GPTConfig.dropout`.
+        embedding, norm: the family's names of the embedding and of the last norm.
         prefix, heads: see `Form`.
-        is_tied: where the settings don't say.
-        more: the settings -> more options.
+        is_tied: the value of tie_word_embeddings if the settings don't contain it.
+        more: settings -> further options.
         more_settings: a config -> the settings that `more` reads.
-        free: the options that `more` may give.
+        free: the options that `more` may return.
         convert, revert: see `Form`.
     """
 
@@ -159,7 +160,7 @@ class Variant(NamedTuple):
         return next(iter(self.activations.values()))
 
     def _windows(self, settings: Mapping[str, Any], depth: int) -> dict[str, Any]:
-        """window_size, and window_layers unless all have it."""
+        """Returns window_size, and window_layers unless all layers have a window."""
         if self.layer_types is None:
             return {}
         listed = settings.get("layer_types") if self.has_layer_types else None
@@ -170,7 +171,7 @@ class Variant(NamedTuple):
             raise ValueError(f"expected layer_types of {FULL!r} and {SLIDING!r}, got {unknown[0]!r}")
         if SLIDING not in types:
             return {}
-        size = number_of(settings, "sliding_window") - 1  # which counts the token itself
+        size = number_of(settings, "sliding_window") - 1  # sliding_window counts the token itself
         layers = tuple(kind == SLIDING for kind in types)
         return {"window_size": size, **({} if all(layers) else {"window_layers": layers})}
 
@@ -277,23 +278,23 @@ class Variant(NamedTuple):
 
 
 def biases_of(config: GPTConfig) -> tuple[bool, bool]:
-    """Whether the maps to queries, keys and values, and the map back from the heads have biases."""
+    """Returns whether the query, key and value projections have biases, and whether the output projection has one."""
     qkv, out = config.qkv_bias, config.out_bias
     return config.bias if qkv is None else qkv, config.bias if out is None else out
 
 
 def _or(settings: Mapping[str, Any], name: str, default: int) -> int:
-    """An integer setting; `default` if it is missing or null."""
+    """Returns an integer setting; `default` if it is missing or null."""
     return default if settings.get(name) is None else number_of(settings, name)
 
 
 def everywhere(settings: Mapping[str, Any], depth: int) -> list[str]:
-    """A window in all layers, if there is one."""
+    """Gives all layers a window, if the settings have one."""
     return [FULL if settings.get("sliding_window") is None else SLIDING] * depth
 
 
 def _after_some(settings: Mapping[str, Any], depth: int) -> list[str]:
-    """Qwen's: a window in the layers from max_window_layers on."""
+    """Gives the layers from max_window_layers on a window, as Qwen does."""
     if not flag_of(settings, "use_sliding_window", False) or settings.get("sliding_window") is None:
         return [FULL] * depth
     first = _or(settings, "max_window_layers", 28)
@@ -301,7 +302,7 @@ def _after_some(settings: Mapping[str, Any], depth: int) -> list[str]:
 
 
 def all_but_each(count: int, setting: str = "sliding_window_pattern") -> LayerTypes:
-    """A window in all layers but each count-th, or as many as a setting says."""
+    """Gives a window to all layers but each count-th; a setting may replace the count."""
 
     def types(settings: Mapping[str, Any], depth: int) -> list[str]:
         each = _or(settings, setting, count)
@@ -311,7 +312,7 @@ def all_but_each(count: int, setting: str = "sliding_window_pattern") -> LayerTy
 
 
 def _phi3(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """No option; refuses dropout, which it has on what sub-layers give and not on embeddings."""
+    """Returns no options; refuses dropout, which Phi-3 applies to the outputs of sub-layers but not to embeddings."""
     if settings.get("resid_pdrop"):
         raise ValueError(f"expected a resid_pdrop of 0, got {settings['resid_pdrop']}")
     return {}
@@ -341,7 +342,7 @@ VARIANTS = (
     ),
     Variant("olmo2", "OLMo 2", **_OLMO),
     Variant("olmo3", "OLMo 3", layer_types=all_but_each(4), base=500_000.0, local_base=0.0, **_OLMO),
-    # The rows of its fused maps are in our order.
+    # The rows of its fused matrices are in the same order as fastformer's.
     Variant(
         "phi3",
         "Phi-3",

@@ -1,8 +1,8 @@
-"""M2M100 (Fan et al. 2020) and NLLB (NLLB Team et al. 2022): their tokenizers. Their model is one of `bart.FORMS`.
+"""M2M100 (Fan et al. 2020) and NLLB (NLLB Team et al. 2022): the tokenizers. The models are among `bart.FORMS`.
 
 tokenizer.json               of an NLLB; its languages are special tokens, such as "eng_Latn"
-sentencepiece.bpe.model      of an M2M100, with
-vocab.json                   the ids of pieces; those of the languages ("en") follow them
+sentencepiece.bpe.model      of an M2M100
+vocab.json                   the ids of an M2M100's pieces; the ids of the languages ("en") follow them
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _CODES = {
 def read_tokenizer(
     folder: Path, settings: Mapping[str, Any]
 ) -> tuple[int | None, Callable[[TransformerConfig], BackendTokenizer | PieceTokenizer]]:
-    """See `ReadTokenizer`."""
+    """Reads the tokenizer, as `ReadTokenizer` describes."""
     named = check_tokenizer_class(folder, _CLASSES)
     if named == "M2M100Tokenizer" or (named is None and (folder / "vocab.json").is_file()):
         return _read_pieces(folder, settings)

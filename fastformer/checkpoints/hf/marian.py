@@ -1,7 +1,7 @@
-"""Marian (Junczys-Dowmunt et al. 2018): the tokenizer. Its model is one of `bart.FORMS`.
+"""Marian (Junczys-Dowmunt et al. 2018): the tokenizer. The model is one of `bart.FORMS`.
 
 source.spm, target.spm       SentencePiece models
-vocab.json                   the ids of pieces; target_vocab.json if the target has its own
+vocab.json                   the ids of pieces; target_vocab.json if the target has its own vocabulary
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from fastformer.files import read_json
 from fastformer.languages import Languages
 from fastformer.models import TransformerConfig
 
-_LANGUAGE = re.compile(r">>[^<>\s]+<<")  # of a model that translates into several
+_LANGUAGE = re.compile(r">>[^<>\s]+<<")  # the token of a target language, in models that translate into several
 _SPECIAL_TOKENS = {"unk": "<unk>", "eos": "</s>", "pad": "<pad>"}
 
 
 def read_tokenizer(
     folder: Path, settings: Mapping[str, Any]
 ) -> tuple[int | None, Callable[[TransformerConfig], MarianTokenizer]]:
-    """See `ReadTokenizer`."""
+    """Reads the tokenizer, as `ReadTokenizer` describes."""
     vocab = check_vocab(folder / "vocab.json", read_json(folder / "vocab.json"))
     own = folder / "target_vocab.json"
     target_vocab = check_vocab(own, read_json(own)) if own.is_file() else vocab

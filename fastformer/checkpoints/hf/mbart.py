@@ -1,7 +1,8 @@
-"""mBART (Liu et al. 2020) and mBART-50 (Tang et al. 2020): their tokenizers. Their model is one of `bart.FORMS`.
+"""mBART (Liu et al. 2020) and mBART-50 (Tang et al. 2020): the tokenizers. The models are among `bart.FORMS`.
 
-tokenizer.json               in which the languages are special tokens, such as "en_XX"
-sentencepiece.bpe.model      in its place: fairseq's ids are one larger than those of the pieces; the languages follow
+tokenizer.json               the languages are special tokens, such as "en_XX"
+sentencepiece.bpe.model      without a tokenizer.json: ids are one larger than the model's, as in fairseq; the languages
+                             follow
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ _MORE_CODES = (
 def read_tokenizer(
     folder: Path, settings: Mapping[str, Any]
 ) -> tuple[int | None, Callable[[TransformerConfig], BackendTokenizer | PieceTokenizer]]:
-    """See `ReadTokenizer`. mBART's decoder begins with the target language, so that it translates into one alone."""
+    """Reads the tokenizer, as `ReadTokenizer` describes.
+
+    mBART's decoder begins with the target language, so a loaded tokenizer translates into one language only.
+    """
     named = check_tokenizer_class(folder, ("MBartTokenizer", "MBart50Tokenizer"))
     file = folder / TOKENIZER
     backend = read_backend(file, read_json(file)) if file.is_file() else None

@@ -1,7 +1,7 @@
 """ModernBERT (Warner et al. 2024): a pre-norm `BERT` with rotary positions, gated layers, and windows in most of them.
 
-Its first layer has no norm before its attention. Layers with a window see 64 neighbours to each side
-(local_attention // 2), and rotate at another speed.
+Its first layer has no norm before the attention. Layers with a window see 64 neighbours on each side
+(local_attention // 2), and their rotary positions have another base.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _options(settings: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"expected hidden_activation to be one of {(*_ACTIVATIONS,)}, got {activation!r}")
     if settings.get("classifier_activation", "gelu") != "gelu":
         raise ValueError(f"expected a classifier_activation of 'gelu', got {settings['classifier_activation']!r}")
-    for name in ("embedding_dropout", "attention_dropout"):  # which act elsewhere than a `BERT`'s
+    for name in ("embedding_dropout", "attention_dropout"):  # these dropouts act in other places than a `BERT`'s
         if settings.get(name, 0.0):
             raise ValueError(f"expected {name} to be 0, got {settings[name]!r}")
     biases = {name: flag_of(settings, name, False) for name in ("mlp_bias", "norm_bias", "classifier_bias")}
@@ -85,7 +85,7 @@ def _options(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _windows(settings: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
-    """Of each layer, whether it has a window."""
+    """Returns whether each layer has a window."""
     kinds = settings.get("layer_types")
     if kinds is None:
         every = settings.get("global_attn_every_n_layers", 3)
@@ -98,7 +98,7 @@ def _windows(settings: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
 
 
 def _base(settings: Mapping[str, Any], kind: str) -> Any:
-    """The base of the rotary positions of a kind of layers."""
+    """Returns the base of the rotary positions in layers of one kind."""
     name, usual = _BASES[kind]
     listed = settings.get("rope_parameters") or {}
     found = listed.get(kind) or {}
@@ -152,7 +152,7 @@ def _settings(config: BERTConfig) -> dict[str, Any]:
 
 
 def _before_version_5(config: BERTConfig, local: float) -> dict[str, Any]:
-    """What version 4 of transformers reads in place of layer_types and rope_parameters."""
+    """Returns the settings that version 4 of transformers reads instead of layer_types and rope_parameters."""
     layers = range(config.num_layers)
     periods = range(1, config.num_layers + 2)
     every = next((n for n in periods if config.windows == tuple(bool(layer % n) for layer in layers)), None)

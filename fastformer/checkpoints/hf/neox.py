@@ -23,7 +23,7 @@ _NEOX = {
 
 
 def _by_kind(name: str, tensor: Tensor, config: GPTConfig) -> Tensor:
-    """Rows of one head after another, each with its query, key and value: first all queries."""
+    """Reorders rows from (head, query/key/value) to (query/key/value, head): all queries come first."""
     if ".self_attn.in_proj_" not in name:
         return tensor
     return tensor.unflatten(0, (config.num_heads, 3, -1)).transpose(0, 1).flatten(0, 2)

@@ -1,7 +1,7 @@
-"""Pegasus (Zhang et al. 2020): the tokenizer. Its model is one of `bart.FORMS`.
+"""Pegasus (Zhang et al. 2020): the tokenizer. The model is one of `bart.FORMS`.
 
 tokenizer.json               or
-spiece.model                 whose pieces follow masks and names that pre-training alone used
+spiece.model                 its pieces come after masks and names that only pre-training used
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from fastformer.files import read_json
 from fastformer.models import TransformerConfig
 
 _SPECIAL_TOKENS = {"unk": "<unk>", "eos": "</s>", "pad": "<pad>"}
-_OFFSET = 103  # ids between those of PAD and EOS and those of the other pieces, if the folder doesn't say
+_OFFSET = 103  # ids between those of PAD and EOS and those of other pieces, unless the folder contains the number
 
 
 def read_tokenizer(
     folder: Path, settings: Mapping[str, Any]
 ) -> tuple[int | None, Callable[[TransformerConfig], BackendTokenizer | PieceTokenizer]]:
-    """See `ReadTokenizer`."""
+    """Reads the tokenizer, as `ReadTokenizer` describes."""
     file = folder / TOKENIZER
     if file.is_file():
         backend = read_backend(file, read_json(file))

@@ -1,10 +1,10 @@
 """The tokenizer of a decoder-only model's folder.
 
-tokenizer.json               of the tokenizers library; its post-processor says whether prompts begin with BOS
-tokenizer.model              a SentencePiece model, where that is all there is
+tokenizer.json               of the tokenizers library; its post-processor decides whether prompts begin with BOS
+tokenizer.model              a SentencePiece model, if the folder has no tokenizer.json
 vocab.json, merges.txt       a byte-level BPE, in older folders
-tokenizer_config.json        what the special tokens are called, whether BOS is added, the chat template
-special_tokens_map.json      what they are called, in older folders
+tokenizer_config.json        the names of the special tokens, whether BOS is added, the chat template
+special_tokens_map.json      the names of the special tokens, in older folders
 chat_template.jinja          the template, in newer folders
 added_tokens.json            tokens that a SentencePiece model or a vocab.json lacks, in older folders
 """
@@ -33,7 +33,7 @@ _PROBE = "a"
 def read_tokenizer(
     folder: Path, settings: Mapping[str, Any]
 ) -> tuple[int | None, Callable[[GPTConfig], PromptTokenizer | PiecePromptTokenizer]]:
-    """See `ReadTokenizer`."""
+    """Reads the tokenizer, as `ReadTokenizer` describes."""
     config = _read(folder / _MAP) | _read(folder / _CONFIG)
     chat = _chat(folder, config)
     if not (folder / TOKENIZER).is_file() and (folder / _PIECES).is_file():
@@ -80,7 +80,7 @@ def _from_pieces(
 
 
 def _bos(backend: tokenizers.Tokenizer, config: Mapping[str, Any], chat: Mapping[str, str], folder: Path) -> int | None:
-    """The id that prompts begin with: what tokenizer_config.json says, or else what the post-processor does."""
+    """Returns the id that prompts begin with, from tokenizer_config.json, or else from the post-processor."""
     said = config.get("add_bos_token")
     if said is not None:
         if not flag_of(config, "add_bos_token", False) or "bos_token" not in chat:
@@ -101,11 +101,11 @@ def _bos(backend: tokenizers.Tokenizer, config: Mapping[str, Any], chat: Mapping
 
 
 def _chat(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The chat template, and the special tokens by their names there."""
+    """Returns the chat template, and the special tokens by the names that templates use."""
     found = {}
     for name in CHAT_NAMES[1:]:
         value = config.get(name)
-        value = value.get("content") if isinstance(value, Mapping) else value  # with its options
+        value = value.get("content") if isinstance(value, Mapping) else value  # a mapping adds options
         if isinstance(value, str):
             found[name] = value
     template = config.get("chat_template")
@@ -114,7 +114,7 @@ def _chat(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
             template = read_file(folder / _TEMPLATE).decode("utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"expected {folder / _TEMPLATE} to be UTF-8 ({error})") from error
-    if isinstance(template, list):  # several, by name
+    if isinstance(template, list):  # several templates, with names
         named = {each.get("name"): each.get("template") for each in template if isinstance(each, Mapping)}
         template = named.get("default", next(iter(named.values()), None))
     if template is not None:
@@ -125,7 +125,7 @@ def _chat(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _added(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[int, bool]]:
-    """Tokens beside the vocabulary's, with their ids, and whether they are special."""
+    """Returns the tokens that were added to the vocabulary, with their ids and whether they are special."""
     found: dict[str, tuple[int, bool]] = {}
     for token, i in _read(folder / "added_tokens.json").items():
         found[token] = (i, True)

@@ -1,15 +1,15 @@
-"""Folders whose linear layers GPTQ or AWQ rounded to 4 bits: their weights as numbers, and what the C++ engine reads.
+"""Folders whose linear layers GPTQ or AWQ rounded to 4 bits, as fp32 weights and as int4 for the C++ engine.
 
-Both hold a layer (in, out) as int32 words of 8 nibbles, `qweight` and `qzeros`, beside fp16 `scales` (groups, out). A
-weight is scale * (q - zero), with the scale and the zero of its group of inputs.
+Both methods store a layer (in, out) as int32 words of 8 nibbles, `qweight` and `qzeros`, beside fp16 `scales` (groups,
+out). A weight is scale * (q - zero), with the scale and the zero of its group of inputs.
 
 GPTQ   qweight (in / 8, out): a word has 8 inputs, the first in its lowest bits. qzeros (groups, out / 8): 8 outputs. In
-       the checkpoint_format "gptq" each zero stands there less 1; "gptq_v2" has them as they are. g_idx (in) is the
-       group of each input. Under desc_act these are not neighbours.
+       the checkpoint_format "gptq" each zero is stored less 1; "gptq_v2" stores it unchanged. g_idx (in) is the group
+       of each input. With desc_act the inputs of a group are not neighbours.
 AWQ    ("gemm") qweight (in, out / 8), qzeros (groups, out / 8): a word has the outputs 0, 2, 4, 6, 1, 3, 5, 7 of 8.
 
-Groups of 64, 128 or all inputs are as many groups of 32 with the same scale. Groups that are not neighbours have no
-place in `models.quantization.Groups`: such a layer keeps its numbers, which the engine takes as int8.
+A group of 64, 128 or all inputs is split into groups of 32 with the same scale. Groups whose inputs are not neighbours
+can't be `models.quantization.Groups`: such a layer has its fp32 weights alone, which the engine rounds to int8.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ logger = logging.getLogger("fastformer")
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the outputs in a word, from its lowest bits on
 _SETTINGS = "quantization_config"  # in config.json
-_FILES = ("quantize_config.json", "quant_config.json")  # where older folders have their settings
+_FILES = ("quantize_config.json", "quant_config.json")  # the files of the settings, in older folders
 _OTHER_NAMES = {"w_bit": "bits", "q_group_size": "group_size", "format": "checkpoint_format"}
-_CONV1D = ("gpt2",)  # whose weights are (in, out) where they aren't rounded
-_UNBIASED = ("llama", "mistral")  # whose layers some programs saved with biases of zero
+_CONV1D = ("gpt2",)  # families whose weights are (in, out) if they aren't quantised
+_UNBIASED = ("llama", "mistral")  # families whose layers some programs saved with biases of zero
 
 
 class _Layer(NamedTuple):
-    """A layer's q (out, in), scales and zeros (groups, out), and the group of each input."""
+    """The parts of a layer: q (out, in), scales and zeros (groups, out), and the group of each input (in)."""
 
     q: Tensor
     scales: Tensor
@@ -45,12 +45,12 @@ class _Layer(NamedTuple):
     group_of: Tensor
 
     def numbers(self) -> Tensor:
-        """Its weight (out, in), in fp32, in which the products are exact."""
+        """Returns the weight (out, in) in fp32, in which the products are exact."""
         scale, zero = (part[self.group_of].T.float() for part in (self.scales, self.zeros))
         return (self.q.float() - zero) * scale
 
     def groups(self) -> Groups | None:
-        """The same in groups of 32 neighbours; None where their inputs are of several groups."""
+        """Returns the layer in groups of 32 neighbours; None if 32 neighbours belong to several groups."""
         outputs, inputs = self.q.shape
         padded = nn.functional.pad(
             self.group_of[None].float(), (0, num_groups(inputs) * GROUP - inputs), mode="replicate"
@@ -64,14 +64,14 @@ class _Layer(NamedTuple):
 
 
 def quantization_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """How the weights in a folder are rounded; None where they aren't.
+    """Returns how a folder's weights are quantised; None if they aren't.
 
     Args:
-        folder: may hold the settings in a file of their own.
-        settings: its config.json.
+        folder: may have the settings in a file of their own.
+        settings: the folder's config.json.
 
     Raises:
-        ValueError: another method than GPTQ and AWQ, or a form of theirs that isn't read.
+        ValueError: a method other than GPTQ and AWQ, or an unsupported form of one of them.
     """
     found, origin = settings.get(_SETTINGS), _SETTINGS
     for name in _FILES:
@@ -97,19 +97,19 @@ def quantization_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str
 def dequantized(
     settings: Mapping[str, Any], rounded: Mapping[str, Any], state: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor], list[Groups]]:
-    """The weights of a folder as numbers, and its matrices in groups of 32.
+    """Returns the weights of a folder in fp32, and its matrices in groups of 32.
 
     Args:
-        settings: its config.json.
+        settings: the folder's config.json.
         rounded: see `quantization_settings`.
-        state: its tensors.
+        state: the folder's tensors.
 
     Returns:
-        The settings and the state of a model that isn't quantised, with fp32 weights where they were rounded; and the
-        groups of the matrices that are in groups of neighbours.
+        The settings and the state of a model that isn't quantised, with fp32 weights in place of the quantised ones;
+        and the groups of the matrices whose groups consist of neighbours.
 
     Raises:
-        ValueError: tensors that are missing or don't fit one another.
+        ValueError: tensors are missing or don't fit one another.
     """
     left, matrices, shuffled = dict(state), list[Groups](), 0
     for name in [name.removesuffix(".qweight") for name in state if name.endswith(".qweight")]:
@@ -141,10 +141,10 @@ def dequantized(
 
 
 def keep_groups(model: nn.Module, matrices: list[Groups]) -> None:
-    """Has a model that was made from `dequantized` weights remember that they are int4.
+    """Records in a model made from `dequantized` weights which of its matrices are int4.
 
-    Conversions put rows of matrices together in other ways. A row of the model is known by its numbers: where all rows
-    of a matrix are known, it is kept in int4.
+    A conversion may combine the rows of matrices differently. So each row of the model is looked up by its values: if
+    all rows of a matrix are found, the matrix stays int4.
     """
     state, kept = model.state_dict(), dict[str, Groups]()
     wanted = {name: state[name] for name in quantized_names(model)}
@@ -174,14 +174,14 @@ def keep_groups(model: nn.Module, matrices: list[Groups]) -> None:
 
 
 def _digests(matrix: Tensor) -> list[bytes]:
-    """What each row is known by."""
+    """Returns a hash of each row."""
     # Adding 0 makes -0 and 0 the same.
     rows = (matrix.detach() + 0.0).contiguous().view(torch.uint8).numpy()
     return [hashlib.blake2b(row, digest_size=16).digest() for row in rows]
 
 
 def _layer(name: str, rounded: Mapping[str, Any], left: dict[str, Tensor]) -> _Layer:
-    """Takes a layer's tensors out of the state."""
+    """Removes a layer's tensors from the state and returns them."""
     missing = [part for part in ("qweight", "qzeros", "scales") if f"{name}.{part}" not in left]
     if missing:
         raise ValueError(f"expected {name}.{missing[0]} beside {name}.qweight, got none")
@@ -196,7 +196,7 @@ def _layer(name: str, rounded: Mapping[str, Any], left: dict[str, Tensor]) -> _L
     if is_gptq:
         q = _nibbles(qweight.T)  # (out, in)
         if rounded["form"] == "gptq":
-            qzeros = qzeros + 0x11111111  # a whole word at a time, as it was taken away
+            qzeros = qzeros + 0x11111111  # adds 1 to all nibbles of a word at once, which the format had subtracted
         zeros = _nibbles(qzeros)
     else:
         back = [8 * word + _AWQ_ORDER.index(output) for word in range(qweight.shape[1]) for output in range(8)]
@@ -219,6 +219,6 @@ def _layer(name: str, rounded: Mapping[str, Any], left: dict[str, Tensor]) -> _L
 
 
 def _nibbles(words: Tensor) -> Tensor:
-    """(rows, columns) int32 as (rows, 8 * columns) uint8, the lowest bits of each word first."""
+    """Unpacks (rows, columns) int32 to (rows, 8 * columns) uint8, the lowest bits of each word first."""
     parts = [words >> shift & 15 for shift in range(0, 32, 4)]
     return torch.stack(parts, -1).flatten(1).to(torch.uint8)

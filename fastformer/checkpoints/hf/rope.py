@@ -1,7 +1,7 @@
-"""Rotary positions in the settings of transformers' models, of which there are several generations.
+"""Rotary positions in the settings of transformers' models, in the formats of its versions.
 
-rope_theta, rope_scaling, partial_rotary_factor      beside the others (version 4); GPT-NeoX has names of its own
-rope_parameters                                      all of them in a mapping (version 5); or one for each kind of layer
+rope_theta, rope_scaling, partial_rotary_factor      settings like the others (v4); GPT-NeoX has other names
+rope_parameters                                      a mapping with all of them, or one for each kind of layer (v5)
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _NAMES = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
 def read_rope(
     settings: Mapping[str, Any], *, layers: str, base: float, fraction: float = 1.0, is_nested: bool = False
 ) -> dict[str, Any]:
-    """The options of `GPTConfig` that say how positions turn: rotary_base, rotary_fraction, rotary_scaling.
+    """Returns the options of `GPTConfig` for rotary positions: rotary_base, rotary_fraction, rotary_scaling.
 
-    Those that are as usual are left out.
+    Fraction and scaling are omitted if they have their defaults.
 
     Args:
-        settings: of a model.
-        layers: the kind of layers that is asked for, where each may have parameters of its own.
-        base, fraction: where the settings don't say.
-        is_nested: the parameters of another kind of layers don't count.
+        settings: the settings of a model.
+        layers: the kind of layers to read, since each kind may have parameters of its own.
+        base, fraction: the values if the settings don't contain them.
+        is_nested: ignore parameters that aren't given for this kind of layers.
 
     Raises:
-        ValueError: an unknown kind of scaling, or no number.
+        ValueError: an unknown kind of scaling, or a value that isn't a number.
     """
     found = _parameters(settings, layers, is_nested)
     theta = next((of[name] for of in (found, settings) for name in _BASES if of.get(name) is not None), base)
@@ -42,7 +42,7 @@ def read_rope(
     if _number("partial_rotary_factor", part) != 1.0:
         options["rotary_fraction"] = part
     kind = found.get("rope_type") or found.get("type") or "default"
-    if "short_factor" in found and kind in ("su", "yarn"):  # Phi-3's first names
+    if "short_factor" in found and kind in ("su", "yarn"):  # Phi-3's first names for it
         kind = "longrope"
     if kind not in KINDS:
         raise ValueError(f"expected a rope_type out of {KINDS}, got {kind!r}")
@@ -52,9 +52,9 @@ def read_rope(
     scaling = {name: value for name, value in found.items() if name not in _NAMES and value is not None}
     if kind == "linear":
         scaling.pop(_LENGTH, None)
-    elif kind == "dynamic":  # it grows from there
+    elif kind == "dynamic":  # the scaling grows from this length on
         scaling[_LENGTH] = limit
-    elif settings.get(_LENGTH) is not None:  # Phi-3's, which comes first
+    elif settings.get(_LENGTH) is not None:  # Phi-3's, which has priority
         scaling[_LENGTH] = settings[_LENGTH]
     else:
         scaling.setdefault(_LENGTH, limit)
@@ -64,18 +64,19 @@ def read_rope(
 
 
 def longest(settings: Mapping[str, Any], options: Mapping[str, Any], *, grows: bool) -> int:
-    """The number of positions that a model has.
+    """Returns the number of positions that a model has.
 
-    Some kinds of scaling are written beside the number of positions that a model had before. Others change the angles
-    of all tokens once a sequence is longer than originally, which no cache can follow: they end there.
+    With some kinds of scaling, the settings may contain the number of positions before the scaling. Other kinds
+    ("dynamic", "longrope") change the angles of all tokens once a sequence exceeds the original length, which a KV
+    cache can't follow: such a model ends at the original length.
 
     Args:
-        settings: of the model.
-        options: `read_rope` of them.
-        grows: whether the number in the settings may be the one before.
+        settings: the settings of the model.
+        options: the result of `read_rope` for them.
+        grows: whether max_position_embeddings may be the number before the scaling.
 
     Raises:
-        ValueError: a max_position_embeddings that is no integer.
+        ValueError: max_position_embeddings is not an integer.
     """
     said = settings.get("max_position_embeddings")
     if not isinstance(said, int) or isinstance(said, bool):
@@ -90,7 +91,7 @@ def longest(settings: Mapping[str, Any], options: Mapping[str, Any], *, grows: b
 
 
 def write_lengths(config: GPTConfig, *, grows: bool) -> dict[str, Any]:
-    """The settings of which `longest` makes a config's max_len."""
+    """Returns the settings from which `longest` computes a config's max_len."""
     scaling: Mapping[str, Any] = config.rotary_scaling or {}
     kind, said = scaling.get("kind"), config.max_len
     if grows and kind == "linear":
@@ -104,11 +105,11 @@ def write_lengths(config: GPTConfig, *, grows: bool) -> dict[str, Any]:
 
 
 def write_rope(config: GPTConfig, full: str | None = None, sliding: str | None = None) -> dict[str, Any]:
-    """The settings of a config's rotary positions, as all versions of transformers read them.
+    """Returns the settings of a config's rotary positions, readable by all versions of transformers.
 
     Args:
-        config: of the model.
-        full, sliding: the kinds of layers, if each has parameters of its own.
+        config: the config of the model.
+        full, sliding: the names of the kinds of layers, if each kind has parameters of its own.
     """
     scaling = {
         name: [*value] if isinstance(value, tuple) else value for name, value in (config.rotary_scaling or {}).items()
@@ -119,7 +120,7 @@ def write_rope(config: GPTConfig, full: str | None = None, sliding: str | None =
     partial = {} if config.rotary_fraction == 1.0 else {"partial_rotary_factor": config.rotary_fraction}
     parameters = {"rope_type": kind, "rope_theta": base, **scaling, **partial}
     written: dict[str, Any] = {"rope_theta": base, **partial}
-    if kind == "longrope":  # of which Phi-3 wants three entries, under this name
+    if kind == "longrope":  # Phi-3 expects these three entries, under this name
         written["rope_scaling"] = {"type": kind, **{name: scaling[name] for name in ("short_factor", "long_factor")}}
     elif kind != "default":
         written["rope_scaling"] = {"rope_type": kind, **scaling}
@@ -131,11 +132,11 @@ def write_rope(config: GPTConfig, full: str | None = None, sliding: str | None =
 
 
 def of_version(settings: Mapping[str, Any], major: int) -> dict[str, Any]:
-    """Settings without those that a version of transformers doesn't read, or reads besides: see above.
+    """Returns settings without those of rotary positions that belong to another version of transformers.
 
     Args:
-        settings: of a model.
-        major: the number of the version, before its first point.
+        settings: the settings of a model.
+        major: the major version of transformers.
     """
     unread = ("rope_parameters",) if major < 5 else ("rope_theta", "rope_scaling", "rope_local_base_freq")
     if major >= 5 and not settings.get("rope_parameters"):
@@ -144,7 +145,7 @@ def of_version(settings: Mapping[str, Any], major: int) -> dict[str, Any]:
 
 
 def _parameters(settings: Mapping[str, Any], layers: str, is_nested: bool) -> dict[str, Any]:
-    """The mapping of parameters, of whichever generation."""
+    """Returns the mapping of rotary parameters, from whichever version."""
     found: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         value = settings.get(name)

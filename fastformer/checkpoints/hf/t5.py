@@ -1,9 +1,9 @@
 """T5 (Raffel et al. 2020), its version 1.1, mT5 and MADLAD-400.
 
-They are pre-norm `Transformer`s with relative positions, RMSNorm and no biases. Two differences are absorbed by the
-weights. T5 doesn't divide its scores by sqrt(head_dim): the weights of queries are multiplied by it instead, which is
-exact for a power of two. And T5's heads may be narrower than d_model together: heads of zeros fill the rest, which
-output nothing and learn nothing. Heads that are wider, as those of a MADLAD of 3 B, have a `head_dim`.
+They are pre-norm `Transformer`s with relative positions, RMSNorm and no biases. The weights absorb two differences. T5
+doesn't divide its scores by sqrt(head_dim): the weights of queries are multiplied by it instead, which is exact for a
+power of two. And all of T5's heads together may be narrower than d_model: heads of zeros fill the rest, which output
+nothing and learn nothing. Heads that are wider together, as in MADLAD 3B, have a `head_dim`.
 
 tokenizer.json               of the tokenizers library; or spiece.model, a SentencePiece model
 """
@@ -69,7 +69,7 @@ _GATED = ("geglu_tanh", "swiglu")
 
 _SHARED, _OUTPUT = "shared.weight", "lm_head.weight"
 _EMBEDDINGS = {"encoder": "encoder.embed_tokens.weight", "decoder": "decoder.embed_tokens.weight"}
-# A bias of cross-attention that old files hold, and no T5 uses.
+# A bias of cross-attention in old files, which no T5 reads.
 _UNREAD = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 # The options of `TransformerConfig` that make a T5.
 _OPTIONS: dict[str, Any] = {
@@ -95,8 +95,11 @@ def transformer_from_t5(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Transformer:
-    """See `ToModel`; the model_type of the settings is one of `NAMES`. The settings have layer_norm_epsilon."""
-    if forbidden := [*never]:  # the config has no output bias to hold them
+    """Builds the model, as `ToModel` describes; the model_type of the settings is one of `NAMES`.
+
+    The eps of the norms is the setting layer_norm_epsilon.
+    """
+    if forbidden := [*never]:  # the config has no output bias to forbid them
         logger.warning("the model forbids the ids %s, which is not applied: pass bad_words_ids to generate", forbidden)
     name, left = NAMES[settings["model_type"]], dict(state)
     check_floating(settings, left)
@@ -164,10 +167,10 @@ def transformer_from_t5(
 
 
 def t5_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The settings and the state_dict of the T5 that computes what a `Transformer` does.
+    """Returns the settings and the state_dict of the T5 that computes the same as a `Transformer`.
 
     Raises:
-        ValueError: options that T5 doesn't have.
+        ValueError: the model has options that T5 doesn't have.
     """
     config, ids = model.config, model.config.special_ids
     check_options(config, _OPTIONS, "T5", one_vocabulary=True)
@@ -181,7 +184,7 @@ def t5_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str, T
     if not tied and not torch.equal(shared, state["target_embedding.weight"]):
         raise ValueError("expected a T5, with one embedding for source and target, got two that differ")
     if not config.embed_pad and shared[ids.pad].any():
-        # T5 embeds PAD by its row. The row is zeroed here, and kept for the output.
+        # T5 embeds PAD by its row. The embeddings' copy of the row is zeroed; the output keeps it.
         shared = without_row(shared, ids.pad)
     weights = {_SHARED: shared, _EMBEDDINGS["encoder"]: shared, _EMBEDDINGS["decoder"]: shared, _OUTPUT: output}
     head_dim = config.head_dim or config.d_model // config.num_heads
@@ -212,7 +215,7 @@ def t5_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str, T
         "dropout_rate": config.dropout,
         "layer_norm_epsilon": config.layer_norm_eps,
         "feed_forward_proj": _THEIR_ACTIVATIONS[config.activation],
-        "tie_word_embeddings": config.scale_output,  # which is its meaning in T5
+        "tie_word_embeddings": config.scale_output,  # in T5, the setting means this
         "n_positions": config.max_len,
         "pad_token_id": ids.pad,
         "eos_token_id": ids.first_eos if len(ids.eos) == 1 else [*ids.eos],
@@ -222,14 +225,17 @@ def t5_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str, T
 
 
 def _scales_output(settings: Mapping[str, Any]) -> bool:
-    """Whether the hidden states are scaled. The setting has two names; in old versions it also meant tied matrices."""
+    """Returns whether the hidden states are scaled.
+
+    The setting has two names. In old versions the second also meant that the matrices are tied.
+    """
     if settings["model_type"] == "mt5":
         return False
     return flag_of(settings, "scale_decoder_outputs", flag_of(settings, "tie_word_embeddings", True))
 
 
 def _heads_in_use(config: TransformerConfig, state: Mapping[str, Tensor]) -> int:
-    """The number of heads up to the last one that isn't all zeros."""
+    """Returns the number of heads up to the last one that isn't all zeros."""
     heads = config.num_heads
     used = torch.zeros(heads, dtype=torch.bool, device="cpu")
     for name, tensor in state.items():
@@ -241,7 +247,7 @@ def _heads_in_use(config: TransformerConfig, state: Mapping[str, Tensor]) -> int
 
 
 def _embeddings(left: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The source, target and output matrices, one object if they are tied; removes them from `left`."""
+    """Removes the source, target and output matrices from `left` and returns them, as one object if they are tied."""
     shared, output = left.pop(_SHARED, None), left.pop(_OUTPUT, None)
     found = [left.pop(place, None) for place in _EMBEDDINGS.values()]
     either = next((one for one in (shared, *found, output) if one is not None), None)
@@ -251,7 +257,7 @@ def _embeddings(left: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor, Ten
 
 
 def _names(config: TransformerConfig) -> dict[str, tuple[str, ...]]:
-    """The names of tensors here, each with the names in T5 of those that are concatenated to it (dimension 0)."""
+    """Maps fastformer's names of tensors to those in T5 that are concatenated to them (dimension 0)."""
     names: dict[str, tuple[str, ...]] = {}
     for side, depth in (("encoder", config.num_encoder_layers), ("decoder", config.num_decoder_layers)):
         first = f"{side}.block.0.layer.0.SelfAttention"
@@ -277,7 +283,10 @@ def _names(config: TransformerConfig) -> dict[str, tuple[str, ...]]:
 def read_tokenizer(
     folder: Path, settings: Mapping[str, Any]
 ) -> tuple[int | None, Callable[[TransformerConfig], BackendTokenizer | SentencePieceTokenizer]]:
-    """See `ReadTokenizer`. A text has to begin with its task, such as "translate English to German: "."""
+    """Reads the tokenizer, as `ReadTokenizer` describes.
+
+    A source text has to begin with its task, such as "translate English to German: ".
+    """
     file = folder / TOKENIZER
     if file.is_file():
         backend = read_backend(file, read_json(file))
@@ -298,9 +307,9 @@ def read_tokenizer(
 
 
 def _languages(vocab: Mapping[str, int], encode: Callable[[str], list[int]]) -> Languages | None:
-    """The languages that a source is asked for by a token in front of it, as MADLAD's is by "<2de>" (Kudugunta 2023).
+    """Returns the languages that a token before the source selects, such as "<2de>" in MADLAD (Kudugunta 2023).
 
-    A T5 whose tokenizer reads no such tokens has none.
+    Returns None for a T5 whose tokenizer has no such tokens.
     """
     tokens = {match[1]: i for piece, i in vocab.items() if (match := _LANGUAGE.fullmatch(piece))}
     if not tokens:
