@@ -1,4 +1,4 @@
-"""Decoding: one search, engines behind it, and the Translator for text."""
+"""Decoding: the searches, the engines that compute their steps, and the Translator, which reads and writes text."""
 
 from fastformer.generation.async_generator import AsyncGenerator as AsyncGenerator
 from fastformer.generation.async_translator import AsyncTranslator as AsyncTranslator

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from fastformer.generation.text_io import Answer
 
 Unit = Literal["words", "tokens"]
-Alignment: TypeAlias = list[tuple[int, int]]  # of a source and a target place, in the order of the target
-Places: TypeAlias = list[range]  # the words that each token belongs to; a space alone belongs to none
+Alignment: TypeAlias = list[tuple[int, int]]  # pairs of a source and a target place, in the order of the target
+Places: TypeAlias = list[range]  # the words that each token belongs to; a token that is only a space belongs to none
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-_MOST_PAIRS = 2**17  # of positions in a batch: what all heads of all layers look at is held at once
+_MOST_PAIRS = 2**17  # of positions in a batch: the attention maps of all heads and layers are in memory together
 
 
 class Side(NamedTuple):
@@ -91,13 +91,14 @@ class Aligner:
     token.
 
     Args:
-        translator: whose model and tokenizer.
-        unit: align "words", which are what spaces separate, or "tokens".
-        layer: of the decoder, from 1, whose attention is taken; None: see `default_layer`.
-        head: of that layer, from 1; None: the mean of all.
+        translator: has the model and the tokenizer.
+        unit: align "words", which are separated by spaces, or "tokens".
+        layer: the decoder layer, from 1, whose attention is used; None: see `default_layer`.
+        head: the head of that layer, from 1; None: the mean of all heads.
 
     Raises:
-        ValueError: a model without `attention_maps`, another unit, a layer or a head that is no integer of at least 1.
+        ValueError: the model has no `attention_maps`; another unit; a layer or a head that isn't an integer of at least
+            1.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class Aligner:
         return self._written(text, ids, self.translator.encode_target)
 
     def said(self, ids: Sequence[int], text: str) -> Side:
-        """Makes the `Side` of a translation by the model. A stop text may end its text before its last token."""
+        """Makes the `Side` of a generated translation. A stop text may end its text before its last token."""
         ids = self._without_eos(ids)
         if self._unit == "tokens":
             return self._each(ids)
@@ -205,16 +206,17 @@ def written_words(text: str, ids: Sequence[int], encode: Callable[[str], Sequenc
     """Returns for each token of a text the words that it belongs to.
 
     Args:
-        text: whose words are separated by whitespace.
-        ids: of the text, without EOS.
-        encode: made ids of the text.
+        text: the text; whitespace separates its words.
+        ids: the ids of the text, without EOS.
+        encode: the function that made the ids.
     """
     places: Places = [range(0)] * len(ids)
     end = done = 0
     for word, spelled in enumerate(text.split()):
         begin = text.index(spelled, end)
         end = begin + len(spelled)
-        # What the text up to here shares with the whole is said by then: up to the word, and up to its end.
+        # Tokens that the text up to a place shares with the whole text are complete there: up to the word, and up to
+        # its end.
         first, last = (len(commonprefix([list(encode(text[:place])), list(ids)])) for place in (begin, end))
         first = max(first, done)
         done = max(last, first)
@@ -231,7 +233,7 @@ def said_words(ids: Sequence[int], decode: Callable[[Iterable[int]], str]) -> tu
         added = text[len(commonprefix([before.rstrip(), text])) :]
         count, known = len(text.split()), len(before.split())
         goes_on = known > 0 and not added[:1].isspace()
-        # The next byte of a character may not change the decoded text.
+        # A token that is one byte of a character may leave the decoded text unchanged.
         is_said = bool(added.strip()) or (not added and text.endswith(_BROKEN))
         places.append(range(known - goes_on, count) if is_said else range(0))
         before = text

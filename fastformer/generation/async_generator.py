@@ -40,39 +40,39 @@ Prompt: TypeAlias = str | Sequence[int]
 
 T = TypeVar("T")
 
-_SHOWN = 40  # characters of a prompt that an error names
-_ONE_ANSWER = ("num_beams", "num_return_sequences", "max_length")  # what a folder asks for in vain
+_SHOWN = 40  # the maximum number of characters of a prompt in an error message
+_ONE_ANSWER = ("num_beams", "num_return_sequences", "max_length")  # not taken from a folder
 
 
 class AsyncGenerator:
-    """Continues prompts, and answers in chats, for many tasks at once.
+    """Continues prompts and chats, for many tasks at once.
 
         async with AsyncGenerator.from_pretrained("folder-of-a-llama") as front:
             [found] = await front.complete("Once upon a time", max_new_tokens=64)
             async for piece in front.stream(front.chat_ids([{"role": "user", "content": "Hello!"}])):
                 print(piece.text, end="")
 
-    A task asks for one prompt at a time, with options of its own. All requests decode in one batch, in a thread of
-    their own, and what their prompts have in common is read once, as a `Generator` does; don't use the model elsewhere
-    meanwhile. A result depends on no other request: the same seed draws the same tokens. A task that is cancelled, or
-    that leaves its stream, releases its memory.
+    Each call takes one prompt, with options of its own. All requests decode in one batch, in a thread of their own, and
+    a beginning that prompts share is read once, as in a `Generator`. Don't use the model elsewhere meanwhile. A result
+    doesn't depend on other requests: the same seed draws the same tokens. A task that is cancelled, or that leaves its
+    stream, releases its memory.
 
     Args:
         model: a `models.GPT`.
-        tokenizer: of its folder.
-        template: of its chats; None: that of the tokenizer's folder, if there is one.
-        config: the options that a request's own go before.
-        precision: what it computes in; see `Generator`.
-        engine: one of `engines.ENGINES`; None: the fastest that can.
+        tokenizer: the tokenizer of the model's folder.
+        template: the template of chats; None: that of the tokenizer's folder, if it has one.
+        config: the default options; a request's own options override them.
+        precision: the precision of the computation; see `Generator`.
+        engine: one of `engines.ENGINES`; None: the fastest that can decode the model.
         max_rows, max_bytes: see `Generator`.
         max_waiting, max_waiting_tokens, when_full: see `AsyncFront`.
 
     Attributes:
-        template: of its chats, or None.
+        template: the template of chats, or None.
 
     Raises:
         ImportError: the tokenizer has a chat template, and jinja2 is not installed.
-        ValueError: a model that reads sources, a damaged template, no such engine, a limit that is out of its range.
+        ValueError: a model that reads sources, a damaged template, an unknown engine, a limit that is out of its range.
     """
 
     def __init__(
@@ -124,18 +124,18 @@ class AsyncGenerator:
         options: Mapping[str, Any] | None = None,
         **limits: Any,
     ) -> AsyncGenerator:
-        """That of a run folder, or of a language model's folder as transformers saves it.
+        """Loads a run folder, or a language model's folder that transformers saved.
 
         Args:
-            folder: with the model and its tokenizer. Its generation_config.json has the options of decoding that
-                `options` don't name.
-            device: where it runs; None: the CPU.
+            folder: has the model and its tokenizer. Its generation_config.json gives the decoding options that
+                `options` doesn't contain.
+            device: the device of the model; None: the CPU.
             precision: see `Translator.from_pretrained`.
             options: fields of `GenerationConfig`.
             limits: the other arguments of the class.
 
         Raises:
-            ImportError, ValueError: see the class; a folder that holds no language model, or is damaged.
+            ImportError, ValueError: see the class; or the folder has no language model, or is damaged.
         """
         from fastformer.checkpoints import load_model
 
@@ -155,37 +155,37 @@ class AsyncGenerator:
         await self.front.__aexit__(kind, error, traceback)
 
     async def close(self, *, cancel: bool = False) -> None:
-        """Takes no more requests, and returns when its thread has ended; see `AsyncFront.close`."""
+        """Refuses further requests, and returns when the thread has ended; see `AsyncFront.close`."""
         await self.front.close(cancel=cancel)
 
     def stats(self) -> Stats:
-        """What runs, what waits, and what was read so far; any thread may ask."""
+        """Returns the current counters. Any thread may call this."""
         return self.front.stats()
 
     async def aside(self, work: Callable[[], T], size: int) -> T:
-        """Runs a function of so many characters of text without holding the event loop up; see `AsyncFront.aside`."""
+        """Runs a function of text without blocking the event loop for long; see `AsyncFront.aside`."""
         return await self.front.aside(work, size)
 
     @property
     def is_alive(self) -> bool:
-        """Whether it is open, and can go on."""
+        """Whether the object is open and its thread has not failed."""
         return self.front.is_alive
 
     @property
     def ends(self) -> frozenset[int]:
-        """The ids that end a text, or an answer."""
+        """The ids that end a text or an answer."""
         return self._ends.union(self._chat_ends)
 
     @property
     def max_len(self) -> int:
-        """The model's positions, which a prompt and what follows it share."""
+        """The model's number of positions, which a prompt and its continuation share."""
         return int(self.model.config.max_len)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """The ids of a prompt; a list of ids is one already.
+        """Returns the ids of a prompt; a list of ids is returned as it was given.
 
         Raises:
-            ValueError: an empty prompt, or one that the model can't take.
+            ValueError: an empty prompt, or one that the model can't read.
         """
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
@@ -198,13 +198,14 @@ class AsyncGenerator:
         return ids
 
     def chat_ids(self, messages: Iterable[Message], **variables: Any) -> ChatIds:
-        """The ids of a chat, as its template writes them.
+        """Returns the ids of a chat, as its template writes them.
 
         Args:
             messages, variables: see `ChatTemplate.encode`.
 
         Raises:
-            ValueError: a model without a template, messages that it refuses, a chat that leaves no room for an answer.
+            ValueError: the model has no template, the template refuses the messages, or the chat leaves no room for an
+                answer.
         """
         if self.template is None:
             raise ValueError("expected a model that was trained to chat, whose folder has a chat_template")
@@ -224,22 +225,23 @@ class AsyncGenerator:
         """Continues a prompt.
 
         Args:
-            prompt: a text, the ids of one, or what `chat_ids` gave.
-            config: the options; None: the object's. Those given by name go before it.
-            log_probs: whether the tokens' log-probabilities are wanted.
-            num_alternatives: how many of the likeliest tokens are wanted at each place.
-            deadline: in the time of `time.monotonic`: a request that isn't done by then is an error; None: no end.
-            options: fields of `GenerationConfig`. num_return_sequences samples are requests of their own, and those
-                of a seed are what `generate` draws with it.
+            prompt: a text, the ids of a text, or the result of `chat_ids`.
+            config: the options; None: the object's. Options that are given by name override it.
+            log_probs: whether to return the tokens' log-probabilities.
+            num_alternatives: the number of likeliest tokens to return at each position.
+            deadline: a time of `time.monotonic`: a request that isn't complete by then raises TooLate; None: no
+                deadline.
+            options: fields of `GenerationConfig`. Each of num_return_sequences samples is a request of its own. With a
+                seed the samples are those that `generate` draws.
 
         Returns:
-            num_return_sequences completions.
+            A list of num_return_sequences completions.
 
         Raises:
             ValueError: an unknown option, a prompt that is empty or too long.
-            QueueFull: there is no room, and when_full is "refuse".
+            QueueFull: the queue is full, and when_full is "refuse".
             TooLate: the deadline has passed.
-            RuntimeError: this is closed; the model or a processor failed.
+            RuntimeError: the object is closed, or the model or a processor failed.
         """
         asks = self._asks(prompt, config, options, log_probs, num_alternatives)
         answers = self._submit(asks, deadline, listen=())
@@ -258,18 +260,19 @@ class AsyncGenerator:
         deadline: float | None = None,
         **options: Any,
     ) -> AsyncIterator[Piece]:
-        """Continues a prompt, piece by piece. The request has its place when this returns.
+        """Continues a prompt, piece by piece. The request has its place in the queue when this returns.
 
-        Leaving the loop over it cancels the request, as soon as the iterator is closed or deleted.
+        If you leave the loop, the request is cancelled as soon as the iterator is closed or deleted.
 
         Args:
             prompt, config, log_probs, num_alternatives, deadline, options: see `complete`.
 
         Yields:
-            The pieces; those of several samples come as they are made, and the last one of each has a finish_reason.
+            The pieces. Those of several samples come as they are made; the last piece of each sample has a
+            finish_reason.
 
         Raises:
-            ValueError, QueueFull, RuntimeError: see `complete`; at once.
+            ValueError, QueueFull, RuntimeError: see `complete`; raised by the call, before the first piece.
             TooLate: see `complete`.
         """
         asks = self._asks(prompt, config, options, log_probs, num_alternatives)
@@ -288,7 +291,7 @@ class AsyncGenerator:
         log_probs: bool,
         num_alternatives: int,
     ) -> list[Ask]:
-        """A request for each sample."""
+        """Makes a request for each sample."""
         check_value("num_alternatives", num_alternatives, Count)
         config = GenerationConfig.from_options(options, self.config if config is None else config)
         if config.num_beams > 1:

@@ -17,22 +17,23 @@ from fastformer.generation.streaming import TextPieces
 from fastformer.generation.text_io import Answer, Item, as_form
 from fastformer.generation.translator import Translator, check_one_stream
 
-_SHOWN = 40  # characters of a text that an error names
+_SHOWN = 40  # the maximum number of characters of a text in an error message
 
 
 class PartAnswer(NamedTuple):
-    """What became of a sentence, or of a whole text, and the white space behind it; None: there was nothing to do."""
+    """The answer for a sentence or a whole text, and the white space after it; None: it has nothing to translate."""
 
     answer: Answer | None
     space: str
 
 
 class _Prepared(NamedTuple):
-    """Texts as they are asked for.
+    """Texts that are ready to be submitted.
 
     Attributes:
-        texts: the parts of each.
-        requests, names: of all parts that there is something to do for; the latter for messages.
+        texts: the parts of each text.
+        requests: the requests of all parts that have something to translate.
+        names: the names of the requests in messages.
     """
 
     texts: list[list[Part]]
@@ -41,10 +42,10 @@ class _Prepared(NamedTuple):
 
 
 class TextStream:
-    """A translation piece by piece: an asynchronous iterator, which cancels its request when it is deleted.
+    """A translation in pieces: an asynchronous iterator, which cancels its request when it is deleted.
 
     Attributes:
-        parts: what became of each sentence whose pieces were given as a whole.
+        parts: the answers of the sentences whose pieces have all been returned.
     """
 
     def __init__(self, pieces: AsyncGenerator[str, None], parts: list[PartAnswer]) -> None:
@@ -57,32 +58,32 @@ class TextStream:
         return await anext(self._pieces)
 
     async def aclose(self) -> None:
-        """Cancels what hasn't ended."""
+        """Cancels the requests that haven't ended."""
         await self._pieces.aclose()
 
 
 class AsyncTranslator:
-    """Translates for many tasks at once.
+    """Translates texts for many tasks at once.
 
         async with AsyncTranslator(translator) as front:
             text = await front.translate("twenty-one", num_beams=4)
             async for piece in front.stream("forty-two"):
                 print(piece, end="")
 
-    A task asks for one text at a time, with options of its own. All requests decode in one batch, in a thread of their
-    own; don't use the model elsewhere meanwhile. A task that is cancelled, or that leaves its stream, releases its
-    memory. Tasks of several event loops may share an AsyncTranslator.
+    Each call takes one text, with options of its own. All requests decode in one batch, in a thread of their own. Don't
+    use the model elsewhere meanwhile. A task that is cancelled, or that leaves its stream, releases its memory. Tasks
+    of several event loops may share an AsyncTranslator.
 
     Args:
-        translator: whose model, tokenizer and limits of memory these are.
-        max_waiting: how many requests may wait for room in the batch. A task that asks for more waits for a place. The
-            sentences of a text, each a request, take their places together.
-        engine: how to decode, one of `engines.ENGINES`; None: the fastest that can.
-        max_waiting_tokens: how many source tokens those may have; None: any number.
-        when_full: "refuse" raises QueueFull where a task would wait for a place.
+        translator: its model, tokenizer and memory limits are used.
+        max_waiting: how many requests may wait for room in the batch. A task whose request exceeds it waits for a
+            place. Each sentence of a split text is a request; those of one text take their places together.
+        engine: one of `engines.ENGINES`; None: the fastest that can decode the model.
+        max_waiting_tokens: how many source tokens the waiting requests may have; None: any number.
+        when_full: "wait" has a task wait for a place; "refuse" raises QueueFull.
 
     Attributes:
-        front: what runs the requests.
+        front: the `AsyncFront` that runs the requests.
 
     Raises:
         ValueError: a max_waiting below 1, another when_full, or an engine that can't decode the model.
@@ -121,28 +122,28 @@ class AsyncTranslator:
         await self.close(cancel=error is not None)
 
     async def close(self, *, cancel: bool = False) -> None:
-        """Takes no more requests, and returns when its thread has ended.
+        """Refuses further requests, and returns when the thread has ended.
 
-        `async with` does it at its end, and cancels what runs if it ends with an error.
+        `async with` calls this at its end, with cancel if it ends with an error.
 
         Args:
-            cancel: end what runs and what waits, whose tasks get a RuntimeError; without, they get their translations
+            cancel: cancel running and waiting requests, whose tasks get a RuntimeError; if not, they are translated
                 first.
         """
         await self.front.close(cancel=cancel)
 
     @property
     def num_queued(self) -> int:
-        """How many requests have a place in the queue and haven't begun."""
+        """The number of requests that have a place in the queue and haven't begun."""
         return self.front.num_queued
 
     @property
     def num_blocked(self) -> int:
-        """How many requests wait for a place in the queue."""
+        """The number of requests that wait for a place in the queue."""
         return self.front.num_blocked
 
     def stats(self) -> Stats:
-        """Its counters as they are now."""
+        """Returns the current counters."""
         return self.front.stats()
 
     async def translate(
@@ -161,14 +162,14 @@ class AsyncTranslator:
         """Translates a text, as `Translator.translate` does.
 
         Args:
-            text: what to translate.
+            text: the text to translate.
             target_prefix, source_lang, target_lang, split, return_scores, return_token_scores, config, options: see
                 `Translator.translate`.
 
         Raises:
             ValueError: see `Translator.translate`.
-            QueueFull: there is no place for it now, and when_full is "refuse".
-            RuntimeError: this is closed, or was closed meanwhile with cancel; the model or a processor failed.
+            QueueFull: the queue is full, and when_full is "refuse".
+            RuntimeError: the object is closed, or was closed meanwhile with cancel; the model or a processor failed.
         """
         config = self.settings(options, config)
         form = as_form(config, return_scores, return_token_scores)
@@ -191,22 +192,22 @@ class AsyncTranslator:
         most_new_tokens: int | None = None,
         most_parts: int | None = None,
     ) -> list[list[PartAnswer]]:
-        """The answers of several texts, which are asked for together.
+        """Translates several texts, which are submitted together.
 
         Args:
             items: the texts.
-            config: from `settings`.
-            log_probs: whether scores are wanted.
-            split: cut each text into sentences.
-            deadline: a time of `time.monotonic`; None: it may take as long as it takes.
-            most_new_tokens: of each sentence, whatever the config says.
-            most_parts: sentences of all texts, or texts without split; more are an error. None: any number.
+            config: a result of `settings`.
+            log_probs: whether to compute scores.
+            split: split each text into sentences.
+            deadline: a time of `time.monotonic`; None: no deadline.
+            most_new_tokens: the maximum for each sentence, whatever the config says.
+            most_parts: the maximum number of sentences, or of texts without split, in the call; None: any number.
 
         Returns:
-            For each text what became of its sentences, or of it as a whole.
+            For each text the answers of its sentences, or one answer for the text as a whole.
 
         Raises:
-            ValueError: a text that can't be translated.
+            ValueError: a text can't be translated, or there are too many parts.
             QueueFull, TooLate, NotRunning, RuntimeError: see `AsyncFront.ask`.
         """
         builder = self._builder(config, log_probs=log_probs)
@@ -241,17 +242,17 @@ class AsyncTranslator:
         config: GenerationConfig | None = None,
         **options: Any,
     ) -> AsyncIterator[str]:
-        """Gives a text's translation piece by piece, as `Translator.stream` does.
+        """Translates a text piece by piece, as `Translator.stream` does.
 
-        Leaving the loop over it cancels the request, as soon as the iterator is deleted.
+        If you leave the loop, the request is cancelled as soon as the iterator is deleted.
 
         Args:
-            text: what to translate.
-            target_prefix, source_lang, target_lang, split, config, options: see `Translator.translate`; neither beams
-                nor several samples can be streamed, but beams with split, whose pieces are sentences.
+            text: the text to translate.
+            target_prefix, source_lang, target_lang, split, config, options: see `Translator.translate`. Several samples
+                can't be streamed. Beams can be streamed only with split, whose pieces are sentences.
 
         Raises:
-            ValueError, RuntimeError: see `translate`; the first at once.
+            ValueError, RuntimeError: see `translate`; a ValueError is raised by the call, before the first piece.
         """
         config = self.settings(options, config)
         form = as_form(config, False, False)
@@ -278,17 +279,18 @@ class AsyncTranslator:
         most_new_tokens: int | None = None,
         most_parts: int | None = None,
     ) -> TextStream:
-        """As `stream`, but the request has its place in the queue when this returns, and the sentences of a split text
-        come piece by piece as well.
+        """Begins to stream a translation: when this returns, the request has its place in the queue.
+
+        Unlike in `stream`, the sentences of a split text come piece by piece as well.
 
         Args:
             item: the text.
-            config: from `settings`.
+            config: a result of `settings`.
             split, deadline, most_new_tokens, most_parts: see `answers`.
 
         Raises:
-            ValueError, QueueFull, NotRunning: at once; see `answers`.
-            TooLate, RuntimeError: from the iterator.
+            ValueError, QueueFull, NotRunning: raised by the call; see `answers`.
+            TooLate, RuntimeError: raised by the iterator.
         """
         by_token = config.num_beams == 1 and config.samples == 1
         if not split:
@@ -300,7 +302,7 @@ class AsyncTranslator:
     def _pieces(
         self, prepared: _Prepared, builder: RequestBuilder, by_token: bool, deadline: float | None = None
     ) -> TextStream:
-        """The translations of a text's parts, which decode together, with the white space behind each."""
+        """Submits a text's parts together, and returns the stream of their translations and the white space."""
         asked: Answers[Request] | None = None
         if prepared.requests:
             asked = self.front.submit(
@@ -321,7 +323,7 @@ class AsyncTranslator:
         config: GenerationConfig,
         answers: list[PartAnswer],
     ) -> AsyncGenerator[str, None]:
-        """What `asked` brings, in the order of the parts, whose answers are appended to a list."""
+        """Yields the results of `asked` in the order of the parts, whose answers are appended to `answers`."""
         tokenizer, place = self.translator.tokenizer, 0
         try:
             for part in parts:
@@ -334,7 +336,7 @@ class AsyncTranslator:
                 if by_token:
                     found = TextPieces(tokenizer, part.checked.prefix, stop=config.stop_strings)
                     async for tokens in asked.tokens(place):
-                        for token in tokens:  # each by itself, however late this task is
+                        for token in tokens:  # one at a time, even if several tokens arrived together
                             if piece := found.add([token]):
                                 yield piece
                     rest = found.end()
@@ -356,7 +358,7 @@ class AsyncTranslator:
         most_new_tokens: int | None,
         most_parts: int | None,
     ) -> _Prepared:
-        """See `_made`; the event loop doesn't wait for long texts."""
+        """Runs `_made`, in another thread if the texts are long, so that the event loop isn't blocked."""
         size = sum(len(item.text) for item in items if isinstance(item.text, str))
         return await self.front.aside(lambda: self._made(items, builder, split, most_new_tokens, most_parts), size)
 
@@ -368,17 +370,17 @@ class AsyncTranslator:
         most_new_tokens: int | None,
         most_parts: int | None,
     ) -> _Prepared:
-        """What texts become before they can be asked for.
+        """Prepares texts for `submit`: encodes them and builds their requests.
 
         Raises:
-            ValueError: a text that can't be translated, or more than `most_parts`.
+            ValueError: a text can't be translated, or there are more than `most_parts` parts.
         """
         made = _Prepared([], [], [])
         count = 0
         for number, item in enumerate(items, 1):
             parts = self._parts(item, number, builder, split)
             count += len(parts)
-            if most_parts is not None and count > most_parts:  # before the rest is read
+            if most_parts is not None and count > most_parts:  # raised before the remaining texts are read
                 raise ValueError(
                     f"expected at most {most_parts:,} sentences in a request, got {count:,} up to text {number}"
                 )
@@ -389,12 +391,12 @@ class AsyncTranslator:
         return made
 
     def _parts(self, item: Item, number: int, builder: RequestBuilder, split: bool) -> list[Part]:
-        """A text's sentences, or all of it, as ids.
+        """Encodes a text's sentences, or all of it as one part.
 
         Raises:
-            ValueError: a text that can't be translated.
+            ValueError: the text can't be translated.
         """
-        # All are encoded before the first is translated, so that a bad one is named before the work.
+        # All parts are encoded before the first is translated, so that an invalid one is reported before any work.
         if split:
             return parts_of(self.translator, item, number, builder)
         return [Part(str(number), self.translator.encode_item(item, number, builder), "", True)]
@@ -402,7 +404,10 @@ class AsyncTranslator:
     def _requests(
         self, builder: RequestBuilder, parts: Sequence[Part], most_new_tokens: int | None, before: int
     ) -> list[Request]:
-        """The requests of a text's parts, behind so many parts of other texts: the place decides what is drawn."""
+        """Builds the requests of a text's parts.
+
+        `before` is the number of parts of earlier texts: a part's place decides which random numbers it draws.
+        """
         found = []
         for place, part in enumerate(parts, before):
             checked = part.checked
@@ -418,10 +423,10 @@ class AsyncTranslator:
         )
 
     def settings(self, options: Mapping[str, Any], config: GenerationConfig | None = None) -> GenerationConfig:
-        """The config of a request; all of them decode in one batch, with one engine in one precision.
+        """Returns the config of a request. All requests decode in one batch, with one engine in one precision.
 
         Raises:
-            ValueError: see `Translator.settings`; another engine or precision.
+            ValueError: see `Translator.settings`; or another engine or precision.
         """
         found = self.translator.settings(options, config)
         if found.precision != self.translator.precision:
@@ -438,9 +443,10 @@ class AsyncTranslator:
 
 
 def joined_texts(parts: Sequence[PartAnswer]) -> list[str]:
-    """The translations of a text, best first, of what became of its sentences.
+    """Joins the translations of a text's sentences to those of the text, best first.
 
-    The n-th best one has the n-th best of each sentence, or the last that there is.
+    The n-th translation consists of the n-th best of each sentence. A sentence with fewer translations contributes its
+    last one.
     """
     said = [[""] if part.answer is None else part.answer.texts() or [""] for part in parts]
     most = max(map(len, said), default=1)

@@ -1,4 +1,4 @@
-"""`Chat`: a conversation with a language model that was trained to hold one."""
+"""`Chat`: a conversation with a language model that was trained for it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ logger = logging.getLogger("fastformer")
 
 Pieces: TypeAlias = PythonGenerator[str, None, None]
 
-MAX_NEW_TOKENS = 1024  # of an answer, where nothing says otherwise
-_ONE_ANSWER = ("num_beams", "num_return_sequences")  # what a folder asks for in vain
-_ROOM = 4  # dropping turns leaves a quarter of the model's positions for the answer, if it may be so long
+MAX_NEW_TOKENS = 1024  # the default maximum for an answer
+_ONE_ANSWER = ("num_beams", "num_return_sequences")  # options that are not taken from a folder
+_ROOM = 4  # when old turns are dropped, at most this part (1/4) of the model's positions is reserved for the answer
 
 
 class Chat:
@@ -38,26 +38,25 @@ class Chat:
         for piece in chat.stream("And of Spain?"):
             print(piece, end="", flush=True)
 
-    Each turn's prompt is the whole conversation, which begins like the prompt before. The model reads their common
-    beginning once (`Generator`), so a turn costs only the tokens since the last one, however long the system prompt is.
+    Each turn's prompt is the whole conversation, so it begins with the previous prompt. The model reads this common
+    beginning once (`Generator`): a turn costs only the tokens since the last one, however long the system prompt is.
 
     Args:
         model: a `models.GPT`.
-        tokenizer: of its folder.
-        template: None: that of the tokenizer's folder.
-        system: what the conversation begins with; None: what the template says.
+        tokenizer: the tokenizer of the model's folder.
+        template: the chat template; None: that of the tokenizer's folder.
+        system: the system prompt, with which the conversation begins; None: the template's default.
         config: the options of decoding, by default those of the template's model; see `from_pretrained`.
-        precision: what it computes in; see `Generator`.
-        drop_oldest: where the conversation fills the model's positions, drop its oldest turns; without, that is an
-            error.
-        max_bytes: of keys and values; see `Generator`.
+        precision: the precision of the computation; see `Generator`.
+        drop_oldest: if the conversation fills the model's positions, drop its oldest turns; if False, this is an error.
+        max_bytes: the memory for keys and values; see `Generator`.
 
     Attributes:
-        messages: the conversation so far, as templates read it. You may change it between turns.
+        messages: the conversation so far, in the format of templates. You may change it between turns.
 
     Raises:
         ImportError: jinja2 is not installed.
-        ValueError: a model that reads sources, a tokenizer without a template, a damaged template.
+        ValueError: the model reads sources, the tokenizer has no template, or the template is damaged.
     """
 
     def __init__(
@@ -103,19 +102,19 @@ class Chat:
         max_bytes: int | None = None,
         **options: Any,
     ) -> Chat:
-        """The chat of a folder, as transformers saves a language model, or as `fastformer quantize` does.
+        """Loads the model of a folder that transformers, or `fastformer quantize`, saved.
 
         Args:
-            folder: with the model, its tokenizer and its chat template. Its generation_config.json has the options of
-                decoding that `options` don't name, as transformers applies them.
-            device: where it runs; None: the CPU.
+            folder: has the model, its tokenizer and its chat template. Its generation_config.json gives the decoding
+                options that `options` doesn't contain, as transformers applies them.
+            device: the device of the model; None: the CPU.
             precision: see `Translator.from_pretrained`.
             system, drop_oldest, max_bytes: see the class.
             options: fields of `GenerationConfig`.
 
         Raises:
             ImportError: jinja2 is not installed.
-            ValueError: see the class; a folder that holds no language model, or is damaged.
+            ValueError: see the class; or the folder has no language model, or is damaged.
         """
         from fastformer.checkpoints import load_model
 
@@ -134,11 +133,11 @@ class Chat:
         )
 
     def ask(self, text: str, **options: Any) -> str:
-        """The answer to what a user says.
+        """Answers a user's message.
 
         Args:
-            text: what the user says.
-            options: fields of `GenerationConfig`, in place of the object's.
+            text: the user's message.
+            options: fields of `GenerationConfig`, which override the object's.
 
         Raises:
             ValueError: see `stream`.
@@ -146,13 +145,13 @@ class Chat:
         return "".join(self.stream(text, **options))
 
     def stream(self, text: str, **options: Any) -> Pieces:
-        """The answer to what a user says, piece by piece, as it is made.
+        """Answers a user's message, piece by piece.
 
         Closing the iterator ends the answer; the part that was generated stays in the conversation.
 
         Args:
-            text: what the user says.
-            options: fields of `GenerationConfig`, in place of the object's; neither beams nor several samples.
+            text: the user's message.
+            options: fields of `GenerationConfig`, which override the object's; neither beams nor several samples.
 
         Raises:
             ValueError: an unknown option, messages that the template refuses, a conversation that leaves no room for an
@@ -187,15 +186,15 @@ class Chat:
                 self.messages += [said, {"role": "assistant", "content": "".join(answer)}]
 
     def reset(self) -> None:
-        """Forgets the conversation, but for the system prompt."""
+        """Forgets the conversation, except for the system prompt."""
         self.messages[:] = [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def stats(self) -> Stats:
-        """How many tokens of prompts were read so far, and how many were not, because they had been before."""
+        """Returns how many tokens of prompts were read so far, and how many were reused from earlier prompts."""
         return self._generator.stats()
 
     def _prompt(self, said: dict[str, Any], config: GenerationConfig) -> tuple[list[int], GenerationConfig]:
-        """The ids of the conversation with a new message, and how the answer is decoded."""
+        """Returns the ids of the conversation with a new message, and the config of the answer."""
         kept = list(self.messages)
         wanted = config.max_new_tokens
         least = min(wanted or MAX_NEW_TOKENS, max(1, self._max_len // _ROOM)) if self.drop_oldest else 1

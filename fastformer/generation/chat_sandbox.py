@@ -1,9 +1,9 @@
-"""Chat templates are programs that come with a model: here they run with bounds on what they see and what they cost.
+"""Renders chat templates, which are programs that come with a model, with bounds on what they access and cost.
 
-jinja2's sandbox keeps Python's internals and the file system from them. It bounds neither time nor memory, so that a
-template could loop for ever or double a text until there is no memory left. Here each round of a loop and each call of
-a macro is counted, the clock is read then, and what makes a long text or list out of short ones is checked before it
-does. Filters that templates of chats have no use for are left out.
+jinja2's sandbox hides Python's internals and the file system from templates. It bounds neither time nor memory: a
+template could loop for ever, or double a text until the memory is full. This sandbox counts each round of a loop and
+each call of a macro, and reads the clock at each of them. Operations that make a long text or list from short ones are
+checked before they run. Filters that chat templates don't need are not available.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from jinja2.runtime import Context, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-MAX_ROUNDS = 100_000  # of loops and macros together
-MAX_LENGTH = 4_000_000  # characters of a text
-MAX_ITEMS = 200_000  # of a list or a mapping, with all that is inside of it
+MAX_ROUNDS = 100_000  # rounds of loops and calls of macros, together
+MAX_LENGTH = 4_000_000  # characters in a text
+MAX_ITEMS = 200_000  # items in a list or a mapping, including the nested ones
 MAX_SECONDS = 5.0
-MAX_NUMBER = 100_000  # that a method or filter is given, such as a width
-_MAX_BITS = 4096  # of an integer
-_MAX_INDENT = 64  # characters of JSON's lines
-_LONG_NUMBER = re.compile(r"\d{6}")  # in a format, whose widths are numbers
+MAX_NUMBER = 100_000  # the largest number that a method or filter accepts, such as a width
+_MAX_BITS = 4096  # bits in an integer
+_MAX_INDENT = 64  # characters of JSON's indentation
+_LONG_NUMBER = re.compile(r"\d{6}")  # a number in a format string, which may be a width
 
 _FILTERS = (
     "abs", "attr", "batch", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float",
@@ -43,15 +43,15 @@ _GLOBALS = ("range", "joiner", "cycler")
 
 
 class TemplateRefusal(jinja2.TemplateError):
-    """What a template itself raises about the messages that it gets."""
+    """Raised by a template that refuses its messages (`raise_exception`)."""
 
 
 class BoundExceeded(Exception):
-    """A template did more than it may."""
+    """Raised if a template exceeds a bound."""
 
 
 class _Budget:
-    """What a rendering has left."""
+    """The rounds and the time that are left to a rendering."""
 
     def __init__(self) -> None:
         self.rounds, self.end = MAX_ROUNDS, time.monotonic() + MAX_SECONDS
@@ -77,7 +77,7 @@ def _check_number(value: object) -> None:
 
 
 def _checked(value: Any) -> Any:
-    """A value that isn't too long, with all that is inside of it: that is what writing or comparing it takes."""
+    """Returns a value after a check of its length, nested values included: writing or comparing it takes as long."""
     length, items, pending = 0, 0, [value]
     while pending:
         item = pending.pop()
@@ -107,7 +107,7 @@ def _bounded_concat(parts: Iterable[Any]) -> str:
 
 
 def _before_call(name: str, subject: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Checks a method or a filter whose result may be much longer than what it is given."""
+    """Checks a call of a method or filter whose result may be much longer than its input."""
     for value in (*args, *kwargs.values()):
         _check_number(value)
     if name == "replace" and isinstance(subject, str) and len(args) >= 2:
@@ -116,7 +116,7 @@ def _before_call(name: str, subject: Any, args: Sequence[Any], kwargs: Mapping[s
         _check_length(len(subject) + times * max(0, len(new) - len(old)))
     elif name == "format" and isinstance(subject, str) and _LONG_NUMBER.search(subject):
         raise BoundExceeded("it formats to a width above 99,999")
-    elif name == "translate":  # a table may give any text for any character
+    elif name == "translate":  # its table may replace any character by any text
         raise BoundExceeded("it calls translate, whose result has no bound")
     elif name == "expandtabs" and isinstance(subject, str):
         _check_length(len(subject) * 8)
@@ -129,7 +129,7 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         place = 0 if passes is None else 1
         subject = args[place] if len(args) > place else None
         if name == "join" and subject is not None and not kwargs.get("attribute") and len(args) < place + 3:
-            # The result may hold its separator very often.
+            # The result may contain the separator many times.
             items = [str(item) for item in subject]
             separator = str(args[place + 1]) if len(args) > place + 1 else str(kwargs.get("d", ""))
             _check_length(sum(map(len, items)) + len(separator) * len(items))
@@ -147,7 +147,7 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 
 
 class _Generation(Extension):
-    """{% generation %}: marks what the model says, for training; here it is what it holds."""
+    """The tag {% generation %}, which marks the model's answers for training; here it only renders its contents."""
 
     tags = {"generation"}
 
@@ -158,7 +158,7 @@ class _Generation(Extension):
 
 
 class _Namespace(Namespace):
-    """A namespace that keeps no names with an underscore in front."""
+    """A namespace that rejects names with a leading underscore."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         values = dict(*args[1:], **kwargs)
@@ -217,10 +217,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         }  # fmt: skip
 
     def render(self, template: jinja2.Template, variables: Mapping[str, Any]) -> str:
-        """What a template of this environment writes.
+        """Renders a template of this environment.
 
         Raises:
-            Exception: whatever goes wrong in it.
+            Exception: any error of the template.
         """
         token = _budget.set(_Budget())
         try:
@@ -229,7 +229,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             _budget.reset(token)
 
     def tick(self) -> str:
-        """Counts a round of a loop, or a call of a macro."""
+        """Counts a round of a loop or a call of a macro, and checks the clock. Returns ""."""
         budget = _budget.get()
         budget.rounds -= 1
         if budget.rounds < 0:
@@ -239,29 +239,29 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return ""
 
     def joined(self, *parts: Any) -> str:
-        """What ~ gives."""
+        """Computes the operator ~ with a bound on the length."""
         return _bounded_concat(parts)
 
     def made(self, value: Any) -> Any:
-        """What a list, tuple or mapping that stands in a template gives."""
+        """Returns a list, tuple or mapping of the template's source after a check of its size."""
         return _checked(value)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """The syntax tree, in which loops and macros are counted."""
+        """Parses a template, and inserts calls that count loops and macros into its syntax tree."""
         tree = super()._parse(source, name, filename)
         for kind in (nodes.For, nodes.Macro, nodes.CallBlock):
             for node in tree.find_all(kind):
                 assert isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock)
                 count = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
                 node.body.insert(0, nodes.ExprStmt(count).set_lineno(node.lineno))
-                if isinstance(node, nodes.For) and node.test is not None:  # asked also where no round follows
+                if isinstance(node, nodes.For) and node.test is not None:  # counts skipped items as well
                     node.test = nodes.Or(count, node.test).set_lineno(node.lineno)
         _bound_lengths(tree)
         tree.set_environment(self)
         return tree
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """+, *, ** and % of values that don't make too long a text, list or number."""
+        """Computes +, *, ** and % if the result is not too long or too large."""
         if operator == "*":
             for text, times in ((left, right), (right, left)):
                 if isinstance(text, str | list | tuple) and isinstance(times, int):
@@ -289,19 +289,19 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return _checked(super().call(context, obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """str.format without attributes, and without long numbers, which may be widths."""
+        """Wraps str.format so that attributes are hidden, and long numbers, which may be widths, are refused."""
         found = super().wrap_str_format(value)
         if found is not None and _LONG_NUMBER.search(value.__self__):
             raise BoundExceeded("it formats to a width above 99,999")
         return found
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
-        """An attribute that the sandbox hides is an error at once, not a value that is empty."""
+        """Raises an error for an attribute that the sandbox hides, instead of returning an undefined value."""
         raise jinja2.exceptions.SecurityError(f"it reads the attribute {attribute!r} of a {type(obj).__name__}")
 
 
 def _bound_lengths(node: nodes.Node) -> None:
-    """Replaces each a ~ b, and each list, tuple and mapping, by a call that checks the length."""
+    """Replaces each a ~ b, and each list, tuple and mapping, with a call that checks the length."""
     for field, value in node.iter_fields():
         if isinstance(value, nodes.Node):
             _bound_lengths(value)

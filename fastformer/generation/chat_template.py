@@ -1,4 +1,4 @@
-"""`ChatTemplate`: from the messages of a chat to the text, and to the ids, that a model was trained to go on from."""
+"""`ChatTemplate`: converts the messages of a chat to the text and ids that a model was trained to continue."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 if TYPE_CHECKING:
     import jinja2
 
-Message: TypeAlias = Mapping[str, Any]  # "role" and "content", and what else a template reads
+Message: TypeAlias = Mapping[str, Any]  # "role" and "content", and any other keys that a template reads
 
-_MAX_SOURCE = 1_000_000  # characters of a template
-_MAX_DEPTH = 50  # of a message
-_MARKS = range(0xF0000, 0xF0100)  # private characters, of which one stands in no text
+_MAX_SOURCE = 1_000_000  # characters in a template
+_MAX_DEPTH = 50  # levels of nesting in a message
+_MARKS = range(0xF0000, 0xF0100)  # private-use characters; one that the chat doesn't contain is used as a mark
 
 
 class TemplateTokenizer(Protocol):
-    """What a template asks of a tokenizer; those of language models' folders have it."""
+    """The tokenizer methods that a template uses; the tokenizers of language models' folders have them."""
 
     chat: Mapping[str, str]
 
     @property
     def special_tokens(self) -> Sequence[str]:
-        """The special tokens that `encode_template` knows in a text."""
+        """The special tokens that `encode_template` recognises in a text."""
 
     def encode_template(self, text: str, mark: str | None = None) -> list[int]:
-        """The ids of a text, no BOS added; a special token that holds `mark` is text, without the mark."""
+        """Returns the ids of a text, without adding BOS. A special token that contains `mark` is encoded as text,
+        without the mark.
+        """
 
 
 class ChatTemplate:
@@ -36,17 +38,17 @@ class ChatTemplate:
         text = template.render([{"role": "user", "content": "Hello!"}])
         ids = template.encode([{"role": "user", "content": "Hello!"}], tokenizer)
 
-    It renders what transformers' `apply_chat_template` does, in jinja2's sandbox and with bounds on time and memory
-    (`chat_sandbox`), so that a template can neither read what it wasn't given nor run for ever.
+    The result is the same as that of transformers' `apply_chat_template`. The template runs in jinja2's sandbox, with
+    bounds on time and memory (`chat_sandbox`): it can read only its arguments, and can't run for ever.
 
     Args:
         source: the template.
-        tokens: what the special tokens are called, by the names that the template knows: "bos_token", ...
-        name: what messages call it.
+        tokens: the special tokens, by the names that the template uses: "bos_token", ...
+        name: the name of the template in messages.
 
     Raises:
         ImportError: jinja2 is not installed.
-        ValueError: no text, a very long one, or no template of jinja2.
+        ValueError: the source isn't a text, is very long, or isn't a valid jinja2 template.
     """
 
     def __init__(
@@ -65,10 +67,10 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: TemplateTokenizer) -> ChatTemplate:
-        """The template that a model's folder has beside its tokenizer.
+        """Returns the template from the folder of a tokenizer.
 
         Raises:
-            ImportError, ValueError: see the class; a tokenizer without a template.
+            ImportError, ValueError: see the class; or the tokenizer has no template.
         """
         chat = getattr(tokenizer, "chat", None) or {}
         if "chat_template" not in chat:
@@ -86,16 +88,16 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The text of a chat.
+        """Renders a chat as text.
 
         Args:
             messages: mappings of strings, numbers, lists and mappings: {"role": "user", "content": "Hello!"}.
             tools: JSON schemas of functions that the model may call.
-            add_generation_prompt: end with what an answer begins behind.
-            variables: what else the template reads, such as documents or enable_thinking.
+            add_generation_prompt: end with the beginning of an answer, which the model continues.
+            variables: other variables that the template reads, such as documents or enable_thinking.
 
         Raises:
-            ValueError: something that is no message; a template that refuses them, fails, or goes beyond its bounds.
+            ValueError: an item isn't a message; the template refuses the messages, fails, or exceeds a bound.
         """
         values = _plain(list(messages), "messages")
         for place, message in enumerate(values):
@@ -114,17 +116,17 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> list[int]:
-        """The ids of a chat: the special tokens that the template writes, and everything else as text.
+        """Encodes a chat: special tokens that the template writes become their ids, and all messages become text.
 
-        A special token that is spelled in a message is text here, so that a message can't end its turn and begin
-        another one's. transformers takes it for the token.
+        If a message spells a special token, it is encoded as text, so that a message can't end its turn and begin
+        another. transformers encodes it as the special token.
 
         Args:
-            tokenizer: of the model.
+            tokenizer: the tokenizer of the model.
             messages, tools, add_generation_prompt, variables: see `render`.
 
         Raises:
-            ValueError: see `render`; a text that the tokenizer can't encode.
+            ValueError: see `render`; or the tokenizer can't encode the text.
         """
         messages = _plain(list(messages), "messages")
         options = {**variables, "add_generation_prompt": add_generation_prompt}
@@ -144,13 +146,13 @@ class ChatTemplate:
         return tokenizer.encode_template(self.render(_mapped(messages, marked), tools, **options), mark)
 
     def end_ids(self, tokenizer: TemplateTokenizer, own: tuple[int, ...]) -> tuple[int, ...]:
-        """What ends an answer: the model's own ends, and the end that the tokenizer names, if it is one token."""
+        """Returns the ids that end an answer: the model's own, and the tokenizer's eos_token, if it is one token."""
         name = self.tokens.get("eos_token")
         ids = [] if name is None else tokenizer.encode_template(name)
         return tuple(dict.fromkeys((*own, *ids))) if len(ids) == 1 else own
 
     def _guarded(self, run: Callable[[], Any]) -> Any:
-        """Runs jinja2, whose errors become one line that says what is wrong with the template."""
+        """Runs jinja2. Its errors become a ValueError with one line that names the problem in the template."""
         import jinja2
 
         from fastformer.generation.chat_sandbox import BoundExceeded, TemplateRefusal
@@ -170,10 +172,10 @@ class ChatTemplate:
 
 
 def _plain(value: Any, name: str, depth: int = 0) -> Any:
-    """A copy of values as JSON has them, which have no methods but those of Python's own types.
+    """Copies JSON-like values, so that subclasses with methods of their own become Python's own types.
 
     Raises:
-        ValueError: another value, or a very deep one.
+        ValueError: a value of another type, or too many levels.
     """
     if depth > _MAX_DEPTH:
         raise ValueError(f"expected {name} of at most {_MAX_DEPTH} levels, got more")
@@ -190,7 +192,7 @@ def _plain(value: Any, name: str, depth: int = 0) -> Any:
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """Plain values with each text changed; names stay."""
+    """Copies plain values, with each text changed by a function; keys stay."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
@@ -201,7 +203,7 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _holds(value: Any, text: str) -> bool:
-    """Whether a text stands in plain values."""
+    """Returns whether plain values contain a text."""
     if isinstance(value, str):
         return text in value
     return isinstance(value, dict | list) and any(

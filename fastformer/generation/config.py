@@ -19,7 +19,7 @@ BeamRules: TypeAlias = Literal["tensor2tensor", "transformers"]  # `BeamSearch` 
 EarlyStopping: TypeAlias = bool | Literal["never"]
 Window: TypeAlias = Literal["stop", "slide"]
 Precision: TypeAlias = Literal["fp32", "bf16", "fp16", "int8", "int4"]
-Processor: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # see `processors`
+Processor: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # see the module `processors`
 StoppingCriterion: TypeAlias = Callable[..., Any]  # see `processors.make_stop`
 AboveZero: TypeAlias = Annotated[float, Range(above=0)]
 
@@ -30,7 +30,7 @@ def _listed(name: str, values: Any) -> tuple[Any, ...]:
         raise error
     try:
         return tuple(values)
-    except TypeError:  # a tensor or an array is an Iterable, and one of no dimension can't be iterated over
+    except TypeError:  # tensors and arrays are Iterables, but those without dimensions can't be iterated over
         raise error from None
 
 
@@ -72,7 +72,7 @@ def _texts(name: str, values: Any) -> tuple[str, ...]:
 
 
 def _functions(name: str, given: Any) -> tuple[Callable[..., Any], ...]:
-    # Hugging Face's lists of functions can be called themselves; they are lists all the same.
+    # Hugging Face's lists of functions are callable; they are treated as lists all the same.
     found = (given,) if callable(given) and not isinstance(given, list) else _listed(name, given)
     for function in found:
         if not callable(function):
@@ -82,79 +82,93 @@ def _functions(name: str, given: Any) -> tuple[Callable[..., Any], ...]:
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """The options of `generate`, a `Translator` and the commands. It is checked when it is made, and can't be changed.
+    """The options of `generate`, a `Translator` and the commands. It is checked when it is created, and is immutable.
 
         config = GenerationConfig(num_beams=4, max_new_tokens=64)
         generate(model, input_ids, config)
         translator.translate(texts, config=config, length_penalty=1.0)  # as config, with another length_penalty
 
-    The first sentence about an option is the help of its flag.
+    The first sentence about an option is the help text of its flag.
 
     Attributes:
-        max_new_tokens: the most new tokens; by default the source's length + 100, or what the model's max_len leaves
-            behind a prompt. For prompts that is the longest one's room.
-        min_new_tokens: no end before so many new tokens. Where it is above max_new_tokens, everything ends there.
-        max_length: the most tokens, counting what an output begins with too. That is the prompt (as long as the longest
-            one of a batch), or the start token and the decoder_input_ids. max_new_tokens goes before it.
-        min_length: no end before so many tokens, counted as for max_length. min_new_tokens goes before it.
-        num_beams: hypotheses that a beam search follows; 1 is no beam search.
-        beam_rules: whose beam search; transformers is that of Hugging Face's generate. "tensor2tensor" is
-            `BeamSearch`, "transformers" is `TransformersBeamSearch`: they penalise lengths differently, and stop at
-            different times.
-        length_penalty: alpha of ((5 + length) / 6) ** alpha, by transformers' rules of length ** alpha, which divides
-            the score of beams; by default 0.6, by transformers' rules 1.0. The length counts new tokens, EOS included.
-        early_stopping: stop when num_beams hypotheses are finished, better ones possible or not; never, of
-            transformers' rules alone, goes on while a better one is possible. False goes on, by tensor2tensor's rules
-            while a better one is possible, by transformers' rules while the best unfinished one, at its present length,
-            beats the worst finished one. "never" compares what it could become at max_new_tokens.
-        do_sample: draw from the distribution instead of taking the best. temperature, top_k and top_p shape it.
-        temperature: of the sampling; below 1 sharpens the distribution.
+        max_new_tokens: the most new tokens; by default the source's length + 100, or the room that the model's max_len
+            leaves after a prompt. For a batch of prompts that is the room of the longest one.
+        min_new_tokens: the number of new tokens before which an output can't end. If it is above max_new_tokens, every
+            output ends there.
+        max_length: the most tokens, counting the tokens that an output begins with too. These are the prompt (with the
+            length of the longest one in a batch), or the start token and the decoder_input_ids. max_new_tokens
+            overrides this option.
+        min_length: the number of tokens, counted as for max_length, before which an output can't end. min_new_tokens
+            overrides this option.
+        num_beams: the number of hypotheses that a beam search follows; 1 is no beam search.
+        beam_rules: the rules of the beam search; transformers stands for those of Hugging Face's generate.
+            "tensor2tensor" is `BeamSearch`, "transformers" is `TransformersBeamSearch`: they penalise lengths
+            differently, and stop at different times.
+        length_penalty: the alpha of ((5 + length) / 6) ** alpha, or of length ** alpha by transformers' rules, which
+            divides the score of beams; by default 0.6, or 1.0 by transformers' rules. The length counts new tokens, EOS
+            included.
+        early_stopping: true stops when num_beams hypotheses are finished, even if better ones are possible; never, for
+            transformers' rules only, continues while a better one is possible. By tensor2tensor's rules, False
+            continues while a better one is possible. By transformers' rules, False continues while the best unfinished
+            one, at its present length, beats the worst finished one; "never" compares the score that it could reach at
+            max_new_tokens.
+        do_sample: draw from the distribution instead of choosing the best token. temperature, top_k and top_p shape the
+            distribution.
+        temperature: the temperature of the sampling; below 1 sharpens the distribution.
         top_k: draw from the k best tokens; 0 is all.
-        top_p: draw from the smallest set of tokens that holds this probability.
-        repetition_penalty: above 1 discourages tokens that were there. By tensor2tensor's rules new tokens count; by
-            transformers' rules, also without beams, what the output begins with counts too. See `processors`.
-        no_repeat_ngram_size: no n-gram of this length comes twice; 0 is off. It looks where repetition_penalty looks.
-        num_return_sequences: results for each input: so many best hypotheses of a beam search, at most num_beams, or so
-            many samples. Finished hypotheses come first, then those cut at max_new_tokens, each group best first; by
-            transformers' rules all together, best first. Where fewer exist, the rest is PAD alone with score -inf.
-        num_beam_groups: so many groups of beams, which avoid each other's tokens; with a diversity_penalty. By
-            tensor2tensor's rules alone; see `BeamSearch`.
-        diversity_penalty: what a token costs for each time that an earlier group has just chosen it.
-        suppress_tokens: ids that never come.
-        bad_words_ids: sequences of ids that never come.
-        shortlist: where it isn't empty, no other ids come but those that end a row and forced ones. Log-probabilities
-            are those among them. The engine "cpp" computes no others, which is faster.
-        forced_bos_token_id: the first new token. By transformers' rules only behind one id alone, a start token or a
-            prompt of one.
+        top_p: draw from the smallest set of tokens that has this probability.
+        repetition_penalty: a factor that, above 1, discourages tokens that have occurred. By tensor2tensor's rules only
+            new tokens count. By transformers' rules, also without beams, the tokens that the output begins with count
+            too. See `processors`.
+        no_repeat_ngram_size: no n-gram of this length occurs twice; 0 is off. The same tokens count as for
+            repetition_penalty.
+        num_return_sequences: the number of results for each input: the best hypotheses of a beam search, at most
+            num_beams, or samples. Finished hypotheses come first, then those cut at max_new_tokens, each group best
+            first. By transformers' rules both groups are sorted together. If fewer exist, the rest is only PAD, with
+            score -inf.
+        num_beam_groups: the number of groups of beams, which avoid each other's tokens; with a diversity_penalty. For
+            tensor2tensor's rules only; see `BeamSearch`.
+        diversity_penalty: the cost of a token for each time that an earlier group has just chosen it.
+        suppress_tokens: ids that are never generated.
+        bad_words_ids: sequences of ids that are never generated.
+        shortlist: if it isn't empty, only these ids are generated, and those that end a row and forced ones.
+            Log-probabilities are normalised over these ids. The engine "cpp" computes no others, which is faster.
+        forced_bos_token_id: the first new token. By transformers' rules it is forced only after exactly one id: a start
+            token, or a prompt of one token.
         forced_eos_token_id: the new token at the limit.
-        logits_processor: functions of (input_ids, scores) that give scores, called in turn after all others for each
+        logits_processor: functions of (input_ids, scores) that return scores, called in turn after all others for each
             input. See `processors`.
-        renormalize_logits: make log-probabilities of what the processors give. False, transformers' default, takes it
-            as the scores of beams, in which tokens that were forbidden keep their share; by its rules alone.
-        stopping_criteria: functions of (input_ids, scores) that say which rows end, as Hugging Face's do. See
+        renormalize_logits: normalise the outputs of the processors to log-probabilities. False, transformers' default,
+            uses the outputs as the scores of beams, without redistributing the share of forbidden tokens. False is for
+            transformers' rules only.
+        stopping_criteria: functions of (input_ids, scores) that return which rows end, as Hugging Face's do. See
             `processors.make_stop`.
         stop_strings: texts that end a row. A row ends with the token that completes one of them in the text of its new
-            tokens; its ids hold it, and what gives text leaves it out. A beam that ends so counts as one that ends in
-            EOS. `generate` needs a tokenizer for them.
-        window: what becomes of a text that fills the model's positions: stop ends it there; slide forgets the older
-            half of what the model sees and goes on, up to max_new_tokens, and takes a longer prompt by its end.
-            Whenever max_len tokens are full, the model reads the last max_len // 2 of them anew, as if the text began
-            there. Outputs, and options that look at them, hold the whole text. It is for prompts, and not for beams.
-        max_time: seconds after which decoding ends with what there is. Inputs that haven't begun by then give nothing.
+            tokens. The ids of the row contain the stop string, its text doesn't. A beam that ends so counts as one that
+            ends in EOS. `generate` needs a tokenizer for them.
+        window: the action when a text fills the model's positions: stop ends the text; slide forgets the older half of
+            the tokens that the model sees and continues, up to max_new_tokens. With slide, the model reads only the end
+            of a longer prompt. Whenever max_len tokens are full, the model reads the last max_len // 2 of them again,
+            as if the text began there. Outputs, and options that depend on them, contain the whole text. It is for
+            prompts, and not for beams.
+        max_time: the seconds after which decoding ends with the results so far. Inputs that haven't begun by then have
+            no result.
         eos_token_id: the ids that end a row; by default the model's.
-        pad_token_id: of inputs and outputs; by default the model's. It may be one that ends a row, as is usual with
-            GPT-2: then it fills the outputs, and without an attention_mask nothing in input_ids is padding.
-        decoder_start_token_id: what outputs of a model that reads sources begin with, unseen; by default the model's.
-        use_cache: keep keys and values; without, everything is recomputed for each token.
+        pad_token_id: the padding id of inputs and outputs; by default the model's. It may be an id that ends a row, as
+            is usual with GPT-2. In this case it pads the outputs, and without an attention_mask no id in input_ids is
+            padding.
+        decoder_start_token_id: the first input of the decoder in a model that reads sources; by default the model's.
+            Outputs don't contain it.
+        use_cache: cache keys and values; if False, everything is recomputed for each token.
         engine: one of `engines.ENGINES`; by default the fastest that can decode the model. "graph" (steps as CUDA
             graphs) is never chosen by default.
-        precision: what to compute in; by default what the model says. That is "int8" or "int4" where it was quantised
-            (`model.quantize()`), else its dtype, or autocast's. The engine "cpp" computes a model in fp32 or bf16 in
-            each of fp32, bf16, int8 and int4; the others in its dtype alone.
-        seed: of the sampling; by default PyTorch's default generator gives one.
+        precision: the precision of the computation; by default the model's. That is "int8" or "int4" if the model was
+            quantised (`model.quantize()`), else its dtype, or autocast's. The engine "cpp" computes a model in fp32 or
+            bf16 in each of fp32, bf16, int8 and int4. The other engines compute only in the model's dtype.
+        seed: the seed of the sampling; by default it is drawn from PyTorch's default generator.
 
     Raises:
-        ValueError: an option of another type, NaN or out of its range, or two that contradict each other.
+        ValueError: an option has another type, is NaN or out of its range, or two options contradict each other.
     """
 
     max_new_tokens: Positive | None = None
@@ -195,17 +209,18 @@ class GenerationConfig:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], config: GenerationConfig | None = None) -> GenerationConfig:
-        """The config that keyword arguments ask for.
+        """Makes a config from keyword arguments.
 
         Args:
-            options: fields by name; or "generation_config", transformers' or a mapping, for what is not named.
-            config: what the options change; None: the defaults.
+            options: fields by name. "generation_config", transformers' or a mapping, supplies the fields that aren't
+                named.
+            config: the config that the options change; None: the defaults.
 
         Raises:
-            ValueError: a name that is no option (the nearest one is suggested), or what the class raises.
+            ValueError: an unknown name (the nearest one is suggested), or an error of the class.
         """
         if config is not None and not isinstance(config, GenerationConfig):
-            found = f"{type(config).__module__}.{type(config).__qualname__}"  # transformers' has the same name
+            found = f"{type(config).__module__}.{type(config).__qualname__}"  # transformers' class has the same name
             raise ValueError(
                 f"expected config to be a fastformer.generation.GenerationConfig, got {found}: give a mapping, or a "
                 "config of transformers, as generation_config"
@@ -228,30 +243,30 @@ class GenerationConfig:
 
     @property
     def samples(self) -> int:
-        """How many independent rows an input has."""
+        """The number of independent rows for an input."""
         return self.num_return_sequences if self.num_beams == 1 else 1
 
     @property
     def alpha(self) -> float:
-        """The length penalty: the one that was asked for, or the default of the rules."""
+        """The length penalty: the option's value, or the default of the rules."""
         if self.length_penalty is not None:
             return self.length_penalty
         return 1.0 if self.beam_rules == "transformers" else 0.6
 
     def least_tokens(self, begun: int) -> int:
-        """How many new tokens come before an end, in an output that begins with so many, its start token included."""
+        """Returns the minimum number of new tokens after `begun` ids, the start token included."""
         return self.min_new_tokens or max(0, self.min_length - begun)
 
     @property
     def keeps_scores(self) -> bool:
-        """Whether beams take what the processors give as it is, and make no log-probabilities of it."""
+        """Whether beams use the outputs of processors as scores, without normalising them to log-probabilities."""
         return self.num_beams > 1 and not self.renormalize_logits
 
     def check_model(self, vocab_size: int) -> None:
-        """Checks the ids and the beams against a model's vocabulary.
+        """Checks the ids and the number of beams against a model's vocabulary.
 
         Raises:
-            ValueError: an id that the vocabulary doesn't have, more beams than tokens.
+            ValueError: an id outside of the vocabulary, or more beams than tokens.
         """
         for name in _IDS:
             value = getattr(self, name)
@@ -355,7 +370,7 @@ class GenerationOptions(TypedDict, total=False):
     seed: int | None
 
 
-GenerationSettings = GenerationConfig  # the name that it had before
+GenerationSettings = GenerationConfig  # the former name of the class
 OPTIONS = tuple(field.name for field in dataclasses.fields(GenerationConfig))
 _IDS = ("eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id",
         "suppress_tokens", "shortlist", "bad_words_ids")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Several models that decode as one: at each step the mean of what they say may follow."""
+"""Several models that decode together: each step uses the mean of their distributions over the next token."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Mean = Literal["probabilities", "log_probabilities"]
 
 @dataclass(frozen=True)
 class EnsembleConfig:
-    """What decoding asks of an ensemble.
+    """The config of an ensemble, with the sizes that decoding uses.
 
     Attributes:
-        vocab_size, source_vocab_size: of each of the models.
-        max_len: the least of theirs.
-        d_model: the largest of theirs.
-        special_ids: of each of the models.
+        vocab_size, source_vocab_size: the sizes of each model's vocabularies.
+        max_len: the smallest of the models' max_len.
+        d_model: the largest of the models' d_model.
+        special_ids: the special ids of each model.
     """
 
     vocab_size: int
@@ -35,23 +35,23 @@ class EnsembleConfig:
 
 
 class Ensemble(nn.Module):
-    """Models of one vocabulary, to be decoded together: `generate(Ensemble([a, b]), ids)`.
+    """Models with one vocabulary that decode together: `generate(Ensemble([a, b]), ids)`.
 
-    A step asks each model for its distribution over the next token, and the search sees their mean. Every option of
-    `generate` works; processors, `repetition_penalty` among them, are given log-probabilities where a model alone gives
-    them its logits. `engine=` and `precision=` are asked of each model. Each is stepped by an engine of its own, the
-    C++ engine where it can; the searches run in Python, not in C++ as for a model alone.
+    Each step computes every model's distribution over the next token, and the search sees their mean. Every option of
+    `generate` works. Processors, such as `repetition_penalty`, get log-probabilities, whereas a single model gives them
+    its logits. `engine=` and `precision=` apply to each model. Each model has an engine of its own: the C++ engine if
+    it supports the model. The searches run in Python, whereas those of a single model may run in C++.
 
     Args:
-        models: each a `models.Transformer` or a `baseline.LSTMSeq2Seq`, or else each a `models.GPT`. One may be there
-            several times.
-        weights: of the models, more than 0; they are divided by their sum. None: all the same.
-        mean: of the "probabilities" (arithmetic, as fairseq and OpenNMT take it); or of the "log_probabilities"
-            (geometric, as Marian takes it), which is divided by its sum over the vocabulary.
+        models: either each a `models.Transformer` or a `baseline.LSTMSeq2Seq`, or each a `models.GPT`. A model may
+            occur several times.
+        weights: the weights of the models, above 0; they are divided by their sum. None: equal weights.
+        mean: the mean of the "probabilities" (arithmetic, as in fairseq and OpenNMT), or of the "log_probabilities"
+            (geometric, as in Marian), which is normalised over the vocabulary.
 
     Raises:
-        ValueError: no models, models that don't decode, that read unlike inputs, whose vocabularies differ in size or
-            whose special ids differ, that are on several devices; weights that don't go with them.
+        ValueError: no models; a model that can't decode; models that read different kinds of inputs, have different
+            vocabulary sizes or special ids, or are on several devices; weights that don't match the models.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class Ensemble(nn.Module):
         self.weights = _shares(weights, len(models))
 
     def combine(self, logits: Sequence[Tensor]) -> Tensor:
-        """The logarithm of the mean distribution.
+        """Returns the logarithm of the mean distribution.
 
         Args:
-            logits: of each model, (..., vocab_size).
+            logits: the logits of each model, (..., vocab_size).
 
         Returns:
             (..., vocab_size), fp32.

@@ -1,4 +1,4 @@
-"""The options of decoding that a folder of transformers asks for in its generation_config.json."""
+"""The options of decoding in the generation_config.json of a folder that transformers saved."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from fastformer.generation.config import OPTIONS, GenerationConfig
 
 logger = logging.getLogger("fastformer")
 
-# The ids are in the model's config by then, and the others change no token.
+# The ids are in the model's config already; the other options change no token.
 _OF_THE_MODEL = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id", "transformers_version",
                  "use_cache", "cache_implementation")  # fmt: skip
-# Options that aren't known here, with the values that change nothing; False changes nothing in any of them.
+# Options that fastformer doesn't have, with the values that change nothing. False changes nothing in any option.
 _NEUTRAL = {"typical_p": 1.0, "min_p": 0.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "encoder_repetition_penalty": 1.0,
             "guidance_scale": 1.0, "top_h": 1.0, "num_assistant_tokens": 20}  # fmt: skip
 _SAMPLING = ("temperature", "top_k", "top_p")
 
 
 def folder_options(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The options of decoding that a folder's generation_config.json asks for.
+    """Returns the decoding options in a folder's generation_config.json.
 
-    Options that aren't known here are left out, and named in a warning.
+    Options that fastformer doesn't have are dropped; a warning names them.
 
     Args:
-        folder: as transformers saves it; of a run folder there are none.
+        folder: a folder that transformers saved. A run folder has no such options.
 
     Raises:
-        ValueError: a damaged file.
+        ValueError: the file is damaged.
     """
     found = {name: value for name, value in generation_settings(folder).items() if name not in _OF_THE_MODEL}
     unknown = [
@@ -44,12 +44,13 @@ def folder_options(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def with_folder_options(theirs: Mapping[str, Any], options: Mapping[str, Any], max_len: int) -> GenerationConfig:
-    """The options that were given, and behind them those of a folder, as transformers applies them.
+    """Returns a config of given options and a folder's, as transformers combines them.
 
     Args:
-        theirs: from `folder_options`.
-        options: fields of `GenerationConfig`. One that shapes sampling asks for it, where do_sample isn't given.
-        max_len: of the model; a max_length beyond it says nothing.
+        theirs: the result of `folder_options`.
+        options: fields of `GenerationConfig`, which override the folder's. An option that shapes sampling implies
+            do_sample if that isn't given.
+        max_len: the model's max_len. A max_length in the folder beyond it is ignored.
 
     Raises:
         ValueError: an unknown option, or one that is out of its range.

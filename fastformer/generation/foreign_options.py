@@ -1,4 +1,4 @@
-"""Options as people know them from elsewhere: names that are nearly ours, and a GenerationConfig of transformers."""
+"""Options in the forms of other toolkits: names that resemble fastformer's, and transformers' GenerationConfig."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-# What other toolkits call our options.
+# Other toolkits' names of fastformer's options.
 _ELSEWHERE = {
     "beam_size": "num_beams",
     "beam_width": "num_beams",
@@ -24,17 +24,17 @@ _ELSEWHERE = {
     "sequence_bias": "logits_processor",
 }
 _SAMPLING = ("temperature", "top_k", "top_p")
-_TOP_K = 50  # of transformers, where a config that samples doesn't say
-# What a GenerationConfig holds beside options, or what has no consequence here.
+_TOP_K = 50  # the default of a config that samples, in transformers
+# Fields of a GenerationConfig that aren't options of decoding, or have no effect here.
 _NO_OPTIONS = ("transformers_version", "bos_token_id", "output_attentions", "output_hidden_states", "output_scores",
                "output_logits", "cache_implementation", "cache_config", "return_dict_in_generate")  # fmt: skip
 
 
 def check_names(names: Iterable[object], known: Sequence[str]) -> None:
-    """Holds the names of options against those that there are.
+    """Checks the names of options.
 
     Raises:
-        ValueError: one that there isn't; the nearest one is suggested.
+        ValueError: an unknown name; the nearest one is suggested.
     """
     for name in names:
         if name not in known:
@@ -45,17 +45,17 @@ def check_names(names: Iterable[object], known: Sequence[str]) -> None:
 
 
 def with_config(options: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
-    """Options with those of their "generation_config", which go behind those that are given by name.
+    """Merges options with those in their "generation_config"; options that are given by name have priority.
 
-    The numbers of such a config mean what they mean in transformers: where the options don't say otherwise, the search
-    follows its rules, samples come from the 50 best tokens, and scores aren't normalised again.
+    The values in a GenerationConfig mean the same as in transformers. Unless the options differ, the search follows
+    transformers' rules, samples are drawn from the 50 best tokens, and scores aren't normalised again.
 
     Args:
-        options: of generate.
-        known: the names that a config may hold.
+        options: the keyword arguments of generate.
+        known: the names that a config may contain.
 
     Raises:
-        ValueError: something else than a config, or an option in it that there isn't here.
+        ValueError: generation_config isn't a config, or contains an option that fastformer doesn't have.
     """
     found = dict(options)
     config = found.pop("generation_config", None)
@@ -84,5 +84,5 @@ def with_config(options: Mapping[str, Any], known: Sequence[str]) -> dict[str, A
     else:
         for name in _SAMPLING:
             if name not in found:
-                merged.pop(name, None)  # it says nothing there
+                merged.pop(name, None)  # without do_sample, these have no effect in transformers
     return merged

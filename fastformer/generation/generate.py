@@ -35,8 +35,8 @@ class GenerateOutput:
     Attributes:
         sequences: (batch * num_return_sequences, length) ids; see `generate`.
         scores: (batch * num_return_sequences,) fp32: the log-probability of each sequence's new tokens, for beams
-            divided by the length penalty; -inf for a row that is no hypothesis, see `generate`.
-        token_log_probs: (batch * num_return_sequences, longest) fp32: that of each new token, 0 behind them.
+            divided by the length penalty; -inf for a row without a hypothesis, see `generate`.
+        token_log_probs: (batch * num_return_sequences, longest) fp32: the log-probability of each new token, then 0.
     """
 
     sequences: Tensor
@@ -45,17 +45,17 @@ class GenerateOutput:
 
 
 class Streamer(Protocol):
-    """Receives tokens as they come; Hugging Face's `TextStreamer` is one."""
+    """Receives tokens as they are generated; Hugging Face's `TextStreamer` is one."""
 
     def put(self, value: Tensor) -> object:
-        """Takes ids: first (1, length) what decoding begins with, then (1,) each new token."""
+        """Receives ids: first those that decoding begins with, (1, length), then each new token, (1,)."""
 
     def end(self) -> object:
-        """There are no more."""
+        """Called after the last token."""
 
 
 def shows_options(function: Callable[P, R]) -> Callable[P, R]:
-    """Gives a function's signature the fields of `GenerationConfig` in place of **options, for help()."""
+    """Gives a function's signature the fields of `GenerationConfig` instead of **options, for help()."""
     own = inspect.signature(function)
     *named, rest = own.parameters.values()
     kinds = GenerationOptions.__annotations__
@@ -83,38 +83,38 @@ def generate(
 ) -> Tensor | GenerateOutput:
     """Decodes a batch: greedy by default, beam search with num_beams > 1, sampling with do_sample.
 
-    A row's tokens depend neither on its neighbours nor on how many of them are decoded at once. An engine that can
-    ("cpp") reads the common beginning of a call's prompts once; a `Generator` keeps it between calls.
+    A row's tokens depend neither on its neighbours nor on the number of rows that are decoded together. If prompts of a
+    call share a beginning, an engine that can do so ("cpp") reads it once; a `Generator` reuses it in later calls, too.
 
     Args:
         model: a `models.Transformer` or `baseline.LSTMSeq2Seq` (input_ids are sources), or a `models.GPT` (input_ids
-            are prompts). It decodes in evaluation, without dropout; behind it each of its modules is in the mode that
-            it was in. The engine "cpp" packs its weights once, and again when they have changed; see
+            are prompts). It decodes in evaluation mode, without dropout; afterwards each module is in its former mode
+            again. The engine "cpp" packs the weights once, and again after they have changed; see
             `fastformer.generation.repack` for changes that it may not notice.
         input_ids: (batch, seqlen) integers, padded on either side, as a tensor or an array; (seqlen,) is a batch of
             one. Or a list of ids, or a list of such lists, which may differ in length.
-        config: the options; those given by name go before it.
-        attention_mask: (batch, seqlen), 1 = keep, 0 = padding. None: ids equal to pad_token_id are padding in a tensor
-            or an array. A lone list, and lists that differ in length, are taken as they are; several lists of one
-            length may have been padded by hand, so that ids equal to pad_token_id are padding at their ends.
-        decoder_input_ids: what each output of a model that reads sources begins with, for example the first words of a
-            translation: one row, or a list, for each input, in the forms of input_ids; the start token may stand in
-            front. The outputs hold them, while lengths and scores count new tokens.
-        generation_config: options as transformers' GenerationConfig or a mapping holds them, in place of config;
-            options given by name override it. They are read as transformers reads them: unless you say otherwise, by
-            its beam_rules and with its defaults for renormalize_logits (False) and, with do_sample, top_k (50).
-        tokenizer: with encode and decode; needed for stop_strings.
-        streamer: is told tokens as they come, of one input without beams or several samples.
+        config: the options; options that are given by name override it.
+        attention_mask: (batch, seqlen), 1 = keep, 0 = padding. None: in a tensor or an array, ids equal to pad_token_id
+            are padding. A single list, and lists of different lengths, have no padding. Several lists of one length may
+            have been padded by hand: ids equal to pad_token_id are padding at their ends.
+        decoder_input_ids: the tokens that each output of a model that reads sources begins with, for example the first
+            words of a translation: one row, or a list, for each input, in the forms of input_ids, with or without the
+            start token. The outputs contain them; lengths and scores count only new tokens.
+        generation_config: options as transformers' GenerationConfig or a mapping, instead of config; options that are
+            given by name override it. They are read as transformers reads them: unless you pass other values, with its
+            beam_rules and its defaults for renormalize_logits (False) and, with do_sample, top_k (50).
+        tokenizer: has encode and decode; needed for stop_strings.
+        streamer: receives the tokens as they are generated, for one input without beams or several samples.
         return_dict_in_generate: return a `GenerateOutput`.
-        options: the fields of `GenerationConfig`, such as num_beams=4 and max_new_tokens=64; their texts stand there.
+        options: the fields of `GenerationConfig`, such as num_beams=4 and max_new_tokens=64, which documents them.
 
     Returns:
-        (batch * num_return_sequences, length) ids on the model's device: for a source the decoder_input_ids and the new
-        tokens, ending in EOS and then PAD; for a prompt the prompt (padded on the left) and the new tokens.
+        (batch * num_return_sequences, length) ids on the model's device. For a source: the decoder_input_ids and the
+        new tokens, which end with EOS and then PAD. For a prompt: the prompt (padded on the left) and the new tokens.
 
     Raises:
-        ValueError: a model that doesn't decode, ids that make no batch, options that are out of range or contradict
-            each other, an empty input, no room for a token, a model that gives NaN.
+        ValueError: the model can't decode, the ids aren't a batch, options are out of range or contradict each other,
+            an input is empty or leaves no room for a token, or the model computes NaN.
     """
     config = config_of(options, config, generation_config)
     call = Call(input_ids, attention_mask, decoder_input_ids, tokenizer, streamer, return_dict_in_generate)
@@ -126,7 +126,7 @@ _OPTIONS = frozenset(OPTIONS)
 
 
 class Call(NamedTuple):
-    """The arguments of `generate` that are no options."""
+    """The arguments of `generate` that are not options."""
 
     input_ids: TokenIds
     attention_mask: Tensor | None = None
@@ -139,13 +139,13 @@ class Call(NamedTuple):
 def decode(
     decoder: Model, config: GenerationConfig, call: Call, scheduler: Scheduler | None = None
 ) -> Tensor | GenerateOutput:
-    """What `generate` returns.
+    """Decodes the inputs of a call to `generate`, and returns its result.
 
     Args:
         decoder: the model.
         config: all options.
-        call: everything else.
-        scheduler: runs the requests, and its engine decodes them; None: one for this call alone.
+        call: all other arguments.
+        scheduler: runs the requests, and its engine decodes them; None: a scheduler for this call alone.
     """
     streamer = call.streamer
     if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
@@ -163,15 +163,15 @@ def decode(
         run(scheduler or new_scheduler(builder.engine), requests, mode.hold)
     if streamer is not None:
         streamer.end()
-    # Out of inference mode, for tensors of inference mode can't enter a graph.
+    # Outside of inference mode, because tensors made in inference mode can't be used in an autograd graph.
     prompts = _left_padded(rows, builder.ids.pad) if builder.is_prompted else None
     return _gathered(requests, prefixes, prompts, builder, return_dict=call.return_dict)
 
 
 def config_of(options: GenerationOptions, config: GenerationConfig | None, foreign: Any) -> GenerationConfig:
-    """The options of a call as one config."""
+    """Returns the options of a call as one config."""
     if options and not options.keys() <= _OPTIONS:
-        check_names(options, _NAMES)  # which suggests arguments too
+        check_names(options, _NAMES)  # its suggestions include the names of arguments
     if foreign is None:
         return GenerationConfig.from_options(options, config)
     return GenerationConfig.from_options({**options, "generation_config": foreign}, config)
@@ -180,12 +180,12 @@ def config_of(options: GenerationOptions, config: GenerationConfig | None, forei
 def new_scheduler(
     engine: Engine, max_rows: int | None = None, max_bytes: int | None = None, *, is_endless: bool = False
 ) -> Scheduler:
-    """A scheduler within the memory that is usual on the engine's device.
+    """Makes a scheduler with the default memory limits of the engine's device.
 
     Args:
-        engine: what steps.
-        max_rows: decoded together; None: 512 on a CPU, 1,024 on a GPU.
-        max_bytes: of caches; None: 512 MiB on a CPU, a quarter of the free memory on a GPU.
+        engine: the engine that decodes.
+        max_rows: the most rows that are decoded together; None: 512 on a CPU, 1,024 on a GPU.
+        max_bytes: the memory for caches; None: 512 MiB on a CPU, a quarter of the free memory on a GPU.
         is_endless: see `Scheduler`.
     """
     is_gpu = engine.device.type == "cuda"
@@ -196,7 +196,7 @@ def new_scheduler(
 
 
 def _prefixes(decoder_input_ids: TokenIds | None, count: int, model: Model, builder: RequestBuilder) -> list[list[int]]:
-    """What each output begins with, without the start token."""
+    """Returns the tokens that each output begins with, without the start token."""
     if decoder_input_ids is None:
         return [[] for _ in range(count)]
     if is_decoder_only(model):
@@ -226,9 +226,9 @@ def _gathered(
     *,
     return_dict: bool,
 ) -> Tensor | GenerateOutput:
-    """What was found as tensors; rows of PAD where an input has fewer hypotheses than were asked for."""
+    """Returns the results as tensors, with rows of PAD if an input has fewer hypotheses than were requested."""
     device, pad_id, num_return = builder.engine.device, builder.ids.pad, builder.config.num_return_sequences
-    each = len(requests) // len(prefixes)  # requests of an input
+    each = len(requests) // len(prefixes)  # requests per input
     rows: list[tuple[Sequence[int], Hypothesis]] = []
     for place, prefix in enumerate(prefixes if prompts is None else prompts):
         found = [one for request in requests[place * each : (place + 1) * each] for one in request.results]

@@ -1,4 +1,4 @@
-"""`Generator`: decodes with one model again and again, and reads what its prompts have in common once."""
+"""`Generator`: decodes repeatedly with one model, and reads the common beginnings of its prompts once."""
 
 from __future__ import annotations
 
@@ -33,34 +33,35 @@ Stream: TypeAlias = collections.abc.Generator[int, None, None]
 
 
 class Generator:
-    """`generate` with memory: the keys and values of prompts stay, for later prompts that begin alike.
+    """`generate` with a cache: the keys and values of prompts stay in memory, for later prompts that begin alike.
 
         generator = Generator(model, precision="int8")
         for turn in chat:  # each prompt begins with the one before
             for token in generator.stream(ids_of(turn), max_new_tokens=256):
                 ...
 
-    What a prompt shares with an earlier one from its first token on is not read again, in whole blocks of 16 tokens: a
-    system prompt costs its first user alone, and each turn of a chat costs what is new since the last prompt, the last
-    answer included. A row's tokens are the same, bit for bit, whatever was kept. The C++ engine can do this for
-    decoder-only models (`Engine.reuses_prefixes`); other engines read each prompt whole.
+    If a prompt and an earlier one share their first tokens, these are not read again, in whole blocks of 16 tokens.
+    Only the first user of a system prompt pays for it, and each turn of a chat pays only for the tokens since the last
+    prompt, including the last answer. A row's tokens are the same, bit for bit, whatever the cache contains. The C++
+    engine supports this for decoder-only models (`Engine.reuses_prefixes`); other engines read each prompt whole.
 
-    The memory is bounded by max_bytes: of what no running request needs, the prompts that were used last stay. It is
-    taken from the system as it is first used, and kept until `clear` or the end of the object. Weights that have
-    changed since the last call are packed again, and everything that was read with the old ones is forgotten.
+    The memory is bounded by max_bytes. Of the prompts that no running request needs, the most recently used ones stay.
+    The process gets the memory from the system when it is first used, and keeps it until `clear` or the end of the
+    object. If weights have changed since the last call, they are packed again, and everything that was read with the
+    old ones is dropped.
 
-    Threads may share it: their calls come one after another. Don't train the model meanwhile.
+    Threads may share a Generator: their calls run one after another. Don't train the model meanwhile.
 
     Args:
         model: see `fastformer.generate`.
-        precision: what it computes in: "fp32", "bf16", "fp16", "int8" or "int4"; None: what the model says.
-        engine: one of `engines.ENGINES`; None: the fastest that can.
-        max_rows: rows that are decoded together; None: 512 on a CPU, 1,024 on a GPU.
-        max_bytes: of keys and values, about. A call that needs more gets it, for its time. None: 512 MiB on a CPU, a
-            quarter of the free memory on a GPU.
+        precision: the precision of the computation: "fp32", "bf16", "fp16", "int8" or "int4"; None: the model's own.
+        engine: one of `engines.ENGINES`; None: the fastest that can decode the model.
+        max_rows: the most rows that are decoded together; None: 512 on a CPU, 1,024 on a GPU.
+        max_bytes: the approximate memory for keys and values. A call that needs more gets it while it runs. None: 512
+            MiB on a CPU, a quarter of the free memory on a GPU.
 
     Raises:
-        ValueError: no such engine or precision, or none that can decode the model in it.
+        ValueError: an unknown engine or precision, or no engine can decode the model in the precision.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Generator:
             self._engine = choose_engine(self.model, engine, precision)
         self._scheduler = new_scheduler(self._engine, max_rows, max_bytes, is_endless=True)
         self._lock = threading.Lock()
-        self._thread: int | None = None  # that holds the lock
+        self._thread: int | None = None  # the thread that holds the lock
 
     @shows_options
     def generate(
@@ -96,10 +97,10 @@ class Generator:
         return_dict_in_generate: bool = False,
         **options: Unpack[GenerationOptions],
     ) -> Tensor | GenerateOutput:
-        """Decodes a batch, as `fastformer.generate` does, which documents the arguments and what it returns.
+        """Decodes a batch, like `fastformer.generate`, which documents the arguments and the result.
 
         Raises:
-            ValueError: see there; a precision or an engine other than this object's.
+            ValueError: see `fastformer.generate`; or a precision or an engine other than this object's.
             RuntimeError: a stream of this object is open in this thread.
         """
         config = self._config(options, config, generation_config)
@@ -118,20 +119,21 @@ class Generator:
         tokenizer: Detokenizer | None = None,
         **options: Unpack[GenerationOptions],
     ) -> Stream:
-        """Gives the new tokens of one input as they come.
+        """Yields the new tokens of one input as they are generated.
 
-        Leaving the loop ends the request, as soon as the iterator is deleted or closed; its prompt stays in memory. An
-        error that comes from within, a KeyboardInterrupt too, drops the memory.
+        If you leave the loop, the request ends as soon as the iterator is deleted or closed; its prompt stays in
+        memory. An error during a step, including a KeyboardInterrupt, clears the memory.
 
         Args:
-            input_ids: one source or prompt; see `fastformer.generate`, also for the other arguments.
-            config, attention_mask, generation_config, tokenizer, options: see there; neither beams nor several samples.
+            input_ids: one source or prompt; see `fastformer.generate`.
+            config, attention_mask, generation_config, tokenizer, options: see `fastformer.generate`; neither beams nor
+                several samples.
 
         Yields:
-            Each new token, EOS as well.
+            Each new token, EOS included.
 
         Raises:
-            ValueError, RuntimeError: see `generate`; the first at once.
+            ValueError, RuntimeError: see `generate`; a ValueError is raised by the call, before the first token.
         """
         config = self._config(options, config, generation_config)
         with evaluating(self.model):
@@ -159,23 +161,23 @@ class Generator:
                     scheduler.cancel_all()
                     raise
                 finally:
-                    if not scheduler.is_idle:  # in the middle of a step
+                    if not scheduler.is_idle:  # an error interrupted a step
                         scheduler.clear()
 
         return tokens()
 
     def stats(self) -> Stats:
-        """How many tokens of prompts were read so far, and how many were not, because they had been before."""
+        """Returns how many tokens of prompts were read so far, and how many were reused from earlier prompts."""
         return self._scheduler.stats()
 
     def clear(self) -> None:
-        """Forgets all prompts and gives the memory back."""
+        """Drops all prompts and frees their memory."""
         with self._turn():
             self._scheduler.clear()
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """Waits until no other thread's call runs."""
+        """Holds the lock for a call of this thread, after waiting for the calls of other threads."""
         if self._thread == threading.get_ident():
             raise RuntimeError("expected one call at a time: close the stream that is open, or make another Generator")
         with self._lock:

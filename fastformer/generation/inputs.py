@@ -1,4 +1,4 @@
-"""Token ids in the forms that callers have, made into rows or a right-padded batch."""
+"""Converts token ids from the forms that callers use to rows, or to a right-padded batch."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _WANTED = "(batch, seqlen) of integers: a tensor, an array, or lists of ids"
 
 
 def as_batch(ids: Any, pad_id: int, device: torch.device, name: str = "input_ids") -> Tensor:
-    """Ids as (batch, seqlen) int64 on a device.
+    """Returns ids as (batch, seqlen) int64 on a device.
 
     Args:
         ids: (batch, seqlen) or (seqlen,), a tensor or an array of integers; a list of ids; a list of such lists, which
             may differ in length.
-        pad_id: what shorter lists get behind them.
-        device: where the batch goes.
-        name: of the argument, for messages.
+        pad_id: the id that pads shorter lists on the right.
+        device: the device of the batch.
+        name: the name of the argument, for messages.
 
     Raises:
-        ValueError: other shapes, other types, nothing at all.
+        ValueError: another shape or another type, or an empty input.
     """
     wanted = f"expected {name} {_WANTED}"
     if not isinstance(ids, Tensor) and hasattr(ids, "__array__"):
@@ -66,13 +66,13 @@ def _lists(ids: Any, name: str) -> list[list[int]]:
 
 
 def as_rows(ids: Any, pad_id: int | None, start_id: int | None, name: str) -> list[list[int]]:
-    """Ids of several beginnings as lists, without the padding of a tensor and without a start token in front.
+    """Returns the ids of several beginnings as lists, without a tensor's padding and without a leading start token.
 
     Args:
-        ids: as `as_batch` takes them; a list may be empty.
-        pad_id: what a tensor or an array has around shorter rows; None: all its ids are tokens.
-        start_id: of a decoder; None: there is none to take away.
-        name: of the argument, for messages.
+        ids: in the forms of `as_batch`; a list may be empty.
+        pad_id: the id that pads rows of a tensor or an array; None: all its ids are tokens.
+        start_id: the decoder's start token; None: there is no start token to remove.
+        name: the name of the argument, for messages.
 
     Raises:
         ValueError: see `as_batch`.
@@ -90,13 +90,13 @@ def _is_list(value: Any) -> bool:
 
 
 def pad(sequences: Sequence[Sequence[int]], pad_id: int = 0) -> Tensor:
-    """Lists of ids as (batch, seqlen) int64, padded on the right."""
+    """Returns lists of ids as (batch, seqlen) int64, padded on the right."""
     width = max(map(len, sequences))
     return torch.tensor([[*row, *[pad_id] * (width - len(row))] for row in sequences], dtype=torch.long, device="cpu")
 
 
 def check_vocabulary(ids: Sequence[int], vocab_size: int, name: str) -> None:
-    """Raises a ValueError for ids that a vocabulary doesn't have; `name` says what they are of, such as "source"."""
+    """Raises a ValueError for ids outside of a vocabulary; `name` is the kind of ids, such as "source"."""
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         raise ValueError(
             f"expected {name} ids from 0 to {vocab_size - 1}, got {min(ids)} to {max(ids)}: was another tokenizer used?"
@@ -104,11 +104,11 @@ def check_vocabulary(ids: Sequence[int], vocab_size: int, name: str) -> None:
 
 
 def batches_by_length(lengths: Mapping[int, int], fits: Callable[[int, int], bool]) -> Iterator[list[int]]:
-    """Batches of keys of like length, the longest first: what memory can't hold fails at once.
+    """Yields batches of keys with similar lengths, the longest first: a lack of memory shows in the first batch.
 
     Args:
-        lengths: of each key.
-        fits: whether a batch of so many, the longest of which has a given length, is small enough. One always is.
+        lengths: the length of each key.
+        fits: (count, longest) -> whether a batch of this size is small enough. A batch of one key always is.
     """
     batch: list[int] = []
     for key in sorted(lengths, key=lambda key: -lengths[key]):
@@ -121,20 +121,20 @@ def batches_by_length(lengths: Mapping[int, int], fits: Callable[[int, int], boo
 
 
 def input_rows(ids: Any, attention_mask: Any, pad_id: int, *, marks_padding: bool = True) -> list[list[int]]:
-    """The tokens of each input, without its padding.
+    """Returns the tokens of each input, without its padding.
 
-    Without a mask, ids equal to pad_id are padding in a tensor or an array. A list knows its length: a lone one, and
-    lists that differ in length, are taken as they are. Several of one length may have been padded by hand: ids equal to
-    pad_id are padding at their ends, and tokens further in.
+    Without a mask, ids equal to pad_id are padding in a tensor or an array. A list has its own length, so a single
+    list, and lists of different lengths, have no padding. Several lists of one length may have been padded by hand: ids
+    equal to pad_id are padding at their ends, and tokens elsewhere.
 
     Args:
-        ids: as `as_batch` takes them.
-        attention_mask: of their shape (as padded on the right where they differ in length), 1 = keep, 0 = padding.
-        pad_id: of padding.
-        marks_padding: False: ids equal to pad_id are tokens, as where it is also what ends a sequence.
+        ids: in the forms of `as_batch`.
+        attention_mask: has the shape of the ids (if they differ in length, padded on the right), 1 = keep, 0 = padding.
+        pad_id: the id of padding.
+        marks_padding: False: ids equal to pad_id are tokens, for example because pad_id also ends sequences.
 
     Raises:
-        ValueError: see `as_batch`; a mask of another shape or other values, an input with nothing to keep.
+        ValueError: see `as_batch`; a mask of another shape or with other values, or an input without tokens.
     """
     is_list = not isinstance(ids, Tensor) and not hasattr(ids, "__array__")
     rows = _lists(ids, "input_ids") if is_list else as_batch(ids, pad_id, torch.device("cpu")).tolist()
@@ -155,7 +155,7 @@ def _masked(row: list[int], mask: list[bool], pad_id: int) -> list[int]:
 
 
 def _without_ends(row: list[int], pad_id: int | None) -> list[int]:
-    """A row without the padding at its ends."""
+    """Returns a row without the padding at its ends."""
     start, end = 0, len(row)
     while end and row[end - 1] == pad_id:
         end -= 1

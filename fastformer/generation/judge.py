@@ -1,4 +1,4 @@
-"""Scores and alignments of translations that exist."""
+"""Scores and alignments of given translations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastformer.languages import LanguageIds, Languages
 
 
 class Judge(ABC):
-    """Scores and aligns texts and their translations; the half of `Translator` that makes none.
+    """Scores and aligns texts with given translations; `Translator` inherits from it and adds translating.
 
     Attributes:
         model, tokenizer, precision, source_lang, target_lang: see `Translator`.
@@ -29,20 +29,20 @@ class Judge(ABC):
 
     @abstractmethod
     def encode(self, text: str, number: int = 1) -> list[int]:
-        """See `Translator.encode`."""
+        """Returns the source ids of a text; see `Translator.encode`."""
 
     @abstractmethod
     def encode_target(self, text: str) -> list[int]:
-        """See `Translator.encode_target`."""
+        """Returns the ids of a translation; see `Translator.encode_target`."""
 
     def language_ids(self, source_lang: str | None = None, target_lang: str | None = None) -> LanguageIds:
-        """The ids that tell the model the languages of a text: none for a model of one pair of languages.
+        """Returns the ids that tell the model the languages of a text; empty for a model with one pair of languages.
 
         Args:
-            source_lang, target_lang: None: the class's.
+            source_lang, target_lang: the languages; None: those of the object.
 
         Raises:
-            ValueError: see the class; a language that isn't said anywhere.
+            ValueError: an unknown language, or no language is given and the object has none.
         """
         languages = self.languages
         if languages is None:
@@ -53,14 +53,14 @@ class Judge(ABC):
 
     @property
     def languages(self) -> Languages | None:
-        """The languages of the model, which its tokenizer knows; None: it isn't told any."""
+        """The languages that the tokenizer knows; None: the model has one pair of languages, which nothing tells it."""
         return getattr(self.tokenizer, "languages", None)
 
     def check_languages(self, source_lang: object, target_lang: object) -> None:
-        """Checks languages that are given for all texts.
+        """Checks languages that apply to all texts.
 
         Raises:
-            ValueError: an unknown language, or one for a model that isn't told any.
+            ValueError: an unknown language, or the model's languages can't be chosen.
         """
         given = {"source_lang": source_lang, "target_lang": target_lang}
         languages = self.languages
@@ -74,7 +74,7 @@ class Judge(ABC):
                     f"{value!r:.40}"
                 )
 
-    @overload  # a str is an iterable of str as well: the first that fits counts
+    @overload  # a str is also an iterable of str: the first overload that fits counts
     def score(  # type: ignore[overload-overlap]
         self,
         texts: str,
@@ -105,31 +105,32 @@ class Judge(ABC):
         skip_long: bool = False,
         max_tokens: int = MAX_TOKENS,
     ) -> TokenScored | list[TokenScored]:
-        """Scores translations that exist by forced decoding.
+        """Scores given translations by forced decoding.
 
-        It is computed by the model's modules, in the precision that they have. Of a translation that `translate` has
-        found by greedy decoding it is the score that `return_scores` gives, up to rounding, where the text's tokens are
-        those that the model said.
+        The model's modules compute the scores, in their own precision. For a translation that `translate` found by
+        greedy decoding, the result equals `return_scores` up to rounding, if the text is tokenized to the tokens that
+        the model generated.
 
         Args:
-            texts: a text, or texts, as `translate` takes them.
-            translations: a str for a str, else one for each text. That of an empty text has to be empty; an empty one
-                of another text is scored as such.
+            texts: a text, or texts, as in `translate`.
+            translations: a str for a str, else one for each text. The translation of an empty text has to be empty. An
+                empty translation of another text is scored as EOS alone.
             on_error: "stop", or "skip": a pair that can't be scored (an empty text, a side longer than the model's
-                max_len) gets the score -inf and a warning that names it by its number.
-            skip_long: skip what is only too long.
-            max_tokens: of a batch, on its longer side, padding included.
+                max_len) gets the score -inf, and a warning with its number.
+            skip_long: skip pairs that are only too long.
+            max_tokens: the most tokens in a batch, on its longer side, padding included.
 
         Returns:
             A `TokenScored(text, score, tokens)` for a str, else a list with one for each text: the translation; its
-            log-probability, without a length penalty; and its tokens, EOS included, each with its own. It also has
-            `per_token` and `perplexity`. Where text and translation are empty there are no tokens, and the score is 0.
+            log-probability, without a length penalty; and its tokens, EOS included, each with its log-probability. It
+            also has `per_token` and `perplexity`. If text and translation are empty, there are no tokens, and the score
+            is 0.
 
         Raises:
-            ValueError: something that is no text, other numbers of texts and translations, a pair that can't be scored
-                (named by its number, from 1).
+            ValueError: an item isn't a text, the numbers of texts and translations differ, or a pair can't be scored
+                (the message has its number, from 1).
         """
-        # Score with the modules alone: a quantised model's are those of its rounded weights.
+        # Only modules compute the scores. Those of a quantised model hold its rounded weights.
         reason = why_not_by_modules(self.model, self.precision)
         if reason is not None:
             raise ValueError(f"expected a precision that the model's modules have, to score in: {reason}")
@@ -137,7 +138,7 @@ class Judge(ABC):
         found = list(score_texts(self, as_pairs(texts, translations), errors, max_tokens))
         return found[0] if isinstance(texts, str) else found
 
-    @overload  # a str is an iterable of str as well: the first that fits counts
+    @overload  # a str is also an iterable of str: the first overload that fits counts
     def align(  # type: ignore[overload-overlap]
         self,
         texts: str,
@@ -174,22 +175,23 @@ class Judge(ABC):
         on_error: str = "stop",
         skip_long: bool = False,
     ) -> Alignment | list[Alignment]:
-        """Aligns each word of a translation with a word of its text, by the decoder's cross-attention.
+        """Aligns each word of a translation with a word of its text, using the decoder's cross-attention.
 
         Args:
-            texts, translations: as `score` takes them.
-            unit: align "words", which whitespace separates, or "tokens", EOS left out.
-            layer: of the decoder, from 1, whose attention counts; None: the last but one, or the only one.
-            head: of that layer, from 1; None: the mean of all.
-            on_error: "stop", or "skip": a pair that `score` would not take gets an empty alignment and a warning.
-            skip_long: skip what is only too long.
+            texts, translations: as in `score`.
+            unit: align "words", which are separated by whitespace, or "tokens", without EOS.
+            layer: the decoder layer, from 1, whose attention is used; None: the last but one, or the only one.
+            head: the head of that layer, from 1; None: the mean of all heads.
+            on_error: "stop", or "skip": a pair that `score` can't score gets an empty alignment and a warning.
+            skip_long: skip pairs that are only too long.
 
         Returns:
             For a str, pairs of a source and a target place, from 0, in the order of the target: each target word has
-            one, see `Aligner`. Empty where either side has no words. Else a list of such lists, one for each text.
+            one, see `Aligner`. The list is empty if either side has no words. Else a list of such lists, one for each
+            text.
 
         Raises:
-            ValueError: see `score`; a model without `attention_maps`, another unit, a layer or head that it lacks.
+            ValueError: see `score`; the model has no `attention_maps`, an unknown unit, or a missing layer or head.
         """
         aligner = Aligner(self, unit, layer, head)
         errors = ErrorPolicy(on_error, skip_long, ("its alignment empty", "their alignments are empty"))

@@ -53,7 +53,7 @@ class EncoderDecoder(Protocol):
 
     @property
     def config(self) -> Sizes:
-        """Its sizes."""
+        """The sizes of the model."""
 
     def encode(self, source: Tensor, layout: SequenceLayout | None = None) -> Tensor: ...
 
@@ -83,7 +83,7 @@ class DecoderOnly(Protocol):
 
     @property
     def config(self) -> Sizes:
-        """Its sizes."""
+        """The sizes of the model."""
 
     def decode(
         self, tokens: Tensor, *, layout: SequenceLayout | None = None, cache: KVCache | None = None
@@ -104,11 +104,11 @@ class Recurrent(Protocol):
 
     @property
     def config(self) -> Sizes:
-        """Its sizes."""
+        """The sizes of the model."""
 
     @property
     def output(self) -> Callable[[Tensor], Tensor]:
-        """(rows, d_model) -> (rows, vocab_size)."""
+        """The function (rows, d_model) -> (rows, vocab_size)."""
 
     def encode(self, source: Tensor, layout: SequenceLayout | None = None) -> tuple[Tensor, RecurrentState]: ...
 
@@ -122,7 +122,7 @@ class Ensembled(Protocol):
 
     @property
     def config(self) -> Sizes:
-        """Its sizes."""
+        """The sizes of the ensemble."""
 
     @property
     def members(self) -> Iterable[object]:
@@ -157,7 +157,7 @@ def as_model(model: object) -> Model:
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """Returns all modules of a model, each once, three times as fast as `model.modules()`; the order differs."""
     found, seen = [model], {id(model)}
-    for module in found:  # which grows meanwhile
+    for module in found:  # the list grows during the loop
         for child in module._modules.values():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
@@ -168,14 +168,14 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 def _on_meta(model: nn.Module) -> str | None:
     """Returns the name of a tensor on "meta", or None if there is none, or if hooks load the missing values."""
     modules, found = modules_of(model), False
-    for module in modules:  # all of it for each call of generate: names are for the error alone
+    for module in modules:  # each call of generate runs this; names are only for errors
         for parameter in module._parameters.values():
             found = found or (parameter is not None and parameter.is_meta)
         for buffer in module._buffers.values():
             found = found or (buffer is not None and buffer.is_meta)
     if not found:
         return None
-    if any("_hf_hook" in vars(module) for module in modules):  # accelerate's, which loads what it offloaded
+    if any("_hf_hook" in vars(module) for module in modules):  # accelerate loads offloaded weights by it
         return None
     named = itertools.chain(model.named_parameters(), model.named_buffers())
     return next(name for name, tensor in named if tensor.is_meta)

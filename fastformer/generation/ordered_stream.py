@@ -1,4 +1,4 @@
-"""Reads inputs and gives answers in their order, while a scheduler keeps its batch full."""
+"""Reads inputs and returns answers in the same order, while a scheduler keeps its batch full."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Source(Protocol[T_co]):
-    """Inputs as they arrive."""
+    """A source of inputs that arrive over time."""
 
     def get(self, wait: bool) -> T_co | None:
-        """The next one.
+        """Returns the next input.
 
         Args:
-            wait: wait for it; False gives None where none has arrived yet.
+            wait: wait until an input arrives; False returns None if none has arrived yet.
 
         Raises:
-            EOFError: there are no more.
+            EOFError: there are no more inputs.
         """
 
 
 class IterableSource(Generic[T]):
-    """An iterable as a `Source`. It can't say whether an item has arrived, so `get` always waits."""
+    """An iterable as a `Source`. An iterable can't tell whether an item has arrived, so `get` always waits."""
 
     def __init__(self, items: Iterable[T]) -> None:
         self._rest = iter(items)
@@ -50,18 +50,18 @@ def ordered_stream(
 ) -> Iterator[list[tuple[T, Request | None]]]:
     """Runs a request for each input of a source; the answers come in the order of the inputs.
 
-    Inputs are read when the batch has room for them; while requests run, nothing waits for an input. An error of the
-    source or of `begin` is raised in its turn, after the answers to the inputs before it.
+    An input is read when the batch has room for it; while requests run, the function never waits for an input. An error
+    of the source or of `begin` is raised after the answers to the inputs before it.
 
     Args:
-        scheduler: runs the requests; one that is idle.
-        source: of inputs.
-        begin: makes the request of an input; None: there is nothing to do for it.
-        model: what decodes; it is set to evaluation while it does.
-        read_ahead: the most inputs that are held at a time: read, and their answers not yet given.
+        scheduler: runs the requests; it must be idle.
+        source: the inputs.
+        begin: makes the request of an input; None: the input needs no request.
+        model: the model that decodes; it is set to evaluation meanwhile.
+        read_ahead: the most inputs that are in memory: read, and not yet answered.
 
     Yields:
-        The inputs whose turn it is and their requests, which are done.
+        The inputs that come next in the order and whose requests are done, with these requests.
     """
     held: deque[tuple[T, Request | None]] = deque()
     is_open, failure = True, None

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class Part(NamedTuple):
-    """A sentence on its way to the model.
+    """A sentence that is ready for the model.
 
     Attributes:
-        name: of its text and itself, in messages.
-        checked: its ids; None: there is nothing to translate.
-        space: the white space behind it, or before the first.
-        is_last: of its text.
+        name: the numbers of its text and of the sentence, in messages.
+        checked: its ids; None: it has nothing to translate.
+        space: the white space after it, or before the first sentence.
+        is_last: whether it is the last sentence of its text.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
 
 class Joined(Answer):
-    """What became of a text whose sentences were translated one by one.
+    """The answer for a text whose sentences were translated one by one.
 
     Args:
         text: the translation.
@@ -45,12 +45,12 @@ class Joined(Answer):
         self._text = text
 
     def texts(self) -> list[str]:
-        """The translation."""
+        """Returns the translation, as a list of one text."""
         return [self._text]
 
 
 def check_split(split: object, form: Form, prefix: object) -> None:
-    """Raises a ValueError where texts can't be translated sentence by sentence."""
+    """Raises a ValueError if texts can't be translated sentence by sentence with these arguments."""
     if not isinstance(split, bool):
         raise ValueError(f"expected split to be True or False, got {split!r}")
     if split and (form.is_list or form.log_probs):
@@ -65,7 +65,7 @@ def check_split(split: object, form: Form, prefix: object) -> None:
 
 
 class _Parts:
-    """A source of texts as one of their sentences. All of a text are encoded before the first of them is given."""
+    """A source of sentences, made of a source of texts. A text's sentences are encoded before the first is returned."""
 
     def __init__(
         self, source: Source[Item], translator: Translator, builder: RequestBuilder, errors: ErrorPolicy
@@ -87,11 +87,11 @@ class _Parts:
 def parts_of(
     translator: Translator, item: Item, number: int, builder: RequestBuilder, errors: ErrorPolicy | None = None
 ) -> list[Part]:
-    """The sentences of a text, at least one part; a text that is skipped has one with no space.
+    """Splits a text into its sentences, at least one part. The part of a skipped text has no space.
 
     Raises:
-        TextError: a sentence that can't be translated, where `errors` doesn't skip it.
-        ValueError: something that is no text.
+        TextError: a sentence can't be translated, and `errors` doesn't skip it.
+        ValueError: the item isn't a text.
     """
     sentences = split_sentences(expect_text("texts", number, item.text))
     parts: list[Part] = []
@@ -119,15 +119,15 @@ def translated_parts(
     read_ahead: int,
     deadline: float | None = None,
 ) -> Iterator[list[tuple[str, bool]]]:
-    """The translations of sentences with the white space behind each, and whether one is the last of its text.
+    """Yields the translations of sentences with the white space after each, and whether each is the last of its text.
 
     Args:
-        translator: what translates.
-        source: of texts.
-        builder: of its requests.
+        translator: the translator.
+        source: the texts.
+        builder: the builder of the requests.
         errors: the policy for texts that can't be translated; it reports at the end.
-        read_ahead: the most sentences that are held at a time.
-        deadline: when all of it ends, as `time.monotonic` says it; None: each sentence has the config's max_time.
+        read_ahead: the most sentences that are in memory.
+        deadline: a time of `time.monotonic` for all sentences; None: each sentence has the config's max_time.
     """
     places = itertools.count()
 
@@ -146,7 +146,7 @@ def translated_parts(
         found: list[tuple[str, bool]] = []
         for part, request in ready:
             if found and request is not None and request.error is not None:
-                yield found  # what comes before it
+                yield found  # the results before the error
             check_request(request, part.name)
             said = "".join(Answer(translator.tokenizer, request).texts())
             found.append((said + part.space, part.is_last))
@@ -156,7 +156,7 @@ def translated_parts(
 
 
 def joined(parts: Iterable[list[tuple[str, bool]]]) -> Iterator[list[Answer]]:
-    """The answers of whole texts, as soon as the last of their sentences is there."""
+    """Yields the answers of whole texts, each as soon as its last sentence is translated."""
     text: list[str] = []
     for ready in parts:
         found: list[Answer] = []

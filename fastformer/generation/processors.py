@@ -1,17 +1,18 @@
 """Processors edit the logits before a token is chosen; stopping criteria end rows (`make_stop`).
 
-A processor is called as Hugging Face's are: `processor(input_ids, scores) -> scores`, with the ids that the decoder has
-read, (rows, length), its start token or prompt included, and the logits of the next token, (rows, vocab_size) fp32. For
-beams by transformers' rules, the scores are log-probabilities, as they are there. The result may be of another
-floating-point or integer dtype, or a NumPy array: it is cast. The rows are those of one request: its beams, or its
-samples. Hugging Face's processors work here, and so does any function. Those of this module look at each row alone, and
-get the rows of several requests with the same settings at once.
+A processor has the interface of Hugging Face's: `processor(input_ids, scores) -> scores`, with the ids that the decoder
+has read, (rows, length), its start token or prompt included, and the logits of the next token, (rows, vocab_size) fp32.
+For beams by transformers' rules, the scores are log-probabilities, as in transformers. The result may have another
+floating-point or integer dtype, or be a NumPy array: it is cast. The rows are those of one request: its beams, or its
+samples. You can use Hugging Face's processors, and any function. The processors of this module treat each row
+independently, and are called with the rows of several requests that have the same settings.
 
 The rules decide which tokens count as repeated. By tensor2tensor's rules, only new tokens do. By transformers' rules,
-all tokens before the next one do: the prompt, the start token of a decoder and the ids behind it.
+all tokens before the next one do: the prompt, or the start token of a decoder and the ids after it.
 
-The logits of a model in 16 bits are rounded to these, while a request without processors chooses among sums that are
-not: of two nearly equal tokens, a processor that changes nothing may see the other one chosen.
+Processors get logits that a model in 16 bits has rounded to 16 bits. A request without processors chooses among sums
+that aren't rounded. If two tokens are nearly equal, the choice may therefore change even with a processor that changes
+nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class RowWise:
 
 
 class AtOneLength(RowWise):
-    """A `RowWise` that changes nothing but where so many ids stand before the next token: see `position`."""
+    """A `RowWise` that acts only at one position: when `position` ids are before the next token."""
 
     position: int
 
@@ -50,15 +51,15 @@ def make_processors(
     min_tokens: int | None = None,
     has_shortlist: bool = False,
 ) -> tuple[Processor, ...]:
-    """The processors that a config asks for, the user's own last.
+    """Makes the processors of a config; the user's own come last.
 
     Args:
         config: the options of the search.
         eos: the ids that end a row.
-        prompt_length: the ids that stand before the first new one.
+        prompt_length: the number of ids before the first new one.
         limit: the most new tokens.
-        min_tokens: no end before so many new tokens; None: what the config says for such a prompt alone.
-        has_shortlist: the engine itself keeps to the config's shortlist.
+        min_tokens: the number of new tokens before which a row can't end; None: the config's number for this prompt.
+        has_shortlist: whether the engine itself restricts tokens to the config's shortlist.
     """
     by_transformers_rules = config.beam_rules == "transformers"
     ignored = 0 if by_transformers_rules else prompt_length
@@ -72,7 +73,7 @@ def make_processors(
     if config.no_repeat_ngram_size:
         found.append(NoRepeatNgrams(config.no_repeat_ngram_size, ignored))
     words = config.bad_words_ids
-    if by_transformers_rules:  # an end is no word there
+    if by_transformers_rules:  # transformers ignores a bad word that is only an id of eos
         words = [word for word in words if len(word) > 1 or word[0] not in eos]
     if words:
         found.append(BadWords(tuple(words)))
@@ -83,7 +84,7 @@ def make_processors(
     if found and eos:
         found.append(EndWhereNothingFollows(tuple(eos)))
     if config.forced_bos_token_id is not None:
-        # By transformers' rules it follows exactly one id.
+        # By transformers' rules the token follows exactly one id.
         found.append(ForcedToken(config.forced_bos_token_id, 1 if by_transformers_rules else prompt_length))
     if config.forced_eos_token_id is not None:
         found.append(ForcedToken(config.forced_eos_token_id, prompt_length + limit - 1))
@@ -103,9 +104,9 @@ class LogProbs(RowWise):
 
 @dataclass(frozen=True)
 class RepetitionPenalty(RowWise):
-    """Divides the positive and multiplies the negative scores of tokens that were there, behind some that don't count.
+    """Divides the positive and multiplies the negative scores of tokens that have occurred.
 
-    As Keskar et al. 2019, "CTRL", section 4.1.
+    The first `ignored` ids don't count. Source: Keskar et al. 2019, "CTRL", section 4.1.
     """
 
     penalty: float
@@ -119,9 +120,9 @@ class RepetitionPenalty(RowWise):
 
 @dataclass(frozen=True)
 class CountPenalties(RowWise):
-    """Subtracts from the scores of tokens that were there, behind some that don't count, as OpenAI's API defines it.
+    """Subtracts penalties from the scores of tokens that have occurred, as OpenAI's API does.
 
-    A token that was there n times loses frequency * n + presence.
+    The first `ignored` ids don't count. A token that occurred n times loses frequency * n + presence.
     """
 
     presence: float
@@ -136,10 +137,10 @@ class CountPenalties(RowWise):
 
 @dataclass(frozen=True)
 class TokenBias(RowWise):
-    """Adds a number to the score of each of some tokens.
+    """Adds a number to the scores of some tokens.
 
     Attributes:
-        biases: ids of the vocabulary, each with its number.
+        biases: pairs of an id and its number.
     """
 
     biases: tuple[tuple[int, float], ...]
@@ -151,7 +152,7 @@ class TokenBias(RowWise):
 
 @dataclass(frozen=True)
 class NoRepeatNgrams(RowWise):
-    """Forbids each token that would complete an n-gram for a second time, behind some tokens that don't count."""
+    """Forbids each token that would repeat an n-gram; the first `ignored` ids don't count."""
 
     size: int
     ignored: int
@@ -168,7 +169,7 @@ class NoRepeatNgrams(RowWise):
 
 @dataclass(frozen=True)
 class BadWords(RowWise):
-    """Forbids the last token of each of some sequences where the others stand before it."""
+    """Forbids the last token of each sequence if the other tokens of the sequence are right before it."""
 
     sequences: Sequence[Sequence[int]]
 
@@ -221,7 +222,7 @@ class MinNewTokens(RowWise):
 
 @dataclass(frozen=True)
 class EndWhereNothingFollows(RowWise):
-    """Allows EOS in rows whose tokens are all forbidden."""
+    """Allows EOS in rows in which every token is forbidden."""
 
     eos: tuple[int, ...]
 
@@ -234,7 +235,7 @@ class EndWhereNothingFollows(RowWise):
 
 @dataclass(frozen=True)
 class ForcedToken(AtOneLength):
-    """Allows one token alone where so many ids stand before it."""
+    """Allows only one token, at one position."""
 
     token: int
     position: int
@@ -249,7 +250,7 @@ class ForcedToken(AtOneLength):
 
 @dataclass(frozen=True)
 class SuppressTokensAt(AtOneLength):
-    """Forbids tokens where so many ids stand before them."""
+    """Forbids some tokens, at one position."""
 
     ids: tuple[int, ...]
     position: int
@@ -260,17 +261,17 @@ class SuppressTokensAt(AtOneLength):
         return scores.index_fill(1, torch.tensor(self.ids, device=scores.device), -torch.inf)
 
 
-# An engine that runs searches in C++ does what these do, as long as a token is allowed: it forbids tokens, and makes
-# log-probabilities of the rest.
+# A search that an engine runs in C++ replaces these processors as long as some token is allowed: it forbids tokens, and
+# normalises the rest to log-probabilities.
 SEARCH_RULES = (LogProbs, SuppressTokens, MinNewTokens, EndWhereNothingFollows)
 
 
 def does_search(processors: Sequence[Processor], *, keeps_scores: bool) -> bool:
-    """Whether a search that an engine runs in C++ does what these do, but for the steps at which an `AtOneLength` acts.
+    """Returns whether a C++ search does the same as these processors, except at the steps of an `AtOneLength`.
 
     Args:
-        processors: of a request.
-        keeps_scores: see `Request`. The engine makes log-probabilities of what is left of the tokens.
+        processors: the processors of a request.
+        keeps_scores: see `Request`. The engine normalises the tokens that are allowed to log-probabilities.
     """
     masks = any(isinstance(one, SuppressTokens | MinNewTokens) for one in processors)
     return not (keeps_scores and masks) and all(isinstance(one, (*SEARCH_RULES, AtOneLength)) for one in processors)
@@ -279,17 +280,17 @@ def does_search(processors: Sequence[Processor], *, keeps_scores: bool) -> bool:
 def make_stop(
     criteria: StoppingCriterion | Sequence[StoppingCriterion], prompt: Sequence[int], device: torch.device
 ) -> Stop | None:
-    """A function that asks the caller's criteria about rows of new tokens; None where there are no criteria.
+    """Makes a function that applies the caller's criteria to rows of new tokens; None if there are no criteria.
 
-    A criterion is called as Hugging Face's are: `criterion(input_ids, scores)` with the ids of some rows of one
-    request, (rows, length), the start token or the prompt and the latest token included. The scores are None. It says
-    of each row whether it ends here, as (rows,) booleans, or of all rows at once as one boolean. A row ends where any
-    criterion says so. A beam that ends there counts as one that ends in EOS.
+    A criterion has the interface of Hugging Face's: `criterion(input_ids, scores)` with the ids of some rows of one
+    request, (rows, length), the start token or the prompt and the latest token included. The scores are None. It
+    returns whether each row ends, as (rows,) booleans, or whether all rows end, as one boolean. A row ends if any
+    criterion ends it. A beam that a criterion ends counts as one that ends in EOS.
 
     Args:
         criteria: see above.
-        prompt: the ids that stand before the first new one.
-        device: of the tensors that they are given.
+        prompt: the ids before the first new one.
+        device: the device of the criteria's tensors.
     """
     functions = [criteria] if callable(criteria) else criteria
     if not functions:

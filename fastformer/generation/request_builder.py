@@ -118,7 +118,7 @@ class RequestBuilder:
         name = config.engine if config.use_cache else "recompute"
         self.engine: Engine = engine or choose_engine(model, name, config.precision)
         self._has_shortlist = False
-        if engine is None and config.shortlist:  # it is this builder's own
+        if engine is None and config.shortlist:  # the engine is this builder's own, so it may be changed
             self._has_shortlist = self.engine.limit_to(sorted({*config.shortlist, *self.ids.eos}))
         # The caller's processors may give scores above 0 if they aren't normalised; fastformer's processors don't.
         self._may_rise = config.keeps_scores and bool(config.logits_processor)
@@ -142,17 +142,19 @@ class RequestBuilder:
     def check(
         self, row: Sequence[int], prefix: Sequence[int] = (), *, width: int | None = None, told: int = 0
     ) -> CheckedInput:
-        """Checks an input against the model, which may not look itself: on a GPU it doesn't, and in a batch its error
-        would end every request.
+        """Checks an input against the model.
+
+        The model doesn't check ids on a GPU, and in a batch its error would end every request.
 
         Args:
             row: the ids of a source, or of a prompt.
             prefix: what the output of a source begins with, without the start token.
-            width: of the batch that a prompt stands in, which its new tokens stand behind; None: its own.
+            width: the width of the batch that contains a prompt, after which its new tokens come; None: the prompt's
+                length.
             told: see `CheckedInput`.
 
         Raises:
-            ValueError: ids out of the vocabulary, a source that is too long, no room for a token.
+            ValueError: ids outside of the vocabulary, a source that is too long, or no room for a new token.
         """
         config = self.model.config
         if self.is_prompted:
@@ -373,14 +375,14 @@ def most_new_tokens(
     wanted, least = config.max_new_tokens, config.least_tokens(begun)
     name, more = "max_new_tokens", 0
     if wanted is None and config.max_length is not None:
-        name, more = "max_length", begun  # which counts what stands before the new tokens
+        name, more = "max_length", begun  # max_length counts the tokens before the new ones
         wanted = config.max_length - begun
         if wanted < 1:
             raise ValueError(
                 f"expected max_length of more than the {begun} that outputs begin with, got {config.max_length}; "
                 "max_new_tokens doesn't count them"
             )
-    if wanted is None:  # only then it is meant: else everything ends at what was wanted
+    if wanted is None:  # only then the minimum has to fit; else the output ends at the wanted number
         name, more = ("min_new_tokens", 0) if config.min_new_tokens else ("min_length", begun)
     value = least if wanted is None else wanted
     if value > room:
