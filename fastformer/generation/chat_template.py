@@ -26,8 +26,9 @@ class TemplateTokenizer(Protocol):
         """The special tokens that `encode_template` recognises in a text."""
 
     def encode_template(self, text: str, mark: str | None = None) -> list[int]:
-        """Returns the ids of a text, without adding BOS. A special token that contains `mark` is encoded as text,
-        without the mark.
+        """Returns the ids of a text, without adding BOS.
+
+        A special token that contains `mark` is encoded as text, without the mark.
         """
 
 

@@ -19,12 +19,13 @@ FinishReason: TypeAlias = Literal["stop", "length"]
 
 
 class ScoredToken(NamedTuple):
-    """A new token.
+    """A new token with its scores.
 
     Attributes:
-        token: its id.
-        log_prob: its log-probability, before temperature, top_k and top_p; it means nothing where none was asked for.
-        alternatives: the likeliest tokens at its place with theirs, the best first; as many as were asked for.
+        token: the id of the token.
+        log_prob: its log-probability, before temperature, top_k and top_p; undefined unless it was requested.
+        alternatives: the likeliest tokens at its position with their log-probabilities, best first; as many as were
+            requested.
     """
 
     token: int
@@ -37,9 +38,9 @@ class Completion(NamedTuple):
 
     Attributes:
         text: the text, without the stop text that may have ended it.
-        tokens: the new tokens; the id that ends a text is among them, and so are those of the stop text.
-        finish_reason: "stop": the model ended it, or a stop text did; "length": it was cut.
-        cached_tokens: tokens of the prompt that were not read, because an earlier prompt begins alike.
+        tokens: the new tokens, including the id that ends a text and the tokens of the stop text.
+        finish_reason: "stop": the model or a stop text ended it; "length": it was cut.
+        cached_tokens: the number of prompt tokens that were reused from an earlier prompt with the same beginning.
     """
 
     text: str
@@ -49,14 +50,14 @@ class Completion(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What a stream gives: a piece of the text, which may be empty, and the tokens that came.
+    """A piece of a streamed text, which may be empty, and the new tokens.
 
     Attributes:
-        sample: which of num_return_sequences samples it belongs to.
-        text: none of it is taken back.
-        tokens: the new ones; with one of them a piece of the text may come late.
-        finish_reason: of a sample's last piece (see `Completion`), else None.
-        cached_tokens: of a sample's last piece; see `Completion`.
+        sample: the index of the sample, among num_return_sequences.
+        text: the piece, of which no part is taken back later.
+        tokens: the new tokens. The text of a token may come in a later piece.
+        finish_reason: see `Completion`; None except in a sample's last piece.
+        cached_tokens: see `Completion`; set in a sample's last piece.
     """
 
     sample: int
@@ -67,7 +68,7 @@ class Piece(NamedTuple):
 
 
 class ChatIds(list[int]):
-    """The ids of a chat, which an answer follows: its text is by itself, and ends where a turn does."""
+    """The ids of a chat. Its answer is decoded as a text of its own, and ends at the end of a turn."""
 
 
 class Ask:
@@ -86,7 +87,7 @@ class Ask:
         self._begin, self._tokenizer, self.name = begin, tokenizer, name
 
     def build(self) -> Request:
-        # Place 0 for all: samples depend on the seed and their number alone.
+        # All samples have place 0: they depend only on the seed and their own number.
         return self._builder.build(self._checked, place=0, sample=self._sample, kind=_Scored)
 
     def pieces(self) -> TextPieces:
@@ -106,11 +107,11 @@ class Ask:
 
 
 class _Scored(Request):
-    """A request that reports its tokens with their log-probabilities, if it has them."""
+    """A request that reports its tokens with their log-probabilities, if these are computed."""
 
     def listen(self, on_token: Callable[[Any], object]) -> None:
         numbers = itertools.count()
-        # In the thread that decodes, where the row doesn't grow meanwhile.
+        # This runs in the thread that decodes, so the row doesn't grow meanwhile.
         super().listen(lambda token: on_token(self._told(token, next(numbers))))
 
     def _told(self, token: int, place: int) -> ScoredToken:
@@ -141,7 +142,7 @@ async def _told(ask: Ask, answers: Answers[Request], place: int) -> AsyncIterato
     """Yields the pieces of a sample."""
     pieces = ask.pieces()
     async for new in answers.tokens(place):
-        scored = cast(list[ScoredToken], new)  # what `_Scored` tells
+        scored = cast(list[ScoredToken], new)  # the type of `_Scored`'s tokens
         yield Piece(place, pieces.add([one.token for one in scored]), scored)
     request = await answers.ended(place)
     yield Piece(place, pieces.end(), [], ask.reason(request.results[0], pieces), request.cached_tokens)

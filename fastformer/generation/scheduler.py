@@ -13,14 +13,14 @@ import torch
 from fastformer.generation.engines.base import Batch, Engine, Limits
 from fastformer.generation.requests import Request, Running
 
-_PREFILL_TOKENS = 8192  # at most in one prefill, whose activations are held at once
+_PREFILL_TOKENS = 8192  # the most tokens in one prefill, because all of its activations are in memory together
 
-# A batch that takes many steps in one call returns after so long, so that requests can arrive and be cancelled, and the
-# user can interrupt; and after so many steps, which is longer than any text.
+# A batch that takes many steps in one call returns after this time, so that requests can arrive and be cancelled, and
+# the user can interrupt; and after this number of steps, which is longer than any text.
 _RUN_SECONDS = 0.01
 _RUN_STEPS = 1_000_000
-# A listener gets each of the first tokens by itself, and later ones after each run: a reader doesn't notice a few
-# milliseconds, and a step of a small model costs less than the way to a listener.
+# A listener gets each of the first tokens separately, and later ones after each run of steps: a few milliseconds are
+# not noticeable, and a step of a small model costs less than a call of the listener.
 _FIRST_TOLD = 4
 
 
@@ -64,30 +64,31 @@ class Load(NamedTuple):
 class Scheduler:
     """Admits requests as rows and memory become free, steps them together, and removes those that are done.
 
-    A request's result doesn't depend on the other requests. It is admitted when there is memory for the tokens that it
-    is likely to get. When memory runs out all the same, the youngest request gives its memory back and restarts later.
+    A request's result doesn't depend on the other requests. A request is admitted if there is memory for the tokens
+    that it is likely to get. If memory runs out all the same, the youngest request gives its memory back and restarts
+    later.
 
-    Memory is counted in tokens, as an engine counts it. Three numbers of tokens decide which requests are admitted:
+    Memory is counted in tokens, as in the engines. Three numbers of tokens decide which requests are admitted:
 
-    - the batch's *capacity*: what it was opened with, for all requests that were waiting then;
-    - what is *reserved*: the sum of what the running requests are likely to take, which is what they get at first;
-    - what is *free*, which the batch knows.
+    - the *capacity* of the batch, for which it was opened: it depends on the requests that were waiting then;
+    - the *reserved* tokens: the sum of the tokens that the running requests are likely to use, which they get at first;
+    - the *free* tokens, which the batch reports.
 
     Rows are counted by a request's peak: the most rows that its search ever has.
 
-    Where the engine reuses prefixes, a batch keeps what it has read of prompts, in the memory that nothing else takes;
-    so it pays to have one scheduler for all requests that may begin alike, at once or one after another.
+    If the engine reuses prefixes, a batch caches the prompts that it has read, in memory that nothing else needs.
+    Requests that may begin alike, at once or one after another, should therefore share a scheduler.
 
     Args:
         engine: opens the batches.
-        max_rows: decoded together, at most; one request may have more.
-        max_bytes: of the batch's memory, about; one request may take more.
-        is_endless: open the first batch with all of the memory, because requests come while it runs; else with as much
-            as the requests that wait when the batch is empty.
+        max_rows: the most rows that are decoded together; one request may have more.
+        max_bytes: the approximate memory of the batch; one request may use more.
+        is_endless: open the first batch with all of the memory, because requests arrive while it runs; if False, with
+            the memory for the requests that wait when the batch is empty.
 
     Attributes:
-        waiting: requests that haven't begun, the next one first.
-        waiting_tokens: of their sources and prompts.
+        waiting: the requests that haven't begun, the next one first.
+        waiting_tokens: the number of tokens in their sources and prompts.
     """
 
     def __init__(self, engine: Engine, *, max_rows: int, max_bytes: int, is_endless: bool = False) -> None:
@@ -96,12 +97,12 @@ class Scheduler:
         self._batch: Batch | None = None
         self._capacity_rows = self._capacity_tokens = 0
         self._free_at_first = 0  # tokens, in whole blocks
-        self._reserved_tokens = self._min_capacity = 0  # the latter: of the next batch, in tokens
+        self._reserved_tokens = self._min_capacity = 0  # the latter: for the next batch, in tokens
         self.waiting: deque[Request] = deque()
         self.waiting_tokens = 0
         self._running = Running()
         self._waiting_rows = self._running_rows = 0
-        self._has_cancelled = self._has_deadlines = False  # requests that may have to leave the queue
+        self._has_cancelled = self._has_deadlines = False  # whether requests may have to leave the queue
         self._read_tokens = self._cached_tokens = 0
 
     @property
@@ -140,7 +141,7 @@ class Scheduler:
         )  # fmt: skip
 
     def renewed(self) -> Scheduler:
-        """Returns a new scheduler with the same limits, without a query of free memory: the device may have failed."""
+        """Returns a new scheduler with the same limits, without querying the free memory: the device may have failed."""
         return Scheduler(self.engine, max_rows=self.max_rows, max_bytes=self.max_bytes, is_endless=self.is_endless)
 
     @property
@@ -246,7 +247,7 @@ class Scheduler:
             self._prefill(new)
             left -= self._read_tokens - read
             if not self.engine.reuses_prefixes():
-                return  # else there may be room for more: for those that share what these have brought
+                return  # with reuse, requests that share a prefix with the admitted ones may fit as well
 
     def _fitting(self, most_tokens: int) -> list[Request]:
         """Returns the requests at the head of the queue for which there is room.
@@ -292,12 +293,13 @@ class Scheduler:
 
     @property
     def _usable_rows(self) -> int:
-        """The rows that requests may use: no more than the batch was opened with, also for requests that came later."""
+        """The rows that requests may use: at most those that the batch was opened with."""
         return min(self.max_rows, self._capacity_rows)
 
     def _refill_below(self) -> int:
-        """With fewer running rows than this, others are admitted: sources are read many at a time, so a batch that is
-        nearly full waits until a quarter of it is free.
+        """Returns the number of running rows below which others are admitted.
+
+        Reading many sources at a time is faster, so a batch that is nearly full waits until a quarter of it is free.
         """
         rows = self._usable_rows
         return rows - min(rows // 4, self._waiting_rows) + 1 if self.waiting else 0
@@ -309,8 +311,9 @@ class Scheduler:
         return self.engine.tokens_needed(request.prompt, request.search.peak_rows, request.most_tokens)
 
     def _open(self) -> None:
-        """Sees to it that an empty batch has memory for all requests that wait, within the budget; at least for the
-        first one, whatever the budget.
+        """Opens or enlarges an empty batch for all requests that wait, within the budget.
+
+        The batch always has memory for the first request, whatever the budget.
         """
         first = self.waiting[0]
         rows, tokens = self.max_rows, self.max_tokens
@@ -324,28 +327,28 @@ class Scheduler:
         rows = max(rows, first.search.peak_rows)
         tokens = max(tokens, self._largest_tokens(first), self._min_capacity)
         self._min_capacity = 0
-        # A batch doesn't shrink; but what one request needed beyond the budget is given back.
+        # A batch doesn't shrink, except that memory beyond the budget, for a single request, is given back.
         rows = max(rows, min(self._capacity_rows, self.max_rows))
         tokens = max(tokens, min(self._capacity_tokens, self.max_tokens))
         if rows <= self._capacity_rows and self.max_tokens < tokens <= self._capacity_tokens:
-            return  # another one beyond the budget, for which the batch is large enough
+            return  # another request beyond the budget; the batch is large enough for it
         if self._batch is None or (rows, tokens) != (self._capacity_rows, self._capacity_tokens):
-            self._batch = None  # there may be no memory for two
+            self._batch = None  # there may be no memory for two batches
             self._batch = self.engine.open(rows, tokens)
             self._free_at_first = self._batch.free_tokens()
             self._capacity_rows, self._capacity_tokens = rows, tokens
 
     def _make_room(self) -> None:
-        """Requeues the youngest request as long as the next step takes more memory than is free."""
+        """Requeues the youngest request as long as the next step needs more memory than is free."""
         while self.running and self._open_batch.step_tokens() > self._open_batch.free_tokens():
             youngest = self.running[-1]
             if len(self.running) == 1 and self._largest_tokens(youngest) <= self._capacity_tokens:
-                # A group that loses rows and later grows to as many again may need more than `tokens_needed`.
+                # A group that loses rows and later grows to the same number again may need more than `tokens_needed`.
                 self._min_capacity = 2 * self._capacity_tokens
             self._free([len(self.running) - 1])
             youngest.restart()
             self._requeue(youngest)
-            if not self.running:  # it began beside others, in memory that wasn't meant for it: now it gets its own
+            if not self.running:  # it began in memory that it shared with others; now it gets memory of its own
                 self._admit()
 
     def _requeue(self, request: Request) -> None:

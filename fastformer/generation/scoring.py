@@ -37,8 +37,8 @@ from fastformer.special_ids import SpecialIds
 if TYPE_CHECKING:
     from fastformer.generation.judge import Judge
 
-_TEXTS = 4096  # that are read before the first of them is scored: enough to find some of like length
-MAX_TOKENS = 8192  # of a batch, on its longer side: its activations are held at once
+_TEXTS = 4096  # texts to read before the first of them is scored: enough to find some of similar length
+MAX_TOKENS = 8192  # the most tokens in a batch, on its longer side, because its activations are in memory together
 
 
 class Part(NamedTuple):
@@ -72,31 +72,32 @@ def score(
     decoder_start_token_id: int | None = None,
     max_tokens: int = MAX_TOKENS,
 ) -> list[list[float]]:
-    """The log-probability of each token of given sequences (forced decoding).
+    """Computes the log-probability of each token of given sequences (forced decoding).
 
-    It is computed by the model's modules, in the precision that they have. The sum over a sequence that `generate` has
-    found by greedy decoding is the score that it gave it, up to rounding.
+    The model's modules compute it, in their own precision. For a sequence that `generate` found by greedy decoding, the
+    sum equals its score, up to rounding.
 
     Args:
         model: a `models.Transformer` or `baseline.LSTMSeq2Seq` (input_ids are sources), or a `models.GPT` (input_ids
-            are what is scored), or an `Ensemble`. It scores in evaluation, without dropout; behind it each of its
-            modules is in the mode that it was in.
-        input_ids: as `generate` takes them. Padding at the ends of a tensor or an array is left out.
-        target_ids: for a model that reads sources: the outputs, one for each source, without the start token, and with
-            EOS where it is to count.
-        context: for a language model: how many tokens stand before a token at least, where a sequence is longer than
-            the model's max_len and is read in windows; more is closer to the truth and costs more. None: half of
+            are scored), or an `Ensemble`. It scores in evaluation mode, without dropout; afterwards each module is in
+            its former mode again.
+        input_ids: in the forms of `generate`. Padding at the ends of a tensor or an array is removed.
+        target_ids: for a model that reads sources: the outputs, one for each source, without the start token. EOS is
+            scored if they contain it.
+        context: for a language model: the minimum number of tokens before each scored token, if a sequence is longer
+            than the model's max_len and is read in windows. More context is more exact, and slower. None: half of
             max_len.
-        pad_token_id, decoder_start_token_id: in place of the model's.
-        max_tokens: of a batch, on its longer side, padding included. A longer sequence is a batch of its own.
+        pad_token_id, decoder_start_token_id: ids that replace the model's.
+        max_tokens: the most tokens in a batch, on its longer side, padding included. A longer sequence is a batch of
+            its own.
 
     Returns:
-        For each sequence the natural logarithms of its tokens' probabilities; for a language model from the second
-        token on, for nothing stands before the first.
+        For each sequence the natural logarithms of its tokens' probabilities. For a language model they begin with the
+        second token, since the first has no context.
 
     Raises:
-        ValueError: a model that doesn't decode, ids that are none or out of the vocabulary, other numbers of sources
-            and targets, an empty source, a source or a target longer than the model's max_len.
+        ValueError: the model can't decode, ids are missing or outside of the vocabulary, the numbers of sources and
+            targets differ, a source is empty, or a source or a target is longer than the model's max_len.
     """
     decoder = as_model(model)
     config = decoder.config
@@ -132,15 +133,15 @@ def window_parts(row: Sequence[int], max_len: int, context: int | None = None) -
     Args:
         row: the ids of the text.
         max_len: the most that a model reads at once.
-        context: tokens that stand before a scored one at least, but at the text's beginning; None: half of max_len.
+        context: the minimum number of tokens before a scored one, except at the beginning; None: half of max_len.
 
     Raises:
-        ValueError: a context that leaves no room, or none.
+        ValueError: the context isn't an integer from 1 to max_len.
     """
     context = max(max_len // 2, 1) if context is None else context
     if not isinstance(context, int) or not 1 <= context <= max_len:
         raise ValueError(f"expected context from 1 to the model's max_len {max_len}, got {context!r}")
-    parts, done = [], 1  # so many tokens are scored, or have nothing before them
+    parts, done = [], 1  # the number of tokens that are scored, or have no context
     while done < len(row):
         begin = max(0, done - context) if done > 1 else 0
         end = min(begin + max_len, len(row) - 1)
@@ -175,7 +176,7 @@ def check_parts(model: Model, parts: Sequence[Part]) -> None:
     """Checks ids and lengths against a model, which itself doesn't look at the ids on a GPU.
 
     Raises:
-        ValueError: ids out of the vocabulary, an empty source, one side longer than the model's max_len.
+        ValueError: ids outside of the vocabulary, an empty source, or a side that is longer than the model's max_len.
     """
     config = model.config
     reads_source = not is_decoder_only(model)
@@ -197,7 +198,7 @@ def _log_probs(model: Model, parts: Sequence[Part]) -> Tensor:
     """Returns the log-probabilities of the outputs of a batch, with the parts concatenated, (total,)."""
     outputs, _ = packed([part.outputs for part in parts], device_of(model))
     hidden, logits_of = _states(model, parts)
-    own = getattr(model, "token_log_probs", None)  # which needs no logits
+    own = getattr(model, "token_log_probs", None)  # this method needs no logits
     found: Tensor = chosen_log_probs(logits_of, hidden, outputs) if own is None else own(hidden, outputs)
     return found
 
@@ -252,8 +253,8 @@ def score_texts(
     """Yields the score of each translation, given its text, in order; see `Translator.score`.
 
     Args:
-        translator: whose model and tokenizer.
-        pairs: of a text and its translation; or of what is wrong with either.
+        translator: has the model and the tokenizer.
+        pairs: texts with their translations; an error stands for a text or translation that can't be used.
         errors: the policy for pairs that can't be scored; it reports at the end.
         max_tokens: see `score`.
     """
@@ -291,7 +292,7 @@ def encoded_pair(
     Returns None if both are empty.
 
     Raises:
-        TextError: a text that can't be translated, or a translation that the model can't say.
+        TextError: a text can't be translated, or the model can't generate a translation.
     """
     for side in (text, translation):
         if isinstance(side, TextError):

@@ -210,12 +210,12 @@ class _Beams:
 
 
 class BeamSearch(Search):
-    """Beam search as tensor2tensor does it: 2 * num_beams candidates a step, finished hypotheses kept apart.
+    """Beam search as in tensor2tensor: 2 * num_beams candidates a step, finished hypotheses in a separate list.
 
-    A hypothesis alive is dropped when it can't beat the num_return-th finished one any more: its score can only fall,
-    and is divided at best by the penalty of the longest length. It is done when none is left, or, with early_stopping,
-    when num_beams are finished. It is also done at its limit; hypotheses cut there stand behind the finished ones,
-    whatever their scores.
+    A live hypothesis is dropped when it can't beat the num_return-th finished one any more: its score can only fall,
+    and the penalty of the longest length improves it the most. The search is done when no live hypothesis is left, or,
+    with early_stopping, when num_beams are finished. It is also done at its limit. Hypotheses that are cut there rank
+    behind the finished ones, whatever their scores.
 
     With num_groups > 1 it is diverse beam search (Vijayakumar et al. 2018): the groups choose in turn, and a token
     costs `diversity_penalty` for each time that an earlier group has just chosen it. Scores then include the penalty.
@@ -223,13 +223,13 @@ class BeamSearch(Search):
     Args:
         limit: the most new tokens.
         eos: the ids that end a hypothesis.
-        num_beams: hypotheses that are followed.
-        alpha: of `length_penalty`.
-        num_return: at most num_beams.
+        num_beams: the number of hypotheses that are followed.
+        alpha: the exponent of `length_penalty`.
+        num_return: the number of results, at most num_beams.
         early_stopping: see above.
-        num_groups: divides num_beams.
+        num_groups: the number of groups; it divides num_beams.
         diversity_penalty: see above.
-        stop: None: EOS alone ends a hypothesis.
+        stop: a further criterion that ends hypotheses; None: only EOS ends a hypothesis.
     """
 
     def __init__(
@@ -372,17 +372,17 @@ class BeamSearch(Search):
 class TransformersBeamSearch(BeamSearch):
     """Beam search by the rules of Hugging Face transformers' `generate`.
 
-    They are those of version 5.23 (`_beam_search` in its generation/utils.py), in these places others than
-    tensor2tensor's:
+    The rules are those of version 5.23 (`_beam_search` in its generation/utils.py). They differ from tensor2tensor's in
+    these points:
 
     - A score is the sum of the log-probabilities, divided by length ** alpha. The length is that of the new tokens, EOS
       included.
-    - A hypothesis ends where its EOS is among the num_beams best continuations of all beams; an EOS behind those is
-      dropped. The best num_beams that ended are kept.
-    - Before its limit it is done as soon as num_beams hypotheses have ended and the worst of these is at least as good
-      as the best that goes on, whose sum is divided by its own length ** alpha: it is not asked what it may become.
-      With early_stopping "never" and alpha > 0 the length there is the limit. With True it is done as soon as num_beams
-      have ended.
+    - A hypothesis ends if its EOS is among the num_beams best continuations of all beams; any other EOS is dropped. The
+      best num_beams of those that ended are kept.
+    - Before its limit the search is done as soon as num_beams hypotheses have ended and the worst of these is at least
+      as good as the best live one, whose sum is divided by its present length ** alpha, without regard to its future.
+      With early_stopping "never" and alpha > 0 the limit replaces the present length. With True the search is done as
+      soon as num_beams have ended.
     - Hypotheses that are cut at the limit compete with those that ended.
 
     Args:
@@ -391,7 +391,7 @@ class TransformersBeamSearch(BeamSearch):
         early_stopping: see above.
         may_rise: whether a token may have a value above 0, so that a live hypothesis's score has no bound.
         stop: see `BeamSearch`.
-        begun: tokens in front of the new ones that count in lengths, as the language does that a model is told.
+        begun: the number of tokens before the new ones that count in lengths, such as the token of the target language.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Sentences of a text, by rules for many scripts and no language in particular, with the white space between them.
+"""Splits a text into sentences and the white space between them, by rules for many scripts and no particular language.
 
-Where a rule isn't sure, two sentences stay one: a translator does better with two sentences than with half of one.
+If a rule is uncertain, two sentences stay one: a translator handles two sentences better than half of one.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import NamedTuple
 
-# Signs that end a sentence with no space behind them too: full-width, Arabic, Indic, Ethiopic, Armenian, Myanmar and
-# Khmer ones; and those that need white space.
+# Marks that end a sentence even without a space after them (full-width, Arabic, Indic, Ethiopic, Armenian, Myanmar and
+# Khmer ones), and marks that need white space.
 _SURE = "。｡！？؟۔।॥።፧։။។"
 _SPACED = ".!?…‼⁇⁈⁉．"
 _CLOSERS = "\"'”’“‘»«›‹)]}）］｝」』】〉》〕＂＇*_"
 _PAIRS = dict(zip("([{（［｛「『【〈《〔„“", ")]}）］｝」』】〉》〕“”", strict=True))
 _END = re.compile(
     rf"(?P<mark>[{re.escape(_SPACED + _SURE)}]+)"
-    rf"(?P<closed>[{re.escape(_CLOSERS)}]*(?:[ \u00a0\u202f][»›](?=\s|\Z))?)"  # in French a space comes before
+    rf"(?P<closed>[{re.escape(_CLOSERS)}]*(?:[ \u00a0\u202f][»›](?=\s|\Z))?)"  # French puts a space before »
     r"(?P<space>\s*)"
 )
 _SPACE = re.compile(r"\s+")
@@ -29,8 +29,8 @@ _WORD = re.compile(r"\w+")
 _ITEM = re.compile(r"[IVXLCDM]+|[A-Za-z]|\d+(?:\.\d+)*")
 _AROUND = "'’*_-–—/"
 _LONGEST_WORD = _LONGEST_OPENING = 30
-_LONGEST_ASIDE = 600  # characters between brackets that are kept together
-_MOST_OPEN = 8  # brackets that are looked through for the one that is closed
+_LONGEST_ASIDE = 600  # the maximum number of characters between brackets that are kept together
+_MOST_OPEN = 8  # the number of open brackets that are searched for the one that is closed
 _HIRAGANA = range(0x3041, 0x30A0)
 
 
@@ -38,17 +38,17 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# What never ends a sentence: a name follows, or a word.
+# Abbreviations that never end a sentence: a name or another word follows.
 _TITLES = _words(
     "adm attn bde bldg blvd brig capt cf cmdr col comdr cpl dipl dr drs ej esp evtl frl gen geb gov hon hr hrn hrsg "
     "ing insp lt ltn maj messrs mgr mlle mme mr mrs ms msgr mt mx pfc prof pvt rev sen sgt sra srta st supt univ "
     "verh vgl viz vs zzgl bzw ca inkl sog"
 )
-# What doesn't end one before a number.
+# Abbreviations that don't end a sentence if a number follows.
 _BEFORE_NUMBERS = _words(
     "abb abs app art bd ch chap eq eqs fig figs kap no nos nr num op p par pp pt ref sec tab vol vols zit"
 )
-# What may end one, and does before a word that begins one often.
+# Abbreviations that end a sentence only if the next word is one that often begins a sentence.
 _MAYBE_LAST = _words(
     "apr aug ave bros co corp dec dept ed eds etc feb inc jan jr jul jun llc ltd nov oct plc rd sept sr str usf usw"
 )
@@ -57,7 +57,7 @@ _STARTERS = _words(
     "il ils in it its la le les los my now on one or our she since so some that the their then there these they "
     "this those to und une we what when where which while who why wir with yes you your"
 )
-# What German ordinals stand before.
+# Words that follow German ordinals.
 _AFTER_ORDINALS = _words(
     "januar jänner februar märz april mai juni juli august september oktober november dezember jahrhundert "
     "jahrhunderts jahrtausend weltkrieg weltkriegs weltkrieges kapitel auflage platz klasse stock tag"
@@ -65,24 +65,24 @@ _AFTER_ORDINALS = _words(
 
 
 class Sentence(NamedTuple):
-    """A sentence, and the white space behind it."""
+    """A sentence, and the white space after it."""
 
     text: str
     space: str
 
 
 def split_sentences(text: str) -> list[Sentence]:
-    """The sentences of a text.
+    """Splits a text into sentences.
 
-    A line end is always between two sentences. Abbreviations, initials, ordinals, decimals, addresses, what stands
-    between brackets, and what goes on with a small letter are kept together.
+    A line end always separates two sentences. Abbreviations, initials, ordinals, decimals, addresses and text between
+    brackets are kept together, and so is text that continues with a small letter.
 
     Args:
-        text: of any length; the cost is in proportion to it.
+        text: a text of any length; the cost is linear in it.
 
     Returns:
-        Sentences that begin and end with something else than white space; the first alone is empty, where the text
-        begins with white space. All texts and spaces, one after another, are the text.
+        The sentences, without white space at their ends. If the text begins with white space, the first sentence is
+        empty; no other is. All sentences and spaces, one after another, make up the text.
     """
     found: list[Sentence] = []
     line = 0
@@ -99,7 +99,7 @@ def split_sentences(text: str) -> list[Sentence]:
 
 
 def _line_sentences(line: str) -> Iterator[Sentence]:
-    """The sentences of a line that doesn't begin with white space."""
+    """Yields the sentences of a line that doesn't begin with white space."""
     start, enclosed = 0, _enclosed(line)
     for end in _END.finditer(line):
         behind = end.end("closed")
@@ -112,16 +112,16 @@ def _line_sentences(line: str) -> Iterator[Sentence]:
 
 
 def _is_end(line: str, start: int, end: re.Match[str]) -> bool:
-    """Whether a sentence that begins at `start` ends with some marks."""
+    """Returns whether the marks of `end` end the sentence that begins at `start`."""
     after, mark, closed = end.end(), end["mark"], end["closed"]
     if after == len(line):
         return True
     is_sure = any(character in _SURE for character in mark)
-    if not end["space"]:  # of a sentence that goes on behind a quotation: 「はい。」と言った。
+    if not end["space"]:  # the sentence continues after a quotation: 「はい。」と言った。
         return is_sure and not (closed and ord(line[after]) in _HIRAGANA)
     opening = _OPENING.match(line, after, after + _LONGEST_OPENING)
     word = after if opening is None else opening.end()
-    if word == len(line):  # nothing else than signs: they belong to what stands before them
+    if word == len(line):  # only marks follow: they belong to this sentence
         return False
     if is_sure:
         return True
@@ -131,7 +131,7 @@ def _is_end(line: str, start: int, end: re.Match[str]) -> bool:
 
 
 def _stop_ends(line: str, start: int, stop: int, after: int) -> bool:
-    """Whether a full stop at `stop` ends a sentence, where the next one would begin with the word at `after`."""
+    """Returns whether a full stop at `stop` ends a sentence, if the next one would begin with the word at `after`."""
     found = _LAST_WORD.search(line, max(start, stop - _LONGEST_WORD), stop)
     word = "" if found is None else found.group().strip(_AROUND)
     following = _WORD.match(line, after)
@@ -153,7 +153,7 @@ def _stop_ends(line: str, start: int, stop: int, after: int) -> bool:
 
 
 def _enclosed(line: str) -> list[int]:
-    """How many brackets and quotation marks that are closed soon stand around each character, and around the end."""
+    """Returns how many brackets and quotation marks enclose each character and the line's end, if they are closed soon."""
     changes = [0] * (len(line) + 2)
     opened: list[int] = []
     for place, character in enumerate(line):

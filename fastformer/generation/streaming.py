@@ -9,18 +9,18 @@ from typing import Protocol
 
 from torch import Tensor
 
-# A detokenizer may change what stands behind the last word: take off spaces, join an apostrophe with what follows it.
+# A detokenizer may change the text after the last word: remove spaces, or join an apostrophe with the next word.
 _UNSETTLED = re.compile(r"\s\W*\Z")
-_LOOK_BACK = 16  # characters that such a change is looked for in
+_LOOK_BACK = 16  # the number of characters that are searched for a change of this kind
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-_MOST_BROKEN = 3  # bytes of a character that isn't complete yet
-_PROBES = ("\U0010ffff", "\ue000", "\u0378")  # no characters: hardly a vocabulary has one as a whole
+_MOST_BROKEN = 3  # the maximum number of bytes of an incomplete character
+_PROBES = ("\U0010ffff", "\ue000", "\u0378")  # unassigned characters: hardly any vocabulary has one as a whole
 
-# The tokens that are decoded again for a new one: at first and at most, where fewer are known to do; then so many as
-# give the text that the longer window gave.
+# The number of tokens that are decoded again for each new one: the window at first, and the shorter windows to try. The
+# first window with the same text as the longer one is used.
 _WINDOW = 12
 _KEPT = (5, 20, 80, 320)
-_CONTEXT = 4  # characters that the text of both windows has in common, before what isn't certain
+_CONTEXT = 4  # characters that the texts of both windows share, before the uncertain part
 _LATENESS = 64  # a long window is decoded when it has grown by a 64th part, which keeps the cost linear
 
 
@@ -35,22 +35,24 @@ class Detokenizer(Protocol):
 
 
 class TextPieces:
-    """Turns tokens into pieces of text, none of which is half a character or is ever taken back.
+    """Turns tokens into pieces of text. No piece ends within a character, and none is ever taken back.
 
-    The pieces, one after another, are the text of all tokens together. A piece is given as soon as no later token can
-    change it, so some come a token late; a run of tokens that spell single bytes may come as a whole.
+    The pieces, one after another, are the text of all tokens together. A piece is returned as soon as no later token
+    can change it. Some pieces therefore come a token late, and a run of tokens that spell single bytes may come as a
+    whole.
 
-    The cost is linear: for a token only the last few are decoded, from where their text is known to go on as the text
-    of all tokens does. Of a tokenizer for which no such place is found, pieces come later and later.
+    The cost is linear: for each new token only the last few are decoded, from a place after which their text continues
+    as the text of all tokens does. If a tokenizer has no such place, the pieces come later and later.
 
     Args:
         tokenizer: see above.
-        begin: ids that stand before the first token.
-        is_told: their text is known already: the pieces go on from it.
-        stop: texts that end the text, without being part of it. They are looked for behind the text of `begin`.
+        begin: the ids before the first token.
+        is_told: whether their text is known already, so that the pieces continue it.
+        stop: texts that end the text, without being part of it. They are searched for in the text after that of
+            `begin`.
 
     Attributes:
-        is_stopped: whether a stop text has come; text after it is left out.
+        is_stopped: whether a stop text has been found; text after it is omitted.
     """
 
     def __init__(
@@ -59,16 +61,16 @@ class TextPieces:
         self._tokenizer, self._ids, self._begin, self._stop = tokenizer, list(begin), len(begin), tuple(stop)
         self._runs = _ByteRuns(tokenizer)
         before = tokenizer.decode(self._ids) if begin and (is_told or stop) else ""
-        self._unsearched = 0 if is_told else len(before)  # characters that may hold a stop text
+        self._unsearched = 0 if is_told else len(before)  # characters that aren't searched for stop texts
         self._before = before if is_told else ""
         self._given: list[str] = []
-        self._held = ""  # certain, and perhaps the beginning of a stop text
-        # The text of the ids from `start` to `end`, of which so many characters are certain.
+        self._held = ""  # text that is certain, and may be the beginning of a stop text
+        # The text of the ids from `start` to `end`; its first `certain` characters are certain.
         self._start, self._end, self._text = 0, len(begin) if is_told else 0, self._before
         self._certain = len(self._before)
         self._most = _WINDOW
-        self._seen = self._closed = self._end  # the ids looked at, and those of them before a run that goes on
-        self._looked = self._end  # the ids that a stop text was looked for in
+        self._seen = self._closed = self._end  # the ids that were looked at, and those of them before an unfinished run
+        self._looked = self._end  # the ids in which a stop text was searched for
         self.is_stopped = False
 
     def add(self, tokens: Iterable[int]) -> str:
@@ -107,7 +109,7 @@ class TextPieces:
 
     def _grow(self) -> str:
         """Returns the text that has become certain."""
-        if self._runs.are_whole:  # a run that goes on is left for later
+        if self._runs.are_whole:  # an unfinished run is decoded later
             for place in range(len(self._ids) - 1, self._seen - 1, -1):
                 if not self._runs.go_on_behind(self._ids[place]):
                     self._closed = place + 1
@@ -121,7 +123,7 @@ class TextPieces:
         text = self._tokenizer.decode(self._ids[self._start : end])
         if not text.startswith(self._text[: self._certain]):
             return ""
-        # An end of the text that is spelled by tokens would hide all behind it, in every window that it is in.
+        # If tokens spell the end-of-text token, the tokenizer omits all text after it, in each window that contains it.
         is_open, before = text != self._text, self._end
         self._text, self._end = text, end
         piece = text[self._certain : self._settled(text)]
@@ -141,7 +143,7 @@ class TextPieces:
         return len(text[: found.start()].rstrip()) if found else end
 
     def _move(self, latest: int) -> None:
-        """Begins the window later, at the latest at a given token, if it then gives the same text."""
+        """Moves the beginning of the window forward, at most to a given token, if the text then stays the same."""
         uncertain = len(self._text) - self._certain
         for kept in _KEPT:
             start = min(latest, self._end - kept)
@@ -231,7 +233,7 @@ class StopTexts:
 
     def __init__(self, pieces: TextPieces) -> None:
         self._begin = pieces
-        self._known: dict[tuple[int, ...], TextPieces] = {}  # of the rows that go on, by their tokens
+        self._known: dict[tuple[int, ...], TextPieces] = {}  # the states of the rows that continue, by their tokens
 
     def __call__(self, rows: Sequence[Sequence[int]]) -> list[bool]:
         """Returns for each row of new tokens whether its last token completes a stop text."""

@@ -53,9 +53,9 @@ from fastformer.languages import LanguageIds
 from fastformer.settings import Positive, check_value
 from fastformer.special_ids import SpecialIds
 
-READ_AHEAD = 4096  # texts of a stream that are held at a time: several batches, for one may have to wait for its turn
+READ_AHEAD = 4096  # texts of a stream in memory: several batches, because an answer may have to wait for its turn
 
-# Options of `generate` that are something else here.
+# Options of `generate` that have other names here.
 _INSTEAD = {
     "return_dict_in_generate": "return_scores=True",
     "streamer": "Translator.stream",
@@ -67,22 +67,22 @@ class Translator(Judge):
     """Translates texts with a trained model.
 
     Args:
-        model: a `models.Transformer`, a `baseline.LSTMSeq2Seq`, an `Ensemble` of such, or a model with the methods of
+        model: a `models.Transformer`, a `baseline.LSTMSeq2Seq`, an `Ensemble` of these, or a model with the methods of
             one of them. It is set to evaluation while it translates.
-        tokenizer: of both sides.
-        max_batch_size: rows that are decoded together: texts times beams or samples. None: 512 on a CPU, 1,024 on a
-            GPU.
-        max_batch_bytes: what the caches of those may take, about; the more beams and tokens, the fewer texts at a time.
-            One text is translated whatever it takes. None: 512 MiB on a CPU, a quarter of the free memory on a GPU.
-        precision: what it computes in, where a call doesn't say: "fp32", "bf16", "fp16", "int8" or "int4"; None: what
-            the model says. See `fastformer.generate`.
-        source_lang, target_lang: the languages of texts and translations where a call doesn't say, for a model of many
-            languages (NLLB, M2M100, mBART, MADLAD): the names that it has, such as "eng_Latn", or short ones, such as
-            "en". None: what the tokenizer's folder says, if it does.
+        tokenizer: the tokenizer of both sides.
+        max_batch_size: the most rows that are decoded together: texts times beams or samples. None: 512 on a CPU, 1,024
+            on a GPU.
+        max_batch_bytes: the approximate memory of the rows' caches: the more beams and tokens, the fewer texts at a
+            time. A single text may use more. None: 512 MiB on a CPU, a quarter of the free memory on a GPU.
+        precision: the default precision of the computation: "fp32", "bf16", "fp16", "int8" or "int4"; None: the model's
+            own. See `fastformer.generate`.
+        source_lang, target_lang: the default languages of texts and translations, for a model of many languages (NLLB,
+            M2M100, mBART, MADLAD): the model's names, such as "eng_Latn", or short ones, such as "en". None: those in
+            the tokenizer's folder, if any.
 
     Raises:
-        ValueError: a model that reads no source, an unknown language (the nearest names are suggested), a language for
-            a model that isn't told any.
+        ValueError: the model reads no source, a language is unknown (the nearest names are suggested), or a language is
+            given and the model's languages can't be chosen.
     """
 
     def __init__(
@@ -126,21 +126,21 @@ class Translator(Judge):
         source_lang: str | None = None,
         target_lang: str | None = None,
     ) -> Translator:
-        """The translator of a run folder, whichever architecture it holds; or of several, which translate together.
+        """Loads the translator of a run folder, of any architecture; or of several folders, as an ensemble.
 
         Args:
-            run: the folder, or that of a BART, a Marian, an NLLB or a T5, say, as transformers saves it. Or a list of
-                folders, whose tokenizers must be the same: see `Ensemble`.
+            run: the folder, or a folder with a BART, a Marian, an NLLB or a T5, say, that transformers saved. Or a list
+                of folders, whose tokenizers must be the same: see `Ensemble`.
             tokenizer: None: the folder's own.
-            device: where it runs; None: the CPU.
-            precision: the dtype that the weights are loaded as, which the caches follow: "fp32", "bf16" or "fp16"; or
-                "int8" or "int4": they are loaded as they were saved, and the C++ engine rounds them, on a CPU. None: as
-                they were saved, be it as int8 or int4 (`model.quantize()`). Logits and scores are fp32 always.
-            ensemble_weights, ensemble_mean: of several folders; see `Ensemble`.
+            device: the device of the model; None: the CPU.
+            precision: the dtype of the loaded weights and the caches: "fp32", "bf16" or "fp16". With "int8" or "int4"
+                they are loaded as they were saved, and the C++ engine rounds them, on a CPU. None: as they were saved,
+                including int8 and int4 (`model.quantize()`). Logits and scores are always fp32.
+            ensemble_weights, ensemble_mean: for several folders; see `Ensemble`.
             max_batch_size, max_batch_bytes, source_lang, target_lang: see the class.
 
         Raises:
-            ValueError: a folder that holds no translator, or is damaged; no such device or precision.
+            ValueError: a folder has no translator, or is damaged; an unknown device or precision.
         """
         from fastformer.checkpoints import load_models
 
@@ -161,7 +161,7 @@ class Translator(Judge):
             target_lang=target_lang,
         )
 
-    @overload  # a str is an iterable of str as well: the first that fits counts
+    @overload  # a str is also an iterable of str: the first overload that fits counts
     def translate(  # type: ignore[overload-overlap]
         self,
         texts: str,
@@ -223,36 +223,38 @@ class Translator(Judge):
         config: GenerationConfig | None = None,
         **options: Any,
     ) -> Any:
-        """Translates a text or many; the order is kept.
+        """Translates a text, or several in their order.
 
         Args:
             texts: a text, or texts: a list, an array, a column, a generator, ...
-            target_prefix: what the translation of a text begins with; for texts one for each, "" or None for none. Its
-                end is the end of a token: the translation goes on with the next word rather than within the last one.
-                Scores are those of what follows it.
-            source_lang, target_lang: the languages, for a model of many: one for all texts, or one for each, None for
-                the class's. The target's token counts as no token of the translation; with
-                beam_rules="transformers" it counts as its first, as there, for lengths and their penalty.
+            target_prefix: the beginning of the translation of a text; for texts one for each, "" or None for no prefix.
+                The
+                end of the prefix is the end of a token: the translation continues with the next word, not within the
+                last one. Scores are those of the tokens after it.
+            source_lang, target_lang: the languages, for a model of many: one for all texts, or one for each, with None
+                for the object's. The target's token is not part of the translation. With beam_rules="transformers",
+                lengths and their penalty count it as the first token, as in transformers.
             on_error: "stop", or "skip": a text that can't be translated (empty, or longer than the model's max_len)
-                gets an empty translation and a warning that names it by its number.
-            skip_long: skip what is only too long.
-            split: cut each text into sentences (`split_sentences`), which are translated by themselves, and put
-                the white space that was between them between their translations. An empty text stays as it is. Neither
-                for several translations and scores nor along with a target_prefix.
-            return_scores: give `Scored(text, score)` in place of each translation.
-            return_token_scores: give `TokenScored(text, score, tokens)`, where tokens are pairs of a new token and its
-                log-probability.
-            config: the options of the search; those given by name go before it.
-            options: fields of `GenerationConfig`, such as num_beams and max_new_tokens; max_time is that of the call.
+                gets an empty translation, and a warning with its number.
+            skip_long: skip texts that are only too long.
+            split: split each text into sentences (`split_sentences`), translate each of them, and join the translations
+                with the white space that was between the sentences. An empty text stays unchanged. It can't be combined
+                with several translations, scores or a target_prefix.
+            return_scores: return `Scored(text, score)` instead of each translation.
+            return_token_scores: return `TokenScored(text, score, tokens)`, where tokens are pairs of a new token and
+                its log-probability.
+            config: the options of the search; options that are given by name override it.
+            options: fields of `GenerationConfig`, such as num_beams and max_new_tokens; max_time applies to the whole
+                call.
 
         Returns:
             A str for a str, else a list with an item for each text. With num_return_sequences > 1 each item is a list:
-            the n best of a beam search, best first, or so many samples; it is shorter where fewer hypotheses exist, and
-            empty for a text that was skipped.
+            the n best of a beam search, best first, or n samples. It is shorter if fewer hypotheses exist, and empty
+            for a text that was skipped.
 
         Raises:
-            ValueError: an unknown option (the nearest is suggested), something that is no text, a text that can't be
-                translated (named by its number, from 1).
+            ValueError: an unknown option (the nearest is suggested), an item that isn't a text, or a text that can't be
+                translated (the message has its number, from 1).
         """
         config, errors = self.settings(options, config), ErrorPolicy(on_error, skip_long)
         self.check_languages(source_lang, target_lang)
@@ -266,7 +268,8 @@ class Translator(Judge):
             parts = translated_parts(self, items, builder, errors, read_ahead=READ_AHEAD, deadline=deadline)
             said = [form.of(answer) for ready in joined(parts) for answer in ready]
             return said[0] if is_one else said
-        # All are read first, so that a bad one is named before the work; held are their ids alone, in few bytes.
+        # All texts are read first, so that an invalid one is reported before any work. Only their ids stay, in few
+        # bytes each.
         inputs: list[CheckedInput | None] = []
         for number, item in enumerate(as_items(texts, target_prefix, source_lang, target_lang), 1):
             try:
@@ -285,7 +288,7 @@ class Translator(Judge):
                 request.deadline = began + config.max_time
             return request
 
-        # The longest first: at the end, few rows are left alone.
+        # The longest texts come first, so that few rows are left to decode alone at the end.
         order = sorted(range(len(inputs)), key=lambda index: -len((inputs[index] or ((),))[0]))
         source = IterableSource(order)
         answers: list[Any] = [None] * len(inputs)
@@ -347,25 +350,26 @@ class Translator(Judge):
         config: GenerationConfig | None = None,
         **options: Any,
     ) -> Iterator[Any]:
-        """Translates as texts come; or gives one text's translation piece by piece, as it is made.
+        """Translates texts as they arrive; or returns one text's translation piece by piece, as it is generated.
 
-        Many texts are translated together. They are read as there is room for them, and no faster than their
-        translations are taken; those come in order, and that of an empty text is empty.
+        Many texts are translated together. They are read when there is room for them, and no faster than their
+        translations are consumed. Translations come in order; that of an empty text is empty.
 
         Args:
-            texts: texts, of which whole translations come; or one text, of which pieces come. The pieces, one after
-                another, are what `translate` gives. They can't come from beams or several samples. With split they are
-                sentences, which may come from beams.
-            target_prefix, source_lang, target_lang: see `translate`; of iterables, which are read along with the texts.
-            read_ahead: how many texts are read, at most, before the first of them is answered. An iterable can't be
-                asked what has come: where its texts come slowly, 1 answers each before the next is read.
+            texts: texts, for whole translations; or one text, for pieces. The pieces, one after another, are the result
+                of `translate`. They can't come from beams or several samples. With split the pieces are sentences,
+                which may come from beams.
+            target_prefix, source_lang, target_lang: see `translate`; iterables are read along with the texts.
+            read_ahead: the most texts that are read before the first of them is answered. An iterable can't tell
+                whether its
+                next text has arrived: if texts arrive slowly, 1 answers each before the next is read.
             on_error, skip_long, split, return_scores, return_token_scores: see `translate`.
-            config, options: see `translate`; max_time counts for each text, with split for each sentence, from when it
-                is read.
+            config, options: see `translate`; max_time applies to each text, or with split to each sentence, from the
+                time when it is read.
 
         Raises:
-            ValueError: see `translate`; a read_ahead below 1. A text that can't be translated stops the stream when the
-                translations before it have been given.
+            ValueError: see `translate`; or a read_ahead below 1. A text that can't be translated stops the stream after
+                the translations before it have been returned.
         """
         config, errors = self.settings(options, config), ErrorPolicy(on_error, skip_long)
         self.check_languages(source_lang, target_lang)
@@ -394,18 +398,18 @@ class Translator(Judge):
         read_ahead: int = READ_AHEAD,
         split: bool = False,
     ) -> Iterator[list[Answer]]:
-        """Translates what comes from a source, in order: what `stream` and the command are made of.
+        """Translates the texts of a source, in order; `stream` and the command use this.
 
         Args:
-            source: of texts.
-            settings: of the search, from `settings`.
+            source: the texts.
+            settings: the config of the search, a result of `settings`.
             errors: the policy for texts that can't be translated; it reports at the end.
-            log_probs: whether scores are wanted.
+            log_probs: whether to compute scores.
             read_ahead: see `stream`.
-            split: see `translate`; the caller has seen to `check_split`.
+            split: see `translate`; the caller has called `check_split`.
 
         Yields:
-            The answers whose turn it is.
+            The answers that come next in the order, as soon as they are complete.
         """
         builder, numbers = self._builder(settings, log_probs), itertools.count(1)
         if split:
@@ -429,7 +433,7 @@ class Translator(Judge):
                 for _, request in ready:
                     total += 1
                     if found and request is not None and request.error is not None:
-                        yield found  # what comes before it
+                        yield found  # the answers before the error
                     check_request(request, total)
                     found.append(Answer(self.tokenizer, request))
                 yield found
@@ -438,7 +442,7 @@ class Translator(Judge):
         return answers()
 
     def _pieces(self, item: Item, config: GenerationConfig, errors: ErrorPolicy) -> Iterator[str]:
-        """The translation of a text, piece by piece."""
+        """Yields the translation of a text, piece by piece."""
         builder = self._builder(config, False)
         try:
             checked = self.encode_item(item, 1, builder)
@@ -466,20 +470,20 @@ class Translator(Judge):
         return pieces()
 
     def _builder(self, config: GenerationConfig, log_probs: bool) -> RequestBuilder:
-        # The choice of the engine is for the mode that the model will be in.
+        # The engine is chosen in evaluation mode, in which the model will decode.
         with evaluating(self.model):
             return RequestBuilder(self.model, config, log_probs=log_probs, tokenizer=self.tokenizer)
 
     def new_scheduler(self, engine: Engine, *, is_endless: bool) -> Scheduler:
-        """A scheduler within this translator's limits; see `Scheduler`."""
+        """Makes a scheduler within this translator's limits; see `Scheduler`."""
         return new_scheduler(engine, self.max_batch_size, self.max_batch_bytes, is_endless=is_endless)
 
     def settings(self, options: Mapping[str, Any], config: GenerationConfig | None = None) -> GenerationConfig:
-        """The config of a call, checked against the model.
+        """Returns the config of a call, checked against the model.
 
         Args:
             options: fields of `GenerationConfig` by name.
-            config: what they change; None: the defaults.
+            config: the config that the options change; None: the defaults.
 
         Raises:
             ValueError: an unknown option, or one that is out of its range.
@@ -495,15 +499,15 @@ class Translator(Judge):
         return found
 
     def encode(self, text: str, number: int | str = 1, languages: LanguageIds | None = None) -> list[int]:
-        """The source ids of a text, EOS at the end, with what tells the model its language.
+        """Returns the source ids of a text, with EOS at the end and the ids that tell the model the language.
 
         Args:
-            text: what is translated.
-            number: what messages call it.
-            languages: from `language_ids`; None: those of the class.
+            text: the text to translate.
+            number: the name of the text in messages.
+            languages: a result of `language_ids`; None: the object's languages.
 
         Raises:
-            TextError: an empty text, one longer than the model's max_len, or one that the tokenizer can't encode.
+            TextError: the text is empty, longer than the model's max_len, or can't be encoded by the tokenizer.
         """
         if not expect_text("texts", number, text).strip():
             raise TextError(f"text {number}: expected something to translate, got an empty text")
@@ -511,11 +515,11 @@ class Translator(Judge):
         eos = SpecialIds.of(self.model.config).first_eos
         try:
             ids = [*told.front, *self.tokenizer.encode(text), eos, *told.behind]
-        except ValueError as error:  # a lone surrogate, or what a foreign tokenizer has no token for
+        except ValueError as error:  # a lone surrogate, or text for which the tokenizer has no token
             raise TextError(f"text {number}: {error}") from error
         max_len = self.model.config.max_len
         if len(ids) > max_len:
-            advice = "cut it" if isinstance(number, str) else "split it into sentences"  # where it is one already
+            advice = "cut it" if isinstance(number, str) else "split it into sentences"  # the name of a sentence
             raise TextError(
                 f"text {number}: expected at most {max_len} tokens, got {len(ids)}: {advice}",
                 is_long=True,
@@ -523,10 +527,10 @@ class Translator(Judge):
         return ids
 
     def encode_prefix(self, prefix: str | None, number: int | str = 1) -> list[int]:
-        """The ids that a translation is to begin with, without EOS.
+        """Returns the ids that a translation begins with, without EOS.
 
         Raises:
-            TextError: a text that the tokenizer can't encode.
+            TextError: the tokenizer can't encode the text.
         """
         if prefix is None or prefix == "":
             return []
@@ -535,23 +539,23 @@ class Translator(Judge):
                 f"target_prefix[{number - 1}]: expected a str or None, got {type(prefix).__name__} {prefix!r:.40}"
             )
         if getattr(self.tokenizer, "words_begin_with_space", False):
-            prefix = prefix.rstrip(" ")  # else the next word would bring a second space
+            prefix = prefix.rstrip(" ")  # else the next word would add a second space
         try:
             return self.encode_target(prefix)
         except ValueError as error:
             raise TextError(f"text {number}: its target_prefix: {error}") from error
 
     def encode_target(self, text: str) -> list[int]:
-        """The ids of a translation, or of its beginning, without EOS.
+        """Returns the ids of a translation, or of its beginning, without EOS.
 
         Raises:
-            ValueError: a text that the tokenizer can't encode.
+            ValueError: the tokenizer can't encode the text.
         """
-        # A tokenizer may have another vocabulary for the target.
+        # A tokenizer may have a separate vocabulary for the target.
         return list(getattr(self.tokenizer, "encode_target", self.tokenizer.encode)(text))
 
     def encode_item(self, item: Item, number: int | str, builder: RequestBuilder) -> CheckedInput:
-        """The ids of a text and of its prefix, held against the model.
+        """Encodes a text and its prefix, and checks them against the model.
 
         Raises:
             TextError: see `language_ids`, `encode`, `encode_prefix`, `RequestBuilder.check`.
@@ -567,13 +571,13 @@ class Translator(Judge):
             raise TextError(f"text {number}: {error}") from error
 
     def attention(self, text: str) -> tuple[list[str], list[str], Tensor]:
-        """Which source tokens each token of the translation looked at.
+        """Returns the cross-attention of each token of a translation to the source tokens.
 
         Returns:
-            Source tokens, target tokens, and (num_layers, num_heads, target, source) fp32 weights of cross-attention.
+            The source tokens, the target tokens, and the weights, (num_layers, num_heads, target, source) fp32.
 
         Raises:
-            ValueError: a text that can't be translated, or a model without `attention_maps`.
+            ValueError: the text can't be translated, or the model has no `attention_maps`.
         """
         check_attention(self.model)
         source = self.encode(text)
@@ -589,7 +593,7 @@ class Translator(Judge):
 
 
 def check_one_stream(form: Form, config: GenerationConfig) -> None:
-    """Raises a ValueError where one text's translation can't come piece by piece."""
+    """Raises a ValueError if one text's translation can't come piece by piece."""
     if form.is_list or form.log_probs or config.num_beams > 1:
         raise ValueError(
             "expected no beams, several samples or scores along with one text to stream: its pieces come before the "
