@@ -141,7 +141,7 @@ class Scheduler:
         )  # fmt: skip
 
     def renewed(self) -> Scheduler:
-        """Returns a new scheduler with the same limits, without querying the free memory: the device may have failed."""
+        """Returns a new scheduler with the same limits. It doesn't query the free memory: the device may be lost."""
         return Scheduler(self.engine, max_rows=self.max_rows, max_bytes=self.max_bytes, is_endless=self.is_endless)
 
     @property

@@ -153,7 +153,7 @@ def _stop_ends(line: str, start: int, stop: int, after: int) -> bool:
 
 
 def _enclosed(line: str) -> list[int]:
-    """Returns how many brackets and quotation marks enclose each character and the line's end, if they are closed soon."""
+    """Returns how many brackets and quotation marks that close soon are around each character and the line's end."""
     changes = [0] * (len(line) + 2)
     opened: list[int] = []
     for place, character in enumerate(line):

@@ -1,4 +1,7 @@
-"""The ops: documented functions over fused kernels, plain PyTorch as the reference. The only layer to know backends."""
+"""The ops: documented functions over fused kernels, with plain PyTorch as the reference.
+
+This is the only layer that knows backends.
+"""
 
 from fastformer.ops._dropout import draw_seed as draw_seed
 from fastformer.ops._library import record_backends as record_backends

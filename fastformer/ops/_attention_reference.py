@@ -76,7 +76,7 @@ class Scores:
     def through_cap(self, q: Tensor, k: Tensor, dscores: Tensor) -> Tensor:
         """Computes the gradient of scaled products from that of masked scores, (batch, num_heads, seqlen_q, seqlen_k).
 
-        Hidden keys may hold anything: where the gradient is 0, it stays.
+        Hidden keys may contain any values: a gradient of 0 stays 0.
         """
         if not self.softcap:
             return dscores
@@ -98,9 +98,10 @@ def _per_sequence(value: int | Tensor) -> int | Tensor:
 
 
 def grouped_matmul(x: Tensor, kv: Tensor, num_kv_heads: int) -> Tensor:
-    """x (batch, seqlen_q, num_heads, n) times kv (batch, num_kv_heads, n, m): (batch, num_heads, seqlen_q, m).
+    """Multiplies x (batch, seqlen_q, num_heads, n) by kv (batch, num_kv_heads, n, m).
 
-    The query heads of a group are rows of one product: keys and values are not repeated.
+    Returns (batch, num_heads, seqlen_q, m). The query heads of a group are rows of one product: keys and values are not
+    repeated.
     """
     batch, seqlen_q, num_heads, n = x.shape
     rows = x.transpose(1, 2).reshape(batch, num_kv_heads, num_heads // num_kv_heads * seqlen_q, n)
@@ -108,9 +109,10 @@ def grouped_matmul(x: Tensor, kv: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def group_sum(weights: Tensor, rows: Tensor, num_kv_heads: int) -> Tensor:
-    """weights (batch, num_heads, seqlen_q, seqlen_k)^T times rows (batch, seqlen_q, num_heads, n), summed over a group.
+    """Multiplies transposed weights by rows, summed over the query heads of a group.
 
-    Returns (batch, seqlen_k, num_kv_heads, n).
+    weights is (batch, num_heads, seqlen_q, seqlen_k), rows is (batch, seqlen_q, num_heads, n), and the result is
+    (batch, seqlen_k, num_kv_heads, n).
     """
     batch, num_heads, seqlen_q, seqlen_k = weights.shape
     grouped = weights.reshape(batch, num_kv_heads, num_heads // num_kv_heads * seqlen_q, seqlen_k)
@@ -119,9 +121,10 @@ def group_sum(weights: Tensor, rows: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-    """(out, lse) of q (batch, seqlen_q, num_heads, head_dim) over k, v (batch, seqlen_k, num_kv_heads, head_dim).
+    """Computes (out, lse) of q (batch, seqlen_q, num_heads, head_dim), and k and v (batch, seqlen_k, num_kv_heads,
+    head_dim).
 
-    out has q's dtype; lse, (batch, num_heads, seqlen_q), is fp32 (fp64 for fp64), -inf for a row that sees nothing.
+    out has q's dtype; lse, (batch, num_heads, seqlen_q), is fp32 (fp64 for fp64), -inf for a row without visible keys.
     """
     acc = accumulation_dtype(q.dtype)
     batch, seqlen_q, num_heads, _ = q.shape
@@ -140,8 +143,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Ten
 def exponentials(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Computes (exp(scores - their largest), its sum over the keys, lse) of scores over at least one key.
 
-    The sum keeps its last dimension, and is 1 for a row that sees no key. So the quotient is the softmax, or zeros;
-    and derivatives of all three, of any order, are finite.
+    The sum keeps its last dimension, and is 1 for a row that sees no key. The quotient is therefore the softmax, or
+    zeros, and derivatives of all three, of any order, are finite.
     """
     largest = scores.amax(-1, keepdim=True)
     largest = largest.masked_fill(largest == -torch.inf, 0.0)
@@ -157,14 +160,17 @@ def probabilities(q: Tensor, k: Tensor, lse: Tensor, scores: Scores) -> Tensor:
     """Computes exp(scores - lse), before dropout, in the accumulation type; rows that see no key are 0."""
     lse = lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)
     weights = (scores(q, k) - lse).exp()
-    # Beside a mask that swallows the scores lse has no room for the logarithm of how many keys are alike.
+    # If a huge mask value absorbs the scores, lse can't represent the logarithm of the number of equal keys.
     return weights / weights.sum(-1, keepdim=True).clamp_min(1.0).where(lse.abs() > 2**28, 1.0)
 
 
 def attend_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv, dscores); dscores, (batch, num_heads, seqlen_q, seqlen_k), is the gradient of the masked scores."""
+    """Computes (dq, dk, dv, dscores).
+
+    dscores, (batch, num_heads, seqlen_q, seqlen_k), is the gradient of the masked scores.
+    """
     acc = accumulation_dtype(q.dtype)
     dtype, heads = q.dtype, k.shape[2]
     dout, q, k, v, out = (t.to(acc) for t in (dout, q, k, v, out))

@@ -1,8 +1,8 @@
-"""Attention through PyTorch's own fused kernels for CPUs: for machines that the C++ extension is not built for.
+"""Attention through PyTorch's own fused CPU kernels, for machines without the C++ extension.
 
-The functions behind `scaled_dot_product_attention`, called as it calls them, because they also give lse and take it
-back. They walk the keys in blocks; only a mask (not the scores) is ever written out. They treat NaN under a mask unlike
-the reference, so the reference computes a result again that is not finite.
+This module calls the functions behind `scaled_dot_product_attention` directly, because they also return and accept lse.
+They process the keys in blocks, so only a mask (not the scores) is ever materialised. They treat NaN under a mask
+differently from the reference, so a result that is not finite is computed again by the reference.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def attend_torch(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tenso
     if not (out.isfinite().all() and lse.isfinite().all()):
         return attend(q, k, v, scores)
     if mask is not None:
-        lse = lse.masked_fill((mask == -torch.inf).all(-1), -torch.inf)  # the kernel says 0 for a row that sees nothing
+        lse = lse.masked_fill((mask == -torch.inf).all(-1), -torch.inf)  # the kernel returns 0 for a row without keys
     return out.transpose(1, 2).contiguous(), lse.contiguous()
 
 

@@ -1,4 +1,4 @@
-"""The gradients of ops, of first and higher order, for calls through PyTorch's dispatcher and past it."""
+"""The gradients of ops, of first and higher order, for calls through PyTorch's dispatcher and for direct calls."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def register_autograd(
     setup_context: Callable[..., None],
     differentiable_backward: Callable[..., Any] | None = None,
 ) -> None:
-    """Gives `fastformer::<name>` its gradient. `backward` calls the `_bwd` op, whose own gradient is an error.
+    """Gives `fastformer::<name>` its gradient. `backward` calls the `_bwd` op; to differentiate that op is an error.
 
-    It serves calls through the dispatcher and, as an `autograd.Function`, those past it alike.
+    The gradient applies to calls through the dispatcher and, as an `autograd.Function`, to direct calls.
 
     Args:
         name: the name of the op.
-        backward: (ctx, *gradients of the outputs) -> those of the inputs. An output without a gradient has None; if all
-            have None, this isn't called.
-        setup_context: as torch.library.register_autograd takes it.
-        differentiable_backward: runs in place of `backward` if its results are to be differentiated again, and under
-            functorch and forward mode; None if `backward` itself is of differentiable operations.
+        backward: (ctx, *gradients of the outputs) -> the gradients of the inputs. An output without a gradient has
+            None; if all have None, `backward` isn't called.
+        setup_context: as in torch.library.register_autograd.
+        differentiable_backward: replaces `backward` if its results are to be differentiated again, and under functorch
+            and forward mode; None if `backward` itself consists of differentiable operations.
     """
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -71,7 +71,7 @@ def register_autograd(
 
 
 def forbid_double_backward(name: str) -> None:
-    """Makes differentiating `fastformer::<name>` (a backward op) an error that says so, instead of a silent zero."""
+    """Makes it an error to differentiate `fastformer::<name>` (a backward op), instead of a silent zero."""
 
     def backward(ctx: Any, *grads: Any) -> Any:
         raise NotImplementedError(f"fastformer::{name} has no double backward: no gradients of gradients")
@@ -100,7 +100,7 @@ def refuse_derivatives(name: str, *tensors: Tensor | None) -> None:
     """Raises an error if functorch or forward mode would differentiate an op without gradients, instead of zeros.
 
     Raises:
-        NotImplementedError: one of the tensors is being differentiated by.
+        NotImplementedError: a derivative by one of the tensors is requested.
     """
     if _eager.is_transformed() and any(t is not None and _eager.is_differentiated(t) for t in tensors):
         raise NotImplementedError(f"{name} is for inference: it has no gradients, and no forward-mode derivatives")
@@ -121,7 +121,8 @@ def differentiate(
         One gradient, or None, for each input.
     """
     with torch.enable_grad():
-        # Views, so that one tensor in two places has a gradient for each, and what it is made from is left alone.
+        # Views, so that one tensor in two places has a gradient for each, and the tensors behind the views stay
+        # unchanged.
         leaves = [
             x.view_as(x) if wanted and x is not None and x.requires_grad else x
             for x, wanted in zip(inputs, needed, strict=True)

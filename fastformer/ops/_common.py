@@ -36,10 +36,10 @@ def check_number(name: str, value: object, least: float = -math.inf) -> None:
 
 
 def resolve_softcap(softcap: float) -> float:
-    """c of c * tanh(x / c) as a float, 0 for none.
+    """Returns c of c * tanh(x / c) as a float; 0: no cap.
 
     Raises:
-        ValueError: it is no finite number of at least 0.
+        ValueError: c isn't a finite number of at least 0.
     """
     check_number("softcap", softcap, 0.0)
     return float(softcap)
@@ -64,7 +64,7 @@ def is_matrix(value: object, columns: int) -> bool:
 
 
 def check_dtype(name: str, parameter: Tensor | None, dtype: torch.dtype) -> None:
-    """Raises ValueError unless the parameter is None or of that dtype."""
+    """Raises ValueError unless the parameter is None or has the given dtype."""
     if parameter is not None and parameter.dtype != dtype:
         raise ValueError(f"expected {name} in x's dtype {dtype}, got {parameter.dtype}")
 
@@ -73,9 +73,9 @@ def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: str, at_l
     """Raises ValueError unless x (..., dim), weight (rows, dim) and bias (rows,) are floating point of one dtype.
 
     Args:
-        x, weight, bias: after autocast.
-        rows: what an error calls the rows of the weight.
-        at_least: how many of them there have to be.
+        x, weight, bias: the arguments, after autocast.
+        rows: the name of the weight's rows in messages.
+        at_least: the minimum number of rows.
     """
     check_features(x)
     if not is_matrix(weight, x.shape[-1]) or weight.shape[0] < at_least:
@@ -88,20 +88,20 @@ def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: str, at_l
 def needs_gradient(*tensors: Tensor | None) -> bool:
     """Returns whether autograd will record operations on these tensors."""
     if torch.is_grad_enabled():
-        for tensor in tensors:  # in each call: a generator takes three times as long
+        for tensor in tensors:  # runs in each call: a generator takes three times as long
             if getattr(tensor, "requires_grad", False):
                 return True
     return False
 
 
 class SharedReason(str):
-    """A reason, the same for all ops, why a backend's kernels can't compute a call: it is logged only once."""
+    """A reason that is the same for all ops why a backend's kernels can't compute a call; it is logged only once."""
 
     __slots__ = ()
 
 
 def cpp_unsupported_dtype(op_name: str, *, x: Tensor, **_: object) -> str | None:
-    """Implements `cpp_unsupported` for an op that C++ computes for every x of its dtypes."""
+    """Implements `cpp_unsupported` for an op that C++ computes for every x with a supported dtype."""
     return no_cpp_code(x.dtype)
 
 
@@ -118,8 +118,8 @@ def is_plain(tensor: Tensor) -> bool:
         not torch.compiler.is_compiling()
         and type(tensor) is Tensor
         and torch._C._functorch.maybe_current_level() is None
-        and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None  # of make_fx
-        and not torch._C._functorch.is_legacy_batchedtensor(tensor)  # of autograd's is_grads_batched
+        and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None  # the mode of make_fx
+        and not torch._C._functorch.is_legacy_batchedtensor(tensor)  # the tensors of autograd's is_grads_batched
     )
 
 
@@ -129,9 +129,9 @@ def is_readable(tensor: Tensor) -> bool:
 
 
 def check_range(indices: Tensor, size: int, expected: str) -> None:
-    """Raises IndexError, naming the first bound that is broken, unless all indices lie in [0, size).
+    """Raises IndexError unless all indices are in [0, size); the message names the bound that is exceeded.
 
-    Only on a CPU: on a GPU the answer would cost a host sync, and the lookup itself asserts on the device.
+    The check runs only on a CPU: on a GPU it would cost a host sync, and there the lookup itself asserts on the device.
     """
     if not is_readable(indices) or indices.numel() == 0:
         return

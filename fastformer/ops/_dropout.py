@@ -9,10 +9,10 @@ One call gives four 32-bit words, that is sixteen decisions of 8 bits, and four 
     decision(column) = byte 2 * pair + odd of the four words, the first word's lowest byte first
     kept           <=> decision >= threshold(p)
 
-So a call's sixteen columns are those that one thread of a GPU holds of a row where a matrix product left its tile.
+So the sixteen columns of a call are those of a row that one GPU thread holds after a matrix product.
 
-p becomes a multiple of 1/256: the nearest, but 0 and 1 only where p is 0 or 1. The scale of what is kept uses the
-rounded p, so that the expectation is exact.
+p is rounded to the nearest multiple of 1/256, but to 0 and 1 only if p is 0 or 1. The scale of the kept elements uses
+the rounded p, so that the expectation is exact.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _ROUNDS = 7
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# How many seeds are drawn at once, and on which devices: on a GPU a draw is a launch of its own.
+# The number of seeds that are drawn at once, and the devices where this happens: on a GPU each draw is a launch.
 _TOGETHER = 64
 _DEVICES = {"cuda"}
-# Inside of a forward pass: the seeds that are left, and where they were drawn.
+# During a forward pass: the seeds that are left, and the place (see `_place`) where they were drawn.
 _drawn: ContextVar[tuple[list[Tensor], list[object]] | None] = ContextVar("fastformer_seeds", default=None)
 
 
 def draw_seed(device: torch.device | str) -> Tensor:
     """Draws a fresh (seed, offset) for one dropout from the device's default generator: int64, shape (2,).
 
-    Drawn on the device, so that activation checkpointing, torch.compile and CUDA graphs replay it without a host sync.
-    Inside of `draws_seeds_together` it is one of many that were drawn at once.
+    The seed is drawn on the device, so that activation checkpointing, torch.compile and CUDA graphs replay it without a
+    host sync. Inside `draws_seeds_together` it is one of many that are drawn at once.
     """
-    drawn = None if torch.compiler.is_compiling() else _drawn.get()  # a variable of the context can't be traced
+    drawn = None if torch.compiler.is_compiling() else _drawn.get()  # context variables can't be traced
     if drawn is not None and _may_share(torch.device(device)):
         seeds, where = drawn
         here = _place(torch.device(device))
@@ -64,9 +64,9 @@ def draw_seed(device: torch.device | str) -> Tensor:
 def _may_share(device: torch.device) -> bool:
     """Returns whether a seed may be drawn together with others.
 
-    A pass that is computed again under activation checkpointing restores the generator, and what had been drawn from it
-    earlier is gone then: so each seed is drawn by itself where autograd's hooks, or no gradients, may be such a pass.
-    Modes and transforms see each draw, too.
+    When activation checkpointing computes a pass again, it restores the generator, but not seeds that were drawn
+    earlier. So each seed is drawn separately if autograd's hooks or disabled gradients indicate such a pass. Modes and
+    transforms also need to see each draw.
     """
     return (
         device.type in _DEVICES
@@ -85,7 +85,7 @@ def _place(device: torch.device) -> tuple[int | None, bool]:
 def draws_seeds_together(forward: Callable[P, T]) -> Callable[P, T]:
     """Wraps a model's forward pass so that on a GPU its dropouts draw 64 seeds in one launch.
 
-    On a CPU, where a draw is a function call, each is drawn by itself. Equal states of the generator give equal seeds.
+    On a CPU, where a draw is a function call, each seed is drawn separately. Equal generator states give equal seeds.
     """
 
     @functools.wraps(forward)
@@ -102,7 +102,7 @@ def draws_seeds_together(forward: Callable[P, T]) -> Callable[P, T]:
 
 
 def resolve_dropout(dropout_p: float, dropout_seed: Tensor | None, device: torch.device) -> tuple[float, Tensor | None]:
-    """The checked (dropout_p, dropout_seed) of an op: a seed is drawn where it is needed and none came.
+    """Checks dropout_p and dropout_seed of an op, and draws a seed if one is needed and None was given.
 
     Raises:
         ValueError: dropout_p outside [0, 1], or a seed that is not int64 of shape (2,).
@@ -119,7 +119,7 @@ def resolve_dropout(dropout_p: float, dropout_seed: Tensor | None, device: torch
 
 
 def threshold(dropout_p: float) -> int:
-    """The smallest decision that is kept: p * 256, rounded, but 1 to 255 where p is neither 0 nor 1."""
+    """Returns the smallest decision that is kept: p * 256, rounded, but 1 to 255 unless p is 0 or 1."""
     if dropout_p in (0.0, 1.0):
         return int(dropout_p * 256)
     return min(max(round(dropout_p * 256), 1), 255)
@@ -132,7 +132,10 @@ def keep_scale(dropout_p: float) -> float:
 
 
 def drop(values: Tensor, dropout_p: float, dropout_seed: Tensor | None) -> Tensor:
-    """Dropout on rows: row = flattened leading dimensions, column = last dimension. `values` itself where p is 0."""
+    """Applies dropout to rows; returns `values` itself if p is 0.
+
+    The row is the index in the flattened leading dimensions, the column that in the last dimension.
+    """
     if dropout_p == 0.0:
         return values
     assert dropout_seed is not None
@@ -142,7 +145,7 @@ def drop(values: Tensor, dropout_p: float, dropout_seed: Tensor | None) -> Tenso
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Philox4x32-7 on int64 tensors that hold 32-bit values; the shapes broadcast. Returns the four words."""
+    """Computes Philox4x32-7 on int64 tensors with 32-bit values; the shapes broadcast. Returns the four words."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -172,7 +175,7 @@ def keep_mask(dropout_seed: Tensor, dropout_p: float, rows: int, columns: int, p
         bool (planes, rows, columns), True = kept.
     """
     device = dropout_seed.device
-    if is_traced_for_onnx():  # the exporter has no bits of integers, and draws of its own in the graph
+    if is_traced_for_onnx():  # the exporter has no bit operations, and its graph draws
         return torch.rand((planes, rows, columns), device=device) >= threshold(dropout_p) / 256
     seed, offset = dropout_seed[0], dropout_seed[1]
     groups = (columns + 63) // 64

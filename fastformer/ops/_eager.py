@@ -1,10 +1,10 @@
 """When an op may skip PyTorch's dispatcher: an eager call of plain tensors that is not traced, wrapped or watched.
 
-What torch.library adds to the dispatcher for autograd costs a small call more time than all the rest of it, whether
-gradients are wanted or not (except in inference mode). The dispatcher serves what may surround a call: torch.compile
-and export, functorch's transforms, forward-mode AD, modes that record or replace what runs, subclasses, profilers.
-PyTorch marks a tensor or a thread by a dispatch key for nearly each of these. A call goes past the dispatcher if all
-keys are the ordinary ones, and through it if anything is unknown.
+For a small call, the work that torch.library adds to the dispatcher for autograd takes longer than all the rest,
+whether gradients are needed or not (except in inference mode). The dispatcher is for the things that may surround a
+call: torch.compile and export, functorch's transforms, forward-mode AD, modes that record or replace operations,
+subclasses, profilers. PyTorch marks a tensor or a thread with a dispatch key for nearly each of these. If all keys are
+the ordinary ones, a call skips the dispatcher; if anything is unknown, the dispatcher runs it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _plain_keys() -> dict[int, str]:
 
 
 _PLAIN = _plain_keys()
-# The keys that a thread adds to those of its calls. In inference mode it is less, and the dispatcher has little to do.
+# The keys that a thread adds to those of its calls. Inference mode adds fewer, and gives the dispatcher little to do.
 _QUIET = (_Keys(_Key.BackendSelect) | _Keys(_Key.ADInplaceOrView)).raw_repr()
 _QUIET_INFERENCE = _Keys(_Key.BackendSelect).raw_repr()
 # The Python types for each type of the schema; the dispatcher converts or refuses all others.
@@ -49,7 +49,7 @@ _TYPES: dict[str, frozenset[type]] = {
     "SymInt": frozenset((int,)),
     "Optional[int]": frozenset((int, type(None))),
     "bool": frozenset((bool,)),
-    "List[bool]": frozenset((list,)),  # the elements come from the op's own function
+    "List[bool]": frozenset((list,)),  # the op's own function made the elements
     "str": frozenset((str,)),
     "ScalarType": frozenset((torch.dtype,)),
 }
@@ -85,7 +85,7 @@ def nothing_watches() -> bool:
         _included().raw_repr() == _QUIET
         and not torch._C._is_torch_function_mode_enabled()
         and forward_ad._current_level < 0
-        and not torch._C._autograd._profiler_enabled()  # it shows what the dispatcher calls
+        and not torch._C._autograd._profiler_enabled()  # a profiler shows the calls of the dispatcher
     )
 
 
@@ -147,9 +147,9 @@ def is_traced_for_onnx() -> bool:
 
 
 def device_of(args: tuple[Any, ...], places: Places) -> tuple[str | None, bool]:
-    """(the type of device on which all tensors of a call are plain ones, whether one requires a gradient).
+    """Returns (device type, whether a tensor requires a gradient) of a call with only plain tensors on one device.
 
-    None where a tensor is not plain, lies on another device, or an argument is not exactly what the schema says.
+    The type is None if a tensor isn't plain, the devices differ, or an argument isn't exactly of the schema's type.
     """
     device = None
     requires_grad = False
@@ -164,12 +164,12 @@ def device_of(args: tuple[Any, ...], places: Places) -> tuple[str | None, bool]:
 
 
 class ArgumentChecks(NamedTuple):
-    """The functions that examine the arguments of every call.
+    """The functions that examine the arguments of each call.
 
     Attributes:
-        device_of: as it is here.
-        geometry: as `_plans` has it.
-        is_fast: whether both are C++.
+        device_of: see `device_of`.
+        geometry: see `_plans.geometry`.
+        is_fast: whether both are C++ functions.
     """
 
     device_of: Callable[[tuple[Any, ...], Places], tuple[str | None, bool]]
@@ -179,7 +179,7 @@ class ArgumentChecks(NamedTuple):
 
 @functools.cache
 def argument_checks() -> ArgumentChecks:
-    """Returns the argument checks, in C++ if the extension exists, which takes a fifth of the time."""
+    """Returns the argument checks, from C++ if the extension exists: these take a fifth of the time."""
     in_cpp = _extension.host_function("device_of"), _extension.host_function("geometry")
     return ArgumentChecks(in_cpp[0] or device_of, in_cpp[1] or _plans.geometry, None not in in_cpp)
 

@@ -1,10 +1,11 @@
 """Finds and loads the versions of the C++ libraries that fit this CPU, this PyTorch and this Python.
 
-- `_ops_<isa>`: the ops, one library per instruction set. It calls PyTorch's stable C functions alone: it serves every
-  PyTorch from 2.11 on, and knows nothing of Python.
-- `_engine_<isa>`: the decoding engine, searches and encoders, likewise. It knows nothing of PyTorch, and serves every
-  Python.
-- `_host_torch<version>`: what reads PyTorch's own objects. It is bound to one PyTorch and one Python, and optional.
+- `_ops_<isa>`: the ops, one library per instruction set. It calls only PyTorch's stable C functions: it works with
+  every PyTorch from 2.11 on, and doesn't depend on Python.
+- `_engine_<isa>`: the decoding engine, searches and encoders, likewise. It doesn't depend on PyTorch, and works with
+  every Python.
+- `_host_torch<version>`: the code that reads PyTorch's own objects. It is built for one PyTorch and one Python, and is
+  optional.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import torch
 
 logger = logging.getLogger("fastformer")
 
-# Best first. The names on the right are what torch.backends.cpu.get_cpu_capability() answers; it honours
-# ATEN_CPU_CAPABILITY, so that the lesser library can be tested on a better CPU.
+# Best first. The names on the right are values of torch.backends.cpu.get_cpu_capability(), which follows
+# ATEN_CPU_CAPABILITY: so the AVX2 library can be tested on a CPU with AVX-512.
 _INSTRUCTION_SETS = {"avx512": ("AVX512",), "avx2": ("AVX512", "AVX2")}
 
 NOT_BUILT = "the C++ extension is not built for this CPU; `fastformer doctor` says how"
@@ -34,8 +35,8 @@ failures: dict[str, str] = {}
 def load() -> str | None:
     """Loads the ops that fit this CPU. Returns their instruction set ("avx512", "avx2"), or None without any.
 
-    A library that does not load (built against another torch, say) is passed over with a warning: the ops run on plain
-    PyTorch then. FASTFORMER_STRICT=1 makes the missing kernels errors.
+    If a library can't be loaded (it was built for another torch, say), a warning is logged, and the ops run in plain
+    PyTorch. With FASTFORMER_STRICT=1 missing kernels are errors.
     """
     isa = instruction_set()
     if isa is None:
@@ -54,7 +55,7 @@ def instruction_set() -> str | None:
 
 
 def _has_loaded(name: str) -> bool:
-    """Loads the library `fastformer/<name>.so`, whose ops register themselves; logs a warning if it doesn't load."""
+    """Loads `fastformer/<name>.so`, whose ops register themselves; logs a warning if that fails."""
     spec = importlib.util.find_spec(f"fastformer.{name}")
     if spec is None or spec.origin is None:
         return False
@@ -79,14 +80,14 @@ def _tell_failure(name: str, failure: Exception) -> None:
 
 @cache
 def _host() -> ModuleType | None:
-    """Loads the library bound to this PyTorch and Python. It must be first: it gives the other libraries functions."""
+    """Loads the library for this PyTorch and Python. It has to come first: the other libraries use its functions."""
     version = "_".join(torch.__version__.split(".")[:2])
     return _imported(f"_host_torch{version}")
 
 
 @cache
 def _engine() -> ModuleType | None:
-    """Returns the best library of the engine that this CPU can run and that loads."""
+    """Returns the best library of the engine that this CPU can run and that can be loaded."""
     _host()
     return next((found for isa in _instruction_sets() if (found := _imported(f"_engine_{isa}")) is not None), None)
 
@@ -104,7 +105,7 @@ def _imported(name: str) -> ModuleType | None:
 
 @cache
 def host_function(name: str) -> Callable[..., Any] | None:
-    """Returns a function that saves time in every call, on a GPU too; None, without a warning, if no library has it."""
+    """Returns a function that saves time in each call, on a GPU too; None, without a warning, if no library has it."""
     for module in (_host(), _engine()):
         if hasattr(module, name):
             return getattr(module, name)

@@ -1,13 +1,13 @@
 """Attention by PyTorch's own GPU kernels, if a table of measured times says that they are faster than fastformer's.
 
-cuDNN's attention, and FlashAttention in the version that PyTorch has active, take plain and causal calls: no dropout,
-masks, lengths, windows, caps or grouped heads. Their results are ours: out in q's dtype, and lse, the natural log of
-the sum of exponentials, in fp32 of (batch, num_heads, seqlen_q). So the forward pass of one and the backward pass of
-another fit together, and each pass takes the fastest.
+cuDNN's attention, and FlashAttention in the version that is active in PyTorch, support plain and causal calls: no
+dropout, masks, lengths, windows, caps or grouped heads. Their results have the same form as fastformer's: out in q's
+dtype, and lse, the natural log of the sum of exponentials, in fp32 of (batch, num_heads, seqlen_q). So the forward pass
+of one kernel fits the backward pass of another, and each pass uses the fastest.
 
-`FASTFORMER_ATTENTION_KERNELS` decides: "ours" (the default, as long as no device has filled the table), "fastest" (by
-the table), or the name of a kernel, which then takes every call that it can, so that it can be measured.
-`python -m benchmarks.fastest_attention` fills the table from a GPU's rows.
+The environment variable `FASTFORMER_ATTENTION_KERNELS` decides: "ours" (the default, as long as the table is empty)
+uses fastformer's kernels, "fastest" follows the table, and the name of a kernel uses it for every call that it
+supports, so that it can be measured. `python -m benchmarks.fastest_attention` fills the table from a GPU's results.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fastformer.kernels import _host, _plans
 
 OURS, FASTEST = "ours", "fastest"
 TABLE = Path(__file__).with_name("fastest_attention.json")
-# The devices that have these kernels; tests add the CPU, with a kernel that it has.
+# The devices that have these kernels; tests add the CPU, with one of its kernels.
 DEVICES = {"cuda"}
 _ATEN = torch.ops.aten
 
@@ -38,7 +38,7 @@ class Kernel(NamedTuple):
     """One of PyTorch's kernels.
 
     Attributes:
-        why_missing: () -> why this PyTorch lacks it, or None.
+        why_missing: () -> the reason why this PyTorch lacks it, or None.
         forward: (q, k, v, is_causal, scale) -> (out, lse); tensors of (batch, num_heads, seqlen, head_dim).
         backward: (dout, q, k, v, out, lse, is_causal, scale) -> (dq, dk, dv).
     """
@@ -54,7 +54,7 @@ def _lacks(*names: str) -> str | None:
 
 
 def _no_draws(q: Tensor) -> tuple[Tensor, Tensor]:
-    """The state of a generator that draws nothing."""
+    """Returns a generator state for a call without dropout."""
     return torch.zeros((), dtype=torch.int64, device=q.device), torch.zeros((), dtype=torch.int64, device=q.device)
 
 
@@ -110,15 +110,15 @@ KERNELS: dict[str, Kernel] = {
 
 
 class Entry(NamedTuple):
-    """A line of the table: the fastest kernel from a length on, up to the next line of the same kind.
+    """A line of the table: the fastest kernel from a sequence length up to that of the next line of the same kind.
 
     Attributes:
-        capability: 90 for sm_90.
+        capability: the compute capability: 90 for sm_90.
         direction: "fwd" or "bwd".
-        head_dim: of the calls that were timed, exactly.
-        is_causal: likewise.
-        seqlen: the shortest that it holds for.
-        kernel: "ours" or a name of KERNELS.
+        head_dim: the exact head_dim of the measured calls.
+        is_causal: whether these were causal.
+        seqlen: the shortest sequence length that the line applies to.
+        kernel: "ours" or a name in KERNELS.
     """
 
     capability: int
@@ -139,7 +139,7 @@ def wanted() -> str:
     """Returns the value of FASTFORMER_ATTENTION_KERNELS.
 
     Raises:
-        ValueError: neither "ours", "fastest" nor the name of a kernel.
+        ValueError: the value is neither "ours", "fastest" nor the name of a kernel.
     """
     said = os.environ.get("FASTFORMER_ATTENTION_KERNELS", OURS)
     if said not in (OURS, FASTEST, *KERNELS):
@@ -175,7 +175,7 @@ def why_not(
         "a mask": attn_mask is not None, "lengths of keys": seqlens_k is not None, "dropout": dropout_p > 0.0,
         "a cap on scores": bool(softcap), "grouped heads": q.shape[2] != k.shape[2],
         "a window": window_left is not None or window_right not in (None, 0),
-        # PyTorch's causal mask begins at the first key, ours ends at the last.
+        # PyTorch's causal mask begins at the first key, fastformer's ends at the last.
         "a causal mask of fewer queries than keys": window_right == 0 and q.shape[1] != k.shape[1],
     }  # fmt: skip
     for option, is_there in options.items():
@@ -191,18 +191,18 @@ def why_not(
 
 
 class Choice(NamedTuple):
-    """The replacement of fastformer's kernels for one geometry: its name, and the call with the op's arguments."""
+    """A replacement for fastformer's kernels for one geometry: its name, and a function with the op's arguments."""
 
     name: str
     run: Callable[..., Any]
 
 
 def choose(op_name: str, arguments: dict[str, Any]) -> Choice | None:
-    """Chooses the kernel for a call of attention_fwd or attention_bwd by `wanted`; None for fastformer's own.
+    """Chooses the kernel for a call of attention_fwd or attention_bwd according to `wanted`; None: fastformer's own.
 
     Args:
-        op_name: the op's.
-        arguments: by the schema's names.
+        op_name: the name of the op.
+        arguments: the arguments, by the schema's names.
     """
     name = wanted()
     if name == OURS or why_not(op_name, **arguments) is not None:
@@ -239,12 +239,12 @@ class Chosen:
         self._of: tuple[object, ...] = ()
 
     def find(self, op_name: str, key: Hashable | None, bind: Callable[[], dict[str, Any]]) -> Choice | None:
-        """Returns the replacement of fastformer's kernels for a call, or None.
+        """Returns the replacement for fastformer's kernels for a call, or None.
 
         Args:
-            op_name: the op's.
-            key: the geometry; None: the call is decided anew.
-            bind: gives the arguments by the schema's names.
+            op_name: the name of the op.
+            key: the geometry; None: the choice is not remembered.
+            bind: returns the arguments, by the schema's names.
         """
         said = os.environ.get("FASTFORMER_ATTENTION_KERNELS", OURS)
         if said == OURS:
@@ -260,7 +260,7 @@ class Chosen:
 
 
 def report(capability: int) -> list[str]:
-    """Lines for doctor: what takes plain and causal attention on a GPU of this capability."""
+    """Returns lines for doctor: the kernels of plain and causal attention on a GPU of this capability."""
     said = wanted()
     if said == OURS:
         return ["attention: our kernels; FASTFORMER_ATTENTION_KERNELS=fastest takes PyTorch's where they were measured"]

@@ -1,10 +1,10 @@
 """The ops' formulas for torch.utils.flop_counter, which count products like those of PyTorch's own ops.
 
-A multiplication and an addition are two. As for PyTorch's fused attention, everything counts that a mask leaves out,
-and a backward pass counts the products that it computes again.
+A multiplication and an addition count as two. As in PyTorch's formulas for fused attention, masked products count, and
+so do the products that a backward pass computes again.
 
-The counter's module imports triton, which takes long, so nothing is registered with it when fastformer is imported. A
-counter that is open is given the formulas by the first call of an op in its block.
+The counter's module imports triton, which takes long, so nothing is registered with it when fastformer is imported. The
+first call of an op inside an open counter's block registers the formulas with this counter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 
 def _scores(q: Tensor, k: Tensor) -> int:
-    """One product of queries with keys; weights with values and the gradients' products are as large."""
+    """Counts one product of queries with keys; weights with values and the gradients' products are as large."""
     batch, seqlen_q, num_heads, head_dim = q.shape
     return 2 * batch * num_heads * seqlen_q * k.shape[1] * head_dim
 
@@ -28,7 +28,7 @@ def _scores(q: Tensor, k: Tensor) -> int:
 def _packed_scores(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_q: int, max_k: int) -> int:
     if "cpu" == cu_seqlens_q.device.type == cu_seqlens_k.device.type and type(cu_seqlens_q) is Tensor:
         pairs = int((cu_seqlens_q.diff().long() * cu_seqlens_k.diff().long()).sum())
-    else:  # as PyTorch does where lengths can't be read
+    else:  # PyTorch does the same if lengths can't be read
         pairs = (cu_seqlens_q.shape[0] - 1) * max_q * max_k
     return 2 * q.shape[1] * q.shape[2] * pairs
 
@@ -49,12 +49,12 @@ def _decode(q: Tensor, k_cache: Tensor, *args: Any) -> int:
 
 
 def _wanted(options: Sequence[Any]) -> int:
-    """The products that make dx and dweight, out of the two, by the one list among the arguments: output_mask."""
+    """Counts the products for dx and dweight that output_mask, the only list in the arguments, requests."""
     (output_mask,) = (option for option in options if isinstance(option, list | tuple))
     return sum(output_mask[:2])
 
 
-# By the schema's arguments. Ops that make no products are not in it.
+# Functions of the schema's arguments. Ops without matrix products are not included.
 FORMULAS: dict[str, Callable[..., int]] = {
     "attention_fwd": lambda q, k, v, *_: 2 * _scores(q, k),
     "attention_bwd": lambda dout, q, k, v, *_: 5 * _scores(q, k),
@@ -76,7 +76,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
 
 @functools.cache
 def _by_packet() -> dict[Any, Callable[..., int]]:
-    """The formulas by op, as the counter calls them: with the result by name."""
+    """Returns the formulas by op packet, in the form that the counter calls: with the result by name."""
 
     def without_result(formula: Callable[..., int]) -> Callable[..., int]:
         return lambda *args, out_val=None, **kwargs: formula(*args, **kwargs)
@@ -85,7 +85,7 @@ def _by_packet() -> dict[Any, Callable[..., int]]:
 
 
 def tell_counters() -> None:
-    """Gives the formulas to the counters that watch this thread's calls, except where they have a formula already."""
+    """Registers the formulas with the counters that are active in this thread, unless they have a formula already."""
     for mode in _get_current_dispatch_mode_stack():
         registry = getattr(getattr(mode, "counter", None), "flop_registry", None)
         if isinstance(registry, dict):

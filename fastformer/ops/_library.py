@@ -1,14 +1,14 @@
 """Connects ops to their backends: each op has one schema, one reference, and a dispatcher that picks the backend.
 
-PyTorch's own dispatcher is the registry. The schema lives in Python, so that every op exists without the C++ extension.
-The reference serves every device that has no kernel. On CUDA and CPU a small implementation asks the kernel whether it
-can take the call; if not, the reference runs, and the kernel's reason is logged once. Where PyTorch has a fused
-function that computes the same, that runs in place of the reference, which stays what tests compare with. An op that
-has no kernel for a backend by design says so where it is defined; any other missing kernel is a refusal like the rest.
+PyTorch's own dispatcher is the registry. The schema is in Python, so that every op exists without the C++ extension.
+The reference serves every device that has no kernel. On CUDA and CPU a small function asks the kernel whether it can
+compute the call; if not, the reference runs, and the kernel's reason is logged once. If PyTorch has a fused function
+that computes the same, it runs instead of the reference, with which tests still compare. If an op has no kernel for a
+backend by design, its definition gives the reason; any other missing kernel is logged like a refusal.
 
-A kernel has a forward and a backward pass and nothing else. Under functorch's transforms, forward-mode differentiation
-and create_graph, and for tensors of foreign classes, an op is its formula instead: PyTorch's own operations, which can
-be differentiated any number of times in any direction, batched and wrapped. `_autograd` has what gradients need.
+A kernel has only a forward and a backward pass. Under functorch's transforms, forward-mode differentiation and
+create_graph, and for tensors of foreign classes, the op's formula replaces it: PyTorch's own operations, which can be
+differentiated any number of times in any direction, batched and wrapped. The code for gradients is in `_autograd`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fastformer.ops._common import SharedReason
 
 P = ParamSpec("P")
 T = TypeVar("T")
-# (op_name, **the arguments by the schema's names) -> why a kernel can't take the call, or None.
+# (op_name, **the arguments by the schema's names) -> why a kernel can't compute the call, or None.
 WhyUnsupported = Callable[..., str | None]
 
 logger = logging.getLogger("fastformer")
@@ -44,28 +44,28 @@ _host.extension_function = _extension.host_function
 
 LIBRARY = torch.library.Library("fastformer", "DEF")
 BACKENDS = ("triton", "cpp", "reference")
-# What runs on a device unless `use_backend` forces another; the reference elsewhere.
+# The backend of each device type unless `use_backend` forces another; other devices use the reference.
 PREFERRED = {"cuda": "triton", "cpu": "cpp"}
 
 _DESCRIBED = {"reference": "the reference", "torch": "PyTorch's own kernel"}
 
 _forced_backend: ContextVar[str | None] = ContextVar("fastformer_backend", default=None)
-# Seen by all threads: on a GPU the backward pass runs in a thread of autograd's.
+# Shared by all threads: on a GPU the backward pass runs in a thread of autograd.
 _recorders: list[set[tuple[str, str]]] = []
 _told: set[tuple[str, str]] = set()
 
 
 @contextlib.contextmanager
 def use_backend(name: str | None) -> Iterator[None]:
-    """Runs every op of the block on one backend, whatever the device suggests. For tests and benchmarks.
+    """Runs every op of the block on one backend, on any device. For tests and benchmarks.
 
-    The backward pass of an op runs where its forward pass was forced to run, in whichever thread and whenever.
+    The backward pass of an op runs on the backend of its forward pass, in any thread and at any time.
 
     Args:
-        name: "triton" (on CPU tensors: through Triton's interpreter), "cpp", "reference", or None for the usual choice.
+        name: "triton" (for CPU tensors: Triton's interpreter), "cpp", "reference", or None for the usual choice.
 
     Raises:
-        ValueError: another name.
+        ValueError: an unknown name.
     """
     if name is not None and name not in BACKENDS:
         raise ValueError(f"expected a backend out of {BACKENDS} or None, got {name!r}")
@@ -83,21 +83,21 @@ def forced_backend() -> str | None:
 
 @contextlib.contextmanager
 def record_backends() -> Iterator[set[tuple[str, str]]]:
-    """Collects (op, backend) of every call that really ran in the block, backward passes and other threads included.
+    """Collects (op, backend) of every call that runs in the block, including backward passes and other threads.
 
-    For benchmarks and tests, which have to know what they measured. A backward pass that is PyTorch's own is not an op.
+    Benchmarks and tests use it to know what they measured. PyTorch's own backward passes are not ops.
     """
     ran: set[tuple[str, str]] = set()
     _recorders.append(ran)
     try:
         yield ran
     finally:
-        # By identity: two sets of the same pairs are equal.
+        # Compared by identity, because two sets of the same pairs are equal.
         _recorders[:] = [recorder for recorder in _recorders if recorder is not ran]
 
 
 def note_backend(op_name: str, backend: str) -> None:
-    """Tells the open `record_backends` blocks which backend runs a call."""
+    """Adds the backend of a call to the sets of the open `record_backends` blocks."""
     for recorder in _recorders:
         recorder.add((op_name, backend))
 
@@ -109,7 +109,7 @@ def is_strict() -> bool:
 
 @functools.cache
 def triton_kernel(stem: str) -> ModuleType | None:
-    """The module `fastformer.kernels.<stem>`, or None where there is none or no triton. Imported on first use only."""
+    """Returns the module `fastformer.kernels.<stem>`, imported on first use; None if it or triton doesn't exist."""
     if importlib.util.find_spec("triton") is None or importlib.util.find_spec(f"fastformer.kernels.{stem}") is None:
         return None
     return importlib.import_module(f"fastformer.kernels.{stem}")
@@ -127,15 +127,15 @@ class Op:
     Attributes:
         name: the schema's name, `torch.ops.fastformer.<name>`.
         arguments: the names of the schema's arguments, in order.
-        defaults: the values of the last of them, where the schema gives some.
-        has_autograd: whether the dispatcher hands calls over to autograd.
-        apply: (*arguments) -> results that autograd knows, for calls past the dispatcher; None where there is no
-            gradient, or it is an error.
-        plans: what is left of the Triton launcher for a geometry; see `_plans`.
-        taken: the geometries of calls that C++ was found to take.
+        defaults: the schema's default values, which belong to the last arguments.
+        has_autograd: whether the dispatcher passes calls to autograd.
+        apply: (*arguments) -> results that autograd tracks, for direct calls; None if the op has no gradient, or it is
+            an error.
+        plans: the prepared Triton launches, by geometry; see `_plans`.
+        taken: the geometries of calls that C++ was found to support.
         checked: the geometries of calls that the documented function has checked; see `repeat`.
-        places: where the tensors stand in a call.
-        chosen: kernels of PyTorch's that take calls on a GPU in place of ours; None for an op that has no others.
+        places: the positions of the tensors among the arguments.
+        chosen: the choices of PyTorch's kernels for GPU calls; None for an op without them.
     """
 
     name: str
@@ -159,9 +159,9 @@ class Op:
     chosen: _fastest.Chosen | None = None
 
     def repeat(self, args: tuple[Any, ...]) -> Any:
-        """The results of a plain eager call whose geometry `settle` knows: the same checks would pass again.
+        """Returns the results of a plain eager call whose geometry `settle` knows: the same checks would pass again.
 
-        None for any other call, and under autocast. Checks that read the values of a tensor aren't spared.
+        Returns None for any other call, and under autocast. Checks that read a tensor's values still run.
         """
         checks = _eager.argument_checks()
         if not checks.is_fast or not _eager.nothing_watches() or torch._C._is_any_autocast_enabled():
@@ -180,25 +180,25 @@ class Op:
             _remember(self.checked, checks.geometry(args))
 
     def bind(self, *args: Any) -> dict[str, Any]:
-        """The arguments of a call by the schema's names."""
+        """Returns the arguments of a call by the schema's names."""
         return dict(zip(self.arguments, args))  # noqa: B905 (every call comes here: their numbers were compared)
 
     def filled(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """All arguments of a call: the dispatcher hands over none that ends a call and equals its default."""
+        """Returns all arguments of a call: the dispatcher drops trailing arguments that equal their defaults."""
         missing = len(self.arguments) - len(args)
         return (*args, *self.defaults[-missing:]) if missing else args
 
     def run(self, preferred: str, args: tuple[Any, ...], key: Hashable | None = None) -> Any:
-        """The results of a call, below autograd, on the preferred backend or the one that is chosen in its place.
+        """Runs a call, below autograd, on the preferred backend or its replacement.
 
         Args:
-            preferred: the backend that the device suggests.
-            args: by the schema's order.
-            key: their geometry, if the caller knows it.
+            preferred: the backend of the device.
+            args: the arguments, in the schema's order.
+            key: the geometry of the arguments, if the caller knows it.
         """
         device = args[0].device
         if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(device.type):
-            # The public function has cast already. Inside any backend, autocast would take fp32 products down again.
+            # The public function has cast already. Inside a backend, autocast would cast fp32 products down again.
             with torch.autocast(device.type, enabled=False):
                 return self.run(preferred, args)
         wanted = _forced_backend.get() or preferred
@@ -211,7 +211,7 @@ class Op:
                 note_backend(self.name, choice.name)
                 return choice.run(*args)
         plan = self.plans.get(key) if wanted == "triton" else None
-        # The geometry decides whether C++ can take a call, so each geometry is asked once.
+        # The geometry decides whether C++ supports a call, so this is determined once for each geometry.
         if plan is not None or (has_cpp and key in self.taken):
             backend = wanted
         else:
@@ -222,7 +222,7 @@ class Op:
         if backend == "triton":
             if plan is None:
                 plan = self._plan(key, args)
-            # Triton launches on the current device, which need not be the tensors'.
+            # Triton launches on the current device, which may differ from the tensors' device.
             if device.type == "cuda" and device.index != torch.cuda.current_device():
                 with torch.cuda.device(device):
                     return plan(*args)
@@ -272,7 +272,7 @@ def missing_kernel(op: Op, backend: str) -> str | None:
 
 
 def why_not(op: Op, backend: str, args: tuple[Any, ...]) -> str | None:
-    """Returns why `backend` can't compute a call, in words; None if it can."""
+    """Returns why `backend` can't compute a call; None if it can."""
     if (missing := missing_kernel(op, backend)) is not None:
         return missing
     if backend == "triton":
@@ -285,7 +285,7 @@ def _choose(op: Op, preferred: str, args: tuple[Any, ...]) -> str:
     """Chooses the backend that runs a call.
 
     Raises:
-        NotImplementedError: the backend can't, and it was forced or FASTFORMER_STRICT=1 forbids the reference.
+        NotImplementedError: the backend can't compute it, and was forced, or FASTFORMER_STRICT=1 forbids the reference.
     """
     forced = _forced_backend.get()
     backend = preferred if forced is None else forced
@@ -299,7 +299,7 @@ def _choose(op: Op, preferred: str, args: tuple[Any, ...]) -> str:
     instead = "reference" if why_not(op, "torch", args) else "torch"
     # If the extension is missing altogether, the loader has logged that once for all ops.
     if (op.name, reason) not in _told and not (backend == "cpp" and _extension.load() is None):
-        # A model in fp16 on a CPU would have a line for each op, all of them for one reason.
+        # An fp16 model on a CPU would otherwise log the same reason for each op.
         is_known = isinstance(reason, SharedReason) and any(other == reason for _, other in _told)
         _told.add((op.name, reason))
         level = logging.DEBUG if is_known else logging.WARNING
@@ -326,29 +326,31 @@ def define_op(
 
     Args:
         schema: "name(Tensor x, ...) -> ...". The Triton launcher `fastformer.kernels.<stem>.<name>` and the C++
-            function `torch.ops.fastformer_cpp.<name>` take the same positional arguments, and so does `plan_<name>`,
-            where the Triton module has it: it gives what is left of the launcher for calls of the same geometry (see
-            `_plans`). `why_unsupported` of the Triton module gets them by the schema's names.
-        reference: plain PyTorch, right in every dtype up to fp64.
-        stem: the file name that the op has in kernels/, csrc/ops/, ops/, tests/ops/ and benchmarks/.
-        fake: shapes, dtypes and strides of the outputs; reads no data.
-        cpp_unsupported: (op_name, **arguments) -> why the C++ function can't take the call, or None.
-        cpp_call: (the C++ function, *arguments) -> the op's results, where that function takes other arguments.
-        reference_only: "triton", "cpp": the backends that have no kernel for this op by design, and why. There the
-            reference is the op, and nothing is logged or forbidden.
-        torch_function: PyTorch's own fused function for it, with the reference's arguments and results. It runs in
-            place of the reference if a kernel is missing or can't take a call.
-        torch_unsupported: (op_name, **arguments) -> why that can't take the call, or None.
-        torch_is_faster: (type of device) -> why PyTorch's own function is faster on this machine, or None. The
-            documented function calls that one then, and not the op.
-        formula: the same results, of operations that PyTorch differentiates any number of times in both directions,
-            batches and hands to subclasses: nothing is written in place or read on the host. An op without
-            gradients has none.
-        has_faster: PyTorch may have a faster kernel on a GPU: see `_fastest`.
+            function `torch.ops.fastformer_cpp.<name>` have the same positional arguments. So has `plan_<name>`, if the
+            Triton
+            module has it: it returns a prepared launch for calls of the same geometry (see `_plans`). `why_unsupported`
+            of the Triton module has them as keywords.
+        reference: plain PyTorch, correct in every dtype up to fp64.
+        stem: the file name of the op in kernels/, csrc/ops/, ops/, tests/ops/ and benchmarks/.
+        fake: the shapes, dtypes and strides of the outputs; reads no data.
+        cpp_unsupported: (op_name, **arguments) -> why the C++ function can't compute the call, or None.
+        cpp_call: (the C++ function, *arguments) -> the op's results, if that function has other arguments.
+        reference_only: the reasons why "triton" or "cpp" has no kernel for this op by design. On such a backend the
+            reference is the op; nothing is logged, and FASTFORMER_STRICT=1 allows it.
+        torch_function: PyTorch's own fused function for the op, with the reference's arguments and results. It replaces
+            the reference if a kernel is missing or can't compute a call.
+        torch_unsupported: (op_name, **arguments) -> why torch_function can't compute the call, or None.
+        torch_is_faster: (device type) -> why PyTorch's own function is faster on this machine, or None. If it is
+            faster, the documented function calls it instead of the op.
+        formula: the same results, from operations that PyTorch can differentiate any number of times in both
+            directions,
+            batch, and pass to subclasses: nothing is written in place or read on the host. An op without gradients has
+            no formula.
+        has_faster: whether PyTorch may have a faster kernel on a GPU: see `_fastest`.
 
     Returns:
-        What to call: the overload `torch.ops.fastformer.<name>.default`, or in a plain eager call what that would come
-        to, without the dispatcher's and the library's share of its time (see `_eager`).
+        The function to call. It runs the overload `torch.ops.fastformer.<name>.default`; a plain eager call gets the
+        same result without the overhead of the dispatcher and of torch.library (see `_eager`).
     """
     LIBRARY.define(schema)
     name = schema[: schema.index("(")]
@@ -382,7 +384,7 @@ def define_op(
 
 
 def _with_defaults(op: Op, function: Callable[..., T]) -> Callable[..., T]:
-    """The function, for calls of the dispatcher: see `Op.filled`."""
+    """Wraps a function for calls of the dispatcher: see `Op.filled`."""
     if not op.defaults:
         return function
 
@@ -394,7 +396,7 @@ def _with_defaults(op: Op, function: Callable[..., T]) -> Callable[..., T]:
 
 
 def _eager_entry(op: Op, default: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls the op: past the dispatcher if only autograd would notice, else through it or by the formula."""
+    """Makes the function that calls the op: directly if only autograd would notice, else by dispatcher or formula."""
     run, formula, places = op.run, op.formula, op.places
 
     def call(*args: Any) -> Any:
@@ -417,23 +419,23 @@ def _eager_entry(op: Op, default: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _register_decomposition(default: Any, formula: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Lets torch.onnx and `torch._decomp.get_decompositions` take the op apart.
+    """Lets torch.onnx and `torch._decomp.get_decompositions` decompose the op.
 
-    torch.compile and `run_decompositions()` decompose only what they name themselves, so they keep the op.
+    torch.compile and `run_decompositions()` decompose only ops on their own lists, so they keep this op.
     """
     torch._decomp.register_decomposition(default, unsafe=True)(formula)
-    # With symbolic shapes a fake tensor would take a decomposition, and its strides, for the op's fake if there were
-    # no entry here.
+    # With symbolic shapes and without this entry, a fake tensor would use a decomposition, and its strides, instead of
+    # the op's fake.
     torch._decomp.register_decomposition(default, type="meta", unsafe=True)(fake)
 
 
 def _kept_by_inductor(default: Any, fake: Callable[..., Any]) -> Callable[..., Any]:
-    """The fake, which also tells Inductor that an op with a decomposition is to be called as it is.
+    """Wraps the fake so that it also tells Inductor to call the op, although it has a decomposition.
 
-    Where the environment variable CI is set, Inductor takes a decomposition that it does not use for a mistake of its
-    own developers and raises. A list in its module of lowerings names the exceptions. Importing that module takes
-    seconds, so the op is added by its first fake call after the import: Inductor traces a graph, by fakes, before it
-    lowers it.
+    If the environment variable CI is set, Inductor raises an error for a decomposition that it doesn't use, as a
+    mistake of its own developers. A list in its module of lowerings names the exceptions. Importing that module takes
+    seconds, so the op's first fake call after the import adds the op: Inductor traces a graph, with fakes, before it
+    lowers the graph.
     """
     name = default.name()
 
@@ -448,10 +450,10 @@ def _kept_by_inductor(default: Any, fake: Callable[..., Any]) -> Callable[..., A
 
 
 def _without_memory(name: str, fake: Callable[..., object]) -> Callable[..., object]:
-    """The fake, for calls in which no tensor has memory.
+    """Wraps the fake for calls in which no tensor has memory.
 
-    PyTorch sends a call here as soon as one of its tensors is on "meta". The fake's outputs are uninitialised memory,
-    which the caller would take for results if the other tensors were real.
+    PyTorch calls it as soon as one of the tensors is on "meta". If the other tensors are real, the fake's outputs would
+    be uninitialised memory that the caller takes for results.
     """
 
     @functools.wraps(fake)
@@ -464,8 +466,8 @@ def _without_memory(name: str, fake: Callable[..., object]) -> Callable[..., obj
     return checked
 
 
-# The one autocast table. "cast": matrix products run in the autocast dtype (their softmax and loss stay fp32 inside).
-# "keep": inputs stay as they come; statistics are fp32 inside whatever the dtype. Inside an op autocast is off.
+# The only autocast table. "cast": matrix products run in the autocast dtype (their softmax and loss stay fp32 inside).
+# "keep": inputs keep their dtype; statistics are fp32 inside in any case. Inside an op autocast is off.
 AUTOCAST = {
     "attention": "cast",
     "varlen_attention": "cast",
@@ -481,7 +483,7 @@ AUTOCAST = {
 }
 
 
-# Asked once, since torch.compile of PyTorch 2.11 can't trace the question.
+# Queried once, because torch.compile of PyTorch 2.11 can't trace the query.
 _AUTOCAST_DEVICES = frozenset(
     name for name in ("cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia") if torch.amp.is_autocast_available(name)
 )
@@ -498,10 +500,10 @@ def autocast(op: str, *tensors: Tensor) -> tuple[Tensor, ...]: ...
 @overload
 def autocast(op: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]: ...
 def autocast(op: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The floating-point inputs of an op that AUTOCAST says to cast, in the autocast dtype where it is on.
+    """Casts the floating-point inputs of an op to the autocast dtype, if autocast is on and AUTOCAST says "cast".
 
-    fp64 is never cast, as in PyTorch. Integer and boolean tensors and None pass through. An op of the rule "keep" has
-    no need to call this.
+    fp64 is never cast, as in PyTorch. Integer and boolean tensors and None are returned unchanged. Ops with the rule
+    "keep" need not call this.
     """
     if AUTOCAST[op] == "keep":
         return tensors

@@ -1,4 +1,4 @@
-"""Dropout, residual add and LayerNorm or RMSNorm in one op: what stands between the sub-layers of a Transformer.
+"""Dropout, residual add and LayerNorm or RMSNorm in one op: the work between the sub-layers of a Transformer.
 
     s = dropout(x) + residual,    y = norm(s) * weight + bias
 
@@ -36,7 +36,10 @@ def add_layer_norm_reference(
     dropout_seed: Tensor | None,
     rms_norm: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, residual_out, mean, rstd); see `add_layer_norm`. residual_out is (0,) if it is x, mean if rms_norm."""
+    """Returns (y, residual_out, mean, rstd) of `add_layer_norm`.
+
+    residual_out is (0,) if it is x, mean is (0,) if rms_norm.
+    """
     dtype = accumulation_dtype(x.dtype)
     if residual is None and dropout_p == 0.0:
         s, residual_out = x, x.new_empty(0)
@@ -45,7 +48,7 @@ def add_layer_norm_reference(
         if residual is not None:
             s = s + residual
         s = residual_out = s.to(x.dtype if residual is None else residual.dtype).contiguous()
-    # The norm acts on the sum as it is stored, rounded: backward sees nothing else.
+    # The norm acts on the sum as it is stored, rounded, because the backward pass has only the stored sum.
     y, mean, rstd = _normalise(s.to(dtype), weight, bias, eps, rms_norm)
     return y.to(x.dtype).contiguous(), residual_out, mean.new_empty(0) if rms_norm else mean.flatten(), rstd.flatten()
 
@@ -53,7 +56,7 @@ def add_layer_norm_reference(
 def _normalise(
     s: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rms_norm: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, mean, rstd) of s, which has their dtype."""
+    """Returns (y, mean, rstd) of s, with the dtype of s."""
     mean = s.mean(-1, keepdim=True)
     centred = s if rms_norm else s - mean
     rstd = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
@@ -100,7 +103,10 @@ def add_layer_norm_backward_reference(
     has_bias: bool,
     x_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dx, dresidual, dweight, dbias); dresidual is (0,) when it equals dx, dweight and dbias where there is none."""
+    """Returns (dx, dresidual, dweight, dbias).
+
+    dresidual is (0,) if it equals dx; dweight and dbias are (0,) without a weight or bias.
+    """
     dtype = rstd.dtype
     per_row = s.shape[:-1] + (1,)
     dy, rstd = dy.to(dtype), rstd.view(per_row)
@@ -200,7 +206,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _backward(ctx: Any, dy: Tensor | None, dresidual_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     s, weight, mean, rstd, dropout_seed = ctx.saved_tensors
-    is_read = dy is not None  # the norm, else the sum alone
+    is_read = dy is not None  # whether the norm's output is used, or only the sum
     if dy is None:
         dy = s.new_zeros(s.shape, dtype=ctx.x_dtype)
     has_bias = is_read and ctx.bias_dtype is not None and ctx.needs_input_grad[3]
@@ -223,7 +229,7 @@ def _backward(ctx: Any, dy: Tensor | None, dresidual_out: Tensor | None, *_: Non
 def _differentiable_backward(
     ctx: Any, dy: Tensor | None, dresidual_out: Tensor | None, *_: None
 ) -> tuple[Tensor | None, ...]:
-    s, weight, _, rstd, dropout_seed = ctx.saved_tensors  # s, an output of this op or its x, has a gradient itself
+    s, weight, _, rstd, dropout_seed = ctx.saved_tensors  # s, an output of this op or its x, has its own gradient
     needs_dx, needs_dresidual, needs_dweight, needs_dbias = ctx.needs_input_grad[:4]
 
     def formula(s: Tensor, weight: Tensor | None) -> Tensor:
@@ -259,11 +265,11 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """Normalises dropout(x) + residual over the last dimension.
 
-    Pre-norm reads both results (`residual_out` is the residual stream), post-norm only `y`.
+    Pre-norm layers use both results (`residual_out` is the residual stream), post-norm layers only `y`.
 
     Args:
         x: (..., dim), floating point: the output of a sub-layer.
-        residual: as x, in its own dtype (an fp32 stream beside bf16 sub-layers is usual); None = no residual.
+        residual: the shape of x, in its own dtype (often an fp32 stream beside bf16 sub-layers); None = no residual.
         weight, bias: (dim,), in x's dtype or wider; None = ones, zeros.
         eps: added to the variance (tensor2tensor: 1e-6).
         dropout_p: the probability that an element of x is dropped.
@@ -272,11 +278,11 @@ def add_layer_norm(
         rms_norm: RMSNorm instead of LayerNorm.
 
     Returns:
-        y: (..., dim), x's dtype. Statistics are fp32 (fp64 for fp64), and autocast changes nothing.
-        residual_out: (..., dim): dropout(x) + residual in the residual's dtype (x's where there is none).
+        y: (..., dim), x's dtype. Statistics are fp32 (fp64 for fp64), and autocast has no effect.
+        residual_out: (..., dim): dropout(x) + residual in the residual's dtype (x's if there is no residual).
 
     Raises:
-        ValueError: shapes that do not agree, an integer x, dropout_p outside [0, 1].
+        ValueError: the shapes don't agree, x is an integer tensor, or dropout_p is outside [0, 1].
     """
     args = (x, residual, weight, bias, eps, dropout_p, dropout_seed, rms_norm)
     found = None if torch.compiler.is_compiling() else _OP.repeat(args)
@@ -296,7 +302,7 @@ def _checked(
     dropout_seed: Tensor | None,
     rms_norm: bool,
 ) -> tuple[Any, ...]:
-    """The arguments of the op."""
+    """Checks the arguments of `add_layer_norm`, and returns those of the op."""
     check_features(x)
     if residual is not None and (
         not isinstance(residual, Tensor) or residual.shape != x.shape or not residual.is_floating_point()

@@ -1,8 +1,8 @@
 """Scaled dot-product attention: softmax(q k^T * softmax_scale + mask) v.
 
 Vaswani et al. 2017, section 3.2.1; the dropout on the attention weights is tensor2tensor's, the soft cap on the scores
-Gemma 2's (Gemma Team 2024, section 2). Only the reference keeps
-anything of size seqlen_q * seqlen_k; the kernels recompute the weights from lse in the backward pass.
+Gemma 2's (Gemma Team 2024, section 2). Only the reference materialises tensors of size seqlen_q * seqlen_k; the kernels
+recompute the weights from lse in the backward pass.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ def _scores(
 
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    """(out, lse); the arguments are the schema's, and from attn_mask on those of `_scores`."""
+    """Returns (out, lse); the arguments are the schema's, and from attn_mask on those of `_scores`."""
     return attend(q, k, v, _scores(q, k, *options))
 
 
 def attention_backward_reference(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, attn_mask: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv, dmask); dmask is (0,) unless it is wanted."""
+    """Returns (dq, dk, dv, dmask); dmask is (0,) unless it is needed."""
     *options_of_scores, needs_mask_grad, softcap = options
     scores = _scores(q, k, attn_mask, *(*options_of_scores, softcap))
     dq, dk, dv, dscores = attend_backward(dout, q, k, v, out, lse, scores)
@@ -164,7 +164,7 @@ _OP = OPS["attention_fwd"]
 def why_no_kernel(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, softmax_scale: float) -> str | None:
     """Returns why a call of `attention` would not run on the kernels of q's device; None if it would.
 
-    For callers that have another way to compute it. The arguments are as `attention` checks them.
+    It is for callers that have another way to compute the result. The arguments are checked as in `attention`.
     """
     if forced_backend() is not None:
         return None
@@ -194,7 +194,7 @@ def check_heads(
         )
 
 
-# Further than any sequence is long, and near enough for sums with positions to stay in 64 bits.
+# Larger than the length of any sequence, and small enough that sums with positions fit in 64 bits.
 _FAR = 2**40
 
 
@@ -204,7 +204,7 @@ def resolve_bound(bound: int | None) -> int | None:
 
 
 def resolve_window(is_causal: bool, window_size: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
-    """(left, right) with is_causal folded in: causal means nothing to the right of the diagonal.
+    """Returns (left, right), with is_causal included: causal attention has no keys to the right of the diagonal.
 
     Raises:
         ValueError: window_size is not a pair of integers or None.
@@ -226,7 +226,7 @@ def resolve_window(is_causal: bool, window_size: tuple[int | None, int | None]) 
 
 
 def check_seqlens_k(seqlens_k: Tensor | None, k: Tensor) -> None:
-    """Raises ValueError unless seqlens_k is None or int32 (batch,) with lengths that k has, which a CPU alone reads."""
+    """Raises ValueError unless seqlens_k is None or int32 (batch,); checks the lengths against k only on a CPU."""
     batch, seqlen_k = k.shape[:2]
     if seqlens_k is None:
         return
@@ -240,10 +240,10 @@ def check_seqlens_k(seqlens_k: Tensor | None, k: Tensor) -> None:
 
 
 def resolve_scale(softmax_scale: float | None, head_dim: int) -> float:
-    """softmax_scale, head_dim ** -0.5 by default.
+    """Returns softmax_scale, by default head_dim ** -0.5.
 
     Raises:
-        ValueError: it is no finite number.
+        ValueError: softmax_scale isn't a finite number.
     """
     if softmax_scale is None:
         return head_dim**-0.5
@@ -252,10 +252,10 @@ def resolve_scale(softmax_scale: float | None, head_dim: int) -> float:
 
 
 def expand_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """The mask in four dimensions, of size 1 where it is broadcast.
+    """Returns the mask in four dimensions, with size 1 in those that are broadcast.
 
     Raises:
-        ValueError: neither boolean nor floating point, or it does not broadcast.
+        ValueError: the mask is neither boolean nor floating point, or doesn't broadcast.
     """
     if attn_mask is None:
         return None
@@ -331,36 +331,39 @@ def attention(
     return_lse: bool = False,
     softcap: float = 0.0,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of every query over the keys that it sees. A query that sees none gives zeros and zero gradients.
+    """Computes the attention of every query to its visible keys.
 
-    Query i is aligned with key i + seqlen_k - seqlen_q (the bottom-right diagonal of the tensors, whatever seqlens_k).
+    A query without visible keys has zeros as its output and its gradients.
+
+    Query i is aligned with key i + seqlen_k - seqlen_q (the bottom-right diagonal of the tensors, whatever seqlens_k
+    is).
 
     Args:
         q: (batch, seqlen_q, num_heads, head_dim), floating point.
         k: (batch, seqlen_k, num_kv_heads, head_dim), q's dtype; num_heads is a multiple of num_kv_heads, and query
             head h uses kv head h // (num_heads // num_kv_heads).
-        v: as k.
+        v: the same shape and dtype as k.
         attn_mask: broadcastable to (batch, num_heads, seqlen_q, seqlen_k). Boolean: True = attend. Floating point:
             added to the scaled scores; it may require a gradient.
-        seqlens_k: (batch,) int32, the number of real keys of each right-padded sequence.
-        is_causal: no key to the right of the diagonal.
+        seqlens_k: (batch,) int32, the number of real keys in each right-padded sequence.
+        is_causal: hide the keys to the right of the diagonal.
         window_size: (left, right), how many keys before and after the aligned one are visible; None = all; may be
             negative.
-        softmax_scale: factor of the scores; head_dim ** -0.5 by default.
+        softmax_scale: the factor of the scores; by default head_dim ** -0.5.
         dropout_p: the probability that an attention weight is dropped.
             It is rounded to a multiple of 1/256 (to 0 or 1 only if it is 0 or 1). Modules pass 0 in evaluation.
         dropout_seed: int64 (2,); drawn from the default generator when None.
         return_lse: also return lse. It carries no gradient.
-        softcap: c of c * tanh(score / c), which the scaled scores become before the mask; 0 = they stay as they are.
+        softcap: c of c * tanh(score / c), which is applied to the scaled scores before the mask; 0 = no cap.
 
     Returns:
         (batch, seqlen_q, num_heads, head_dim) in q's dtype (the autocast dtype under autocast). With return_lse also
         lse, (batch, num_heads, seqlen_q) fp32 (fp64 for fp64): the natural log of the sum of exponentials of the
-        masked scores, -inf for a query that sees nothing.
+        masked scores, -inf for a query without visible keys.
 
     Raises:
-        ValueError: shapes or dtypes that do not agree, a mask that does not broadcast, dropout_p outside [0, 1],
-            a softcap below 0.
+        ValueError: shapes or dtypes don't agree, a mask doesn't broadcast, dropout_p is outside [0, 1], or softcap is
+            below 0.
     """
     is_bare = attn_mask is None and seqlens_k is None and not torch.compiler.is_compiling()
     if is_bare and softmax_scale is None and type(q) is Tensor and q.dim() == 4 and q.shape[3] > 0:

@@ -1,7 +1,7 @@
-"""The attention distribution, which fused attention never writes: which keys each query looked at.
+"""The attention distribution, which fused attention never materialises: the weight of each key for each query.
 
-weights = exp(q k^T * softmax_scale + mask - lse), from the lse that `attention` returned. It is of size
-seqlen_q * seqlen_k by nature, so it has no kernel: the reference is the op.
+weights = exp(q k^T * softmax_scale + mask - lse), from the lse that `attention` returned. The result itself has size
+seqlen_q * seqlen_k, so there is no kernel: the reference is the op.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def _scores(
 
 
 def attention_weights_reference(q: Tensor, k: Tensor, lse: Tensor, *options: Any) -> Tensor:
-    """(batch, num_heads, seqlen_q, seqlen_k) in q's dtype."""
+    """Returns the weights, (batch, num_heads, seqlen_q, seqlen_k), in q's dtype."""
     acc = accumulation_dtype(q.dtype)
     return probabilities(q.to(acc), k.to(acc), lse, _scores(q, k, *options)).to(q.dtype)
 
 
 def attention_weights_formula(q: Tensor, k: Tensor, lse: Tensor, *options: Any) -> Tensor:
-    """The weights as a function of q, k and the mask alone: lse is one, too, and is computed again."""
+    """Computes the weights as a function of q, k and the mask alone: lse is computed again from these."""
     if k.shape[1] == 0:
         return attention_weights_reference(q, k, lse, *options)
     acc = accumulation_dtype(q.dtype)
@@ -61,7 +61,10 @@ def attention_weights_backward_reference(
     softmax_scale: float,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dmask) of the whole softmax: lse is a function of q, k and the mask. dmask is empty without a mask."""
+    """Returns (dq, dk, dmask) of the whole softmax, since lse depends on q, k and the mask.
+
+    dmask is empty without a mask.
+    """
     acc, dtype = accumulation_dtype(q.dtype), q.dtype
     weights, dweights = weights.to(acc), dweights.to(acc)
     dscores = weights * (dweights - (weights * dweights).sum(-1, keepdim=True))
@@ -139,12 +142,12 @@ def attention_weights(
     softmax_scale: float | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
-    """The weights that `attention` gave to the values, before dropout. Rows that see nothing are 0.
+    """Returns the weights that `attention` gave to the values, before dropout. Rows without visible keys are 0.
 
     Args:
         q: (batch, seqlen_q, num_heads, head_dim), floating point.
         k: (batch, seqlen_k, num_kv_heads, head_dim).
-        lse: (batch, num_heads, seqlen_q), as `attention(..., return_lse=True)` gave it for the same options.
+        lse: (batch, num_heads, seqlen_q), the result of `attention(..., return_lse=True)` with the same options.
         attn_mask, seqlens_k, is_causal, window_size, softmax_scale, softcap: as in `attention`. A boolean mask is
             True = attend.
 
@@ -152,7 +155,7 @@ def attention_weights(
         (batch, num_heads, seqlen_q, seqlen_k), q's dtype.
 
     Raises:
-        ValueError: shapes or dtypes that do not agree.
+        ValueError: shapes or dtypes don't agree.
     """
     q, k = autocast("attention_weights", q, k)
     check_heads(q, k, k, 4, "(batch, seqlen, num_heads, head_dim)")

@@ -1,9 +1,9 @@
-"""Attention of one or a few new queries against a key-value cache, which their own keys and values enter first.
+"""Attention of one or a few new queries to a key-value cache, to which their own keys and values are appended first.
 
-The cache has a fixed size and the lengths live on the device, so a decoding step needs no host sync, and has fixed
-shapes where its caller hands it whole tables. Where lengths can't be read, all columns of a table cost time.
-Beams that decode one source share the row of its cross-attention cache through cache_batch_idx. Where rows take tokens
-from a common store, slot_table says which, and beams that go on from one history share its tokens.
+The cache has a fixed size, and the lengths stay on the device. A decode step therefore needs no host sync, and has
+fixed shapes if its caller passes whole tables. If lengths can't be read, all columns of a table cost time. Beams that
+decode one source share the row of its cross-attention cache through cache_batch_idx. If rows take tokens from a common
+store, slot_table has the token of each position, and beams that continue one history share its tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def decode_attention_reference(
     interleaved: bool = False,
     softcap: float = 0.0,
 ) -> Tensor:
-    """The arguments are the schema's."""
+    """Computes the op; the arguments are the schema's."""
     new = 0 if k is None else k.shape[1]
     cache_batch, max_seqlen = k_cache.shape[:2] if slot_table is None else slot_table.shape
     if cache_batch_idx is not None:
@@ -51,7 +51,7 @@ def decode_attention_reference(
     total = cache_seqlens + new
     used = max_seqlen
     if q.device.type == "cpu" and total.numel():
-        # Reading a number costs nothing here, and the cache may be far longer than what is in it.
+        # Reading a number is free here, and the cache may be far longer than its contents.
         used = int(total.max())
 
     fresh = cache_seqlens[:, None].long() + torch.arange(new, device=q.device)  # positions of k and v
@@ -63,7 +63,7 @@ def decode_attention_reference(
         unseen = position >= total[:, None]
         if window_left is not None:
             unseen |= position < total[:, None].long() - q.shape[1] - window_left
-        # Keys that no query sees are not read: neither the entry of the table nor the slot that it may point to.
+        # Hidden keys are not read: neither the entry of the table nor the slot that it may point to.
         slots = table[:, :used].long().masked_fill(unseen, 0)
         at = (table.gather(1, fresh).long(),)
         k_cache, v_cache = (cache.view(-1, *cache.shape[2:]) for cache in (k_cache, v_cache))
@@ -83,7 +83,7 @@ def decode_attention_reference(
 
 
 def _check_range(name: str, integers: Tensor, end: int) -> None:
-    """Raises ValueError unless all lie in [0, end); on a CPU alone, for on a GPU it would cost a host sync."""
+    """Raises ValueError unless all integers are in [0, end); only on a CPU, since a GPU would need a host sync."""
     if integers.device.type == "cpu" and bool((outside := (integers < 0) | (integers >= end)).any()):
         raise ValueError(f"expected {name} in [0, {end}), got {int(integers[outside][0])}")
 
@@ -97,7 +97,7 @@ def _rotate_to_positions(
     sin: Tensor,
     interleaved: bool,
 ) -> tuple[Tensor, Tensor]:
-    """q and k, rotated to their positions in the cache by a function that has the arguments of `rotary_fwd`."""
+    """Rotates q and k to their positions in the cache, with a function that has the arguments of `rotary_fwd`."""
     seqlen_q, new = q.shape[1], k.shape[1]
     positions = cache_seqlens[:, None]
     if new != 1:
@@ -109,7 +109,7 @@ def _rotate_to_positions(
 def _cpp_call(function: Callable[..., Tensor], *args: Any) -> Tensor:
     *args_of_cpp, cos, sin, interleaved, softcap = args
     if cos is not None:
-        # The C++ function has no rotary of its own: it would save next to nothing there.
+        # The C++ function has no rotary embedding of its own, which would save next to nothing there.
         rotate = cast(Callable[..., Tensor], cpp_kernel("rotary_fwd"))
         q, k_cache, v_cache, cache_seqlens, k, *rest = args_of_cpp
         q, k = _rotate_to_positions(rotate, q, k, cache_seqlens, cos, sin, interleaved)
@@ -153,43 +153,43 @@ def decode_attention(
     interleaved: bool = False,
     softcap: float = 0.0,
 ) -> Tensor:
-    """Appends k and v to the cache, then attends from q to it; the caller advances cache_seqlens. It has no gradients.
+    """Appends k and v to the cache, then attends from q to it; the caller advances cache_seqlens. No gradients.
 
     With total = cache_seqlens + seqlen_new, query i is aligned with key total - seqlen_q + i.
 
-    With a slot table the cache is a store of tokens, num_blocks * block_size of them counted through: position p of
-    row b is token slot_table[b, p]. Rows may name the same tokens, except for those that they write. Entries that no
-    query sees (behind a row's length, before its window) are not read, and may be anything.
+    With a slot table the cache is a store of num_blocks * block_size tokens: position p of row b is token
+    slot_table[b, p]. Rows may share tokens, except for those that they write. Entries that no query sees (after a row's
+    length, or before its window) are not read, and may have any value.
 
     Args:
         q: (batch, seqlen_q, num_heads, head_dim), floating point.
-        k_cache: (cache_batch, max_seqlen, num_kv_heads, head_dim), q's dtype; written in place when k is given. With a
-            slot table (num_blocks, block_size, num_kv_heads, head_dim), strided so that the first two are one when
-            flattened.
-        v_cache: as k_cache.
+        k_cache: (cache_batch, max_seqlen, num_kv_heads, head_dim), q's dtype; written in place if k is given. With a
+            slot table (num_blocks, block_size, num_kv_heads, head_dim), with strides that let a view flatten the first
+            two.
+        v_cache: the same shape and dtype as k_cache.
         cache_seqlens: (cache_batch,) int32, how many positions of each row are filled, before k and v.
         k: (batch, seqlen_new, num_kv_heads, head_dim) to append, with v; then batch is cache_batch.
-        v: as k.
+        v: the same shape and dtype as k.
         cache_batch_idx: (batch,) int32, the cache row of each query row; None = the same row.
-        slot_table: (cache_batch, max_seqlen) int32, the token of each position; None = row by row, as they lie.
-        is_causal: a query sees no key after its own.
+        slot_table: (cache_batch, max_seqlen) int32, the token of each position; None = the cache's own rows.
+        is_causal: hide the keys after a query's own.
         window_left: how many keys before its own a query sees; None = all.
         softmax_scale: head_dim ** -0.5 by default.
-        cos, sin: (num_positions, rotary_dim // 2), from `rotary_tables`: q and k are turned by their positions in the
-            cache first, as `rotary` turns them, and turned keys are appended. With k alone; q then has no more tokens.
+        cos, sin: (num_positions, rotary_dim // 2), from `rotary_tables`: q and k are first rotated by their positions
+            in the cache, as in `rotary`, and the rotated keys are appended. Only together with k; q then has no more
+            tokens.
         interleaved: pairs (2i, 2i + 1) instead of (i, i + rotary_dim / 2).
         softcap: as in `attention`.
 
     Returns:
-        (batch, seqlen_q, num_heads, head_dim), q's dtype. Queries that see no key give zeros.
+        (batch, seqlen_q, num_heads, head_dim), q's dtype. Queries without visible keys give zeros.
 
     Raises:
-        ValueError: shapes or dtypes that do not agree, k without v, k together with cache_batch_idx, a cache that does
-            not flatten as a view; on a CPU also lengths, rows and slots that the cache does not have, and then nothing
-            has been written. On a GPU, which would have to be waited for, a row with such a length, cache row or slot
-            to write to gives NaN, as does one with positions outside cos and sin; slots that are read are not looked
-            at.
-        IndexError: on a CPU, a position outside cos and sin; nothing has been written.
+        ValueError: shapes or dtypes don't agree, k is given without v or with cache_batch_idx, or a cache can't be
+            flattened as a view. On a CPU also lengths, rows and slots outside of the cache; nothing has been written
+            then. On a GPU, which would have to be waited for, a row with an invalid length, cache row or slot to write
+            to gives NaN, as does a row with positions outside cos and sin; slots that are only read aren't checked.
+        IndexError: on a CPU, a position is outside cos and sin; nothing has been written.
     """
     refuse_derivatives("decode_attention", q, k_cache, v_cache, k, v)
     (q,) = autocast("decode_attention", q)
@@ -213,7 +213,7 @@ def decode_attention(
     )  # fmt: skip
     if not torch.is_grad_enabled():
         return _op(*args)
-    # With gradients on, the result would seem to have some, though what they need is overwritten in the cache.
+    # With gradients enabled, the result would seem to have a gradient, but its inputs in the cache are overwritten.
     with torch.no_grad():
         return _op(*args)
 
@@ -239,7 +239,7 @@ def _check_appended(
 
 
 def _check_rotary(q: Tensor, k: Tensor | None, cos: Tensor | None, sin: Tensor | None) -> None:
-    """Raises ValueError unless cos and sin are both None, or both have the positions of k, which q's tokens end."""
+    """Raises ValueError unless cos and sin are both None, or both cover the positions of k, which q's tokens end."""
     if (cos is None) != (sin is None):
         raise ValueError("expected cos and sin together, got one of them")
     if cos is None or sin is None:
@@ -253,13 +253,16 @@ def _check_rotary(q: Tensor, k: Tensor | None, cos: Tensor | None, sin: Tensor |
 
 
 def _check_integers(name: str, integers: Tensor, size: int) -> None:
-    """Raises ValueError unless this is int32 (size,)."""
+    """Raises ValueError unless a tensor is int32 (size,)."""
     if not isinstance(integers, Tensor) or integers.shape != (size,) or integers.dtype != torch.int32:
         raise ValueError(f"expected {name} int32 of shape ({size},), got {described(integers)}")
 
 
 def _check_slot_table(slot_table: Tensor, k_cache: Tensor, v_cache: Tensor) -> int:
-    """The number of its rows; raises ValueError unless it is int32 (cache_batch, max_seqlen) and fits the caches."""
+    """Returns the number of the table's rows.
+
+    Raises ValueError unless it is int32 (cache_batch, max_seqlen) and fits the caches.
+    """
     if not isinstance(slot_table, Tensor) or slot_table.dim() != 2 or slot_table.dtype != torch.int32:
         raise ValueError(f"expected slot_table int32 of shape (cache_batch, max_seqlen), got {described(slot_table)}")
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):

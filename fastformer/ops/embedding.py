@@ -41,7 +41,7 @@ def embedding_reference(
     dropout_seed: Tensor | None,
     atomics: bool,
 ) -> Tensor:
-    """See `embedding`; padding_idx is -1 for none. `atomics` waits for backward."""
+    """Computes `embedding`; padding_idx is -1 for no id. Only the backward pass uses `atomics`."""
     check_range(ids, weight.shape[0], f"token ids in [0, {weight.shape[0]})")
     out = F.embedding(ids, weight).to(accumulation_dtype(weight.dtype))
     if scale != 1.0:
@@ -74,10 +74,10 @@ def embedding_backward_reference(
     dtype: torch.dtype,
     atomics: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(dweight, dposition_table), the latter (0,) when num_positions is 0. `atomics` is the kernels' business."""
+    """Returns (dweight, dposition_table); the latter is (0,) if num_positions is 0. Only kernels use `atomics`."""
     dim = dout.shape[-1]
     dsum = drop(dout.to(accumulation_dtype(dout.dtype)), dropout_p, dropout_seed)
-    # The rows of the padding id are left out by this call.
+    # This call omits the rows of the padding id.
     dweight = torch.ops.aten.embedding_dense_backward(dsum, ids, num_embeddings, padding_idx, False)
     dweight = (dweight * scale).to(dtype)
     if num_positions == 0:
@@ -170,7 +170,7 @@ def _backward(ctx: Any, dout: Tensor, function: Callable[..., tuple[Tensor, Tens
 
 
 def _differentiable_backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-    return _backward(ctx, dout, embedding_backward_reference)  # linear in dout, and of nothing else
+    return _backward(ctx, dout, embedding_backward_reference)  # linear in dout, and depends on nothing else
 
 
 register_autograd(
@@ -197,22 +197,23 @@ def embedding(
         ids: (..., seqlen) int64 or int32.
         weight: (num_embeddings, dim), floating point.
         position_table: (num_positions, dim), fixed (`sinusoidal_positions`) or learned; None = no positions.
-        positions: as ids: the row of the table for each token; None = the index along the last dimension of ids.
-        scale: what the token's row is multiplied by: sqrt(dim) in a Transformer. The positions are not scaled.
+        positions: the shape of ids: the row of the table for each token; None = the index along the last dimension of
+            ids.
+        scale: the factor of the token's row: sqrt(dim) in a Transformer. The positions are not scaled.
         padding_idx: the id that counts as a row of zeros and gets no gradient (its position is added all the same);
             a negative one counts from the end, as in torch.nn; None = no such id.
         dropout_p: the probability that an element of the sum is dropped.
             It is rounded to a multiple of 1/256 (to 0 or 1 only if it is 0 or 1). Modules pass 0 in evaluation.
         dropout_seed: int64 (2,); drawn from the default generator when None. Row = flattened token, column = feature.
-        atomics: on a GPU, add gradients up by fp32 atomics instead of sorting the ids first. The last bits then differ
-            from run to run, so torch.use_deterministic_algorithms overrules it.
+        atomics: on a GPU, sum gradients with fp32 atomics instead of sorting the ids first. The last bits then vary
+            between runs, so torch.use_deterministic_algorithms overrides this option.
 
     Returns:
         (..., seqlen, dim), weight's dtype.
 
     Raises:
-        ValueError: shapes or dtypes that do not agree, more tokens than positions, dropout_p outside [0, 1].
-        IndexError: an id or a position outside its table (on a CPU; a GPU asserts on the device).
+        ValueError: shapes or dtypes don't agree, there are more tokens than positions, or dropout_p is outside [0, 1].
+        IndexError: an id or a position is outside its table (on a CPU; a GPU asserts on the device).
     """
     if not isinstance(ids, Tensor) or ids.dtype not in INTEGERS or ids.dim() == 0:
         raise ValueError(f"expected ids (..., seqlen) in int64 or int32, got {described(ids)}")
@@ -252,23 +253,23 @@ def sinusoidal_positions(
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The fixed position table.
+    """Computes a fixed table of sinusoidal positions.
 
     Args:
-        num_positions: number of rows.
-        dim: number of columns.
+        num_positions: the number of rows.
+        dim: the number of columns.
         kind: "interleaved" as in the paper (Vaswani et al. 2017, section 3.5): column 2i is sin(p / T^(2i / dim)),
             column 2i + 1 is cos of the same. "halves" as in Marian: the same columns, all sines first.
             "concatenated" as in tensor2tensor (`get_timing_signal_1d`): all sines, then all cosines, of
-            p / T^(i / (dim // 2 - 1)), and a zero column where dim is odd.
-        max_timescale: T.
-        first: p of the first row.
+            p / T^(i / (dim // 2 - 1)), and a zero column if dim is odd.
+                max_timescale: T.
+                first: the position p of the first row.
 
     Returns:
         (num_positions, dim), computed in fp64.
 
     Raises:
-        ValueError: another kind, a negative num_positions or first, dim < 1, a max_timescale that is none.
+        ValueError: an unknown kind, a negative num_positions or first, dim < 1, or an invalid max_timescale.
     """
     if kind not in ("interleaved", "halves", "concatenated"):
         raise ValueError(f'expected kind "interleaved", "halves" or "concatenated", got {kind!r}')
@@ -279,7 +280,7 @@ def sinusoidal_positions(
         raise ValueError(f"expected first to be an integer of at least 0, got {first!r}")
     if not isinstance(max_timescale, int | float) or not 0 < max_timescale < math.inf:
         raise ValueError(f"expected max_timescale above 0, got {max_timescale!r}")
-    if device is not None and torch.device(device).type == "meta":  # the formula would import a compiler there, for 1 s
+    if device is not None and torch.device(device).type == "meta":  # avoids importing a compiler, which takes 1 s
         return torch.empty(num_positions, dim, dtype=dtype, device=device)
     position = torch.arange(first, first + num_positions, dtype=torch.float64, device=device)[:, None]
     if kind != "concatenated":

@@ -73,9 +73,9 @@ def feed_forward_reference(
     dropout_seed: Tensor | None,
     needs_saved: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """(out, saved). saved, what backward needs: for relu the hidden after dropout, else the pre-activation; in rows.
+    """Returns (out, saved). saved is needed for backward, with one row per token; it is (0,) unless it is needed.
 
-    It is (0,) unless it is needed.
+    For relu it is the hidden state after dropout, else the pre-activation.
     """
     pre = F.linear(x.reshape(-1, x.shape[-1]), weight1, bias1)
     hidden = drop(_activate(pre.to(accumulation_dtype(x.dtype)), activation), dropout_p, dropout_seed).to(x.dtype)
@@ -94,7 +94,7 @@ def _fwd_fake(
 
 
 def _weight_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """dy^T x: contiguous for a contiguous weight, for others (views of their transpose) the transpose of such."""
+    """Computes dy^T x with the layout of the weight: contiguous, or the transpose of a contiguous matrix."""
     return dy.T @ x if weight.is_contiguous() else (x.T @ dy).T
 
 
@@ -116,11 +116,11 @@ def feed_forward_backward_reference(
     dropout_seed: Tensor | None,
     has_bias2: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(dx, dweight1, dbias1, dweight2, dbias2); a bias that there is not has a gradient of shape (0,)."""
+    """Returns (dx, dweight1, dbias1, dweight2, dbias2); the gradient of a missing bias is (0,)."""
     rows, drows = x.reshape(-1, x.shape[-1]), dout.reshape(-1, dout.shape[-1])
     dhidden = drows @ weight2
     if activation == "relu":
-        # Positive after dropout means positive before and kept, so no mask is drawn again.
+        # A value above 0 after dropout was above 0 before and was kept, so the dropout mask isn't needed.
         hidden = saved
         dpre = (dhidden * keep_scale(dropout_p)).masked_fill(saved <= 0, 0.0)
     else:
@@ -180,7 +180,7 @@ _bwd = define_op(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight1, bias1, weight2, bias2, activation, dropout_p, dropout_seed, _ = inputs
     saved = output[1]
-    # bias2, a parameter, is there for double backward alone.
+    # bias2, a parameter, is saved only for double backward.
     ctx.save_for_backward(x, weight1, bias1, weight2, bias2, saved, dropout_seed)
     ctx.mark_non_differentiable(saved)
     ctx.activation, ctx.dropout_p, ctx.has_bias2 = activation, dropout_p, bias2 is not None
@@ -229,16 +229,16 @@ def feed_forward(
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
 ) -> Tensor:
-    """linear, activation, dropout, linear.
+    """Applies a linear map, an activation, dropout and a second linear map.
 
     Args:
         x: (..., dim), floating point.
-        weight1: (hidden_dim, dim) as in nn.Linear; for a gated one (2 * hidden_dim, dim), the gate's half first, then
-            up's. It and weight2 may be views of their transposes, which aren't copied.
+        weight1: (hidden_dim, dim) as in nn.Linear; for a gated activation (2 * hidden_dim, dim), the gate's half first,
+            then up's. It and weight2 may be views of their transposes, which aren't copied.
         bias1: (hidden_dim,) or (2 * hidden_dim,), or None.
         weight2: (out_dim, hidden_dim); out_dim is dim in a Transformer.
         bias2: (out_dim,) or None.
-        activation: "relu", "gelu" (erf), "gelu_tanh", "silu", or gated "swiglu" or "geglu_tanh".
+        activation: "relu", "gelu" (erf), "gelu_tanh", "silu", or the gated "swiglu" or "geglu_tanh".
         dropout_p: the probability that a hidden element is dropped.
             It is rounded to a multiple of 1/256 (to 0 or 1 only if it is 0 or 1). Modules pass 0 in evaluation.
         dropout_seed: int64 (2,); drawn from the default generator when None. Row = flattened row.
@@ -247,7 +247,7 @@ def feed_forward(
         (..., out_dim), x's dtype; under autocast the autocast dtype.
 
     Raises:
-        ValueError: shapes or dtypes that do not agree, an unknown activation, dropout_p outside [0, 1].
+        ValueError: shapes or dtypes don't agree, the activation is unknown, or dropout_p is outside [0, 1].
     """
     if not torch.compiler.is_compiling() and type(x) is Tensor and x.dim() == 2:
         needs_saved = needs_gradient(x, weight1, bias1, weight2, bias2)
@@ -275,8 +275,8 @@ def feed_forward(
         check_dtype(name, parameter, x.dtype)
     dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, x.device)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    # What backward reads is as large as the widest matrix in here, or twice as large, so it is only written where there
-    # will be a backward pass. A trace has to be the same when it is taken again to check it, with gradients or without.
+    # The saved tensor is as large as the widest matrix here, or twice as large, so it is written only if a backward
+    # pass will follow. A trace is repeated to check it, and has to be the same with gradients and without.
     needs_saved = torch._C._get_tracing_state() is not None or needs_gradient(x, weight1, bias1, weight2, bias2)
     args = (rows, weight1, bias1, weight2, bias2, activation, dropout_p, dropout_seed, needs_saved)
     if not torch.compiler.is_compiling() and x.dim() == 2:

@@ -1,9 +1,9 @@
-"""The linear map x weight^T + bias, as `F.linear` computes it, and its gradients, which are products as well.
+"""The linear map x weight^T + bias, with the result of `F.linear`, and its gradients, which are products as well.
 
-PyTorch multiplies well nearly everywhere. On a CPU our C++ kernels are ahead in two cases: in fp32 where Intel did not
-make the CPU, since MKL uses half of AVX-512's width there and less than AVX2 has (oneDNN, which PyTorch also has, errs
-by more than our kernels are allowed to), and in bf16 where oneDNN has no products and PyTorch runs plain loops.
-`cpp_is_faster` is the one place that decides.
+PyTorch's products are fast nearly everywhere. On a CPU, fastformer's C++ kernels are faster in two cases. The first is
+fp32 on CPUs that aren't Intel's: MKL uses half of AVX-512's width there, and less than all of AVX2 (oneDNN, which
+PyTorch also has, has a larger error than these kernels may have). The second is bf16 if oneDNN has no products for the
+CPU, and PyTorch runs plain loops. Only `cpp_is_faster` decides.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from fastformer.ops._autograd import forbid_double_backward, register_autograd
 from fastformer.ops._common import check_linear, cpp_unsupported_dtype, needs_gradient
 from fastformer.ops._library import autocast, define_op, forced_backend, note_backend
 
-# The multiplications of the smallest product that C++ is given: below, a call costs more than the kernel saves. A
-# training step adds the time that Python's autograd functions take. In bf16 PyTorch's loops are slow from the start.
+# The number of multiplications in the smallest product that C++ computes: below, a call costs more than the kernel
+# saves. A training step adds the time of Python's autograd functions. In bf16 PyTorch's loops are slow at any size.
 MIN_PRODUCT, MIN_PRODUCT_TRAINING, MIN_PRODUCT_BF16 = 2**22, 2**24, 2**18
-# Below as many rows, reading the weight is what takes the time; under autocast, casting it once more.
+# With fewer rows, the time goes into reading the weight; under autocast, also into casting it.
 _MIN_ROWS, _MIN_ROWS_BF16, _MIN_ROWS_AUTOCAST = 4, 2, 16
-# With fewer outputs most of a panel of the gradient of the weight would be padding.
+# With fewer outputs, most of a panel of the weight's gradient would be padding.
 _MIN_OUT_FEATURES_TRAINING = 4
 _F_LINEAR = F.linear
 _PLAIN_TENSORS = (Tensor, nn.Parameter)
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x weight^T + bias, contiguous."""
+    """Computes x weight^T + bias, contiguous."""
     return F.linear(x, weight, bias).contiguous()
 
 
 def linear_weight_grad_reference(dout: Tensor, x: Tensor) -> Tensor:
-    """dout^T x, for dout (rows, out_features) and x (rows, in_features)."""
+    """Computes dout^T x, for dout (rows, out_features) and x (rows, in_features)."""
     return dout.T @ x
 
 
@@ -90,7 +90,7 @@ def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     dweight = None
     if x is not None:
         x = x.reshape(-1, x.shape[-1])
-        # A gradient lies as its weight does.
+        # A gradient has the layout of its weight.
         dweight = _weight_grad(x, rows).t() if ctx.is_transposed else _weight_grad(rows, x)
     return dx, dweight, rows.sum(0) if ctx.needs_input_grad[2] else None
 
@@ -108,10 +108,10 @@ forbid_double_backward("linear_weight_grad")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Computes x weight^T + bias, by the library that is faster at it here.
+    """Computes x weight^T + bias, with the library that is faster for this call.
 
-    Where that is PyTorch's, the call is `F.linear`, with its own backward pass. Under torch.compile it always is, so
-    that the compiler may fuse it.
+    If that is PyTorch, the call is `F.linear`, with its own backward pass. Under torch.compile it always is, so that
+    the compiler may fuse it.
 
     Args:
         x: (..., in_features), floating point.
@@ -123,7 +123,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         (..., out_features), x's dtype; under autocast the autocast dtype.
 
     Raises:
-        ValueError: shapes or dtypes that do not agree.
+        ValueError: shapes or dtypes don't agree.
     """
     cast_x, cast_weight = autocast("linear", x, weight)
     (cast_bias,) = autocast("linear", bias)
@@ -146,9 +146,9 @@ def unchecked_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 def runs_as_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Returns whether the op computes the product instead of `F.linear`: C++ is faster, or `use_backend` forces it.
 
-    Where "triton" is forced, products stay PyTorch's: there is no Triton kernel for them.
+    If "triton" is forced, `F.linear` computes products: there is no Triton kernel for them.
     """
-    if torch.compiler.is_compiling() or not isinstance(x, Tensor):  # torch.fx has others in its place
+    if torch.compiler.is_compiling() or not isinstance(x, Tensor):  # torch.fx passes proxies
         return False
     forced = forced_backend()
     if forced is None:
@@ -170,8 +170,9 @@ def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 def cpp_is_faster(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Returns whether the C++ product supports this call and is faster, by its sizes, its dtype and the CPU.
 
-    It is not where anything but autograd and autocast would notice that `F.linear` isn't called: a mode, a subclass, a
-    tracer, a transform of functorch. What most calls fail by is asked first: the device, and the size of the product.
+    It returns False if anything but autograd and autocast would notice that `F.linear` isn't called: a mode, a
+    subclass, a tracer, a functorch transform. The conditions that most calls fail come first: the device, and the size
+    of the product.
     """
     if x.device.type != "cpu" or weight.dim() != 2 or (size := x.numel() * weight.shape[0]) < MIN_PRODUCT_BF16:
         return False
@@ -191,7 +192,7 @@ def cpp_is_faster(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     dtypes = (torch.float32, torch.bfloat16) if is_cast else (dtype,)
     return (
         not (_onednn_has_bf16() if is_bf16 else _mkl_is_faster())
-        # An extension that was built before the kernel was written lacks it. F.linear runs without a warning then.
+        # An extension from before this kernel was written lacks it. F.linear then runs without a warning.
         and _extension.instruction_set() is not None
         and _extension.function("linear") is not None
         and _only_autograd_watches(tensors)

@@ -1,13 +1,13 @@
-"""The last linear map and the cross-entropy in one op, by chunks of rows: the logits never exist as a whole.
+"""The last linear map and the cross-entropy in one op, in chunks of rows: the logits are never in memory as a whole.
 
 For a row with logits z = x weight^T + bias, a target y and V classes
 
     loss = lse(z) - a z_y - b sum(z) + z_loss lse(z)^2        dz = (1 + 2 z_loss lse(z)) softmax(z) - b - a [j = y]
 
 with b = e / V, a = 1 - e (Szegedy et al. 2016 and torch: smoothing e over all classes) or with b = e / (V - 1),
-a = 1 - e - b (tensor2tensor, `padded_cross_entropy`: over the others; its constant, the entropy of the smoothed
-target, is left out). The z-loss is PaLM's (Chowdhery et al. 2022, section 5). With a soft cap c (Gemma Team 2024,
-section 2) z is c tanh(u / c) of u = x weight^T + bias, and du = (1 - (z / c)^2) dz.
+a = 1 - e - b (tensor2tensor, `padded_cross_entropy`: over the others; its constant, the entropy of the smoothed target,
+is omitted). The z-loss is PaLM's (Chowdhery et al. 2022, section 5). With a soft cap c (Gemma Team 2024, section 2) z
+is c tanh(u / c) of u = x weight^T + bias, and du = (1 - (z / c)^2) dz.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from fastformer.ops._common import (
 )
 from fastformer.ops._library import autocast, define_op
 
-# Enough rows for the matrix products to run at full rate; few enough for a chunk of logits to stay in a CPU's caches,
-# or at least in memory that is used again: with 2,048 rows the pages of each chunk were new, and the loss took twice
-# the time that PyTorch takes for all logits at once; with 256 it takes no more.
+# Enough rows for the matrix products to run at full rate, and few enough for a chunk of logits to stay in a CPU's
+# caches, or at least in memory that is used again. With 2,048 rows the pages of each chunk were new, and the loss took
+# twice as long as PyTorch's for all logits at once; with 256 it takes as long as PyTorch's.
 CHUNK_ROWS = 256
 
 
 def _smoothing(label_smoothing: float, smooth_others: bool, vocab_size: int) -> tuple[float, float]:
-    """(a, b): the weights of the target's logit and of the sum of all logits."""
+    """Returns (a, b): the weights of the target's logit and of the sum of all logits."""
     if label_smoothing == 0.0:
         return 1.0, 0.0
     if smooth_others:
@@ -53,7 +53,7 @@ def _smoothing(label_smoothing: float, smooth_others: bool, vocab_size: int) -> 
 
 
 def _targets(target: Tensor, ignore_index: int, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """(target with 0 for ignored rows, which rows count), both (rows,)."""
+    """Returns (target with 0 for ignored rows, which rows count), both (rows,)."""
     valid = target != ignore_index
     target = target.long().masked_fill(~valid, 0)
     check_range(target, vocab_size, f"targets in [0, {vocab_size}) or {ignore_index} (ignored)")
@@ -69,14 +69,14 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, softcap: float) -> T
 
 
 def _through_cap_(dlogits: Tensor, logits: Tensor, softcap: float) -> Tensor:
-    """Overwrites the gradient of capped logits with that of the products."""
+    """Overwrites the gradient of capped logits with that of the uncapped products."""
     return dlogits.mul_(1.0 - (logits / softcap).square()) if softcap else dlogits
 
 
 def _chunk_losses(
     log_probs: Tensor, lse: Tensor | None, target: Tensor, valid: Tensor, smoothing: tuple[float, float], z_loss: float
 ) -> Tensor:
-    # From log-probabilities, not from lse(z) - a z_y - b sum(z): large logits would cancel there. (a + b V = 1.)
+    # Computed from log-probabilities: in lse(z) - a z_y - b sum(z), large logits would cancel. (a + b V = 1.)
     on_target, on_all = smoothing
     losses = -on_target * log_probs.gather(1, target[:, None]).squeeze(1)
     if on_all:
@@ -148,7 +148,7 @@ def linear_cross_entropy_reference(
     z_loss: float,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """(losses, lse), both fp32 (rows,) (fp64 for fp64); the loss of an ignored row is 0."""
+    """Returns (losses, lse), both fp32 (rows,) (fp64 for fp64); the loss of an ignored row is 0."""
     smoothing = _smoothing(label_smoothing, smooth_others, weight.shape[0])
     target, valid = _targets(target, ignore_index, weight.shape[0])
     losses = x.new_empty(len(x), dtype=accumulation_dtype(x.dtype))
@@ -172,7 +172,7 @@ def linear_cross_entropy_formula(
     z_loss: float,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """The reference, with all the logits at once."""
+    """Computes the reference's result with all logits at once."""
     smoothing = _smoothing(label_smoothing, smooth_others, weight.shape[0])
     target, valid = _targets(target, ignore_index, weight.shape[0])
     logits = _logits(x, weight, bias, softcap)
@@ -199,13 +199,16 @@ def linear_cross_entropy_backward_reference(
     output_mask: Sequence[bool],
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias); (0,) where output_mask is False, dbias without a bias too. Computes the logits again."""
+    """Returns (dx, dweight, dbias), and computes the logits again for them.
+
+    A gradient is (0,) if output_mask is False; dbias also without a bias.
+    """
     smoothing = _smoothing(label_smoothing, smooth_others, weight.shape[0])
     target, valid = _targets(target, ignore_index, weight.shape[0])
     row_scale = dlosses.masked_fill(~valid, 0.0)
     gradients = _Gradients(x, weight, bias, output_mask)
     for chunk in _chunks(len(x)):
-        # exp(z - lse) would do, but a large lse holds few digits of its fraction.
+        # exp(z - lse) would suffice, but a large lse has few digits after the point.
         logits = _logits(x[chunk], weight, bias, softcap)
         lse_or_none = lse[chunk] if z_loss else None
         dlogits = _chunk_dlogits_(
@@ -245,9 +248,10 @@ def linear_cross_entropy_with_gradients_reference(
     output_mask: Sequence[bool],
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss, dx, dweight, dbias): the sum or the mean over the rows that count, and its gradients, in one pass.
+    """Returns (loss, dx, dweight, dbias), computed in one pass; the loss is the sum or the mean over the rows that
+    count.
 
-    A gradient is (0,) where output_mask is False.
+    A gradient is (0,) if output_mask is False.
     """
     smoothing = _smoothing(label_smoothing, smooth_others, weight.shape[0])
     target, valid = _targets(target, ignore_index, weight.shape[0])
@@ -270,7 +274,7 @@ def linear_cross_entropy_with_gradients_reference(
 def _formula_with_gradients(
     x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The loss, which PyTorch differentiates: the gradients that the op makes for its backward pass are empty."""
+    """Computes the loss with operations that PyTorch differentiates; the op's own gradients are empty."""
     *options_of_losses, mean, _output_mask, softcap = options
     loss = linear_cross_entropy_formula(x, weight, bias, target, *(*options_of_losses, softcap))[0].sum()
     if mean:
@@ -285,7 +289,7 @@ def _fwd_bwd_fake(
 
 
 def _cpp_masked(function: Callable[..., tuple[Tensor, ...]], *args: Any) -> Any:
-    """The C++ function makes all three gradients, tile by tile while the logits' gradient is in the cache."""
+    """Calls the C++ function, which makes all three gradients, per tile while the logits' gradient is in the cache."""
     *args_of_cpp, output_mask, softcap = args
     *results, dx, dweight, dbias = function(*args_of_cpp, softcap)
     gradients = zip((dx, dweight, dbias), output_mask, strict=True)
@@ -343,7 +347,7 @@ def _setup_context_with_gradients(ctx: Any, inputs: tuple[Any, ...], output: tup
 
 
 def _scaled(gradient: Tensor, dloss: Tensor) -> Tensor:
-    """gradient * dloss, in the gradient's own memory where it isn't read again: it may be as large as the weight."""
+    """Computes gradient * dloss, in place if the gradient isn't used again: it may be as large as the weight."""
     if torch._C._autograd._get_current_graph_task_keep_graph() or not (is_plain(gradient) and is_plain(dloss)):
         return gradient * dloss
     if is_readable(dloss) and dloss == 1:
@@ -352,7 +356,7 @@ def _scaled(gradient: Tensor, dloss: Tensor) -> Tensor:
 
 
 def _multiplied(ctx: Any, dloss: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor | None, ...]:
-    # dloss is fp32 and has no dimension, so the products keep each gradient's dtype.
+    # dloss is a scalar tensor in fp32, so the products have each gradient's dtype.
     gradients = (
         multiply(gradient, dloss) if wanted else None
         for gradient, wanted in zip(ctx.saved_tensors, ctx.output_mask, strict=True)
@@ -374,16 +378,16 @@ def _differentiable_backward(ctx: Any, dlosses: Tensor, _: None) -> tuple[Tensor
 
 
 class _Constant(torch.autograd.Function):
-    """A gradient whose own gradient is an error: the inputs that it depends on were not kept."""
+    """A gradient that can't be differentiated again: the inputs that it depends on were not saved."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, _: Tensor) -> Tensor:
-        """The gradient itself; the second tensor is one that requires a gradient."""
+        """Returns the gradient unchanged; the second tensor is one that requires a gradient."""
         return gradient.view_as(gradient)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        """Raises."""
+        """Raises an error."""
         raise NotImplementedError(
             'linear_cross_entropy has no double backward with reduction "mean" or "sum", which keeps gradients instead '
             'of inputs: take the sum of reduction="none"'
@@ -429,9 +433,9 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     softcap: float = 0.0,
 ) -> Tensor:
-    """cross_entropy(x @ weight.T + bias, target) that never holds the (rows, vocab_size) logits.
+    """Computes cross_entropy(x @ weight.T + bias, target) without ever holding the (rows, vocab_size) logits.
 
-    With reduction "mean" or "sum", and where a gradient is wanted, the gradients are computed along with the loss: the
+    With reduction "mean" or "sum", and if a gradient is needed, the gradients are computed along with the loss: the
     backward pass only scales them.
 
     Args:
@@ -439,21 +443,21 @@ def linear_cross_entropy(
         weight: (vocab_size, dim) as in nn.Linear, x's dtype.
         target: (...,) int64 or int32, in [0, vocab_size) or ignore_index.
         bias: (vocab_size,), x's dtype, or None.
-        ignore_index: the target whose row counts for nothing. Where all do, the loss and the gradients are 0.
+        ignore_index: the target whose rows are ignored. If all rows are, the loss and the gradients are 0.
         label_smoothing: e: the target gets 1 - e.
         smooth_others: spread e over the other vocab_size - 1 classes (tensor2tensor) instead of over all (torch).
         reduction: "mean" over the rows that count, "sum", or "none".
         z_loss: adds z_loss * lse^2 to each row's loss, which keeps the logits from drifting.
-        softcap: c of c * tanh(logit / c), which the logits become first, bias included; 0 = they stay as they are.
+        softcap: c of c * tanh(logit / c), which is applied to the logits, bias included; 0 = no cap.
 
     Returns:
         fp32 (fp64 for fp64): a scalar, or target's shape for "none". Under autocast the matrix products run in the
         autocast dtype and the loss stays fp32.
 
     Raises:
-        ValueError: shapes or dtypes that do not agree, an unknown reduction, label_smoothing outside [0, 1],
-            a softcap below 0.
-        IndexError: a target outside the vocabulary (on a CPU; a GPU asserts on the device).
+        ValueError: shapes or dtypes don't agree, the reduction is unknown, label_smoothing is outside [0, 1], or
+            softcap is below 0.
+        IndexError: a target is outside the vocabulary (on a CPU; a GPU asserts on the device).
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f'expected reduction "mean", "sum" or "none", got {reduction!r}')
@@ -480,8 +484,8 @@ def linear_cross_entropy(
             return losses.view(target.shape)
         loss = losses.sum()
     else:
-        # fp16 gradients of a mean over thousands of rows would fall below its smallest number before a gradient scaler
-        # could lift them, so for fp16 the count divides the sum's loss, and thereby scales the gradients in backward.
+        # fp16 gradients of a mean over thousands of rows would underflow before a gradient scaler could scale them up.
+        # So for fp16 the sum's loss is divided by the count, which scales the gradients in the backward pass.
         mean = reduction == "mean" and x.dtype != torch.float16
         loss = _fwd_bwd(rows, weight, bias, flat_target, *options, mean, needed, cap)[0]
         if mean:

@@ -1,8 +1,8 @@
-"""The last linear map and a choice of its best outputs in one op, for decoding: the logits never exist as a whole.
+"""The last linear map and the choice of its best outputs in one op: the logits are never in memory as a whole.
 
-For a row with logits z = x weight^T, the k largest z_j, downward, and their j; with log_probs z_j - log(sum(exp(z))).
-Products are summed in fp32 (fp64 for fp64) and never rounded to a narrower dtype: in bf16, whose steps near 20 are an
-eighth, many tokens would come out equal, and which of them is best would be a matter of chance.
+For a row with logits z = x weight^T, the k largest z_j in descending order, and their j; with log_probs
+z_j - log(sum(exp(z))). Products are summed in fp32 (fp64 for fp64) and never rounded to a narrower dtype. In bf16,
+whose steps near 20 are an eighth, many tokens would be equal, and the best of them would be a matter of chance.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from fastformer.ops._autograd import refuse_derivatives
 from fastformer.ops._common import accumulation_dtype, check_linear, cpp_unsupported_dtype, resolve_softcap, soft_capped
 from fastformer.ops._library import autocast, define_op
 
-# Rows whose logits the reference holds at a time, and classes whose weights it widens at a time: these stay in a cache.
+# The rows whose logits the reference computes at a time, and the classes whose weights it widens at a time: both fit
+# in a cache.
 CHUNK_ROWS, CHUNK_CLASSES = 512, 1024
 
 
 class TopK(NamedTuple):
-    """The best k of each row, sorted downward.
+    """The k best outputs of each row, in descending order.
 
     Attributes:
         values: (..., k) fp32 (fp64 for fp64), log-probabilities or logits.
-        indices: (..., k) int64, where in the vocabulary they are.
+        indices: (..., k) int64, their indices in the vocabulary.
     """
 
     values: Tensor
@@ -39,7 +40,7 @@ def _check_k(k: object, vocab_size: int) -> None:
 
 
 def _wide_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """x weight^T in fp32 (fp64 for fp64), never rounded to anything narrower."""
+    """Computes x weight^T in fp32 (fp64 for fp64), never rounded to anything narrower."""
     dtype = accumulation_dtype(x.dtype)
     if x.dtype == dtype:
         return x @ weight.T
@@ -53,10 +54,10 @@ def _wide_logits(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _best(logits: Tensor, k: int, may_read: bool) -> tuple[Tensor, Tensor]:
-    """The k largest of each row of numbers, downward, of equal ones the lower indices first; NaN counts as largest.
+    """Returns the k largest values of each row in descending order, and their indices, (..., k) each.
 
-    (..., vocab_size) -> values and indices, (..., k) each. Unless it may read values on the host, a CUDA graph can hold
-    it; on a CPU reading is several times as fast.
+    Of equal values, the one with the lower index comes first; NaN counts as largest. Unless it may read values on the
+    host, a CUDA graph can capture it; on a CPU reading is several times as fast.
     """
     if k == 1:
         values, indices = logits.max(-1, keepdim=True)
@@ -66,9 +67,9 @@ def _best(logits: Tensor, k: int, may_read: bool) -> tuple[Tensor, Tensor]:
     if logits.dtype != torch.float32:
         values, indices = torch.sort(logits, dim=-1, descending=True, stable=True)
         return values[..., :k], indices[..., :k]
-    # topk takes any of equal ones, and among logits of 16 bits many are equal. So it chooses among integers that are
-    # all different: above, the bits of the number, which order as the numbers do when those of negative ones are
-    # turned round; below, the index, negated. (+ 0.0 makes zero of minus zero.)
+    # topk chooses any of equal values, and among 16-bit logits many are equal. So it chooses among integers that are
+    # all different: the high half has the bits of the number (those of negative numbers are inverted, so that they are
+    # ordered like the numbers), the low half has the negated index. (+ 0.0 turns minus zero into zero.)
     bits = (logits + 0.0).view(torch.int32)
     keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long().mul_(2**32)
     indices = keys.sub_(torch.arange(logits.shape[-1], device=logits.device)).topk(k).indices
@@ -79,12 +80,12 @@ def _best_by_reading(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     values, indices = logits.topk(min(k + 1, logits.shape[-1]))
     tied = (values[..., 1:] == values[..., :-1]).any(-1) & ~values[..., 0].isnan()
     values, indices = values[..., :k], indices[..., :k]
-    if bool(tied.any()):  # topk takes any of the equal ones
+    if bool(tied.any()):  # topk chooses any of the equal values
         rows, last = logits[tied], values[tied][:, -1:]
         above, equal = rows > last, rows == last
         room = k - above.sum(-1, keepdim=True)
         kept = above | (equal & (equal.cumsum(-1) <= room))
-        lowest = kept.nonzero()[:, 1].view(-1, k)  # upward, and a stable sort leaves equal ones so
+        lowest = kept.nonzero()[:, 1].view(-1, k)  # ascending, and a stable sort keeps the order of equal values
         order = rows.gather(-1, lowest).sort(dim=-1, descending=True, stable=True).indices
         indices = indices.masked_scatter(tied[..., None], lowest.gather(-1, order))
     return values, indices
@@ -100,20 +101,21 @@ def best_of_logits(logits: Tensor, k: int, *, log_probs: bool = True, may_read: 
 
     Args:
         logits, k, log_probs: see `linear_topk`.
-        may_read: whether values may be read on the host; None: on a CPU.
+        may_read: whether values may be read on the host; None: only on a CPU.
 
     Raises:
-        ValueError: a k that is no integer from 1 to vocab_size.
+        ValueError: k isn't an integer from 1 to vocab_size.
     """
     _check_k(k, logits.shape[-1])
     logits = logits.to(accumulation_dtype(logits.dtype))
     may_read = reading_is_free(logits) if may_read is None else may_read
     values, indices = _best(logits, k, may_read)
-    # +inf and, for topk, NaN count as largest; by its bits a NaN may come last, but it is its own maximum.
+    # +inf and, for topk, NaN count as largest. Ordered by its bits a NaN may come last, but a row's maximum is then
+    # NaN.
     largest = values[..., :1] if may_read else logits.amax(-1, keepdim=True)
     broken = ~(largest < torch.inf)
     if log_probs:
-        # Not minus the lse: a large one holds few digits of its fraction.
+        # Not logits - lse: a large lse has few digits after the point.
         values = logits.log_softmax(-1).gather(-1, indices)
     places = torch.arange(k, device=logits.device).expand_as(indices)
     return TopK(values.masked_fill(broken, torch.nan), torch.where(broken, places, indices))
@@ -122,7 +124,7 @@ def best_of_logits(logits: Tensor, k: int, *, log_probs: bool = True, may_read: 
 def linear_topk_reference(
     x: Tensor, weight: Tensor, k: int, log_probs: bool, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """(values, indices), both (rows, k)."""
+    """Returns (values, indices), both (rows, k)."""
     chunks = [
         best_of_logits(soft_capped(_wide_logits(chunk, weight), softcap), k, log_probs=log_probs)
         for chunk in x.split(CHUNK_ROWS)
@@ -147,33 +149,33 @@ _op = define_op(
 
 
 def linear_topk(x: Tensor, weight: Tensor, k: int, *, log_probs: bool = True, softcap: float = 0.0) -> TopK:
-    """The k best of x @ weight.T for each row, with their log-probabilities. For inference: it has no gradients.
+    """Returns the k best of x @ weight.T for each row, with their log-probabilities. It has no gradients.
 
-    A NaN or +inf among a row's logits makes all values of the row NaN (and its indices 0 ... k-1), whatever log_probs
-    says. -inf is a logit like others; where all are -inf, the log-probabilities are NaN.
+    If a row's logits contain NaN or +inf, all values of the row are NaN (and its indices 0 ... k-1), with and without
+    log_probs. -inf is an ordinary logit; if all logits are -inf, the log-probabilities are NaN.
 
-    On a CPU with the C++ extension the bits of a row depend neither on the other rows nor on the number of threads
-    (in bf16 on a CPU with AMX: as far as oneDNN's products don't).
+    On a CPU with the C++ extension, the bits of a row depend neither on the other rows nor on the number of threads
+    (in bf16 on a CPU with AMX, this holds as far as it does for oneDNN's products).
 
-    Under autocast an fp32 weight is cast at each call: PyTorch does not share the copies that its own ops keep. To
-    decode in 16 bits, a model that is in 16 bits is faster.
+    Under autocast an fp32 weight is cast in each call, because PyTorch doesn't share its cache of casts. To decode in
+    16 bits, a model in 16 bits is faster.
 
     Args:
         x: (..., dim), floating point.
         weight: (vocab_size, dim) as in nn.Linear, x's dtype.
-        k: how many, from 1 to vocab_size.
-        log_probs: give the logarithm of the softmax instead of the logits themselves, which are cheaper.
-        softcap: c of c * tanh(logit / c), which the logits become first; 0 = they stay as they are. Capped logits are
-            finite, and large ones may be equal.
+        k: the number of outputs, from 1 to vocab_size.
+        log_probs: return log-probabilities instead of the logits, which are cheaper.
+        softcap: c of c * tanh(logit / c), which is applied to the logits; 0 = no cap. Capped logits are finite, and
+            large ones may be equal.
 
     Returns:
-        values: (..., k), fp32 (fp64 for fp64), downward. Under autocast the products run in the autocast dtype and the
-            values stay fp32.
-        indices: (..., k) int64. Of equal values the lower index stands first, so that the best are the same whatever k.
+        values: (..., k), fp32 (fp64 for fp64), in descending order. Under autocast the products run in the autocast
+            dtype and the values stay fp32.
+        indices: (..., k) int64. Of equal values, the lower index comes first, so that the best are the same for every
+            k.
 
     Raises:
-        ValueError: shapes or dtypes that do not agree, a k that is no integer from 1 to vocab_size, a softcap
-            below 0.
+        ValueError: shapes or dtypes don't agree, k isn't an integer from 1 to vocab_size, or softcap is below 0.
     """
     refuse_derivatives("linear_topk", x, weight)
     x, weight = autocast("linear_topk", x, weight)
@@ -183,9 +185,9 @@ def linear_topk(x: Tensor, weight: Tensor, k: int, *, log_probs: bool = True, so
         raise ValueError(f"expected log_probs to be True or False, got {log_probs!r}")
     cap = resolve_softcap(softcap)
     if torch.is_grad_enabled():
-        # A call that asks for a gradient gets an error, and not zeros.
+        # A call that differentiates the result gets an error instead of zeros.
         x, weight = x.detach(), weight.detach()
-    # A decoding step takes well under a millisecond: views that change nothing would show.
+    # A decode step takes well under a millisecond: even views that change nothing would be noticeable.
     if x.dim() == 2:
         return TopK(*_op(x, weight, k, log_probs, cap))
     values, indices = _op(x.reshape(-1, x.shape[-1]), weight, k, log_probs, cap)

@@ -1,7 +1,7 @@
-"""Rotary position embedding: each pair of features is turned by an angle that grows with the position.
+"""Rotary position embedding: each pair of features is rotated by an angle that grows with the position.
 
-Su et al. 2021, "RoFormer", section 3.2.2. A pair is (i, i + rotary_dim / 2), or (2i, 2i + 1) when interleaved; what
-lies beyond rotary_dim passes through. A rotation's gradient is the rotation back.
+Su et al. 2021, "RoFormer", section 3.2.2. A pair is (i, i + rotary_dim / 2), or (2i, 2i + 1) if interleaved; features
+from rotary_dim on stay unchanged. The gradient of a rotation is the inverse rotation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fastformer.ops._library import define_op
 def rotary_reference(
     x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, inverse: bool
 ) -> Tensor:
-    """See `rotary`; inverse turns the other way."""
+    """Computes `rotary`, or the inverse rotation."""
     dtype = accumulation_dtype(x.dtype)
     if positions is None:
         cos, sin = cos[: x.shape[-3]], sin[: x.shape[-3]]
@@ -33,7 +33,7 @@ def rotary_reference(
         sin = -sin
     half = cos.shape[-1]
     even, odd = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(half), slice(half, 2 * half))
-    first, second = x[..., even], x[..., odd]  # the products with cos and sin are as wide as these
+    first, second = x[..., even], x[..., odd]  # so that the products with cos and sin have the same width
     turned = (first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype)
     pairs = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
     return pairs if 2 * half == x.shape[-1] else torch.cat((pairs, x[..., 2 * half :]), -1)
@@ -69,7 +69,7 @@ register_autograd("rotary_fwd", _backward, setup_context=_setup_context)
 def rotary(
     x: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | None = None, interleaved: bool = False
 ) -> Tensor:
-    """Turns queries or keys by their positions.
+    """Rotates queries or keys by their positions.
 
     Args:
         x: (..., seqlen, num_heads, head_dim), or (total, num_heads, head_dim) with positions; floating point.
@@ -78,11 +78,11 @@ def rotary(
         interleaved: pairs (2i, 2i + 1) as in RoFormer, instead of (i, i + rotary_dim / 2) as in GPT-NeoX and Llama.
 
     Returns:
-        As x; computed in fp32 (fp64 for fp64), and autocast changes nothing.
+        The shape and dtype of x; computed in fp32 (fp64 for fp64), and autocast has no effect.
 
     Raises:
-        ValueError: shapes that do not agree, a sequence longer than the tables.
-        IndexError: a position outside the tables (on a CPU; a GPU asserts on the device).
+        ValueError: the shapes don't agree, or a sequence is longer than the tables.
+        IndexError: a position is outside the tables (on a CPU; a GPU asserts on the device).
     """
     if not isinstance(x, Tensor) or x.dim() < 3 or not x.is_floating_point():
         raise ValueError(f"expected a floating-point x (..., seqlen, num_heads, head_dim), got {described(x)}")
@@ -96,7 +96,7 @@ def rotary(
 
 
 def check_tables(x: Tensor, cos: Tensor, sin: Tensor) -> int:
-    """The number of their positions; raises ValueError unless cos and sin are tables for heads of x's size."""
+    """Returns the number of positions of cos and sin; raises ValueError unless they fit heads of x's size."""
     if (
         not (isinstance(cos, Tensor) and isinstance(sin, Tensor))
         or not (cos.is_floating_point() and sin.is_floating_point())
@@ -121,18 +121,18 @@ def rotary_tables(
     speeds: Tensor | None = None,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * base^(-2i / rotary_dim), each (num_positions, rotary_dim // 2), computed in fp64.
+    """Computes cos and sin of position * base^(-2i / rotary_dim), each (num_positions, rotary_dim // 2), in fp64.
 
     Args:
-        num_positions: rows of the tables.
-        rotary_dim: how many features of a head are rotated.
+        num_positions: the number of rows of the tables.
+        rotary_dim: the number of features of a head that are rotated.
         base: see above.
-        device, dtype: of the tables.
-        speeds: (rotary_dim // 2,) radians per position instead of those that the base gives.
-        scale: both are multiplied by this, so that what is rotated gets longer as well.
+        device, dtype: the device and the dtype of the tables.
+        speeds: (rotary_dim // 2,) radians per position, which replace those of the base.
+        scale: a factor of both tables, which also scales the rotated features.
 
     Raises:
-        ValueError: an odd or non-positive rotary_dim, a negative num_positions, a base that is none, speeds of another
+        ValueError: rotary_dim is odd or below 1, num_positions is negative, the base is invalid, or speeds has another
             size.
     """
     whole = isinstance(rotary_dim, int) and isinstance(num_positions, int)
@@ -144,7 +144,7 @@ def rotary_tables(
         raise ValueError(f"expected base above 0, got {base!r}")
     if speeds is not None and speeds.shape != (rotary_dim // 2,):
         raise ValueError(f"expected {rotary_dim // 2} speeds, got {described(speeds)}")
-    if device is not None and torch.device(device).type == "meta":  # the formula would import a compiler there, for 1 s
+    if device is not None and torch.device(device).type == "meta":  # avoids importing a compiler, which takes 1 s
         empty = torch.empty(num_positions, rotary_dim // 2, dtype=dtype, device=device)
         return empty, torch.empty_like(empty)
     if speeds is None:

@@ -1,7 +1,7 @@
-"""Attention over packed sequences: rows of many lengths in one tensor, nothing padded, nothing computed for padding.
+"""Attention over packed sequences: sequences of many lengths in one tensor, without padding or computation for it.
 
-The same function as `attention`, sequence by sequence; queries and keys are packed apart, so it serves cross-attention
-too. Kernels live with the dense ones, under the stem `attention`.
+It computes `attention` sequence by sequence. Queries and keys are packed separately, so it also supports
+cross-attention. Its kernels are in the same files as those of `attention`.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class _Packing:
         self.position = (row - starts[self.sequence]).clamp(max=max_seqlen - 1)
 
     def pad(self, x: Tensor) -> Tensor:
-        """(total, ...) -> (batch, max_seqlen, ...); rows beyond a sequence are 0, whatever the next one holds."""
+        """Converts (total, ...) to (batch, max_seqlen, ...); rows after a sequence are 0, not the next one's."""
         return x[self.rows].masked_fill(self.padding.view(*self.padding.shape, *(1,) * (x.dim() - 1)), 0.0)
 
     def pack(self, padded: Tensor, fill: float = 0.0) -> Tensor:
-        """(batch, max_seqlen, ...) -> (total, ...); rows beyond the last sequence are `fill`."""
+        """Converts (batch, max_seqlen, ...) to (total, ...); rows after the last sequence are `fill`."""
         rows = padded[self.sequence, self.position]
         return rows.masked_fill(~self.real.view(-1, *(1,) * (rows.dim() - 1)), fill)
 
@@ -88,7 +88,7 @@ def _is_empty(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, max
 
 
 def varlen_attention_reference(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    """(out, lse); the arguments are the schema's."""
+    """Returns (out, lse); the arguments are the schema's."""
     return _padded(attend, q, k, v, *options)
 
 
@@ -103,7 +103,7 @@ def _padded(
     v: Tensor,
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) by a function of padded sequences."""
+    """Computes (out, lse) with a function for padded sequences."""
     if _is_empty(q, k, options[0], options[2], options[3]):
         lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=accumulation_dtype(q.dtype), device=q.device)
         return q.new_zeros(q.shape), lse
@@ -115,7 +115,7 @@ def _padded(
 def varlen_attention_backward_reference(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv)."""
+    """Returns (dq, dk, dv)."""
     return _padded_backward(attend_backward, dout, q, k, v, out, lse, *options)
 
 
@@ -135,7 +135,7 @@ def _padded_backward(
     lse: Tensor,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) by a function of padded sequences."""
+    """Computes (dq, dk, dv) with a function for padded sequences."""
     if _is_empty(q, k, options[0], options[2], options[3]):
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     queries, keys, scores = _prepare(q, k, *options)
@@ -278,27 +278,27 @@ def varlen_attention(
     return_lse: bool = False,
     softcap: float = 0.0,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention inside each of the sequences that lie one after the other in q and in k, v.
+    """Computes attention within each of the sequences that are concatenated in q, k and v.
 
     Sequence b has rows [cu_seqlens_q[b], cu_seqlens_q[b + 1]) of q and [cu_seqlens_k[b], cu_seqlens_k[b + 1]) of k; its
-    query i is aligned with its key i + seqlen_k - seqlen_q. Dropout drops what the padded batch would drop.
+    query i is aligned with its key i + seqlen_k - seqlen_q. Dropout drops the same weights as in a padded batch.
 
     Args:
         q: (total_q, num_heads, head_dim), floating point.
         k: (total_k, num_kv_heads, head_dim), q's dtype.
-        v: as k.
-        cu_seqlens_q: (batch + 1,) int32, rising from 0. Rows beyond the last entry give zeros.
+        v: the same shape and dtype as k.
+        cu_seqlens_q: (batch + 1,) int32, ascending from 0. Rows after the last entry give zeros.
         cu_seqlens_k: (batch + 1,) int32.
-        max_seqlen_q: the longest sequence of q, or more.
-        max_seqlen_k: the longest sequence of k, or more.
+        max_seqlen_q: the length of the longest sequence of q, or more.
+        max_seqlen_k: the length of the longest sequence of k, or more.
         is_causal, window_size, softmax_scale, dropout_p, dropout_seed, return_lse, softcap: as in `attention`.
 
     Returns:
         (total_q, num_heads, head_dim) in q's dtype; with return_lse also lse, (num_heads, total_q).
 
     Raises:
-        ValueError: shapes or dtypes that do not agree, dropout_p outside [0, 1], sequences that fall, begin elsewhere
-            than at 0, end behind the rows or are longer than the maximum (where cu_seqlens is on a CPU).
+        ValueError: shapes or dtypes don't agree, dropout_p is outside [0, 1], or cu_seqlens decreases, doesn't begin
+            with 0, exceeds the rows or has a sequence longer than the maximum (checked if cu_seqlens is on a CPU).
     """
     q, k, v = autocast("varlen_attention", q, k, v)
     check_heads(q, k, v, 3, "(total, num_heads, head_dim)")
