@@ -1,15 +1,13 @@
-"""The base of the stacks of layers: their plan, and the computation of a batch by the layers."""
+"""The base of the stacks of layers: their parts and their plan, and an encoder's evaluation in one call."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from itertools import starmap
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from fastformer.errors import InputError
 from fastformer.nn.attention import AttentionPlan, MultiheadAttention
@@ -17,7 +15,6 @@ from fastformer.nn.dropout import active_dropout
 from fastformer.nn.guards import Plans, Replacement, is_traced, is_watched, replacement
 from fastformer.nn.layers import (
     LayerPlan,
-    ResidualStream,
     TransformerDecoderLayer,
     TransformerEncoderLayer,
     find_layer_plan,
@@ -29,8 +26,6 @@ from fastformer.nn.packed_stack import PRECISIONS, StackSettings, run_packed, wh
 from fastformer.ops import _eager, _extension, _library
 from fastformer.ops.linear import runs_as_op
 
-# The type of the values between layers.
-State = Tensor | ResidualStream
 _MOST_ROUTES = 256
 _NORM_AND_FEED_FORWARD = ("add_layer_norm_fwd", "feed_forward_fwd")
 
@@ -293,7 +288,7 @@ def stack_plan(stack: Stack) -> StackPlan:
 
 
 class Stack(nn.Module):
-    """Layers in order, then an optional norm; additions are fused with the next norm if the layers allow it."""
+    """Layers in order, then an optional norm."""
 
     layers: Any  # an nn.ModuleList of layers: fastformer's, torch.nn's or the caller's
     norm: nn.Module | None
@@ -311,31 +306,6 @@ class Stack(nn.Module):
         self.norm = norm
         # Recomputes each layer in the backward pass instead of storing its activations.
         self.gradient_checkpointing = False
-
-    def _run(
-        self, plan: StackPlan, x: Tensor, call: Callable[[nn.Module, LayerPlan | None, int, State], State]
-    ) -> Tensor:
-        saving = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-        state: State = ResidualStream(None, x) if plan.streams else x
-        for i, layer in enumerate(self.layers):
-            own = plan.layers[i] if i < len(plan.layers) else None
-            if isinstance(state, ResidualStream) and not plan.streams:
-                state = state.value()
-            if saving:
-                state = checkpoint(call, layer, own, i, state, use_reentrant=False)
-            else:
-                state = call(layer, own, i, state)
-            if plan.why_padded is not None and not torch.compiler.is_compiling():
-                plan = stack_plan(self)  # a called module or hook may have changed the next layers
-        if not isinstance(state, ResidualStream):
-            return state if self.norm is None else self.norm(state)
-        if self.norm is None:
-            return state.value()
-        if state.delta is None or plan.norm is None:
-            return self.norm(state.value())
-        # In the stream's dtype, as in torch.nn under autocast.
-        delta = state.delta.to(torch.promote_types(state.delta.dtype, state.residual.dtype))
-        return plan.norm.join(delta, state.residual, state.dropout_p)[0]
 
     def _seqlen(self, x: Tensor, layout: SequenceLayout | None) -> int | None:
         """Returns the length that a mask must have; None for packed sequences, or if the dimension isn't known."""

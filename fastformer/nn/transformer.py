@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fastformer.cache.kv_cache import KVCache
 from fastformer.cache.layer_view import StepTables
@@ -13,12 +16,49 @@ from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.errors import InputError
 from fastformer.nn.feed_forward import Activation
 from fastformer.nn.guards import given, replacement
-from fastformer.nn.layers import LayerPlan, TransformerDecoderLayer, TransformerEncoderLayer
+from fastformer.nn.layers import LayerPlan, ResidualStream, TransformerDecoderLayer, TransformerEncoderLayer
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.masks import as_additive, is_causal_mask, square_subsequent_mask
 from fastformer.nn.norm import AddLayerNorm
 from fastformer.nn.padding import Padding, open_nested, read_padding
-from fastformer.nn.stack import Stack, StackPlan, State, as_rows, may_pack, stack_plan
+from fastformer.nn.stack import Stack, StackPlan, as_rows, may_pack, stack_plan
+
+# The type of the values between layers.
+State = Tensor | ResidualStream
+
+
+def _run(
+    stack: Stack, plan: StackPlan, x: Tensor, call: Callable[[nn.Module, LayerPlan | None, int, State], State]
+) -> Tensor:
+    """Computes a stack's layers and its norm; an addition is fused with the next norm if the layers allow it.
+
+    Args:
+        stack: the stack.
+        plan: its plan.
+        x: the input of the first layer.
+        call: (layer, its plan, its index, the state) -> the state behind the layer.
+    """
+    saving = stack.gradient_checkpointing and stack.training and torch.is_grad_enabled()
+    state: State = ResidualStream(None, x) if plan.streams else x
+    for i, layer in enumerate(stack.layers):
+        own = plan.layers[i] if i < len(plan.layers) else None
+        if isinstance(state, ResidualStream) and not plan.streams:
+            state = state.value()
+        if saving:
+            state = checkpoint(call, layer, own, i, state, use_reentrant=False)
+        else:
+            state = call(layer, own, i, state)
+        if plan.why_padded is not None and not torch.compiler.is_compiling():
+            plan = stack_plan(stack)  # a called module or hook may have changed the next layers
+    if not isinstance(state, ResidualStream):
+        return state if stack.norm is None else stack.norm(state)
+    if stack.norm is None:
+        return state.value()
+    if state.delta is None or plan.norm is None:
+        return stack.norm(state.value())
+    # In the stream's dtype, as in torch.nn under autocast.
+    delta = state.delta.to(torch.promote_types(state.delta.dtype, state.residual.dtype))
+    return plan.norm.join(delta, state.residual, state.dropout_p)[0]
 
 
 class TransformerEncoder(Stack):
@@ -166,12 +206,12 @@ class TransformerEncoder(Stack):
             return layer(state, **masks, is_causal=is_causal, **options)
 
         if rows is not None:
-            return self._run(plan, rows, call).view(src.shape)
+            return _run(self, plan, rows, call).view(src.shape)
         if cache is None or step is None:
-            return self._run(plan, src, call)
+            return _run(self, plan, src, call)
         # A cache records no graph, so gradients would be wrong: none are computed.
         with torch.no_grad():
-            out = self._run(plan, src, call)
+            out = _run(self, plan, src, call)
         cache.commit(step)
         return out
 
@@ -347,7 +387,7 @@ class TransformerDecoder(Stack):
                 **options,
             )
 
-        return self._run(plan, tgt, call)
+        return _run(self, plan, tgt, call)
 
     @torch.no_grad()
     def store_memory(
