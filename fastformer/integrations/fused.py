@@ -13,7 +13,7 @@ from fastformer.integrations.known import is_known
 from fastformer.nn.dropout import active_dropout, dropout_seed
 from fastformer.nn.guards import is_plain, is_plain_dropout, is_watched, is_written_as_known
 from fastformer.nn.linear import LINEARS, project
-from fastformer.nn.norm_plan import find_norm_plan
+from fastformer.nn.norm import find_norm_plan
 from fastformer.ops import add_layer_norm
 from fastformer.ops import feed_forward as feed_forward_op
 

@@ -24,7 +24,7 @@ from fastformer.nn.masks import (
     merge_masks,
     right_padding_lengths,
 )
-from fastformer.nn.norm_plan import NormPlan, find_norm_plan
+from fastformer.nn.norm import NormPlan, find_norm_plan
 from fastformer.nn.padding import Jagged, open_nested
 from fastformer.nn.projections import Projections
 from fastformer.ops.attention import attention, resolve_window

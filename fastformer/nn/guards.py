@@ -25,12 +25,11 @@ from torch import Tensor, nn, overrides
 from torch.utils._device import DeviceContext
 
 import fastformer
-from fastformer.nn.norm import AddLayerNorm
 from fastformer.ops import _extension
 
 LINEARS = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
 _KINDS: tuple[type[nn.Module], ...] = (
-    *(*LINEARS, nn.Dropout, nn.Identity, nn.LayerNorm, nn.RMSNorm, AddLayerNorm, nn.ReLU, nn.GELU, nn.SiLU),
+    *(*LINEARS, nn.Dropout, nn.Identity, nn.LayerNorm, nn.RMSNorm, nn.ReLU, nn.GELU, nn.SiLU),
     *(nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
     *(nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer),
 )
@@ -232,17 +231,6 @@ def plain_parameters(module: object, *kinds: type[nn.Module]) -> dict[str, Any] 
 def given(**options: Any) -> dict[str, Any]:
     """Returns the options that aren't None: modules with torch.nn's signature get only options that the caller set."""
     return {name: value for name, value in options.items() if value is not None}
-
-
-def is_untouched_norm(norm: object) -> bool:
-    """Returns whether a norm is a plain norm of the last dimension, for callers that have checked `is_watched`."""
-    return (
-        is_untouched(norm, AddLayerNorm, nn.LayerNorm, nn.RMSNorm)
-        and isinstance(norm, nn.LayerNorm | nn.RMSNorm)
-        and len(norm.normalized_shape) == 1
-        and norm.eps is not None
-        and not (isinstance(norm, AddLayerNorm) and norm.dropout and norm.training)
-    )
 
 
 def is_traced() -> bool:

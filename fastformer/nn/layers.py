@@ -35,8 +35,7 @@ from fastformer.nn.guards import (
 )
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.masks import as_additive
-from fastformer.nn.norm import AddLayerNorm
-from fastformer.nn.norm_plan import NormPlan, find_norm_plan
+from fastformer.nn.norm import AddLayerNorm, NormPlan, find_norm_plan
 from fastformer.nn.padding import open_nested
 from fastformer.ops._autograd import unviewed
 

@@ -1,8 +1,8 @@
-"""Dropout, residual addition and normalisation in one module."""
+"""A norm that can be fused with the dropout and the addition before it, and the plan of a norm for fused code."""
 
 from __future__ import annotations
 
-from typing import overload
+from typing import Any, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fastformer.nn.dropout import check_dropout, dropout_seed
 from fastformer.nn.errors import InputError
+from fastformer.nn.guards import FORWARDS, is_untouched
 from fastformer.ops.add_layer_norm import add_layer_norm
 
 
@@ -96,3 +97,53 @@ class AddLayerNorm(nn.LayerNorm):
     def extra_repr(self) -> str:
         """Returns the options that print shows for the module."""
         return f"{super().extra_repr()}, dropout={self.dropout}, rms_norm={self.rms_norm}"
+
+
+FORWARDS[AddLayerNorm] = AddLayerNorm.forward
+
+
+class NormPlan(NamedTuple):
+    """The places of an untouched norm's parameters, and its settings for `ops.add_layer_norm`."""
+
+    module: nn.Module
+    parameters: dict[str, Any]
+    eps: float
+    rms_norm: bool
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Computes norm(x) in the same way as `AddLayerNorm`."""
+        weight, bias = self.parameters["weight"], self.parameters.get("bias")
+        return add_layer_norm(x, None, weight, bias, eps=self.eps, rms_norm=self.rms_norm)[0]
+
+    def join(self, x: Tensor, residual: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
+        """Computes (norm(dropout(x) + residual), the sum)."""
+        return add_layer_norm(
+            x,
+            residual,
+            self.parameters["weight"],
+            self.parameters.get("bias"),
+            eps=self.eps,
+            rms_norm=self.rms_norm,
+            dropout_p=dropout_p,
+            dropout_seed=dropout_seed(dropout_p, x.device),
+        )
+
+
+def find_norm_plan(norm: object) -> NormPlan | None:
+    """Finds the plan of a plain norm of the last dimension; None for any other module.
+
+    It doesn't check `is_watched`.
+    """
+    if not is_untouched(norm, AddLayerNorm, nn.LayerNorm, nn.RMSNorm):
+        return None
+    assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
+    if len(norm.normalized_shape) != 1 or norm.eps is None:
+        return None
+    if isinstance(norm, AddLayerNorm) and norm.dropout and norm.training:
+        return None
+    # Some modules, such as the replicas of DataParallel, store their parameters elsewhere.
+    expected = ("weight",) if type(norm) is nn.RMSNorm else ("weight", "bias")
+    if any(name not in norm._parameters for name in expected):
+        return None
+    rms_norm = norm.rms_norm if isinstance(norm, AddLayerNorm) else isinstance(norm, nn.RMSNorm)
+    return NormPlan(norm, norm._parameters, norm.eps, rms_norm)

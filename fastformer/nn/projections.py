@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from fastformer.nn.errors import InputError
 from fastformer.nn.linear import linear
-from fastformer.nn.norm import AddLayerNorm
-from fastformer.nn.norm_plan import NormPlan
+from fastformer.nn.norm import AddLayerNorm, NormPlan
 
 QK_NORMS = ("head", "all")
 

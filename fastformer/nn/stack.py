@@ -21,7 +21,7 @@ from fastformer.nn.layers import (
 )
 from fastformer.nn.layout import SequenceLayout
 from fastformer.nn.masks import merge_masks
-from fastformer.nn.norm_plan import NormPlan, find_norm_plan
+from fastformer.nn.norm import NormPlan, find_norm_plan
 from fastformer.nn.packed_stack import PRECISIONS, StackSettings, run_packed, why_no_engine
 from fastformer.ops import _eager, _extension, _library
 from fastformer.ops.linear import runs_as_op
