@@ -8,14 +8,13 @@ from torch import Tensor
 from transformers.models.bert import modeling_bert as bert
 
 from fastformer.integrations.engine_encode import EncoderOwner
-from fastformer.integrations.fused import add_and_norm, fused_feed_forward, heads, plain_dropout
+from fastformer.integrations.fused import add_and_norm, fused_feed_forward, plain_dropout
 from fastformer.integrations.heads import EncoderHead, KeepsPadding, TokenLabels, replacements
 from fastformer.integrations.known import attends_as_known, is_known, nothing_else, register
 from fastformer.integrations.packing import attend, key_padding_of, packing
 from fastformer.integrations.padding import Owner, PackingStack
 from fastformer.integrations.positionwise import register_parts
 from fastformer.nn.guards import is_written_as_known
-from fastformer.nn.linear import project
 
 register(bert)
 register_parts(bert.BertPooler, bert.BertOnlyNSPHead, bert.BertOnlyMLMHead, bert.BertPreTrainingHeads)
@@ -35,7 +34,8 @@ class BertSelfAttention(_Attention):
         if not self._is_simple(args, kwargs):
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
         q, k, v = (
-            heads(linear, hidden_states, self.attention_head_size) for linear in (self.query, self.key, self.value)
+            linear(hidden_states).unflatten(-1, (-1, self.attention_head_size))
+            for linear in (self.query, self.key, self.value)
         )
         is_causal = attention_mask is None and bool(getattr(self, "is_causal", self.is_decoder))
         dropout_p = self.dropout.p if self.training else 0.0
@@ -67,7 +67,7 @@ class BertSelfOutput(bert.BertSelfOutput):
     def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
         if not is_written_as_known(BertSelfOutput):
             return super().forward(hidden_states, input_tensor)
-        return _output(self, project(self.dense, hidden_states), input_tensor)
+        return _output(self, self.dense(hidden_states), input_tensor)
 
 
 class BertOutput(bert.BertOutput):
@@ -76,7 +76,7 @@ class BertOutput(bert.BertOutput):
     def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
         if not is_written_as_known(BertOutput):
             return super().forward(hidden_states, input_tensor)
-        return _output(self, project(self.dense, hidden_states), input_tensor)
+        return _output(self, self.dense(hidden_states), input_tensor)
 
 
 class BertLayer(bert.BertLayer):

@@ -12,7 +12,7 @@ from transformers import activations
 from fastformer.integrations.known import is_known
 from fastformer.nn.dropout import active_dropout, dropout_seed
 from fastformer.nn.guards import is_plain, is_plain_dropout, is_watched, is_written_as_known
-from fastformer.nn.linear import LINEARS, project
+from fastformer.nn.linear import LINEARS
 from fastformer.nn.norm import find_norm_plan
 from fastformer.ops import add_layer_norm
 from fastformer.ops import feed_forward as feed_forward_op
@@ -66,11 +66,6 @@ def fused_feed_forward(
         x, linear1.weight, linear1.bias, linear2.weight, linear2.bias, activation=name, dropout_p=dropout_p,
         dropout_seed=dropout_seed(dropout_p, x.device),
     )  # fmt: skip
-
-
-def heads(linear: nn.Module, x: Tensor, head_dim: int) -> Tensor:
-    """Computes linear(x) as (batch, seqlen, num_heads, head_dim)."""
-    return project(linear, x).unflatten(-1, (-1, head_dim))
 
 
 class RMSNorm(nn.Module):

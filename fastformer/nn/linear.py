@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fastformer.nn import guards
-from fastformer.nn.guards import is_plain, is_written_as_known
+from fastformer.nn.guards import is_written_as_known
 from fastformer.ops.linear import unchecked_linear
 
 # `F.linear(x, weight, bias)`, with its errors.
@@ -23,11 +23,3 @@ class Linear(nn.Linear):
 
 
 LINEARS = (*guards.LINEARS, Linear)
-
-
-def project(module: nn.Module, x: Tensor) -> Tensor:
-    """Computes `module(x)`, by `linear` if the module does nothing else."""
-    if is_plain(module, *LINEARS):
-        assert isinstance(module, nn.Linear)
-        return linear(x, module.weight, module.bias)
-    return module(x)
