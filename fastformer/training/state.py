@@ -5,6 +5,7 @@ The state is the same with and without CUDA graphs, so a run may switch between 
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from dataclasses import asdict
@@ -63,7 +64,8 @@ def split(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Splits a state into the tensors of which each process holds a part, and the rest.
 
     Returns:
-        The tensors by name, and the state without them; its "parts" say where each belongs.
+        The tensors by name, and a copy of the state without them; its "parts" say where each belongs. It is a copy
+        because it is written when all parts are on the disk: by then later updates have changed the optimizer's counts.
     """
     tensors: dict[str, Tensor] = {}
     places: dict[str, list[int | str]] = {}
@@ -78,7 +80,7 @@ def split(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors[name], places[name] = value, [*place]
         return _ELSEWHERE
 
-    return tensors, {**rest(state), "parts": places}
+    return tensors, {**copy.deepcopy(rest(state)), "parts": places}
 
 
 def restore(trainer: Trainer, state: dict[str, Any], origin: object) -> None:

@@ -7,7 +7,7 @@ OPTIONS is JSON: "updates": a folder for a file of each process, with a line for
 process says no more; "data": [rank, file]: this process reads another file; "pace": seconds that each update waits;
 "small": [rank, step, bytes]: from that update on no file of this process may get larger; "deaf": [rank, step]: this
 process loses its network; "dtype": another than float64; "by_layer": there is no room for whole weights, which FSDP
-gathers a layer at a time.
+gathers a layer at a time; "late": seconds that parts of a checkpoint take longer to be on the disk.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ def install(options: dict) -> None:
     Trainer.update = update
     if options.get("by_layer"):
         world._ROOM = 0.0
+    if "late" in options:
+        FileSystemWriter.write_data = late_parts(FileSystemWriter.write_data, options["late"])
     if "full" in options:
         save = save_checkpoint
 
@@ -91,6 +93,14 @@ def hang_up() -> None:
         with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 socket.socket(fileno=os.dup(descriptor)).shutdown(socket.SHUT_RDWR)
+
+
+def late_parts(write, seconds: float):
+    def write_data(self, plan, planner):
+        time.sleep(seconds)
+        return write(self, plan, planner)
+
+    return write_data
 
 
 def full_parts(write, step: int):

@@ -1,11 +1,12 @@
-"""Every change of the examples is noticed, and named."""
+"""Every change of the examples is noticed, and named; a state keeps the values that it had."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 from fastformer.data import Example, Examples
-from fastformer.training.state import check_same, fingerprint
+from fastformer.training.state import check_same, fingerprint, split
 
 EXAMPLES = [Example([5, 6, 1], [7, 1]), Example([8, 1], [9, 9, 1]), Example([], [3, 4])]
 
@@ -34,3 +35,20 @@ def test_the_same_examples_are_the_same() -> None:
 def test_other_content_of_the_same_size_is_called_so() -> None:
     with pytest.raises(ValueError, match=r"\bcontent\b"):
         check_same(fingerprint(Examples(EXAMPLES)), fingerprint(Examples(EXAMPLES[::-1])), "run")
+
+
+def test_what_is_written_later_is_of_its_own_update() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def update() -> None:
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+
+    update()
+    losses = [[1, 2.0]]
+    rest = split({"optimizer": optimizer.state_dict(), "losses": losses})[1]
+    update()
+    losses[0][1] = 3.0
+    assert {int(kept["step"]) for kept in rest["optimizer"]["state"].values()} == {1}
+    assert rest["losses"] == [[1, 2.0]]

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from fastformer.checkpoints.training_state import checkpoints, step_of
+from fastformer.checkpoints.training_state import checkpoints, load_checkpoint, step_of
+from fastformer.training.world import read_parts
 from tests.training import worlds
 from tests.training.tiny import lines
 
@@ -163,6 +164,19 @@ def test_a_process_without_network_is_named_by_all(tmp_path, rank) -> None:
     assert "this is a bug" not in said, said
     assert step_of(checkpoints(tmp_path / "run")[-1]) == 2
     assert time.monotonic() - began < 60 * SLOWNESS
+
+
+def test_parts_that_reach_the_disk_late_are_of_their_own_update(whole, tmp_path) -> None:
+    """A checkpoint that is complete some updates later holds nothing of these: training goes on from it exactly."""
+    run = tmp_path / "run"
+    worlds.train(2, run, sharding="fsdp", options={"late": 1.5, "pace": 0.1}, save_every=7, keep_last=9, **CONSTANT)
+    for path in checkpoints(run):
+        steps = {int(kept["step"]) for kept in load_checkpoint(path, read_parts)["optimizer"]["state"].values()}
+        assert steps == {step_of(path)}
+        if step_of(path) > 7:
+            shutil.rmtree(path)
+    worlds.train(0, run, resume="true", **CONSTANT)
+    assert worlds.difference(whole, run) <= TOLERANCE
 
 
 def test_a_damaged_part_is_named_and_the_checkpoint_before_it_is_taken(tmp_path) -> None:
