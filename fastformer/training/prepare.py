@@ -72,6 +72,11 @@ class _Origin:
             found += [str(file) for file in sorted(Path(path).iterdir())] if os.path.isdir(path) else [path]
         return found
 
+    def size(self) -> int | None:
+        """Returns the bytes of the files together; None: one of them is a pipe."""
+        files = self.files()
+        return sum(map(os.path.getsize, files)) if all(map(os.path.isfile, files)) else None
+
 
 def prepare(
     config: TrainConfig,
@@ -105,8 +110,7 @@ def prepare(
     if (folder / INDEX).is_file():
         found = Manifest.load(folder)
         shutil.rmtree(work, ignore_errors=True)
-        if (found.settings, [s.name for s in found.sources]) != (settings, [o.name for o in origins]):
-            raise ValueError(f"{folder} holds shards that were prepared with other settings: give another folder")
+        _check_complete(found, folder, settings, origins)
         logger.info("nothing is left to do: %s is complete", folder)
         return found
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not work.is_dir())):
@@ -139,6 +143,7 @@ class _Preparation:
     ) -> None:
         self.config, self.origins, self.folder, self.settings = config, origins, folder, settings
         self.work, self.pool = folder / WORK, pool
+        self.sizes = [origin.size() for origin in origins]
         self.has_validation = bool(config.val_text or config.val_tsv or config.val_source)
         self.recipe = Recipe(
             "text" if kind == "text" else "pairs",
@@ -278,7 +283,8 @@ class _Preparation:
                 sum(shard.by_source[number] for shard in shards),
                 held_out[number],
                 dict(sorted(reasons[number].items())),
-            )  # fmt: skip
+                self.sizes[number],
+            )
             for number, origin in enumerate(self.origins)
         ]
 
@@ -336,8 +342,28 @@ def _settings(config: TrainConfig, kind: str, shards: int, bpe_characters: int) 
     return {"shards": shards, "bpe_characters": bpe_characters, **values}
 
 
+def _check_complete(found: Manifest, folder: Path, settings: dict[str, Any], origins: Sequence[_Origin]) -> None:
+    """Checks that a complete folder is what the call would make, as far as sizes tell.
+
+    Raises:
+        ValueError: settings, weights or files differ.
+    """
+    before = [(source.name, source.weight) for source in found.sources]
+    if (found.settings, before) != (settings, [(origin.name, origin.weight) for origin in origins]):
+        raise ValueError(f"{folder} holds shards that were prepared with other settings: give another folder")
+    for source, origin in zip(found.sources, origins, strict=True):
+        size = origin.size()
+        if size is None:
+            logger.warning("%s is complete, so %s was not read", folder, origin.name)
+        elif source.size not in (None, size):
+            raise ValueError(
+                f"{folder} holds shards of {source.size:,} bytes of {origin.name}, which has {size:,} now: give "
+                "another folder"
+            )
+
+
 def _check_same(work: Path, settings: dict[str, Any], origins: Sequence[_Origin]) -> None:
-    """Checks that settings and files are those of the interrupted call; with a pipe, removes all blocks to begin anew.
+    """Checks that settings and files are those of the interrupted call; with a pipe, removes its files to begin anew.
 
     Raises:
         ValueError: settings or files differ.
@@ -364,7 +390,7 @@ def _check_same(work: Path, settings: dict[str, Any], origins: Sequence[_Origin]
         if before["files"] != files:
             raise ValueError(f"{work.parent} was begun with files that have changed since: give another folder")
     if None in files.values():  # a pipe begins anew
-        for path in work.glob("block-*.arrow"):
+        for path in [*work.glob("block-*.arrow"), *work.parent.glob("shard-*.arrow")]:
             path.unlink()
     write_atomically(state, json.dumps(now).encode())
 

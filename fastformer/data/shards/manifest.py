@@ -96,6 +96,7 @@ class Source:
         examples: that are in the shards.
         held_out: that are kept for validation.
         left_out: the others, by reason.
+        size: the bytes of its files when the preparation began; None: it was a pipe, or the index doesn't say.
     """
 
     name: str
@@ -104,6 +105,7 @@ class Source:
     examples: int
     held_out: int
     left_out: dict[str, int]
+    size: int | None = None
 
 
 @dataclass(frozen=True)

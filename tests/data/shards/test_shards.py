@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -314,6 +315,44 @@ def test_text_that_changed_meanwhile_is_refused(tmp_path, monkeypatch) -> None:
     tsv(tmp_path / "a.tsv", pairs_of("y", 201))
     with pytest.raises(ValueError, match="changed"):
         made(config_of(file), tmp_path / "out")
+
+
+def test_a_complete_folder_of_other_text_is_refused(tmp_path) -> None:
+    files = [tsv(tmp_path / f"{name}.tsv", pairs_of(name, 100)) for name in "xy"]
+    whole = made(config_of(*files, data_weights="1,2"), tmp_path / "out")
+    assert made(config_of(*files, data_weights="1,2"), tmp_path / "out") == whole  # nothing is left to do
+    with pytest.raises(ValueError, match="other settings"):
+        made(config_of(*files, data_weights="2,1"), tmp_path / "out")
+    before = hashes(tmp_path / "out")
+    tsv(tmp_path / "y.tsv", pairs_of("y", 101))
+    with pytest.raises(ValueError, match=r"y\.tsv"):
+        made(config_of(*files, data_weights="1,2"), tmp_path / "out")
+    assert hashes(tmp_path / "out") == before
+
+
+def test_a_pipe_begins_anew(tmp_path, monkeypatch, caplog) -> None:
+    os.mkfifo(tmp_path / "pipe")
+
+    def feed(name: str) -> Manifest:
+        text = "".join(f"{source}\t{target}\n" for source, target in pairs_of(name, 200))
+        writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=(text,))
+        writer.start()
+        try:
+            return made(config_of(str(tmp_path / "pipe")), tmp_path / "out")
+        finally:
+            writer.join()
+
+    def end(*given):
+        raise Ended
+
+    with monkeypatch.context() as patch, pytest.raises(Ended):
+        patch.setattr(Manifest, "save", end)  # all shards are there
+        feed("x")
+    feed("y")
+    assert all(source.startswith("y ") for source, _ in texts_of(ShardedExamples(tmp_path / "out")))
+    caplog.clear()
+    made(config_of(str(tmp_path / "pipe")), tmp_path / "out")
+    assert "not read" in caplog.text
 
 
 def test_a_folder_with_something_else_in_it(tmp_path) -> None:
