@@ -399,8 +399,8 @@ def _merge_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     stats_ptr += row * num_splits * 2
-    splits = tl.arange(0, SPLITS)
-    peaks = tl.load(stats_ptr + splits * 2, mask=splits < num_splits, other=float("-inf"))
+    all_splits = tl.arange(0, SPLITS)
+    peaks = tl.load(stats_ptr + all_splits * 2, mask=all_splits < num_splits, other=float("-inf"))
     base = tl.max(peaks, 0)
     base = tl.where(base == float("-inf"), 0.0, base)
     dims = tl.arange(0, BLOCK_D)

@@ -55,6 +55,7 @@ def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     bf16 = torch.bfloat16
     yield "bf16 d64 step table splits", decode_call(bf16, 64, seqlen_new=1)
     yield "bf16 d64 beams table n128", decode_call(bf16, 64, batch=256, beams=4, max_seqlen=128)
+    yield "bf16 d128 step of one long row", decode_call(bf16, 128, batch=1, heads=32, seqlen_new=1, max_seqlen=4096)
     for head_dim in (64, 256):
         step = decode_call(bf16, head_dim, heads=32, seqlen_new=1, rotary="half")
         yield f"bf16 d{head_dim} step table gqa rotary half", step
