@@ -29,7 +29,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tarfile
@@ -38,10 +37,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.gpu.assembler import newer_assembler
 from benchmarks.gpu.steps import Step, steps
+from benchmarks.gpu.warm import has_device, import_ahead, spawn
 from benchmarks.measure import record
 
 
@@ -73,21 +71,13 @@ def run_step(step: Step, out: Path, limit: float, environment: Mapping[str, str]
     for number, (command, variables) in enumerate(step.commands):
         part = logs / f"{log_name(step)}.{number}.part"
         tuning = {"FASTFORMER_TUNING_FILE": str(out.absolute() / "tuning.json")}
-        with part.open("w") as file:
-            process = subprocess.Popen(
-                command, cwd=record.ROOT, env={**os.environ, **tuning, **environment, **variables}, stdout=file,
-                stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
-        running.append((process, part))
+        running.append((spawn(command, {**tuning, **environment, **variables}, part), part))
     result: dict[str, Any] = {"ok": True, "failed": [], "tails": {}}
     texts = []
     for number, (process, part) in enumerate(running):
-        try:
-            status = process.wait(max(0.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # also kills the processes that it has started
-            process.wait()
-            status = None
+        status = process.wait(max(0.0, end - time.monotonic()))
+        if status is None:
+            process.kill()
         text = part.read_text(errors="replace")
         texts.append(text if len(running) == 1 else f"===== command {number}\n{text}")
         result["failed"] += dict.fromkeys(_FAILED.findall(text))
@@ -139,7 +129,7 @@ def _done(resume: Path) -> dict[str, bool]:
 # Detached runs.
 
 
-def start(out: Path, resume: Path | None) -> int:
+def start(out: Path, resume: Path | None, with_newer_assembler: bool = False) -> int:
     """Begins a run that outlives this process, and returns its exit status."""
     if (pid := _pid_of_run(out)) is not None:
         print(f"expected no run in {out}, process {pid} is one", file=sys.stderr)
@@ -148,6 +138,7 @@ def start(out: Path, resume: Path | None) -> int:
     if resume is not None and resume.absolute() != lines_of(out).absolute():
         shutil.copyfile(resume, lines_of(out))
     command = [sys.executable, "-m", "benchmarks.gpu_run_plan", "run", "--out", str(out.absolute())]
+    command += ["--newer_assembler"] if with_newer_assembler else []
     with (out / "run.log").open("a") as log:
         process = subprocess.Popen(
             command, cwd=record.ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
@@ -217,14 +208,21 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_run_plan", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("start", "status", "run", "rehearse", "list"):
+    for name in ("start", "status", "run", "rehearse", "compile", "list"):
         command = commands.add_parser(name)
         if name != "list":
             command.add_argument("--out", type=Path, required=True, help="folder of the results and logs")
+        if name in ("start", "run"):
+            command.add_argument(
+                "--newer_assembler", action="store_true", help="compile with the machine's ptxas where it is newer"
+            )
         if name == "start":
             command.add_argument("--resume", type=Path, help="lines of a run on another machine to go on from")
-        if name == "rehearse":
+        if name in ("rehearse", "compile"):
             command.add_argument("--only", default="", help="a pattern to find in the names of steps")
+        if name == "compile":
+            command.add_argument("--arch", type=int, default=90, help="architecture (default: %(default)s)")
+            command.add_argument("--jobs", type=int, default=2, help="processes side by side (default: %(default)s)")
         if name == "status":
             command.add_argument("--wait", type=float, default=0.0, help="seconds to wait before, while it runs")
             command.add_argument("--copy", type=Path, help="folder to copy the results to, as one archive")
@@ -239,12 +237,17 @@ def main(arguments: list[str] | None = None) -> int:
         from benchmarks.gpu.rehearsal import rehearse
 
         return rehearse(options.out, todo, options.only)
-    if not torch.cuda.is_available():
+    if options.command == "compile":
+        from benchmarks.gpu.ahead import compile_ahead
+
+        return compile_ahead(options.out, todo, options.only, options.arch, options.jobs)
+    if not has_device():
         parser.error("expected a CUDA device: on a CPU run `python -m benchmarks.compile_report`")
     if options.command == "start":
-        return start(options.out, options.resume)
+        return start(options.out, options.resume, options.newer_assembler)
     options.out.mkdir(parents=True, exist_ok=True)
-    assembler = newer_assembler()
+    import_ahead()
+    assembler = newer_assembler() if options.newer_assembler else None
     print(f"assembler: {assembler or 'that of Triton'}", flush=True)
     environment = {} if assembler is None else {"TRITON_PTXAS_PATH": assembler}
     run = functools.partial(run_step, environment=environment)

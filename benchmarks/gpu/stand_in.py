@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -39,6 +39,18 @@ _OF_VALUES = re.compile(r"on the device too|infinite logits|the loss became")
 _ATEN = torch.library.Library("aten", "IMPL")
 
 binaries: set[tuple[str, str]] = set()  # (kernel, what its binary depends on)
+
+
+class Recorded(NamedTuple):
+    """A launch: what `kernels._binaries.compile_kernel` takes, and how many arguments are no constexprs."""
+
+    kernel: Any
+    signature: Any
+    options: dict[str, object]
+    num_args: int
+
+
+launches: dict[str, Recorded] = {}  # by `kernels._signature.key_of`
 
 
 def _on_cpu(value: Any) -> Any:
@@ -174,12 +186,14 @@ def _nothing(*_: Any, **__: Any) -> Iterator[None]:
 
 def _bound(kernel: Any, args: tuple[object, ...], options: dict[str, object]) -> None:
     """Takes the place of a launch: its arguments are bound as a launch would bind them."""
-    from fastformer.kernels._signature import signature_of
+    from fastformer.kernels._signature import key_of, signature_of
 
     names = [parameter.name for parameter in kernel.params]
     arguments = dict(zip(names, args, strict=False)) | {name: options[name] for name in names if name in options}
     given = {name: value for name, value in options.items() if name not in names}
-    binaries.add((kernel.fn.__name__, repr((signature_of(kernel, arguments), given))))
+    signature = signature_of(kernel, arguments)
+    binaries.add((kernel.fn.__name__, repr((signature, given))))
+    launches.setdefault(key_of(kernel, signature, given), Recorded(kernel, signature, given, len(args)))
 
 
 def stand_in() -> None:

@@ -1,0 +1,175 @@
+"""Compiles what the plan for a GPU launches before there is a GPU, so that a lease goes to running, not to compiling.
+
+    python -m benchmarks.gpu_run_plan compile --out FOLDER [--only PATTERN] [--arch 90] [--jobs 2]
+
+Each step runs on the stand-in (`stand_in.py`), which records its launches; timed cases run at their own shapes. What
+FOLDER/sm_90.kernels lacks is compiled and added. With FASTFORMER_KERNELS=FOLDER, launches take their binaries from it;
+a launch that it lacks is compiled as ever. The file is right for the Triton that made it and for these sources alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import stand_in
+from benchmarks.gpu.steps import Step
+from benchmarks.measure import record
+
+
+def compile_ahead(out: Path, todo: Sequence[Step], only: str, arch: int, jobs: int) -> int:
+    """Compiles for each step whose name has the pattern. Returns 1 if one could not be run."""
+    import torch
+
+    out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)  # a fork takes no threads along
+    chosen = [step for step in todo if re.search(only, step.key)]
+
+    running: dict[int, tuple[Step, float]] = {}
+    are_ok = True
+    while chosen or running:
+        while chosen and len(running) < jobs:
+            step = chosen.pop(0)
+            if step.commands[0][0][2] != "pip":
+                running[_fork(step, out, arch)] = step, time.monotonic()
+        pid, status = os.wait()
+        step, began = running.pop(pid)
+        are_ok = are_ok and status == 0
+        print(f"{time.monotonic() - began:6.1f} s  {step.key}: {'ok' if status == 0 else 'FAILED'}", flush=True)
+    return 0 if are_ok else 1
+
+
+def _fork(step: Step, out: Path, arch: int) -> int:
+    """Returns the process that works for a step."""
+    command, variables = step.commands[0]
+    module, *rest = command[command.index("-m") + 1 :]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 70
+    try:
+        with (out / f"{step.key.replace(' ', '_')}.log").open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        os.environ.update({**variables, "FASTFORMER_TEST_SHARD": "0/1", "FASTFORMER_REHEARSE": "all"})
+        os.chdir(record.ROOT)
+        stand_in._ALL = True
+        _without_products()
+        with contextlib.suppress(SystemExit):
+            if module == "pytest":
+                stand_in.run(module, rest)
+            else:
+                stand_in.stand_in()
+                _run_ours(rest)
+        _compile(out, arch)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _without_products() -> None:
+    """Lets PyTorch's products of matrices give zeros, since they take a CPU most of the time."""
+    import torch
+    from torch import Tensor
+
+    def replaced(product: Any) -> Any:
+        @functools.wraps(product)
+        def wrapper(*args: Any, **options: Any) -> Any:
+            factors = [x for x in args if isinstance(x, Tensor)]
+            if torch.is_grad_enabled() and any(x.requires_grad for x in factors):
+                return product(*args, **options)
+            with torch.no_grad():
+                made = [x.to("meta") if isinstance(x, Tensor) else x for x in args]
+                out = options.get("out")
+                if out is not None:
+                    return out
+                shape = product(*made, **options).shape
+                return torch.zeros(shape, dtype=options.get("out_dtype") or factors[-1].dtype)
+
+        return wrapper
+
+    owners: list[tuple[Any, str]] = [
+        *((torch, name) for name in ("mm", "addmm", "bmm", "matmul", "baddbmm")),
+        *((Tensor, name) for name in ("mm", "addmm", "bmm", "matmul", "__matmul__", "addmm_")),
+        (torch.nn.functional, "linear"),
+    ]
+    for owner, name in owners:
+        if name != "addmm_":
+            setattr(owner, name, replaced(getattr(owner, name)))
+    Tensor.addmm_ = lambda self, *_, **__: self  # type: ignore[method-assign]
+
+
+def _run_ours(arguments: list[str]) -> None:
+    """Calls ours of each case that the runner would time, at the case's own shape."""
+    import torch
+
+    from benchmarks.measure.case import cast, timed_call
+    from benchmarks.measure.suites import benchmarks, chosen_cases
+    from benchmarks.run import _parser
+    from fastformer.ops import feed_forward
+
+    known = benchmarks()
+    parsed = _parser(sorted(known)).parse_args(arguments)
+    for case in chosen_cases(known, parsed):
+        print(case, flush=True)
+        benchmark, dtype = case.benchmark, getattr(torch, case.dtype)
+        checked = benchmark.checked(case.shape)
+        shapes = [case.shape, checked]
+        if checked.get("dropout_p") and (plain := benchmark.without_dropout(checked)) is not None:
+            shapes.append(plain)
+        for shape in shapes:
+            try:
+                inputs = cast(benchmark.make_inputs(shape, "cuda"), dtype)
+                timed_call(benchmark.providers[benchmark.ours], inputs, shape, case.mode)()
+            except Exception:
+                traceback.print_exc()  # of a value that no kernel has computed, say; its launches are recorded
+    a = torch.zeros(8192, 8192, device="cuda", dtype=torch.bfloat16)  # what measures the machine
+    with torch.no_grad():
+        feed_forward(a, a, None, a, None)
+
+
+def _compile(out: Path, arch: int) -> None:
+    import fcntl
+
+    import triton
+
+    from fastformer.kernels import _binaries
+
+    triton.knobs.compilation.disable_line_info = True
+    path = out / _binaries.file_name(arch)
+    known = set(_binaries.BinaryFile(path).keys()) if path.is_file() else set()
+    print(f"{len(stand_in.launches)} launches", flush=True)
+    made = {}
+    for key, launch in stand_in.launches.items():
+        if key in known:
+            continue
+        began = time.monotonic()
+        try:
+            compiled = _binaries.compile_kernel(launch.kernel, launch.signature, launch.options, arch)
+        except Exception as error:
+            print(f"FAILED {launch.kernel.fn.__name__}: {error!r}"[:400], flush=True)
+            continue
+        binary = _binaries.binary_of(compiled, launch.signature, launch.num_args)
+        if binary is None:
+            print(f"not plain: {launch.kernel.fn.__name__}", flush=True)
+            continue
+        print(f"{time.monotonic() - began:5.1f} s {launch.kernel.fn.__name__} {launch.options}", flush=True)
+        made[key] = binary
+    with (out / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _binaries.add(path, arch, made)
+    print(f"{len(made)} compiled", flush=True)
