@@ -1,12 +1,12 @@
-"""Which form of attention sm_90 keeps, for each head_dim and direction: the plain one, or that of its own (Gluon).
+"""Decides which form of attention sm_90 keeps, for each head_dim and direction: the plain form or the Gluon form.
 
     python -m benchmarks.attention_forms RESULTS [--apply]
 
-RESULTS is the folder of a finished `benchmarks.gpu_run_plan`: its cuda.jsonl and cuda_hopper.jsonl have the times of
-both forms, its gpu_run_plan.jsonl whether the tests of the kernels for sm_90 passed, 100 runs of the same bits among
-them. The rule: a kernel for sm_90 is promoted if its tests passed and it is 1.15 times as fast as the plain form, and
-in no case slower; otherwise it is deleted, for two forms of one thing cost more than that. A form without measurements
-stays open.
+RESULTS is the folder of a finished `benchmarks.gpu_run_plan`: cuda.jsonl and cuda_hopper.jsonl have the times of both
+forms, gpu_run_plan.jsonl the results of the tests of the kernels for sm_90, including 100 runs with the same bits. The
+rule: a kernel for sm_90 is promoted if its tests passed and it is 1.15 times as fast as the plain form, and in no case
+slower. Otherwise it is deleted, because two forms of one kernel cost more than a smaller gain. A form without
+measurements stays open.
 
 --apply writes the promotions into kernels/_attention_hopper.py. The command prints the names of the forms to delete.
 The exit status is 2 if a form stays open.
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from benchmarks.measure import record
 
 ROOT = record.ROOT
-LEAST = 1.15  # times as fast
+LEAST = 1.15  # the least speed-up
 KERNELS = {"fwd": "_attention_hopper_fwd_kernel", "bwd": "_attention_hopper_bwd_kernel"}
 _SWITCH = ROOT / "kernels" / "_attention_hopper.py"
 _FILES = {
@@ -39,11 +39,11 @@ Row = dict[str, Any]
 
 
 class Verdict(NamedTuple):
-    """What follows for one head_dim and direction.
+    """The decision for one head_dim and direction.
 
     Attributes:
-        ratios: plain time / Gluon time, of each shape that both have.
-        decision: "promote", "delete" or "open", and why.
+        ratios: plain time / Gluon time, for each shape that both have.
+        decision: "promote", "delete" or "open", with the reason.
     """
 
     head_dim: int
@@ -54,11 +54,11 @@ class Verdict(NamedTuple):
 
 
 def verdicts(plain: Sequence[Row], own: Sequence[Row], steps: Sequence[Row]) -> list[Verdict]:
-    """The rule.
+    """Applies the rule.
 
     Args:
         plain, own: rows of the runner, without and with the kernels for sm_90.
-        steps: the lines of the plan.
+        steps: the lines of the plan's results.
     """
     tested = {line["key"]: line for line in steps}.get("tests hopper")
     found = []
@@ -81,16 +81,16 @@ def verdicts(plain: Sequence[Row], own: Sequence[Row], steps: Sequence[Row]) -> 
 
 
 def _forms() -> list[tuple[int, str]]:
-    """Each head_dim and direction that has a kernel for sm_90."""
+    """Returns each head_dim and direction that has a kernel for sm_90."""
     from fastformer.kernels._attention_hopper import BLOCK_DS
 
     return [(head_dim, direction) for direction in KERNELS for head_dim in BLOCK_DS]
 
 
 def _ratios(plain: Sequence[Row], own: Sequence[Row], head_dim: int, direction: str) -> list[float]:
-    """How many times faster the kernel for sm_90 is, by shape.
+    """Returns the speed-ups of the kernel for sm_90, by shape.
 
-    Each form was timed beside the baseline in the same rounds, so that the baseline stands for the device's clock.
+    Each form was timed beside the baseline in the same rounds, so the baseline cancels changes of the device's clock.
     """
     times: list[dict[tuple[object, ...], float]] = []
     for rows, launches in ((plain, False), (own, True)):
@@ -107,7 +107,7 @@ def _ratios(plain: Sequence[Row], own: Sequence[Row], head_dim: int, direction: 
 
 
 def promote(text: str, forms: Sequence[tuple[int, str]]) -> str:
-    """The switch's source with these promoted."""
+    """Returns the source of the switch with the given forms promoted."""
     items = ", ".join(f'({head_dim}, "{direction}")' for head_dim, direction in sorted(forms))
     value = f"frozenset({{{items}}})" if items else "frozenset()"
     new, count = re.subn(r"^(PROMOTED: [^=]+= ).*$", rf"\g<1>{value}", text, flags=re.MULTILINE)
@@ -117,7 +117,7 @@ def promote(text: str, forms: Sequence[tuple[int, str]]) -> str:
 
 
 def deletions(found: Sequence[Verdict]) -> list[str]:
-    """What goes, in words."""
+    """Describes the forms to delete."""
     lines = []
     for direction in KERNELS:
         goes = [each for each in found if each.direction == direction and each.decision == "delete"]
@@ -132,7 +132,7 @@ def deletions(found: Sequence[Verdict]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Says what follows, and with --apply does what can be done by itself."""
+    """Prints the decisions, and with --apply carries out the promotions."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention_forms", description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path, help="folder of the plan's results")
     parser.add_argument("--apply", action="store_true", help="write the promotions into the switch")

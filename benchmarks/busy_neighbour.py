@@ -1,10 +1,11 @@
-"""What is left of an encoder's speed beside a busy process: its training step and its evaluation.
+"""Measures how much of an encoder's speed is left beside a busy process, in a training step and in evaluation.
 
     python -m benchmarks.busy_neighbour [--mode fwd] [--threads 2] [--neighbours 1] [--out benchmarks/results/cpu.jsonl]
 
-Each provider computes alone and beside the neighbours in turn, in turns of a second, and of less in evaluation, whose
-calls are shorter: many slices of the system's scheduler. A fair share is what is left if every thread gets as much of
-the cores (`peers.compare.fair_share`). Run it where nothing else runs: another process is one more neighbour.
+Each provider computes alone and beside the neighbours alternately, in turns of a second. Turns are shorter in
+evaluation, whose calls are shorter. A turn has many slices of the system's scheduler. A fair share is the speed that is
+left if every thread gets an equal part of the cores (`peers.compare.fair_share`). Run it on an idle machine: any other
+process is one more neighbour.
 """
 
 from __future__ import annotations

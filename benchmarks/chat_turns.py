@@ -1,10 +1,10 @@
-"""The time to the first token in each turn of a chat, whose prompt is all that was said before.
+"""Measures the time to the first token in each turn of a chat, whose prompt is the whole conversation.
 
     python -m benchmarks.chat_turns [--turns 20] [--system 1000] [--precision int8] [--out FILE]
 
-The model has Llama's shape (12 layers of 1,024, 16 heads, 4 of them for keys and values) and drawn weights: time does
-not depend on them. A `Generator` keeps what it has read, and `generate` reads the whole prompt in every turn. The two
-take turns, and a clock is read at the first token.
+The model has Llama's shape (12 layers of 1,024, 16 heads, 4 of them for keys and values) and random weights: times
+don't depend on them. A `Generator` caches the prompts, and `generate` reads the whole prompt in every turn. The two
+alternate, and a clock is read at the first token.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Compiles kernels ahead of time into a file: `python -m benchmarks.compile_kernels [--arch 90 ...] [--out FOLDER]`.
 
 The launches are those of the compile report's cases (`machine_code/cases`), by default the usual ones. A launch that
-finds its binary in the file needs no compiler, on this machine or another. Nothing here needs a GPU. Files go to
-kernels/binaries, where a launch looks for them and a wheel that is built afterwards takes them along; Git leaves them
-out. --check then makes each launch from the file on a stub of CUDA's driver, and holds all that it hands over, to the
-byte, to what Triton's own launcher does.
+finds its binary in the file needs no compiler, on this machine or another. No GPU is needed. Files are written to
+kernels/binaries, where a launch looks for them. A wheel that is built afterwards includes them; Git ignores them. With
+--check, each launch is then made from the file on a stub of CUDA's driver, and all of its arguments are compared, byte
+by byte, with those of Triton's own launcher.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A file translated with a batch that is kept full, and in batches of similar length that run to their end.
+"""Translates a file with a batch that is kept full, and in batches of similar length that run to their end.
 
     python -m benchmarks.continuous RUN in.txt [--num_beams 4] [--rounds 3] [--out FILE]
 
@@ -50,7 +50,7 @@ WAYS = {"continuous": continuous, "batches": batches}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints a line for each way."""
+    """Prints a line for each of the two."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.continuous", description=__doc__.splitlines()[0])
     parser.add_argument("run", help="the run folder of a translator")
     parser.add_argument("file", type=Path, help="a text file, one sentence a line")
@@ -117,7 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _resident() -> int:
-    """Returns the MiB of memory that the process has now."""
+    """Returns the resident memory of the process in MiB."""
     status = Path("/proc/self/statm")
     return int(status.read_text().split()[1]) * 4096 // 2**20 if status.is_file() else 0
 

@@ -1,9 +1,9 @@
 """Fills the table of the fastest attention from a GPU's rows: `python -m benchmarks.fastest_attention ROWS.jsonl ...`.
 
-The rows are those of the runner's case "attention" (`benchmarks.run`, `benchmarks.gpu_run_plan`). Of each shape without
-dropout the medians of ours are held against those of PyTorch's kernels, forward and backward apart. Another kernel gets
-a line of the table (fastformer/ops/fastest_attention.json) where it is faster by 5 % or more. Lines of other devices
-stay; those of a device that the rows are of are made anew.
+The rows are those of the runner's case "attention" (`benchmarks.run`, `benchmarks.gpu_run_plan`). For each shape
+without dropout, the medians of fastformer's kernels are compared with those of PyTorch's, forward and backward
+separately. Another kernel gets a line of the table (fastformer/ops/fastest_attention.json) if it is faster by 5 % or
+more. Lines of other devices stay; those of the rows' devices are replaced.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def capability_of(row: Mapping[str, Any]) -> int:
 def times(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[int, str, int, bool, int], dict[str, float]]:
     """Returns the milliseconds of each kernel, by (capability, direction, head_dim, is_causal, seqlen).
 
-    The backward pass alone is "bwd", or "fwdbwd" less "fwd" of the same shape. Of several batches the largest counts.
+    The backward pass alone is "bwd", or "fwdbwd" less "fwd" of the same shape. Of several batch sizes the largest
+    counts.
     """
     found: dict[tuple[Any, ...], dict[tuple[str, str], float]] = defaultdict(dict)
     for row in rows:
@@ -44,7 +45,7 @@ def times(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[int, str, int, bool, 
         case = capability_of(row), shape["head_dim"], bool(shape["causal"]), shape["seqlen"], shape["batch"]
         found[case][PROVIDERS[row["provider"]], row["mode"]] = float(row["ms_p50"])
     by_call: dict[tuple[int, str, int, bool, int], dict[str, float]] = {}
-    for case in sorted(found):  # the largest batch last
+    for case in sorted(found):  # the largest batch comes last
         measured = found[case]
         capability, head_dim, is_causal, seqlen, _ = case
         passes: dict[str, dict[str, float]] = {"fwd": {}, "bwd": {}}

@@ -1,13 +1,14 @@
-"""What a call of an op costs the host: `python -m benchmarks.host_time [--out FILE]`.
+"""Measures the host's time for a call of an op: `python -m benchmarks.host_time [--out FILE]`.
 
-A GPU that waits for Python is idle, and at the sizes of a base model an op's kernel takes about as long as its call. No
-GPU is needed to measure that: the tensors lie on the CPU, kernels are not compiled, and our launcher meets a stub of
-CUDA's driver. So a time holds all of our Python and C++, PyTorch's autograd and Triton's, but neither the driver's own
-part of a launch nor the allocator of a GPU.
+A GPU that waits for Python is idle, and at the sizes of a base model an op's kernel takes about as long as its call.
+The
+measurement needs no GPU: the tensors are on the CPU, kernels are not compiled, and fastformer's launcher calls a stub
+of CUDA's driver. A time therefore includes all of fastformer's Python and C++, PyTorch's autograd and Triton's code,
+but neither the driver's own part of a launch nor a GPU's allocator.
 
-A call whose geometry has been met before runs its plan ("plan"); "launcher" is what deciding anew takes, plan and all.
+A call with a known geometry runs its plan ("plan"); "launcher" is the time to decide again, including the plan.
 
-Times are minima of medians, for a machine that others use too (`chrt -f 50` in front keeps them off one core).
+Times are minima of medians, for a machine that has other work too (`chrt -f 50` keeps that off one core).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from fastformer.ops import add_layer_norm as add_layer_norm_op
 from fastformer.ops import attention as attention_op
 
 RESULTS = Path(__file__).parent / "results" / "host_time.jsonl"
-# The mode "run" and "launch" pass the arguments of this launch of the two directions.
+# In the modes "run" and "launch", the arguments are those of these kernels' launches.
 _KERNELS = {
     "attention fwd": attention._attention_fwd_kernel,
     "attention bwd": attention_backward._dkdv_kernel,
@@ -124,7 +125,10 @@ def stubbed() -> Iterator[None]:
 
 
 def _attention() -> dict[str, Callable[[], object]]:
-    """Causal self-attention, heads split from one projection; small, for a CPU does the zeroing of dq itself."""
+    """Makes calls of causal self-attention, whose heads are split from one projection.
+
+    The inputs are small, since a CPU also zeroes dq itself.
+    """
     qkv = torch.randn(1, 192, 3, 2, 64, dtype=torch.bfloat16)
     q, k, v = (x.detach().requires_grad_() for x in qkv.unbind(2))
     dout = torch.randn(1, 192, 2, 64, dtype=torch.bfloat16)
@@ -153,7 +157,7 @@ def _attention() -> dict[str, Callable[[], object]]:
 
 
 def _attention_hopper_plans(arguments: tuple[Any, ...], gradients: tuple[Any, ...]) -> dict[str, Callable[[], object]]:
-    """The same calls by the kernels for sm_90."""
+    """Makes the same calls with the kernels for sm_90."""
     with mock.patch.object(_attention_hopper, "ENABLED", True):
         fwd, bwd = attention.plan_attention_fwd(*arguments), attention.plan_attention_bwd(*gradients)
     return {
@@ -163,7 +167,7 @@ def _attention_hopper_plans(arguments: tuple[Any, ...], gradients: tuple[Any, ..
 
 
 def _add_layer_norm() -> dict[str, Callable[[], object]]:
-    """The residual add and the norm behind it."""
+    """Makes calls of the residual add and the norm after it."""
     x, residual, dy, dresidual = (torch.randn(1, 192, 512, dtype=torch.bfloat16) for _ in range(4))
     weight, bias = torch.nn.Parameter(torch.ones(512)), torch.nn.Parameter(torch.zeros(512))
     x.requires_grad_(), residual.requires_grad_()

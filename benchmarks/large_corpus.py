@@ -1,11 +1,11 @@
-"""The memory of preparing and training on a corpus that is too large to hold: the peak of any process, in MiB.
+"""Measures the memory of preparing and training on a corpus too large for memory: the peak of any process, in MiB.
 
     python -m benchmarks.large_corpus [--pairs 5000000] [--steps 100] [--processes 2] [--folder DIR] [--out FILE]
 
-It makes up so many pairs of sentences, runs `fastformer prepare` and `fastformer train` on them, and asks the system
-for the largest resident set among the processes of each command. Files that are mapped into memory count as far as they
-are resident. The model is the default one, for what a larger one and larger batches take doesn't depend on the corpus.
-Five million pairs take 1.1 GB of the folder, which is given back, and about ten minutes.
+It makes up the pairs of sentences, runs `fastformer prepare` and `fastformer train` on them, and asks the system for
+the largest resident set among the processes of each command. Files that are mapped into memory count as far as they are
+resident. The model is the default one, since the memory of a larger model and larger batches doesn't depend on the
+corpus. Five million pairs take 1.1 GB of disk space, which is freed afterwards, and about ten minutes.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def run(words: list[str]) -> Used:
     """Runs a `fastformer` command to its end.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: the command failed.
     """
     began = time.perf_counter()
     process = subprocess.Popen([sys.executable, "-m", "fastformer", *words], env={**os.environ, "OMP_NUM_THREADS": "1"})
-    _, status, usage = os.wait4(process.pid, 0)  # of it, and of all processes that it began and waited for
+    _, status, usage = os.wait4(process.pid, 0)  # of the process and all of its descendants that were waited for
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise RuntimeError(f"fastformer {' '.join(words)} ended with {process.returncode}")

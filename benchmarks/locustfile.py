@@ -4,10 +4,10 @@
     locust -f benchmarks/locustfile.py Translate --host http://127.0.0.1:8000 --headless -u 16 -r 16 -t 60s \
         --exit-code-on-error 1 --csv build/load --texts lines.txt
 
-Give the users that the model can serve: Translate, StreamTranslation and LibreTranslate are for a translator, Complete,
-Chat and StreamChat for a language model. A user asks again as soon as it has its answer, or after --pause seconds. The
-key is read from FASTFORMER_API_KEY. A request that a full server refuses (429) counts as a failure, unless you give
---expect_429.
+Name the users that the model can serve: Translate, StreamTranslation and LibreTranslate are for a translator, Complete,
+Chat and StreamChat for a language model. A user sends the next request as soon as it has its answer, or after --pause
+seconds. The key is read from FASTFORMER_API_KEY. A request that a full server refuses (429) counts as a failure, unless
+you give --expect_429.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ events.test_start.add_listener(read_texts)
 
 
 class Asking(FastHttpUser):
-    """The part that all users share."""
+    """The base class of all users."""
 
     abstract = True
 
@@ -110,7 +110,7 @@ class StreamTranslation(Asking):
 
 
 class LibreTranslate(Asking):
-    """LibreTranslate's route."""
+    """Uses LibreTranslate's route."""
 
     @task
     def translate(self) -> None:
@@ -119,7 +119,7 @@ class LibreTranslate(Asking):
 
 
 class Complete(Asking):
-    """OpenAI's completions."""
+    """Uses OpenAI's route for completions."""
 
     @task
     def complete(self) -> None:
@@ -127,7 +127,7 @@ class Complete(Asking):
 
 
 class Chat(Asking):
-    """OpenAI's chat."""
+    """Uses OpenAI's route for chats."""
 
     @task
     def chat(self) -> None:
@@ -139,7 +139,7 @@ class Chat(Asking):
 
 
 class StreamChat(Chat):
-    """OpenAI's chat, piece by piece."""
+    """Uses OpenAI's route for chats with a stream."""
 
     @task
     def chat(self) -> None:

@@ -1,10 +1,10 @@
-"""Python threads that share one encoder: texts a second, all together, beside those of one thread alone.
+"""Measures Python threads that share one encoder: their texts a second together, beside those of one thread.
 
     python -m benchmarks.many_callers [--callers 8] [--threads 1 2] [--precision fp32 int8] [--batch 1 32]
 
-The model has the shape of MiniLM (6 layers of 384) and random weights. The callers take the same texts, each all of
-them, in turn with one caller that takes them as often; their results are compared bit for bit, and the exit status is 1
-where one differs. Torch's number of threads is what the engine may use in each call.
+The model has the shape of MiniLM (6 layers of 384) and random weights. Each caller encodes all of the same texts. They
+alternate with one caller that encodes the texts as often in total. The results are compared bit for bit, and the exit
+status is 1 if one differs. Torch's number of threads is the limit of the engine in each call.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def encode(engine: EncoderEngine, texts: Sequence[list[int]], batch: int) -> Arr
 def seconds_of(
     engine: EncoderEngine, texts: Sequence[list[int]], batch: int, callers: int
 ) -> tuple[float, list[Array]]:
-    """Returns the time until all callers have all texts, and the results of each caller."""
+    """Returns the seconds until all callers have encoded all texts, and the results of each caller."""
     found: list[Array | None] = [None] * callers
     begin = threading.Barrier(callers + 1)
 

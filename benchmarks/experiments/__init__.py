@@ -1,11 +1,11 @@
-"""The sources' experiments, one module and one command each. `python -m benchmarks.experiments` draws what is recorded.
+"""The sources' experiments, each a module and a command. `python -m benchmarks.experiments` lists their verdicts.
 
-To add one: a module here with an `EXPERIMENT` and a `main`, and its line below.
+To add an experiment: a module here with an `EXPERIMENT` and a `main`, and its line below.
 """
 
 from __future__ import annotations
 
-# In the order of the page. Nothing here imports a library, so that the names are cheap to list.
+# In the order of the page. This file imports no library, so that listing the names is fast.
 EXPERIMENTS = {
     "padding": "padding ratio against epoch time: random, bucketed and packed batches",
     "norm_order": "pre-norm against post-norm, with and without warm-up: loss curves",

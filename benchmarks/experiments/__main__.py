@@ -13,7 +13,7 @@ from benchmarks.measure import record
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints a line for each."""
+    """Prints a line for each experiment."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.experiments", description=__doc__.splitlines()[0])
     parser.parse_args(arguments)
     rows = record.read(RESULTS) if RESULTS.is_file() else []

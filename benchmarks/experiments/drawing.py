@@ -1,4 +1,4 @@
-"""Curves of several seeds as one line each."""
+"""Draws the curves of several seeds as one line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# By the order of the lines: colour and dashes.
+# The colour and dashes of the lines, in their order.
 LOOKS: tuple[Mapping[str, Any], ...] = (
     {"color": style.VERMILLION, "linestyle": "-"},
     {"color": style.BLUE, "linestyle": "--"},
@@ -24,7 +24,7 @@ LOOKS: tuple[Mapping[str, Any], ...] = (
 
 
 def draw_curves(rows: Sequence[Row], title: str, footer: str, *, looks: Sequence[Mapping[str, Any]] = LOOKS) -> Figure:
-    """A thick line for each provider, the mean of its seeds, and a thin one for each seed; y is logarithmic."""
+    """Draws a thick line for each provider, the mean of its seeds, and a thin one for each seed; y is logarithmic."""
     seeds = len({row["shape"]["seed"] for row in rows})
     fig = style.figure(title, footer=f"{footer}; {seeds} seeds, thick: their mean" if seeds > 1 else footer)
     (axes,) = fig.axes
@@ -40,7 +40,7 @@ def draw_curves(rows: Sequence[Row], title: str, footer: str, *, looks: Sequence
 
 
 def mean_curve(curves: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
-    """Point by point: the mean of x, the geometric mean of y; as far as the shortest curve goes."""
+    """Returns the mean of x and the geometric mean of y at each point, up to the length of the shortest curve."""
     xs = [statistics.fmean(points) for points in zip(*(curve["x"] for curve in curves), strict=False)]
     ys = [
         math.exp(statistics.fmean(map(math.log, points)))
@@ -50,7 +50,7 @@ def mean_curve(curves: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[f
 
 
 def plain_ticks(axes: Axes) -> None:
-    """0.1 instead of 10^-1, with few of the numbers in between."""
+    """Labels ticks with 0.1 instead of 10^-1, and with few of the numbers in between."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))

@@ -1,4 +1,4 @@
-"""What all experiments share: a claim of the sources, rows of figures, the verdict that follows, the picture."""
+"""The shared part of all experiments: a claim of the sources, rows of figures, the resulting verdict, the picture."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ Row = dict[str, Any]
 RESULTS = Path(__file__).parents[1] / "results" / "experiments.jsonl"
 
 
-# Of the claim; "undecided" where the spread of the seeds is larger than the difference.
+# The verdict on the claim; "undecided" if the spread of the seeds is larger than the difference.
 Verdict = Literal["supports", "contradicts", "undecided"]
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A claim, and how it is held against figures.
+    """A claim, and the way to judge it by figures.
 
     Attributes:
-        name: that of the module, the rows' "op" and the picture.
-        title: over the picture.
-        claim: what the sources say.
-        judge: the rows of one run -> what they say of the claim.
-        draw: the rows of one run, the title, the footer -> a picture.
+        name: the name of the module, of the rows' "op" and of the picture.
+        title: the title of the picture.
+        claim: the claim of the sources.
+        judge: the rows of one run -> the verdict on the claim.
+        draw: (the rows of one run, the title, the footer) -> a picture.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Experiment:
     draw: Callable[[Sequence[Row], str, str], Figure]
 
     def parser(self) -> argparse.ArgumentParser:
-        """The options that each experiment has."""
+        """Makes a parser with the options that each experiment has."""
         parser = argparse.ArgumentParser(
             prog=f"python -m benchmarks.experiments.{self.name}", description=EXPERIMENTS[self.name]
         )
@@ -54,12 +54,12 @@ class Experiment:
         return parser
 
     def conclude(self, rows: list[Row], options: argparse.Namespace, shared: Row) -> Verdict:
-        """Adds the verdict and what all rows share, writes, draws and prints as the options say.
+        """Adds the verdict and the shared fields to the rows, and writes, draws and prints them as the options say.
 
         Args:
             rows: "provider", "shape", "curve", "value" and "unit" of each line.
-            options: of `parser`.
-            shared: `record.environment`, taken when the run began.
+            options: the options of `parser`.
+            shared: the result of `record.environment` when the run began.
         """
         verdict = self.judge(rows)
         same: Row = {"verdict": verdict} | ({"quick": True} if options.quick else {})
@@ -81,14 +81,14 @@ class Experiment:
         return verdict
 
     def figure(self, rows: Sequence[Row]) -> Figure:
-        """The picture of a run's rows, with the machine in its footer."""
+        """Draws the picture of a run's rows, with the machine in its footer."""
         row = rows[0]
         threads = f"{row['threads']} thread{'s' if row['threads'] > 1 else ''}"
         return self.draw(rows, self.title, f"{row['device']}, {threads}, PyTorch {row['torch']}")
 
 
 def positive(text: str) -> int:
-    """For argparse: an integer above 0."""
+    """Converts an argument for argparse to an integer above 0."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected an integer above 0, got {text}")
@@ -96,21 +96,21 @@ def positive(text: str) -> int:
 
 
 def load(name: str) -> Experiment:
-    """The experiment of a name out of EXPERIMENTS."""
+    """Loads the experiment with a name in EXPERIMENTS."""
     found = importlib.import_module(f"benchmarks.experiments.{name}").EXPERIMENT
     assert isinstance(found, Experiment)
     return found
 
 
 def last_run(rows: Sequence[Row], name: str) -> list[Row]:
-    """The rows of the last run of an experiment; a run's rows share their time."""
+    """Returns the rows of the last run of an experiment; the rows of a run share their time."""
     own = [row for row in rows if row.get("op") == name]
     return [row for row in own if row["time"] == own[-1]["time"]]
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The values of several seeds: mean, lowest, highest."""
+    """The values of several seeds: mean, lowest and highest."""
 
     mean: float
     low: float
@@ -118,31 +118,31 @@ class Spread:
 
     @classmethod
     def of(cls, rows: Sequence[Row], provider: str, value: Callable[[Row], float]) -> Spread:
-        """That of a provider's rows."""
+        """Computes the spread of a provider's rows."""
         values = [value(row) for row in rows if row["provider"] == provider]
         return cls(statistics.fmean(values), min(values), max(values))
 
     def below(self, other: Spread) -> bool:
-        """Whether all of these values are below all of the others."""
+        """Returns whether all of these values are below all of the others."""
         return self.high < other.low
 
     def __str__(self) -> str:
-        """The mean, and the range where there is one."""
+        """Formats the mean, and the range if there are several values."""
         if self.low == self.high:
             return f"{self.mean:.3g}"
         return f"{self.mean:.3g} ({self.low:.3g} to {self.high:.3g})"
 
 
 def final(row: Row) -> float:
-    """The last value of a row's curve; infinite where the training diverged."""
+    """Returns the last value of a row's curve; infinity if the training diverged."""
     return math.inf if row["shape"].get("diverged") else float(row["curve"]["y"][-1])
 
 
 def value(row: Row) -> float:
-    """The figure beside a row's curve, or in its place."""
+    """Returns the figure of a row that has one, with or without a curve."""
     return float(row["value"])
 
 
 def has_one_seed(rows: Sequence[Row]) -> bool:
-    """Whether the rows tell nothing of the spread."""
+    """Returns whether the rows have a single seed, and so no spread."""
     return len({row["shape"]["seed"] for row in rows}) == 1

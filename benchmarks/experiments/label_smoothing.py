@@ -1,4 +1,4 @@
-"""Label smoothing 0.1 against none, on as few examples as make a model overfit.
+"""Label smoothing 0.1 against none, on few enough examples that a model overfits.
 
 python -m benchmarks.experiments.label_smoothing [--seeds 3] [--steps 300] [--pairs 3000] [--quick] [--out FILE]
 """
@@ -16,7 +16,7 @@ SMOOTHING = {"no smoothing": 0.0, "smoothing 0.1": 0.1}
 
 
 def judge(rows: Sequence[Row]) -> Verdict:
-    """The claim has two halves: the likelihood gets worse, the accuracy better."""
+    """Judges both halves of the claim: the likelihood gets worse, the accuracy better."""
     if has_one_seed(rows):
         return "undecided"
     plain, smooth = (Spread.of(rows, name, final) for name in SMOOTHING)

@@ -1,8 +1,8 @@
-"""The decoding ladder on a trained model: each stage's tokens a second, and what it gets right.
+"""The decoding ladder on a trained model: each stage's tokens a second, and its accuracy.
 
     python -m benchmarks.experiments.ladder [--lines 64] [--rounds 5] [--steps 300] [--quick] [--out FILE]
 
-A model of the built-in task is trained first, then it translates unseen numbers by each engine in turn, greedily.
+A model of the built-in task is trained first; then each engine in turn translates unseen numbers greedily.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ STAGES = {
     "cpp int8": ("cpp", "int8"),
 }
 ROUNDED = ("cpp bf16", "cpp int8")
-# What a stage gains over the one below, as one author's notes have it.
+# The gain of a stage over the one below, according to one author's notes.
 NOTES = {"encode_once": 1.33, "cross_cache": 1.42}
 
 
 def judge(rows: Sequence[Row]) -> Verdict:
-    """Supported where the stages of the notes gain about what they say, and every stage of fp32 says the same."""
+    """Judges "supports" if stages gain about as much as in the notes, and all fp32 stages give the same tokens."""
     speed = {row["provider"]: float(row["value"]) for row in rows}
     gains = {above: speed[above] / speed[below] for below, above in itertools.pairwise(speed)}
     exact = [row for row in rows if row["provider"] not in ROUNDED]
@@ -53,7 +53,7 @@ def judge(rows: Sequence[Row]) -> Verdict:
 
 
 def draw(rows: Sequence[Row], title: str, footer: str) -> Figure:
-    """Bars on a logarithmic scale, the slowest on top, with their figures."""
+    """Draws bars on a logarithmic scale, the slowest on top, with their figures."""
     shape = rows[0]["shape"]
     fig = style.figure(title, footer=f"{footer}; {shape['lines']} lines at a time")
     (axes,) = fig.axes

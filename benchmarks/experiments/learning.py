@@ -1,4 +1,4 @@
-"""Learning curves by the library's own trainer, on the built-in task: number words, English to German."""
+"""Learning curves of the library's own trainer, on the built-in task: number words, English to German."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from fastformer.training.evaluate import Scores, translate_and_score
 from fastformer.training.examples import Data, load_data
 from fastformer.training.trainer import DivergedError
 
-VALIDATED = 500  # examples of each validation: fewer than the task has, for validations come often
+VALIDATED = 500  # examples of each validation: fewer than the task has, because validations are frequent
 # A quarter of a million parameters, which learn most of the task within a minute on one core.
 SMALL = {"d_model": 64, "d_ff": 256, "num_heads": 2, "num_encoder_layers": 2, "num_decoder_layers": 2}
 
 
 @dataclass
 class Curve:
-    """What a training left.
+    """The results of a training.
 
     Attributes:
-        updates: at which there was a validation.
-        seconds: of CPU time that training took until then, validations left out.
+        updates: the updates at which the model was validated.
+        seconds: the CPU time of the training until then, without validations.
         nll: the plain negative log-likelihood of a validation's target token, in nats.
         losses: (update, mean training loss since the last entry).
-        exact_match: of the model at the end, on all validation pairs.
-        num_parameters: of the model.
-        diverged: the loss became no number, which ended the training.
+        exact_match: the exact match of the model at the end, on all validation pairs.
+        num_parameters: the number of parameters of the model.
+        diverged: whether the loss became NaN or infinite, which ended the training.
     """
 
     updates: list[int] = field(default_factory=list)
@@ -51,11 +51,11 @@ class Curve:
     diverged: bool = False
 
     def row(self, provider: str, shape: Row, *, of: str = "nll", over: str = "updates") -> Row:
-        """A row of results: a curve of the model, and its exact match.
+        """Makes a row of results: a curve of the model, and its exact match.
 
         Args:
-            provider: the line's name.
-            shape: what varies.
+            provider: the name of the line.
+            shape: the values that vary between lines.
             of: "nll", of validations, or "losses", of the training.
             over: "updates" or "seconds"; losses are over updates.
         """
@@ -75,10 +75,10 @@ class Curve:
 
 
 class _Trainer(Trainer):
-    """Notes each validation and the CPU time until then, to which other processes add little."""
+    """A trainer that records each validation and the CPU time until then, which other processes hardly affect."""
 
     curve: Curve
-    began: float  # grows by what validations take
+    began: float  # is moved forward by the time of validations
 
     def train(self) -> Scores | None:
         self.curve, self.began = Curve(), time.process_time()
@@ -96,7 +96,7 @@ class _Trainer(Trainer):
 
 @functools.lru_cache(maxsize=4)
 def numbers(seed: int) -> Data:
-    """The built-in task, tokenized."""
+    """Returns the built-in task, tokenized."""
     return load_data(TrainConfig.from_dict({"task": "numbers", "seed": seed}))
 
 
@@ -112,18 +112,18 @@ def learn(
     """Trains one model.
 
     Args:
-        seed: of data, weights, order and dropout.
-        steps: updates; validations come ten times.
-        num_train: training pairs; None: all that the task has.
-        data: what to learn; None: the built-in task.
-        points: of the curve of training losses.
-        settings: of `TrainConfig`, over those that suit the task.
+        seed: the seed of data, weights, order and dropout.
+        steps: the number of updates; there are ten validations.
+        num_train: the number of training pairs; None: all of the task.
+        data: the data; None: the built-in task.
+        points: the number of points on the curve of training losses.
+        settings: settings of `TrainConfig`, which override those of the task.
 
     Returns:
-        The curve, and the model as the last update left it, in evaluation.
+        The curve, and the model after the last update, in evaluation mode.
 
     Raises:
-        SystemExit: a signal ended the training; 128 plus its number.
+        SystemExit: a signal ended the training; the status is 128 plus its number.
     """
     every = max(1, steps // 10)
     config = TrainConfig.from_dict(
@@ -136,13 +136,13 @@ def learn(
     if num_train is not None:
         few = dataclasses.replace(few, train=Examples(data.train[:num_train]))
     model = build_model(config, data.tokenizer.vocab_size, data.tokenizer.special_ids)
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):  # its log is not ours
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):  # hides the trainer's log
         trainer = _Trainer(config, Path(folder), model, few, torch.device("cpu"))
         try:
             trainer.train()
         except DivergedError:
             trainer.curve.diverged = True
-    if trainer.interrupts.signum is not None:  # half a training is no figure
+    if trainer.interrupts.signum is not None:  # an interrupted training has no result
         raise SystemExit(128 + trainer.interrupts.signum)
     curve = trainer.curve
     curve.losses = trainer.losses

@@ -1,9 +1,9 @@
-"""The Transformer against what it replaced, an LSTM with attention, in as much CPU time and with as many parameters.
+"""The Transformer against its predecessor, an LSTM with attention, with equal CPU time and numbers of parameters.
 
     python -m benchmarks.experiments.lstm [--seeds 3] [--seconds 30] [--quick] [--out FILE] [--picture FILE]
 
-Both train on one thread, on the same padded batches. A few updates of each say how many fit into the time, so that the
-learning rate of both has gone its whole way when the time is over.
+Both train on one thread, on the same padded batches. A few updates of each show how many fit into the time, so that
+both learning rate schedules are complete when the time is over.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from benchmarks.experiments.learning import SMALL, learn
 from benchmarks.measure import record
 
 TRANSFORMER, LSTM = "Transformer", "LSTM with attention"
-# One layer each of a size that makes as many parameters as SMALL has; each has the better learning rate of 5e-3, 1e-2.
+# One layer each, with as many parameters as SMALL; each has the better learning rate of 5e-3 and 1e-2.
 MODELS: dict[str, dict[str, Any]] = {
     TRANSFORMER: {"model": SMALL, "lr": 5e-3},
     LSTM: {"model": {"name": "lstm", "d_model": 100}, "lr": 1e-2},
 }
-_TRIED = 20  # updates that say how long one takes
+_TRIED = 20  # the updates that show how long one takes
 
 
 def judge(rows: Sequence[Row]) -> Verdict:
-    """Supported where the Transformer is the better one in likelihood and exact match when the time is over."""
+    """Judges "supports" if the Transformer is better in likelihood and exact match when the time is over."""
     if has_one_seed(rows):
         return "undecided"
     loss, other_loss = (Spread.of(rows, name, final) for name in (TRANSFORMER, LSTM))
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     shared = record.environment("cpu") | {"threads": 1}
     seeds, seconds = (1, 2) if options.quick else (options.seeds, options.seconds)
     before = torch.get_num_threads()
-    torch.set_num_threads(1)  # several would add up, and what waits for the others counts as well
+    torch.set_num_threads(1)  # the CPU time of several threads would add up, including time spent waiting
     try:
         rows = _rows(seeds, seconds)
     finally:
@@ -70,7 +70,7 @@ def _rows(seeds: int, seconds: float) -> list[Row]:
         learn(0, steps=3, batching="bucketed", **settings)
     rows = []
     for seed in range(seeds):
-        # Of both before either trains, so that they meet the same conditions.
+        # Both are tried before either trains, so that they meet the same conditions.
         tried = {name: learn(seed, steps=_TRIED, batching="bucketed", **MODELS[name])[0] for name in MODELS}
         for name, settings in MODELS.items():
             steps = max(10, round(seconds / tried[name].seconds[-1] * _TRIED))

@@ -1,9 +1,8 @@
-"""Where the layer norm stands: before each sub-layer (tensor2tensor today) or after the sum (the paper).
+"""The place of the layer norm: before each sub-layer (tensor2tensor today) or after the sum (the paper).
 
     python -m benchmarks.experiments.norm_order [--seeds 2] [--steps 150] [--lr 1e-3 3e-3] [--quick] [--out FILE]
 
-The same depth and schedule for all, with warm-up and without; of several learning rates each has the one that it does
-best with.
+All have the same depth and schedule, with and without warm-up. Each uses the best of several learning rates.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ WARM_UPS = ("with warm-up", "without warm-up")
 
 
 def best_rates(rows: Sequence[Row]) -> list[Row]:
-    """Of each provider the rows of the learning rate that ends lowest, by the mean of its seeds."""
+    """Returns for each provider the rows of the learning rate with the lowest final loss, by the mean of its seeds."""
     found = []
     for provider in dict.fromkeys(row["provider"] for row in rows):
         own = [row for row in rows if row["provider"] == provider]
@@ -37,7 +36,7 @@ def best_rates(rows: Sequence[Row]) -> list[Row]:
 
 
 def judge(rows: Sequence[Row]) -> Verdict:
-    """Supported where pre-norm ends lower in all seeds, with warm-up and without."""
+    """Judges "supports" if pre-norm ends lower in all seeds, with and without warm-up."""
     if has_one_seed(rows):
         return "undecided"
     best = best_rates(rows)
@@ -51,7 +50,7 @@ def judge(rows: Sequence[Row]) -> Verdict:
 
 
 def draw(rows: Sequence[Row], title: str, footer: str) -> Figure:
-    """Each kind at its better learning rate."""
+    """Draws each kind at its better learning rate."""
     best = best_rates(rows)
     names = {row["provider"]: f"{row['provider']} (lr {row['shape']['lr']:g})" for row in best}
     return draw_curves([row | {"provider": names[row["provider"]]} for row in best], title, footer)

@@ -1,9 +1,9 @@
-"""The same text read in random, bucketed and packed batches: padding, and what an epoch of training takes.
+"""The same text in random, bucketed and packed batches: padding, and the time of a training epoch.
 
     python -m benchmarks.experiments.padding [--text train.en train.de] [--precision bf16] [--batches 8] [--out FILE]
 
-One model trains on all of them, batch by batch in turn, so that they meet the same conditions; an epoch takes what its
-tokens take at that speed. Without a text it reads random tokens in sentences as long as Multi30k's.
+One model trains on all of them, batch by batch in turn, so that they meet the same conditions. The time of an epoch is
+its tokens divided by that speed. Without a text, the sentences are random tokens, as long as Multi30k's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fastformer.models import Transformer
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# The name of a line: the batching of plan_epoch, and from how many examples at a time batches are made (None: all).
+# By the name of a line: the batching of plan_epoch, and the number of examples that are batched at a time (None: all).
 LINES: dict[str, tuple[str, int | None]] = {
     "random": ("random", None),
     "bucketed, pools of 256": ("bucketed", 256),
@@ -39,15 +39,15 @@ LINES: dict[str, tuple[str, int | None]] = {
     "bucketed": ("bucketed", None),
     "packed": ("packed", None),
 }
-NOTES = {0.6: 250.0, 0.05: 100.0}  # padding -> seconds of an epoch, by the notes of one author
-_SENTENCES, _VOCAB_SIZE = 8192, 8000  # where there is no text
+NOTES = {0.6: 250.0, 0.05: 100.0}  # padding -> seconds of an epoch, in the notes of one author
+_SENTENCES, _VOCAB_SIZE = 8192, 8000  # used without a text
 
 
 def judge(rows: Sequence[Row]) -> Verdict:
-    """Supported where random batches cost about as much over bucketed ones as their padding says.
+    """Judges "supports" if random batches cost about as much more than bucketed ones as their padding predicts.
 
-    The notes' epochs are to each other as the slots (tokens and padding) that are computed, within a few hundredths;
-    so the time of an epoch is held against its slots.
+    The notes' epoch times are in proportion to the computed slots (tokens and padding), within a few hundredths. So the
+    time of an epoch is compared with its slots.
     """
     padding = {row["provider"]: float(row["shape"]["padding"]) for row in rows}
     seconds = {row["provider"]: float(row["value"]) for row in rows}
@@ -57,7 +57,7 @@ def judge(rows: Sequence[Row]) -> Verdict:
 
 
 def draw(rows: Sequence[Row], title: str, footer: str) -> Figure:
-    """Epoch time, packed = 1, over padding, beside the notes and the number of slots."""
+    """Draws epoch time, packed = 1, over padding, beside the notes and the number of slots."""
     fig = style.figure(title, footer=footer)
     (axes,) = fig.axes
     packed = next(float(row["value"]) for row in rows if row["provider"] == "packed")
@@ -68,7 +68,7 @@ def draw(rows: Sequence[Row], title: str, footer: str) -> Figure:
         linewidth=1.2, label="as many times the slots",
     )  # fmt: skip
     least = min(NOTES)
-    scale = NOTES[least] * (1 - least)  # of an epoch without padding, had they timed one
+    scale = NOTES[least] * (1 - least)  # the time of an epoch without padding, according to the notes
     axes.plot(
         [100 * ratio for ratio in NOTES], [seconds / scale for seconds in NOTES.values()], "D", color=style.BLUE,
         label="the notes (5 % put on the dashed line)",
@@ -93,7 +93,7 @@ EXPERIMENT = Experiment(
 
 
 def plan(lengths: torch.Tensor, line: str, max_tokens: int) -> list[list[int]]:
-    """The batches of an epoch: lists of indices."""
+    """Returns the batches of an epoch, as lists of indices."""
     batching, pool = LINES[line]
     order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(0))
     batches = []
@@ -104,12 +104,12 @@ def plan(lengths: torch.Tensor, line: str, max_tokens: int) -> list[list[int]]:
 
 
 def is_packed(line: str) -> bool:
-    """Whether its batches are."""
+    """Returns whether a line's batches are packed."""
     return LINES[line][0] == "packed"
 
 
 def examples_of(options: argparse.Namespace) -> tuple[list[Example], int]:
-    """The examples, and the size of their vocabulary."""
+    """Returns the examples, and the size of their vocabulary."""
     if options.text is None:
         generator = torch.Generator().manual_seed(0)
         sides = [MULTI30K[i] for i in torch.randint(len(MULTI30K), (_SENTENCES,), generator=generator).tolist()]
@@ -155,10 +155,10 @@ def main(arguments: list[str] | None = None) -> int:
     context = torch.autocast(device, torch.bfloat16) if options.precision == "bf16" else contextlib.nullcontext()
 
     def step(batch: Batch) -> float:
-        """Seconds of an update."""
+        """Returns the seconds of an update."""
         began = time.perf_counter()
         with context:
-            assert batch.source is not None  # of pairs, each has one
+            assert batch.source is not None  # pairs always have a source
             loss = model.loss(
                 batch.source, batch.target_in, batch.target_out,
                 source_layout=batch.source_layout, target_layout=batch.target_layout,
@@ -171,7 +171,7 @@ def main(arguments: list[str] | None = None) -> int:
         return time.perf_counter() - began
 
     plans = {line: plan(lengths, line, options.max_tokens) for line in LINES}
-    # Evenly out of the whole epoch, so that the small last batch of a pool counts as often as it comes.
+    # Spread evenly over the whole epoch, so that the small last batch of a pool counts as often as it occurs.
     chosen = {
         line: [
             collate([examples[i] for i in batches[at * len(batches) // options.batches]], packed=is_packed(line))

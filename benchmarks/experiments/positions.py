@@ -1,4 +1,4 @@
-"""The two layouts of the sinusoidal positions: sines and cosines in turn (the paper), all sines first (tensor2tensor).
+"""The two layouts of sinusoidal positions: alternating sines and cosines (the paper), all sines first (tensor2tensor).
 
 python -m benchmarks.experiments.positions [--seeds 3] [--steps 240] [--quick] [--out FILE] [--picture FILE]
 """
@@ -16,7 +16,7 @@ LAYOUTS = {"interleaved (the paper)": "interleaved", "concatenated (tensor2tenso
 
 
 def judge(rows: Sequence[Row]) -> Verdict:
-    """A slight difference where the ranges over the seeds overlap, in the likelihood and in the exact match."""
+    """Judges whether the ranges over the seeds overlap, in the likelihood and in the exact match."""
     if has_one_seed(rows):
         return "undecided"
     for measure in (final, value):

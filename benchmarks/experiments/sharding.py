@@ -1,10 +1,10 @@
-"""Shards that are fair samples of all sources, against the sources one after the other.
+"""Shards that are fair samples of all sources, against the sources one after another.
 
     python -m benchmarks.experiments.sharding [--pairs 6000] [--epochs 2] [--seeds 2] [--quick] [--out FILE]
 
-Three sources of number words: up to three digits, up to six, up to nine. Shards that `fastformer prepare` makes hold
-them. One training reads the shards; the other reads the same examples in the same number of updates, source by source.
-The rate is constant after its warm-up, so that a schedule doesn't hide what the order does.
+Three sources of number words have up to three, six and nine digits. `fastformer prepare` makes shards of them. One
+training reads the shards; the other reads the same examples in the same number of updates, source by source. The rate
+is constant after its warm-up, so that a schedule doesn't hide the effect of the order.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 FAIR, IN_TURN = "fair shards", "sources one after the other"
 _DIGITS = (3, 6, 9)
 _SHARDS = 6
-_POINTS = 40  # of a curve
+_POINTS = 40  # points on a curve
 _MAX_TOKENS = 512
 
 
 class BySource(ShardedExamples):
-    """The same examples, of which a window has those of one source."""
+    """The same examples, with windows that each contain one source."""
 
     @property
     def num_windows(self) -> int:
@@ -50,16 +50,16 @@ class BySource(ShardedExamples):
         return len(self.manifest.sources)
 
     def window(self, seed: int, epoch: int, window: int) -> Tensor:
-        """(examples,) int64: those of one source."""
+        """Returns the indices of one source's examples, (examples,) int64."""
         origins = torch.cat([torch.from_numpy(self._mapped(s).origin.copy()) for s in range(len(self.manifest.shards))])
         return (origins == window).nonzero().flatten()
 
 
 def sources(folder: Path, pairs: int, seed: int) -> list[str]:
-    """Writes the sources, of as many pairs each, and returns their paths."""
+    """Writes the sources, with equal numbers of pairs, and returns their paths."""
     names = []
     for digits in _DIGITS:
-        # Those of few digits are drawn again and again, as sentences of a small domain come again.
+        # Numbers of few digits occur repeatedly, as sentences of a small domain do.
         chooser = random.Random(1000 * seed + digits)
         found = [chooser.randrange(10 ** (digits - 3), 10**digits) for _ in range(pairs // len(_DIGITS))]
         names.append(str(folder / f"{digits}.tsv"))
@@ -68,13 +68,13 @@ def sources(folder: Path, pairs: int, seed: int) -> list[str]:
 
 
 def swing(losses: Sequence[tuple[int, float]]) -> float:
-    """The mean change of the loss from one point to the next, in nats, over the last three quarters of a training."""
+    """Returns the mean change of the loss between points, in nats, over the last three quarters of a training."""
     late = [loss for _, loss in losses[len(losses) // 4 :]]
     return statistics.fmean(abs(after - before) for before, after in zip(late, late[1:], strict=False))
 
 
 def judge(rows: Sequence[Row]) -> Verdict:
-    """Supported where the loss swings less with fair shards, in all seeds."""
+    """Judges "supports" if the loss varies less with fair shards, in all seeds."""
     if has_one_seed(rows):
         return "undecided"
     fair, in_turn = Spread.of(rows, FAIR, value), Spread.of(rows, IN_TURN, value)
@@ -82,7 +82,7 @@ def judge(rows: Sequence[Row]) -> Verdict:
 
 
 def draw(rows: Sequence[Row], title: str, footer: str) -> Figure:
-    """Both ways, with the loss on held out examples of all sources in the legend."""
+    """Draws both ways, with the loss on held-out examples of all sources in the legend."""
     ends = {name: Spread.of(rows, name, lambda row: row["shape"]["nll"]).mean for name in (FAIR, IN_TURN)}
     names = {name: f"{name} (held out, all sources: {end:.2f})" for name, end in ends.items()}
     return draw_curves([row | {"provider": names[row["provider"]]} for row in rows], title, footer)

@@ -1,7 +1,7 @@
-"""`generate` of a Marian of transformers: as it is, after accelerate, and of the model that it converts to.
+"""`generate` of transformers' Marian: unchanged, accelerated, and converted to fastformer's model.
 
-Random weights, 6 + 6 layers with d_model 512. All give the same tokens, but for near-ties of beams; int8 gives those of
-the converted model in int8. Peers' case `llama` has Llama's form beside transformers.
+Random weights, 6 + 6 layers with d_model 512. All give the same tokens, except at near-ties of beams; int8 gives those
+of the converted model in int8. The peers' case `llama` compares a Llama model with transformers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _START, _END = 0, 1
 
 @functools.cache
 def models() -> tuple[Any, Any, Any, Any]:
-    """The model as it is, accelerated, accelerated in int8, and converted."""
+    """Makes the model four times: unchanged, accelerated, accelerated in int8, and converted."""
     from transformers import MarianConfig, MarianMTModel
 
     sizes = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in
@@ -33,29 +33,29 @@ def models() -> tuple[Any, Any, Any, Any]:
         torch.manual_seed(0)
         model = MarianMTModel(MarianConfig(vocab_size=32_000, d_model=512, scale_embedding=True, **sizes, **ids)).eval()
         model.generation_config.forced_eos_token_id = None
-        model.final_logits_bias[0, _END] = -1e4  # so that all outputs are of one length
+        model.final_logits_bias[0, _END] = -1e4  # so that all outputs have the same length
         made.append(model)
     plain, accelerated, rounded = made
     return plain, accelerate(accelerated), accelerate(rounded, precision="int8"), from_huggingface(plain)
 
 
 def make_inputs(shape: Shape, device: str) -> Inputs:
-    """Sources without padding."""
+    """Makes sources without padding."""
     return {"source": torch.randint(3, 32_000, (shape["batch"], shape["source"]), device=device)}
 
 
 def as_it_is(x: Inputs, shape: Shape) -> Tensor:
-    """transformers' generate."""
+    """Calls transformers' generate."""
     return _generated(models()[0], x, shape)
 
 
 def accelerated(x: Inputs, shape: Shape) -> Tensor:
-    """The same call of the accelerated model."""
+    """Makes the same call with the accelerated model."""
     return _generated(models()[1], x, shape)
 
 
 def accelerated_int8(x: Inputs, shape: Shape) -> Tensor:
-    """The same call of the model that is accelerated in int8."""
+    """Makes the same call with the model that is accelerated in int8."""
     return _generated(models()[2], x, shape)
 
 
@@ -66,12 +66,12 @@ def _generated(model: Any, x: Inputs, shape: Shape) -> Tensor:
 
 
 def converted(x: Inputs, shape: Shape) -> Tensor:
-    """The engine, without transformers in front of it."""
+    """Decodes with the engine, without transformers."""
     return _of_converted(x, shape, None)
 
 
 def converted_int8(x: Inputs, shape: Shape) -> Tensor:
-    """The engine in int8."""
+    """Decodes with the engine in int8."""
     return _of_converted(x, shape, "int8")
 
 

@@ -1,4 +1,4 @@
-"""nn.TransformerDecoderLayer and six of them as nn.TransformerDecoder, against torch.nn's and the baseline's."""
+"""nn.TransformerDecoderLayer, and six of them as nn.TransformerDecoder, beside torch.nn's and the baseline's."""
 
 from benchmarks.cases.models.modules import benchmarks_of
 

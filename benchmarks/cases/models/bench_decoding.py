@@ -1,11 +1,11 @@
-"""The engines that decode, from the plainest to the fastest, against the plainest. The same tokens come out of each.
+"""The decoding engines, from the plainest to the fastest, beside the plainest one. All of them give the same tokens.
 
-recompute, encode_once, cross_cache   compute much again for each token: see `recompute_engines`
-kv_cache   all keys and values are kept: a step computes one token
-graph      and a step with its search is one launch of a CUDA graph (on a GPU)
-cpp        and a step is one call of C++; cpp_bf16, cpp_int8: with such weights (on a CPU)
+recompute, encode_once, cross_cache   recompute much for each token: see `recompute_engines`
+kv_cache   all keys and values are cached: a step computes one token
+graph      kv_cache, with a step and its search as one launch of a CUDA graph (on a GPU)
+cpp        kv_cache, with a step as one call of C++; cpp_bf16, cpp_int8: with weights in these formats (on a CPU)
 
-Rounded weights part from the others' tokens at near-ties, of which random weights have many: half have to agree.
+Rounded weights give other tokens at near-ties, of which random weights have many: half of the tokens have to agree.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ENGINES = tuple(dict.fromkeys((*OURS, *RECOMPUTING)))
 
 @functools.cache
 def model(preset: str, device: str) -> Transformer:
-    """A model with random weights that never says EOS: its logit is 0, and the best are far above."""
+    """Makes a model with random weights that never generates EOS: its logit is 0, and the best logits are far above."""
     torch.manual_seed(0)
     made = Transformer.from_preset(preset, vocab_size=8000, device=device).eval()
     with torch.no_grad():
@@ -35,7 +35,7 @@ def model(preset: str, device: str) -> Transformer:
 
 
 def make_inputs(shape: Shape, device: str) -> Inputs:
-    """Sources of mixed lengths, padded."""
+    """Makes padded sources of mixed lengths."""
     source = torch.randint(3, 8000, (shape["batch"], shape["source"]), device=device)
     for row in range(shape["batch"]):
         source[row, shape["source"] // 2 + row % (shape["source"] // 2) + 1 :] = 0
@@ -43,7 +43,7 @@ def make_inputs(shape: Shape, device: str) -> Inputs:
 
 
 def engine(name: str, precision: str | None = None) -> Provider:
-    """The provider of an engine."""
+    """Makes the provider of an engine."""
 
     def provider(x: Inputs, shape: Shape) -> torch.Tensor:
         return decode(
@@ -59,7 +59,7 @@ def engine(name: str, precision: str | None = None) -> Provider:
 
 
 def batch_shapes(new_tokens: int, batches: Sequence[int], threads: Sequence[int | None]) -> list[dict[str, Any]]:
-    """Greedy decoding with `base` at batches of many sizes, by so many threads (None: those that PyTorch has)."""
+    """Returns shapes of greedy decoding with `base`, for each batch size and number of threads (None: PyTorch's)."""
     sizes = {"preset": "base", "source": 24, "new_tokens": new_tokens, "num_beams": 1}
     return [
         {**sizes, "batch": batch} | ({} if count is None else {"threads": count})
@@ -72,7 +72,7 @@ ROUNDED = ("cpp_bf16", "cpp_int8")
 
 
 def stages_of(engines: Sequence[str]) -> dict[str, Provider]:
-    """The providers of those of the engines that decode a Transformer, the one that every machine has first."""
+    """Returns the providers of the engines that can decode a Transformer, with one that every machine has first."""
     stages = {name: engine(name) for name in engines if name != "recurrent"}
     if "cpp" in stages:
         stages["cpp"] = engine("cpp", "fp32")
@@ -108,7 +108,7 @@ BENCHMARKS = [
         only_on=ONLY_ON,
         agreement=dict.fromkeys(ROUNDED, 0.5),
     ),
-    # Without what recomputes, which takes minutes here. That kv_cache says the same as it is checked above.
+    # Without the engines that recompute, which take minutes here. The tokens of kv_cache are checked above.
     Benchmark(
         name="decoding_batches",
         suite="decoding",

@@ -1,6 +1,6 @@
-"""nn.TransformerEncoderLayer and six of them as nn.TransformerEncoder, against torch.nn's and the baseline's.
+"""nn.TransformerEncoderLayer, and six of them as nn.TransformerEncoder, beside torch.nn's and the baseline's.
 
-torch.nn has a fast path of its own for evaluation, which leaves padding out, too; its settings here allow it.
+torch.nn has its own fast path for evaluation, which also skips padding; the settings here enable it.
 """
 
 from benchmarks.cases.models.modules import benchmarks_of

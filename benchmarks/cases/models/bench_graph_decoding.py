@@ -1,8 +1,7 @@
-"""Decoding by CUDA graphs beside the cached modules, and beside Hugging Face's generate with a static, compiled cache.
+"""Decoding with CUDA graphs, beside the cached modules, and Hugging Face's generate with a static, compiled cache.
 
-All in bf16, with the same random weights, of which none says EOS. They part from each other at near-ties: half of our
-tokens have to agree, and Hugging Face's are timed whatever they are (`benchmarks.peers` holds them against ours in
-fp32).
+All are in bf16 and have the same random weights, which never generate EOS. Their tokens differ after near-ties: half of
+fastformer's tokens have to agree. Hugging Face's are not compared here (`benchmarks.peers` compares them in fp32).
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ _PROMPT = 32
 
 @functools.cache
 def model(name: str, device: str) -> Model:
-    """One of `benchmarks.peers`' models."""
+    """Makes one of the models of `benchmarks.peers`."""
     return make_model({"name": name}).to(device, torch.bfloat16)
 
 
 @functools.cache
 def their_model(name: str, device: str) -> Any:
-    """The same weights in Hugging Face's GPT-2."""
+    """Makes Hugging Face's GPT-2 with the same weights."""
     ours = make_model({"name": name})
     if not isinstance(ours, GPT):
         raise Missing("a static cache is compared with a decoder-only model")
@@ -38,13 +37,13 @@ def their_model(name: str, device: str) -> Any:
 
 
 def make_inputs(shape: Shape, device: str) -> Inputs:
-    """Prompts, or sources, of one length."""
+    """Makes prompts, or sources, of one length."""
     vocab_size = model(shape["model"], device).config.vocab_size
     return {"ids": torch.randint(3, vocab_size, (shape["batch"], _PROMPT), device=device)}
 
 
 def engine(name: str) -> Provider:
-    """The provider of an engine."""
+    """Makes the provider of an engine."""
 
     def provider(x: Inputs, shape: Shape) -> torch.Tensor:
         ours = model(shape["model"], x["ids"].device.type)
@@ -57,7 +56,7 @@ def engine(name: str) -> Provider:
 
 @torch.no_grad()
 def transformers(x: Inputs, shape: Shape) -> torch.Tensor:
-    """Hugging Face's generate. With a static cache on a GPU it compiles the step by itself."""
+    """Calls Hugging Face's generate. With a static cache on a GPU, it compiles the step itself."""
     found: torch.Tensor = their_model(shape["model"], x["ids"].device.type).generate(
         input_ids=x["ids"],
         attention_mask=torch.ones_like(x["ids"]),

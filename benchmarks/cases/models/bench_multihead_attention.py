@@ -1,4 +1,4 @@
-"""nn.MultiheadAttention, self-attention without weights, against torch.nn's, compiled and not, and the baseline's."""
+"""nn.MultiheadAttention, as self-attention without weights, beside torch.nn's, compiled or not, and the baseline's."""
 
 from benchmarks.cases.models.modules import benchmarks_of
 

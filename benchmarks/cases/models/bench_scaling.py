@@ -1,9 +1,9 @@
-"""What a layer costs as sequences grow: table 1 of "Attention Is All You Need" (Vaswani et al. 2017), measured.
+"""The cost of a layer as sequences grow: table 1 of "Attention Is All You Need" (Vaswani et al. 2017), measured.
 
-Self-attention over n positions of width d takes O(n^2 d) operations, restricted to the r last positions O(r n d), a
-recurrent layer O(n d^2) one after the other. Memory is not in the table: scores that are kept take O(n^2) of it, fused
-attention O(n). All forward and backward, one sequence, heads * head_dim = 512 as the LSTM's width.
-`benchmarks.measure.scaling_fits` takes the exponents out of the rows.
+Self-attention over n positions of width d takes O(n^2 d) operations, or O(r n d) if restricted to the last r positions;
+a recurrent layer takes O(n d^2), one position after another. Memory is not in the table: materialised scores take
+O(n^2), fused attention O(n). All cases are forward and backward, with one sequence, and heads * head_dim = 512, the
+width of the LSTM. `benchmarks.measure.scaling_fits` computes the exponents from the rows.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from benchmarks.measure.case import Benchmark, Inputs, Provider, Shape
 from fastformer.ops import attention
 
 HEADS, HEAD_DIM = 8, 64
-WINDOW = 127  # keys before a query's own, which it sees too: 128
+WINDOW = 127  # keys before a query's own; with its own, a query sees 128
 
 
 @dataclass(frozen=True)
 class Growth:
-    """What the paper, or arithmetic, says that a layer takes: exponents of n, and the whole term."""
+    """The growth that the paper, or arithmetic, predicts for a layer: exponents of n, and the whole term."""
 
     time: float
     memory: float
@@ -33,19 +33,22 @@ class Growth:
 
 
 def make_inputs(shape: Shape, device: str) -> Inputs:
-    """q, k, v (1, seqlen, heads, head_dim)."""
+    """Makes q, k, v (1, seqlen, heads, head_dim)."""
     size = (1, shape["seqlen"], shape["heads"], HEAD_DIM)
     return {name: torch.randn(size, device=device, requires_grad=True) for name in ("q", "k", "v")}
 
 
 def ours(**options: Any) -> Provider:
-    """fastformer.ops.attention."""
+    """Makes the provider of fastformer.ops.attention."""
     return lambda x, shape: attention(x["q"], x["k"], x["v"], **options)
 
 
 @functools.cache
 def materialised(visible: str) -> Provider:
-    """As fastformer.baseline has it: scores, mask, weights, each in memory. visible: "all", "causal" or "window"."""
+    """Makes a provider like fastformer.baseline: scores, mask and weights, each in memory.
+
+    `visible` is "all", "causal" or "window".
+    """
 
     def run(x: Inputs, shape: Shape) -> Tensor:
         q, k, v = (x[name].transpose(1, 2) for name in "qkv")
@@ -59,7 +62,7 @@ def materialised(visible: str) -> Provider:
 
 
 def sdpa(is_causal: bool) -> Provider:
-    """scaled_dot_product_attention."""
+    """Makes the provider of scaled_dot_product_attention."""
 
     def run(x: Inputs, shape: Shape) -> Tensor:
         q, k, v = (x[name].transpose(1, 2) for name in "qkv")
@@ -69,7 +72,7 @@ def sdpa(is_causal: bool) -> Provider:
 
 
 def left_out(provider: str, shape: Shape) -> str | None:
-    """Providers that keep all scores don't run if several times their size exceeds an ordinary memory."""
+    """Returns why a provider is omitted: its scores would take several times an ordinary memory. None: it runs."""
     if provider != "baseline" or shape["materialised"]:
         return None
     return (
@@ -81,12 +84,12 @@ LONGEST_CHECKED = 4096
 
 
 def checked(shape: Shape) -> Shape:
-    """One head, up to a length at which its scores take 128 MiB in fp64."""
+    """Returns the shape to check: one head, up to a length at which its scores take 128 MiB in fp64."""
     return {**shape, "heads": 1, "seqlen": min(shape["seqlen"], LONGEST_CHECKED)}
 
 
 def make_lstm_inputs(shape: Shape, device: str) -> Inputs:
-    """x (1, seqlen, width), and an LSTM's parameters for it, uniform as torch.nn's."""
+    """Makes x (1, seqlen, width), and parameters of an LSTM, uniform like torch.nn's."""
     width = shape["width"]
     parameters = {
         "input": (4 * width, width),
@@ -101,7 +104,7 @@ def make_lstm_inputs(shape: Shape, device: str) -> Inputs:
 
 
 def lstm(x: Inputs, shape: Shape) -> Tensor:
-    """What torch.nn.LSTM calls, one layer."""
+    """Calls the function behind torch.nn.LSTM, for one layer."""
     state = x["x"].new_zeros(1, 1, shape["width"])
     parameters = [x["input"], x["hidden"], x["bias1"], x["bias2"]]
     return torch.lstm(x["x"], (state, state), parameters, True, 1, 0.0, True, False, True)[0]
@@ -146,7 +149,7 @@ BENCHMARKS = [
         shapes={"cpu": _shapes(8192, materialised_to=4096), "cuda": _shapes(65536, materialised_to=16384)},
         make_inputs=make_inputs,
         providers=PROVIDERS,
-        baseline="fastformer",  # ratios are those to full attention
+        baseline="fastformer",  # ratios are relative to full attention
         oracles={
             name: materialised(visible)
             for visible, names in {
@@ -174,7 +177,7 @@ BENCHMARKS = [
         providers={"torch.nn.LSTM": lstm},
         baseline="torch.nn.LSTM",
         modes=("fwdbwd",),
-        dtypes=("float32",),  # a CPU has no kernel for it in bf16
+        dtypes=("float32",),  # a CPU has no bf16 kernel for it
         quick=4,
         tokens=lambda shape: shape["seqlen"],
         checked=lambda shape: {**shape, "seqlen": 128},

@@ -1,6 +1,6 @@
-"""nn.TransformerEncoder at sizes where a call's own cost counts: torch.nn's as it is, accelerated, and fastformer.nn's.
+"""nn.TransformerEncoder at sizes where the overhead of a call counts: torch.nn's, accelerated, and fastformer.nn's.
 
-The stacks are post-norm with `batch_first`, hold the same weights, and get no mask. A call does nothing but the work:
+The stacks are post-norm with `batch_first`, have the same weights, and get no mask. A timed call does only the work:
 the module and its list of parameters are looked up by size.
 """
 
@@ -30,14 +30,14 @@ KINDS = ("fastformer", "accelerated", "torch.nn")
 
 
 class Stack(NamedTuple):
-    """A module and what its training step differentiates."""
+    """A module, and the tensors that its training step differentiates by."""
 
     module: nn.Module
     parameters: list[nn.Parameter]
 
 
 def make(kind: str, shape: Shape, *, training: bool, dtype: torch.dtype) -> Stack:
-    """The stack of one provider; the weights depend on nothing but the sizes."""
+    """Makes the stack of one provider; the weights depend only on the sizes."""
     dropout_p = shape.get("dropout_p", 0.0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -49,11 +49,11 @@ def make(kind: str, shape: Shape, *, training: bool, dtype: torch.dtype) -> Stac
             stacks.append(library.TransformerEncoder(layer, shape["layers"]))
         original, ours = stacks
         for parameter in original.parameters():
-            if parameter.dim() > 1:  # a stack begins with copies of one layer, which would hide an exchanged weight
+            if parameter.dim() > 1:  # a stack begins with copies of one layer, which would hide swapped weights
                 nn.init.xavier_uniform_(parameter)
     for each in original.modules():
         if isinstance(each, nn.TransformerEncoderLayer):
-            # Units stay clear of relu's kink, half of them on, half off: rounding can't turn one over.
+            # Units stay away from relu's kink, half of them on, half off: rounding can't switch one.
             each.linear1.bias.data.fill_(4.0)[::2].neg_()
     if kind == "fastformer":
         ours.load_state_dict(original.state_dict())
@@ -67,7 +67,7 @@ def make(kind: str, shape: Shape, *, training: bool, dtype: torch.dtype) -> Stac
 
 
 def make_inputs(shape: Shape, device: str) -> Inputs:
-    """x and the gradient of the output, (batch, seqlen, dim)."""
+    """Makes x and the gradient of the output, (batch, seqlen, dim)."""
     size = shape["batch"], shape["seqlen"], shape["dim"]
     return {"x": torch.randn(size, device=device, requires_grad=True), "dout": torch.randn(size, device=device)}
 
@@ -80,7 +80,7 @@ class Call:
         self._stacks: dict[tuple[Any, ...], Stack] = {}
 
     def __call__(self, inputs: Inputs, shape: Shape) -> Tensor | list[Tensor]:
-        """The output; in training the gradients of the input and of all parameters."""
+        """Returns the output, or in training the gradients of the input and of all parameters."""
         x = inputs["x"]
         key = shape["dim"], shape["layers"], shape.get("dropout_p", 0.0), x.dtype
         stack = self._stacks.get(key)
@@ -93,8 +93,11 @@ class Call:
 
 
 def flops_of(shape: Shape, training: bool) -> float:
-    """Of the products: 2 a weight and token forward, 4 a score and column of q; a backward pass doubles both, and
-    computes the scores again."""
+    """Counts the FLOPs of matrix products.
+
+    The forward pass has 2 a weight and token, and 4 a score and column of q. A backward pass doubles both, and computes
+    the scores again.
+    """
     tokens, scores = shape["batch"] * shape["seqlen"], shape["batch"] * shape["seqlen"] ** 2
     linear, attention = 24.0 * tokens * shape["dim"] ** 2, 4.0 * scores * shape["dim"]
     passes: float = shape["layers"]
@@ -129,7 +132,7 @@ def _benchmark(name: str, *, training: bool) -> Benchmark:
         modes=("step" if training else "fwd",),
         dtypes=("float32",),
         quick=len(THREADS),
-        # Each draws a dropout of its own; that of a stack is held to the reference by `encoder_training`.
+        # Each provider draws its own dropout; `encoder_training` checks a stack's dropout against the reference.
         checked=lambda shape: {key: value for key, value in shape.items() if key != "dropout_p"},
         flops=lambda shape, mode: flops_of(shape, training),
         tokens=lambda shape: shape["batch"] * shape["seqlen"],

@@ -1,9 +1,9 @@
-"""A training step of the `base` model: forward, backward, Adam. The learning rate is 0, so that all steps are alike.
+"""A training step of the `base` model: forward, backward, Adam. The learning rate is 0, so that all steps are equal.
 
-And "loss": the loss of the same batches in evaluation, where all models have the same weights and are held to fp64.
+The case "loss" is the loss of the same batches in evaluation: all models have the same weights and are checked in fp64.
 
-On a GPU also as CUDA graphs, ours on batches that are rounded up as `fastformer train --cuda_graphs` does it. A graph
-keeps its memory, so that no call's peak tells how much it takes.
+On a GPU there are steps as CUDA graphs as well; fastformer's batches are rounded up, as by `fastformer train
+--cuda_graphs`. A graph keeps its memory, so the peak of a call doesn't show how much it uses.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fastformer.models import Transformer
 from fastformer.training.graph_updates import pad_batch, size_of
 
 VOCAB_SIZE, LABEL_SMOOTHING = 8000, 0.1
-# Tokens of 64 random sentence pairs of Multi30k, English and German, under a joint BPE of 8,000.
+# The tokens of 64 random sentence pairs of Multi30k, English and German, under a joint BPE of 8,000.
 MULTI30K = (
     (14, 16), (13, 12), (11, 11), (15, 16), (9, 12), (10, 7), (17, 20), (7, 7), (11, 11), (17, 15), (12, 13), (10, 11),
     (21, 18), (14, 18), (11, 12), (17, 24), (24, 16), (21, 27), (17, 15), (20, 17), (12, 12), (11, 11), (9, 9),
@@ -52,7 +52,7 @@ class TorchTransformer(nn.Module):
         )
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Takes the weights of `fastformer.models.Transformer`, which has no biases in attention: they are 0."""
+        """Copies the weights of `fastformer.models.Transformer`; its missing attention biases become 0."""
         own = {name.removeprefix("transformer."): parameter for name, parameter in self.named_parameters()}
         with torch.no_grad():
             for name, parameter in own.items():
@@ -69,7 +69,7 @@ class TorchTransformer(nn.Module):
         return self.dropout(x + self.positions[: ids.shape[1]])
 
     def loss(self, source: Tensor, target_in: Tensor, target_out: Tensor, *, label_smoothing: float) -> Tensor:
-        """As fastformer.baseline.Transformer.loss."""
+        """Computes the same as fastformer.baseline.Transformer.loss."""
         causal = self.transformer.generate_square_subsequent_mask(target_in.shape[1], device=source.device)
         padding = source == 0
         hidden = self.transformer(
@@ -81,13 +81,13 @@ class TorchTransformer(nn.Module):
 
 
 def _pairs(shape: Shape) -> Sequence[tuple[int, int]]:
-    """The lengths of the sentences; "sentences" in a shape: so many of them."""
+    """Returns the lengths of the sentences; "sentences" in a shape is their number."""
     pairs = MULTI30K if shape["lengths"] == "multi30k" else ((32, 32),) * len(MULTI30K)
     return pairs[: shape.get("sentences")]
 
 
 def _checked(shape: Shape) -> Shape:
-    """A few of the sentences: in fp64, with dropout in plain operations, all of them take minutes."""
+    """Returns the shape with a few of the sentences: in fp64 and plain operations, all would take minutes."""
     return {"sentences": 8, **shape}
 
 
@@ -100,12 +100,12 @@ def _examples(pairs: Sequence[tuple[int, int]]) -> list[Example]:
 
 
 def make_inputs(shape: Shape, device: str) -> Inputs:
-    """Nothing but the dtype and the device of the step: models and batches are made once and kept."""
+    """Makes a tensor with the dtype and the device of the step; models and batches are made once and cached."""
     return {"like": torch.zeros(1, device=device)}
 
 
 def make_model(kind: str, dtype: torch.dtype, device: str) -> Any:
-    """A model with the weights that all kinds have, in fp32 (fp64 when that is asked for)."""
+    """Makes a model; all kinds have the same weights, in fp32 (in fp64 if dtype is fp64)."""
     torch.manual_seed(0)
     model: Any = Transformer.from_preset("base", vocab_size=VOCAB_SIZE)
     state = model.state_dict()
@@ -128,7 +128,7 @@ def _evaluated(kind: str, dtype: torch.dtype, device: str) -> Any:
 
 @functools.cache
 def _trained(kind: str, dtype: torch.dtype, device: str) -> tuple[Any, torch.optim.Optimizer]:
-    """A model and its optimizer."""
+    """Returns a model and its optimizer."""
     model = make_model(kind, dtype, device).train()
     return model, torch.optim.Adam(
         model.parameters(), lr=0.0, betas=(0.9, 0.98), fused=True, capturable=device != "cpu"
@@ -141,7 +141,7 @@ def _collated(pairs: Sequence[tuple[int, int]], packed: bool, device: str) -> Ba
 
 
 def _batch(kind: str, shape: Shape, device: str) -> Batch:
-    """Ours packs what is padded."""
+    """Makes a batch; fastformer's is packed, the others are padded."""
     return _collated(_pairs(shape), kind == "fastformer" and shape["lengths"] == "multi30k", device)
 
 
@@ -156,7 +156,7 @@ def _loss(kind: str, model: Any, batch: Batch, dtype: torch.dtype, device: str) 
 
 
 def _step(kind: str, batch: Batch, dtype: torch.dtype, device: str) -> Tensor:
-    """Forward, backward and Adam; the loss."""
+    """Runs forward, backward and Adam, and returns the loss."""
     model, optimizer = _trained(kind, dtype, device)
     loss = _loss(kind, model, batch, dtype, device)
     loss.backward()
@@ -166,7 +166,7 @@ def _step(kind: str, batch: Batch, dtype: torch.dtype, device: str) -> Tensor:
 
 
 def step(kind: str) -> Provider:
-    """The provider of one model."""
+    """Makes the provider of one model."""
 
     def run(x: Inputs, shape: Shape) -> Tensor:
         dtype, device = x["like"].dtype, str(x["like"].device)
@@ -177,7 +177,7 @@ def step(kind: str) -> Provider:
 
 
 def evaluation(kind: str) -> Provider:
-    """The loss of one model, without dropout."""
+    """Makes the provider of one model's loss, without dropout."""
 
     def run(x: Inputs, shape: Shape) -> Tensor:
         dtype, device = x["like"].dtype, str(x["like"].device)
@@ -188,7 +188,7 @@ def evaluation(kind: str) -> Provider:
 
 @functools.cache
 def _captured(kind: str, lengths: str, dtype: torch.dtype, device: str) -> tuple[Graph, Tensor]:
-    """A step as a graph, and where it leaves its loss."""
+    """Captures a step as a graph; returns it and the tensor that receives the loss."""
     packed = kind == "fastformer" and lengths == "multi30k"
     batch = collate(_examples(_pairs({"lengths": lengths})), packed=packed)
     if packed:
@@ -201,13 +201,13 @@ def _captured(kind: str, lengths: str, dtype: torch.dtype, device: str) -> tuple
         loss.copy_(_step(kind, batch, dtype, device))
 
     graphs = Graphs(device)
-    for _ in range(3):  # torch.compile compiles at first, and may again
+    for _ in range(3):  # torch.compile compiles in the first call, and may again later
         graphs.warm_up(once)
     return graphs.capture(once), loss
 
 
 def graph_step(kind: str) -> Provider:
-    """The same step, captured and replayed."""
+    """Makes the provider of the same step, captured and replayed."""
 
     def run(x: Inputs, shape: Shape) -> Tensor:
         graph, loss = _captured(kind, shape["lengths"], x["like"].dtype, str(x["like"].device))
@@ -218,7 +218,7 @@ def graph_step(kind: str) -> Provider:
 
 
 def flops(shape: Shape, mode: str) -> float:
-    """Products with weights only, 2 a weight and real token forward, 4 backward."""
+    """Counts products with weights only: 2 a weight and real token forward, 4 backward."""
     source, target = (sum(pair[side] for pair in _pairs(shape)) for side in (0, 1))
     d_model, d_ff, layers = 512, 2048, 6
     encoder = layers * (4 * d_model**2 + 2 * d_model * d_ff) + layers * 2 * d_model**2  # and cross-attention's K, V
@@ -228,7 +228,7 @@ def flops(shape: Shape, mode: str) -> float:
 
 SHAPES = [{"lengths": lengths, "dropout_p": 0.1} for lengths in ("equal", "multi30k")]
 
-# As a provider's name "torch.nn" was once the compiled one: neither has it now.
+# The provider "torch.nn" was once the compiled one; so neither has this name now.
 KINDS = {
     "fastformer": "fastformer",
     "baseline": "baseline",
@@ -257,7 +257,7 @@ BENCHMARKS = [
         },
         only_on={"fastformer graph": "cuda", "torch.compile graph": "cuda"},
         modes=("step",),
-        without_dropout=lambda shape: None,  # that is "loss"; and torch.compile would take minutes for it
+        without_dropout=lambda shape: None,  # "loss" checks it; torch.compile would take minutes
         **COMMON,
     ),
     Benchmark(

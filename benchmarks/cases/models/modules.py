@@ -1,9 +1,9 @@
-"""What the benchmarks of modules share: the same weights in each rival's module, evaluation, and a training step.
+"""The shared part of the module benchmarks: equal weights in each rival's module, evaluation, and a training step.
 
-The rivals are torch.nn, torch.nn under torch.compile, and `fastformer.baseline`. All get the weights of torch.nn's; the
-biases of attention, which the baseline hasn't got, are 0, as torch.nn begins with. Where half is padding, lengths are
-spread evenly. The outputs at padding don't count: all modules write zeros there before they return, and the
-gradient that comes back is zero there.
+The rivals are torch.nn, torch.nn under torch.compile, and `fastformer.baseline`. All get torch.nn's weights. The
+attention biases, which the baseline doesn't have, are 0, as they are at first in torch.nn. With half padding, the
+lengths are spread evenly. The outputs at padding don't count: all modules write zeros there before they return, and the
+gradient of the output is zero there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STACKED = {"encoder": "encoder_layer", "decoder": "decoder_layer"}
 
 
 def lengths_of(shape: Shape) -> list[int]:
-    """How long the sequences are: with half of the batch as padding, from one (2 * batch)-th up in equal steps."""
+    """Returns the lengths of the sequences: with half padding, in equal steps from one (2 * batch)-th up."""
     batch, seqlen = shape["batch"], shape["seqlen"]
     if shape["padding"] == "none":
         return [seqlen] * batch
@@ -33,7 +33,7 @@ def lengths_of(shape: Shape) -> list[int]:
 
 
 def make_inputs(shape: Shape, device: str) -> Inputs:
-    """x, memory and the gradient that comes back (batch, seqlen, dim); padding (batch, seqlen), True = padding."""
+    """Makes x, memory and the output's gradient (batch, seqlen, dim), and padding (batch, seqlen), True = padding."""
     size = shape["batch"], shape["seqlen"], shape["dim"]
     inputs = {name: torch.randn(size, device=device, requires_grad=True) for name in ("x", "memory")}
     padding = torch.arange(shape["seqlen"])[None] >= torch.tensor(lengths_of(shape))[:, None]
@@ -42,7 +42,7 @@ def make_inputs(shape: Shape, device: str) -> Inputs:
 
 
 def make(name: str, library: Any, shape: Shape) -> nn.Module:
-    """A module of torch.nn, or of fastformer.nn, which has the same names and arguments; post-norm as their default."""
+    """Makes a module of torch.nn, or of fastformer.nn, which has the same names and arguments; post-norm by default."""
     dim, heads, dropout = shape["dim"], shape["heads"], shape.get("dropout_p", 0.0)
     made: nn.Module
     if name == "multihead_attention":
@@ -57,7 +57,7 @@ def make(name: str, library: Any, shape: Shape) -> nn.Module:
 
 
 def make_baseline(name: str, shape: Shape) -> nn.Module:
-    """The same of fastformer.baseline."""
+    """Makes the equivalent module of fastformer.baseline."""
     dim, heads, dropout = shape["dim"], shape["heads"], shape.get("dropout_p", 0.0)
     if name == "multihead_attention":
         return baseline.MultiHeadAttention(dim, heads, dropout)
@@ -68,19 +68,19 @@ def make_baseline(name: str, shape: Shape) -> nn.Module:
     return baseline.Layer(dim, 4 * dim, heads, is_decoder, False, dropout, dropout, dropout, 1e-5)
 
 
-@functools.lru_cache(maxsize=64)  # those of the cases that passes are taken over
+@functools.lru_cache(maxsize=64)  # enough for the cases that passes are taken over
 def _module(kind: str, name: str, key: tuple[tuple[str, Any], ...], training: bool, like: tuple[Any, ...]) -> nn.Module:
     shape = dict(key)
     generator = torch.get_rng_state()
     torch.manual_seed(0)
     original = make(name, nn, shape)
     for parameter in original.parameters():
-        if parameter.dim() > 1:  # a stack begins with copies of one layer, among which a mistake would not show
+        if parameter.dim() > 1:  # a stack begins with copies of one layer, which would hide swapped weights
             nn.init.xavier_uniform_(parameter)
     for layer in original.modules():
         if isinstance(layer, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
-            # Far from relu's kink, one half on and one off: a unit that rounding turns over would be a gradient of
-            # another function, in any of them.
+            # Far from relu's kink, one half on and one off: if rounding switched a unit, the gradient would be that of
+            # another function, in any of the modules.
             layer.linear1.bias.data.fill_(4.0)[::2].neg_()
     torch.set_rng_state(generator)
     if kind == "fastformer":
@@ -95,13 +95,13 @@ def _module(kind: str, name: str, key: tuple[tuple[str, Any], ...], training: bo
 
 
 def module_of(kind: str, name: str, x: Inputs, shape: Shape, training: bool) -> nn.Module:
-    """The module of one rival, made once, in the dtype and on the device of the inputs."""
+    """Returns the module of one rival, made once, in the dtype and on the device of the inputs."""
     sizes = {each: shape[each] for each in ("dim", "heads", "dropout_p") if each in shape}
     return _module(kind, name, tuple(sizes.items()), training, (x["x"].device, x["x"].dtype))
 
 
 def call(kind: str, name: str, module: nn.Module, x: Inputs, shape: Shape) -> Tensor:
-    """What a user of that module writes. Padding is named where there is some."""
+    """Calls the module as its users do. The padding mask is passed only if there is padding."""
     tokens, memory = x["x"], x["memory"]
     is_decoder = name in ("decoder", "decoder_layer")
     padding = None if shape["padding"] == "none" else x["padding"]
@@ -125,7 +125,7 @@ def call(kind: str, name: str, module: nn.Module, x: Inputs, shape: Shape) -> Te
     return out
 
 
-# As a function of ours: dynamo skips torch.nn's own files where Module.compile would begin.
+# A function in this file, because dynamo skips torch.nn's own files, where Module.compile would begin.
 _compiled_call = torch.compile(call, dynamic=False)
 
 
@@ -134,7 +134,7 @@ def _call_of(kind: str) -> Callable[..., Tensor]:
 
 
 def evaluation(kind: str, name: str) -> Provider:
-    """The module in evaluation: its output, zeros at padding."""
+    """Makes the provider of a module in evaluation: its output, with zeros at padding."""
 
     def run(x: Inputs, shape: Shape) -> Tensor:
         out = _call_of(kind)(kind, name, module_of(kind, name, x, shape, False), x, shape)
@@ -144,9 +144,9 @@ def evaluation(kind: str, name: str) -> Provider:
 
 
 def training(kind: str, name: str, like: str | None = None) -> Provider:
-    """The module in training, forward and backward: the gradients of its inputs and of all that it has learned.
+    """Makes the provider of a module in training: the gradients of its inputs and of all parameters.
 
-    like: give those alone that this kind of module has, too.
+    like: return only those gradients that this kind of module has, too.
     """
 
     def run(x: Inputs, shape: Shape) -> list[Tensor]:
@@ -167,14 +167,14 @@ def training(kind: str, name: str, like: str | None = None) -> Provider:
 
 
 def flops_of(name: str, shape: Shape, training: bool) -> float:
-    """Products alone, of real tokens: 2 a weight forward, and 4 and 10 a score and column of q in attention."""
+    """Counts the products of real tokens: 2 a weight forward, and 4 and 10 a score and column of q in attention."""
     lengths, dim = lengths_of(shape), shape["dim"]
     tokens, scores = sum(lengths), sum(n * n for n in lengths)
     attention, feed_forward = 4 * dim**2, 8 * dim**2
     weights, seen = {
         "multihead_attention": (attention, scores),
         "encoder_layer": (attention + feed_forward, scores),
-        "decoder_layer": (2 * attention + feed_forward, 1.5 * scores),  # of which half of its own
+        "decoder_layer": (2 * attention + feed_forward, 1.5 * scores),  # half of its self-attention's scores are hidden
     }[STACKED.get(name, name)]
     linear, products = 2.0 * tokens * weights, 4.0 * seen * dim
     layers = LAYERS if name in STACKED else 1
@@ -187,7 +187,10 @@ def _shapes(batch: int, seqlen: int, dim: int, heads: int) -> list[dict[str, Any
 
 
 def benchmarks_of(name: str) -> list[Benchmark]:
-    """Evaluation and training of one module. Training has dropout as it is trained, and none, to be checked."""
+    """Returns the evaluation and training benchmarks of one module.
+
+    Training runs with the usual dropout, and without dropout to be checked.
+    """
     shapes = {"cpu": _shapes(8, 128, 512, 8), "cuda": _shapes(32, 512, 1024, 16)}
     kinds = ("fastformer", "torch.nn", "torch.compile", "baseline")
     common: dict[str, Any] = {
@@ -215,7 +218,7 @@ def benchmarks_of(name: str) -> list[Benchmark]:
             providers={kind: training(kind, name) for kind in kinds},
             oracles={"baseline": training("torch.nn", name, like="baseline")},
             modes=("step",),
-            quick=int(name not in STACKED),  # to compile the backward of a stack takes a minute, and to check it
+            quick=int(name not in STACKED),  # compiling a stack's backward pass takes a minute, like checking it
             flops=lambda shape, mode: flops_of(name, shape, training=True),
             **common,
         ),

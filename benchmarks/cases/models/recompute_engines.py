@@ -1,10 +1,10 @@
-"""Engines that keep less than `kv_cache` does, and compute it again for each token: what a cache saves, step by step.
+"""Engines that cache less than `kv_cache` does, and recompute the rest for each token: they show what a cache saves.
 
-    recompute     encoder and decoder run over everything for each new token (the library's own)
+    recompute     encoder and decoder run over everything for each new token (an engine of the library)
     encode_once   the encoder runs once
-    cross_cache   and the keys and values of cross-attention are computed once
+    cross_cache   encode_once, with the keys and values of cross-attention computed once
 
-They give the tokens of `kv_cache`, which also keeps the keys and values of self-attention.
+Their tokens are those of `kv_cache`, which also caches the keys and values of self-attention.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fastformer.nn import KVCache, SequenceLayout
 
 
 class EncodeOnce(RecomputeEngine):
-    """Keeps what the encoder gives."""
+    """An engine that caches the output of the encoder."""
 
     name: ClassVar[str] = "encode_once"
 
@@ -52,11 +52,11 @@ class EncodeOnce(RecomputeEngine):
 
 
 class EncodeOnceBatch(RecomputeBatch):
-    """The output of the encoder for each group."""
+    """A batch with the encoder's output of each group."""
 
     def __init__(self, model: EncoderDecoder | DecoderOnly, device: torch.device) -> None:
         super().__init__(model, device)
-        self.memories: list[Tensor] = []  # of the groups: (source_seqlen, d_model)
+        self.memories: list[Tensor] = []  # one for each group: (source_seqlen, d_model)
 
     def prefill(self, prompts: Sequence[Prompt]) -> None:
         super().prefill(prompts)
@@ -76,7 +76,7 @@ class EncodeOnceBatch(RecomputeBatch):
 
 
 class CrossCache(EncodeOnce):
-    """Keeps the keys and values of cross-attention, and runs the decoder over all tokens again."""
+    """An engine that caches the keys and values of cross-attention, and runs the decoder over all tokens again."""
 
     name: ClassVar[str] = "cross_cache"
 
@@ -86,7 +86,7 @@ class CrossCache(EncodeOnce):
 
     @property
     def token_bytes(self) -> int:
-        """The keys and values of a token in all layers."""
+        """Returns the bytes of a token's keys and values in all layers."""
         return self._empty.token_bytes
 
     def tokens_needed(self, prompt: Prompt, num_rows: int, new_tokens: int) -> int:
@@ -99,7 +99,7 @@ class CrossCache(EncodeOnce):
 
 
 class CrossCacheBatch(RecomputeBatch):
-    """A cache of which the source's part is kept."""
+    """A batch with a cache, in which the source's part stays valid."""
 
     def __init__(self, model: EncoderDecoder | DecoderOnly, device: torch.device, cache: KVCache) -> None:
         super().__init__(model, device)
@@ -116,7 +116,7 @@ class CrossCacheBatch(RecomputeBatch):
     def _hidden(self, ids: Tensor, layout: SequenceLayout) -> Tensor:
         assert is_encoder_decoder(self.model)
         hidden = self.model.decode(ids, None, layout=layout, cache=self._cache)
-        self._cache.rewind()  # the tokens' own keys and values are computed again
+        self._cache.rewind()  # the keys and values of the tokens are recomputed
         return hidden
 
     def fork(self, parents: Sequence[Sequence[int]]) -> None:
@@ -149,13 +149,15 @@ def decode(
     num_beams: int = 1,
     streamer: Streamer | None = None,
 ) -> Tensor:
-    """`fastformer.generate`, by one of the library's engines or of these; a streamer hears the first input's tokens.
+    """Decodes like `fastformer.generate`, with one of the library's engines or of these.
+
+    A streamer receives the tokens of the first input.
 
     Returns:
-        (batch, length) ids, padded with PAD.
+        The ids, (batch, length), padded with PAD.
 
     Raises:
-        ValueError: an engine that can't decode the model.
+        ValueError: the engine can't decode the model.
     """
     if engine not in RECOMPUTING:
         tokens = generate(

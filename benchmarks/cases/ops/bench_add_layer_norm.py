@@ -1,4 +1,4 @@
-"""Dropout, residual add and LayerNorm in one pass against the three of them."""
+"""Dropout, residual add and LayerNorm in one pass, beside the three separate operations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastformer.ops import add_layer_norm
 
 
 def make_inputs(shape: Shape, device: str) -> Inputs:
-    """x and residual (rows, dim), weight and bias (dim,)."""
+    """Makes x and residual (rows, dim), weight and bias (dim,)."""
     rows, dim = shape["rows"], shape["dim"]
     sizes = {"x": (rows, dim), "residual": (rows, dim), "weight": (dim,), "bias": (dim,)}
     inputs = {name: torch.randn(size, device=device, requires_grad=True) for name, size in sizes.items()}
@@ -18,14 +18,14 @@ def make_inputs(shape: Shape, device: str) -> Inputs:
 
 
 def ours(x: Inputs, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
-    """fastformer.ops.add_layer_norm: (y, the new residual)."""
+    """Calls fastformer.ops.add_layer_norm: (y, the new residual)."""
     return add_layer_norm(
         x["x"], x["residual"], x["weight"], x["bias"], dropout_p=shape["dropout_p"], dropout_seed=x["seed"]
     )
 
 
 def eager(x: Inputs, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dropout, sum, F.layer_norm."""
+    """Computes dropout, the sum and F.layer_norm."""
     s = x["residual"] + F.dropout(x["x"], shape["dropout_p"])
     return F.layer_norm(s, s.shape[-1:], x["weight"], x["bias"]), s
 
@@ -34,7 +34,7 @@ compiled = torch.compile(eager, dynamic=False)
 
 
 def moved(shape: Shape, mode: str, itemsize: int) -> float:
-    """Forward: x, residual, y, s. Backward: dy, ds, s read, dx and dresidual written, which are one without dropout."""
+    """Counts x, residual, y, s; backward dy, ds, s, dx and dresidual, of which the last two are one without dropout."""
     backward = 5 if shape["dropout_p"] else 4
     return shape["rows"] * shape["dim"] * itemsize * {"fwd": 4, "bwd": backward, "fwdbwd": 4 + backward}[mode]
 

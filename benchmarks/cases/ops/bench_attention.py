@@ -1,7 +1,8 @@
-"""Attention against the materialised softmax and against PyTorch's fused one: dense, with masks, of packed sequences.
+"""Attention beside the materialised softmax and PyTorch's fused attention: dense, with masks, and of packed sequences.
 
-Masked sequences end in padding, those that are packed have none. A provider without packing pads, computes and packs
-again, and all of this is timed: inputs and outputs are the same for all. Behind a causal mask padding needs no mask.
+Masked sequences end in padding, packed ones have none. A provider without packing pads, computes and packs again, and
+all
+of this is timed: inputs and outputs are the same for all. With a causal mask, padding at the end needs no mask.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from fastformer.ops import attention, varlen_attention
 
 
 def make_inputs(shape: Shape, device: str) -> Inputs:
-    """q, k, v (batch, seqlen, heads, head_dim)."""
+    """Makes q, k, v (batch, seqlen, heads, head_dim)."""
     size = (shape["batch"], shape["seqlen"], shape["heads"], shape["head_dim"])
     inputs = {name: torch.randn(size, device=device, requires_grad=True) for name in ("q", "k", "v")}
     return inputs | {"seed": torch.tensor([1, 2], device=device)}
 
 
 def ours(x: Inputs, shape: Shape) -> torch.Tensor:
-    """fastformer.ops.attention."""
+    """Calls fastformer.ops.attention."""
     return attention(
         x["q"], x["k"], x["v"], is_causal=shape["causal"], dropout_p=shape["dropout_p"], dropout_seed=x["seed"]
     )
 
 
 def eager(x: Inputs, shape: Shape) -> torch.Tensor:
-    """Scores, mask, softmax and dropout, each in memory."""
+    """Computes scores, mask, softmax and dropout, each in memory."""
     q, k, v = (x[name].transpose(1, 2) for name in "qkv")
     scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
     if shape.get("causal"):
@@ -51,7 +52,7 @@ compiled = torch.compile(eager, dynamic=False)
 
 
 def sdpa(backend: str | None = None) -> Provider:
-    """torch's scaled_dot_product_attention: one of its backends, or (None) the one that it picks."""
+    """Makes the provider of torch's scaled_dot_product_attention: one of its backends, or (None) its own choice."""
 
     def run(x: Inputs, shape: Shape) -> torch.Tensor:
         q, k, v = (x[name].transpose(1, 2) for name in "qkv")
@@ -71,7 +72,7 @@ def _flex(seqlen: int, causal: bool) -> Callable[..., torch.Tensor]:
 
 
 def flex(x: Inputs, shape: Shape) -> torch.Tensor:
-    """torch's flex attention, compiled."""
+    """Calls torch's flex attention, compiled."""
     if shape["dropout_p"]:
         raise NotImplementedError("flex attention has no dropout")
     q, k, v = (x[name].transpose(1, 2) for name in "qkv")
@@ -79,7 +80,7 @@ def flex(x: Inputs, shape: Shape) -> torch.Tensor:
 
 
 def varlen(x: Inputs, shape: Shape) -> torch.Tensor:
-    """torch.nn.attention.varlen, where this PyTorch has it: the batch as one packed sequence of sequences."""
+    """Calls torch.nn.attention.varlen, if this PyTorch has it, with the batch as packed sequences."""
     from torch.nn.attention.varlen import varlen_attn
 
     if shape["dropout_p"]:
@@ -94,13 +95,13 @@ def varlen(x: Inputs, shape: Shape) -> torch.Tensor:
 
 
 def flops(shape: Shape, mode: str) -> float:
-    """Two products forward and five backward over the visible scores."""
+    """Counts two products forward and five backward over the visible scores."""
     scores = shape["batch"] * shape["heads"] * shape["seqlen"] ** 2 * (0.5 if shape["causal"] else 1.0)
     return scores * shape["head_dim"] * {"fwd": 4, "bwd": 10, "fwdbwd": 14}[mode]
 
 
 def moved(shape: Shape, mode: str, itemsize: int) -> float:
-    """q, k, v and out once; backward reads them and dout and writes three gradients."""
+    """Counts q, k, v and out once; the backward pass reads them and dout, and writes three gradients."""
     tensor = shape["batch"] * shape["heads"] * shape["seqlen"] * shape["head_dim"] * itemsize
     return tensor * {"fwd": 4, "bwd": 8, "fwdbwd": 12}[mode]
 
@@ -109,12 +110,12 @@ def moved(shape: Shape, mode: str, itemsize: int) -> float:
 
 
 def lengths_of(shape: Shape) -> list[int]:
-    """Of the sequences of a batch with padding: all of them between half of the longest and that."""
+    """Returns the lengths of the sequences in a batch with padding, from half of the longest to the longest."""
     return [shape["seqlen"] - shape["seqlen"] // 2 * i // shape["batch"] for i in range(shape["batch"])]
 
 
 def make_masked_inputs(shape: Shape, device: str) -> Inputs:
-    """q, k, v (batch, seqlen, heads, head_dim) and a mask: of the keys, or what is added to the scores of each head."""
+    """Makes q, k, v (batch, seqlen, heads, head_dim) and a mask: of the keys, or added to the scores of each head."""
     seqlen = shape["seqlen"]
     inputs = make_inputs(shape, device)
     del inputs["seed"]
@@ -126,24 +127,24 @@ def make_masked_inputs(shape: Shape, device: str) -> Inputs:
 
 
 def key_mask(shape: Shape, device: str) -> torch.Tensor:
-    """(batch, 1, 1, seqlen), True where there is a token."""
+    """Makes a mask (batch, 1, 1, seqlen), True at tokens."""
     lengths = torch.tensor(lengths_of(shape), device=device)
     return (torch.arange(shape["seqlen"], device=device) < lengths[:, None])[:, None, None]
 
 
 def ours_masked(x: Inputs, shape: Shape) -> torch.Tensor:
-    """fastformer.ops.attention."""
+    """Calls fastformer.ops.attention with the mask."""
     return attention(x["q"], x["k"], x["v"], attn_mask=x["mask"])
 
 
 def masked_flops(shape: Shape, mode: str) -> float:
-    """As `flops`, without the keys that a mask hides."""
+    """Counts as `flops`, without the keys that a mask hides."""
     visible = sum(lengths_of(shape)) / (shape["batch"] * shape["seqlen"]) if shape["mask"] == "bool_keys" else 1.0
     return visible * flops({**shape, "causal": False}, mode)
 
 
 def masked_moved(shape: Shape, mode: str, itemsize: int) -> float:
-    """As `moved`, and the mask once a pass."""
+    """Counts as `moved`, and the mask once a pass."""
     seqlen = shape["seqlen"]
     mask = shape["batch"] * seqlen if shape["mask"] == "bool_keys" else shape["heads"] * seqlen**2 * itemsize
     return moved(shape, mode, itemsize) + mask * (2 if mode == "fwdbwd" else 1)
@@ -153,7 +154,7 @@ def masked_moved(shape: Shape, mode: str, itemsize: int) -> float:
 
 
 def make_packed_inputs(shape: Shape, device: str) -> Inputs:
-    """q, k, v (tokens, heads, head_dim), where each sequence begins, and where its tokens lie in a padded batch."""
+    """Makes q, k, v (tokens, heads, head_dim), the start of each sequence, and its tokens' places in a padded batch."""
     lengths = torch.tensor(lengths_of(shape))
     size = (int(lengths.sum()), shape["heads"], shape["head_dim"])
     inputs = {name: torch.randn(size, device=device, requires_grad=True) for name in ("q", "k", "v")}
@@ -164,13 +165,13 @@ def make_packed_inputs(shape: Shape, device: str) -> Inputs:
 
 
 def ours_packed(x: Inputs, shape: Shape) -> torch.Tensor:
-    """fastformer.ops.varlen_attention."""
+    """Calls fastformer.ops.varlen_attention."""
     cu_seqlens, longest = x["cu_seqlens"], shape["seqlen"]
     return varlen_attention(x["q"], x["k"], x["v"], cu_seqlens, cu_seqlens, longest, longest, is_causal=shape["causal"])
 
 
 def padded(provider: Provider) -> Provider:
-    """A provider of padded sequences, for packed ones."""
+    """Converts a provider for padded sequences to one for packed sequences."""
 
     def run(x: Inputs, shape: Shape) -> torch.Tensor:
         batch, seqlen, places = shape["batch"], shape["seqlen"], x["places"]
@@ -190,7 +191,7 @@ compiled_packed = torch.compile(eager_packed, dynamic=False)
 
 
 def varlen_packed(x: Inputs, shape: Shape) -> torch.Tensor:
-    """torch.nn.attention.varlen, where this PyTorch has it."""
+    """Calls torch.nn.attention.varlen, if this PyTorch has it."""
     from torch.nn.attention.varlen import varlen_attn
 
     window: dict[str, Any] = {"window_size": (-1, 0)} if shape["causal"] else {}
@@ -201,12 +202,12 @@ def varlen_packed(x: Inputs, shape: Shape) -> torch.Tensor:
 
 
 def packed_flops(shape: Shape, mode: str) -> float:
-    """As `flops`, of each sequence by itself."""
+    """Counts as `flops`, for each sequence separately."""
     return sum(flops({**shape, "batch": 1, "seqlen": length}, mode) for length in lengths_of(shape))
 
 
 def packed_moved(shape: Shape, mode: str, itemsize: int) -> float:
-    """As `moved`, of the tokens that there are."""
+    """Counts as `moved`, for the real tokens."""
     return moved({**shape, "batch": 1, "seqlen": sum(lengths_of(shape))}, mode, itemsize)
 
 
@@ -214,7 +215,7 @@ LARGEST_CHECKED = 2**28  # scores: 2 GiB in fp64, of which the materialised soft
 
 
 def checked(shape: Shape) -> Shape:
-    """The same sequences and options, of fewer heads and then of one sequence where all would be too many."""
+    """Returns a shape with the same sequences and options, but fewer heads, or one sequence, if all are too many."""
     planes = max(1, LARGEST_CHECKED // shape["seqlen"] ** 2)
     heads = min(shape["heads"], planes)
     return {**shape, "heads": heads, "batch": min(shape["batch"], planes // heads)}
@@ -231,7 +232,7 @@ def _shapes(
 
 
 def _charts(*seqlens: int, head_dim: int) -> list[tuple[int, int, int, int]]:
-    """As the published charts have it: 16k tokens, heads * head_dim = 2048."""
+    """Returns the shapes of the published charts: 16k tokens, heads * head_dim = 2048."""
     return [(16384 // seqlen, seqlen, 2048 // head_dim, head_dim) for seqlen in seqlens]
 
 
@@ -250,7 +251,7 @@ BENCHMARKS = [
                 *_shapes((4, 512, 8, 64), (32, 64, 8, 64), (2, 2048, 8, 64)),
                 *_shapes((4, 512, 8, 64), dropout_p=0.1),
             ],
-            # Most important first: a GPU may be lent for minutes.
+            # The most important shapes come first: a GPU may be available for minutes only.
             "cuda": [
                 *_shapes(*_charts(8192, 2048, 512, head_dim=64), *_charts(8192, 2048, 512, head_dim=128)),
                 *_shapes(*_charts(2048, head_dim=64), *_charts(2048, head_dim=128), causal=(True,), dropout_p=0.1),

@@ -1,4 +1,4 @@
-"""A decoding step's attention to a cache, through a table of slots or beams on shared sources, against PyTorch's."""
+"""A decode step's attention to a cache, with a slot table or with beams on shared sources, beside PyTorch's."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ BLOCK_SIZE = 16
 
 
 def make_inputs(shape: Shape, device: str) -> Inputs:
-    """One query a row; all rows are full but for one token, so that rivals without lengths do the same work.
+    """Makes one query a row. All rows are full but for one token, so that rivals without lengths do the same work.
 
-    A step writes its k and v behind what is there. With beams nothing is written, and `beams` rows read one source.
+    A step appends its k and v. With beams nothing is written, and `beams` rows read one source.
     """
     beams = shape["beams"]
     rows, seqlen = shape["batch"] // max(beams, 1), shape["seqlen"]
@@ -39,7 +39,7 @@ def make_inputs(shape: Shape, device: str) -> Inputs:
 
 
 def ours(x: Inputs, shape: Shape) -> torch.Tensor:
-    """fastformer.ops.decode_attention, through the table."""
+    """Calls fastformer.ops.decode_attention, with the table."""
     return decode_attention(
         x["q"], x["k_cache"], x["v_cache"], x["lengths"], k=x.get("k"), v=x.get("v"), slot_table=x["slots"],
         cache_batch_idx=x.get("rows"), is_causal=not shape["beams"],
@@ -47,7 +47,7 @@ def ours(x: Inputs, shape: Shape) -> torch.Tensor:
 
 
 def _in_order(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a cache without a table holds: (batch, heads, seqlen, head_dim) keys and values, the new ones included."""
+    """Returns a cache without a table: keys and values (batch, heads, seqlen, head_dim), with the new ones."""
     both = []
     for name in "kv":
         tokens = x[f"{name}_cache"].flatten(0, 1)
@@ -59,7 +59,7 @@ def _in_order(x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def eager(x: Inputs, shape: Shape) -> torch.Tensor:
-    """The tokens gathered in order, a source once a beam; scores and softmax in memory."""
+    """Gathers the tokens in order, a source once a beam, and computes scores and softmax in memory."""
     k, v = (t.repeat_interleave(shape["heads"] // shape["kv_heads"], 1) for t in _in_order(x))
     q = x["q"].transpose(1, 2)
     return ((q @ k.transpose(-2, -1) * shape["head_dim"] ** -0.5).softmax(-1) @ v).transpose(1, 2)
@@ -67,14 +67,14 @@ def eager(x: Inputs, shape: Shape) -> torch.Tensor:
 
 compiled = torch.compile(eager, dynamic=False)
 
-# The cache that was put in order last, and its keys and values.
+# The cache that was last put in order, and its keys and values.
 _in_memory: list[torch.Tensor] = []
 
 
 def sdpa(backend: str | None = None) -> Provider:
-    """scaled_dot_product_attention on a cache in order, which is not timed: it lies there from the call before.
+    """Makes the provider of scaled_dot_product_attention on a cache in order; the reordering is not timed.
 
-    Its beams have a copy of their source each. PyTorch's flash attention splits long caches of few queries.
+    Each beam has a copy of its source. PyTorch's flash attention splits long caches of few queries.
     """
 
     def run(x: Inputs, shape: Shape) -> torch.Tensor:
@@ -92,12 +92,12 @@ def sdpa(backend: str | None = None) -> Provider:
 
 
 def flops(shape: Shape, mode: str) -> float:
-    """Two products a query, head and key."""
+    """Counts two products a query, head and key."""
     return 4.0 * shape["batch"] * shape["heads"] * shape["seqlen"] * shape["head_dim"]
 
 
 def moved(shape: Shape, mode: str, itemsize: int) -> float:
-    """Each key and value once, however many beams read it; q and out, and what is written; 4 bytes of table a key."""
+    """Counts each key and value once, however many beams read it, q, out, new tokens, and 4 bytes of table a key."""
     beams = shape["beams"]
     rows = shape["batch"] // max(beams, 1)
     token = 2 * shape["kv_heads"] * shape["head_dim"] * itemsize
@@ -115,7 +115,7 @@ BENCHMARKS = [
     Benchmark(
         name="decode_attention",
         shapes={
-            # A translator's step: its own tokens, and the source of its beams; a language model's, short and long.
+            # A translator's step: its own tokens, and the sources of its beams; and a language model's, short and long.
             "cpu": _shapes((16, 0, 64, 8, 8, 64), (64, 4, 64, 8, 8, 64), (1, 0, 1024, 16, 4, 64)),
             "cuda": _shapes(
                 (1, 0, 4096, 32, 8, 128),

@@ -1,4 +1,4 @@
-"""Gather, scale, position and dropout in one pass against the steps."""
+"""Gather, scale, position and dropout in one pass, beside the separate steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastformer.ops import embedding, sinusoidal_positions
 
 
 def make_inputs(shape: Shape, device: str) -> Inputs:
-    """ids (batch, seqlen), weight (vocab_size, dim), the position table."""
+    """Makes ids (batch, seqlen), weight (vocab_size, dim) and the position table."""
     return {
         "ids": torch.randint(1, shape["vocab_size"], (shape["batch"], shape["seqlen"]), device=device),
         "weight": torch.randn(shape["vocab_size"], shape["dim"], device=device, requires_grad=True),
@@ -20,7 +20,7 @@ def make_inputs(shape: Shape, device: str) -> Inputs:
 
 
 def ours(x: Inputs, shape: Shape) -> torch.Tensor:
-    """fastformer.ops.embedding."""
+    """Calls fastformer.ops.embedding."""
     return embedding(
         x["ids"], x["weight"], position_table=x["table"], scale=shape["dim"] ** 0.5, padding_idx=0,
         dropout_p=shape["dropout_p"], dropout_seed=x["seed"],
@@ -28,7 +28,7 @@ def ours(x: Inputs, shape: Shape) -> torch.Tensor:
 
 
 def eager(x: Inputs, shape: Shape) -> torch.Tensor:
-    """F.embedding, a product, a sum, F.dropout."""
+    """Computes F.embedding, a product, a sum and F.dropout."""
     rows = F.embedding(x["ids"], x["weight"], padding_idx=0) * shape["dim"] ** 0.5
     return F.dropout(rows + x["table"], shape["dropout_p"])
 
@@ -37,7 +37,7 @@ compiled = torch.compile(eager, dynamic=False)
 
 
 def moved(shape: Shape, mode: str, itemsize: int) -> float:
-    """A row of weight and of out for each token; backward dout is read, the gradient of the whole weight written."""
+    """Counts a row of weight and of out for each token; backward, dout and the gradient of the whole weight."""
     tokens = shape["batch"] * shape["seqlen"]
     rows = 2 * tokens if mode == "fwd" else 3 * tokens + shape["vocab_size"]
     return float(rows * shape["dim"] * itemsize)

@@ -1,4 +1,4 @@
-"""The feed-forward network against linear, activation, dropout, linear."""
+"""The feed-forward network, beside linear, activation, dropout, linear."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastformer.ops import feed_forward
 
 
 def make_inputs(shape: Shape, device: str) -> Inputs:
-    """x (rows, dim) and the four parameters, scaled as a trained network's."""
+    """Makes x (rows, dim) and the four parameters, scaled like those of a trained network."""
     rows, dim, hidden = shape["rows"], shape["dim"], shape["hidden_dim"]
     inputs = {
         "x": torch.randn(rows, dim, device=device),
@@ -26,7 +26,7 @@ def make_inputs(shape: Shape, device: str) -> Inputs:
 
 
 def ours(x: Inputs, shape: Shape) -> torch.Tensor:
-    """fastformer.ops.feed_forward."""
+    """Calls fastformer.ops.feed_forward."""
     parameters = x["weight1"], x["bias1"], x["weight2"], x["bias2"]
     return feed_forward(
         x["x"], *parameters, activation=shape["activation"], dropout_p=shape["dropout_p"], dropout_seed=x["seed"]
@@ -34,7 +34,7 @@ def ours(x: Inputs, shape: Shape) -> torch.Tensor:
 
 
 def eager(x: Inputs, shape: Shape) -> torch.Tensor:
-    """Four calls of PyTorch."""
+    """Makes four calls of PyTorch."""
     hidden = F.dropout(getattr(F, shape["activation"])(F.linear(x["x"], x["weight1"], x["bias1"])), shape["dropout_p"])
     return F.linear(hidden, x["weight2"], x["bias2"])
 
@@ -43,7 +43,7 @@ compiled = torch.compile(eager, dynamic=False)
 
 
 def moved(shape: Shape, mode: str, itemsize: int) -> float:
-    """Forward: x, both weights, out. Backward: dout, x, both weights, their gradients. Hidden values need not be."""
+    """Counts x, both weights, out; backward dout, x, both weights and their gradients. Hidden values don't count."""
     rows, weights = shape["rows"] * shape["dim"], 2 * shape["dim"] * shape["hidden_dim"]
     return float(itemsize * (2 * rows + weights if mode == "fwd" else 5 * rows + 3 * weights))
 

@@ -1,4 +1,4 @@
-"""The loss over a vocabulary, chunked, against logits in memory."""
+"""The loss over a vocabulary, in chunks, beside logits in memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastformer.ops import linear_cross_entropy
 
 
 def make_inputs(shape: Shape, device: str) -> Inputs:
-    """x (rows, dim), weight (vocab_size, dim), target (rows,) with a tenth ignored."""
+    """Makes x (rows, dim), weight (vocab_size, dim), and target (rows,) with a tenth ignored."""
     rows, dim, vocab_size = shape["rows"], shape["dim"], shape["vocab_size"]
     target = torch.randint(vocab_size, (rows,), device=device)
     target[::10] = -100
@@ -22,12 +22,12 @@ def make_inputs(shape: Shape, device: str) -> Inputs:
 
 
 def ours(x: Inputs, shape: Shape) -> torch.Tensor:
-    """fastformer.ops.linear_cross_entropy."""
+    """Calls fastformer.ops.linear_cross_entropy."""
     return linear_cross_entropy(x["x"], x["weight"], x["target"], label_smoothing=0.1)
 
 
 def eager(x: Inputs, shape: Shape) -> torch.Tensor:
-    """F.linear and F.cross_entropy on fp32 logits."""
+    """Computes F.linear, and F.cross_entropy on fp32 logits."""
     logits = F.linear(x["x"], x["weight"])
     return F.cross_entropy(
         logits if logits.dtype == torch.float64 else logits.float(), x["target"], label_smoothing=0.1
@@ -38,19 +38,19 @@ compiled = torch.compile(eager, dynamic=False)
 
 
 def liger(x: Inputs, shape: Shape) -> torch.Tensor:
-    """Liger's fused linear cross-entropy, where the package is installed."""
+    """Calls Liger's fused linear cross-entropy, if the package is installed."""
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
     return LigerFusedLinearCrossEntropyLoss(label_smoothing=0.1)(x["weight"], x["x"], x["target"])
 
 
 def flops(shape: Shape, mode: str) -> float:
-    """Logits, dx and dweight, of the rows that count."""
+    """Counts the products for logits, dx and dweight, of the rows that count."""
     return 6.0 * (shape["rows"] - -(-shape["rows"] // 10)) * shape["dim"] * shape["vocab_size"]
 
 
 def moved(shape: Shape, mode: str, itemsize: int) -> float:
-    """x and weight are read, dx and dweight written; logits need not be."""
+    """Counts x and weight, dx and dweight; logits don't count."""
     return 2.0 * (shape["rows"] + shape["vocab_size"]) * shape["dim"] * itemsize
 
 

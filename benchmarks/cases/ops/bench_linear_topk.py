@@ -1,4 +1,4 @@
-"""The best tokens of a vocabulary for the rows of a decoding step, against logits in memory."""
+"""The best tokens of a vocabulary for the rows of a decode step, beside logits in memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastformer.ops import linear_topk
 
 
 def make_inputs(shape: Shape, device: str) -> Inputs:
-    """x (rows, dim), weight (vocab_size, dim)."""
+    """Makes x (rows, dim) and weight (vocab_size, dim)."""
     rows, dim, vocab_size = shape["rows"], shape["dim"], shape["vocab_size"]
     return {
         "x": torch.randn(rows, dim, device=device),
@@ -19,12 +19,12 @@ def make_inputs(shape: Shape, device: str) -> Inputs:
 
 
 def ours(x: Inputs, shape: Shape) -> torch.Tensor:
-    """fastformer.ops.linear_topk. The indices stay out: where values are equal, any index is right."""
+    """Calls fastformer.ops.linear_topk. The indices are omitted: of equal values, any index is correct."""
     return linear_topk(x["x"], x["weight"], shape["k"], log_probs=shape["k"] > 1).values
 
 
 def eager(x: Inputs, shape: Shape) -> torch.Tensor:
-    """F.linear and topk, for k above 1 of log_softmax on fp32 logits, as a beam search needs them."""
+    """Computes F.linear and topk, for k above 1 of log_softmax on fp32 logits, as a beam search needs them."""
     logits = F.linear(x["x"], x["weight"])
     if shape["k"] == 1:
         values = logits.max(-1, keepdim=True).values
@@ -54,7 +54,7 @@ BENCHMARKS = [
         make_inputs=make_inputs,
         providers={
             "fastformer": ours,
-            "fastformer reference": on_reference(ours),  # what a GPU runs
+            "fastformer reference": on_reference(ours),  # runs on GPUs
             "eager": eager,
             "torch.compile": compiled,
         },

@@ -1,4 +1,4 @@
-"""Rotary positions in one pass against slices, four products and a concatenation."""
+"""Rotary positions in one pass, beside slices, four products and a concatenation."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from fastformer.ops import rotary, rotary_tables
 
 
 def make_inputs(shape: Shape, device: str) -> Inputs:
-    """x (batch, seqlen, heads, head_dim), and the tables of as many positions."""
+    """Makes x (batch, seqlen, heads, head_dim), and tables for its positions."""
     size = (shape["batch"], shape["seqlen"], shape["heads"], shape["head_dim"])
     cos, sin = rotary_tables(shape["seqlen"], shape["head_dim"], device=device)
     return {"x": torch.randn(size, device=device, requires_grad=True), "cos": cos, "sin": sin}
 
 
 def ours(x: Inputs, shape: Shape) -> torch.Tensor:
-    """fastformer.ops.rotary."""
+    """Calls fastformer.ops.rotary."""
     return rotary(x["x"], x["cos"], x["sin"])
 
 
 def eager(x: Inputs, shape: Shape) -> torch.Tensor:
-    """As models write it (GPT-NeoX, Llama): the two halves, each turned."""
+    """Rotates the two halves as models do (GPT-NeoX, Llama)."""
     first, second = x["x"].chunk(2, dim=-1)
     cos, sin = x["cos"][:, None], x["sin"][:, None]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -31,7 +31,7 @@ compiled = torch.compile(eager, dynamic=False)
 
 
 def moved(shape: Shape, mode: str, itemsize: int) -> float:
-    """A pass reads and writes every element once; the tables stay in a cache."""
+    """Counts a read and a write of every element; the tables stay in a cache."""
     tensor = shape["batch"] * shape["seqlen"] * shape["heads"] * shape["head_dim"] * itemsize
     return tensor * {"fwd": 2, "bwd": 2, "fwdbwd": 4}[mode]
 

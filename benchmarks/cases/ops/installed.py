@@ -1,6 +1,6 @@
-"""Kernels of other packages, on NVIDIA GPUs: they join the cases of the bench_*.py beside, where they are installed.
+"""Kernels of other packages, on NVIDIA GPUs, as providers of the cases in bench_*.py, if the packages are installed.
 
-One that is not installed is a row that says how to install it.
+A missing package becomes a row that says how to install it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NEEDS = {
 
 
 def flash_attn(x: Inputs, shape: Shape) -> torch.Tensor:
-    """flash-attn's attention; fp16 and bf16 alone."""
+    """Calls flash-attn's attention; fp16 and bf16 only."""
     from flash_attn import flash_attn_func
 
     out: torch.Tensor = flash_attn_func(x["q"], x["k"], x["v"], dropout_p=shape["dropout_p"], causal=shape["causal"])
@@ -28,7 +28,7 @@ def flash_attn(x: Inputs, shape: Shape) -> torch.Tensor:
 
 
 def xformers(x: Inputs, shape: Shape) -> torch.Tensor:
-    """xformers' memory-efficient attention."""
+    """Calls xformers' memory-efficient attention."""
     from xformers.ops import LowerTriangularMask, memory_efficient_attention
 
     mask = LowerTriangularMask() if shape["causal"] else None
@@ -37,7 +37,7 @@ def xformers(x: Inputs, shape: Shape) -> torch.Tensor:
 
 
 def liger_layer_norm(x: Inputs, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
-    """Liger's LayerNorm behind PyTorch's dropout and sum."""
+    """Calls Liger's LayerNorm after PyTorch's dropout and sum."""
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction
 
     s = x["residual"] + F.dropout(x["x"], shape["dropout_p"])
@@ -45,14 +45,14 @@ def liger_layer_norm(x: Inputs, shape: Shape) -> tuple[torch.Tensor, torch.Tenso
 
 
 def liger_linear_cross_entropy(x: Inputs, shape: Shape) -> torch.Tensor:
-    """Liger's fused linear cross-entropy."""
+    """Calls Liger's fused linear cross-entropy."""
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
     loss: torch.Tensor = LigerFusedLinearCrossEntropyLoss(label_smoothing=0.1)(x["weight"], x["x"], x["target"])
     return loss
 
 
-_PROVIDERS: dict[str, dict[str, Provider]] = {  # of which benchmark
+_PROVIDERS: dict[str, dict[str, Provider]] = {  # by benchmark
     "attention": {"flash-attn": flash_attn, "xformers": xformers},
     "add_layer_norm": {"liger": liger_layer_norm},
     "linear_cross_entropy": {"liger": liger_linear_cross_entropy},
@@ -60,7 +60,7 @@ _PROVIDERS: dict[str, dict[str, Provider]] = {  # of which benchmark
 
 
 def with_installed(benchmark: Benchmark) -> Benchmark:
-    """The benchmark, with those of these packages that do what it is about."""
+    """Returns the benchmark with the providers of these packages that compute the same."""
     others = _PROVIDERS.get(benchmark.name, {})
     return dataclasses.replace(
         benchmark,
