@@ -148,39 +148,34 @@ void gemm_int4(const PackedRows& x, int64_t rows, const PackedWeight& w, int64_t
     return gemm_by_tiles(x, rows, w, begin, end, out, ld);
   constexpr int64_t kAhead = 8192;  // bytes that one stream fetches ahead
   const GroupedKernels& all = grouped_kernels();
-  int shape = 0;
-  while (shape + 1 < all.num_shapes && all.shapes[shape].rows < rows) ++shape;
-  const auto& [vecs, most] = all.shapes[shape];
-  const int64_t row_groups = (rows + most - 1) / most, slices = kFewest / vecs, passes = row_groups * slices;
+  const Walk walk(all.shapes, all.num_shapes, rows);
+  const int vecs = all.shapes[walk.shape].vecs;
+  const int64_t passes = walk.passes();
   const int64_t groups = int4_groups(w.k), group_bytes = int4_group_bytes(w.has_zeros);
   // A single pass fetches its own stream, further on; several fetch the next panel, the first ones all of it.
-  const int64_t lines = passes == 1 ? 5 : 2, fetched = groups * kGroupBlocks * lines * 64;
+  const int64_t lines = kGroupLines[passes == 1 ? 2 : 1], fetched = groups * kGroupBlocks * lines * 64;
   const int64_t distance = passes == 1 ? kAhead : w.panel_bytes();
   for (int64_t p = begin; p < end; ++p, out += kPanelColumns) {
     const char *panel = w.panel(p), *next = panel + distance;
     const auto* tail = reinterpret_cast<const GroupedTail*>(panel + groups * group_bytes);
-    int64_t pass = 0;
-    for (int64_t slice = 0; slice < slices; ++slice)
-      for (int64_t g = 0, first = 0; g < row_groups; ++g, ++pass) {
-        const int64_t count = (rows - first) / (row_groups - g);
-        const int which = passes == 1 ? 2 : pass * fetched < w.panel_bytes() ? 1 : 0;
-        const GroupedTile tile{x.data() + first * x.stride(),
-                               x.stride(),
-                               x.scales() + first,
-                               x.zeros() + first,
-                               x.sums() + first,
-                               x.rows(),
-                               panel,
-                               groups,
-                               group_bytes,
-                               tail,
-                               slice * vecs * V::size,
-                               next + pass * fetched,
-                               out + first * ld,
-                               ld};
-        all.table[shape][count - 1][which](tile);
-        first += count;
-      }
+    walk.for_each_pass([&](int64_t pass, int64_t slice, int64_t first, int64_t count) {
+      const int which = passes == 1 ? 2 : pass * fetched < w.panel_bytes() ? 1 : 0;
+      const GroupedTile tile{x.data() + first * x.stride(),
+                             x.stride(),
+                             x.scales() + first,
+                             x.zeros() + first,
+                             x.sums() + first,
+                             x.rows(),
+                             panel,
+                             groups,
+                             group_bytes,
+                             tail,
+                             slice * vecs * V::size,
+                             next + pass * fetched,
+                             out + first * ld,
+                             ld};
+      all.table[walk.shape][count - 1][which](tile);
+    });
   }
 }
 

@@ -243,14 +243,16 @@ void rows_times_groups(const GroupedTile& tile) {
     }
 }
 
-using GroupedKernels = KernelTable<GroupedKernel, 3>;  // 0, 2 or 5 lines a block
+using GroupedKernels = KernelTable<GroupedKernel, 3>;
+constexpr std::array<int, 3> kGroupLines{0, 2, 5};  // cache lines a block
 
 template <typename Path>
 GroupedKernels grouped_kernels_of() {
-  return kernel_table<Path, GroupedKernels>([]<int v, int r>() {
-    return GroupedKernels::OfRows{rows_times_groups<Path, v, r, 0>, rows_times_groups<Path, v, r, 2>,
-                                  rows_times_groups<Path, v, r, 5>};
-  });
+  // A single pass fetches 5 lines. Of several, the first ones fetch 2, as many as cover the next panel.
+  constexpr auto kReached =
+      reached<Path, GroupedKernels>([](int64_t, int64_t passes, int which) { return (which == 2) == (passes == 1); });
+  return kernel_table<Path, GroupedKernels, kReached>(
+      []<int v, int r, int which>() { return rows_times_groups<Path, v, r, kGroupLines[which]>; });
 }
 
 }  // namespace fastformer

@@ -333,15 +333,10 @@ void gemm(const PackedRows& x, int64_t rows, const PackedWeight& w, int64_t begi
     return (w.precision == Precision::int8 ? gemm_by_tiles<DotInt8> : bf16)(x, rows, w, begin, end, out, ld);
   }
   const Kernels& all = kernels(w.precision);
-  int shape = 0;
-  while (shape + 1 < all.num_shapes && all.shapes[shape].rows < rows) ++shape;
-  const auto& [vecs, most] = all.shapes[shape];
-  // Groups of nearly the same number of rows, for each slice of the panel. The first passes fetch the next panel; a
-  // single one reads on and on, so that it need not look so far ahead.
-  const int64_t groups = (rows + most - 1) / most, slices = kFewest / vecs;
-  const int64_t passes = groups * slices;
-  const int64_t lines = passes >= 4 ? 1 : passes >= 2 ? 2 : 4;
-  const int64_t fetched = w.steps() * 64 * lines;  // bytes, in one pass
+  const Walk walk(all.shapes, all.num_shapes, rows);
+  const int vecs = all.shapes[walk.shape].vecs;
+  const int64_t passes = walk.passes();
+  const int64_t fetched = w.steps() * 64 * lines_fetched(passes);  // bytes, in one pass
   const int64_t tail_bytes = w.panel_bytes() - w.steps() * kStepBytes;
   const int64_t distance = passes == 1 ? kAhead : w.panel_bytes();
   for (int64_t p = begin; p < end; ++p, out += kPanelColumns) {
@@ -349,27 +344,21 @@ void gemm(const PackedRows& x, int64_t rows, const PackedWeight& w, int64_t begi
     const auto* tail = reinterpret_cast<const PanelTail*>(panel + w.steps() * kStepBytes);
     // The passes over a panel fetch as much as its steps: what lies between that and the next panel's share.
     for (const char* line = next - tail_bytes; line < next; line += 64) _mm_prefetch(line, _MM_HINT_T0);
-    int64_t pass = 0;
-    for (int64_t slice = 0; slice < slices; ++slice) {
+    walk.for_each_pass([&](int64_t pass, int64_t slice, int64_t first, int64_t count) {
       const int64_t column = slice * vecs * V::size;
-      for (int64_t g = 0, first = 0; g < groups; ++g, ++pass) {
-        const int64_t count = (rows - first) / (groups - g);
-        const int which = pass * lines >= 4 ? 0 : lines == 4 ? 3 : static_cast<int>(lines);
-        const Tile tile{x.data() + first * x.stride(),
-                        x.stride(),
-                        x.scales() + first,
-                        x.zeros() + first,
-                        panel + column * 4,
-                        w.steps(),
-                        tail,
-                        column,
-                        next + pass * fetched,
-                        out + first * ld,
-                        ld};
-        all.table[shape][count - 1][which](tile);
-        first += count;
-      }
-    }
+      const Tile tile{x.data() + first * x.stride(),
+                      x.stride(),
+                      x.scales() + first,
+                      x.zeros() + first,
+                      panel + column * 4,
+                      w.steps(),
+                      tail,
+                      column,
+                      next + pass * fetched,
+                      out + first * ld,
+                      ld};
+      all.table[walk.shape][count - 1][fetch_of(pass, passes)](tile);
+    });
   }
 }
 

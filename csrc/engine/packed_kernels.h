@@ -311,41 +311,102 @@ void rows_times_panel(const Tile& tile) {
   } while (rest > 0);
 }
 
-// The kernels of a path: by shape, number of rows - 1, and how much is fetched meanwhile.
+// How a panel is multiplied by a number of rows: with the first shape that has room for them, or in groups of nearly
+// the same number of rows, for each slice of the panel's columns.
+struct Walk {
+  int shape = 0;
+  int64_t rows = 0, groups = 0, slices = 0;
+
+  template <size_t kNumShapes>
+  constexpr Walk(const std::array<Shape, kNumShapes>& shapes, int num_shapes, int64_t rows) : rows(rows) {
+    while (shape + 1 < num_shapes && shapes[shape].rows < rows) ++shape;
+    groups = (rows + shapes[shape].rows - 1) / shapes[shape].rows, slices = kFewest / shapes[shape].vecs;
+  }
+
+  constexpr int64_t passes() const { return groups * slices; }
+
+  // each(pass, slice, first row, count of rows).
+  template <typename F>
+  constexpr void for_each_pass(F each) const {
+    int64_t pass = 0;
+    for (int64_t slice = 0; slice < slices; ++slice)
+      for (int64_t g = 0, first = 0; g < groups; ++g, ++pass) {
+        const int64_t count = (rows - first) / (groups - g);
+        each(pass, slice, first, count);
+        first += count;
+      }
+  }
+};
+
+// The kernels of a path: by shape, number of rows - 1, and how much is fetched meanwhile. Null: no walk comes there.
 constexpr int kMostRows = 13;
-template <typename K, int kFetches>
+template <typename K, int kNumFetches>
 struct KernelTable {
+  static constexpr int kFetches = kNumFetches;
   using OfRows = std::array<K, kFetches>;
   std::array<Shape, 3> shapes{};
   int num_shapes = 0;
   std::array<std::array<OfRows, kMostRows>, 3> table{};
 };
 
-// of_rows.operator()<vecs, rows>() gives the kernels of a number of rows.
+// Which places of a table are reached. fetches(pass, passes, which): whether a pass may fetch in that way. Most places
+// are not, and compiling their kernels would take two thirds of the time. Up to 64 rows suffice: with more groups the
+// counts only come closer to a shape's rows, and the last passes fetch as those before.
 template <typename Path, typename Table, typename F>
-Table kernel_table(F of_rows) {
+consteval auto reached(F fetches) {
+  std::array<std::array<std::array<bool, Table::kFetches>, kMostRows>, Path::kShapes.size()> found{};
+  for (int64_t rows = 1; rows <= 64; ++rows) {
+    const Walk walk(Path::kShapes, Path::kShapes.size(), rows);
+    walk.for_each_pass([&](int64_t pass, int64_t, int64_t, int64_t count) {
+      for (int which = 0; which < Table::kFetches; ++which)
+        if (fetches(pass, walk.passes(), which)) found[walk.shape][count - 1][which] = true;
+    });
+  }
+  return found;
+}
+
+// kernel.operator()<vecs, rows, which>() gives the kernel of a place.
+template <typename Path, typename Table, auto kReached, typename F>
+Table kernel_table(F kernel) {
   constexpr int kNumShapes = Path::kShapes.size();
   Table all;
   all.num_shapes = kNumShapes;
-  const auto add_shape = [&]<int s, int... r>(std::integral_constant<int, s>, std::integer_sequence<int, r...>) {
+  const auto add_rows = [&]<int s, int r, int... which>(std::integer_sequence<int, which...>) {
+    const auto add = [&]<int i>() {
+      if constexpr (kReached[s][r][i])
+        all.table[s][r][i] = kernel.template operator()<Path::kShapes[s].vecs, r + 1, i>();
+    };
+    (add.template operator()<which>(), ...);
+  };
+  const auto add_shape = [&]<int s, int... r>(std::integer_sequence<int, r...>) {
     all.shapes[s] = Path::kShapes[s];
-    ((all.table[s][r] = of_rows.template operator()<Path::kShapes[s].vecs, r + 1>()), ...);
+    (add_rows.template operator()<s, r>(std::make_integer_sequence<int, Table::kFetches>{}), ...);
   };
   const auto add_shapes = [&]<int... s>(std::integer_sequence<int, s...>) {
-    (add_shape(std::integral_constant<int, s>{}, std::make_integer_sequence<int, Path::kShapes[s].rows>{}), ...);
+    (add_shape.template operator()<s>(std::make_integer_sequence<int, Path::kShapes[s].rows>{}), ...);
   };
   add_shapes(std::make_integer_sequence<int, kNumShapes>{});
   return all;
 }
 
-using Kernels = KernelTable<Kernel, 4>;  // 0, 1, 2 or 4 lines a step
+using Kernels = KernelTable<Kernel, 4>;
+constexpr std::array<int, 4> kLines{0, 1, 2, 4};  // cache lines a step
+
+// The first passes over a panel fetch the next one; a single pass reads on and on.
+constexpr int64_t lines_fetched(int64_t passes) { return passes >= 4 ? 1 : passes >= 2 ? 2 : 4; }
+
+// The index in kLines of what a pass fetches.
+constexpr int fetch_of(int64_t pass, int64_t passes) {
+  const int64_t lines = lines_fetched(passes);
+  return pass * lines >= 4 ? 0 : lines == 4 ? 3 : static_cast<int>(lines);
+}
 
 template <typename Path>
 Kernels kernels_of() {
-  return kernel_table<Path, Kernels>([]<int v, int r>() {
-    return Kernels::OfRows{rows_times_panel<Path, v, r, 0>, rows_times_panel<Path, v, r, 1>,
-                           rows_times_panel<Path, v, r, 2>, rows_times_panel<Path, v, r, 4>};
-  });
+  constexpr auto kReached =
+      reached<Path, Kernels>([](int64_t pass, int64_t passes, int which) { return which == fetch_of(pass, passes); });
+  return kernel_table<Path, Kernels, kReached>(
+      []<int v, int r, int which>() { return rows_times_panel<Path, v, r, kLines[which]>; });
 }
 
 }  // namespace fastformer
