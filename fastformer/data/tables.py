@@ -65,20 +65,15 @@ def file_of(path: str | os.PathLike[str]) -> str:
     return (column_of(path) or (os.fspath(path),))[0]
 
 
-def read_column(file: str, column: str) -> list[tuple[int, str | BadRow]]:
+def stream_column(file: str, column: str) -> Iterator[tuple[int, str | BadRow]]:
     """Reads the texts of a column, each with the number of its row or line.
+
+    The whole table isn't in memory, but a JSON list is read whole. Rows without the column are held back until a row
+    has it; if no row has it, the error says so.
 
     Raises:
         ValueError: no such file or column, or a table that is damaged.
         ImportError: a Parquet file, without the package that reads it.
-    """
-    return list(stream_column(file, column))
-
-
-def stream_column(file: str, column: str) -> Iterator[tuple[int, str | BadRow]]:
-    """Yields what `read_column` returns, without the whole table in memory (but a JSON list is read whole).
-
-    Rows without the column are held back until a row has it; if no row has it, the error says so.
     """
     if not is_there(file):
         raise ValueError(f"expected a table, but there is no file {file}")

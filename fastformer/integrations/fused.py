@@ -38,20 +38,26 @@ def join_residual(x: Tensor, residual: Tensor, dropout_p: float, norm: nn.Module
     return plan.join(x.to(dtype), residual, dropout_p)
 
 
+# Classes of activations and their names in `ops.feed_forward`. Versions of transformers have some of its classes.
+_OF_TRANSFORMERS = {
+    "GELUActivation": "gelu",
+    "NewGELUActivation": "gelu_tanh",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+    "SiLUActivation": "silu",
+}
+_ACTIVATIONS: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.SiLU: "silu"} | {
+    getattr(activations, name): fused for name, fused in _OF_TRANSFORMERS.items() if hasattr(activations, name)
+}
+
+
 def fused_activation(activation: object) -> str | None:
     """Returns the name in `ops.feed_forward` of one of transformers' activations; None if it doesn't support it."""
-    if is_plain(activation, nn.ReLU):
-        return "relu"
-    if is_plain(activation, nn.SiLU):
-        return "silu"
-    names = {"GELUActivation": "gelu", "NewGELUActivation": "gelu_tanh", "GELUTanh": "gelu_tanh"}
-    names |= {"PytorchGELUTanh": "gelu_tanh", "SiLUActivation": "silu"}
-    for name, fused in names.items():
-        kind = getattr(activations, name, None)
-        if kind is not None and is_plain(activation, kind):
-            formula = getattr(activation, "act", F.gelu)
-            return fused if formula is F.gelu or fused == "gelu_tanh" else None
-    return None
+    if not (isinstance(activation, nn.Module) and is_plain(activation, *_ACTIVATIONS)):
+        return None
+    name = _ACTIVATIONS[type(activation)]
+    # GELUActivation may hold a formula of its own in the place of PyTorch's function.
+    return None if name == "gelu" and getattr(activation, "act", F.gelu) is not F.gelu else name
 
 
 def fused_feed_forward(

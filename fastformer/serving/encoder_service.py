@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,10 +33,17 @@ class Encoded(NamedTuple):
 
 
 class _EncoderService(Service):
-    """The part that both kinds of encoder services share: the queue, and the deadline of a request."""
+    """The part that both kinds of encoder services share: the queue, and the deadline of a request.
 
-    def __init__(self, encoder: Encoder | CrossEncoder, name: str, limits: Limits | None) -> None:
+    Args:
+        encoder: computes the embeddings or the scores.
+        name: of the model.
+        limits: see `Limits`.
+    """
+
+    def __init__(self, encoder: Encoder | CrossEncoder, name: str, *, limits: Limits | None = None) -> None:
         super().__init__(name, limits or Limits())
+        self.encoder = encoder
         self.front: AsyncFront[EncodeRequest] = AsyncFront(
             encoder.model,
             EncodingScheduler,
@@ -48,9 +54,9 @@ class _EncoderService(Service):
         )
 
     @property
-    @abstractmethod
     def max_seq_length(self) -> int:
         """The most tokens that a text may have."""
+        return self.encoder.max_seq_length
 
     @property
     def async_front(self) -> AsyncFront[Any]:
@@ -64,23 +70,10 @@ class _EncoderService(Service):
 
 
 class EmbedService(_EncoderService):
-    """An encoder of embeddings as a service.
-
-    Args:
-        encoder: computes the embeddings.
-        name: of the model.
-        limits: see `Limits`.
-    """
+    """An encoder of embeddings as a service."""
 
     kind: Kind = "encoder"
-
-    def __init__(self, encoder: Encoder, name: str, *, limits: Limits | None = None) -> None:
-        super().__init__(encoder, name, limits)
-        self.encoder = encoder
-
-    @property
-    def max_seq_length(self) -> int:
-        return self.encoder.max_seq_length
+    encoder: Encoder
 
     async def embed(self, texts: Sequence[str], *, timeout: float | None = None, **options: Any) -> Encoded:
         """Returns the embeddings of texts, those of `Encoder.encode`.
@@ -99,23 +92,10 @@ class EmbedService(_EncoderService):
 
 
 class RankService(_EncoderService):
-    """A cross-encoder or a classifier as a service.
-
-    Args:
-        encoder: computes the scores.
-        name: of the model.
-        limits: see `Limits`.
-    """
+    """A cross-encoder or a classifier as a service."""
 
     kind: Kind = "cross-encoder"
-
-    def __init__(self, encoder: CrossEncoder, name: str, *, limits: Limits | None = None) -> None:
-        super().__init__(encoder, name, limits)
-        self.encoder = encoder
-
-    @property
-    def max_seq_length(self) -> int:
-        return self.encoder.max_seq_length
+    encoder: CrossEncoder
 
     async def scores(
         self,

@@ -101,13 +101,6 @@ class Prediction(BaseModel):
     score: float
 
 
-class ClassifierInfo(BaseModel):
-    """The labels of a classifier's numbers."""
-
-    id2label: dict[str, str]
-    label2id: dict[str, int]
-
-
 class Info(BaseModel):
     """The body of a GET /info response."""
 
