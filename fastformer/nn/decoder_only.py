@@ -116,7 +116,7 @@ class DecoderOnlyLayer(TransformerEncoderLayer):
         norm1, norm2 = plan.norms
         dropout1, dropout2 = map(active_dropout, plan.dropouts)
         y, x = stream.normalise(norm1)
-        attended = self._self_attention(y, *masks, is_causal, plan.self_attention, **options)
+        attended = self._attend("self_attn", plan.self_attention, y, y, *masks, is_causal, options)
         plan = self._plan_after(plan, plan.self_attention)
         fed = self._feed_forward(norm2.apply(x), plan.feed_forward)
         # One addition to the stream, which is fused with the next norm.
@@ -136,7 +136,7 @@ class DecoderOnlyLayer(TransformerEncoderLayer):
             y, x = stream.normalise(before[0])
         else:
             y = x = stream.value()
-        attended = self._self_attention(y, *masks, is_causal, plan.self_attention, **options)
+        attended = self._attend("self_attn", plan.self_attention, y, y, *masks, is_causal, options)
         attended = post_norm1.apply(attended)
         plan = self._plan_after(plan, plan.self_attention)
         if before:
@@ -154,7 +154,7 @@ class DecoderOnlyLayer(TransformerEncoderLayer):
         **options: Any,
     ) -> Tensor:
         plan = layer_plan(self).self_attention
-        attended = self._self_attention(x, attn_mask, key_padding_mask, is_causal, plan, **options)
+        attended = self._attend("self_attn", plan, x, x, attn_mask, key_padding_mask, is_causal, options)
         return self.dropout1(attended if self.norm_placement == "pre" else self.post_norm1(attended))
 
     def _ff_block(self, x: Tensor) -> Tensor:

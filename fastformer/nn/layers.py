@@ -151,6 +151,7 @@ class _Layer(nn.Module):
     has_cross_attention: ClassVar[bool]
     is_standard = True  # whether norms and residuals are placed as in torch.nn, before or behind each sub-layer
     _sub_layers: ClassVar[range]
+    dropout1: nn.Dropout
     _blocks: ClassVar[dict[str, Any]]  # torch.nn's overridable blocks, in this module's implementation
 
     def __init__(
@@ -209,34 +210,63 @@ class _Layer(nn.Module):
         for i in self._sub_layers:
             setattr(self, f"dropout{i}", nn.Dropout(dropout))
 
-    def _self_attention(
+    def _attend(
         self,
+        name: str,
+        plan: AttentionPlan | None,
         x: Tensor,
+        memory: Tensor | None,
         attn_mask: Tensor | None,
         key_padding_mask: Tensor | None,
         is_causal: bool,
-        plan: AttentionPlan | None = None,
-        **options: Any,
+        options: dict[str, Any],
     ) -> Tensor:
+        """Computes an attention of the layer by its plan, or by calling its module if there is no plan."""
         if plan is not None:
-            attention: Any = self._modules["self_attn"]
-            out: Tensor = attention.attend(plan, x, x, x, attn_mask, key_padding_mask, is_causal, **options)
+            known: Any = self._modules[name]
+            out: Tensor = known.attend(plan, x, memory, memory, attn_mask, key_padding_mask, is_causal, **options)
             return out
-        return self.self_attn(
+        attention: Any = getattr(self, name)
+        called: Tensor = attention(
             x,
-            x,
-            x,
+            memory,
+            memory,
             attn_mask=attn_mask,
             key_padding_mask=key_padding_mask,
             is_causal=is_causal,
             need_weights=False,
             **options,
         )[0]
+        return called
 
     def _feed_forward(self, x: Tensor, plan: FeedForwardPlan | None = None) -> Tensor:
         if plan is not None:
             return plan.compute(x)
         return call_feed_forward(x, self.linear1, self.linear2, self.activation, self.dropout)
+
+    def _sa_block(
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        plan = layer_plan(self)
+        if plan.replaced is not None and not options:
+            out: Tensor = plan.replaced.original._sa_block(self, x, attn_mask, key_padding_mask, is_causal)
+            return out
+        masks = attn_mask, key_padding_mask
+        return self.dropout1(self._attend("self_attn", plan.self_attention, x, x, *masks, is_causal, options))
+
+    def _ff_block(self, x: Tensor) -> Tensor:
+        plan = layer_plan(self)
+        if plan.replaced is not None:
+            out: Tensor = plan.replaced.original._ff_block(self, x)
+            return out
+        dropout: Any = getattr(self, f"dropout{self._sub_layers[-1]}")
+        fed: Tensor = dropout(self._feed_forward(x, plan.feed_forward))
+        return fed
 
     def _plan_after(self, plan: LayerPlan, attention: AttentionPlan | None) -> LayerPlan:
         """Returns the plan for the part behind an attention, which may have run code that changed the plan."""
@@ -347,42 +377,19 @@ class TransformerEncoderLayer(_Layer):
         dropout1, dropout2 = plan.dropouts
         if not self.norm_first:
             assert isinstance(src, Tensor)
-            attended = self._self_attention(src, *masks, is_causal, plan.self_attention, **options)
+            attended = self._attend("self_attn", plan.self_attention, src, src, *masks, is_causal, options)
             plan = self._plan_after(plan, plan.self_attention)
             x = _post_norm(attended, src, dropout1, norm1)
             return _post_norm(self._feed_forward(x, plan.feed_forward), x, dropout2, norm2)
         stream = src if isinstance(src, ResidualStream) else ResidualStream(None, src)
         y, residual = stream.normalise(norm1)
-        attended = self._self_attention(y, *masks, is_causal, plan.self_attention, **options)
+        attended = self._attend("self_attn", plan.self_attention, y, y, *masks, is_causal, options)
         plan = self._plan_after(plan, plan.self_attention)
         y, residual = norm2.join(attended, residual, active_dropout(dropout1))
         stream = ResidualStream(self._feed_forward(y, plan.feed_forward), residual, active_dropout(dropout2))
         return stream if isinstance(src, ResidualStream) else stream.value()
 
-    def _sa_block(
-        self,
-        x: Tensor,
-        attn_mask: Tensor | None,
-        key_padding_mask: Tensor | None,
-        is_causal: bool = False,
-        **options: Any,
-    ) -> Tensor:
-        plan = layer_plan(self)
-        if plan.replaced is not None and not options:
-            out: Tensor = plan.replaced.original._sa_block(self, x, attn_mask, key_padding_mask, is_causal)
-            return out
-        return self.dropout1(
-            self._self_attention(x, attn_mask, key_padding_mask, is_causal, plan.self_attention, **options)
-        )
-
-    def _ff_block(self, x: Tensor) -> Tensor:
-        plan = layer_plan(self)
-        if plan.replaced is not None:
-            out: Tensor = plan.replaced.original._ff_block(self, x)
-            return out
-        return self.dropout2(self._feed_forward(x, plan.feed_forward))
-
-    _blocks = {"_sa_block": _sa_block, "_ff_block": _ff_block}
+    _blocks = {"_sa_block": _Layer._sa_block, "_ff_block": _Layer._ff_block}
 
 
 def masks_of(
@@ -501,64 +508,27 @@ class TransformerDecoderLayer(_Layer):
         dropout1, dropout2, dropout3 = plan.dropouts
         if not self.norm_first:
             assert isinstance(tgt, Tensor)
-            attended = self._self_attention(tgt, *masks, is_causal, plan.self_attention, **own)
+            attended = self._attend("self_attn", plan.self_attention, tgt, tgt, *masks, is_causal, own)
             plan = self._plan_after(plan, plan.self_attention)
             x = _post_norm(attended, tgt, dropout1, norm1)
-            attended = self._cross_attention(x, memory, *memory_masks, memory_is_causal, plan.cross_attention, **other)
+            attended = self._attend(
+                "multihead_attn", plan.cross_attention, x, memory, *memory_masks, memory_is_causal, other
+            )
             plan = self._plan_after(plan, plan.cross_attention)
             x = _post_norm(attended, x, dropout2, norm2)
             return _post_norm(self._feed_forward(x, plan.feed_forward), x, dropout3, norm3)
         stream = tgt if isinstance(tgt, ResidualStream) else ResidualStream(None, tgt)
         y, residual = stream.normalise(norm1)
-        attended = self._self_attention(y, *masks, is_causal, plan.self_attention, **own)
+        attended = self._attend("self_attn", plan.self_attention, y, y, *masks, is_causal, own)
         plan = self._plan_after(plan, plan.self_attention)
         y, residual = norm2.join(attended, residual, active_dropout(dropout1))
-        attended = self._cross_attention(y, memory, *memory_masks, memory_is_causal, plan.cross_attention, **other)
+        attended = self._attend(
+            "multihead_attn", plan.cross_attention, y, memory, *memory_masks, memory_is_causal, other
+        )
         plan = self._plan_after(plan, plan.cross_attention)
         y, residual = norm3.join(attended, residual, active_dropout(dropout2))
         stream = ResidualStream(self._feed_forward(y, plan.feed_forward), residual, active_dropout(dropout3))
         return stream if isinstance(tgt, ResidualStream) else stream.value()
-
-    def _cross_attention(
-        self,
-        x: Tensor,
-        memory: Tensor | None,
-        attn_mask: Tensor | None,
-        key_padding_mask: Tensor | None,
-        is_causal: bool,
-        plan: AttentionPlan | None = None,
-        **options: Any,
-    ) -> Tensor:
-        if plan is not None:
-            attention: Any = self._modules["multihead_attn"]
-            out: Tensor = attention.attend(plan, x, memory, memory, attn_mask, key_padding_mask, is_causal, **options)
-            return out
-        return self.multihead_attn(
-            x,
-            memory,
-            memory,
-            attn_mask=attn_mask,
-            key_padding_mask=key_padding_mask,
-            is_causal=is_causal,
-            need_weights=False,
-            **options,
-        )[0]
-
-    def _sa_block(
-        self,
-        x: Tensor,
-        attn_mask: Tensor | None,
-        key_padding_mask: Tensor | None,
-        is_causal: bool = False,
-        **options: Any,
-    ) -> Tensor:
-        plan = layer_plan(self)
-        if plan.replaced is not None and not options:
-            out: Tensor = plan.replaced.original._sa_block(self, x, attn_mask, key_padding_mask, is_causal)
-            return out
-        return self.dropout1(
-            self._self_attention(x, attn_mask, key_padding_mask, is_causal, plan.self_attention, **options)
-        )
 
     def _mha_block(
         self,
@@ -573,19 +543,10 @@ class TransformerDecoderLayer(_Layer):
         if plan.replaced is not None and not options:
             out: Tensor = plan.replaced.original._mha_block(self, x, mem, attn_mask, key_padding_mask, is_causal)
             return out
-        attended = self._cross_attention(
-            x, mem, attn_mask, key_padding_mask, is_causal, plan.cross_attention, **options
-        )
-        return self.dropout2(attended)
+        masks = attn_mask, key_padding_mask
+        return self.dropout2(self._attend("multihead_attn", plan.cross_attention, x, mem, *masks, is_causal, options))
 
-    def _ff_block(self, x: Tensor) -> Tensor:
-        plan = layer_plan(self)
-        if plan.replaced is not None:
-            out: Tensor = plan.replaced.original._ff_block(self, x)
-            return out
-        return self.dropout3(self._feed_forward(x, plan.feed_forward))
-
-    _blocks = {"_sa_block": _sa_block, "_mha_block": _mha_block, "_ff_block": _ff_block}
+    _blocks = {"_sa_block": _Layer._sa_block, "_mha_block": _mha_block, "_ff_block": _Layer._ff_block}
 
 
 # The blocks of this module, recorded because other code may replace them.
