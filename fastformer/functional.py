@@ -16,7 +16,8 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from fastformer.nn.guards import ATTENTIONS, is_traced
 from fastformer.ops import attention, varlen_attention
-from fastformer.ops.attention import expand_mask, resolve_scale, why_no_kernel
+from fastformer.ops._common import expand_mask, resolve_scale
+from fastformer.ops.attention import why_no_kernel
 
 
 @dataclass(frozen=True)

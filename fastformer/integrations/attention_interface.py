@@ -24,7 +24,8 @@ from fastformer.integrations.known import SDPA_FUNCTIONS, attends_as_known, is_s
 from fastformer.integrations.packing import attend, packed_layouts
 from fastformer.nn.guards import is_traced, is_written_in
 from fastformer.ops import attention
-from fastformer.ops.attention import resolve_scale, why_no_kernel
+from fastformer.ops._common import resolve_scale
+from fastformer.ops.attention import why_no_kernel
 
 # Arguments that ask for something which fastformer's ops don't compute.
 _OTHERS = ("softcap", "cache", "s_aux", "output_attentions", "sparse_indices", "block_indices")

@@ -27,7 +27,8 @@ from fastformer.nn.masks import (
 from fastformer.nn.norm import NormPlan, find_norm_plan
 from fastformer.nn.padding import Jagged, open_nested
 from fastformer.nn.projections import Projections
-from fastformer.ops.attention import attention, resolve_window
+from fastformer.ops._common import resolve_window
+from fastformer.ops.attention import attention
 from fastformer.ops.attention_weights import attention_weights
 from fastformer.ops.varlen_attention import varlen_attention
 

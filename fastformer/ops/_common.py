@@ -138,3 +138,96 @@ def check_range(indices: Tensor, size: int, expected: str) -> None:
     low, high = (int(bound) for bound in torch.aminmax(indices))
     if low < 0 or high >= size:
         raise IndexError(f"expected {expected}, got {low if low < 0 else high}")
+
+
+def check_heads(
+    q: Tensor, k: Tensor, v: Tensor, dims: int, layout: str, names: tuple[str, str, str] = ("q", "k", "v")
+) -> None:
+    """Raises ValueError unless q, k and v fit together: ranks, dtypes, head_dim, and heads that divide."""
+    for name, tensor in zip(names, (q, k, v), strict=True):
+        if not isinstance(tensor, Tensor) or tensor.dim() != dims or not tensor.is_floating_point():
+            raise ValueError(f"expected a floating-point {name} {layout}, got {described(tensor)}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"expected q, k and v of one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+    if k.shape != v.shape:
+        raise ValueError(f"expected k and v of one shape, got {tuple(k.shape)} and {tuple(v.shape)}")
+    if q.shape[-1] != k.shape[-1] or q.shape[-1] == 0:
+        raise ValueError(f"expected q and k of one head_dim >= 1, got {q.shape[-1]} and {k.shape[-1]}")
+    if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
+        raise ValueError(
+            f"expected num_heads to be a multiple of num_kv_heads, got {q.shape[-2]} heads and {k.shape[-2]} kv heads"
+        )
+
+
+# Larger than the length of any sequence, and small enough that sums with positions fit in 64 bits.
+_FAR = 2**40
+
+
+def resolve_bound(bound: int | None) -> int | None:
+    """Limits one side of a window: all numbers beyond every sequence's length are equivalent."""
+    return None if bound is None else max(-_FAR, min(_FAR, bound))
+
+
+def resolve_window(is_causal: bool, window_size: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
+    """Returns (left, right), with is_causal included: causal attention has no keys to the right of the diagonal.
+
+    Raises:
+        ValueError: window_size is not a pair of integers or None.
+    """
+    if window_size == (None, None) and isinstance(is_causal, bool):
+        return None, 0 if is_causal else None
+    if (
+        not isinstance(window_size, tuple | list)
+        or len(window_size) != 2
+        or not all(bound is None or (isinstance(bound, int)) for bound in window_size)
+    ):
+        raise ValueError(f"expected window_size (left, right) of integers or None, got {window_size!r}")
+    left, right = (resolve_bound(bound) for bound in window_size)
+    if not isinstance(is_causal, bool):
+        raise ValueError(f"expected is_causal to be True or False, got {is_causal!r}")
+    if is_causal:
+        right = 0 if right is None else min(right, 0)
+    return left, right
+
+
+def check_seqlens_k(seqlens_k: Tensor | None, k: Tensor) -> None:
+    """Raises ValueError unless seqlens_k is None or int32 (batch,); checks the lengths against k only on a CPU."""
+    batch, seqlen_k = k.shape[:2]
+    if seqlens_k is None:
+        return
+    if not isinstance(seqlens_k, Tensor) or seqlens_k.shape != (batch,) or seqlens_k.dtype != torch.int32:
+        raise ValueError(f"expected seqlens_k int32 of shape ({batch},), got {described(seqlens_k)}")
+    if not is_readable(seqlens_k) or not batch:
+        return
+    low, high = (int(bound) for bound in torch.aminmax(seqlens_k))
+    if low < 0 or high > seqlen_k:
+        raise ValueError(f"expected seqlens_k from 0 to {seqlen_k}, the keys of a row, got {low} to {high}")
+
+
+def resolve_scale(softmax_scale: float | None, head_dim: int) -> float:
+    """Returns softmax_scale, by default head_dim ** -0.5.
+
+    Raises:
+        ValueError: softmax_scale isn't a finite number.
+    """
+    if softmax_scale is None:
+        return head_dim**-0.5
+    check_number("softmax_scale", softmax_scale)
+    return float(softmax_scale)
+
+
+def expand_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """Returns the mask in four dimensions, with size 1 in those that are broadcast.
+
+    Raises:
+        ValueError: the mask is neither boolean nor floating point, or doesn't broadcast.
+    """
+    if attn_mask is None:
+        return None
+    shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    if not isinstance(attn_mask, Tensor) or not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point()):
+        raise ValueError(f"expected a boolean or floating-point attn_mask, got {described(attn_mask)}")
+    sizes = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
+    if attn_mask.dim() > 4 or any(size not in (1, full) for size, full in zip(sizes, shape, strict=True)):
+        raise ValueError(f"expected attn_mask broadcastable to {shape}, got shape {tuple(attn_mask.shape)}")
+    return attn_mask.view(sizes) if attn_mask.is_contiguous() else attn_mask.reshape(sizes)

@@ -12,15 +12,17 @@ from torch import Tensor
 
 from fastformer.ops._attention_reference import Scores, exponentials, group_sum, grouped_matmul, probabilities
 from fastformer.ops._autograd import differentiate, forbid_double_backward, register_autograd
-from fastformer.ops._common import accumulation_dtype, described, resolve_softcap
-from fastformer.ops._library import autocast, define_op
-from fastformer.ops.attention import (
+from fastformer.ops._common import (
+    accumulation_dtype,
     check_heads,
     check_seqlens_k,
+    described,
     expand_mask,
     resolve_scale,
+    resolve_softcap,
     resolve_window,
 )
+from fastformer.ops._library import autocast, define_op
 
 
 def _scores(

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from fastformer.ops._attention_reference import Scores, attend
 from fastformer.ops._autograd import refuse_derivatives
-from fastformer.ops._common import described, resolve_softcap
+from fastformer.ops._common import check_heads, described, resolve_bound, resolve_scale, resolve_softcap
 from fastformer.ops._library import autocast, cpp_kernel, define_op
-from fastformer.ops.attention import check_heads, cpp_unsupported, resolve_bound, resolve_scale
+from fastformer.ops.attention import cpp_unsupported
 from fastformer.ops.rotary import check_tables, rotary_reference
 
 

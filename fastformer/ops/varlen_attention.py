@@ -16,15 +16,18 @@ from torch import Tensor
 from fastformer.ops._attention_reference import Scores, attend, attend_backward
 from fastformer.ops._attention_torch import attend_torch, attend_torch_backward, unsupported
 from fastformer.ops._autograd import differentiate, forbid_double_backward, register_autograd
-from fastformer.ops._common import accumulation_dtype, described, is_readable, resolve_softcap
-from fastformer.ops._dropout import resolve_dropout
-from fastformer.ops._library import autocast, define_op
-from fastformer.ops.attention import (
+from fastformer.ops._common import (
+    accumulation_dtype,
     check_heads,
-    cpp_unsupported,
+    described,
+    is_readable,
     resolve_scale,
+    resolve_softcap,
     resolve_window,
 )
+from fastformer.ops._dropout import resolve_dropout
+from fastformer.ops._library import autocast, define_op
+from fastformer.ops.attention import cpp_unsupported
 
 
 class _Packing:

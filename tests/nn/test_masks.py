@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from fastformer.nn import attention as module_of_attention
 from fastformer.nn.masks import attended_lengths, is_causal_mask, right_padding_lengths, square_subsequent_mask
 from tests.no_sync import NoSync
 
-module_of_op = importlib.import_module("fastformer.ops.attention")  # the package has a function of this name
 LENGTHS = [5, 7, 0, 1]
 
 
@@ -151,7 +149,7 @@ def padded_anyhow() -> dict[str, Tensor]:
 def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks and lengths that the host can't read, as a GPU's; and seven keys are enough to count."""
     monkeypatch.setattr(masks, "_can_be_read", lambda mask: False)
-    monkeypatch.setattr(module_of_op, "is_readable", lambda lengths: False)
+    monkeypatch.setattr("fastformer.ops._common.is_readable", lambda lengths: False)
     monkeypatch.setattr(masks, "LEAST_KEYS", 1)
 
 
