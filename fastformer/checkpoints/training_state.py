@@ -96,9 +96,13 @@ def finish_parts(
     files = sorted(path for path in parts.iterdir() if path.name != REST)
     write_atomically(parts / REST, _packed({**state, "files": {path.name: _digest(path) for path in files}}))
     path = checkpoint_folder(run) / f"step-{step:08d}"
-    if path.is_dir() and not path.is_symlink():  # damaged, or training would have gone on from it
-        shutil.rmtree(path)
+    old = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    has_old = path.is_dir() and not path.is_symlink()  # a damaged one, or a run that was over went on from it
+    if has_old:
+        path.rename(old)  # removed later, for removing takes long, and a kill would leave neither of them
     parts.rename(path)
+    if has_old:
+        shutil.rmtree(old)
     _remove_older(run, path, keep_last, regular)
     return path
 

@@ -15,9 +15,12 @@ import torch
 from fastformer.checkpoints.training_state import (
     _COMMENT_LENGTH,
     average_weights,
+    begin_parts,
     checkpoints,
+    finish_parts,
     latest_checkpoint,
     load_checkpoint,
+    remove_left_parts,
     save_checkpoint,
     step_of,
 )
@@ -39,6 +42,25 @@ def test_plain_torch_opens_it_and_so_does_any_archiver(tmp_path) -> None:
         assert found["counters"] == {"step": 3} and torch.equal(found["model"]["a"], state(3)["model"]["a"])
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None and archive.comment.startswith(b"sha256:")
+
+
+def test_a_kill_while_parts_replace_others_leaves_some(tmp_path, monkeypatch) -> None:
+    def write(scale: float) -> None:
+        folder = begin_parts(tmp_path, 3)
+        (folder / "part").write_bytes(b"1")
+        finish_parts(folder, tmp_path, 3, {**state(3, scale), "parts": {}}, keep_last=1)
+
+    def end(path) -> None:
+        raise KeyboardInterrupt
+
+    write(1.0)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("shutil.rmtree", end)  # takes long
+        write(2.0)
+    found = latest_checkpoint(tmp_path, lambda folder: {})
+    assert found is not None and torch.equal(found[1]["model"]["a"], state(3, 2.0)["model"]["a"])
+    remove_left_parts(tmp_path)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
 
 
 def test_a_cut_or_flipped_byte_anywhere_is_noticed(tmp_path, caplog) -> None:
