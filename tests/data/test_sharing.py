@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.cases.models.bench_training_step import MULTI30K
+from fastformer.data.batching import plan_epoch
 from fastformer.data.sharing import cost, share_out
 
 COSTS = st.lists(st.floats(0, 1e6), max_size=40)
@@ -33,6 +37,29 @@ def test_the_longest_first_evens_out() -> None:
     shares = share_out([9.0, 8.0, 2.0, 1.0, 7.0, 3.0], 2)
     assert sorted(sum((9.0, 8.0, 2.0, 1.0, 7.0, 3.0)[place] for place in share) for share in shares) == [14.0, 16.0]
     assert share_out([1.0, 5.0, 3.0], 1) == [[0, 1, 2]]  # one process keeps the order
+
+
+@pytest.mark.parametrize(("batching", "world"), [("packed", 2), ("random", 4)])
+def test_the_slowest_of_an_update_is_hardly_above_the_mean(batching, world) -> None:
+    """Over 1,000 updates of sentences as long as Multi30k's; the same batches dealt in turn are further above it."""
+    count, generator = 2 * world, torch.Generator().manual_seed(0)
+    lengths = torch.tensor(MULTI30K)[torch.randint(len(MULTI30K), (29_000,), generator=generator)]
+    sizes = {"d_model": 256, "layers": 3, "vocab_size": 6000, "padded": batching != "packed"}
+    costs: list[float] = []
+    epoch = 0
+    while len(costs) < 1000 * count:
+        batches = plan_epoch(lengths, max_tokens=512, batching=batching, seed=0, epoch=epoch)
+        costs += [cost(lengths[batch], **sizes) for batch in batches[: 1000 * count - len(costs)]]
+        epoch += 1
+    in_turn = [[*range(rank, count, world)] for rank in range(world)]
+    above: dict[str, list[float]] = {"dealt by cost": [], "in turn": []}
+    for first in range(0, len(costs), count):
+        some = costs[first : first + count]
+        for name, shares in (("dealt by cost", share_out(some, world)), ("in turn", in_turn)):
+            loads = [sum(some[place] for place in share) for share in shares]
+            above[name].append(max(loads) / statistics.fmean(loads))
+    ours, others = map(statistics.fmean, above.values())
+    assert ours <= 1.03 and ours - 1 < 0.6 * (others - 1), (ours, others)
 
 
 def test_no_process_is_refused() -> None:
