@@ -43,18 +43,17 @@ class BadLine:
     message: str
 
 
-def read_lines(path: str | os.PathLike[str], *, allow_empty: bool = False) -> list[str]:
+def read_lines(path: str | os.PathLike[str]) -> list[str]:
     """Reads the lines of a UTF-8 file, without line ends and without a byte order mark.
 
     Args:
         path: the file.
-        allow_empty: accept empty lines as empty strings (so that text to translate keeps its paragraphs).
 
     Raises:
         ValueError: no such file, an empty file, or bad lines: bytes that are not UTF-8, an empty line, a line of over
             MAX_LINE characters. The message names the file, counts the bad lines, and names the first few.
     """
-    return _all_good(read_rows(path, allow_empty=allow_empty))
+    return _all_good(read_rows(path))
 
 
 def read_rows(
@@ -91,11 +90,6 @@ def stream_rows(
             yield BadLine(name, number, text.kind, text.message)
         else:
             yield judged(text, name, number, allow_empty, max_line)
-
-
-def split_lines(data: bytes, name: str, *, allow_empty: bool = False, first: int = 1) -> list[str]:
-    """Splits bytes into lines as `read_lines` does; messages name the file `name` and count lines from `first`."""
-    return _all_good(list(parse_lines(data, name, allow_empty=allow_empty, first=first)))
 
 
 def _all_good(parsed: Sequence[str | BadLine]) -> list[str]:

@@ -15,10 +15,10 @@ BATCH_TOKENS = 16384  # in one call of the engine
 READ_AHEAD = 4096  # texts in memory at a time: enough for batches of even lengths
 
 
-def chunks(items: Iterable[T], size: int = READ_AHEAD) -> Iterator[list[T]]:
-    """Yields the items in lists of `size`; the last list may be shorter. It reads an iterator one list at a time."""
+def chunks(items: Iterable[T]) -> Iterator[list[T]]:
+    """Yields the items in lists of READ_AHEAD (the last may be shorter), and reads an iterator one list at a time."""
     rest = iter(items)
-    while chunk := list(itertools.islice(rest, size)):
+    while chunk := list(itertools.islice(rest, READ_AHEAD)):
         yield chunk
 
 

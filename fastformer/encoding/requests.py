@@ -178,7 +178,6 @@ def score_request(
     activation_fn: Activation | None = None,
     apply_softmax: bool = False,
     cuts: bool = True,
-    max_time: float | None = None,
 ) -> EncodeRequest:
     """Returns the request whose results are `encoder.predict(inputs, ...)`, bit for bit.
 
@@ -186,7 +185,7 @@ def score_request(
         encoder: computes the scores.
         inputs: pairs of texts, or lists of one text each.
         activation_fn, apply_softmax: see `CrossEncoder.predict`.
-        cuts, max_time: see `embed_request`.
+        cuts: see `embed_request`.
 
     Raises:
         ValueError: see `CrossEncoder.predict`; or a pair is too long.
@@ -200,4 +199,4 @@ def score_request(
         return found
 
     rows = rows_of(encoder._reader, inputs, cuts=cuts)
-    return EncodeRequest(rows, _Logits(encoder, encoder.num_labels), finish, max_time=max_time)
+    return EncodeRequest(rows, _Logits(encoder, encoder.num_labels), finish)

@@ -33,13 +33,13 @@ _FREE = (
 BOTH = ("weight", "bias")
 
 
-def activation_of(settings: Mapping[str, Any], name: str, default: str = "gelu") -> str:
+def activation_of(settings: Mapping[str, Any], name: str) -> str:
     """Returns the activation of `BERTConfig` that a setting names.
 
     Raises:
         ValueError: a `BERT` doesn't have the activation.
     """
-    value = settings.get(name, default)
+    value = settings.get(name, "gelu")
     if not isinstance(value, str) or value not in ACTIVATIONS:
         raise ValueError(f"expected {name} to be one of {(*ACTIVATIONS,)}, got {value!r}")
     return ACTIVATIONS[value]

@@ -301,11 +301,11 @@ def _after_some(settings: Mapping[str, Any], depth: int) -> list[str]:
     return [SLIDING if layer >= first else FULL for layer in range(depth)]
 
 
-def all_but_each(count: int, setting: str = "sliding_window_pattern") -> LayerTypes:
-    """Gives a window to all layers but each count-th; a setting may replace the count."""
+def all_but_each(count: int) -> LayerTypes:
+    """Gives a window to all layers but each count-th; the setting sliding_window_pattern replaces the count."""
 
     def types(settings: Mapping[str, Any], depth: int) -> list[str]:
-        each = _or(settings, setting, count)
+        each = _or(settings, "sliding_window_pattern", count)
         return [SLIDING if (layer + 1) % each else FULL for layer in range(depth)]
 
     return types
