@@ -12,7 +12,7 @@ from torch import nn
 from fastformer.baseline import LSTMSeq2Seq
 from fastformer.data import ByteTokenizer
 from fastformer.generation import Translator, generate
-from fastformer.generation.model_protocols import evaluating
+from fastformer.generation.model_protocols import dtype_precision, evaluating
 from fastformer.models import GPT, Transformer
 
 SIZES = {"vocab_size": 259, "d_model": 32, "d_ff": 64, "num_heads": 4, "dropout": 0.5}
@@ -97,6 +97,22 @@ def test_the_last_to_leave_sets_back_what_was_in_training() -> None:
     assert one.training and one[1].training and not shared.training and not other.training
     second.__exit__(None, None, None)
     assert shared.training and other.training and not other[1].training
+
+
+def test_a_module_that_is_put_into_a_model_later_is_seen() -> None:
+    model = nn.Sequential(nn.Dropout(0.5), nn.Sequential(nn.Linear(2, 2))).eval()
+    with evaluating(model):
+        assert dtype_precision(model) == "fp32"
+    model[1][0] = nn.Linear(2, 2, dtype=torch.bfloat16)
+    model[1].append(nn.Dropout(0.5))
+    with evaluating(model):
+        assert not any(module.training for module in model.modules())
+        assert dtype_precision(model) == "bf16"
+    assert [module.training for module in model[1].children()] == [True, True]
+    del model[1][0]
+    with torch.autocast("cpu"):
+        assert dtype_precision(model.append(nn.Linear(2, 2))) == "bf16"
+    assert dtype_precision(model) == "fp32"
 
 
 def test_who_trains_meanwhile_gets_his_way_behind_it() -> None:
