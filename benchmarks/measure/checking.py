@@ -1,8 +1,7 @@
-"""Nothing wrong is timed: every provider's outputs and gradients against fp64, and each is what it is called.
+"""Checks providers before they are timed: outputs and gradients against fp64, and that each is what its name says.
 
-A provider may err by three times what the one that is right by definition errs in the same dtype, and 2 ulp; a rival by
-ten times, for Inductor adds up thousands of rows one after another in fp32. Shapes, dtypes and integers (tokens)
-have to be equal.
+A provider's error may be three times the error of the oracle in the same dtype, plus 2 ulp; a rival's may be ten times,
+because Inductor sums thousands of rows sequentially in fp32. Shapes, dtypes and integers (tokens) have to be equal.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from benchmarks.measure.case import Benchmark, Inputs, Provider, Shape, cast, ou
 from benchmarks.measure.launches import recorded_launches
 from fastformer.ops import record_backends, use_backend
 
-_MAY_ERR = 3.0  # times what plain PyTorch does
+_MAY_ERR = 3.0  # times the error of plain PyTorch
 _RIVALS_MAY_ERR = 10.0  # one decimal digit
 
 
 @dataclass
 class Verdicts:
-    """What the checks found of a case's providers.
+    """The results of checking a case's providers.
 
     Attributes:
-        wrong: provider -> how it disagrees.
-        refused: provider -> why it can't take the case, or isn't what it is called.
-        backends: provider -> the ops of this library that it called, and where they ran.
-        kernels: the Triton kernels that ours launched on a GPU, by name.
+        wrong: provider -> how its result differs.
+        refused: provider -> why it can't compute the case, or isn't what its name says.
+        backends: provider -> the fastformer ops that it called, and their backends.
+        kernels: the names of the Triton kernels that fastformer launched on a GPU.
     """
 
     wrong: dict[str, str] = field(default_factory=dict)
@@ -38,24 +37,24 @@ class Verdicts:
     kernels: list[str] = field(default_factory=list)
 
     def passed(self, name: str) -> bool:
-        """Whether a provider may be timed."""
+        """Returns whether a provider may be timed."""
         return name not in self.wrong and name not in self.refused
 
 
 def verdicts_of(
     benchmark: Benchmark, chosen: Mapping[str, Provider], shape: Shape, mode: str, dtype: torch.dtype, device: str
 ) -> Verdicts:
-    """Checks some providers of a case, at its shape to check, and finds out what they run on at its own.
+    """Checks some providers of a case, at its shape for checks, and finds out their backends at its own shape.
 
     Raises:
-        Exception: whatever ours or the baseline raises; a rival that can't take the case is refused instead.
+        Exception: any exception of fastformer or the baseline; a rival that can't compute the case is refused instead.
     """
     found, checked = Verdicts(), benchmark.checked(shape)
     baseline = benchmark.providers[benchmark.baseline]
     oracles = {name: benchmark.oracles.get(name, baseline) for name in chosen}
     plain: Shape | None = checked
     if checked.get("dropout_p"):
-        # Each draws a mask of its own. Ours has to be right with that of our reference, the others without any.
+        # Each provider draws its own mask. fastformer is checked with its reference's mask, the others without dropout.
         del oracles[benchmark.ours]
         ours = {benchmark.ours: chosen[benchmark.ours]}
         _check(benchmark, ours, ours, checked, mode, dtype, device, found, backend="reference")
@@ -81,9 +80,9 @@ def _check(
     found: Verdicts,
     backend: str | None = None,
 ) -> None:
-    """Names the providers that are wrong, of those that have an oracle, which computes on the backend."""
+    """Finds wrong providers among those with an oracle, whose results come from the backend."""
     torch.manual_seed(0)
-    # Values that the dtype holds, so that all start from the same numbers.
+    # Values that the dtype can represent, so that all providers start from the same numbers.
     inputs = cast(cast(benchmark.make_inputs(shape, device), dtype), torch.float32)
     answers = {}
     for oracle in dict.fromkeys(oracles.values()):
@@ -99,7 +98,7 @@ def _check(
             values = results(call, cast(inputs, dtype), shape, mode, douts)
         except Exception as error:
             if (how := _other_shape(call, cast(inputs, dtype), shape, outputs)) is not None:
-                found.wrong[name] = how  # which is why it couldn't be differentiated
+                found.wrong[name] = how  # the difference explains why it couldn't be differentiated
             else:
                 _refuse(benchmark, name, error, found)
             continue
@@ -115,7 +114,7 @@ def _check(
 
 
 def _other_shape(call: Provider, inputs: Inputs, shape: Shape, exact: list[torch.Tensor]) -> str | None:
-    """How the outputs of a provider that raised aren't those of the oracle; None where they are, or there are none."""
+    """Returns how the output shapes of a provider that raised differ from the oracle's; None if they don't."""
     try:
         outputs = results(call, inputs, shape, "fwd", None)
     except Exception:
@@ -135,8 +134,8 @@ def _refuse(benchmark: Benchmark, name: str, error: Exception, found: Verdicts) 
 
 
 def _is_compiled(call: Callable[[], object]) -> bool:
-    """Whether torch.compile made some of what runs, now or in a call before."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler says on stderr that it begins and ends
+    """Returns whether torch.compile made a part of the call, now or in an earlier call."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler writes to stderr when it begins and ends
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         call()
     return any(event.name().startswith("Torch-Compiled Region") for event in profile.profiler.kineto_results.events())
@@ -151,21 +150,21 @@ def _identify(
     mode: str,
     found: Verdicts,
 ) -> None:
-    """Notes which backends a provider runs on, and refuses one that isn't what it is called.
+    """Records the backends of a provider, and refuses one that isn't what its name says.
 
-    What torch.compile left alone is eager, and ours without any kernel is plain PyTorch.
+    A provider that torch.compile left alone is eager, and fastformer without any kernel is plain PyTorch.
     """
     try:
         with record_backends() as ran:
             results(call, inputs, shape, mode, None)
         if mode == "replay":
-            timed_call(call, inputs, shape, mode)  # or it can't be captured
+            timed_call(call, inputs, shape, mode)  # raises if it can't be captured
     except Exception as error:
         _refuse(benchmark, name, error, found)
         return
     backends = {op: "+".join(sorted(backend for other, backend in ran if other == op)) for op, _ in sorted(ran)}
     found.backends[name] = backends
-    # A product that PyTorch makes because it is faster at it is neither a kernel nor a fallback.
+    # A product that PyTorch computes because it is faster is neither a kernel nor a fallback.
     kernels = {backend for _, backend in ran - {("linear", "torch")}}
     if name == benchmark.ours and "triton" in "+".join(backends.values()):
         with recorded_launches() as launched:
@@ -185,15 +184,15 @@ def difference(
     agreement: float = 1.0,
     may_err: float = _MAY_ERR,
 ) -> str | None:
-    """How a tensor is wrong; None where it is right.
+    """Returns how a tensor is wrong; None if it is right.
 
     Args:
-        value: the provider's.
-        plain: the oracle's in the case's dtype, which `value` has to have the dtype of.
-        exact: the oracle's in fp64.
-        dtype: the case's.
+        value: the result of the provider.
+        plain: the result of the oracle in the case's dtype; `value` must have the same dtype.
+        exact: the result of the oracle in fp64.
+        dtype: the dtype of the case.
         agreement: the share of integers that have to be equal.
-        may_err: times the error of `plain`.
+        may_err: the allowed error, as a multiple of the error of `plain`.
     """
     if value.shape != exact.shape:
         return f"shape {tuple(value.shape)} in place of {tuple(exact.shape)}"
@@ -206,4 +205,4 @@ def difference(
         return None if same >= agreement * exact.numel() else f"{exact.numel() - same} other integers"
     error, error_plain = (float((t.detach().double() - exact.detach().double()).abs().max()) for t in (value, plain))
     allowed = may_err * error_plain + 2 * torch.finfo(dtype).eps * float(exact.detach().abs().max())
-    return None if error <= allowed else f"error {error:.2e}, allowed {allowed:.2e}"  # NaN is not <= anything
+    return None if error <= allowed else f"error {error:.2e}, allowed {allowed:.2e}"  # False for NaN

@@ -1,4 +1,4 @@
-"""Two files of results, line by line: what became faster, and how far their ratios agree."""
+"""Compares two files of results line by line: what became faster, and how well their ratios agree."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from benchmarks.measure.console import OURS
 
 
 def compare(old: Path, new: Path) -> str:
-    """Old over new, line by line: above 1 is faster now. Lines of all kinds may share a file.
+    """Prints old time over new time, line by line: above 1 is faster now. A file may have lines of all kinds.
 
-    The last line says which ratio differs most among those that were quiet in both.
+    The last line names the ratio that differs most among those that were quiet in both.
 
     Raises:
-        ValueError: a file that is not there, or a line that is not a JSON object.
+        ValueError: a file doesn't exist, or a line isn't a JSON object.
     """
     before = {record.key(row): row for row in record.read(old)}
     lines, apart = [], []
@@ -43,9 +43,9 @@ def compare(old: Path, new: Path) -> str:
 
 
 def _ratios(row: record.Row) -> Iterator[tuple[str, str, str]]:
-    """(what it is, field, field that says whether it was quiet) of the ratios that a line has to other lines."""
+    """Yields (label, field, field that says whether it was quiet) for each ratio of a line to other lines."""
     provider, baseline = row.get("provider"), row.get("baseline")
     if row.get("speedup") and (baseline is None or baseline != provider):
         yield "speedup" if baseline is None else f"against {baseline}", "speedup", "quiet"
-        if row.get("ours") and provider not in OURS:  # that of the baseline is the speedup of ours
+        if row.get("ours") and provider not in OURS:  # for the baseline, this is fastformer's speedup
             yield "ours against it", "ours", "ours_quiet"

@@ -1,4 +1,4 @@
-"""What people read: a line for each row, and at the end ours against each rival, and where ours loses."""
+"""Output for people: a line for each row, and at the end fastformer beside each rival, and the cases that it loses."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from benchmarks.measure.timing import STEADY
 
 Row = Mapping[str, Any]
-OURS = ("fastformer", "accelerated")  # as they are called where several of ours are compared
+OURS = ("fastformer", "accelerated")  # the names of fastformer in comparisons of several of its forms
 
 
 def table(row: Row) -> str:
-    """A row: the ratio first, the absolute time with its spread behind it, then what it reaches of the roofline."""
+    """Formats a row: the ratio first, then the absolute time with its spread, then the share of the roofline."""
     name = " ".join(str(row[part]) for part in ("provider", "precision") if part in row)
     if "missing" in row:
         return f"    {name:<22} is missing: {row['missing']}"
@@ -41,13 +41,13 @@ def table(row: Row) -> str:
 
 
 def is_quiet(row: Row) -> bool | None:
-    """Whether the ratio of ours to a row can be relied on, or its `speedup` where it has none; None: not known."""
+    """Returns whether the row's ratio of fastformer, or else its `speedup`, can be relied on; None: not known."""
     quiet = row.get("quiet") if row["provider"] in OURS else row.get("ours_quiet", row.get("quiet"))
     return quiet if quiet is None else bool(quiet)
 
 
 def doubt(row: Row) -> str | None:
-    """Why a row's `speedup` isn't to be relied on; None where it is, or where it isn't known."""
+    """Returns why a row's `speedup` can't be relied on; None if it can, or if that isn't known."""
     if row.get("quiet") is not False:
         return None
     if (row.get("uncertainty") or 0.0) > STEADY:
@@ -58,13 +58,13 @@ def doubt(row: Row) -> str | None:
 
 
 def title(row: Row) -> str:
-    """The case of a row, in a line."""
+    """Formats the case of a row in a line."""
     sizes = (f"{name}={value}" for name, value in row["shape"].items())
     return " ".join([*(str(row[part]) for part in ("op", "model", "mode", "dtype") if part in row), *sizes])
 
 
 def against(row: Row) -> tuple[str, float] | None:
-    """(a rival, how many times faster ours is), where a row tells it."""
+    """Returns (a rival, how many times faster fastformer is), if the row has this ratio."""
     if "ours" in row:
         if row["provider"] == "accelerated":
             return f"{row['baseline']}, accelerated", row["speedup"]
@@ -75,7 +75,7 @@ def against(row: Row) -> tuple[str, float] | None:
 
 
 def stage(row: Row) -> tuple[str, float] | None:
-    """(one of several of ours, how many times faster it is than the plainest), where a row is of such a comparison."""
+    """Returns (stage of fastformer, how many times faster it is than the plainest), if the row compares stages."""
     is_stage = "ours" not in row and row["provider"] not in OURS
     if is_stage and row.get("speedup") and row.get("baseline") not in (None, row["provider"]):
         return row["provider"], row["speedup"]
@@ -83,11 +83,11 @@ def stage(row: Row) -> tuple[str, float] | None:
 
 
 def summary(rows: Sequence[Row], not_timed: Iterable[tuple[str, str]] = ()) -> str:
-    """The end of a run.
+    """Formats the end of a run.
 
     Args:
-        rows: of any suites.
-        not_timed: (which provider of which case, why).
+        rows: rows of any suites.
+        not_timed: (provider and case, reason) of each provider that was not timed.
     """
     lines: list[str] = []
     for suite in dict.fromkeys(row["suite"] for row in rows):
@@ -112,7 +112,7 @@ def summary(rows: Sequence[Row], not_timed: Iterable[tuple[str, str]] = ()) -> s
 
 
 def _ratios(what: str, rows: Sequence[Row], ratio: Callable[[Row], tuple[str, float] | None]) -> list[str]:
-    """How many times faster: a line for each case, a column for each provider that `ratio` knows."""
+    """Formats how many times faster: a line for each case, a column for each provider for which `ratio` has a value."""
     cells: dict[str, dict[str, str]] = {}
     for row in rows:
         if (found := ratio(row)) is not None:

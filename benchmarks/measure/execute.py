@@ -1,8 +1,8 @@
-"""Cases: their providers are checked, those that are right take turns, in passes over all cases, and each gives a row.
+"""Runs cases: checks their providers, times the right ones in turns, in passes over all cases, and makes the rows.
 
-A pass over many cases takes minutes, so that the passes of one meet other hours of the machine (`timing`). A case whose
-passes disagree, or that was disturbed too often, gets further ones as long as its time lasts; what disagrees then is
-recorded as not quiet.
+A pass over many cases takes minutes, so the passes of one case meet different conditions of the machine (`timing`). A
+case whose passes disagree, or that was disturbed too often, gets further passes while its time lasts. If they still
+disagree, the result is recorded as not quiet.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from benchmarks.measure.roofline import measure_machine
 from benchmarks.measure.suites import Case, chosen_providers
 from benchmarks.measure.timing import ENOUGH, Interleaved, Ratio, peak_bytes
 
-_MOST = 3  # times the passes that were asked for, where they disagree
-_LASTING = 0.2  # seconds of a pass over a case on a CPU, at least: short cases get several rounds
-_APART = 3.0  # seconds between the passes over a case on a CPU, where there is time for it
+_MOST = 3  # times the requested passes, if they disagree
+_LASTING = 0.2  # the least seconds of a pass over a case on a CPU: short cases get several rounds
+_APART = 3.0  # seconds between the passes over a case on a CPU, if there is time
 
 
 @dataclass
 class Outcome:
-    """What came of one case: a row for each provider that was timed or is missing, and why the others were not.
+    """The result of one case: a row for each provider that was timed or is missing, and reasons for the others.
 
     Attributes:
-        rows: as they are written, but for what all rows of a run share.
-        wrong: provider -> how it disagrees.
-        refused: provider -> why it can't take the case.
+        rows: the rows, without the fields that all rows of a run share.
+        wrong: provider -> how its result differs.
+        refused: provider -> why it can't compute the case.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Outcome:
 
     @property
     def timed(self) -> list[dict[str, Any]]:
-        """The rows that have a time."""
+        """Returns the rows that have a time."""
         return [row for row in self.rows if "missing" not in row]
 
 
@@ -76,20 +76,21 @@ def run_cases(
     """Checks the providers of some cases and times those that are right, side by side, in passes over all of the cases.
 
     Args:
-        cases: where a shape has "threads", PyTorch computes with so many.
+        cases: if a shape has "threads", PyTorch uses this number.
         device: "cpu" or "cuda".
-        providers: which, besides ours and the baseline; empty = all.
-        rounds: passes, in each of which a provider has an undisturbed turn, where it's short several. Fewer, but at
-            least three, when `seconds` are used up; up to three times as many where they disagree.
-        seconds: about how long each case may be timed, in all passes together.
-        told: hears what is done next to which case.
+        providers: the providers, besides fastformer and the baseline; empty = all.
+        rounds: the number of passes. In each, a provider has an undisturbed turn, or several if it is short. Fewer
+            passes, but at least three, if `seconds` are used up; up to three times as many if they disagree.
+        seconds: the approximate time for a case, in all passes together.
+        told: called before each action, with a description and the case.
 
     Raises:
         BaseException: an exception of fastformer or of the baseline, or one that stops the run, such as
-            KeyboardInterrupt; after the cases that have passes enough. A rival that can't take a case is left out
-            instead.
+            KeyboardInterrupt; raised after the results of cases with enough passes. A rival that can't compute a case
+            is refused instead.
     """
-    # torch.compile gives a function up after eight shapes and goes on eagerly. All of these cases' are kept.
+    # torch.compile gives up on a function after eight shapes and runs it eagerly. The compiled code of these cases is
+    # kept.
     torch._dynamo.reset()
     limits: dict[str, Any] = {
         "recompile_limit": 10**6,
@@ -110,7 +111,7 @@ def run_cases(
                 for each in more:
                     told(f"pass {each.passes + 1}", each.case)
                     each.take(rounds, seconds)
-        except BaseException as error:  # minutes of passes are not lost by it
+        except BaseException as error:  # the results of minutes of passes are not lost
             stopped = error
         for each in running:
             if stopped is None or each.passes >= ENOUGH:
@@ -150,15 +151,15 @@ class _Running:
         self._backends, self._kernels = verdicts.backends, verdicts.kernels
         self._right = {name: call for name, call in chosen.items() if verdicts.passed(name)}
         if not (verdicts.passed(benchmark.ours) and verdicts.passed(benchmark.baseline)):
-            self._right = {}  # there is nothing to compare
+            self._right = {}  # nothing can be compared
 
     @property
     def passes(self) -> int:
-        """How many were taken."""
+        """The number of passes that were taken."""
         return self._timer.passes
 
     def wants_more(self, rounds: int, seconds: float) -> bool:
-        """Whether another pass is due."""
+        """Returns whether another pass is needed."""
         if not self._right or self.passes >= _MOST * rounds:
             return False
         if self.passes < min(ENOUGH, rounds):
@@ -173,12 +174,12 @@ class _Running:
         return self._timer.rounds.ratio(name, self.case.benchmark.baseline)
 
     def _ours(self, name: str) -> Ratio | None:
-        """How many times faster ours is; None where all are ours."""
+        """Returns how many times faster fastformer is; None if all providers are fastformer's."""
         benchmark = self.case.benchmark
         return None if benchmark.compares_stages else self._timer.rounds.ratio(benchmark.ours, name)
 
     def take(self, rounds: int, seconds: float) -> None:
-        """Takes a pass, on inputs that lie elsewhere than the last one's."""
+        """Takes a pass, on inputs at other addresses than in the last one."""
         with _threads(self.case):
             copies = self._copies()
             self._timer.take(
@@ -187,7 +188,7 @@ class _Running:
             )  # fmt: skip
 
     def _copies(self) -> Callable[[], dict[str, Callable[[], object]]]:
-        """What makes the calls of all providers, on new copies of the same inputs each time."""
+        """Returns a function that makes the calls of all providers, on new copies of the same inputs each time."""
         shape, mode = self.case.shape, self.case.mode
         torch.manual_seed(0)
         made = self.case.benchmark.make_inputs(shape, self._device)
@@ -199,7 +200,7 @@ class _Running:
         return calls
 
     def finish(self) -> Outcome:
-        """The rows of what was timed, after those of what is missing."""
+        """Returns the rows of missing providers, and then those of timed ones."""
         if self._right:
             with _threads(self.case):
                 self._outcome.rows += self._rows()
@@ -244,7 +245,7 @@ class _Running:
 
 @contextlib.contextmanager
 def _threads(case: Case) -> Iterator[None]:
-    """PyTorch computes with as many as the case's shape says."""
+    """Sets PyTorch's number of threads to that of the case's shape."""
     before = torch.get_num_threads()
     torch.set_num_threads(case.shape.get("threads") or before)
     try:

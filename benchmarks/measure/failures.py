@@ -1,4 +1,4 @@
-"""A plugin of pytest that names each failing test at once: a run that hangs or is cut off has said what failed."""
+"""A pytest plugin that names each failing test at once, so that a run that hangs has reported its failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which Triton kernels a call launches: the proof that kernels which are off by default were on."""
+"""Records which Triton kernels a call launches: a proof that kernels which are off by default were used."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from unittest import mock
 
 @contextlib.contextmanager
 def recorded_launches() -> Iterator[set[str]]:
-    """Collects the names of the kernels that are launched in the block; those of a fixed grid end in "[persistent]".
+    """Collects the names of kernels launched in the block; those with a fixed grid end in "[persistent]".
 
-    What an op decided for a geometry is forgotten first, since a plan that is ready launches its kernels directly.
+    The decisions of ops are forgotten first, because a prepared plan launches its kernels directly.
     """
     from fastformer.kernels import _launch, _plans
 

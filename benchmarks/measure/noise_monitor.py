@@ -1,15 +1,15 @@
-"""Watches other work of the machine while a turn is timed: other processes, the hypervisor, a slow clock.
+"""Detects other work on the machine while a turn is timed: other processes, the hypervisor, a slow clock.
 
-A process that keeps one of two cores busy makes a call of two threads take twice as long, and the time alone doesn't
-show it. /proc/stat counts the CPU time of all processes; minus that of this process and its children, it is what other
-processes took. It counts in ticks of 10 ms, so a look covers a quarter of a second at least, and the whole turn. Cores
-that the turn leaves free may be used by others.
+If a process keeps one of two cores busy, a call with two threads takes twice as long, and the time alone doesn't show
+why. /proc/stat counts the CPU time of all processes; less that of this process and its children, it is the time of
+other processes. It counts in ticks of 10 ms, so a measurement covers at least a quarter of a second, and the whole
+turn. Others may use the cores that the turn leaves free.
 
-A fixed piece of work, timed now and then against its best time, shows a slower clock, or a neighbour on the other
-thread of a core, which a cloud machine is not told about. Such a neighbour may be there for as long as a process lives,
-so the best time is kept from one process to the next (`BEST`). It is no reason to repeat a turn, because on a shared
-machine it comes and goes by the second; what it does to a ratio shows in the passes (`timing`). On other systems than
-Linux nothing is known, and the results say so.
+A fixed piece of work, timed now and then and compared with its best time, reveals a slower clock, or a neighbour on the
+other thread of a core, which a cloud machine can't see. Such a neighbour may last for the whole life of a process, so
+the best time is stored for later processes (`BEST`). A slow clock doesn't cause a turn to be repeated, because on a
+shared machine it comes and goes within seconds; its effect on a ratio shows in the passes (`timing`). On systems other
+than Linux nothing is known, and the results say so.
 """
 
 from __future__ import annotations
@@ -27,33 +27,34 @@ from typing import NamedTuple
 
 from benchmarks.measure.record import cpu_name
 
-WINDOW = 0.25  # seconds that a look goes back over
-ALLOWED = 0.1  # of the time of the cores that we need, taken by others or by the hypervisor
-SLOWER = 1.3  # times the best of the fixed work: a thread next door costs 1.3 to 2
-_TRIES = 3  # of the fixed work, until one isn't slow
+WINDOW = 0.25  # the length of a measurement in seconds
+ALLOWED = 0.1  # the share of the needed cores' time that others or the hypervisor may take
+SLOWER = 1.3  # times the best time of the fixed work: a busy thread on the same core costs 1.3 to 2
+_TRIES = 3  # tries of the fixed work, until one isn't slow
 BEST = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastformer" / "fixed_work.json"
 
 
 class _Sample(NamedTuple):
-    when: float  # seconds of the clock
+    when: float  # the clock, in seconds
     busy: float  # CPU seconds of all processes
-    stolen: float  # by the hypervisor
+    stolen: float  # seconds taken by the hypervisor
     own: float  # CPU seconds of this process and its children
 
 
 class NoiseMonitor:
-    """Says of each turn whether something disturbed it, and whether the clock is slow.
+    """Determines whether each turn was disturbed, and whether the clock is slow.
 
     watcher.begin(); ...; disturbed = watcher.end()
 
     Attributes:
-        is_slow: whether the fixed work took far longer than at best when it was tried last.
+        is_slow: whether the fixed work took far longer than its best time in the last try.
 
     Args:
-        threads: that the turns compute with.
-        proc: the folder of the kernel's figures; None: nothing is watched, and `end` gives None.
-        clock, own, fixed_work: seconds now, CPU seconds of our processes, seconds of the fixed work; for tests.
-        cores: of the machine.
+        threads: the number of threads of the turns.
+        proc: the folder of the kernel's statistics; None: nothing is watched, and `end` returns None.
+        clock, own, fixed_work: functions for the time, the CPU seconds of this process and its children, and the
+            seconds of the fixed work; for tests.
+        cores: the number of cores of the machine.
     """
 
     def __init__(
@@ -75,13 +76,13 @@ class NoiseMonitor:
         self._began, self._tried, self.is_slow = clock(), -WINDOW, False
 
     def begin(self) -> None:
-        """A turn begins."""
+        """Marks the beginning of a turn."""
         if self._proc is not None:
             self._look()
             self._began = self._samples[-1].when
 
     def end(self) -> bool | None:
-        """A turn ends: whether it was disturbed; None where it isn't known."""
+        """Marks the end of a turn; returns whether it was disturbed, or None if that isn't known."""
         if self._proc is None:
             return None
         self._look()
@@ -92,7 +93,7 @@ class NoiseMonitor:
         while self._samples[0].when < then.when:
             self._samples.popleft()
         passed = now.when - then.when
-        # What ticks may add to a core by rounding belongs to no process.
+        # The rounding of ticks may add this much for each core.
         rounding = self._cores / os.sysconf("SC_CLK_TCK")
         others = (now.busy - then.busy) - (now.own - then.own) - rounding
         taken = max(0.0, others - (self._cores - self._threads) * passed) + max(
@@ -101,7 +102,7 @@ class NoiseMonitor:
         return taken > ALLOWED * self._threads * passed
 
     def wait(self, seconds: float) -> None:
-        """Sleeps until no process disturbs, for so long at most."""
+        """Sleeps until no process disturbs, but not longer than the given seconds."""
         end = self._clock() + seconds
         while self._proc is not None and (left := end - self._clock()) > 0:
             self.begin()
@@ -113,7 +114,7 @@ class NoiseMonitor:
         if now - self._tried < WINDOW:
             return
         self._tried = now
-        for _ in range(_TRIES):  # a hiccup of a millisecond is none of a slower clock, which lasts
+        for _ in range(_TRIES):  # a hiccup of a millisecond is not a slower clock, which lasts
             taken = self._fixed_work()
             if taken < self._best:
                 self._best = taken
@@ -138,7 +139,7 @@ def _machine() -> str:
 
 
 def _known() -> dict[str, float]:
-    """Machine -> the fewest seconds that the fixed work ever took; empty where nothing, or something else, was kept."""
+    """Returns machine -> the fewest seconds of the fixed work so far; empty if the file is missing or invalid."""
     try:
         kept = json.loads(BEST.read_text())
     except (OSError, ValueError):
@@ -147,15 +148,15 @@ def _known() -> dict[str, float]:
 
 
 def _remember(seconds: float) -> None:
-    """Keeps them, where the folder lets it."""
+    """Stores the seconds, if the folder is writable."""
     with contextlib.suppress(OSError):
         BEST.parent.mkdir(parents=True, exist_ok=True)
         BEST.write_text(json.dumps(_known() | {_machine(): seconds}))
 
 
 def _fixed_work() -> float:
-    """The seconds of a fixed piece of work of one thread, the best of three."""
-    time.sleep(0.002)  # the last turn's threads spin for so long, on the other thread of our core perhaps
+    """Returns the seconds of a fixed piece of work of one thread, the best of three."""
+    time.sleep(0.002)  # the threads of the last turn may spin this long, perhaps on the same core
     tries = []
     for _ in range(3):
         began = time.perf_counter()
@@ -165,7 +166,7 @@ def _fixed_work() -> float:
 
 
 def own_seconds() -> float:
-    """CPU seconds of this process and of all that it has started, those that ended included."""
+    """Returns the CPU seconds of this process and of all processes that it has started, including those that ended."""
     ended = os.times()
     total = time.process_time() + ended.children_user + ended.children_system
     waiting = _children(os.getpid())
@@ -174,9 +175,9 @@ def own_seconds() -> float:
         waiting += _children(pid)
         try:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
-        total += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # its own, and its children's
+        total += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # its own time and its children's
     return total
 
 
@@ -185,6 +186,6 @@ def _children(pid: int) -> list[int]:
     try:
         for task in os.listdir(f"/proc/{pid}/task"):
             found += [int(child) for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split()]
-    except OSError:  # it has ended, or this kernel doesn't say
+    except OSError:  # the process has ended, or the kernel lacks the file
         return found
     return found

@@ -1,4 +1,4 @@
-"""What the machine reaches at best, measured in this process: the floor that every time is held against."""
+"""Measures the machine's peak rates in this process: the floor that every time is compared with."""
 
 from __future__ import annotations
 
@@ -14,33 +14,34 @@ from fastformer.ops import feed_forward
 
 @dataclass(frozen=True)
 class Machine:
-    """FLOP/s of large products in a dtype, and bytes/s of a copy that no cache holds.
+    """The FLOP/s of large products in a dtype, and the bytes/s of a copy that doesn't fit in a cache.
 
-    A call whose data a cache does hold may be faster than its floor.
+    A call whose data fit in a cache may be faster than its floor.
     """
 
     flops: float
     bandwidth: float
 
     def floor(self, flops: float, moved: float) -> float:
-        """The seconds below which nothing can be, by arithmetic or by memory."""
+        """Returns the least possible seconds, given the arithmetic and the memory traffic."""
         return max(flops / self.flops, moved / self.bandwidth)
 
     def bound(self, flops: float, moved: float) -> Literal["compute", "memory"]:
-        """Which of the two the floor is."""
+        """Returns which of the two determines the floor."""
         return "compute" if flops / self.flops >= moved / self.bandwidth else "memory"
 
 
 def measure_machine(dtype: torch.dtype, device: str) -> Machine:
-    """The machine with the threads that PyTorch computes with now; measured once for each number of them."""
+    """Measures the machine with PyTorch's current number of threads; once for each number of threads."""
     return _measure(dtype, device, torch.get_num_threads())
 
 
 @functools.cache
 def _measure(dtype: torch.dtype, device: str, threads: int) -> Machine:
-    """The products are the faster of torch.mm and of our feed_forward's two: either may be far below what is possible.
+    """Measures the rates of products and copies.
 
-    The times are those of the best fifth of turns: a roof is what is reached, not what is usual.
+    The products are the faster of torch.mm and fastformer's feed_forward, since each may be far below the possible
+    rate. The times are those of the best fifth of turns: a roof is the best that is reached, not the average.
     """
     n = 8192 if device == "cuda" else 1024
     a = torch.randn(n, n, device=device).to(dtype)

@@ -1,8 +1,8 @@
-"""How time and memory grow with the length of a sequence: exponents fitted to the rows of the suite "scaling".
+"""The growth of time and memory with the length of a sequence: exponents fitted to the rows of the suite "scaling".
 
-A power law c n^p is a line in log-log, and p is its slope by least squares. It is taken from the upper end alone, the
-lengths from an eighth of the provider's longest on: at short lengths a call's fixed costs, caches and a window that is
-not yet full bend the line, and an exponent is a statement about long ones.
+A power law c n^p is a line in log-log, and p is its slope, fitted by least squares. The fit uses only the upper end:
+the lengths from an eighth of the provider's longest up. At short lengths, the overhead of a call, caches, and a window
+that isn't full yet bend the line, and an exponent is a statement about long sequences.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 from benchmarks.cases.models.bench_scaling import EXPECTED
 
-UPPER_END = 8  # the longest length, and those down to this part of it
-LEAST_POINTS = 3  # two always lie on a line
+UPPER_END = 8  # lengths down to this fraction (1/8) of the longest are used
+LEAST_POINTS = 3  # two points always lie on a line
 LONG = 4096
 
 
@@ -26,8 +26,8 @@ class Fit:
 
     Attributes:
         exponent: the slope in log-log.
-        off: by how much the farthest point is off the line: 0.05 is 5 %.
-        lengths: those that were used.
+        off: how far the farthest point is from the line: 0.05 is 5 %.
+        lengths: the lengths that were used.
     """
 
     exponent: float
@@ -36,10 +36,10 @@ class Fit:
 
 
 def fit(points: Mapping[int, float]) -> Fit:
-    """The exponent of n -> value over the upper end.
+    """Fits the exponent of n -> value over the upper end.
 
     Raises:
-        ValueError: a value or length that has no logarithm, or too few points.
+        ValueError: a value or length has no logarithm, or there are too few points.
     """
     if wrong := {n: value for n, value in points.items() if not (n > 0 and 0 < value < math.inf)}:
         raise ValueError(f"expected positive lengths and finite positive values, got {wrong}")
@@ -57,9 +57,9 @@ Group = tuple[str, int, str, str]  # device, threads, mode, dtype
 
 
 def groups(rows: Iterable[dict[str, Any]]) -> dict[Group, dict[str, dict[int, dict[str, Any]]]]:
-    """(device, threads, mode, dtype) -> provider -> length -> row, of the rows about scaling that have a time.
+    """Groups the rows about scaling that have a time: (device, threads, mode, dtype) -> provider -> length -> row.
 
-    Where a file has two rows about one thing the later one counts.
+    If a file has two rows for the same length, the later one counts.
     """
     found: dict[Group, dict[str, dict[int, dict[str, Any]]]] = {}
     for row in rows:
@@ -70,7 +70,7 @@ def groups(rows: Iterable[dict[str, Any]]) -> dict[Group, dict[str, dict[int, di
 
 
 def report(rows: Iterable[dict[str, Any]]) -> str:
-    """The exponents beside those of the paper's table 1, a line for each provider, a table for each machine and dtype.
+    """Formats the exponents beside those of the paper's table 1, a line a provider, a table for each machine and dtype.
 
     Raises:
         ValueError: no row is about scaling.
@@ -98,10 +98,10 @@ def report(rows: Iterable[dict[str, Any]]) -> str:
 
 
 def growth(rows: Mapping[int, dict[str, Any]]) -> tuple[Fit, Fit]:
-    """How the time and the peak memory of one provider grow.
+    """Fits the growth of the time and the peak memory of one provider.
 
     Raises:
-        ValueError: as `fit`.
+        ValueError: see `fit`.
     """
     return fit({n: row["ms_p50"] for n, row in rows.items()}), fit({n: row["peak_mib"] for n, row in rows.items()})
 
@@ -120,7 +120,7 @@ def _line(name: str, rows: Mapping[int, dict[str, Any]]) -> str:
 
 
 def causal_over_full(providers: Mapping[str, Mapping[int, dict[str, Any]]]) -> tuple[int, float] | None:
-    """(the longest length of both, our causal attention's share of the time of the full one); None: one has no row."""
+    """Returns (the longest common length, causal attention's share of full attention's time); None without one."""
     full, causal = (providers.get(name, {}) for name in ("fastformer", "fastformer causal"))
     if not (both := full.keys() & causal.keys()):
         return None

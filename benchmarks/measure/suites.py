@@ -1,4 +1,4 @@
-"""Which cases there are, and which of them a command asks for."""
+"""Finds the cases, and those that a command requests."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from benchmarks.cases.ops.installed import with_installed
 from benchmarks.measure.case import SUITES, Benchmark, Shape
 
 ROOT = Path(__file__).parents[2]
-DEFAULT = tuple(suite for suite in SUITES if suite != "experiments")  # they train for long, most for no speed
+DEFAULT = tuple(suite for suite in SUITES if suite != "experiments")  # most experiments measure no speed
 
 
 class Case(NamedTuple):
-    """One comparison: what runs side by side."""
+    """One comparison: the providers run side by side."""
 
     benchmark: Benchmark
     shape: dict[str, Any]
@@ -29,7 +29,7 @@ class Case(NamedTuple):
 
 
 def benchmarks() -> dict[str, Benchmark]:
-    """All benchmarks by name, from the bench_*.py in the folders beside this file."""
+    """Returns all benchmarks by name, from the files bench_*.py in `cases`."""
     found = {}
     for path in sorted((ROOT / "benchmarks").glob("cases/*/bench_*.py")):
         for benchmark in importlib.import_module(f"benchmarks.cases.{path.parent.name}.{path.stem}").BENCHMARKS:
@@ -38,7 +38,7 @@ def benchmarks() -> dict[str, Benchmark]:
 
 
 def asked_for(known: dict[str, Benchmark], options: argparse.Namespace) -> list[Benchmark]:
-    """The benchmarks of --suite and --op, suite by suite; --op alone looks in every suite."""
+    """Returns the benchmarks of --suite and --op, suite by suite; --op alone searches every suite."""
     suites = options.suite or (SUITES if options.op else DEFAULT)
     found = [benchmark for benchmark in known.values() if benchmark.suite in suites]
     if options.op:
@@ -47,10 +47,11 @@ def asked_for(known: dict[str, Benchmark], options: argparse.Namespace) -> list[
 
 
 def chosen_cases(known: dict[str, Benchmark], options: argparse.Namespace) -> Iterator[Case]:
-    """All cases that the command asks for.
+    """Yields all cases that the command requests.
 
-    --quick runs the first shapes of each benchmark, as many as it says, in its first dtype, and of its modes the first
-    and the last: forward, and forward with backward. What --mode and --dtype name counts in their place.
+    --quick runs each benchmark's first shapes, as many as it declares, in its first dtype, and of its modes the first
+    and
+    the last: forward, and forward with backward. --mode and --dtype override these.
     """
     for benchmark in asked_for(known, options):
         shapes = benchmark.shapes.get(options.device, [])
@@ -70,7 +71,7 @@ def chosen_cases(known: dict[str, Benchmark], options: argparse.Namespace) -> It
 
 
 def key_value(text: str) -> tuple[str, str]:
-    """One `--shape` argument."""
+    """Parses one `--shape` argument."""
     name, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"expected name=value, such as seqlen=2048, got {text!r}")
@@ -78,7 +79,7 @@ def key_value(text: str) -> tuple[str, str]:
 
 
 def has_values(shape: Shape, wanted: Iterable[tuple[str, str]]) -> bool:
-    """Whether a shape has the wanted values; of a name that is wanted twice either one."""
+    """Returns whether a shape has the wanted values; if a name has several wanted values, any of them."""
     values: dict[str, set[str]] = {}
     for name, value in wanted:
         values.setdefault(name, set()).add(value)
@@ -86,7 +87,7 @@ def has_values(shape: Shape, wanted: Iterable[tuple[str, str]]) -> bool:
 
 
 def nothing_fits(known: dict[str, Benchmark], options: argparse.Namespace, chosen: Sequence[Case]) -> str | None:
-    """What to say where a filter leaves nothing to measure: what there is. None where something is left."""
+    """Returns a message if a filter leaves nothing to measure: the existing values. None if something is left."""
     asked = asked_for(known, options)
     if not asked:
         return (
@@ -112,7 +113,7 @@ def nothing_fits(known: dict[str, Benchmark], options: argparse.Namespace, chose
 
 
 def listing(cases: Sequence[Case], device: str, wanted: Sequence[str]) -> str:
-    """What would run: each benchmark's cases, its providers, and which are left out, with the reason."""
+    """Formats what would run: each benchmark's cases, its providers, and the omitted ones with the reason."""
     lines: list[str] = []
     suite, benchmark = None, None
     for case in cases:
@@ -135,7 +136,7 @@ def listing(cases: Sequence[Case], device: str, wanted: Sequence[str]) -> str:
 
 
 def chosen_providers(benchmark: Benchmark, device: str, wanted: Sequence[str]) -> list[str]:
-    """The names of those that are here, in order: all, or ours, the baseline and the wanted ones."""
+    """Returns the names of the installed providers, in order: all, or fastformer, the baseline and the wanted ones."""
     missing = benchmark.missing(device)
     there = [name for name in benchmark.offered(device) if name not in missing]
     return [name for name in there if not wanted or name in {benchmark.ours, benchmark.baseline, *wanted}]

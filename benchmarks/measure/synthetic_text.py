@@ -1,4 +1,4 @@
-"""Pairs of made-up sentences, any number of them, with words as frequent as those of a language."""
+"""Makes any number of pairs of made-up sentences, with words as frequent as in a language."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _vocabulary(seed: int) -> list[str]:
     """Words of two to four syllables, shorter ones first, since the frequent words of a language are short."""
     chooser, found = random.Random(seed), dict[str, None]()
     while len(found) < _WORDS:
-        longer = min(2, len(found) // 1000)  # of two syllables there are 4,225
+        longer = min(2, len(found) // 1000)  # there are 4,225 words of two syllables
         found["".join(chooser.choices(_SYLLABLES, k=2 + chooser.randint(0, longer)))] = None
     return list(found)
 
@@ -26,10 +26,10 @@ def write_pairs(path: Path, pairs: int, *, seed: int = 0, shortest: int = 3, lon
     """Writes lines of `source<TAB>target`. The n-th word is drawn with a probability of about 1 / n (Zipf's law).
 
     Args:
-        path: of the file.
-        pairs: how many lines.
-        seed: of words and sentences.
-        shortest, longest: words of a side.
+        path: the file to write.
+        pairs: the number of lines.
+        seed: the seed of words and sentences.
+        shortest, longest: the least and the greatest number of words of a side.
 
     Returns:
         The path.

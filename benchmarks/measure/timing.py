@@ -1,21 +1,22 @@
-"""How a time is taken: everything interleaved in one process, medians with their spread, never a lone number.
+"""Measures times: functions are interleaved in one process, and results are medians with their spread.
 
 A shared machine becomes faster and slower by the minute. In each round every function runs once, so that all of them
-meet the same conditions; every other round goes backwards, so that a drift within rounds favours no function. On a CPU
-a function that is too short for the clock runs several times in its turn; on a GPU the L2 cache is flushed before each
-turn.
+meet the same conditions. Every other round runs in reverse order, so that a drift within rounds favours no function. On
+a CPU, a function that is too short for the clock runs several times in its turn; on a GPU, the L2 cache is flushed
+before each turn.
 
-A noise monitor says which turns something disturbed. Rounds are added, within limits, until each function has as many
-quiet turns as were asked for. Disturbed turns count only where too few quiet ones are left, and the result is marked.
+A noise monitor reports which turns were disturbed. Rounds are added, within limits, until each function has the
+requested number of quiet turns. Disturbed turns count only if there are too few quiet ones, and the result is then
+marked.
 
-A ratio is the median, over the rounds in which both functions were undisturbed, of the ratio within the round: what
-slows a whole round cancels out. Measured with one function against itself, in 67 passes of five rounds beside a
-neighbour that came and went: in nine of ten passes this was off by at most 6 %, the ratio of medians or of minima by
-9 %, that of means by 38 %.
+A ratio is the median, over the rounds in which both functions were undisturbed, of the ratio within the round:
+slowdowns of a whole round cancel out. This was measured with one function against itself, in 67 passes of five rounds
+beside a neighbour that came and went: in nine of ten passes this ratio was off by at most 6 %, the ratio of medians or
+of minima by 9 %, that of means by 38 %.
 
-What lasts longer than the rounds, such as a neighbour on the other thread of the core, favours some functions, and
-consecutive rounds can't show it. So the runner takes rounds in passes with time between them, and how far the passes
-lie apart says what the ratio is worth (`Ratio.uncertainty`).
+Influences that last longer than the rounds, such as a neighbour on the other thread of the core, favour some functions,
+and consecutive rounds can't show that. So the runner takes rounds in passes with time between them, and the spread of
+the passes shows how reliable the ratio is (`Ratio.uncertainty`).
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ import torch
 
 from benchmarks.measure.noise_monitor import NoiseMonitor
 
-ENOUGH = 3  # quiet turns, or quiet pairs of turns, that a median may be of
-STEADY = 0.06  # the uncertainty that a ratio may have: of two such, 1 in 800 lies 15 % apart
-_TURN = 0.01  # seconds that one turn of a function should take at least
-_SHORT = 0.1  # seconds of a call of each function: longer calls visit so much memory that its place is no matter
-_TOUCHED = 2**30  # bytes of the heap
+ENOUGH = 3  # the least quiet turns, or quiet pairs of turns, for a median
+STEADY = 0.06  # the allowed uncertainty of a ratio: of two such ratios, 1 in 800 differs by 15 %
+_TURN = 0.01  # the least seconds of one turn of a function
+_SHORT = 0.1  # seconds of a call of each function: longer calls use so much memory that its address doesn't matter
+_TOUCHED = 2**30  # bytes of the heap to touch
 _FLUSHED = 256 * 2**20  # bytes: more than any L2 cache has
-_MOST = 3  # times the rounds that were asked for, where turns are disturbed
+_MOST = 3  # times the requested rounds, if turns are disturbed
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one call: median, 20th and 80th percentile of the rounds."""
+    """The seconds of one call: median, 20th and 80th percentile over the rounds."""
 
     p50: float
     p20: float
@@ -54,7 +55,7 @@ class Timing:
 
     @classmethod
     def of(cls, seconds: list[float]) -> Timing:
-        """The percentiles of some measurements."""
+        """Computes the percentiles of some measurements."""
         shares = torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)
         p50, p20, p80 = torch.tensor(seconds, dtype=torch.float64).quantile(shares).tolist()
         return cls(p50, p20, p80)
@@ -64,9 +65,9 @@ class Turn(NamedTuple):
     """One turn of a function.
 
     Attributes:
-        seconds: of a call.
-        disturbed: whether others took what it needed of the cores (None: not known).
-        slow: whether it was beside a slow clock.
+        seconds: the seconds of a call.
+        disturbed: whether others took the core time that it needed (None: not known).
+        slow: whether it ran at a slow clock.
     """
 
     seconds: float
@@ -75,13 +76,14 @@ class Turn(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """How many times faster one is than another.
+    """How many times faster one function is than another.
 
     Attributes:
         value: the median over the rounds of all passes.
-        quiet: whether it is from undisturbed turns of passes that agree, some at full clock (None: not known).
-        passes: that had a round which counts.
-        uncertainty: half of its 95 % interval, as a share of it, by how far the passes' ratios lie apart; None of one.
+        quiet: whether it comes from undisturbed turns of passes that agree, some at full clock (None: not known).
+        passes: the number of passes with a round that counts.
+        uncertainty: half of its 95 % interval, as a share of it, from the spread of the passes' ratios; None for one
+            pass.
     """
 
     value: float
@@ -94,12 +96,12 @@ class Rounds(Mapping[str, Timing]):
     """The turns of functions that were timed side by side; a mapping from name to timing.
 
     Attributes:
-        turns: by name, one a round.
-        passes: of each round, the number of its pass.
+        turns: by name, one for each round.
+        passes: the number of the pass of each round.
     """
 
     def __init__(self, turns: dict[str, list[Turn]], passes: list[int] | None = None) -> None:
-        """passes: None: all rounds are of one."""
+        """Stores the turns; passes: None: all rounds are of one pass."""
         self.turns = turns
         self.passes = [0] * len(next(iter(turns.values()), [])) if passes is None else passes
 
@@ -110,12 +112,12 @@ class Rounds(Mapping[str, Timing]):
         return len(self.turns)
 
     def __getitem__(self, name: str) -> Timing:
-        """Of the quiet turns, or of all where the quiet are too few."""
+        """Returns the timing of the quiet turns, or of all turns if too few are quiet."""
         quiet = [turn.seconds for turn in self.turns[name] if not turn.disturbed]
         return Timing.of(quiet if len(quiet) >= ENOUGH else [turn.seconds for turn in self.turns[name]])
 
     def ratio(self, name: str, to: str) -> Ratio:
-        """How many times faster `name` is than `to`."""
+        """Computes how many times faster `name` is than `to`."""
         pairs = list(zip(self.turns[name], self.turns[to], self.passes, strict=True))
         quiet = [pair for pair in pairs if not pair[0].disturbed and not pair[1].disturbed]
         used = quiet if self._are_enough(quiet) else pairs
@@ -131,21 +133,21 @@ class Rounds(Mapping[str, Timing]):
         return Ratio(statistics.median(sum(ratios.values(), [])), is_quiet, len(ratios), uncertainty)
 
     def _are_enough(self, pairs: list[tuple[Turn, Turn, int]]) -> bool:
-        """Whether a ratio may be of some pairs of turns: they are of several passes where several were taken."""
+        """Returns whether there are enough pairs of turns for a ratio: from several passes, if several were taken."""
         passes = {number for *_, number in pairs}
         return len(pairs) >= ENOUGH and len(passes) >= min(ENOUGH, len(set(self.passes)))
 
     def disturbed(self, name: str) -> float | None:
-        """The share of a function's turns that something disturbed; None where it isn't known."""
+        """Returns the share of a function's turns that were disturbed; None if that isn't known."""
         turns = self.turns[name]
         return None if turns[0].disturbed is None else sum(bool(turn.disturbed) for turn in turns) / len(turns)
 
     def slow(self, name: str) -> float:
-        """The share of a function's turns that were beside a slow clock."""
+        """Returns the share of a function's turns that ran at a slow clock."""
         return sum(turn.slow for turn in self.turns[name]) / len(self.turns[name])
 
     def fewest_quiet(self, number: int) -> int:
-        """Of any function, the fewest turns of a pass that nothing is known to have disturbed."""
+        """Returns the fewest turns of any function in a pass that are not known to be disturbed."""
         return min(
             sum(not turn.disturbed for turn, of in zip(turns, self.passes, strict=True) if of == number)
             for turns in self.turns.values()
@@ -153,29 +155,29 @@ class Rounds(Mapping[str, Timing]):
 
 
 def _uncertainty(ratios: list[float]) -> float | None:
-    """Half of the 95 % interval of the middle of some ratios, as a share of it; None where there is but one.
+    """Returns half of the 95 % interval of the mean ratio, as a share of it; None for a single ratio.
 
-    By their logarithms, since 2 and 1/2 are as far from 1, and Student's t, since few may agree by chance.
+    It uses logarithms, since 2 and 1/2 are equally far from 1, and Student's t, since few ratios may agree by chance.
     """
     count = len(ratios) - 1
     if not count:
         return None
-    # Its 97.5 % quantile, by the expansion of Cornish and Fisher: 3.9 of three ratios, 2.4 of eight, 2.0 of many.
+    # Its 97.5 % quantile, by Cornish and Fisher's expansion: 3.9 for three ratios, 2.4 for eight, 2.0 for many.
     z = 1.96
     t = z + (z**3 + z) / (4 * count) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * count**2)
     return t * statistics.stdev(map(math.log, ratios)) / math.sqrt(len(ratios))
 
 
 class Interleaved:
-    """Functions that are timed side by side, in one pass or in several with time between them.
+    """Times functions side by side, in one pass or in several with time between them.
 
     Attributes:
-        rounds: of all passes so far.
-        seconds: that they took, without the first calls, which may compile.
+        rounds: the rounds of all passes so far.
+        seconds: their duration, without the first calls, which may compile.
     """
 
     def __init__(self, device: str) -> None:
-        """device: "cpu" or "cuda"."""
+        """Sets the device, "cpu" or "cuda"."""
         self.rounds = Rounds({}, [])
         self.seconds = 0.0
         self._device, self._turn = device, _cuda_turn if device == "cuda" else _cpu_turn
@@ -183,7 +185,7 @@ class Interleaved:
 
     @property
     def passes(self) -> int:
-        """How many were taken."""
+        """The number of passes that were taken."""
         return self.rounds.passes[-1] + 1 if self.rounds.passes else 0
 
     def take(
@@ -201,10 +203,11 @@ class Interleaved:
 
         Args:
             functions: by name, the same in each pass.
-            rounds: quiet turns of each; fewer quiet ones when three times as many turns were taken.
-            seconds: about how long all of it may take, of which an eighth may be spent waiting for quiet.
-            fewest: rounds, when the seconds are used up.
-            lasting: seconds that the pass goes on for when there are as many rounds as that: of what is short, many.
+            rounds: the quiet turns of each function; fewer if three times as many turns were taken.
+            seconds: the approximate limit, of which an eighth may be spent waiting for quiet.
+            fewest: the least number of rounds, if the seconds are used up.
+            lasting: the seconds that the pass continues after the requested rounds, so that short functions get many
+                rounds.
             watcher, anew: see `time_interleaved`.
         """
         watcher = watcher or (
@@ -234,13 +237,13 @@ class Interleaved:
                 _held[:] = _blocks(len(self.rounds.passes))
                 functions = anew()
                 for function in functions.values():
-                    self._turn(function, 2)  # meets the memory that no round had before
+                    self._turn(function, 2)  # touches memory that no earlier round used
             turns = {}
             for name in list(functions)[:: -1 if len(self.rounds.passes) % 2 else 1]:
                 watcher.begin()
                 taken = self._turn(functions[name], 1 if self._device == "cuda" else repeats[name])
                 turns[name] = Turn(taken, watcher.end(), watcher.is_slow)
-            for name, turn in turns.items():  # whole rounds alone, if you stop it
+            for name, turn in turns.items():  # only whole rounds count if you interrupt
                 self.rounds.turns.setdefault(name, []).append(turn)
             self.rounds.passes.append(number)
             done += 1
@@ -261,12 +264,12 @@ def time_interleaved(
 
     Args:
         functions: by name.
-        rounds: quiet turns of each; fewer, but at least three turns, when `seconds` are used up, and fewer quiet ones
-            when three times as many turns were taken.
+        rounds: the quiet turns of each function; fewer, but at least three turns, if `seconds` are used up, and fewer
+            quiet ones if three times as many turns were taken.
         device: "cpu" or "cuda".
-        seconds: about how long all of it may take, of which an eighth may be spent waiting for quiet.
-        watcher: None: one for as many threads as PyTorch has on a CPU; a GPU isn't watched.
-        anew: makes the functions on new copies of their inputs. It is called in each round on a CPU, if they are short.
+        seconds: the approximate limit, of which an eighth may be spent waiting for quiet.
+        watcher: None: on a CPU, a monitor for PyTorch's number of threads; a GPU isn't watched.
+        anew: makes the functions on new copies of their inputs. On a CPU it is called in each round, if they are short.
     """
     timer = Interleaved(device)
     timer.take(functions, rounds=rounds, seconds=seconds, fewest=min(ENOUGH, rounds), watcher=watcher, anew=anew)
@@ -274,7 +277,7 @@ def time_interleaved(
 
 
 def _blocks(number: int) -> list[torch.Tensor]:
-    """Memory of sizes that differ from round to round, so that what is allocated after it lies elsewhere."""
+    """Allocates memory of sizes that differ from round to round, so that later allocations have other addresses."""
     sizes = random.Random(number)
     return [torch.empty(int(2 ** sizes.uniform(4, 20))) for _ in range(sizes.randrange(20, 60))]
 
@@ -307,20 +310,21 @@ def _flush_buffer() -> torch.Tensor:
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """Has malloc keep what is freed, so that no call meets page faults for what the call before it had.
+    """Has malloc keep freed memory, so that no call meets page faults for the memory of the call before it.
 
-    By default glibc gives memory back and asks for it anew, which takes longer than a pass over it, or doesn't: that
-    depends on what was freed before. jemalloc and tcmalloc keep it. Anything but glibc is left as it is.
+    By default glibc returns memory to the system and requests it again, which takes longer than a pass over it. Whether
+    it does depends on what was freed before. jemalloc and tcmalloc keep the memory. Other allocators than glibc's are
+    unchanged.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(-4, 0)  # M_MMAP_MAX: all of it in the heap
+        mallopt(-4, 0)  # M_MMAP_MAX: everything comes from the heap
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-        torch.zeros(_TOUCHED, dtype=torch.uint8)  # or what is new to the process faults when it is first used
+        torch.zeros(_TOUCHED, dtype=torch.uint8)  # else the first use of new memory faults
 
 
 def peak_bytes(function: Callable[[], object], device: str) -> int:
-    """The most memory that was allocated at once while the function ran, beyond what was there before."""
+    """Returns the most memory that was allocated at once while the function ran, beyond what was allocated before."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -328,7 +332,7 @@ def peak_bytes(function: Callable[[], object], device: str) -> int:
         function()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler says on stderr that it begins and ends
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler writes to stderr when it begins and ends
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         function()
     held = peak = 0
