@@ -1,18 +1,18 @@
-"""Other programs on the same weights and inputs as ours, in one run: engines that decode, and runtimes of models.
+"""Compares fastformer with other programs on the same weights and inputs: engines that decode, and runtimes of models.
 
     python -m benchmarks.peers --case base --batch 1 16 --beams 1 4 --precision int8 bf16 fp32
-    python -m benchmarks.peers --case run --run RUN --text test.en --batch 1 16    each source of another length
+    python -m benchmarks.peers --case run --run RUN --text test.en --batch 1 16    sources of different lengths
     python -m benchmarks.peers --case gpt2 --llama_bench PATH
     python -m benchmarks.peers --case llama --precision int4 int8 bf16 fp32 --rounds 3  prompts of 32 and 512 tokens
-    python -m benchmarks.peers --case base --neighbours 2                          ours beside busy processes
-    python -m benchmarks.peers --case bert_base --precision fp32 bf16              as it is, accelerated, and others
+    python -m benchmarks.peers --case base --neighbours 2                          beside busy processes
+    python -m benchmarks.peers --case bert_base --precision fp32 bf16              unchanged, accelerated, and others
 
-`python -m benchmarks.run --suite decoding model` has all of them. Each thing runs in processes of its own, round by
-round in turn. Decoders run with one thread and with all, the better median counts, and the whole call is timed, ids to
-ids. Beside it stands the floor: the weights that a step reads, in the time of a step, as a share of the bandwidth of
-reading 256 MiB / of reading so many bytes again and again, which a cache may hold in part. In fp32 a peer has to give
-our tokens, and a model the results of the model as it is, or it is not timed and the exit status is 1. A missing
-program becomes a row that says how to install it; `make peers` does.
+`python -m benchmarks.run --suite decoding model` includes all of them. Each program runs in processes of its own, which
+take turns in each round. Decoders run with one thread and with all; the better median counts. The whole call is timed,
+from ids to ids. The floor is given as well: the weights that a step reads, divided by the time of a step, as a share of
+the bandwidth of reading 256 MiB / of reading that many bytes repeatedly, which may partly fit in a cache. In fp32 a
+peer has to give fastformer's tokens, and a model the results of the unchanged model; otherwise it is not timed, and the
+exit status is 1. A missing program becomes a row that says how to install it; `make peers` installs all of them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from benchmarks.peers.worker import Failed, peers
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints a line for each row, and writes it."""
+    """Measures, prints a line for each row, and writes the rows."""
     options = _options(arguments)
     shared = record.environment("cpu")
     print(f"{shared['device']}, {shared['cores']} cores, commit {shared['commit']}")
@@ -79,7 +79,7 @@ def _plans(options: argparse.Namespace) -> list[Plan]:
             case[name] = str(getattr(options, name).resolve())
     many = ((1, 16), (1,)) if options.case in LLAMAS else ((1,), (1,)) if options.case in GPTS else ((1, 16), (1, 4))
     batches, beams = options.batch or many[0], options.beams or many[1]
-    # The models of Llama's form are too large for one thread to be the better number.
+    # The models of Llama's form are so large that one thread is never the better number.
     threads = options.threads or ((all_threads,) if options.case in LLAMAS else sorted({1, all_threads}))
     return [Plan(case, options.precision, threads, batches, beams, options.peer or (), llama)]
 
@@ -118,7 +118,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def line(row: Row) -> str:
-    """A row for people: as the runner prints it, and what is a peer's own."""
+    """Formats a row for people: the runner's line, and a peer's own figures."""
     if "wrong" in row:
         return f"    {row['provider']} is wrong and was not timed: {row['wrong']}"
     parts = [table(row)]

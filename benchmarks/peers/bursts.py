@@ -1,7 +1,6 @@
-"""Clients in a process of their own, so that they share neither its thread nor its interpreter with a server.
+"""Clients in a process of their own, so that they share neither a thread nor an interpreter with a server.
 
-Each is a socket that is written to and waited for, and nothing more: a client that did as much as the server would
-measure itself.
+Each client only writes to a socket and waits: a client that worked as much as the server would measure itself.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, NamedTuple
 
-_LONGEST = 60.0  # seconds that an answer may take
+_LONGEST = 60.0  # the longest wait for an answer, in seconds
 
 
 class Reply(NamedTuple):
@@ -26,10 +25,10 @@ class Reply(NamedTuple):
 
 
 class Clients:
-    """A process that asks a server on this machine; a context.
+    """A process with clients of a server on this machine; a context manager.
 
     Args:
-        port, path: that is posted to.
+        port, path: where the clients post their requests.
     """
 
     def __init__(self, port: int, path: str) -> None:
@@ -50,17 +49,17 @@ class Clients:
         self._process.kill()
 
     def at_once(self, body: dict[str, Any], count: int, *, anew: bool) -> list[Reply]:
-        """Sends a request on each of so many connections, without waiting for any.
+        """Sends a request on each of `count` connections at once.
 
         Args:
-            body: of all of them, as JSON.
-            count: of connections.
-            anew: open each for this; else they are open and have been used.
+            body: the body of all requests, as JSON.
+            count: the number of connections.
+            anew: open each connection for this call; if False, use connections that are open and have been used.
         """
         return self._asked("at_once", body, count, anew)
 
     def one(self, body: dict[str, Any]) -> tuple[float, Any]:
-        """Asks on a connection that stays open; the seconds until the whole answer is there, and its JSON."""
+        """Sends a request on a connection that stays open; returns the seconds until the whole answer, and its JSON."""
         return self._asked("one", body)
 
     def _asked(self, *what: Any) -> Any:
@@ -136,7 +135,7 @@ class _Sockets:
 
 
 def _whole(connection: socket.socket) -> bytes:
-    """The body of the next answer."""
+    """Reads the body of the next answer."""
     got = b""
     while b"\r\n\r\n" not in got:
         got += _part(connection)

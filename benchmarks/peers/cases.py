@@ -1,4 +1,4 @@
-"""The models and the inputs that are compared."""
+"""The models and the inputs of the comparisons."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fastformer.checkpoints import load_model
 from fastformer.data.text import read_lines
 from fastformer.models import GPT, Transformer
 
-LENGTHS = range(8, 61)  # of the sources of a trained model, each another
-_SOURCE, _NEW = 32, 64  # tokens, of a model with random weights
+LENGTHS = range(8, 61)  # of the sources of a trained model, each with another length
+_SOURCE, _NEW = 32, 64  # numbers of tokens, for a model with random weights
 _NEW_GPT = 128
 _NEW_LLAMA = 32
 # The prompts that are decoded together, and the tokens of each.
@@ -64,10 +64,10 @@ LLAMAS = tuple(name for name in GPTS if name.startswith("llama"))
 
 
 def make_model(case: dict[str, str]) -> Model:
-    """The model of a case, {"name": one of CASES, "run": a folder}: the same in each process.
+    """Makes the model of a case, {"name": one of CASES, "run": a folder}; it is the same in each process.
 
     With random weights it never ends an output: the row of EOS is zeros, and a logit of 0 is never among the best. Nor
-    does it say PAD, which peers read differently.
+    does it generate PAD, which peers treat differently.
     """
     if case["name"] == "run":
         model, _ = load_model(case["run"], ("Transformer",))
@@ -83,9 +83,10 @@ def make_model(case: dict[str, str]) -> Model:
 
 
 def jobs(case: dict[str, str], batches: Sequence[int], beams: Sequence[int]) -> Iterator[tuple[dict[str, int], Job]]:
-    """All that is asked about a case, each with what tells it from the others.
+    """Yields the jobs of a case, each with the fields that distinguish it from the others.
 
-    Of Llama's form, prompts of two lengths, and each twice: up to the first new token, and with all of them.
+    For Llama's form there are prompts of two lengths, each in two jobs: up to the first new token, and with all new
+    tokens.
     """
     for num_beams in beams:
         for batch in batches:
@@ -99,16 +100,16 @@ def jobs(case: dict[str, str], batches: Sequence[int], beams: Sequence[int]) -> 
 
 
 def make_job(case: dict[str, str], batch: int, num_beams: int, prompt: int = 1, new_tokens: int = _NEW_GPT) -> Job:
-    """The work of the peers.
+    """Makes a job for the peers.
 
     Args:
-        case: as for `make_model`, and "text" where it has a run: a text of the model's source language.
-        batch: outputs that are decoded together.
-        num_beams: 1 is greedy.
-        prompt, new_tokens: of a GPT.
+        case: see `make_model`; a case with a run also has "text": a text in the model's source language.
+        batch: the number of outputs that are decoded together.
+        num_beams: the number of beams; 1 is greedy.
+        prompt, new_tokens: the numbers of a GPT's tokens.
 
     Raises:
-        ValueError: a case that has no such batch, or a text that is too short.
+        ValueError: the case has no batch of this kind, or the text is too short.
     """
     if case["name"] == "run":
         sources = mixed_sources(*_encoded(case))
@@ -127,14 +128,14 @@ def make_job(case: dict[str, str], batch: int, num_beams: int, prompt: int = 1, 
 
 
 def mixed_sources(lines: Sequence[Sequence[int]], ends: Sequence[int]) -> Tokens:
-    """A source of each length of LENGTHS, in mixed order: a line that has it, or as much of several as makes it.
+    """Returns a source for each length of LENGTHS, in mixed order: a line of that length, or parts of several lines.
 
     Args:
-        lines: of ids, without an end.
-        ends: what stands behind each source.
+        lines: the ids of lines, without an end.
+        ends: the ids to append to each source.
 
     Raises:
-        ValueError: fewer ids than that takes.
+        ValueError: the lines have too few ids.
     """
     of_length = {len(line): list(line) for line in reversed(lines)}
     rest = [token for line in lines for token in line]

@@ -1,4 +1,4 @@
-"""From turns to figures: everything interleaved, each at its better number of threads, ratios of medians."""
+"""From turns to figures: interleaved turns, the better number of threads for each program, ratios of medians."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from typing import NamedTuple, TypeVar
 from benchmarks.measure.timing import Timing
 from benchmarks.peers.job import Job, Tokens
 
-# OpenMP's threads go on spinning for up to 200 ms behind their last work (KMP_BLOCKTIME), in another's turn.
+# OpenMP's threads spin for up to 200 ms after their last work (KMP_BLOCKTIME), which would be in another program's
+# turn.
 PAUSE = 0.3
-# A turn's least length: a process that has just been asleep is slow at first.
+# The least length of a turn in seconds: a process that has just been asleep is slow at first.
 TURN = 0.25
 
 K = TypeVar("K")
 
 
 class Thing(NamedTuple):
-    """What is compared."""
+    """A program in a precision, which is compared with others."""
 
     peer: str
     precision: str
@@ -33,22 +34,22 @@ class Thing(NamedTuple):
 
 @dataclass(frozen=True)
 class Best:
-    """A thing at the number of threads that suits it."""
+    """A program's result with its better number of threads."""
 
     threads: int
     timing: Timing
 
 
 def take_turns(turns: Mapping[K, Callable[[], float]], rounds: int, pause: float) -> dict[K, list[float]]:
-    """Each has one turn a round, in this order and in the reverse one by turns, with a pause behind each.
+    """Gives each function one turn a round, in alternating order, with a pause after each turn.
 
     Args:
-        turns: each gives the seconds that it took.
-        rounds: of all of them.
-        pause: in seconds.
+        turns: functions that return the seconds of their turn.
+        rounds: the number of rounds.
+        pause: the pause in seconds.
 
     Returns:
-        The seconds of each, round by round.
+        The seconds of each function, round by round.
     """
     measured: dict[K, list[float]] = {key: [] for key in turns}
     for number in range(rounds):
@@ -59,7 +60,7 @@ def take_turns(turns: Mapping[K, Callable[[], float]], rounds: int, pause: float
 
 
 def better_threads(measured: Mapping[tuple[Thing, int], list[float]]) -> dict[Thing, Best]:
-    """For each thing the number of threads whose median is lower."""
+    """Returns for each program the number of threads with the lower median."""
     found: dict[Thing, Best] = {}
     for (thing, threads), seconds in measured.items():
         timing = Timing.of(seconds)
@@ -69,9 +70,9 @@ def better_threads(measured: Mapping[tuple[Thing, int], list[float]]) -> dict[Th
 
 
 def rival(thing: Thing, others: Mapping[Thing, Best]) -> Thing | None:
-    """What a thing is measured against: the fastest kind of program there is, in its precision, or else in int8.
+    """Returns the program to compare with: the fastest program of another kind in the same precision, or else in int8.
 
-    An int8 rival is the harder one to beat for bf16, which CTranslate2 doesn't have on CPUs.
+    For bf16, which CTranslate2 doesn't have on CPUs, an int8 rival is harder to beat.
     """
     for peer in ("ctranslate2", "llama.cpp"):
         for precision in (thing.precision, "int8"):
@@ -84,7 +85,7 @@ def rival(thing: Thing, others: Mapping[Thing, Best]) -> Thing | None:
 
 
 def steps(job: Job, tokens: Tokens | None) -> int | None:
-    """How many steps of the decoder a job takes; None where the outputs don't say."""
+    """Returns the number of decode steps of a job; None if the outputs don't determine it."""
     if job.new_tokens is not None:
         return job.new_tokens * len(job.batches)
     if tokens is None or job.num_beams > 1:
@@ -97,7 +98,7 @@ def steps(job: Job, tokens: Tokens | None) -> int | None:
 
 
 def num_tokens(job: Job, tokens: Tokens | None) -> int:
-    """The new tokens of all outputs."""
+    """Returns the number of new tokens of all outputs."""
     if tokens is not None:
         return sum(map(len, tokens))
     assert job.new_tokens is not None  # a peer that returns no tokens only does jobs of a fixed length
@@ -105,26 +106,26 @@ def num_tokens(job: Job, tokens: Tokens | None) -> int:
 
 
 def agreeing(ours: Tokens, theirs: Tokens) -> int:
-    """How many outputs are the same."""
+    """Returns the number of equal outputs."""
     return sum(a == b for a, b in zip(ours, theirs, strict=True))
 
 
 def is_wrong(same: int, total: int) -> bool:
-    """Whether so few outputs agree that the weights can't be the same; near-ties part some in any fp32."""
+    """Returns whether too few outputs agree for equal weights; in fp32, near-ties always change some outputs."""
     return 4 * same < 3 * total
 
 
 def fair_share(threads: int, neighbours: int, cores: int) -> float:
-    """The speed that is left when busy processes of one thread each join, if all threads get as much of the cores."""
+    """Returns the speed that is left beside busy processes of one thread, if all threads share the cores equally."""
     return min(1.0, cores / (threads + neighbours)) / min(1.0, cores / threads)
 
 
 @contextlib.contextmanager
 def busy_neighbours(count: int) -> Iterator[None]:
-    """Processes that do nothing but compute, while the block runs."""
+    """Runs processes that only compute, while the block runs."""
     processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
-        time.sleep(0.2)  # until they are at it
+        time.sleep(0.2)  # until they have started to compute
         yield
     finally:
         for process in processes:

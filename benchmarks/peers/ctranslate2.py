@@ -1,8 +1,9 @@
-"""CTranslate2 with the weights of one of our models.
+"""CTranslate2 with the weights of a fastformer model.
 
-Greedy decoding, and beam search over outputs of one length, give our tokens. Where the outputs end by themselves, beam
-search differs: it divides a score by length ** length_penalty and stops as soon as num_beams hypotheses are finished;
-ours divides by ((5 + length) / 6) ** length_penalty and goes on while a better one is possible.
+Greedy decoding, and beam search over outputs of one length, give fastformer's tokens. If outputs end by themselves,
+beam
+search differs: CTranslate2 divides a score by length ** length_penalty, and stops as soon as num_beams hypotheses are
+finished; fastformer divides by ((5 + length) / 6) ** length_penalty, and continues while a better one is possible.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from fastformer.models import Transformer
 from fastformer.nn.attention import MultiheadAttention
 
 _COMPUTE_TYPES = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8"}
-_LENGTH_PENALTY = 0.6  # the number that generate has by default
+_LENGTH_PENALTY = 0.6  # the default of generate
 _ACTIVATIONS = {"relu": "RELU", "gelu": "GELU", "gelu_tanh": "GELUTanh"}
 
 
 class CTranslate2(Decoder):
-    """Its Translator. Tokens are strings there: the ids in decimal, made before the clock starts."""
+    """CTranslate2's Translator. Its tokens are strings: the ids in decimal, made before the clock starts."""
 
     name = "ctranslate2"
 
@@ -52,14 +53,14 @@ class CTranslate2(Decoder):
         return [[str(token) for token in row] for row in batch]
 
     def decode(self, batch: list[list[str]], job: Job) -> list[list[str]]:
-        """Lists of tokens to lists of tokens."""
+        """Decodes lists of tokens to lists of tokens."""
         limit = job.new_tokens or max(map(len, batch)) + 100
         found = self.translator.translate_batch(
             batch,
             beam_size=job.num_beams,
             length_penalty=_LENGTH_PENALTY,
             max_decoding_length=limit,
-            min_decoding_length=0,  # ours may end at once
+            min_decoding_length=0,  # fastformer's outputs may end at once
             return_end_token=True,
         )
         return [result.hypotheses[0] for result in found]
@@ -69,10 +70,10 @@ class CTranslate2(Decoder):
 
 
 def convert(model: Transformer, folder: Path) -> None:
-    """Writes a model as CTranslate2 reads it, in fp32; the compute type is chosen on loading.
+    """Writes a model in CTranslate2's format, in fp32; the compute type is chosen on loading.
 
     Raises:
-        Missing: an option that it lacks, or that isn't mapped here.
+        Missing: CTranslate2 lacks an option, or this function doesn't map it.
     """
     from ctranslate2.specs import TransformerSpec, common_spec
 
@@ -110,7 +111,7 @@ def convert(model: Transformer, folder: Path) -> None:
 
     source = model.embedding if config.tie_embeddings else model.source_embedding
     target = model.embedding if config.tie_embeddings else model.target_embedding
-    # The row of PAD is read as zeros, whatever it holds, for a tied matrix is the projection's too.
+    # The row of PAD is read as zeros, whatever its values: a tied matrix is also the projection's.
     spec.decoder.start_from_zero_embedding = ids.start == ids.pad
     for embeddings, ours in ((spec.encoder.embeddings[0], source), (spec.decoder.embeddings, target)):
         embeddings.weight = _array(ours.weight)
@@ -154,7 +155,10 @@ def _norm(spec: Any, norm: nn.Module | None) -> None:
 
 
 def _attention(spec: Any, attention: MultiheadAttention, norm: nn.Module, *, is_cross: bool = False) -> None:
-    """Query, key and value are one matrix in self-attention; in cross-attention the query has its own."""
+    """Copies an attention's weights.
+
+    Query, key and value are one matrix in self-attention; in cross-attention the query has its own.
+    """
     _norm(spec.layer_norm, norm)
     weight, bias = attention.in_proj_weight, attention.in_proj_bias
     if is_cross:

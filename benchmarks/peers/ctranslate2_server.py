@@ -1,10 +1,10 @@
-"""CTranslate2 behind FastAPI, as its users write it: a process of its own.
+"""CTranslate2 behind FastAPI, in the way its users write it; a process of its own.
 
     python -m benchmarks.peers.ctranslate2_server FOLDER PORT int8 WORKERS THREADS [--together 32]
 
-FOLDER holds `ctranslate2/`, its model, and `tokenizer.json`. A request is translated by the first worker that is free.
-With --together, requests that wait for one are translated in one batch: CTranslate2 does that for the texts of one call
-alone, so that its users need a queue of their own, and a batch ends when its longest translation does.
+FOLDER has `ctranslate2/`, the model, and `tokenizer.json`. The first free worker translates a request. With --together,
+requests that wait for a worker are translated in one batch. CTranslate2 itself batches only the texts of one call, so
+its users need a queue of their own, and a batch ends when its longest translation does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pydantic import BaseModel
 
 
 class Ask(BaseModel):
-    """The fields of our `/v1/translate` that are used here."""
+    """The fields of fastformer's `/v1/translate` that are used here."""
 
     text: str
     max_new_tokens: int = 256
@@ -40,7 +40,7 @@ class Answering:
         )
 
     def answer(self, asks: list[Ask]) -> list[str]:
-        """The translations of texts, in one batch."""
+        """Returns the translations of texts, in one batch."""
         sources = [[str(token) for token in [*self.tokenizer.encode(ask.text).ids, self.eos]] for ask in asks]
         longest = max(ask.max_new_tokens for ask in asks)
         found = self.translator.translate_batch(
@@ -52,7 +52,7 @@ class Answering:
 
 
 def make_app(answering: Answering, together: int, workers: int) -> FastAPI:
-    """The application; together: how many requests a batch has at most, 0 for one each."""
+    """Makes the application; together: the largest number of requests in a batch, 0 for one request each."""
     waiting: asyncio.Queue[tuple[Ask, asyncio.Future[str]]] = asyncio.Queue()
 
     async def work() -> None:
@@ -96,7 +96,7 @@ def make_app(answering: Answering, together: int, workers: int) -> FastAPI:
 
 
 def main() -> None:
-    """Serves until it is ended."""
+    """Serves until a signal ends the process."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers.ctranslate2_server")
     parser.add_argument("folder", type=Path)
     parser.add_argument("port", type=int)

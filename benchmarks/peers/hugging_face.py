@@ -1,9 +1,9 @@
-"""Hugging Face transformers with the weights of one of our models.
+"""Hugging Face transformers with the weights of a fastformer model.
 
-A post-norm Transformer is its Marian, a pre-norm one its Pegasus, a GPT of GPT-2's form its GPT2LMHeadModel, and one of
-Llama's form its LlamaForCausalLM. Greedy decoding, and beam search over outputs of one length, give our tokens; where
-outputs end by themselves, beam search
-divides by length ** length_penalty instead of ((5 + length) / 6) ** length_penalty.
+A post-norm Transformer becomes a Marian, a pre-norm one a Pegasus, a GPT of GPT-2's form a GPT2LMHeadModel, and one of
+Llama's form a LlamaForCausalLM. Greedy decoding, and beam search over outputs of one length, give fastformer's tokens.
+If outputs end by themselves, beam search divides by length ** length_penalty instead of
+((5 + length) / 6) ** length_penalty.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from benchmarks.peers.job import Decoder, Job, Missing, Model, Tokens, Turn, unt
 from fastformer.integrations import to_huggingface
 from fastformer.models import GPT, Transformer
 
-_LENGTH_PENALTY = 0.6  # the number that generate has by default
+_LENGTH_PENALTY = 0.6  # the default of generate
 
 
 class HuggingFace(Decoder):
-    """Its generate, with its own cache."""
+    """transformers' generate, with its own cache."""
 
     name = "transformers"
-    precisions = ("bf16", "fp32")  # it has no int8 on a CPU of its own
-    settings: ClassVar[dict[str, Any]] = {}  # of its generate
+    precisions = ("bf16", "fp32")  # transformers has no int8 of its own on a CPU
+    settings: ClassVar[dict[str, Any]] = {}  # options of transformers' generate
 
     def __init__(self, model: Model, precision: str, threads: int, options: dict[str, str]) -> None:
         try:
@@ -44,7 +44,7 @@ class HuggingFace(Decoder):
         ids = torch.full((len(batch), width), self.ids.pad)
         mask = torch.zeros_like(ids)
         for row, tokens in enumerate(batch):
-            # Its decoder-only models go on behind the last column.
+            # Decoder-only models of transformers continue after the last column.
             columns = slice(width - len(tokens), width) if self.is_decoder_only else slice(0, len(tokens))
             ids[row, columns] = torch.tensor(tokens)
             mask[row, columns] = 1
@@ -66,14 +66,14 @@ class HuggingFace(Decoder):
 
 
 class StaticCache(HuggingFace):
-    """The same with a cache of one size, and a model that torch.compile has compiled."""
+    """generate with a cache of one size, and a model that torch.compile has compiled."""
 
     name = "transformers, static cache, compiled"
     settings: ClassVar[dict[str, Any]] = {"cache_implementation": "static"}
 
     def __init__(self, model: Model, precision: str, threads: int, options: dict[str, str]) -> None:
         super().__init__(model, precision, threads, options)
-        # Its own generate compiles on GPUs alone. A prompt is read once, a token at a time often.
+        # generate itself compiles only on GPUs. A prompt is read once, and a single token many times.
         self.model.forward = torch.compile(self.model.forward)
 
     def turn(self, job: Job) -> Turn:
@@ -83,16 +83,16 @@ class StaticCache(HuggingFace):
 
 
 def convert(model: Model) -> Any:
-    """A model of Hugging Face's with the same weights.
+    """Converts a model to one of Hugging Face's with the same weights.
 
     Raises:
-        Missing: an option that it lacks, or that isn't mapped here.
+        Missing: transformers lacks an option, or this function doesn't map it.
     """
     return _from_gpt(model) if isinstance(model, GPT) else _from_transformer(model)
 
 
 def _from_transformer(model: Transformer) -> Any:
-    """The library's conversion, of a model that says what Marian and Pegasus have; then our positions and epsilon."""
+    """Converts a model as if it had Marian's positions and epsilon, and then sets its own."""
     config = model.config
     if config.positions not in ("interleaved", "concatenated"):
         raise Missing(f"its conversion has sines and cosines as positions alone, this model {config.positions}")
@@ -160,16 +160,16 @@ def _from_gpt(model: GPT) -> Any:
             "mlp.c_proj": (layer.linear2.weight, layer.linear2.bias),
         }
         for theirs_name, (weight, bias) in products.items():
-            weights[f"{name}{theirs_name}.weight"].copy_(weight.t())  # its Conv1D multiplies from the right
+            weights[f"{name}{theirs_name}.weight"].copy_(weight.t())  # Conv1D multiplies from the right
             weights[f"{name}{theirs_name}.bias"].copy_(bias)
     return theirs
 
 
 def check_gpt2(model: GPT) -> None:
-    """Whether a GPT has GPT-2's form.
+    """Checks that a GPT has GPT-2's form.
 
     Raises:
-        Missing: it has not; the option is named.
+        Missing: it has another form; the message names the option.
     """
     config = model.config
     wanted = {

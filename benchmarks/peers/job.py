@@ -1,4 +1,4 @@
-"""The work of peers, and how a peer does it."""
+"""The work of peers, and the interface of a peer."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PRECISIONS = ("int4", *USUAL)
 
 @dataclass(frozen=True)
 class Job:
-    """Batches that are decoded one after the other; one turn of a peer that decodes.
+    """Batches that are decoded one after another: one turn of a peer that decodes.
 
     Attributes:
-        batches: of sources, or of prompts, as ids.
-        num_beams: 1 is greedy.
-        new_tokens: of each output, where the model never ends one; None: until its end token comes, at most as many
-            as the batch's longest source has and a hundred.
+        batches: batches of sources, or of prompts, as ids.
+        num_beams: the number of beams; 1 is greedy.
+        new_tokens: the number for each output, if the model never ends one; None: until its end token, at most the
+            length of the batch's longest source + 100.
     """
 
     batches: list[Tokens]
@@ -31,7 +31,7 @@ class Job:
     new_tokens: int | None
 
     def limit(self, batch: Tokens) -> int:
-        """The most new tokens of an output."""
+        """Returns the most new tokens of an output."""
         return self.new_tokens or max(map(len, batch)) + 100
 
 
@@ -40,8 +40,8 @@ class Step:
     """One forward pass, or one training step, of another library's model on its case's batch.
 
     Attributes:
-        results: a file to write what comes out to, with dropout off, as `models.Results`; None: it is timed alone.
-        order: of sentences, one of `models.ORDERS`; None where there are none.
+        results: the file to write the result to (`models.Results`), with dropout off; None: the step is only timed.
+        order: the order of sentences, one of `models.ORDERS`; None for a case without sentences.
     """
 
     results: str | None = None
@@ -50,11 +50,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Turn:
-    """What came of a job.
+    """The result of a job.
 
     Attributes:
-        seconds: of all of its batches, ids in to ids out; of the step.
-        tokens: the new ones of each output, with the end token; None where the peer doesn't tell.
+        seconds: the time for all of its batches, ids in to ids out; or the time of the step.
+        tokens: the new tokens of each output, with the end token; None if the peer doesn't return them.
     """
 
     seconds: float
@@ -62,16 +62,16 @@ class Turn:
 
 
 class Peer(ABC):
-    """A program with the weights of one model, in one precision, on a number of threads that never changes.
+    """A program with the weights of one model, in one precision, with a fixed number of threads.
 
     Args:
-        model: whose weights it gets.
+        model: the model with the weights.
         precision: one of `precisions`.
-        threads: that it may use.
-        options: of the command line.
+        threads: the number of threads that it may use.
+        options: options of the command line.
 
     Raises:
-        Missing: it is not here, or can't do this model or precision.
+        Missing: the program is not installed, or doesn't support this model or precision.
     """
 
     name: ClassVar[str]
@@ -83,7 +83,7 @@ class Peer(ABC):
 
     @abstractmethod
     def turn(self, job: Any) -> Turn:
-        """Does what is ordered once."""
+        """Runs a job once."""
 
 
 class Decoder(Peer):
@@ -93,18 +93,18 @@ class Decoder(Peer):
 
     @abstractmethod
     def decode(self, batch: Any, job: Job) -> Any:
-        """Decodes what `inputs` gave; all of it is timed."""
+        """Decodes a result of `inputs`; all of it is timed."""
 
     def inputs(self, batch: Tokens) -> Any:
-        """A batch in the form that the peer's users have it in."""
+        """Converts a batch to the form in which the peer's users have it."""
         return batch
 
     @abstractmethod
     def tokens(self, output: Any, batch: Tokens) -> Tokens:
-        """The new tokens that `decode` gave, with the end token."""
+        """Returns the new tokens of `decode`'s result, with the end token."""
 
     def turn(self, job: Job) -> Turn:
-        """Does a job once."""
+        """Runs a job once."""
         inputs = [self.inputs(batch) for batch in job.batches]
         began = time.perf_counter()
         outputs = [self.decode(batch, job) for batch in inputs]
@@ -114,11 +114,11 @@ class Decoder(Peer):
 
 
 class Missing(Exception):
-    """Why a peer has no times: what to install, or what it doesn't support."""
+    """The reason why a peer has no times: a missing package, or an unsupported case."""
 
 
 def until_end(row: list[int], ends: tuple[int, ...]) -> list[int]:
-    """A row up to its end token, which is kept; the rest is padding."""
+    """Returns a row up to and including its end token; the rest is padding."""
     for place, token in enumerate(row):
         if token in ends:
             return row[: place + 1]

@@ -1,8 +1,8 @@
-"""llama.cpp's benchmarks on the weights of a model of GPT-2's or of Llama's form, in Q8_0.
+"""llama.cpp's benchmarks on the weights of a model of GPT-2's or Llama's form, in Q8_0.
 
-llama-bench times the generation of tokens behind an empty context, llama-batched-bench prompts that are read and
-continued together. Neither chooses among the logits, so that there are no tokens to compare: the mapping is the one of
-`hugging_face`, under GGUF's names.
+llama-bench times the generation of tokens after an empty context; llama-batched-bench times prompts that are read and
+continued together. Neither chooses tokens by the logits, so there are no tokens to compare. The mapping is that of
+`hugging_face`, with GGUF's names.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ATTEMPTS = 10
 
 
 class LlamaCpp(Peer):
-    """One process of llama.cpp's a turn; loading is outside of the time that it reports."""
+    """A peer that runs one process of llama.cpp a turn; its reported time excludes loading."""
 
     name = "llama.cpp"
     precisions = PRECISIONS
@@ -59,10 +59,10 @@ class LlamaCpp(Peer):
         batched = self.program.with_name("llama-batched-bench")
         if not batched.is_file():
             raise Missing("no llama-batched-bench beside llama-bench: `make peers` builds both")
-        # The first new token comes with the prompt's last, and the last one is not read.
+        # The first new token comes from reading the prompt, and the last one is not read.
         (length,), more = lengths, job.new_tokens - 1
-        # Its last output may get lost when the process ends: behind the row that counts comes a short one. Where
-        # all of it is short, it runs again.
+        # Its last output may get lost when the process ends, so a short row follows the row that counts. If both rows
+        # are short, it runs again.
         for _ in range(_ATTEMPTS):
             found = self._run(
                 batched, "-c", len(prompts) * (length + job.new_tokens), "-npp", f"{length},1", "-ntg", max(1, more),
@@ -80,12 +80,12 @@ class LlamaCpp(Peer):
 
 
 def _program(options: dict[str, str]) -> Path:
-    """llama-bench.
+    """Returns the path of llama-bench.
 
     Raises:
-        Missing: it is not here.
+        Missing: it doesn't exist.
     """
-    built = Path(sys.executable).with_name("llama-bench")  # where `make peers` puts it
+    built = Path(sys.executable).with_name("llama-bench")  # `make peers` installs it there
     given = options.get("llama_bench") or os.environ.get("LLAMA_BENCH")
     program = given or (str(built) if built.is_file() else shutil.which("llama-bench"))
     if program is None or not Path(program).is_file():
@@ -97,9 +97,9 @@ def write_gguf(model: GPT, file: Path, kind: str, tokens: Sequence[str] = ()) ->
     """Writes a GGUF file.
 
     Args:
-        model: of GPT-2's form, or of Llama's.
-        file: to write.
-        kind: of the matrices, one of GGUF's types such as "Q8_0". Vectors and positions are fp32.
+        model: a model of GPT-2's or Llama's form.
+        file: the file to write.
+        kind: the type of the matrices, one of GGUF's types such as "Q8_0". Vectors and positions are fp32.
         tokens: one for each id, in the spelling of GPT-2's tokenizer, so that ids become texts. Texts don't become ids:
             no merge makes a token. Empty: the file has no tokenizer.
 
@@ -149,12 +149,12 @@ def write_gguf(model: GPT, file: Path, kind: str, tokens: Sequence[str] = ()) ->
 
 
 class _Tensors(NamedTuple):
-    """What a file holds.
+    """The contents of a file.
 
     Attributes:
         form: GGUF's name of the architecture.
-        matrices: by name without ".weight", to be quantised.
-        vectors: by name, in fp32.
+        matrices: the matrices to quantise, by name without ".weight".
+        vectors: the vectors, by name, in fp32.
     """
 
     form: str
@@ -181,10 +181,10 @@ def _gpt2_tensors(model: GPT) -> _Tensors:
 
 
 def _llama_tensors(model: GPT) -> _Tensors:
-    """Llama's form.
+    """Returns the tensors of a model of Llama's form.
 
     Raises:
-        Missing: the model has another one.
+        Missing: the model has another form.
     """
     config = model.config
     plain = GPTConfig(
@@ -204,7 +204,7 @@ def _llama_tensors(model: GPT) -> _Tensors:
         q, kv, size = attention.num_heads, attention.num_kv_heads, attention.head_dim
         parts = attention.in_proj_weight.split([q * size, kv * size, kv * size])
         for letter, heads, part in zip("qkv", (q, kv, kv), parts, strict=True):
-            # It turns neighbouring features of queries and keys, where we turn the two halves.
+            # llama.cpp rotates neighbouring features of queries and keys, fastformer rotates the two halves.
             turned = part.view(heads, 2, size // 2, -1).transpose(1, 2).reshape(part.shape)
             matrices[f"{name}attn_{letter}"] = part if letter == "v" else turned
         matrices[f"{name}attn_output"] = attention.out_proj.weight

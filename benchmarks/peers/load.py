@@ -1,7 +1,7 @@
-"""Clients of an HTTP server that each ask again as soon as they have their answer, in the runner's event loop.
+"""Clients of an HTTP server, in the runner's event loop; each sends its next request as soon as it has an answer.
 
-One is some kilobytes of memory and little time: the server is measured, on cores that it shares with its
-clients. For a server of your own there is a scenario for locust in `benchmarks/locustfile.py`.
+A client needs some kilobytes of memory and little time, so that the server is measured, on cores that it shares with
+its clients. For a server of your own, `benchmarks/locustfile.py` has a scenario for locust.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Body = dict[str, Any]
-_LONGEST = 120.0  # seconds that an answer may take
+_LONGEST = 120.0  # the longest wait for an answer, in seconds
 
 
 class Refused(Exception):
-    """A server answered something else than 200."""
+    """Raised if a server answers with another status than 200."""
 
 
 @dataclass
 class Load:
-    """What came of a time under load.
+    """The result of a time under load.
 
     Attributes:
-        seconds: that were counted.
-        latencies: in seconds, of the requests that ended in them.
-        tokens: new ones, of those requests.
+        seconds: the counted time.
+        latencies: the latencies, in seconds, of the requests that ended in that time.
+        tokens: the number of these requests' new tokens.
     """
 
     seconds: float
@@ -39,11 +39,11 @@ class Load:
 
 
 class Client:
-    """One connection that is kept open.
+    """One connection that stays open.
 
     Args:
-        port: on this machine.
-        path: that is posted to.
+        port: a port on this machine.
+        path: the path to post to.
     """
 
     def __init__(self, port: int, path: str) -> None:
@@ -51,10 +51,10 @@ class Client:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ask(self, body: Body) -> Any:
-        """Posts a body as JSON; what is answered.
+        """Posts a body as JSON, and returns the answer.
 
         Raises:
-            Refused: an answer that is not 200.
+            Refused: the status of the answer is not 200.
         """
         content = json.dumps(body).encode()
         head = (
@@ -78,7 +78,7 @@ class Client:
         return json.loads(found)
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Closes the connection."""
         if self._streams is not None:
             self._streams[1].close()
             self._streams = None
@@ -94,20 +94,20 @@ def put_under_load(
     seconds: float,
     warm_up: float,
 ) -> Load:
-    """Many clients for some time.
+    """Runs many clients for some time.
 
-    Requests at work are waited for, so that the server has nothing left to do afterwards.
+    Requests that are running at the end are waited for, so that the server has nothing left to do afterwards.
 
     Args:
         port, path: see `Client`.
-        bodies: with the new tokens that each is answered with, again and again from the first.
-        said: the new tokens of an answer.
-        clients: that ask at once, each again when it has its answer.
-        seconds: that count; the requests that end in them do.
-        warm_up: seconds before that.
+        bodies: bodies with the number of new tokens in the answer; they are repeated from the first.
+        said: answer -> its number of new tokens.
+        clients: the number of concurrent clients.
+        seconds: the counted time: requests that end in it count.
+        warm_up: the seconds before that.
 
     Raises:
-        Refused: an answer that is not 200, or that has fewer or more tokens than it should.
+        Refused: an answer isn't 200, or has a wrong number of tokens.
     """
     return asyncio.run(_load(port, path, itertools.cycle(bodies), said, clients, seconds, warm_up))
 
@@ -144,6 +144,6 @@ async def _load(
 
 
 def percentile(values: list[float], share: float) -> float:
-    """The least value that so large a share of the values does not exceed (the nearest rank)."""
+    """Returns the least value that at least this share of the values does not exceed (the nearest rank)."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(round(share * len(ordered), 6)) - 1)]

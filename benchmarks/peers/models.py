@@ -1,4 +1,4 @@
-"""Other libraries' models, with random weights and a batch each: what `fastformer.accelerate` is for."""
+"""Models of other libraries, each with random weights and a batch: the models that `fastformer.accelerate` supports."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from torch import Tensor, nn
 
 from benchmarks.peers.job import Missing
 
-_DROPOUT = 0.1  # where a model learns: the default of all of them
-# In which sentences come where their embeddings are computed: each alone, or in batches of which all are full.
+_DROPOUT = 0.1  # for models in training: the default of all of them
+# The order of sentences whose embeddings are computed: each alone, or in batches, all of which are full.
 ORDERS = ("one by one", "sorted", "mixed")
-CLS, SEP, FIRST = 2, 3, 5  # ids around a sentence, and the first one of a word
+CLS, SEP, FIRST = 2, 3, 5  # the ids around a sentence, and the first id of a word
 
 Batch = tuple[Tensor, Tensor]  # ids and mask, (batch, seqlen)
 
 
 @dataclass
 class Work:
-    """A model, and what is done with it.
+    """A model, and the work on it.
 
     Attributes:
-        model: as its library makes it.
-        call: model -> its output at all positions, or the loss where it learns.
+        model: the model, as its library makes it.
+        call: model -> its output at all positions, or the loss in training.
         keep: (batch, seqlen), True at real tokens.
-        inputs: the batch for peers that run another form of the model, the mask last; empty where none does.
+        inputs: the batch for peers that run the model in another form, with the mask last; empty if none does.
         learns: whether a turn is a training step.
-        orders: of an encoder of sentences its batches, by their order.
-        order: the one that is asked for.
+        orders: for an encoder of sentences, its batches by order.
+        order: the requested order.
     """
 
     model: nn.Module
@@ -43,15 +43,15 @@ class Work:
 
     @property
     def batches(self) -> list[Batch]:
-        """Those of the order that is asked for."""
+        """Returns the batches in the requested order."""
         assert self.order is not None
         return self.orders[self.order]
 
     def through(self, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """What a forward pass gives, by something that gives the states (batch, seqlen, d_model) of ids and mask.
+        """Runs a forward pass with a function that computes the states (batch, seqlen, d_model) of ids and mask.
 
         Returns:
-            The states of real tokens; or, of each sentence, their mean.
+            The states of real tokens; or the mean for each sentence.
         """
         if not self.orders:
             ids, mask = self.inputs
@@ -60,7 +60,7 @@ class Work:
         return torch.cat(rows)
 
     def step(self, model: nn.Module) -> Tensor:
-        """Outputs at real tokens; or the loss, with gradients left in the parameters."""
+        """Returns the outputs at real tokens; or the loss, with gradients in the parameters."""
         if not self.learns:
             with torch.inference_mode():
                 return self.call(model)[self.keep]
@@ -70,24 +70,24 @@ class Work:
 
 
 def means(states: Tensor, mask: Tensor) -> Tensor:
-    """The mean of the states of real tokens: (batch, seqlen, d_model), (batch, seqlen) -> (batch, d_model)."""
+    """Computes the mean of the states of real tokens: (batch, seqlen, d_model), (batch, seqlen) -> (batch, d_model)."""
     kept = mask[..., None].to(states.dtype)
     return (states * kept).sum(1) / kept.sum(1)
 
 
 class Results(NamedTuple):
-    """What came out, for a comparison.
+    """The results of a step, for a comparison.
 
     Attributes:
         values: the outputs at real tokens; or the loss and, for each parameter, its gradient times a random vector.
-        scales: the size that a value's error is held against, broadcastable to `values`.
+        scales: the scale of a value's error, broadcastable to `values`.
     """
 
     values: Tensor
     scales: Tensor
 
     def error(self, expected: Results) -> float:
-        """The largest difference, as a share of its scale; infinite where there is another number of values or NaN."""
+        """Returns the largest difference, relative to its scale; infinity for another number of values, or NaN."""
         if self.values.shape != expected.values.shape:
             return float("inf")
         error = float(((self.values - expected.values).abs() / expected.scales).max())
@@ -95,12 +95,12 @@ class Results(NamedTuple):
 
 
 def outputs(values: Tensor) -> Results:
-    """Those of a forward pass: errors as a share of the largest one."""
+    """Makes the results of a forward pass: errors are relative to the largest output."""
     return Results(values.float(), values.float().abs().max())
 
 
 def gradients(loss: Tensor, parameters: list[nn.Parameter]) -> Results:
-    """Those of a training step. A gradient that is all rounding is held against a little of the largest one."""
+    """Makes the results of a training step. The scale of a tiny gradient is a small part of the largest one."""
     found = [torch.zeros(1) if p.grad is None else p.grad.float().flatten() for p in parameters]
     norms = torch.stack([g.norm() for g in found])
     generator = torch.Generator().manual_seed(3)
@@ -112,26 +112,26 @@ def gradients(loss: Tensor, parameters: list[nn.Parameter]) -> Results:
 
 
 def bounds(seqlen: str) -> tuple[int, int]:
-    """The least and the greatest length of "512" or of "32 to 128"."""
+    """Parses the least and the greatest length in "512" or "32 to 128"."""
     low, _, high = seqlen.partition(" to ")
     return int(low), int(high or low)
 
 
 def lengths_of(batch: int, low: int, high: int) -> Tensor:
-    """Lengths from low to high, the same ones each time; the first is high."""
+    """Returns lengths from low to high, the same in each call; the first is high."""
     lengths = torch.randint(low, high + 1, (batch,), generator=torch.Generator().manual_seed(1))
     lengths[0] = high
     return lengths
 
 
 def kept(case: dict[str, Any]) -> Tensor:
-    """(batch, seqlen) of a case, True at real tokens."""
+    """Returns a mask (batch, seqlen) for a case, True at real tokens."""
     low, high = bounds(case["seqlen"])
     return torch.arange(high) < lengths_of(case["batch"], low, high)[:, None]
 
 
 def padding(case: dict[str, Any]) -> float:
-    """The share of a case's tokens that are padding; of sentences, of those in the order of the case."""
+    """Returns the share of padding among a case's tokens; with sentences, in the case's order."""
     if not is_embedding(case):
         return 1 - float(kept(case).float().mean())
     masks = [mask for _, mask in _in_order(_sentences(case, 1000), case["order"], case["batch"])]
@@ -152,7 +152,7 @@ def _transformers() -> Any:
 
 
 def _encoder(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes: int) -> Work:
-    """torch.nn.TransformerEncoder."""
+    """Makes a torch.nn.TransformerEncoder."""
     keep, learns = kept(case), case["mode"] == "training"
     width = sizes["d_model"]
     layer = nn.TransformerEncoderLayer(width, sizes["num_heads"], 4 * width, dropout_p, batch_first=True)
@@ -162,14 +162,14 @@ def _encoder(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes
 
     def call(m: Any) -> Tensor:
         found: Tensor = m(x, src_key_padding_mask=ignored)
-        # Not the mean square of it all, which a norm makes the same whatever went before.
+        # Not the mean square of all outputs: a norm makes that constant, whatever comes before it.
         return found[keep][:, : width // 4].float().sum(1).square().mean() if learns else found
 
     return Work(model.train(learns), call, keep, (), learns)
 
 
 def _sentences(case: dict[str, Any], vocab_size: int) -> list[list[int]]:
-    """The ids of a case's sentences, of lengths as those of sentences are: half of them have at most 20 tokens."""
+    """Draws the ids of a case's sentences, with natural lengths: half of them have at most 20 tokens."""
     low, high = bounds(case["seqlen"])
     generator = torch.Generator().manual_seed(1)
     lengths = (torch.randn(case["sentences"], generator=generator) * 0.6 + 3.0).exp().long().clamp(low, high)
@@ -181,7 +181,7 @@ def _sentences(case: dict[str, Any], vocab_size: int) -> list[list[int]]:
 
 
 def _in_order(sentences: list[list[int]], order: str, size: int) -> list[Batch]:
-    """Batches of sentences, each as long as its longest one."""
+    """Batches sentences in an order; each batch is as long as its longest sentence."""
     if order == "sorted":
         sentences = sorted(sentences, key=len)
     size = 1 if order == "one by one" else size
@@ -194,7 +194,7 @@ def _in_order(sentences: list[list[int]], order: str, size: int) -> list[Batch]:
 
 
 def _embedder(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes: int) -> Work:
-    """A BERT, and the mean of the states of each sentence's tokens."""
+    """Makes a BERT that computes the mean of the states of each sentence's tokens."""
     library = _transformers()
     config = library.BertConfig(attn_implementation="sdpa", **sizes)
     model = library.BertModel(config, add_pooling_layer=False).to(dtype).eval()
@@ -257,7 +257,7 @@ def _marian(case: dict[str, Any], dtype: torch.dtype, dropout_p: float, **sizes:
 _MINILM = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
 _SMALL_BERT = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 512,
                "vocab_size": 1000}  # fmt: skip
-# name -> (how the model is made, its sizes)
+# name -> (function that makes the model, its sizes)
 _MODELS: dict[str, tuple[Callable[..., Work], dict[str, int]]] = {
     "bert_base": (_bert, {}),
     "minilm": (_embedder, _MINILM),
@@ -272,9 +272,9 @@ _MODELS: dict[str, tuple[Callable[..., Work], dict[str, int]]] = {
 MODELS = tuple(_MODELS)
 
 _FORWARD, _LEARNS = {"mode": "forward"}, {"mode": "training"}
-# Sentences of so many tokens, in batches of so many where not each is alone.
+# The lengths of the sentences; the batch size applies unless each sentence is alone.
 _EMBEDS = {"mode": "embedding", "seqlen": "4 to 128"}
-# What is compared, and what `--quick` compares.
+# The cases, and those of `--quick`.
 CASES: list[dict[str, Any]] = [
     {"name": "bert_base", "batch": 8, "seqlen": "32 to 128", **_FORWARD},
     {"name": "bert_base", "batch": 8, "seqlen": "512", **_FORWARD},
@@ -298,27 +298,27 @@ QUICK: list[dict[str, Any]] = [
 
 
 def is_exported(case: dict[str, Any]) -> bool:
-    """Whether runtimes are compared that take a model apart: those of transformers, forward."""
+    """Returns whether a case is for runtimes that export a model: forward passes of transformers' models."""
     return case["mode"] != "training" and _MODELS[case["name"]][0] in (_bert, _embedder)
 
 
 def is_embedding(case: dict[str, Any]) -> bool:
-    """Whether sentences get embeddings."""
+    """Returns whether a case computes embeddings of sentences."""
     return bool(case["mode"] == "embedding")
 
 
 def in_orders(case: dict[str, Any]) -> list[dict[str, Any]]:
-    """A case in each of its orders; itself where it has none."""
+    """Returns a case in each of its orders, or the case itself if it has none."""
     return [{**case, "order": order} for order in ORDERS] if is_embedding(case) else [case]
 
 
 def has_vocabulary(case: dict[str, Any]) -> bool:
-    """Whether it is a language model that learns, whose loss may be fused with the logits."""
+    """Returns whether a case trains a language model, whose loss may be fused with the logits."""
     return case["mode"] == "training" and _MODELS[case["name"]][0] in (_gpt2, _marian)
 
 
 def shape_of(case: dict[str, Any]) -> dict[str, Any]:
-    """What varies between the cases of a model."""
+    """Returns the fields that vary between the cases of a model."""
     shape = {key: case[key] for key in ("batch", "seqlen", "mode")}
     if is_embedding(case):
         shape |= {"order": case["order"], "batch": 1 if case["order"] == "one by one" else case["batch"]}
@@ -326,15 +326,15 @@ def shape_of(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_work(case: dict[str, Any], dtype: torch.dtype, *, drops: bool = True) -> Work:
-    """The work of a case: the same weights and batch in each process.
+    """Makes the work of a case: the same weights and batch in each process.
 
     Args:
-        case: one of CASES, or of that form.
-        dtype: of the weights.
-        drops: whether dropout is on where the model learns.
+        case: one of CASES, or a case of the same form.
+        dtype: the dtype of the weights.
+        drops: whether dropout is on in training.
 
     Raises:
-        Missing: the library that has the model is not here.
+        Missing: the library of the model is not installed.
     """
     make, sizes = _MODELS[case["name"]]
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Ours beside busy processes: what is left of its speed, and what would be fair."""
+"""fastformer beside busy processes: the share of its speed that is left, and the fair share."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from benchmarks.peers.side_by_side import Row, close, start
 from benchmarks.peers.suite import Plan
 from benchmarks.peers.worker import Worker
 
-_BUSY_SECONDS = 1.0  # of a turn beside neighbours: many slices of the scheduler
+_BUSY_SECONDS = 1.0  # the length of a turn beside neighbours: many slices of the scheduler
 
 
 def measure(plan: Plan, rounds: int, neighbours: int) -> Iterator[Row]:
-    """Rows of ours: quiet and beside so many busy processes in turn.
+    """Yields rows of fastformer, alternately alone and beside busy processes.
 
     Raises:
-        Failed: it raised.
+        Failed: fastformer raised an error.
     """
     cores = os.cpu_count() or 1
     workers, missing = start([place for place in plan.places(plan.precisions) if place.peer == "fastformer"])

@@ -1,4 +1,4 @@
-"""ONNX Runtime on a forward pass: exported by torch.onnx, all of its graph optimisations on."""
+"""ONNX Runtime on a forward pass, exported by torch.onnx, with all graph optimisations."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class FirstOutput(nn.Module):
         self.model = model
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """The tensor that the model's forward gives first."""
+        """Returns the first tensor of the model's output."""
         found: Tensor = self.model(input_ids, attention_mask=attention_mask)[0]
         return found
 
 
 class OnnxRuntime(Runtime):
-    """Its CPU provider. int8: weights, and rows as they come, by its quantize_dynamic."""
+    """The CPU provider of ONNX Runtime. With int8, quantize_dynamic rounds weights, and rows at run time."""
 
     name = "onnxruntime"
-    precisions = ("int8", "fp32")  # its CPU kernels have no bf16
+    precisions = ("int8", "fp32")  # the CPU kernels have no bf16
 
     def prepare(self, work: Work) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""OpenVINO on a forward pass, converted from the PyTorch model for its shape, or for any where it has several."""
+"""OpenVINO on a forward pass, converted from the PyTorch model for its shape, or for any shape if it has several."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.peers.pytorch import Runtime
 
 
 class OpenVino(Runtime):
-    """Its CPU plugin. int8: weights by nncf, and rows as they come by the plugin."""
+    """The CPU plugin of OpenVINO. With int8, nncf rounds the weights, and the plugin rounds rows at run time."""
 
     name = "openvino"
 
@@ -42,7 +42,7 @@ class OpenVino(Runtime):
             except ImportError as error:
                 raise Missing("not installed: pip install nncf") from error
             converted = nncf.compress_weights(converted, mode=nncf.CompressWeightsMode.INT8_SYM)
-            # A scale for each row. It takes no Python int as long as that.
+            # A scale for each row. The setting accepts no Python int of this size.
             settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = str(2**64 - 1)
         return openvino.Core().compile_model(converted, "CPU", settings)
 

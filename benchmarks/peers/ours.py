@@ -1,4 +1,4 @@
-"""This library, through its public function."""
+"""fastformer, through its public function."""
 
 from __future__ import annotations
 

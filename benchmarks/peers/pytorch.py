@@ -1,4 +1,4 @@
-"""Models of torch.nn and transformers as they are, accelerated, compiled, and both; accelerated with the fused loss."""
+"""Models of torch.nn and transformers: unchanged, accelerated, compiled, both, and accelerated with the fused loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.measure.timing import keep_freed_memory
 from benchmarks.peers.job import Missing, Peer, Step, Turn
 from benchmarks.peers.models import Work, gradients, make_work, outputs
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.float32}  # int8 is made of fp32
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.float32}  # int8 is rounded from fp32
 
 
 class Runtime(Peer):
@@ -35,14 +35,14 @@ class Runtime(Peer):
 
     @abstractmethod
     def prepare(self, work: Work) -> Any:
-        """The model as this runs it."""
+        """Prepares the model for this way."""
 
     @abstractmethod
     def run(self, work: Work, prepared: Any) -> Tensor:
-        """`Work.step`; all of it is timed."""
+        """Runs `Work.step`; all of it is timed."""
 
     def turn(self, job: Step) -> Turn:
-        """One step. One that is checked has no dropout: other masks would give other results."""
+        """Runs one step. A step that is checked has no dropout: other masks would give other results."""
         if job.results is not None and self.work.learns:
             work = self._work(drops=False)
             prepared = self.prepare(work)
@@ -63,7 +63,7 @@ class Runtime(Peer):
 
 
 class AsItIs(Runtime):
-    """PyTorch, with attention "sdpa": what everything else is measured against."""
+    """PyTorch, with attention "sdpa": the baseline of all other ways."""
 
     name = "as it is"
     precisions = ("bf16", "fp32")
@@ -76,7 +76,7 @@ class AsItIs(Runtime):
 
 
 class Accelerated(AsItIs):
-    """After `fastformer.accelerate`."""
+    """The model after `fastformer.accelerate`."""
 
     name = "accelerated"
     fused_loss = False
@@ -89,7 +89,7 @@ class Accelerated(AsItIs):
 
 
 class Compiled(AsItIs):
-    """torch.compile of the model as it is."""
+    """torch.compile of the unchanged model."""
 
     name = "torch.compile"
 

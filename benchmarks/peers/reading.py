@@ -1,7 +1,7 @@
-"""The floor of decoding at batch 1: a step reads all weights of the decoder, so that it takes at least as long as that.
+"""The floor of decoding at batch 1: a step takes at least as long as reading all weights of the decoder.
 
-torch.sum adds the bytes up, as int64 and as fp64: two passes that load a full vector register an instruction
-and do one addition with it, whatever the engine; the faster one counts.
+torch.sum adds the bytes, as int64 and as fp64: two passes that load a full vector register and add it in each
+instruction, independently of the engine; the faster one counts.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 from benchmarks.peers.job import Job, Model, Peer, Turn
 from fastformer.models import GPT
 
-DRAM = 256 * 2**20  # bytes: more than any cache has
+DRAM = 256 * 2**20  # bytes: more than any cache
 _BITS = {"int4": 4.5, "int8": 8, "bf16": 16, "fp32": 32}  # int4: with the scales of groups of 32
 
 
 class Reading(Peer):
-    """Reads; a job's only batch is [[number of bytes]]."""
+    """A peer that reads memory; a job's only batch is [[number of bytes]]."""
 
     name = "read"
     precisions = ("fp32",)
@@ -29,7 +29,7 @@ class Reading(Peer):
         torch.set_num_threads(threads)
 
     def turn(self, job: Job) -> Turn:
-        """The seconds of one pass: the best of several, since the floor is what is asked for."""
+        """Returns the seconds of one pass: the best of several, since this is a floor."""
         ((count,),) = job.batches[0]
         integers = torch.ones(count // 8, dtype=torch.int64)
         views: tuple[Tensor, ...] = (integers, torch.ones(count // 8, dtype=torch.float64))
@@ -43,9 +43,9 @@ class Reading(Peer):
 
 
 def bytes_per_step(model: Model, precision: str) -> int:
-    """The weights that a step of the decoder reads: its matrices and the projection before the softmax, once each.
+    """Returns the bytes of weights that a decode step reads: its matrices and the output projection, once each.
 
-    The keys and values of cross-attention are made once a source: their matrices don't count.
+    The keys and values of cross-attention are computed once a source: their matrices don't count.
     """
     count = model.output_weight.numel()
     for layer in model.decoder.layers:

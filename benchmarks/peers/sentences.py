@@ -1,6 +1,6 @@
-"""Our encoder on a forward pass, by ids and by texts; and sentence-transformers, by texts.
+"""fastformer's encoder on a forward pass, from ids and from texts; and sentence-transformers, from texts.
 
-A text is made of words, each of which is one token: it gets the ids that the others get.
+A text consists of words, each of which is one token: its ids are the same as for the other peers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class EngineAlone(Runtime):
 
 
 class OfTexts(Runtime):
-    """A library that takes texts. They come one by one, or all at once: it makes its batches by itself."""
+    """A library that encodes texts: one at a time, or all at once, in which case it makes its batches."""
 
     precisions: ClassVar[tuple[str, ...]] = ("fp32",)
 
@@ -64,7 +64,7 @@ class OfTexts(Runtime):
 
     @abstractmethod
     def load(self, folder: str) -> Any:
-        """The library's encoder."""
+        """Loads the library's encoder."""
 
     def run(self, work: Work, prepared: Any) -> Tensor:
         assert work.order is not None
@@ -87,7 +87,7 @@ class EncoderPeer(OfTexts):
 
 
 class SentenceTransformers(OfTexts):
-    """SentenceTransformer, with its batches of 32."""
+    """SentenceTransformer, with batches of 32."""
 
     name = "sentence-transformers"
 
@@ -104,7 +104,7 @@ def _texts(batch: Batch) -> list[str]:
 
 
 def _write_folder(folder: Path, model: Any) -> None:
-    """A folder of sentence-transformers, with a tokenizer whose words are "t5", "t6", ..."""
+    """Writes a folder of sentence-transformers, with a tokenizer whose words are "t5", "t6", ..."""
     import tokenizers
     from tokenizers import models, pre_tokenizers, processors
 

@@ -1,8 +1,8 @@
-"""Servers of one model over HTTP: ours, and others on the same weights. Each is a process of its own.
+"""Servers of one model over HTTP: fastformer, and others with the same weights. Each is a process of its own.
 
-A model has random weights and never ends an output: a request says how many new tokens it wants, and gets so many
-words, each of which is one token of a vocabulary "t3", "t4", ... Beside a translator stands CTranslate2 behind FastAPI,
-beside a language model `transformers serve` and llama.cpp's server.
+A model has random weights and never ends an output: a request has the number of new tokens, and its answer has as many
+words, each of which is one token of a vocabulary "t3", "t4", ... A translator is compared with CTranslate2 behind
+FastAPI, a language model with `transformers serve` and llama.cpp's server.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ _LONGEST_START = 180.0  # seconds
 
 
 class Request(NamedTuple):
-    """A text of so many words, and the new tokens that are asked for."""
+    """A text with a number of words, and the requested number of new tokens."""
 
     words: list[int]
     new_tokens: int
 
 
 def requests(vocab_size: int, *, lengths: range, new_tokens: Callable[[int], int]) -> list[Request]:
-    """Texts of mixed lengths, the same in each run.
+    """Makes texts of mixed lengths, the same in each run.
 
     Args:
-        vocab_size: words are ids of it that are not special.
-        lengths: of texts, in words.
-        new_tokens: of a text of that length.
+        vocab_size: the size of the vocabulary; words are the ids that are not special.
+        lengths: the lengths of the texts, in words.
+        new_tokens: length of a text -> its number of new tokens.
     """
     drawn = random.Random(0)
     sizes = [drawn.choice(lengths) for _ in range(_REQUESTS)]
@@ -68,13 +68,13 @@ class Server:
     """A process that listens on this machine.
 
     Args:
-        name, precision: what rows call it.
-        command: how it is started; "PORT" in it becomes a free port.
-        path: that is posted to.
-        body: of a request.
-        said: the text of an answer.
-        threads: that it computes with; None: as many as it likes.
-        health: answers 200 once it can work.
+        name, precision: the names in rows.
+        command: the command that starts it; "PORT" in it becomes a free port.
+        path: the path to post to.
+        body: request -> its body.
+        said: answer -> its text.
+        threads: its number of threads; None: its own choice.
+        health: a path that answers 200 once the server is ready.
     """
 
     def __init__(
@@ -97,11 +97,11 @@ class Server:
         return f"{self.name}, {self.precision}"
 
     def count(self, answer: Any) -> int:
-        """The new tokens of an answer: its words."""
+        """Returns the number of new tokens in an answer: its words."""
         return len(self.said(answer).split())
 
     def start(self, log: Path) -> None:
-        """Starts it, and writes what it says to a file; `wait` waits for it."""
+        """Starts the process, and writes its output to a file; `wait` waits until it is ready."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = int(free.getsockname()[1])
@@ -118,10 +118,10 @@ class Server:
             )
 
     def wait(self) -> None:
-        """Returns when it answers.
+        """Returns when the server answers.
 
         Raises:
-            Missing: it ended, or never answers; with the last it said.
+            Missing: it has ended, or doesn't answer in time; the message has its last output.
         """
         assert self._process is not None
         url, last = f"http://127.0.0.1:{self.port}{self._health}", time.monotonic() + _LONGEST_START
@@ -135,7 +135,7 @@ class Server:
         raise Missing("it did not start: " + " / ".join(said[-2:]))
 
     def stop(self) -> None:
-        """Ends it, by force where it doesn't."""
+        """Ends the process, by force if necessary."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
             try:
@@ -147,12 +147,12 @@ class Server:
 
 @dataclass
 class Asked:
-    """A model and what is asked of its servers.
+    """A model's servers and requests.
 
     Attributes:
-        servers: ours first.
-        missing: (name, precision, why) of the others.
-        requests: in the order in which clients take them.
+        servers: the servers, with fastformer first.
+        missing: (name, precision, reason) of the servers that are missing.
+        requests: the requests, in the order in which clients take them.
     """
 
     servers: list[Server]
@@ -161,12 +161,12 @@ class Asked:
 
 
 def text_of(request: Request) -> str:
-    """Its words."""
+    """Returns the words of a request."""
     return " ".join(f"t{word}" for word in request.words)
 
 
 def _backend(vocab_size: int) -> Any:
-    """A tokenizer whose words are "t3", "t4", ..., with an id for each special token before them."""
+    """Makes a tokenizer whose words are "t3", "t4", ..., with an id for each special token before them."""
     import tokenizers
     from tokenizers import models, pre_tokenizers
 
@@ -192,7 +192,7 @@ def _ours(
 
 
 def write_translator(case: str, folder: Path) -> tuple[Transformer, Any]:
-    """Writes the model of a case to a new folder; the model, and the backend of its tokenizer."""
+    """Writes the model of a case to a new folder; returns the model, and the backend of its tokenizer."""
     model = make_model({"name": case})
     assert isinstance(model, Transformer)
     with torch.no_grad():
@@ -203,7 +203,7 @@ def write_translator(case: str, folder: Path) -> tuple[Transformer, Any]:
 
 
 def our_translator(folder: Path, precision: str, threads: int, *flags: str) -> Server:
-    """Ours, of a folder that `write_translator` wrote; flags are those of `fastformer serve`."""
+    """Makes fastformer's server of a folder from `write_translator`; flags are those of `fastformer serve`."""
 
     def body(request: Request) -> Body:
         return {"text": text_of(request), "max_new_tokens": request.new_tokens}
@@ -215,13 +215,13 @@ def our_translator(folder: Path, precision: str, threads: int, *flags: str) -> S
 
 
 def translators(case: str, folder: Path, precisions: Sequence[str], threads: int) -> Asked:
-    """Ours beside CTranslate2 behind FastAPI, whose model is written as well.
+    """Makes fastformer's server and CTranslate2 behind FastAPI, and writes CTranslate2's model as well.
 
     Args:
         case: one of TRANSLATORS.
-        folder: a new one to write to.
-        precisions: of ours; CTranslate2's is int8.
-        threads: that a server computes with.
+        folder: a new folder to write to.
+        precisions: the precisions of fastformer; CTranslate2's is int8.
+        threads: the number of threads of a server.
     """
     model, backend = write_translator(case, folder / case)
     servers = [our_translator(folder / case, precision, threads) for precision in precisions]
@@ -250,19 +250,19 @@ def translators(case: str, folder: Path, precisions: Sequence[str], threads: int
 
 
 def translations(case: str, vocab_size: int) -> list[Request]:
-    """What is asked of a translator."""
+    """Makes the requests for a translator."""
     lengths = range(8, 33) if case == "base" else range(3, 9)
     return requests(vocab_size, lengths=lengths, new_tokens=lambda length: length + 4)
 
 
 def language_models(case: str, folder: Path, precisions: Sequence[str], threads: int, llama_server: str = "") -> Asked:
-    """Ours beside `transformers serve` and llama.cpp's server, on one model of Llama's form.
+    """Makes fastformer's server, `transformers serve` and llama.cpp's server, with one model of Llama's form.
 
     Args:
         case: one of LANGUAGE_MODELS.
-        folder: a new one to write to.
-        precisions: of ours; that of transformers is fp32, of llama.cpp int8.
-        threads: that a server computes with.
+        folder: a new folder to write to.
+        precisions: the precisions of fastformer; transformers' is fp32, llama.cpp's int8.
+        threads: the number of threads of a server.
         llama_server: the path of llama.cpp's server; "": on PATH.
     """
     import transformers
@@ -312,7 +312,7 @@ def language_models(case: str, folder: Path, precisions: Sequence[str], threads:
             "-t", str(threads), "-tb", str(threads), "-np", "16", "-c", str(16 * 512), "--no-webui",
         ]  # fmt: skip
 
-        def by_ids(request: Request) -> Body:  # its tokenizers know no whole words
+        def by_ids(request: Request) -> Body:  # these servers' tokenizers know no whole words
             return {"prompt": request.words, "n_predict": request.new_tokens, "temperature": 0, "cache_prompt": False}
 
         said_by_it: Callable[[Any], str] = lambda answer: str(answer["content"])  # noqa: E731

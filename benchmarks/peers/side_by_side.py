@@ -1,7 +1,7 @@
-"""One job, all peers: started, checked, timed in turns, and a row of each.
+"""Runs one job with all peers: starts and checks them, times them in turns, and makes a row of each.
 
-In fp32 a peer that decodes has to give our tokens, and a model has to give the results of the model as it is. Otherwise
-it is reported, and not timed.
+In fp32 a peer that decodes has to give fastformer's tokens, and a model has to give the results of the unchanged model.
+Otherwise the difference is reported, and the peer is not timed.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from benchmarks.peers.worker import Failed, Place, Worker
 Workers = dict[tuple[Thing, int], Worker]
 Row = dict[str, Any]
 
-OURS = ("fastformer", "as it is", "accelerated", "read")  # what these raise is an error of the run
-# Largest difference to the model as it is, as a share of the scale: twice what rounding explains. int8 is as far off
-# as it is, and says so: beyond a half it has lost the weights.
+OURS = ("fastformer", "as it is", "accelerated", "read")  # errors of these are errors of the run
+# The largest difference from the unchanged model, relative to the scale: twice what rounding explains. int8's
+# difference is reported as it is; beyond a half, the weights must be wrong.
 _TOLERANCES = {"fp32": 2e-3, "bf16": 0.1, "int8": 0.5}
 
 
 def start(places: Sequence[Place]) -> tuple[Workers, dict[Thing, str]]:
-    """The workers of those that can, and why the others can't."""
+    """Starts the workers of the peers; returns those that can run, and the reasons of the others."""
     workers: Workers = {}
     missing: dict[Thing, str] = {}
     try:
@@ -70,19 +70,19 @@ def start(places: Sequence[Place]) -> tuple[Workers, dict[Thing, str]]:
 
 
 def close(workers: Workers) -> None:
-    """Ends them all."""
+    """Ends all workers."""
     for worker in workers.values():
         worker.close()
 
 
 @dataclass
 class _First:
-    """What came of the first turns, which are the warm-up as well.
+    """The results of the first turns, which are the warm-up as well.
 
     Attributes:
-        found: what each thing gave.
-        repeats: the turns in a row that make one that is long enough.
-        refused: why a thing doesn't do this job.
+        found: the result of each program.
+        repeats: the number of consecutive turns that make one turn long enough.
+        refused: the reason why a program can't do this job.
     """
 
     found: dict[Thing, Any] = field(default_factory=dict)
@@ -101,7 +101,7 @@ def _first_turns(workers: Workers, job: Job | Step) -> _First:
                 if isinstance(job, Step):
                     worker.turn(Step(str(file), job.order))
                     first.found[thing] = Results(*torch.load(file))
-                    worker.turn(job)  # one that is not checked may still have to be compiled
+                    worker.turn(job)  # a step that isn't checked may still have to be compiled
                 else:
                     first.found[thing] = worker.turn(job).tokens
                 first.repeats[thing, threads] = max(1, round(TURN / worker.turn(job).seconds))
@@ -116,7 +116,7 @@ def _first_turns(workers: Workers, job: Job | Step) -> _First:
 def _timed(
     workers: Workers, job: Job | Step, first: _First, wrong: Iterable[Thing], reads: Mapping[Any, Any], rounds: int
 ) -> dict[Any, list[float]]:
-    """The seconds of a job, by thing and threads, and the bytes a second of what is read between them."""
+    """Returns the seconds of a job, by program and threads, and the bandwidth of the reads between them."""
 
     def turn(worker: Worker, times: int) -> float:
         return sum(worker.turn(job).seconds for _ in range(times)) / times
@@ -146,7 +146,7 @@ def _times(found: Best, thing: Thing, measured: Mapping[Any, list[float]], again
 
 
 def models(workers: Workers, rounds: int, order: str | None = None) -> Iterator[Row]:
-    """A row of each way to run a model, against the model as it is; of sentences in one order."""
+    """Yields a row for each way to run a model, compared with the unchanged model; with sentences, in one order."""
     base = next(thing for thing, _ in workers if thing.peer == "as it is")
     first = _first_turns(workers, Step(order=order))
     errors = {thing: found.error(first.found[base]) for thing, found in first.found.items()}
@@ -168,13 +168,13 @@ def models(workers: Workers, rounds: int, order: str | None = None) -> Iterator[
 
 
 def decoders(workers: Workers, job: Job, rounds: int, weights: Mapping[str, int]) -> Iterator[Row]:
-    """A row of each peer that decodes, against the fastest kind of program that there is beside ours.
+    """Yields a row for each peer that decodes, compared with the fastest program of another kind.
 
     Args:
-        workers: of decoders, and of "read".
-        job: for all of them.
-        rounds: turns of each.
-        weights: precision -> the bytes that a step of the decoder reads.
+        workers: the workers of the decoders, and of "read".
+        job: the job of all of them.
+        rounds: the turns of each.
+        weights: precision -> the bytes that a decode step reads.
     """
     decoding = {key: worker for key, worker in workers.items() if key[0].peer != "read"}
     readers = {threads: worker for (thing, threads), worker in workers.items() if thing.peer == "read"}
@@ -185,7 +185,7 @@ def decoders(workers: Workers, job: Job, rounds: int, weights: Mapping[str, int]
         for thing, found in first.found.items()
     }
     total = sum(map(len, job.batches))
-    # Where outputs end by themselves, the beam searches of others are not ours.
+    # If outputs end by themselves, the beam searches of other programs differ from fastformer's.
     is_comparable = job.num_beams == 1 or job.new_tokens is not None
     wrong = [
         thing
@@ -228,19 +228,19 @@ def rates(
     weights: Mapping[str, int],
     bandwidth: Mapping[int, float],
 ) -> Row:
-    """Tokens a second, and how near that is to merely reading the weights.
+    """Returns the tokens a second, and the share of the speed of only reading the weights.
 
     Args:
-        thing: whose row it is.
-        seconds: of the job.
-        job: what was done.
-        tokens: what came out, where it is known.
+        thing: the program of the row.
+        seconds: the seconds of the job.
+        job: the job.
+        tokens: the outputs, if they are known.
         weights: precision -> the bytes that a step reads.
-        bandwidth: a number of bytes -> those a second at which so many are read again and again.
+        bandwidth: number of bytes -> bytes a second when this many are read repeatedly.
     """
     row: Row = {"tokens_s": num_tokens(job, tokens) / seconds}
     if (count := steps(job, tokens)) is not None:
-        # The encoder's time counts as the steps': a little is left out of the share, never added.
+        # The encoder's time counts as part of the steps, so the share may be a little too low, but never too high.
         size = weights[thing.precision]
         row |= {"ms_step": 1e3 * seconds / count, "weight_bytes_step": size}
         if bandwidth:

@@ -1,4 +1,4 @@
-"""The peers of the suites "decoding" and "model": which cases, in which precisions, and a row for each peer.
+"""The peers of the suites "decoding" and "model": the cases, their precisions, and a row for each peer.
 
 for row in run("decoding", quick=True): ...
 """
@@ -25,16 +25,16 @@ _ROUNDS, _QUICK_ROUNDS = 7, 3
 
 @dataclass(frozen=True)
 class Plan:
-    """A case and what is asked of it.
+    """A case and its options.
 
     Attributes:
-        case: as `cases.make_model` takes it, or one of `models.CASES`.
+        case: a case for `cases.make_model`, or one of `models.CASES`.
         precisions: some of PRECISIONS.
-        threads: each peer counts with the number that is better for it.
-        batches: outputs that are decoded together.
-        beams: 1 is greedy.
-        only: names of peers; empty: all. The baseline of the others is always there.
-        options: for peers: "llama_bench", a path.
+        threads: numbers of threads; the better one counts for each peer.
+        batches: numbers of outputs that are decoded together.
+        beams: numbers of beams; 1 is greedy.
+        only: the names of peers; empty: all. The baseline is always included.
+        options: options for peers: "llama_bench", a path.
     """
 
     case: dict[str, Any]
@@ -46,7 +46,7 @@ class Plan:
     options: dict[str, str] = field(default_factory=dict)
 
     def places(self, precisions: Iterable[str]) -> list[Place]:
-        """A worker for each peer, each of these precisions that it has, and each number of threads."""
+        """Returns a worker's place for each peer, each of these precisions that it has, and each number of threads."""
         return [
             Place(name, precision, threads, self.case, self.options)
             for name, peer in peers(self.case).items()
@@ -58,7 +58,7 @@ class Plan:
 
 
 def plans(suite: str, *, quick: bool) -> list[Plan]:
-    """Those of a suite."""
+    """Returns the plans of a suite."""
     cores = torch.get_num_threads()
     one_or_all = sorted({1, cores})
     if suite == "decoding":
@@ -70,14 +70,14 @@ def plans(suite: str, *, quick: bool) -> list[Plan]:
             Plan({"name": "llama"}, PRECISIONS, threads=(cores,), batches=(1, 16)),
         ]
     if suite == "model":
-        # Batches that no user would give to one thread alone.
+        # No user would run these batches with only one thread.
         if quick:
             small = (
                 "accelerated",
                 "accelerated, fused loss",
                 "onnxruntime",
                 "openvino",
-            )  # compiling takes longer than all else
+            )  # compiling would take longer than all the rest
             return [Plan(case, ("fp32",), (cores,), only=small) for case in models.QUICK]
         return [Plan(case, ("fp32",) if case["mode"] == "training" else USUAL, (cores,)) for case in models.CASES]
     raise ValueError(f"expected a suite that has peers, one of {', '.join(SUITES)}, got {suite!r}")
@@ -88,23 +88,24 @@ def run(suite: str, *, quick: bool = False, rounds: int | None = None) -> Iterat
 
     Args:
         suite: one of SUITES.
-        quick: small models, within seconds.
-        rounds: turns of each peer; by default 7, or 3 where it is quick.
+        quick: use small models, which take seconds.
+        rounds: the turns of each peer; by default 7, or 3 with quick.
 
     Yields:
-        Rows of `record.FIELDS` without the environment. One with "missing" says why a peer has no times. One with
-        "wrong" isn't to be kept: that peer gave something else, and was not timed.
+        Rows of `record.FIELDS` without the environment. A row with "missing" says why a peer has no times. A row with
+        "wrong"
+        must not be stored: the peer's result differed, and it was not timed.
 
     Raises:
-        ValueError: a suite without peers.
-        Failed: ours, or the model as it is, raised.
+        ValueError: the suite has no peers.
+        Failed: fastformer, or the unchanged model, raised an error.
     """
     for plan in plans(suite, quick=quick):
         yield from measure(plan, rounds or (_QUICK_ROUNDS if quick else _ROUNDS))
 
 
 def measure(plan: Plan, rounds: int) -> Iterator[Row]:
-    """The rows of a plan; see `run`."""
+    """Yields the rows of a plan; see `run`."""
     yield from (_models if plan.case["name"] in models.MODELS else _decoders)(plan, rounds)
 
 
@@ -114,7 +115,8 @@ def _models(plan: Plan, rounds: int) -> Iterator[Row]:
         return {"suite": "model", "op": "drop_in", "model": model, "shape": shape, "padding": models.padding(case)}
 
     cases = models.in_orders(plan.case)
-    # int8 stands beside fp32, of which it is made; bf16 apart, for half as many processes take half the memory.
+    # int8 is measured with fp32, from which it is rounded; bf16 separately: half as many processes take half the
+    # memory.
     for base, group in (("fp32", {"fp32", "int8"}), ("bf16", {"bf16"})):
         asked = group.intersection(plan.precisions)
         places = [

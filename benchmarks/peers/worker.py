@@ -1,7 +1,7 @@
-"""A process for each peer, precision and number of threads, which lives as long as the run and works when it is told.
+"""A process for each peer, precision and number of threads, which lives as long as the run and works on demand.
 
-Thread pools differ in how they wait, and none can be resized for sure: in processes of their own they keep what they
-were started with, and while one works the others are asleep.
+Thread pools differ in the way they wait, and none can reliably be resized. In processes of their own they keep their
+initial size, and while one works the others sleep.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Place:
-    """What a worker is.
+    """The configuration of a worker.
 
     Attributes:
         peer: a key of `peers(case)`.
-        precision: one of its.
-        threads: of the worker.
-        case: what `cases.make_model` takes, or a case of `models`.
-        options: of the command line.
+        precision: one of the peer's precisions.
+        threads: the number of threads of the worker.
+        case: a case for `cases.make_model`, or one of `models`.
+        options: options of the command line.
     """
 
     peer: str
@@ -43,11 +43,11 @@ class Place:
 
 
 class Failed(Exception):
-    """A worker ended, or its peer raised."""
+    """Raised if a worker ended, or its peer raised an error."""
 
 
 class Worker:
-    """The side of the run. Use `start`, then `ready` once, then `turn` again and again, then `close`."""
+    """The run's side of a worker. Call `start`, then `ready` once, then `turn` any number of times, then `close`."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -59,15 +59,15 @@ class Worker:
         )  # fmt: skip
 
     def ready(self) -> str | None:
-        """Waits until the model is loaded; why there is none, where the peer can't."""
+        """Waits until the model is loaded; returns the reason if the peer can't load it."""
         return self._answer().get("missing")
 
     def turn(self, job: Job | Step) -> Turn:
-        """Has a job done.
+        """Runs a job in the worker.
 
         Raises:
-            Missing: the peer can't do such a job.
-            Failed: it raised, or its process ended.
+            Missing: the peer can't do the job.
+            Failed: it raised an error, or its process ended.
         """
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(asdict(job)) + "\n")
@@ -99,7 +99,7 @@ class Worker:
 
 
 def peers(case: dict[str, Any]) -> dict[str, type[Peer]]:
-    """Those that a case is for: ours first, or the model as it is."""
+    """Returns the peers of a case: fastformer, or the unchanged model, comes first."""
     if case["name"] in models.MODELS:
         from benchmarks.peers.onnxruntime import OnnxRuntime
         from benchmarks.peers.openvino import OpenVino
@@ -107,7 +107,7 @@ def peers(case: dict[str, Any]) -> dict[str, type[Peer]]:
         from benchmarks.peers.sentences import EncoderPeer, EngineAlone, SentenceTransformers
 
         compared: list[type[Peer]] = [AsItIs, Accelerated]
-        if models.is_embedding(case):  # compiling again for each length would be all that is timed
+        if models.is_embedding(case):  # recompiling for each length would dominate the time
             compared += [EncoderPeer, SentenceTransformers]
         else:
             compared += [Compiled, AcceleratedCompiled]
@@ -130,7 +130,7 @@ def peers(case: dict[str, Any]) -> dict[str, type[Peer]]:
 
 
 def serve(place: Place, orders: IO[str], answers: IO[str]) -> None:
-    """The side of the worker: answers with a line at the start, and with one for each order."""
+    """Runs the worker's side: answers with a line at the start, and with one for each order."""
 
     def answer(**values: object) -> None:
         answers.write(json.dumps(values) + "\n")
@@ -158,9 +158,9 @@ def serve(place: Place, orders: IO[str], answers: IO[str]) -> None:
 
 
 if __name__ == "__main__":
-    # What libraries print must not come between the answers.
+    # Output of libraries must not come between the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    logging.disable(logging.WARNING)  # what is unusual in a library's eyes, once for each process
+    logging.disable(logging.WARNING)  # warnings of the libraries, once for each process
     warnings.simplefilter("ignore")
     serve(Place(**json.loads(sys.argv[1])), sys.stdin, answers)
