@@ -14,7 +14,10 @@ from benchmarks.publish.style import PICTURES, save
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Draws what can be drawn, and says which command makes the rows of the rest. Returns 1 where a NAME can't be."""
+    """Draws the pictures that have rows, and names the command that makes the rows of the others.
+
+    Returns 1 if a NAME can't be drawn.
+    """
     known = charts()
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of pictures (all): {', '.join(known)}")

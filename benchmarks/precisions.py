@@ -1,8 +1,8 @@
-"""What a translator's smaller precisions cost: BLEU and chrF beside fp32's, and how many lines stay as they were.
+"""Measures the quality of a translator's smaller precisions: BLEU, chrF, and how many lines equal those of fp32.
 
     python -m benchmarks.precisions RUN test2016.en test2016.de [--num_beams 1 4] [--out FILE]
 
-All of them translate with the engine that is chosen by itself: on a CPU the C++ one.
+All of them translate with the default engine: on a CPU that is the C++ engine.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""How much of `fastformer prepare` is the tokenizers library's own work, and what several processes gain.
+"""Measures the tokenizers library's share of `fastformer prepare`, and the gain of several processes.
 
     python -m benchmarks.preparing [--pairs 200000] [--processes 1 2] [--rounds 3] [--out FILE]
 
 The tokenizers library encodes the texts of all pairs in this process, with one thread, and does nothing else: no
-process of a program that uses it can be faster. Preparing the same pairs by one process also reads, compares, deals
-out, shuffles and writes them. The share is the ratio of the CPU time of both. Then `prepare` runs with each number of
-processes, by the clock, the start of the processes included. The tokenizer is learned before.
+process of a program that uses it can be faster. Preparing the same pairs with one process also reads, compares,
+distributes, shuffles and writes them. The share is the ratio of both CPU times. Then `prepare` runs with each number of
+processes, and the elapsed time includes the start of the processes. The tokenizer is trained before.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def tokenizers_alone(text: Path, tokenizer: Path) -> Callable[[], float]:
 
 
 def prepared(config: TrainConfig, folder: Path, processes: int, clock: Callable[[], float]) -> float:
-    """Prepares the pairs into a new folder, which it removes. Returns the seconds by the clock."""
+    """Prepares the pairs into a new folder, which it removes. Returns the elapsed seconds."""
     began = clock()
     prepare(config, folder, processes=processes)
     seconds = clock() - began
@@ -62,7 +62,7 @@ def prepared(config: TrainConfig, folder: Path, processes: int, clock: Callable[
 
 
 def measure(pairs: int, processes: Sequence[int], rounds: int) -> Iterator[record.Row]:
-    """Yields a row for the library, one for one process in CPU time, and one for each number of processes by clock."""
+    """Yields rows of CPU time for the library and for one process, and of elapsed time for each number of processes."""
     with tempfile.TemporaryDirectory() as name:
         here = Path(name)
         text = str(write_pairs(here / "train.tsv", pairs))
@@ -98,7 +98,7 @@ def measure(pairs: int, processes: Sequence[int], rounds: int) -> Iterator[recor
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints a line for each, and appends it to a file."""
+    """Prints a line for each row, and appends it to a file."""
     about = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.preparing", description=about)
     parser.add_argument("--pairs", type=int, default=200_000, help="of sentences (default 200,000)")
@@ -108,7 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if min(options.pairs, options.rounds, *options.processes) < 1:
         parser.error("expected --pairs, --rounds and --processes of at least 1")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread, as the processes of `prepare` have
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread, like the processes of `prepare`
     shared = {**record.environment("cpu"), "threads": 1}
     for row in measure(options.pairs, options.processes, options.rounds):
         count, seconds = row["shape"]["processes"], row["ms_p50"] / 1e3

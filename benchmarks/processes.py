@@ -1,11 +1,11 @@
-"""Real tokens a second of a training by one process, and by several that share its batches.
+"""Measures the real tokens a second of a training with one process, and with several that share its batches.
 
     python -m benchmarks.processes [--processes 2] [--rounds 3] [--out benchmarks/results/training.jsonl]
 
-Every process computes with one thread. In each round the trainings run one after the other, each by itself: one
-process, several by DDP, several by FSDP, backwards in every other round. All have the same batches and the same
-updates. The speed of a training is the median over its later lines of the log, so that its start doesn't count. Run it
-where nothing else runs, on a machine with a core for each process.
+Every process computes with one thread. In each round the trainings run one after another: one process, several with
+DDP, several with FSDP, in reverse order in every other round. All have the same batches and the same updates. The speed
+of a training is the median over the later lines of its log, so that its start doesn't count. Run it on an idle machine
+with a core for each process.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ ALONE, SHARDINGS = "one process", ("ddp", "fsdp")
 SIZES = {"d_model": 256, "layers": 3, "max_tokens": 1024, "accumulate": 2, "steps": 40}
 _PAIRS, _VOCABULARY = 20_000, 2000
 _LINES = 8  # lines of the log; the first two are from the warm-up
-_MINUTES = 10  # the most minutes of a training
+_MINUTES = 10  # the longest duration of a training
 
 
 def command(shards: Path, run: Path, sharding: str | None, processes: int, sizes: Mapping[str, int]) -> list[str]:
     """Returns the command line of a training.
 
     Args:
-        shards: to train on.
+        shards: the shards to train on.
         run: the run folder.
         sharding: how several processes share the weights; None: one process without torchrun.
-        processes: how many there are of several.
-        sizes: those of SIZES.
+        processes: the number of processes, if there are several.
+        sizes: the sizes of SIZES.
     """
     settings = {
         "train_data": shards, "device": "cpu", "dropout_seeds": "batch", "log_every": max(1, sizes["steps"] // _LINES),
@@ -69,7 +69,7 @@ def tokens_a_second(run: Path) -> float:
 
 
 def train(words: list[str], run: Path) -> float:
-    """Runs a training to its end. Returns the seconds for a token."""
+    """Runs a training to its end. Returns the seconds per token."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60 * _MINUTES)
     if done.returncode:
@@ -112,7 +112,7 @@ def measure(processes: int, rounds: int, sizes: Mapping[str, int]) -> Iterator[r
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints a line for each, and appends it to a file."""
+    """Prints a line for each row, and appends it to a file."""
     about = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.processes", description=about)
     parser.add_argument("--processes", type=int, default=2, help="that share a training (default 2)")

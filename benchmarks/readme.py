@@ -1,12 +1,12 @@
-"""The tables of README.md and docs/benchmarks/ out of the committed results: checks them, or writes them.
+"""Checks or writes the tables of README.md and docs/benchmarks/, from the committed results.
 
-    python -m benchmarks.readme           # what differs, and what was not measured; 1 if a page is stale
+    python -m benchmarks.readme           # differences, and figures that were not measured; 1 if a page is stale
     python -m benchmarks.readme --write
     python -m benchmarks.readme --list    # each figure with its file, line and command
-    python -m benchmarks.readme --tables build  # the tables out of the lines of your own runs in build/
+    python -m benchmarks.readme --tables build  # the tables from the lines of your own runs in build/
 
-A table stands between `<!-- numbers: NAME -->` and `<!-- end -->`; `benchmarks/publish/tables.py` makes it. A figure
-whose line is missing reads "not measured".
+A table is between `<!-- numbers: NAME -->` and `<!-- end -->`; `benchmarks/publish/tables.py` makes it. A figure
+without a line in the results reads "not measured".
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _BLOCK = re.compile(r"<!-- numbers: (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
 
 
 def written(text: str, numbers: Numbers) -> str:
-    """A page with its tables as the results have them.
+    """Returns a page with the tables for the current results.
 
     Raises:
-        ValueError: a block without a table of its name, a block that the page has twice, or one that doesn't end.
+        ValueError: a block has no table of its name, occurs twice on the page, or doesn't end.
     """
     names = [name for name, _ in _BLOCK.findall(text)]
     if len(names) != len(set(names)) or not set(names) <= TABLES.keys():
@@ -45,10 +45,10 @@ def written(text: str, numbers: Numbers) -> str:
 
 
 def all_written(texts: Mapping[Path, str], numbers: Numbers) -> dict[Path, str]:
-    """All pages with their tables as the results have them.
+    """Returns all pages with the tables for the current results.
 
     Raises:
-        ValueError: a block that is wrong, or a table that no page shows.
+        ValueError: a block is invalid, or no page shows a table.
     """
     found = {}
     for path, text in texts.items():
@@ -63,7 +63,7 @@ def all_written(texts: Mapping[Path, str], numbers: Numbers) -> dict[Path, str]:
 
 
 def differences(texts: Mapping[Path, str], numbers: Numbers) -> str:
-    """The lines of pages that are not as the results have them; "" if there are none."""
+    """Returns the lines of pages that differ from the results; "" if there are none."""
     found: list[str] = []
     for path, right in all_written(texts, numbers).items():
         found += difflib.unified_diff(
@@ -73,12 +73,12 @@ def differences(texts: Mapping[Path, str], numbers: Numbers) -> str:
 
 
 def read(paths: Sequence[Path]) -> dict[Path, str]:
-    """The pages' texts."""
+    """Reads the pages."""
     return {path: path.read_text(encoding="utf-8") for path in paths}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Does what the arguments say. Returns 1 if a page is stale."""
+    """Runs the command. Returns 1 if a page is stale."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.readme", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--write", action="store_true", help="write the tables")
     parser.add_argument("--list", action="store_true", help="print each figure with its line and its command")

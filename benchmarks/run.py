@@ -1,22 +1,23 @@
-"""The one runner: checks every provider against fp64, then times them interleaved.
+"""The runner: checks every provider against fp64, then times the providers in interleaved turns.
 
     python -m benchmarks.run                               all suites but the experiments, on the GPU if there is one
-    python -m benchmarks.run --suite ops decoding --quick  small shapes of some
-    python -m benchmarks.run --op attention --mode fwd     some of one
-    python -m benchmarks.run --suite scaling --list        what would run, with what is missing and why
+    python -m benchmarks.run --suite ops decoding --quick  small shapes of some suites
+    python -m benchmarks.run --op attention --mode fwd     some cases of one op
+    python -m benchmarks.run --suite scaling --list        what would run, and what is missing with the reason
     python -m benchmarks.run --out benchmarks/results/cpu.jsonl
     python -m benchmarks.run --compare old.jsonl new.jsonl
     python -m benchmarks.run --op small_work small_work_training --publish   record, then write the tables
 
-Cases are checked, and then timed in passes over all of them (24 at most at once), so that what a case gave in one
-minute is held against others; their rows are written when the last pass is over, or when you stop the run
-(Ctrl-C, SIGTERM). `--rounds` are such passes, and `--seconds` is what a case may be timed for in all of them, further
-passes over what disagrees included.
+Cases are checked, and then timed in passes over all of them (at most 24 at once), so that the results of a case in
+different minutes can be compared. Their rows are written when the last pass is over, or when you stop the run (Ctrl-C,
+SIGTERM). `--rounds` is the number of passes, and `--seconds` the time for a case in all of them, including further
+passes over cases that disagree.
 
-At the end stands ours against each rival, where ours loses, and what was disturbed, unsteady, refused, wrong or
-missing. A provider that disagrees is not timed, since a wrong result has no speed; where it is ours, or the baseline,
-the exit status is 1. Nor is a rival timed that torch.compile left uncompiled, or ours where plain PyTorch ran in the
-place of every kernel: the reason is printed.
+The end of the output compares fastformer with each rival, and names the cases that it loses, and those that were
+disturbed, unsteady, refused, wrong or missing. A provider with a wrong result is not timed; if it is fastformer or the
+baseline, the exit status is 1. A rival that torch.compile left uncompiled is not timed either, nor is fastformer if
+plain
+PyTorch ran instead of every kernel: the reason is printed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("FASTFORMER_STRICT", "1")  # nothing is measured on a silent fallback
+os.environ.setdefault("FASTFORMER_STRICT", "1")  # a silent fallback must not be measured
 
 import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
@@ -51,16 +52,16 @@ from benchmarks.publish.latest import RESULTS  # noqa: E402
 
 
 class Run:
-    """What a command has measured so far.
+    """The measurements of a command so far.
 
     Attributes:
-        rows: of all cases.
-        not_timed: (which provider of which case, why).
-        failed: whether ours was wrong, a baseline or a peer.
+        rows: the rows of all cases.
+        not_timed: (provider and case, reason).
+        failed: whether fastformer, a baseline or a peer was wrong.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
-        """options: the command's."""
+        """Stores the command's options."""
         self.rows: list[dict[str, Any]] = []
         self.not_timed: list[tuple[str, str]] = []
         self.failed = False
@@ -69,7 +70,7 @@ class Run:
         _say("{device}, {threads} threads, torch {torch}, commit {commit}".format(**self._shared))
 
     def cases(self, cases: Sequence[Case]) -> None:
-        """Measures some, a group after the other; compiled functions are kept while passes are taken."""
+        """Measures some cases, one group after another; compiled functions stay while passes are taken."""
         options = self._options
         with tqdm(total=len(cases), unit="case", file=sys.stderr, disable=None, leave=False) as bar:
             for first in range(0, len(cases), _TOGETHER):
@@ -120,9 +121,9 @@ class Run:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs what was asked for.
+    """Runs the command.
 
-    Returns 1 when a provider disagreed, 130 when you stopped it; exits with 2 where nothing fits the command.
+    Returns 1 if a result was wrong, 130 if you stopped the run; exits with 2 if nothing matches the command.
     """
     known = benchmarks()
     parser = _parser(sorted(known))
@@ -138,7 +139,7 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error("--publish is for a whole run on a CPU: without --out, --quick and --device cuda")
         options.out = RESULTS / "cpu.jsonl"
     suites = options.suite or DEFAULT
-    # Foreign cases run if no filter asks for cases.
+    # Peers run only if no filter selects cases.
     is_filtered = any((options.op, options.mode, options.dtype, options.shape, options.provider))
     with_peers = [suite for suite in _PEERS if suite in suites and options.device == "cpu" and not is_filtered]
     experiments = list(EXPERIMENTS) if "experiments" in suites and not is_filtered else []
@@ -180,12 +181,12 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if run.failed else 0
 
 
-_PEERS = ("decoding", "model")  # the suites that have some
-_TOGETHER = 24  # cases that passes are taken over, at most: their modules and what was compiled stay in memory
+_PEERS = ("decoding", "model")  # the suites that have peers
+_TOGETHER = 24  # the most cases in a pass: their modules and compiled functions stay in memory
 
 
 def _peers() -> Any:
-    """Their module, which asks what is installed."""
+    """Imports the module of the peers, which checks which programs are installed."""
     return importlib.import_module("benchmarks.peers.suite")
 
 

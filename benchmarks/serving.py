@@ -1,13 +1,13 @@
-"""Servers of one model under load: throughput and latency against the number of clients, ours beside others.
+"""Measures servers of one model under load: throughput and latency by number of clients, fastformer beside others.
 
     python -m benchmarks.serving --out benchmarks/results/serving.jsonl
     python -m benchmarks.serving --case base --clients 16 --rounds 5
     python -m benchmarks.serving --case llama-small --llama_server PATH
 
-A client asks again as soon as it has its answer. All servers of a model are up at once and take turns, round by round;
-while one is under load the others wait. Texts have 8 to 32 words (16 to 48 for the language model), each a token, and
-ask for about as many new ones. Clients and servers share the machine's cores. An answer has to have as many tokens as
-were asked for, or the server is not timed and the exit status is 1.
+A client sends its next request as soon as it has an answer. All servers of a model run at once and take turns in each
+round; while one is under load the others are idle. Texts have 8 to 32 words (16 to 48 for the language model), each a
+token, and request about as many new tokens. Clients and servers share the machine's cores. An answer must have the
+requested number of tokens; otherwise the server is not timed, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from benchmarks.peers.load import Load, Refused, percentile, put_under_load
 from benchmarks.peers.servers import Asked, Server
 
 Row = dict[str, Any]
-_SLOWEST_MS = 30_000.0  # that many clients may wait for an answer
+_SLOWEST_MS = 30_000.0  # the longest expected wait with many clients
 _CASES = (*servers.TRANSLATORS, *servers.LANGUAGE_MODELS)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints a line for each server and number of clients, and writes it."""
+    """Prints a line for each server and number of clients, and writes the rows."""
     options = _options(arguments)
     shared = record.environment("cpu") | {"threads": options.threads}
     print(f"{shared['device']}, {shared['cores']} cores, commit {shared['commit']}")
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _rows(case: str, options: argparse.Namespace) -> Iterator[Row]:
-    """Those of a model, as they are measured."""
+    """Yields the rows of a model as they are measured."""
     same = {"suite": "decoding", "op": "serving", "model": case}
     with tempfile.TemporaryDirectory(prefix="fastformer-serving-") as name:
         folder = Path(name)
@@ -76,10 +76,10 @@ def _rows(case: str, options: argparse.Namespace) -> Iterator[Row]:
 
 
 def _up(asked: Asked) -> Iterator[Server]:
-    """Those that started; the others become missing. Ours has to be there.
+    """Yields the servers that started; the others become missing. fastformer's has to start.
 
     Raises:
-        Missing: ours did not start.
+        Missing: fastformer's server did not start.
     """
     for server in asked.servers:
         try:
@@ -93,10 +93,10 @@ def _up(asked: Asked) -> Iterator[Server]:
 
 
 def _measured(asked: Asked, up: dict[Server, float], clients: int, options: argparse.Namespace) -> Iterator[Row]:
-    """A row for each server; one that answers wrongly gets a row that says so, and is left alone from then on.
+    """Yields a row for each server; one with a wrong answer gets a row that says so, and no further requests.
 
-    up: the milliseconds of a request by each server, with one client; they are written, and what would take too long
-        with many is not tried.
+    up: the milliseconds of a request for each server, with one client; they are written, and combinations that would
+        take too long with many clients are skipped.
     """
     loads: dict[Server, list[Load]] = {}
     for server, ms in list(up.items()):
@@ -145,7 +145,7 @@ def _measured(asked: Asked, up: dict[Server, float], clients: int, options: argp
 
 
 def figures(loads: Sequence[Load]) -> Row:
-    """Throughput, the median of the rounds, and latencies, of the requests of all rounds."""
+    """Computes throughput, as the median of the rounds, and the latencies of the requests of all rounds."""
     latencies = [1e3 * each for load in loads for each in load.latencies]
     if not latencies:
         return {}
@@ -162,7 +162,7 @@ def _rate(load: Load) -> float:
 
 
 def line(row: Row) -> str:
-    """A row for people."""
+    """Formats a row for people."""
     clients = f"{row['shape']['clients']:>3} clients" if "shape" in row else ""
     who = f"{row['model']:>11} {clients}  {row['provider']}, {row['precision']}"
     if "missing" in row:

@@ -1,16 +1,16 @@
-"""What HTTP costs beside the library: refusals of a full queue, one request, many clients, a stream among texts.
+"""Measures the overhead of HTTP beside the library: refusals of a full queue, one request, many clients, a stream.
 
     python -m benchmarks.serving_costs --out benchmarks/results/serving_costs.jsonl
     python -m benchmarks.serving_costs --part refusals one --case tiny
 
-- refusals: 200 requests at once to a server with room for 8 that wait, on connections that are open and on new ones:
-  the time from a request's last byte to the first byte of its refusal. After each turn nothing runs or waits.
+- refusals: 200 requests at once to a server with room for 8 waiting requests, on open and on new connections: the time
+  from a request's last byte to the first byte of its refusal. After each turn nothing runs or waits.
 - one: a request by HTTP, by `AsyncTranslator` and by `Translator.translate`, in turns, of the model of one process.
-- many: 64 clients that ask for 10 texts each, beside `Translator.translate` of the same texts at once. Each text must
-  come back as the library translates it, and takes 20 ms or more of the whole machine.
+- many: 64 clients that request 10 texts each, beside `Translator.translate` of the same texts at once. Each answer must
+  be the library's translation. A text takes 20 ms or more of the whole machine.
 - stream: 16 clients, one of which streams, beside 16 that don't.
 
-Clients are a process of their own. The exit status is 1 where an answer is wrong.
+The clients run in a process of their own. The exit status is 1 if an answer is wrong.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from fastformer.generation import Translator
 Row = dict[str, Any]
 _BURST, _MAX_WAITING = 200, 8
 _CLIENTS, _EACH = 64, 10
-_STREAMS = 16  # clients, of which one streams
+_STREAMS = 16  # clients, one of which streams
 _LIBRARY = "Translator.translate"
 
 
 class Wrong(Exception):
-    """An answer is not as it should be."""
+    """Raised if an answer is wrong."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints a line for each figure, and writes it."""
+    """Prints a line for each figure, and writes the rows."""
     options = _options(arguments)
     shared = record.environment("cpu") | {"threads": options.threads}
     print(f"{shared['device']}, {shared['cores']} cores, commit {shared['commit']}")
@@ -189,7 +189,7 @@ def _many(folder: Path, requests: list[Request], options: argparse.Namespace) ->
 
 
 async def _all(server: Server, texts: list[str]) -> tuple[list[str], list[float]]:
-    """The translations of texts, of which each client asks for some, one after another; and how long each took."""
+    """Translates texts, of which each client requests some; returns the translations and the seconds of each."""
     found, seconds = [""] * len(texts), list[float]()
 
     async def work(number: int) -> None:
@@ -222,7 +222,7 @@ def _stream(folder: Path, requests: list[Request], options: argparse.Namespace) 
 
 
 async def _mixed(server: Server, requests: list[Request], streams: int, seconds: float) -> float:
-    """Tokens a second of clients that ask again and again, some of which stream."""
+    """Returns the tokens a second of clients that send requests repeatedly, some of which stream."""
     bodies = itertools.cycle([(server.body(request) | {"split": False}, request.new_tokens) for request in requests])
     end = time.perf_counter() + seconds
     tokens = 0
@@ -255,7 +255,7 @@ async def _streamed(server: Server, body: dict[str, Any]) -> None:
 
 
 class _running:  # noqa: N801
-    """A context: ours, as a process of its own."""
+    """A context manager that runs fastformer's server in a process of its own."""
 
     def __init__(self, folder: Path, precision: str, options: argparse.Namespace, *flags: str) -> None:
         self._server = servers.our_translator(folder, precision, options.threads, *flags)
@@ -271,10 +271,10 @@ class _running:  # noqa: N801
 
 
 def _expect_idle(server: Server) -> None:
-    """Waits until nothing runs and nothing waits, and all of the cache is free.
+    """Waits until no request runs or waits, and the whole cache is free.
 
     Raises:
-        Wrong: it does not come to that.
+        Wrong: the server doesn't become idle.
     """
     for _ in range(200):
         with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as answer:
@@ -297,7 +297,7 @@ PARTS: dict[str, Callable[[Path, list[Request], argparse.Namespace], Iterator[Ro
 
 
 def line(row: Row) -> str:
-    """A row for people."""
+    """Formats a row for people."""
     shape = " ".join(f"{name}={value}" for name, value in row["shape"].items() if name != "part")
     parts = [f"{row['model']} {row['shape']['part']:<9} {row['provider']}, {row['precision']} {shape}".ljust(86)]
     if "requests_s" in row:

@@ -1,7 +1,7 @@
 """The ops' quick cases under pytest-benchmark: `pytest benchmarks --benchmark-only`.
 
-Each provider is checked once, and what is wrong fails in place of being timed. Times of one test follow those of
-another, so that a machine that gets slower in between favours one of them: `python -m benchmarks.run` interleaves.
+Each provider is checked once; a wrong one fails instead of being timed. The tests run one after another, so a machine
+that slows down in between favours one of them: `python -m benchmarks.run` interleaves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def cases() -> list[Case]:
-    """Those of `--suite ops --quick`."""
+    """Returns the cases of `--suite ops --quick`."""
     options = argparse.Namespace(
         suite=["ops"], op=None, mode=None, dtype=None, shape=[], device=DEVICE, quick=True, provider=None
     )
@@ -37,10 +37,10 @@ CASES = cases()
 
 @functools.cache
 def checked(number: int) -> Verdicts:
-    """What the checks found of a case's providers."""
+    """Returns the results of checking a case's providers."""
     benchmark, shape, mode, dtype = CASES[number]
     chosen = {name: benchmark.providers[name] for name in chosen_providers(benchmark, DEVICE, ())}
-    torch._dynamo.reset()  # torch.compile gives a function up after eight shapes and goes on eagerly
+    torch._dynamo.reset()  # torch.compile gives up on a function after eight shapes and runs it eagerly
     return verdicts_of(benchmark, chosen, shape, mode, getattr(torch, dtype), DEVICE)
 
 
@@ -53,7 +53,7 @@ def checked(number: int) -> Verdicts:
     ],
 )
 def test_speed(number: int, provider: str, benchmark: Any) -> None:
-    """A provider of a case."""
+    """Times a provider of a case."""
     case, verdicts = CASES[number], checked(number)
     if (reason := case.benchmark.left_out(provider, case.shape) or verdicts.refused.get(provider)) is not None:
         pytest.skip(reason)

@@ -1,11 +1,11 @@
-"""The time of each token against its position, for each engine: what a cache saves, and what grows anyway.
+"""Measures the time of each token against its position, for each engine: what a cache saves, and what grows anyway.
 
     python -m benchmarks.token_times base --picture times.svg [--engines kv_cache cpp] [--precision fp32 int8]
     python -m benchmarks.token_times RUN --tokens 128 --out benchmarks/results/token_times.jsonl
 
 MODEL is a case of `benchmarks.peers` (base, base-paper, tiny, gpt2) or a run folder of a Transformer. One input is
-decoded greedily, and a clock is read at each token; engines take turns, and the median of the rounds counts. The first
-token holds the encoder, or the prompt, as well.
+decoded greedily, and a clock is read at each token; engines take turns, and the median of the rounds counts. The time
+of the first token includes the encoder, or the prompt.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from benchmarks.peers.job import PRECISIONS, Model
 from benchmarks.publish.charts import draw_token_times
 from fastformer.generation.generate import Streamer
 
-_SOURCE = 32  # tokens, of a run
+_SOURCE = 32  # tokens of the source, for a run
 _ENGINES = ("recompute", "encode_once", "cross_cache", "kv_cache", "cpp")  # from the plainest to the fastest
 
 
 class Line(NamedTuple):
-    """One of the plot."""
+    """One line of the plot."""
 
     engine: str
     precision: str | None
@@ -41,32 +41,32 @@ class Line(NamedTuple):
 
 
 class Clock(Streamer):
-    """Notes when each token comes."""
+    """A streamer that records the time of each token."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
 
     def put(self, value: Tensor) -> None:
-        """First what decoding begins with, then token by token."""
+        """Receives first the ids that decoding begins with, then each token."""
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
-        """Nothing is left to do."""
+        """Does nothing."""
 
     def per_token(self, began: float) -> list[float]:
-        """The seconds of each token, the first since the call."""
+        """Returns the seconds of each token, the first from the beginning of the call."""
         ends = self.times[1:]
         return [end - start for start, end in zip([began, *ends[:-1]], ends, strict=True)]
 
 
 def token_times(model: Model, source: list[int], tokens: int, line: Line, *, may_end: bool = False) -> list[float]:
-    """The seconds of each new token of one input, (tokens,).
+    """Measures the seconds of each new token of one input, (tokens,).
 
     Args:
-        model, source: what is decoded.
-        tokens: how many.
-        line: how.
-        may_end: whether the model has to be kept from ending before that.
+        model, source: the model and its input.
+        tokens: the number of tokens.
+        line: the engine and precision.
+        may_end: whether the model might end earlier, which is then prevented.
     """
     clock = Clock()
     least = tokens if may_end else 0
@@ -79,13 +79,13 @@ def token_times(model: Model, source: list[int], tokens: int, line: Line, *, may
 
 
 def medians(rounds: list[list[float]]) -> list[float]:
-    """Of each position over the rounds, (tokens,)."""
+    """Returns the median of each position over the rounds, (tokens,)."""
     found: list[float] = torch.tensor(rounds, dtype=torch.float64).quantile(0.5, dim=0).tolist()
     return found
 
 
 def lines(engines: list[str] | None, precisions: list[str]) -> list[Line]:
-    """What to draw: the C++ engine in each precision, the others in the model's own."""
+    """Returns the lines to draw: the C++ engine in each precision, the other engines in the model's own."""
     drawn = []
     for engine in engines or [name for name in _ENGINES if name in ENGINES and name != "encode_once"]:
         if engine == "cpp":
@@ -135,7 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
     shared = record.environment("cpu")
     rows = []
     for line, seconds in found.items():
-        # Single positions are noisy: an eighth at either end.
+        # Single positions are noisy, so the first and the last eighth are averaged.
         share = max(1, (len(seconds) - 1) // 8)
         first, last = (1e3 * sum(part) / share for part in (seconds[1 : 1 + share], seconds[-share:]))
         print(f"{line!s:>18}: {first:.2f} ms a token at the start, {last:.2f} ms at the end")
@@ -146,7 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
             "provider": line.engine,
             "precision": line.precision or "fp32",
             "shape": {"tokens": options.tokens},
-            # The first token holds the encoder, or the prompt.
+            # The first token includes the encoder, or the prompt.
             "curve": {
                 "x": list(range(2, len(seconds) + 1)),
                 "y": [1e3 * each for each in seconds[1:]],
@@ -163,7 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _source(case: dict[str, str], model: Model) -> list[int]:
-    """The input of a case; for a run some ids of its vocabulary, for time doesn't depend on which."""
+    """Returns the input of a case; for a run some ids of its vocabulary, since the time doesn't depend on them."""
     if case["name"] != "run":
         return make_job(case, 1, 1).batches[0][0]
     generator = torch.Generator().manual_seed(0)

@@ -2,7 +2,7 @@
 
     FASTFORMER_TUNING_FILE=tuning.json python -m benchmarks.tune_attention --shape causal=True seqlen=2048 head_dim=64
 
-Every shape of the benchmark "attention" that has the values is tuned, forward and backward. It needs a GPU.
+Every shape of the benchmark "attention" with these values is tuned, forward and backward. It needs a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KERNELS = ("attention_fwd", "attention_bwd")
 
 
 def candidates(kernel: str) -> list[Any]:
-    """The tiles to try."""
+    """Returns the tiles to try."""
     from fastformer.kernels._attention_configs import Config
 
     is_backward = kernel == "attention_bwd"
@@ -33,13 +33,13 @@ def candidates(kernel: str) -> list[Any]:
         # 128 registers a thread: two programs of eight warps an SM.
         for most in ((None, 128) if warps == 8 and not is_backward else (None,))
     ]
-    if is_backward:  # dq by a kernel of its own, seven products in place of five and an atomic sum
+    if is_backward:  # dq by a kernel of its own: seven products instead of five and an atomic sum
         found += [config._replace(split=True) for config in found if config.num_stages == 2]
     return found
 
 
 def tune(shape: dict[str, Any], kernel: str) -> list[tuple[float, Any]]:
-    """(milliseconds, tile) of each candidate that could be launched, the fastest first."""
+    """Returns (milliseconds, tile) of each candidate that could be launched, the fastest first."""
     from fastformer.kernels import _attention_configs as configs
     from fastformer.kernels import _tuning
     from fastformer.kernels import attention as kernels
@@ -69,7 +69,7 @@ def tune(shape: dict[str, Any], kernel: str) -> list[tuple[float, Any]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints the fastest tiles of each shape; 1 where a kernel has none."""
+    """Prints the fastest tiles of each shape; returns 1 if a kernel has none."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tune_attention", description=__doc__.splitlines()[0])
     parser.add_argument("--shape", nargs="+", type=key_value, default=[], help="such as seqlen=2048 (all)")
     options = parser.parse_args(arguments)

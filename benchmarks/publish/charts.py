@@ -1,4 +1,4 @@
-"""What each picture shows: which rows it takes, and how it draws them. `CHARTS` has all of them by name."""
+"""The content of each picture: its rows, and how they are drawn. `CHARTS` has all pictures by name."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ if TYPE_CHECKING:
 class Chart:
     """A picture.
 
-    Attributes:
-        command: what makes its rows.
-        select: the results -> the rows that it is drawn from; none where it can't be drawn.
-        draw: those -> the picture.
+    command: the command that makes its rows.
+    select: the results -> the rows that it is drawn from; empty if it can't be drawn.
+    draw: these rows -> the picture.
     """
 
     command: str
@@ -49,7 +48,7 @@ _NAMES = {
 
 
 def name_of(provider: str) -> str:
-    """A provider as a reader knows it."""
+    """Returns the name of a provider for readers."""
     return _NAMES.get(provider, provider)
 
 
@@ -57,12 +56,12 @@ def name_of(provider: str) -> str:
 
 
 def compare(rows: list[Row], cases: Iterable[Case]) -> list[Comparison]:
-    """Ours against each rival, of the cases that were measured."""
+    """Compares fastformer with each rival, in the cases that were measured."""
     return [found for case in cases for found in case.comparisons(rows)]
 
 
 def select_cases(cases: Sequence[Case], results: Results) -> list[Row]:
-    """The rows that the comparisons of these cases are made of."""
+    """Returns the rows of the comparisons of these cases."""
     chosen: dict[int, Row] = {}
     for comparison in compare(results.rows, cases):
         for row in (comparison.ours, comparison.rival):
@@ -71,12 +70,12 @@ def select_cases(cases: Sequence[Case], results: Results) -> list[Row]:
 
 
 def draw_speedups(title: str, cases: Sequence[Case], rows: list[Row]) -> Figure:
-    """How many times faster ours is than each rival: bars from 1 to the right, or to the left where it is slower."""
+    """Draws how many times faster fastformer is than each rival: bars from 1 to the right, to the left if slower."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     found = compare(rows, cases)
     panels = list(dict.fromkeys(each.panel for each in found))
-    # A place for each (case, rival), top to bottom, the same in all panels.
+    # A position for each (case, rival), from top to bottom, the same in all panels.
     places: dict[tuple[str, str], float] = {}
     heights: dict[str, list[float]] = {}
     place = 0.0
@@ -130,7 +129,7 @@ def draw_speedups(title: str, cases: Sequence[Case], rows: list[Row]) -> Figure:
 
 
 def _grown(name: str, points: Sequence[tuple[int, float]]) -> str:
-    """A line's name with its exponent (`benchmarks.measure.scaling_fits`), where there are points enough."""
+    """Returns a line's name with its exponent (`benchmarks.measure.scaling_fits`), if there are enough points."""
     try:
         return f"{name}: n^{fit(dict(points)).exponent:.1f}"
     except ValueError:
@@ -138,13 +137,13 @@ def _grown(name: str, points: Sequence[tuple[int, float]]) -> str:
 
 
 def select_scaling(results: Results) -> list[Row]:
-    """In fp32, on the machine with the most lengths."""
+    """Selects the fp32 rows of the machine with the most lengths."""
     rows = results.find(was_timed, suite="scaling", dtype="float32")
     return [row for row in rows if isinstance(row["shape"].get("seqlen"), int)]
 
 
 def draw_scaling(rows: list[Row]) -> Figure:
-    """Time and memory over the length, both axes logarithmic; exponents behind the names."""
+    """Draws time and memory over the length, both axes logarithmic, with exponents after the names."""
     fig = style.figure(
         "Time and memory over the length of a sequence, forward and backward",
         footer=machine(rows),
@@ -202,7 +201,7 @@ _STEPS = {
 
 
 def select_stages(results: Results) -> list[Row]:
-    """Greedy decoding with the base model: the case with the most steps; of several the latest, with more threads."""
+    """Selects greedy decoding with the base model: the case with the most steps, its latest run, its most threads."""
     cases: dict[str, list[Row]] = {}
     for row in results.find(was_timed, op="decoding", preset="base", num_beams=1):
         if row["provider"] in STAGES:
@@ -217,7 +216,7 @@ def select_stages(results: Results) -> list[Row]:
 
 
 def draw_stages(rows: list[Row]) -> Figure:
-    """Tokens a second of each step."""
+    """Draws the tokens a second of each step."""
     shape = rows[0]["shape"]
     fig = style.figure(
         f"Greedy decoding, step by step: base model, {shape['batch']} sentences", footer=machine(rows), height=3.2
@@ -241,7 +240,7 @@ def draw_stages(rows: list[Row]) -> Figure:
 
 
 def select_throughput(results: Results) -> list[Row]:
-    """Greedy decoding with the base model: shapes that differ in nothing but the batch, those with most batches."""
+    """Selects greedy decoding with the base model: shapes that differ only in the batch size, with the most sizes."""
     families: dict[str, list[Row]] = {}
     for row in results.find(was_timed, op=("decoding", "decoding_batches"), preset="base", num_beams=1):
         if row["provider"] in STAGES:
@@ -256,7 +255,7 @@ def select_throughput(results: Results) -> list[Row]:
 
 
 def draw_throughput(rows: list[Row]) -> Figure:
-    """Tokens a second over the batch; one thread is dashed."""
+    """Draws tokens a second over the batch size; one thread is dashed."""
     fig = style.figure("Tokens a second over the batch: greedy, base model", footer=machine(rows), height=4.0)
     (axes,) = fig.axes
     most = max(row["threads"] for row in rows)
@@ -285,13 +284,13 @@ def _groups(rows: Iterable[Row], *fields: str) -> dict[tuple[Any, ...], list[Row
 
 
 def select_token_times(results: Results) -> list[Row]:
-    """Of the model with the most lines."""
+    """Selects the rows of the model with the most lines."""
     groups = _groups(results.find(op="token_times"), "model", "threads")
     return max(groups.values(), key=len, default=[])
 
 
 def draw_token_times(rows: list[Row]) -> Figure:
-    """The time of each token against its position."""
+    """Draws the time of each token against its position."""
     title = f"The time of a token over its position: one input, greedy ({rows[0]['model']})"
     fig = style.figure(title, footer=machine(rows), height=4.2)
     (axes,) = fig.axes
@@ -344,14 +343,14 @@ CHARTS: dict[str, Chart] = {
 
 
 def charts() -> dict[str, Chart]:
-    """All of them, those of the experiments at the end, each as its own module draws it."""
+    """Returns all pictures; those of the experiments come last, each drawn by its own module."""
     from benchmarks.experiments import EXPERIMENTS
 
     return CHARTS | {f"experiment_{name}": _experiment(name) for name in EXPERIMENTS}
 
 
 def _experiment(name: str) -> Chart:
-    """The last run of an experiment."""
+    """Makes the picture of the last run of an experiment."""
     from benchmarks.experiments.experiment import last_run, load
 
     return Chart(

@@ -1,8 +1,8 @@
-"""The lines of `benchmarks/results/` that count: those of each case's latest run. Tables and pictures use these.
+"""Selects the lines of `benchmarks/results/` that count, those of each case's latest run, for tables and pictures.
 
-The lines of a run share their time, and its providers took turns, so their ratios mean something. Lines of an earlier
-run of the same case are history, even those of a provider that the latest run left out. Decoding beside one engine and
-beside another are two cases, since both engines need not be installed at once.
+The lines of a run have the same time, and its providers ran in turns, so their ratios are meaningful. Lines of an
+earlier run of the same case are history, even those of a provider that the latest run omitted. Decoding beside one
+engine and beside another are two cases, because both engines need not be installed at once.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from benchmarks.measure import record
 
 Row = dict[str, Any]
 RESULTS = Path(__file__).parents[1] / "results"
-# Compiled code and host time are no speed of a provider; results of CPUs without AVX-512 have tables of their own.
+# Compiled code and host time are not the speed of a provider; results of CPUs without AVX-512 have tables of their own.
 WITHOUT_AVX512 = "avx2"
-# What accelerate() gains where PyTorch's own products have the CPU's whole rate: less than on the latest one, where
-# they have half of it.
+# The gain of accelerate() on CPUs for which PyTorch's own products reach the full rate: less than on the latest
+# machine, on which they reach half of it.
 AT_FULL_RATE = "drop_in_full_rate"
 _OTHER_KINDS = ("machine_code", "host_time", WITHOUT_AVX512, AT_FULL_RATE)
-# What makes two lines of the same case; the providers and their precisions are what is compared.
+# The fields that identify a case, besides its shape; providers and their precisions are compared within it.
 _CASE = ("op", "mode", "dtype", "model", "data")
 _ABSENT = object()
 
 
 class Results:
-    """All files of a folder.
+    """The results in all files of a folder.
 
     Attributes:
         folder: the folder.
-        rows: the lines that count, in the order of the files' names and of the lines.
+        rows: the lines that count, in the order of the files' names and of their lines.
     """
 
     def __init__(self, folder: Path = RESULTS, *, with_quick: bool = False, kind: str | None = None) -> None:
         """Reads every `*.jsonl`.
 
         Args:
-            folder: where they are.
-            with_quick: the lines of a --quick run count, too.
-            kind: only the files of another kind, whose names begin so. They are left out else.
+            folder: the folder of the files.
+            with_quick: whether the lines of a --quick run count, too.
+            kind: only the files of another kind, whose names begin with it. None: all files but those of other kinds.
 
         Raises:
-            ValueError: no such folder, or a line that is not a JSON object; file and line are named.
+            ValueError: the folder doesn't exist, or a line isn't a JSON object; the message has file and line.
         """
         if not folder.is_dir():
             raise ValueError(f"expected a folder of results, but there is no folder {folder}")
@@ -61,20 +61,20 @@ class Results:
         self.rows = latest(row for row in everything if with_quick or not row.get("quick"))
 
     def origin(self, row: Row) -> str:
-        """The file and the line of a row, such as "cpu.jsonl:12"."""
+        """Returns the file and the line of a row, such as "cpu.jsonl:12"."""
         return self._origins[id(row)]
 
     def find(self, test: Callable[[Row], bool] | None = None, /, **fields: Any) -> list[Row]:
-        """The rows that have all of these fields; see `matches`."""
+        """Returns the rows that have all of these fields; see `matches`."""
         return [row for row in self.rows if matches(row, fields) and (test is None or test(row))]
 
 
 def case_of(row: Mapping[str, Any]) -> str:
-    """The measured case without its provider: rows of one case are compared with one another."""
+    """Returns the measured case without its provider: rows of one case are compared with each other."""
     parts = {name: row[name] for name in _CASE if row.get(name) is not None}
     parts["shape"] = row.get("shape") or {}
     parts["platform"] = platform_of(row)
-    # Peers run with the number of threads that is better for each; all else is told apart by it.
+    # Peers run with their better number of threads; all other cases differ by the number of threads.
     if row.get("op") != "peers":
         parts["threads"] = row.get("threads")
     elif baseline := row.get("baseline"):
@@ -83,12 +83,12 @@ def case_of(row: Mapping[str, Any]) -> str:
 
 
 def platform_of(row: Mapping[str, Any]) -> str:
-    """ "cpu", or "cuda", whose capability is a pair of numbers."""
+    """Returns "cpu" or "cuda"; rows of a GPU have a pair of numbers as capability."""
     return "cuda" if isinstance(row.get("capability"), list) else "cpu"
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:
-    """The lines of each case's latest run. Of lines without a time the last of its kind counts."""
+    """Returns the lines of each case's latest run. Of lines without a time, the last of its kind counts."""
     timed: dict[str, str] = {}
     last: dict[tuple[str, ...], Row] = {}
     rows = list(rows)
@@ -109,9 +109,9 @@ def latest(rows: Iterable[Row]) -> list[Row]:
 
 
 def matches(row: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:
-    """Whether a row has these values: of its own fields, of its shape's, or of `beam_4__chrf`, nested ones.
+    """Returns whether a row has these values: in its own fields, in its shape, or nested, such as `beam_4__chrf`.
 
-    A tuple of values means any of them.
+    A tuple of values matches any of them.
     """
     for name, wanted in fields.items():
         found = value_of(row, name)
@@ -121,7 +121,7 @@ def matches(row: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:
 
 
 def value_of(row: Mapping[str, Any], name: str) -> Any:
-    """A field of a row, else of its shape; nested ones are parted by two underscores. `_ABSENT` where there is none."""
+    """Returns a field of a row or of its shape, or `_ABSENT`; two underscores separate the names of nested fields."""
     found: Any = row
     for part in name.split("__"):
         if not isinstance(found, Mapping) or part not in found:
@@ -132,12 +132,12 @@ def value_of(row: Mapping[str, Any], name: str) -> Any:
 
 
 def was_timed(row: Mapping[str, Any]) -> bool:
-    """Whether it says something about time: rows of an absent provider don't."""
+    """Returns whether a row has a time; rows of a missing provider don't."""
     return "missing" not in row and record.seconds(dict(row)) is not None
 
 
 def machine(rows: Iterable[Mapping[str, Any]]) -> str:
-    """On what the rows came to be, for a footer: devices, threads, PyTorch."""
+    """Describes the machines of the rows for a footer: devices, threads, PyTorch."""
     rows = list(rows)
 
     def all_of(name: str) -> str:

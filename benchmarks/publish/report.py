@@ -1,8 +1,8 @@
-"""One page of everything that was measured: tables, pictures, losses, experiments. It needs nothing beside itself.
+"""Makes one page of all results: tables, pictures, losses, experiments. The page is self-contained.
 
     python -m benchmarks.report [--results DIR] [--out build/report.html]
 
-The page holds the latest run of each case (`benchmarks.publish.latest`), and adapts to light and dark.
+The page has the latest run of each case (`benchmarks.publish.latest`), and adapts to light and dark.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PICTURES = {
     "decoding": ("peers", "decoding_ladder", "decoding_throughput", "token_times"),
     "scaling": ("scaling",),
 }
-_DISTURBED = 0.2  # a share of disturbed turns that is worth a mark
+_DISTURBED = 0.2  # the least share of disturbed turns that is marked
 _STYLE = """
 :root { color-scheme: light dark; --ink: #24292f; --page: #ffffff; --line: #d0d7de; --ours: #b34f00 }
 @media (prefers-color-scheme: dark) { :root { --ink: #d8dee4; --page: #0d1117; --line: #30363d; --ours: #f0883e } }
@@ -51,7 +51,7 @@ _HEAD = ("provider", "times faster", "ms, median", "20 % to 80 %", "tokens/s", "
 
 
 def page(results: Results) -> str:
-    """The whole of it."""
+    """Returns the whole page."""
     parts = [f"<h1>fastformer: what was measured</h1>{_machines(results.rows)}", _losses(results)]
     for suite in SUITES:
         rows = [row for row in results.rows if row.get("suite") == suite]
@@ -85,7 +85,7 @@ def _line(cells: Iterable[object], kind: str = "") -> str:
 
 
 def _machines(rows: Iterable[Row]) -> str:
-    """Each machine with its software, and the commits that ran there, with their last day."""
+    """Formats each machine with its software, and the commits that ran there, with their last day."""
     fields = ("device", "capability", "cores", "torch", "triton", "python")
     found: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:
@@ -102,7 +102,7 @@ def _machines(rows: Iterable[Row]) -> str:
 
 
 def _picture(name: str, results: Results) -> str:
-    """Inline, without the ids and metadata that would be there twice on one page."""
+    """Returns a picture as inline SVG, without ids and metadata, which would be duplicates on one page."""
     chart = charts()[name]
     rows = chart.select(results)
     if not rows:
@@ -112,7 +112,7 @@ def _picture(name: str, results: Results) -> str:
 
 
 def _op(op: str, rows: list[Row]) -> str:
-    """All cases of an op as one table, and what of it is not installed; lines that are about no time stand in none."""
+    """Formats all cases of an op as one table, and its missing providers; lines without a time are not shown."""
     cases: dict[str, list[Row]] = {}
     for row in filter(was_timed, rows):
         cases.setdefault(case_of(row), []).append(row)
@@ -132,7 +132,7 @@ def _op(op: str, rows: list[Row]) -> str:
 
 
 def _title(row: Row) -> str:
-    """What a case is."""
+    """Formats the title of a case."""
     words = [row.get(field) for field in ("model", "mode", "dtype", "data")]
     words += [f"{name} {value}" for name, value in row.get("shape", {}).items()]
     if row.get("threads") and row.get("op") != "peers":
@@ -149,7 +149,7 @@ def _short(ms: float) -> str:
 
 
 def _cells(row: Row) -> Iterator[str]:
-    """One provider of a case: `_HEAD`, "" where a line doesn't say."""
+    """Yields the cells of one provider of a case, for `_HEAD`; "" if a line has no value."""
     yield _name(row)
     yield "" if row.get("speedup") is None else two_digits(row["speedup"])
     yield "" if row.get("ms_p50") is None else _short(row["ms_p50"])
@@ -169,10 +169,10 @@ def _cells(row: Row) -> Iterator[str]:
 
 
 def slower(results: Results) -> Iterator[tuple[float, Row, Row]]:
-    """(ratio, ours, rival) of each comparison in which ours takes longer, in the same format and the same run."""
+    """Yields (ratio, fastformer, rival) for each comparison that fastformer loses, in one format and one run."""
     cases: dict[str, list[Row]] = {}
     for row in filter(was_timed, results.rows):
-        if row.get("suite") != "scaling":  # there providers do different things
+        if row.get("suite") != "scaling":  # in this suite, providers do different things
             cases.setdefault(case_of(row), []).append(row)
     for rows in cases.values():
         for ours in (row for row in rows if row["provider"] in ("fastformer", "accelerated")):
@@ -188,7 +188,7 @@ def slower(results: Results) -> Iterator[tuple[float, Row, Row]]:
 
 
 def _losses(results: Results) -> str:
-    """Where ours is slower, worst first."""
+    """Formats the comparisons that fastformer loses, worst first."""
     lines = [
         _line([f"{ours['op']}: {_title(ours)}", _name(ours), two_digits(ratio), name_of(rival["provider"])])
         for ratio, ours, rival in sorted(slower(results), key=lambda each: each[0])
@@ -198,7 +198,7 @@ def _losses(results: Results) -> str:
 
 
 def _experiments(results: Results) -> str:
-    """Claims, verdicts and pictures."""
+    """Formats claims, verdicts and pictures."""
     parts = ['<h2 id="experiments">What the sources say, tried</h2>']
     for name, about in EXPERIMENTS.items():
         rows = last_run(results.find(suite="experiments"), name)
@@ -212,7 +212,7 @@ def _experiments(results: Results) -> str:
 
 
 def _commands(results: Results) -> str:
-    """Each command with what it measured."""
+    """Formats each command with the work that it measured."""
     lines = [
         _line([command, ", ".join(dict.fromkeys(str(row.get("op")) for row in rows)), rows[-1].get("commit", ""),
                rows[-1].get("time") or ""])

@@ -1,4 +1,4 @@
-"""How every picture of the benchmarks looks, and the SVG that it becomes.
+"""The style of all pictures of the benchmarks, and their SVG.
 
     fig = style.figure("Loss over updates", footer="AMD EPYC, 2 threads")
     (axes,) = fig.axes
@@ -7,9 +7,9 @@
     style.label_lines(axes)  # names where the lines end; or style.legend(fig), below the data
     style.save(fig, "experiment_loss", rows)
 
-The background is transparent. Text, axes and ticks are INK, a grey that can be read on white and on black; where the
-reader's colour scheme is known, a style inside of the SVG makes it nearly black or nearly white. The metadata hold a
-digest of the rows and one of the drawing, so that a test can tell a picture that is stale, or was edited by hand.
+The background is transparent. Text, axes and ticks are INK, a grey that is legible on white and on black. If the
+reader's colour scheme is known, a style inside the SVG makes it nearly black or nearly white. The metadata has a digest
+of the rows and one of the drawing, so that a test can recognise a picture that is stale, or was edited by hand.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 PICTURES = Path(__file__).parents[1] / "pictures"
 
-# Okabe and Ito's colours, which people tell apart whatever kind of cones they have. Their yellow can't be seen on
-# white, and their black not on black.
+# Okabe and Ito's colours, which are distinct for all kinds of colour vision. Their yellow is invisible on white, and
+# their black on black.
 VERMILLION, SKY, GREEN, BLUE, PURPLE, ORANGE = "#d55e00", "#56b4e9", "#009e73", "#0072b2", "#cc79a7", "#e69f00"
 INK = "#767676"  # 4.5 : 1 against white and against black
-GREY = "#8c8c8c"  # what is plain: the baseline
+GREY = "#8c8c8c"  # the baseline
 _INK_ON = {"light": "#24292f", "dark": "#d8dee4"}
 
 OURS = VERMILLION
@@ -61,7 +61,7 @@ MARKERS = "osD^vPX*"
 
 
 def color_of(provider: str) -> str:
-    """The one colour of a provider in every picture; ours is `OURS`, whichever backend, engine or precision it runs."""
+    """Returns a provider's colour, the same in every picture; all forms of fastformer have the colour `OURS`."""
     name = provider.lower()
     if name in _COLORS:
         return _COLORS[name]
@@ -72,13 +72,13 @@ def color_of(provider: str) -> str:
 
 
 def figure(title: str, *, footer: str = "", rows: int = 1, columns: int = 1, height: float = 4.0) -> Figure:
-    """An empty picture, 8 inches wide (768 pixels in a browser), with `rows * columns` axes in `.axes`.
+    """Makes an empty picture, 8 inches wide (768 pixels in a browser), with `rows * columns` axes in `.axes`.
 
     Args:
-        title: what is to be seen.
-        footer: on what: the machine, the threads, the model.
-        rows, columns: of axes.
-        height: in inches.
+        title: the title.
+        footer: the machine, the threads, the model.
+        rows, columns: the numbers of rows and columns of axes.
+        height: the height in inches.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -103,11 +103,11 @@ def figure(title: str, *, footer: str = "", rows: int = 1, columns: int = 1, hei
 
 
 _FOOTER = 0.22  # inches
-_FOOTER_LETTERS = 115  # what fits at 8 points
+_FOOTER_LETTERS = 115  # the number of characters that fit at 8 points
 
 
 def _reserve(fig: Figure, inches: float) -> None:
-    """Keeps the data above the footer and so much more."""
+    """Keeps the data this many inches above the footer."""
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     engine = fig.get_layout_engine()
@@ -117,14 +117,14 @@ def _reserve(fig: Figure, inches: float) -> None:
 
 
 def label_lines(axes: Axes, *, gap: float = 0.055) -> None:
-    """Names each line of the axes where it ends, right of the data, one above the other where ends are close.
+    """Labels each line of the axes at its end, to the right of the data; labels of close ends are moved apart.
 
-    Call it last: it takes the limits and the scales as they are then. A line without a label of its own is left out.
+    Call it last: it uses the current limits and scales. A line without a label of its own gets none.
     """
     from matplotlib.lines import Line2D
 
     lines = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
-    axes.autoscale_view()  # limits wait until they are asked for, and the transform does not ask
+    axes.autoscale_view()  # limits are computed on demand, and the transform doesn't demand it
     transform = axes.transScale + axes.transLimits
     ends = []
     for line in lines:
@@ -137,7 +137,7 @@ def label_lines(axes: Axes, *, gap: float = 0.055) -> None:
     places: list[float] = []
     for _, height, _ in ends:
         places.append(max(height, places[-1] + gap) if places else height)
-    # A label that was pushed beyond the top goes back down, and pushes the labels below it as far as needed.
+    # A label that was moved beyond the top goes back down, and moves the labels below it as far as needed.
     for index in reversed(range(len(places))):
         above = places[index + 1] if index + 1 < len(places) else 1 + gap
         places[index] = min(places[index], above - gap)
@@ -151,12 +151,12 @@ def label_lines(axes: Axes, *, gap: float = 0.055) -> None:
 
 
 def legend(fig: Figure, *, columns: int = 4) -> None:
-    """The names of everything that is labelled, once each, in rows below the data."""
+    """Adds the names of everything that is labelled, once each, in rows below the data."""
     handles: dict[str, Any] = {}
     for axes in fig.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
-    # Matplotlib fills columns from the top; readers read rows.
+    # Matplotlib fills columns from top to bottom; people read rows.
     columns = min(columns, len(handles)) or 1
     order = [name for start in range(columns) for name in list(handles)[start::columns]]
     _reserve(fig, 0.08 + 0.19 * math.ceil(len(handles) / columns))
@@ -167,7 +167,7 @@ def legend(fig: Figure, *, columns: int = 4) -> None:
 
 
 def two_digits(value: float) -> str:
-    """Two significant digits: 0.97, 2.3, 16, 210; thousands are parted."""
+    """Formats two significant digits: 0.97, 2.3, 16, 210, with separators between thousands."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     digits = 1 - math.floor(math.log10(abs(float(f"{value:.1e}"))))
@@ -175,13 +175,13 @@ def two_digits(value: float) -> str:
 
 
 def digest(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Of rows, in whichever order they come."""
+    """Returns a digest of rows, independent of their order."""
     lines = sorted(json.dumps(row, sort_keys=True) for row in rows)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 class Stamp(NamedTuple):
-    """What a picture says about itself."""
+    """The digests in a picture."""
 
     rows: str  # the digest of the rows that it was drawn from
     drawing: str  # the digest of the SVG without its metadata
@@ -191,13 +191,13 @@ def save(fig: Figure, name: str, rows: Sequence[Mapping[str, Any]], folder: Path
     """Writes `folder/name.svg`: the same bytes for the same rows and the same matplotlib.
 
     Args:
-        fig: what `figure` gave, drawn upon.
-        name: of the picture, without an ending.
-        rows: the lines of JSON that it was drawn from, all of them.
-        folder: where to; it is made where it is missing.
+        fig: a result of `figure`, with the drawing.
+        name: the name of the picture, without a suffix.
+        rows: all lines of JSON that it was drawn from.
+        folder: the folder to write to; it is created if it doesn't exist.
 
     Raises:
-        ValueError: no rows, or a name that is more than a name.
+        ValueError: there are no rows, or the name contains more than a file name.
     """
     if not rows:
         raise ValueError(f"expected the rows that {name} was drawn from, got none")
@@ -210,7 +210,7 @@ def save(fig: Figure, name: str, rows: Sequence[Mapping[str, Any]], folder: Path
 
 
 def svg(fig: Figure, rows: Sequence[Mapping[str, Any]]) -> str:
-    """The picture as text; see `save`."""
+    """Returns the picture as text; see `save`."""
     import matplotlib
     from matplotlib.text import Text
 
@@ -222,7 +222,7 @@ def svg(fig: Figure, rows: Sequence[Mapping[str, Any]]) -> str:
             spine.set_edgecolor(INK)
     fig.patch.set_visible(False)
     buffer = io.StringIO()
-    # Glyphs as paths: the letters are as wide wherever they are shown, and nothing overlaps there that didn't here.
+    # Glyphs as paths: letters have the same width everywhere, so nothing overlaps elsewhere that doesn't overlap here.
     with matplotlib.rc_context({"svg.hashsalt": "fastformer", "svg.fonttype": "path"}):
         fig.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     plain = re.sub(r"<!--.*?-->\n?", "", buffer.getvalue(), flags=re.DOTALL)
@@ -247,12 +247,12 @@ def _scheme() -> str:
 
 
 def stamp_of(text: str) -> Stamp:
-    """The digests of an SVG: the one that its text claims to be drawn from, and the one of its drawing now.
+    """Returns the digests of an SVG: that of the rows, as its text claims, and that of its current drawing.
 
-    The digest of the drawing is that of the text as it is. Compare it with `claimed_drawing`.
+    The digest of the drawing is computed from the text. Compare it with `claimed_drawing`.
 
     Raises:
-        ValueError: it is no picture of `save`.
+        ValueError: the text isn't a picture from `save`.
     """
     found = re.search(r"\n<metadata>rows (\w+) drawing (\w+)</metadata>", text)
     if found is None:

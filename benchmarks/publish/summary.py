@@ -1,6 +1,6 @@
-"""The cases that the published tables and pictures show, out of all that were measured: ours against each rival.
+"""Selects the cases in the published tables and pictures: fastformer beside each rival.
 
-To show another case, add a line; to show another rival, add its name where it takes part.
+To show another case, add a line; to show another rival, add its name to the cases that have it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Fields = Mapping[str, Any]
 
 
 class Panel(NamedTuple):
-    """In which number format both compute."""
+    """The number formats of both sides of a comparison."""
 
     name: str
     ours: Fields
@@ -30,7 +30,7 @@ BF16 = Panel("bf16", {"dtype": ("bfloat16", "bf16")}, {"dtype": ("bfloat16", "bf
 
 
 class Comparison(NamedTuple):
-    """Two rows of one run, as a ratio."""
+    """Two rows of one run, compared by their ratio."""
 
     label: str
     panel: str
@@ -40,7 +40,7 @@ class Comparison(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """How many times faster ours is: out of turns of the same rounds where the runner says so, else of medians."""
+        """How many times faster fastformer is: from turns of the same rounds if recorded, else from medians."""
         if (row := self._of_rounds) is not None:
             return float(row["speedup" if row is self.ours else "ours"])
         ours, rival = record.seconds(self.ours), record.seconds(self.rival)
@@ -49,12 +49,12 @@ class Comparison(NamedTuple):
 
     @property
     def is_unsteady(self) -> bool:
-        """Whether something disturbed it, or its passes disagree; False where it wasn't watched."""
+        """Whether it was disturbed, or its passes disagree; False if it wasn't watched."""
         return (row := self._of_rounds) is not None and is_quiet(row) is False
 
     @property
     def _of_rounds(self) -> Row | None:
-        """The row whose ratio is out of turns of the same rounds; None where neither has one."""
+        """Returns the row whose ratio is from turns of the same rounds; None if neither has one."""
         if self.ours["provider"] == "fastformer":
             return self.rival if self.rival.get("ours") else None
         is_baseline = self.ours.get("baseline") == self.rival["provider"]
@@ -63,15 +63,15 @@ class Comparison(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """One line of a table, one group of bars.
+    """One line of a table, or one group of bars.
 
     Attributes:
-        label: what is measured.
-        where: the fields of its rows; those of the shape may be named without it (`benchmarks.publish.latest.matches`).
-        against: the providers that ours has to be compared with: a table says if one was not measured. Others that
-            were measured beside them are shown, too.
-        ours: the provider that is ours.
-        panels: the formats.
+        label: the name of the work.
+        where: the fields of its rows; fields of the shape can be given directly (`benchmarks.publish.latest.matches`).
+        against: the providers that fastformer has to be compared with: a table says if one was not measured. Others
+            that were measured with them are shown, too.
+        ours: the provider of fastformer.
+        panels: the number formats.
     """
 
     label: str
@@ -81,16 +81,16 @@ class Case:
     panels: tuple[Panel, ...] = field(default=(FP32, BF16))
 
     def rows(self, rows: Iterable[Row]) -> list[Row]:
-        """Those of the case, on a CPU."""
+        """Returns the rows of the case, on a CPU."""
         return [row for row in rows if matches(row, self.where) and was_timed(row) and platform_of(row) == "cpu"]
 
     def rivals(self, rows: Iterable[Row]) -> list[str]:
-        """The providers to be compared with, and then all others that were measured."""
+        """Returns the required rivals, and then all others that were measured."""
         found = dict.fromkeys(row["provider"] for row in self.rows(rows))
         return [*self.against, *(name for name in found if name not in self.against and not is_ours(name))]
 
     def comparisons(self, rows: Iterable[Row]) -> Iterator[Comparison]:
-        """Those that were measured."""
+        """Yields the comparisons that were measured."""
         rows = self.rows(rows)
         for panel in self.panels:
             for against in self.rivals(rows):
@@ -99,10 +99,10 @@ class Case:
                     yield found
 
     def _compare(self, rows: list[Row], panel: Panel, against: str) -> Comparison | None:
-        """Of the latest run; with the most threads, where both ran with as many.
+        """Compares two providers in the latest run; with the most threads that both have.
 
         Raises:
-            ValueError: the fields fit several cases of that run.
+            ValueError: the fields match several cases of that run.
         """
         pairs = [
             Comparison(self.label, panel.name, against, ours, rival)
@@ -124,7 +124,7 @@ class Case:
 
 
 def is_ours(provider: str) -> bool:
-    """Whether it is a form of this library, or no program at all ("read" merely reads the weights)."""
+    """Returns whether a provider is a form of fastformer, or not a program ("read" only reads the weights)."""
     return provider == "read" or provider.split(",")[0].split()[0] in ("fastformer", "accelerated")
 
 
@@ -177,12 +177,12 @@ def _small_work(size: tuple[int, int, int, int], threads: int, ours: str, *, lea
 
 
 def size_of(size: tuple[int, int, int, int]) -> str:
-    """A size of small work as a reader knows it."""
+    """Formats a size of small work for readers."""
     dim, layers, batch, seqlen = size
     return f"d {dim}, {layers} layers, {batch} x {seqlen}"
 
 
-# Size -> cases, with one and with two threads, of each column of the table.
+# By size: the cases of each column of the table, with one and with two threads.
 SMALL_WORK = {
     size: {
         (learns, ours): [_small_work(size, threads, ours, learns=learns) for threads in THREADS]
@@ -234,7 +234,7 @@ DROP_IN = (
     ),
 )
 
-# Of the rivals, the converted model is ours, without transformers in front of it.
+# One of the rivals, the converted model, is fastformer's, without transformers.
 GENERATE = tuple(
     Case(
         f"Marian's base shape, {search}, {precision}",
@@ -289,7 +289,7 @@ _EACH = (
     _PRECISIONS[2],
 )
 _LLAMA_PROMPTS = ((1, 32, "a prompt of 32 tokens"), (1, 512, "a prompt of 512 tokens"), (16, 32, "16 prompts of 32"))
-# Llama's form, 168 M parameters.
+# Models of Llama's form, with 168 M parameters.
 LLAMA = tuple(
     Case(
         f"{prompts}, {what}",
@@ -301,7 +301,7 @@ LLAMA = tuple(
     for new, what in ((1, "the first token"), (32, "32 tokens"))
 )
 
-# Where the CPU has no AVX-512.
+# CPUs without AVX-512.
 AVX2 = tuple(
     replace(case, against=("as it is",)) for case in DROP_IN if case.where["model"] in ("bert_base", "torch_nn_encoder")
 )
@@ -315,7 +315,7 @@ def _case(cases: Sequence[Case], label: str) -> Case:
     return found
 
 
-# (case, rival, formats) of README's table.
+# (case, rival, formats) of the table in README.
 SUMMARY = (
     (_case(DROP_IN, "BERT-base, 8 sequences of 32 to 128 tokens"), "as it is", ("fp32", "bf16")),
     (_case(DROP_IN, "BERT-base, 8 sequences of 32 to 128 tokens"), "openvino", ("fp32", "bf16")),

@@ -1,4 +1,4 @@
-"""The tables of README.md and docs/benchmarks/: `TABLES` has a function for each, which makes Markdown of the results.
+"""Makes the tables of README.md and docs/benchmarks/ in Markdown: `TABLES` has a function for each.
 
 A cell is a field of one line, or the ratio of two lines of one run. The text around a table is written by hand.
 """
@@ -36,7 +36,7 @@ NOT_MEASURED = "not measured"
 
 
 class Figure(NamedTuple):
-    """One that a page shows."""
+    """A figure on a page."""
 
     text: str
     what: str
@@ -45,12 +45,12 @@ class Figure(NamedTuple):
 
 
 class Numbers:
-    """The results, as text, with a record of what was taken.
+    """The results as text, with a record of the figures that were used.
 
     Attributes:
-        results: where from.
-        figures: each that was shown.
-        missing: figures that were asked for and aren't there.
+        results: the results.
+        figures: the figures that were used.
+        missing: the requested figures that don't exist.
     """
 
     def __init__(self, results: Results) -> None:
@@ -59,16 +59,16 @@ class Numbers:
         self.missing: list[str] = []
 
     def of(self, kind: str) -> Numbers:
-        """The results of another kind in the same folder; figures taken from them count here."""
+        """Returns the results of another kind in the same folder; figures that are used there are recorded here."""
         own = Numbers(Results(self.results.folder, kind=kind))
         own.figures, own.missing = self.figures, self.missing
         return own
 
     def value(self, field: str, show: Callable[[float], str] = two_digits, /, **where: Any) -> str:
-        """A field of the one line that has these fields, in the latest run that has such lines.
+        """Formats a field of the one line that has these fields, in the latest run that has such lines.
 
         Raises:
-            ValueError: several lines of that run do.
+            ValueError: several lines of that run have them.
         """
         rows = self.results.find(**where)
         latest = max((row.get("time") or "" for row in rows), default="")
@@ -82,7 +82,7 @@ class Numbers:
         return self.shown(show(found), f"{field} of {where}", rows)
 
     def ratio(self, case: Case, panel: str, against: str) -> str:
-        """How many times faster ours is."""
+        """Formats how many times faster fastformer is."""
         found = case.comparisons(self.results.rows)
         for each in found:
             if (each.panel, each.against) == (panel, against):
@@ -90,13 +90,13 @@ class Numbers:
         return self._lacking(f"{case.label}, {panel}, against {against}")
 
     def compared(self, found: Comparison) -> str:
-        """The ratio of two lines, with a mark where it is uncertain."""
+        """Formats the ratio of two lines, with a mark if it is uncertain."""
         text = two_digits(found.ratio) + "~" * found.is_unsteady
         what = f"{found.label}, {found.panel}, against {found.against}"
         return self.shown(text, what, [found.ours, found.rival])
 
     def shown(self, text: str, what: str, rows: Sequence[Row]) -> str:
-        """The text, noted down as made of these rows."""
+        """Records the text as made from these rows, and returns it."""
         origin = ", ".join(map(self.results.origin, rows))
         commands = dict.fromkeys(str(row.get("command")) for row in rows)
         self.figures.append(Figure(text, what, origin, "; ".join(commands)))
@@ -108,22 +108,22 @@ class Numbers:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Markdown."""
+    """Formats a table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _panels(case: Case, measured: Iterable[Comparison], rival: str, measured_alone: bool) -> list[str]:
-    """The panels of a case beside a rival that were measured, and those that have to be, in order."""
+    """Returns the panels of a case beside a rival, in order: those that were measured, and those that have to be."""
     there = {found.panel for found in measured if found.against == rival}
     is_due = rival in case.against and not measured_alone
     return [panel.name for panel in case.panels if is_due or panel.name in there]
 
 
 def times_faster(cases: Sequence[Case], numbers: Numbers, *, measured_alone: bool = False) -> str:
-    """A line for each case, a column for each rival; the formats in a cell, as `2.2 · 3.5`; "" without any case.
+    """Makes a line for each case, a column for each rival; the formats in a cell, as `2.2 · 3.5`; "" without any case.
 
-    measured_alone: without what was not measured, rather than with words that say so.
+    measured_alone: omit cells that were not measured, instead of saying so.
     """
     rows = numbers.results.rows
     measured = {case.label: list(case.comparisons(rows)) for case in cases}
@@ -150,7 +150,7 @@ def times_faster(cases: Sequence[Case], numbers: Numbers, *, measured_alone: boo
 
 
 def beside_engines(cases: Sequence[Case], numbers: Numbers) -> str:
-    """A line for each case and rival, a column for each precision."""
+    """Makes a line for each case and rival, a column for each precision."""
     names = [panel.name for panel in cases[0].panels]
     lines = []
     for case in cases:
@@ -163,7 +163,7 @@ def beside_engines(cases: Sequence[Case], numbers: Numbers) -> str:
 
 
 def elsewhere(kind: str, make: Callable[[Numbers], str], numbers: Numbers) -> str:
-    """A table of the lines of another kind; "" where there are none."""
+    """Makes a table from the lines of another kind; "" if there are none."""
     own = numbers.of(kind)
     if own.results.rows:
         return make(own)
@@ -172,7 +172,7 @@ def elsewhere(kind: str, make: Callable[[Numbers], str], numbers: Numbers) -> st
 
 
 def summary(numbers: Numbers) -> str:
-    """Ten numbers for a newcomer, each with the command that measures it."""
+    """Makes the table of ten numbers for a newcomer, each with the command that measures it."""
     lines = []
     for case, against, panels in SUMMARY:
         first = len(numbers.figures)
@@ -184,12 +184,12 @@ def summary(numbers: Numbers) -> str:
 
 
 def _without_output(command: str) -> str:
-    """A command without the file that its result went to."""
+    """Removes the output file from a command."""
     return re.sub(r" --out \S+", "", command)
 
 
 def losses(numbers: Numbers) -> str:
-    """All comparisons of the tables below in which ours is slower, worst first."""
+    """Makes the table of all comparisons in the tables below that fastformer loses, worst first."""
     small = [case for columns in SMALL_WORK.values() for cases in columns.values() for case in cases]
     slower = sorted(
         (
@@ -208,7 +208,7 @@ def losses(numbers: Numbers) -> str:
 
 
 def small_work(numbers: Numbers) -> str:
-    """Encoders so small that a call's own cost counts; "" until they were measured."""
+    """Makes the table of encoders so small that the overhead of a call counts; "" until measured."""
     measured = numbers.results.rows
     lines = []
     for size, columns in SMALL_WORK.items():
@@ -226,7 +226,7 @@ def small_work(numbers: Numbers) -> str:
 
 
 def llama(numbers: Numbers) -> str:
-    """A line for each program and precision: the time to the first token, and tokens a second; "" until measured."""
+    """Makes a line for each program and precision: the time to the first token, tokens a second; "" until measured."""
     rows = numbers.results.find(op="peers", model="llama")
     latest = max((row.get("time") or "" for row in rows), default="")
     things = dict.fromkeys((row["precision"], row["provider"]) for row in rows if (row.get("time") or "") == latest)
@@ -247,7 +247,7 @@ def llama(numbers: Numbers) -> str:
 
 
 def accelerated_generate(numbers: Numbers) -> str:
-    """`generate` of accelerated models; "" until it was measured."""
+    """Makes the table of accelerated models' `generate`; "" until measured."""
     rows = numbers.results.rows
     measured = [case for case in GENERATE if list(case.comparisons(rows))]
     rivals = dict.fromkeys(rival for case in measured for rival in case.against)
@@ -259,7 +259,7 @@ def accelerated_generate(numbers: Numbers) -> str:
 
 
 def embedding(numbers: Numbers) -> str:
-    """A line for each program and format, a column for each order of the sentences; "" until it was measured."""
+    """Makes a line for each program and format, a column for each order of the sentences; "" until measured."""
     where = {"op": "drop_in", "mode": "embedding"}
     rows = [row for row in numbers.results.find(**where) if was_timed(row)]
     orders = dict.fromkeys(row["shape"]["order"] for row in rows)
@@ -275,7 +275,7 @@ def embedding(numbers: Numbers) -> str:
 
 
 def serving(numbers: Numbers) -> str:
-    """A line for each server of each model, a column for each number of clients; "" until it was measured."""
+    """Makes a line for each server of each model, a column for each number of clients; "" until measured."""
     rows = [row for row in numbers.results.find(op="serving") if was_timed(row)]
     clients = sorted({row["shape"]["clients"] for row in rows})
     lines = []
@@ -292,7 +292,7 @@ def serving(numbers: Numbers) -> str:
 
 
 def serving_losses(numbers: Numbers) -> str:
-    """The servers that answer more requests than ours, worst first; "" until they were measured."""
+    """Makes the table of servers that answer more requests than fastformer's, worst first; "" until measured."""
     rows = [row for row in numbers.results.find(op="serving") if was_timed(row) and "ours" in row]
     slower = sorted((row for row in rows if row["ours"] < 1), key=lambda row: float(row["ours"]))
     lines = []
@@ -306,7 +306,7 @@ def serving_losses(numbers: Numbers) -> str:
 
 
 def serving_costs(numbers: Numbers) -> str:
-    """What HTTP costs beside the library; "" until it was measured."""
+    """Makes the table of HTTP's overhead beside the library; "" until measured."""
     where = {"op": "serving_costs"}
     if not numbers.results.find(**where):
         return ""
@@ -343,7 +343,7 @@ def serving_costs(numbers: Numbers) -> str:
 
 
 def processes(numbers: Numbers) -> str:
-    """A line for one process and for each way in which several share a training; "" until they were measured."""
+    """Makes a line for one process and for each way in which several share a training; "" until measured."""
     rows = numbers.results.find(op="processes")
     lines = []
     for provider in dict.fromkeys(row["provider"] for row in rows):
@@ -354,7 +354,7 @@ def processes(numbers: Numbers) -> str:
 
 
 def preparing(numbers: Numbers) -> str:
-    """What preparing a corpus takes beside the tokenizers library alone; "" until it was measured."""
+    """Makes the table of preparing a corpus beside the tokenizers library alone; "" until measured."""
     rows = [row for row in numbers.results.find(op="preparing") if row["shape"]["clock"] == "wall"]
     if not rows:
         return ""
@@ -367,7 +367,7 @@ def preparing(numbers: Numbers) -> str:
 
 
 def large_corpus(numbers: Numbers) -> str:
-    """The peak of a process's memory on a large corpus; "" until it was measured."""
+    """Makes the table of the peak memory of a process on a large corpus; "" until measured."""
     rows = numbers.results.find(op="large_corpus")
     lines = []
     for model in dict.fromkeys(row["model"] for row in rows):
@@ -379,7 +379,7 @@ def large_corpus(numbers: Numbers) -> str:
 
 
 def precisions(numbers: Numbers) -> str:
-    """What the smaller ones cost in quality."""
+    """Makes the table of the quality of smaller precisions."""
 
     def cells(precision: str) -> Iterator[str]:
         yield precision
@@ -393,7 +393,7 @@ def precisions(numbers: Numbers) -> str:
 
 
 def scaling(numbers: Numbers) -> str:
-    """Over the length of a sequence: exponents in fp32; "" until they were measured."""
+    """Makes the table of fp32 exponents over the length of a sequence; "" until measured."""
     found = groups(numbers.results.find(suite="scaling", dtype="float32"))
     if not found:
         numbers.missing.append("the growth with the length")
@@ -443,7 +443,7 @@ TABLES: dict[str, Callable[[Numbers], str]] = {
 
 
 def tables_of(results: Results) -> str:
-    """The tables that the lines of your own runs give; "" if they give none."""
+    """Makes the tables for the lines of your own runs; "" if no table has a line."""
     numbers = Numbers(results)
     found = [*(_measured(cases, numbers) for cases in (MODELS, MODULES, OPS)), small_work(numbers)]
     return "\n\n".join(each for each in found if each)
