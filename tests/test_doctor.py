@@ -86,6 +86,16 @@ def test_it_says_what_the_decoding_engine_has_or_why_there_is_none(monkeypatch) 
     assert all("engine 'cpp'" in line and "int8" not in line for line in (older, missing))
 
 
+def test_it_says_how_much_a_packed_copy_takes(monkeypatch) -> None:
+    monkeypatch.setattr(_extension, "why_missing", lambda name: None)
+    text = " ".join(doctor.encoding())
+    numbers = 12 * 7_077_888  # in the matrices of a BERT-base's layers
+    for precision, each in (("fp32", 4), ("bf16", 2), ("int8", 1)):
+        (found,) = re.findall(rf"(\d+) MB in {precision}", text)
+        assert abs(int(found) * 1e6 - numbers * each) < 1e6
+    assert "encode=False" in text
+
+
 def test_it_says_that_graphs_have_to_be_asked_for(monkeypatch) -> None:
     for has_gpu, module, expected in (
         (False, object(), "without a GPU"),

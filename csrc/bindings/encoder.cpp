@@ -36,8 +36,12 @@ int64_t max_len(const Encoder& encoder) { return encoder.model().max_len(); }
 int64_t weight_bytes(const Encoder& encoder) { return encoder.model().encoder_bytes(); }
 
 Object encode(Encoder& encoder, const Lists& ids, const std::optional<Lists>& types, const std::string& pooling,
-              bool normalise, int32_t threads) {
-  const Texts texts{narrow(ids), types ? narrow(*types) : std::vector<Ids>()};
+              bool normalise, int32_t threads, const std::optional<Lists>& positions,
+              const std::optional<Lists>& places, const std::optional<std::vector<int64_t>>& unseen) {
+  Texts texts{narrow(ids), types ? narrow(*types) : std::vector<Ids>()};
+  if (positions) texts.positions = narrow(*positions);
+  if (places) texts.places = narrow(*places);
+  if (unseen) texts.unseen = *unseen;
   const Pooling how = pooling_named(pooling);
   if (types && types->size() != ids.size()) throw std::invalid_argument("token_types: expected those of each text");
   python::Array out = python::new_floats(encoder.num_rows(texts, how), encoder.model().options.d_model);
@@ -68,7 +72,7 @@ Object encode_states(Encoder& encoder, const python::Floats& states, const std::
 }  // namespace
 
 void bind_encoder(PyObject* module) {
-  static PyMethodDef methods[] = {python::method<"encode", "ids token_types pooling normalize threads", &encode>(),
+  static PyMethodDef methods[] = {python::method<"encode", "ids token_types pooling normalize threads positions? places? unseen?", &encode>(),
                                   python::method<"encode_states", "states lengths threads", &encode_states>(),
                                   {}};
   static PyGetSetDef properties[] = {

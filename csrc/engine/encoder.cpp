@@ -108,6 +108,7 @@ int64_t Encoder::num_rows(const Texts& texts, Pooling pooling) const {
   if (!texts.types.empty() && static_cast<int64_t>(texts.types.size()) != texts.count())
     throw std::invalid_argument("token_types: expected those of " + number(texts.count()) + " texts, got " +
                                 number(static_cast<int64_t>(texts.types.size())));
+  check_sparse(texts, pooling);
   int64_t tokens = 0;
   for (int64_t i = 0; i < texts.count(); ++i) {
     const int64_t length = texts.length(i);
@@ -125,6 +126,35 @@ int64_t Encoder::num_rows(const Texts& texts, Pooling pooling) const {
     tokens += length;
   }
   return pooling == Pooling::none ? tokens : texts.count();
+}
+
+void Encoder::check_sparse(const Texts& texts, Pooling pooling) const {
+  const auto check = [&](const char* name, const std::vector<Ids>& lists, int64_t size, bool rises) {
+    if (!lists.empty() && static_cast<int64_t>(lists.size()) != texts.count())
+      throw std::invalid_argument(std::string(name) + ": expected those of each text");
+    for (size_t i = 0; i < lists.size(); ++i) {
+      const Ids& list = lists[i];
+      if (list.empty()) continue;
+      if (static_cast<int64_t>(list.size()) != texts.length(static_cast<int64_t>(i)))
+        throw std::invalid_argument(std::string(name) + ": expected one for each token, in text " + std::to_string(i));
+      for (size_t t = 0; t < list.size(); ++t)
+        if (list[t] < 0 || list[t] >= size || (rises && t > 0 && list[t] <= list[t - 1]))
+          throw std::invalid_argument(std::string(name) + ": expected " + (rises ? "rising " : "") +
+                                      "numbers from 0 to " + std::to_string(size - 1) + ", got " +
+                                      std::to_string(list[t]) + " in text " + std::to_string(i));
+    }
+  };
+  check("positions", texts.positions, model_->num_positions(), false);
+  check("places", texts.places, model_->num_places(), true);
+  if (texts.unseen.empty()) return;
+  if (static_cast<int64_t>(texts.unseen.size()) != texts.count())
+    throw std::invalid_argument("unseen: expected a number of each text");
+  for (int64_t i = 0; i < texts.count(); ++i)
+    if (texts.unseen[i] != 0 && (texts.unseen[i] < 0 || texts.unseen[i] >= texts.length(i) || !texts.is_sparse(i) ||
+                                 pooling != Pooling::none))
+      throw std::invalid_argument(
+          "unseen: expected fewer than the text's tokens, with their places, where no row is pooled, in text " +
+          std::to_string(i));
 }
 
 void Encoder::encode(const Texts& texts, Pooling pooling, bool normalise, int threads, float* out) {
@@ -167,6 +197,10 @@ void Encoder::encode(const Texts& texts, Pooling pooling, bool normalise, int th
         const Ids& types = texts.types[order[i]];
         batch.types.insert(batch.types.end(), types.begin(), types.end());
       }
+      if (!texts.positions.empty() && !texts.positions[order[i]].empty())
+        std::copy_n(texts.positions[order[i]].begin(), length, batch.positions.end() - length);
+      if (texts.is_sparse(order[i])) batch.spans.back().places = texts.places[order[i]].data();
+      batch.spans.back().unseen = texts.num_unseen(order[i]);
     }
     lane.states.reserve(batch.count() * dim);
     const int64_t tasks = std::min<int64_t>(threads, end - begin);

@@ -36,7 +36,13 @@ struct Texts {
   // In the place of ids: rows of d_model numbers, one text after the other, and how many each text has.
   const float* embedded = nullptr;
   std::vector<int64_t> lengths;
+  // Of texts between whose tokens padding was left out; an empty list, or none at all: as of one without padding.
+  std::vector<Ids> positions;   // the rows of the table of positions that their tokens have
+  std::vector<Ids> places;      // where their tokens stand, rising: attention counts distances in these
+  std::vector<int64_t> unseen;  // how many tokens at the beginning of each text attend, and are attended to by none
 
+  bool is_sparse(int64_t text) const { return !places.empty() && !places[text].empty(); }
+  int64_t num_unseen(int64_t text) const { return unseen.empty() ? 0 : unseen[text]; }
   int64_t count() const { return static_cast<int64_t>(embedded ? lengths.size() : ids.size()); }
   int64_t length(int64_t text) const { return embedded ? lengths[text] : static_cast<int64_t>(ids[text].size()); }
 };
@@ -52,7 +58,8 @@ class Encoder {
 
   // How many rows encode writes. Throws std::invalid_argument for texts that it doesn't take: without tokens, longer
   // than max_len, with ids that the vocabulary has not, or types that the model has not; ids, where the model has no
-  // table of embeddings.
+  // table of embeddings; positions or places that don't fit the tokens or the model's tables; unseen
+  // tokens in a text without others or without places, or where rows are pooled.
   int64_t num_rows(const Texts& texts, Pooling pooling) const;
 
   // Writes rows of d_model numbers for texts that num_rows takes. normalise: divides each row by its length. The bits
@@ -65,6 +72,8 @@ class Encoder {
   const PackedModel& model() const { return *model_; }
 
  private:
+  void check_sparse(const Texts& texts, Pooling pooling) const;
+
   struct Lane;  // what a thread needs, kept from call to call
 
   std::unique_ptr<Lane> take();

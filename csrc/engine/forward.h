@@ -21,6 +21,9 @@ struct Span {
   const TokenCache::Group* group;  // null: an encoder's, which attend to their own span
   const TokenCache::Row* row;
   bool is_prompt;  // else a step's one token
+  // Of an encoder's, where padding was left out:
+  const int32_t* places = nullptr;  // where its tokens stand, rising; null: 0, 1, 2 ...
+  int64_t unseen = 0;               // tokens at its beginning that attend, and that no token attends to
 };
 
 struct Batch {

@@ -59,6 +59,15 @@ struct Scores {
     if (bias) bias->add_to(head, query, key, count, scores);
     if (cap > 0) cap_row(scores, count, factor, cap);
   }
+  // Likewise, of keys with gaps between them: where they stand, and the query.
+  void operator()(int64_t head, int64_t query, const int32_t* places, int64_t count, float* scores) const {
+    for (int64_t i = 0, next; bias && i < count; i = next) {
+      next = i + 1;
+      while (next < count && places[next] == places[next - 1] + 1) ++next;
+      bias->add_to(head, query, places[i], next - i, scores + i);
+    }
+    if (cap > 0) cap_row(scores, count, factor, cap);
+  }
 };
 
 }  // namespace
@@ -175,22 +184,34 @@ void Forward::attend_own_span(int64_t layer, const Span& span, int64_t kv_head) 
   const int64_t window = weights.window;
   const Scores change(o, model_.encoder.position_bias);
   const int64_t dim = o.head_dim, ld = padded(o.qkv_dim()), group = o.num_heads / o.num_kv_heads;
-  const int64_t length = span.end - span.begin;
+  const int64_t length = span.end - span.begin, num_keys = length - span.unseen;
+  const int32_t *places = span.places, *keys = places ? places + span.unseen : nullptr;
   HeadScratch<T>& scratch = head_scratch<T>(length * dim);
   for (int64_t t = 0; t < length; ++t) {
-    place_queries(weights, span.begin + t, t, kv_head, kv_head + 1);
+    place_queries(weights, span.begin + t, places ? places[t] : t, kv_head, kv_head + 1);
+    if (t < span.unseen) continue;
     const float* k = qkv_.data() + (span.begin + t) * ld + o.q_dim() + kv_head * dim;
-    store_cache_row(k, dim, scratch.keys.data() + t * dim);
-    store_cache_row(k + o.kv_dim(), dim, scratch.values.data() + t * dim);
+    store_cache_row(k, dim, scratch.keys.data() + (t - span.unseen) * dim);
+    store_cache_row(k + o.kv_dim(), dim, scratch.values.data() + (t - span.unseen) * dim);
   }
-  scratch.packed.pack(scratch.keys.data(), scratch.values.data(), length, dim);
-  for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h)
-    scratch.packed.attend(
-        qkv_.data() + span.begin * ld + h * dim, ld, length, change.scale2,
-        [=](int64_t i) { return window < 0 ? 0 : std::max<int64_t>(0, i - window); },
-        [=](int64_t i) { return window < 0 || window >= length ? length : std::min(length, i + window + 1); },
-        [=](int64_t i, int64_t key, int64_t count, float* x) { change(h, i, key, count, x); },
-        context_.data() + span.begin * o.q_dim() + h * dim, o.q_dim());
+  scratch.packed.pack(scratch.keys.data(), scratch.values.data(), num_keys, dim);
+  const auto attend = [&](auto first, auto end, auto change_row) {
+    for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h)
+      scratch.packed.attend(
+          qkv_.data() + span.begin * ld + h * dim, ld, length, change.scale2, first, end,
+          [=](int64_t i, int64_t key, int64_t count, float* x) { change_row(h, i, key, count, x); },
+          context_.data() + span.begin * o.q_dim() + h * dim, o.q_dim());
+  };
+  if (!places)
+    return attend([=](int64_t i) { return window < 0 ? 0 : std::max<int64_t>(0, i - window); },
+                  [=](int64_t i) { return window < 0 || window >= length ? length : std::min(length, i + window + 1); },
+                  change);
+  const auto keys_before = [=](int64_t place) { return std::lower_bound(keys, keys + num_keys, place) - keys; };
+  attend([=](int64_t i) { return window < 0 ? 0 : keys_before(places[i] - window); },
+         [=](int64_t i) { return window < 0 ? num_keys : keys_before(places[i] + window + 1); },
+         [=](int64_t h, int64_t i, int64_t key, int64_t count, float* x) {
+           change(h, places[i], keys + key, count, x);
+         });
 }
 
 template <typename T>

@@ -162,6 +162,9 @@ class PackedModel {
   int64_t source_vocab_size() const { return source_.embedding.rows(); }
   int64_t num_token_types() const { return source_.types.rows(); }
   int64_t max_len() const { return max_len_; }
+  // How many positions an encoder's token may be given, and how many places in attention.
+  int64_t num_positions() const { return source_.positions ? source_.positions.rows() : kNoEnd; }
+  int64_t num_places() const { return rotary_ ? rotary_.rows() : kNoEnd; }
   // Of the weights that a step of one row reads, and an encoder's for a token.
   int64_t step_bytes() const;
   int64_t encoder_bytes() const;
@@ -172,6 +175,8 @@ class PackedModel {
   PackedWeight output;
 
  private:
+  static constexpr int64_t kNoEnd = int64_t(1) << 30;
+
   // What a stack's tokens become first.
   struct Input {
     Table embedding, positions, types;

@@ -32,7 +32,17 @@ _MODULE_TOKENS = 8192  # the most tokens that the modules compute together
 class _Encoder(Protocol):
     """The interface of Encoder in csrc/bindings/encoder.cpp."""
 
-    def encode(self, ids: Rows, token_types: Rows | None, pooling: str, normalize: bool, threads: int) -> Array: ...
+    def encode(
+        self,
+        ids: Rows,
+        token_types: Rows | None,
+        pooling: str,
+        normalize: bool,
+        threads: int,
+        positions: Rows | None = None,
+        places: Rows | None = None,
+        unseen: Sequence[int] | None = None,
+    ) -> Array: ...
 
 
 class _Packed(NamedTuple):
@@ -41,6 +51,21 @@ class _Packed(NamedTuple):
     encoder: _Encoder
     pooler: nn.Module | None  # in fp32
     head: nn.Module | None
+
+
+class Gaps(NamedTuple):
+    """The places of texts' tokens in rows from which padding was omitted. An empty list stands for 0, 1, 2 and so on.
+
+    Attributes:
+        positions: the row of the table of positions that each token of each text has.
+        places: the column of each token of each text, increasing; attention counts distances in them.
+        unseen: how many tokens at the beginning of each text attend to the others, but are not attended to. Such a
+            text needs its places.
+    """
+
+    positions: Rows
+    places: Rows
+    unseen: Sequence[int]
 
 
 class PackedEncoder(NamedTuple):
@@ -56,9 +81,9 @@ class PackedEncoder(NamedTuple):
     max_len: int
     token_types: int
 
-    def states(self, ids: Rows, token_types: Rows | None) -> Array:
+    def states(self, ids: Rows, token_types: Rows | None, gaps: Gaps | None = None) -> Array:
         """Returns the token states of texts, concatenated, (tokens, d_model) in fp32. See `EncoderEngine.encode`."""
-        return _call(self.encoder, ids, token_types, "none", False)
+        return _call(self.encoder, ids, token_types, "none", False, *(gaps or ()))
 
 
 class EncoderEngine:
@@ -245,19 +270,26 @@ def why_no_encoder() -> str | None:
     return _extension.why_missing("Encoder")
 
 
-def pack_encoder(model: BERT, precision: str) -> PackedEncoder | str:
-    """Packs the weights of a model, which may be freed afterwards; or returns why the C++ code can't compute it."""
+def pack_encoder(model: BERT, precision: str, last_position: Tensor | None = None) -> PackedEncoder | str:
+    """Packs the weights of a model, which may be freed afterwards; or returns why the C++ code can't compute it.
+
+    Args:
+        model: the encoder.
+        precision: see `EncoderEngine`.
+        last_position: (d_model,), a row behind the model's table of positions, which only `Gaps` may name; None: none.
+    """
     reason = EncoderEngine.why_unsupported(model, precision)
     if reason is not None:
         return reason
-    found = PackedEncoder(_packed_encoder(model, precision), model.config.max_len, model.config.token_types)
+    encoder = _packed_encoder(model, precision, last_position)
+    found = PackedEncoder(encoder, model.config.max_len, model.config.token_types)
     forget_guards(model)
     return found
 
 
-def _call(encoder: _Encoder, ids: Rows, types: Rows | None, pooling: str, normalize: bool) -> Array:
+def _call(encoder: _Encoder, ids: Rows, types: Rows | None, pooling: str, normalize: bool, *gaps: Any) -> Array:
     try:
-        return encoder.encode(ids, types, pooling, bool(normalize), torch.get_num_threads())
+        return encoder.encode(ids, types, pooling, bool(normalize), torch.get_num_threads(), *gaps)
     except TypeError:
         raise ValueError(_NO_LISTS) from None
 
@@ -308,9 +340,9 @@ def _pack(model: BERT, precision: str) -> _Packed:
     return _Packed(_packed_encoder(model, precision), _in_fp32(model.pooler), _in_fp32(model.head))
 
 
-def _packed_encoder(model: BERT, precision: str) -> _Encoder:
+def _packed_encoder(model: BERT, precision: str, last_position: Tensor | None = None) -> _Encoder:
     extension = cast(Any, _extension.module())
-    weights = extension.PackedModel(pack_options(model, precision), pack_tensors(model, precision))
+    weights = extension.PackedModel(pack_options(model, precision), pack_tensors(model, precision, last_position))
     return cast(_Encoder, extension.Encoder(weights))
 
 
@@ -348,7 +380,7 @@ def pack_options(model: BERT, precision: str) -> dict[str, object]:
     }
 
 
-def pack_tensors(model: BERT, precision: str) -> dict[str, Any]:
+def pack_tensors(model: BERT, precision: str, last_position: Tensor | None = None) -> dict[str, Any]:
     """Returns the tensors by their names in csrc/engine/packed_model.h; for int4, matrices hold whole numbers."""
     tensors: dict[str, Tensor] = {
         f"encoder.{name}": p for name, p in model.encoder.named_parameters(remove_duplicate=False)
@@ -356,7 +388,8 @@ def pack_tensors(model: BERT, precision: str) -> dict[str, Any]:
     embedding = model.embedding
     tensors["source_embedding"] = embedding.weight
     if embedding.position is not None:
-        tensors["source_positions"] = embedding.position.table
+        table = embedding.position.table
+        tensors["source_positions"] = table if last_position is None else torch.cat([table, last_position[None]])
     if model.token_type_embedding is not None:
         tensors["source_types"] = model.token_type_embedding.weight
     for name, module in (("norm", model.embedding_norm), ("projection", model.embedding_projection)):

@@ -6,7 +6,8 @@ when it is first called, and again after it has changed (`ENCODERS`, by its guar
 arguments and by the modes that are active. Everything else falls back to the modules.
 
 Padding is omitted if `padding.py` allows it; the output is then zeros there. If it doesn't, a batch without padding
-still runs on the engine.
+still runs on the engine. Padding may lie anywhere in a row. As poolers and heads read the first position of each row,
+that one is computed even if it is padding: its token attends to the others, and is not attended to.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fastformer.checkpoints.hf import ENCODER_FORMS, FAMILIES
-from fastformer.encoding.engine import PackedEncoder, pack_encoder, why_no_encoder
+from fastformer.encoding.engine import Gaps, PackedEncoder, pack_encoder, why_no_encoder
 from fastformer.encoding.source_engine import pack_source
 from fastformer.generation.engines.cpp_support import PACKED_PRECISIONS
 from fastformer.integrations.as_made import why_not_as_made, why_not_at_this_moment
@@ -67,23 +68,30 @@ class EncoderModel(FoundModel[PackedEncoder]):
 
     Attributes:
         pad: the id that the model skips when it counts positions; None: it counts all ids.
+        pad_position: the row of the packed table of positions that this id has; None: it has none.
+        reads_first: whether the first position of a row may be read even if it is padding.
+        window: how far a token of some layer sees to either side; None: all layers see everything.
     """
 
     name = "encoder"
+    reads_first = True
 
     def __init__(self, model: Any, guards: Any) -> None:
         super().__init__(model, guards)
-        pad = model.config.pad_token_id
-        self.pad = pad if pad is not None and self.skips(model, pad) else None
+        self.pad = self.skipped(model)
+        self.pad_position: int | None = None
+        if self.pad is not None and self.reads_first:
+            self.pad_position = len(_positions_of(model)) - _unused(model)
+        self.window = model.config.local_attention // 2 if model.config.model_type == "modernbert" else None
 
-    def skips(self, model: Any, pad: int) -> bool:
-        """Returns whether a model skips this id when it counts positions."""
-        return bool(ENCODER_FORMS[model.config.model_type].unused_positions(pad))
+    def skipped(self, model: Any) -> int | None:
+        """Returns the id that a model skips when it counts positions; None: it counts all ids."""
+        return cast(int, model.embeddings.padding_idx) if _unused(model) else None
 
-    def pack(self, converted: Any, precision: str) -> PackedEncoder:
+    def pack(self, model: Any, converted: Any, precision: str) -> PackedEncoder:
         """See `FoundModel`."""
         assert isinstance(converted, BERT)
-        found = pack_encoder(converted, precision)
+        found = pack_encoder(converted, precision, None if self.pad is None else _positions_of(model)[self.pad])
         if isinstance(found, str):
             raise UnfitError(found)
         return found
@@ -92,9 +100,11 @@ class EncoderModel(FoundModel[PackedEncoder]):
 class SourceModel(EncoderModel):
     """The encoder of an encoder-decoder that the engine runs, with its packed weights."""
 
-    def skips(self, model: Any, pad: int) -> bool:
+    reads_first = False  # decoders don't attend to padding
+
+    def skipped(self, model: Any) -> int | None:
         """See `EncoderModel`."""
-        return counts_words(model)
+        return cast("int | None", model.config.pad_token_id) if counts_words(model) else None
 
     def weights(self, model: nn.Module, precision: str) -> PackedEncoder:
         """See `FoundModel`. If the whole model is packed for decoding, its encoder is not packed a second time."""
@@ -108,7 +118,7 @@ class SourceModel(EncoderModel):
         """See `FoundModel`."""
         return from_huggingface(whole_of(model))
 
-    def pack(self, converted: Any, precision: str) -> PackedEncoder:
+    def pack(self, model: Any, converted: Any, precision: str) -> PackedEncoder:
         """See `FoundModel`."""
         assert isinstance(converted, Transformer)
         if converted.config.positions == "relative":
@@ -117,6 +127,17 @@ class SourceModel(EncoderModel):
         if isinstance(found, str):
             raise UnfitError(found)
         return found
+
+
+def _unused(model: Any) -> int:
+    """Returns how many rows of a model's table of positions no token has."""
+    pad = model.config.pad_token_id
+    return 0 if pad is None else ENCODER_FORMS[model.config.model_type].unused_positions(pad)
+
+
+def _positions_of(model: Any) -> Tensor:
+    """Returns the table of positions of a model that skips PAD when it counts them; PAD's id is also its row there."""
+    return cast(Tensor, model.embeddings.position_embeddings.weight)
 
 
 def is_encoder(kind: type) -> bool:
@@ -202,14 +223,16 @@ class _Texts(NamedTuple):
 
     Attributes:
         ids, types: the token ids and token types of each text.
-        real: (batch, seqlen), True at tokens; None: there is no padding.
+        kept: (batch, seqlen), True at the tokens of the texts; None: there is no padding.
         shape: the shape of the call's input_ids.
+        gaps: the places of the tokens; None: each text stands at the beginning of its row, without gaps.
     """
 
     ids: list[list[int]]
     types: list[list[int]] | None
-    real: Tensor | None
+    kept: Tensor | None
     shape: torch.Size
+    gaps: Gaps | None = None
 
 
 def _encoded(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -242,7 +265,7 @@ def _encoded(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if texts.types is not None and not weights.token_types:
         return "the model has no token types"
     try:
-        rows = weights.states(texts.ids, texts.types)
+        rows = weights.states(texts.ids, texts.types, texts.gaps)
     except ValueError as error:  # ids or types out of range: the modules raise an IndexError
         raise IndexError(str(error)) from None
     return _as_asked(model, _padded(torch.from_numpy(rows), texts).to(_dtype(model)), given)
@@ -305,33 +328,65 @@ def _texts(model: Any, found: EncoderModel, given: dict[str, Any]) -> _Texts | s
     ids, mask, types = given["input_ids"], given.get("attention_mask"), given.get("token_type_ids")
     if types is not None and types.dtype not in (torch.int64, torch.int32):
         return f"token_type_ids are {types.dtype}"
-    rows, real = ids.tolist(), None
+    real = None
     if mask is not None:
         is_token = mask != 0
         if mask.dtype != torch.bool and not bool((mask == is_token).all()):
             return "the attention_mask has other numbers than 0 and 1"
         if not bool(is_token.all()):
             real = is_token
+            if not model.reads_no_padding():
+                return "padding may be read, which the engine leaves out"
+            if not bool(real.any(1).all()):
+                return "the attention_mask has a row without ones"
             if bool((real[:, 1:] & ~real[:, :-1]).any()) or not bool(real[:, 0].all()):
-                return "the attention_mask isn't ones and then zeros in each row"
-    kinds = None if types is None else types.tolist()
+                return _texts_with_gaps(found, ids, types, real)
+    rows, kinds = ids.tolist(), None if types is None else types.tolist()
     if real is not None:
-        if not model.reads_no_padding():
-            return "padding may be read, which the engine leaves out"
         ends = real.sum(1).tolist()
         rows = [row[:end] for row, end in zip(rows, ends, strict=True)]
         kinds = None if kinds is None else [row[:end] for row, end in zip(kinds, ends, strict=True)]
     if found.pad is not None and any(found.pad in row for row in rows):
-        return "its positions count ids that are not PAD, and there is one among the tokens"
+        return _texts_with_gaps(found, ids, types, torch.ones_like(ids, dtype=torch.bool) if real is None else real)
     return _Texts(rows, kinds, real, ids.shape)
+
+
+def _texts_with_gaps(found: EncoderModel, ids: Tensor, types: Tensor | None, real: Tensor) -> _Texts | str:
+    """Returns the texts of a call with any mask, or the reason why the engine can't compute them.
+
+    Args:
+        found: the model.
+        ids: (batch, seqlen).
+        types: (batch, seqlen), or None.
+        real: (batch, seqlen), True at tokens; at least one in each row.
+    """
+    kept, positions = real.clone(), torch.arange(ids.shape[1], device="cpu").expand_as(ids)
+    if found.reads_first:
+        kept[:, 0] = True
+    starts = real.int().argmax(1)
+    if found.window is not None and found.reads_first and int(starts.max()) > found.window:
+        return "a padded first position sees no token in layers that have a window"
+    if found.pad is not None:
+        is_pad = ids == found.pad
+        if found.pad_position is None and bool((is_pad & kept).any()):
+            return "its positions count ids that are not PAD, and there is one among the tokens"
+        positions = torch.where(is_pad, found.pad_position or 0, (~is_pad).cumsum(1) - 1)
+    unseen = (kept & ~real).sum(1).tolist()  # 1 at most: the first
+    columns = [row.nonzero().flatten() for row in kept]
+
+    def at(table: Tensor) -> list[list[int]]:
+        return [row[place].tolist() for row, place in zip(table, columns, strict=True)]
+
+    gaps = Gaps(at(positions), [place.tolist() for place in columns], unseen)
+    return _Texts(at(ids), None if types is None else at(types), kept, ids.shape, gaps)
 
 
 def _padded(rows: Tensor, texts: _Texts) -> Tensor:
     """Returns the states (tokens, d_model) as (batch, seqlen, d_model), zeros at padding."""
-    if texts.real is None:
+    if texts.kept is None:
         return rows.view(*texts.shape, -1)
     out = rows.new_zeros(*texts.shape, rows.shape[-1])
-    out[texts.real] = rows
+    out[texts.kept] = rows
     return out
 
 

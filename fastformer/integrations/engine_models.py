@@ -100,7 +100,7 @@ class FoundModel(Generic[Weights]):
                     converted = self.convert(alive)
                 except ValueError as error:
                     raise UnfitError(str(error)) from error
-                return self.pack(converted.eval(), precision)
+                return self.pack(alive, converted.eval(), precision)
 
         try:
             return packed(model, self.place(precision), make, find=lambda each: (self.guards, None))
@@ -129,8 +129,8 @@ class FoundModel(Generic[Weights]):
         """
         return from_huggingface(model)
 
-    def pack(self, converted: Any, precision: str) -> Weights:
-        """Packs the weights of a converted model.
+    def pack(self, model: nn.Module, converted: Any, precision: str) -> Weights:
+        """Packs the weights of a model that was converted.
 
         Raises:
             UnfitError: see `weights`.
@@ -145,7 +145,7 @@ class EngineModel(FoundModel[PackedWeights]):
         """Returns the engine in a precision; see `weights`."""
         return ForeignEngine(self.weights(model, precision), precision)
 
-    def pack(self, converted: Any, precision: str) -> PackedWeights:
+    def pack(self, model: nn.Module, converted: Any, precision: str) -> PackedWeights:
         """See `FoundModel`."""
         reason = why_not_supported(converted, precision)
         if reason is not None:

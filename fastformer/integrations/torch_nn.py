@@ -9,7 +9,8 @@ from torch import nn
 import fastformer.nn as fnn
 from fastformer.integrations.replace import Replacement
 from fastformer.nn.guards import BLOCKS, is_its_own
-from fastformer.nn.packed_stack import PRECISIONS, copy_bytes, forget, megabytes, why_no_engine
+from fastformer.nn import packed_stack
+from fastformer.nn.packed_stack import copy_bytes, megabytes, precision_of, why_no_engine
 from fastformer.nn.stack import Stack, stack_plan
 
 
@@ -58,16 +59,34 @@ def _why_not(module: nn.Module) -> str | None:
     return None
 
 
-def decide(model: nn.Module, *, wanted: bool) -> None:
-    """Sets whether the engine may hold copies of the weights of the stacks inside of a module."""
+def decide(model: nn.Module, precision: str | None, *, wanted: bool) -> None:
+    """Gives the stacks inside of a module their setting.
+
+    Args:
+        model: the argument of `accelerate`.
+        precision: the engine's precision; None leaves that of an earlier call. In int4 a stack keeps its own: the
+            engine takes weights in groups from whole models alone.
+        wanted: whether the engine may hold copies of the stacks' weights.
+    """
     for module in model.modules():
         if not isinstance(module, Stack):
             continue
+        if precision is not None:
+            module.packed_precision = None if precision == "int4" else precision
         if wanted:
             vars(module).pop("packs_weights", None)
         else:
             module.packs_weights = False
-            forget(module)
+            packed_stack.forget(module)
+
+
+def forget(model: nn.Module) -> None:
+    """Undoes `decide`, and drops the weights that were packed."""
+    for module in model.modules():
+        if isinstance(module, Stack):
+            for name in ("packs_weights", "packed_precision"):
+                vars(module).pop(name, None)
+            packed_stack.forget(module)
 
 
 def described(model: nn.Module) -> dict[str, str]:
@@ -76,8 +95,7 @@ def described(model: nn.Module) -> dict[str, str]:
     for name, module in model.named_modules():
         if not isinstance(module, fnn.TransformerEncoder):
             continue
-        plan, parameters = stack_plan(module).evaluation, [*module.parameters()]
-        precision = PRECISIONS.get(parameters[0].dtype) if parameters else None
+        plan, precision = stack_plan(module).evaluation, precision_of(module)
         reason = why_no_engine()
         if plan is None or plan.packed is None or precision is None:
             reason = "its layers are not all alike, or one of them has something that the engine doesn't know"
@@ -86,7 +104,7 @@ def described(model: nn.Module) -> dict[str, str]:
         if reason is not None or precision is None:
             found[name] = f"without the C++ engine: {reason}"
             continue
-        matrices = sum(each.numel() for each in parameters if each.dim() > 1)
+        matrices = sum(each.numel() for each in module.parameters() if each.dim() > 1)
         size = megabytes(copy_bytes(matrices, 0, precision))
         found[name] = f"on the C++ engine in {precision}, in evaluation without gradients, over a packed copy of {size}"
     return found

@@ -157,7 +157,12 @@ def why_no_engine() -> str | None:
 
 
 def run_packed(
-    stack: nn.Module, tensors: list[Tensor | None], settings: StackSettings, x: Tensor, lengths: Sequence[int]
+    stack: nn.Module,
+    tensors: list[Tensor | None],
+    settings: StackSettings,
+    x: Tensor,
+    lengths: Sequence[int],
+    precision: str | None = None,
 ) -> Tensor | None:
     """Computes a stack on the engine, and packs its weights first if there is no copy or they have changed.
 
@@ -167,6 +172,7 @@ def run_packed(
         settings: the settings of the stack.
         x: (batch, seqlen, dim) or (tokens, dim), fp32 or bf16, on the CPU.
         lengths: the number of tokens of each sequence.
+        precision: "fp32", "bf16" or "int8"; None: that of x.
 
     Returns:
         x's shape and dtype; None if the engine doesn't support the stack's tensors, or if they change so often that
@@ -174,7 +180,8 @@ def run_packed(
     """
     own = [tensor for tensor in tensors if tensor is not None]
     held, copies = _Held(own, layout_of(own)), _copies.setdefault(stack, _Copies())
-    key = held.layout, x.dtype
+    precision = precision or PRECISIONS[x.dtype]
+    key = held.layout, x.dtype, precision
     if copies.reason is None or copies.reason[0] != key:
         copies.reason = key, _why_not(own, x.dtype)
     if copies.reason[1] is not None or not copies.is_worth_it(held):
@@ -184,10 +191,10 @@ def run_packed(
         copies.note_packed()
         extension = cast(Any, _extension.module())
         arrays = _arrays(tensors, settings)
-        return cast(_Encoder, extension.Encoder(extension.PackedModel(settings.options(PRECISIONS[x.dtype]), arrays)))
+        return cast(_Encoder, extension.Encoder(extension.PackedModel(settings.options(precision), arrays)))
 
     try:
-        encoder = packed(stack, "stack", pack, find=lambda _: (held, None))
+        encoder = packed(stack, f"stack {precision}", pack, find=lambda _: (held, None))
     except ValueError as error:
         copies.reason = key, str(error)
         logger.debug("%s runs without the engine: %s", type(stack).__name__, error)
@@ -196,6 +203,13 @@ def run_packed(
     rows = x.detach().float().contiguous().view(-1, x.shape[-1])
     out = encoder.encode_states(rows.numpy(), lengths, torch.get_num_threads())
     return torch.from_numpy(out).to(x.dtype).view(x.shape)
+
+
+def precision_of(stack: Any) -> str | None:
+    """Returns the precision in which the engine computes a stack; None: it doesn't know the weights' dtype."""
+    weight = next(stack.parameters(), None)
+    own = None if weight is None else PRECISIONS.get(weight.dtype)
+    return own and (stack.packed_precision or own)
 
 
 def copy_bytes(matrices: int, others: int, precision: str) -> int:

@@ -124,7 +124,7 @@ class Evaluation(NamedTuple):
         # A layout may have empty sequences, and rows behind its sequences.
         if 0 in lengths or sum(lengths) * settings.d_model != rows.numel():
             return None
-        out = run_packed(stack, tensors, settings, rows, lengths)
+        out = run_packed(stack, tensors, settings, rows, lengths, stack.packed_precision)
         if out is not None:
             self._note([True, True], layout)
             if real is not None:
@@ -294,6 +294,8 @@ class Stack(nn.Module):
     norm: nn.Module | None
     # Whether the engine may hold a copy of an encoder's weights, for evaluation; see `packed_stack`.
     packs_weights = True
+    # The precision of that copy: "fp32", "bf16" or "int8"; None: the weights' own.
+    packed_precision: str | None = None
 
     def __init__(self, layer: nn.Module, num_layers: int, norm: nn.Module | None) -> None:
         super().__init__()

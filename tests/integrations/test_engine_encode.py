@@ -93,11 +93,20 @@ names = pytest.mark.parametrize(
 )
 
 
-def batch_of(case: Case, side: str = "right") -> dict[str, Tensor]:
+def batch_of(case: Case, side: str = "right", lengths: tuple[int, ...] = (13, 7, 1)) -> dict[str, Tensor]:
     theirs = made(case)
-    batch = padded(theirs, texts_of(theirs), side)
+    batch = padded(theirs, texts_of(theirs, lengths), "left" if side == "left" else "right")
     batch.pop("position_ids", None)
+    if side == "holes":
+        batch["attention_mask"][0, [2, 3, 9]] = batch["attention_mask"][1, 0] = 0
     return batch
+
+
+def read_of(batch: dict[str, Tensor]) -> Tensor:
+    """True at tokens and at the first position of each row, which poolers and heads read."""
+    read = batch["attention_mask"].bool()
+    read[:, 0] = True
+    return read
 
 
 @names
@@ -142,16 +151,31 @@ def test_heads_read_the_engines_states(kind: str, end: str, calls: list[int]) ->
     assert calls == [several]
 
 
+@pytest.mark.parametrize("side", ["left", "holes"])
 @pytest.mark.parametrize(
-    ("name", "side"),
-    [("bert words", "left"), ("roberta", "left"), ("mpnet", "left"), ("modernbert", "left"), ("roberta", "holes")],
+    "name",
+    [
+        # slow: each option of each family
+        pytest.param(name, marks=() if name in ("bert", "roberta labels", "mpnet", "modernbert") else pytest.mark.slow)
+        for name, case in CASES.items()
+        if not (IS_OLD and case.kind == "distilbert")
+    ],
 )
-def test_other_masks_go_the_modules_way(name: str, side: str, calls: list[int]) -> None:
+def test_padding_may_lie_anywhere(name: str, side: str, calls: list[int]) -> None:
     case = CASES[name]
-    batch = batch_of(case, "left" if side == "left" else "right")
-    if side == "holes":
-        batch["attention_mask"][0, 3] = 0
-    check(case, batch, batch["attention_mask"].bool())
+    batch = batch_of(case, side, (13, 12, 11))  # so that a window reaches from the first position to a token
+    check(case, batch, read_of(batch))
+    assert calls == [SEVERAL if case.head == HEAD else 1]
+    calls[0] = 0
+    batch = batch_of(case, side)
+    check(case, batch, read_of(batch))
+    sees_nothing = case.kind == "modernbert" and side == "left"  # windows from the first position end before a token
+    assert (calls[0] == 0) == sees_nothing
+
+
+def test_a_row_without_tokens_goes_the_modules_way(calls: list[int]) -> None:
+    plain, ours = pair("bert")
+    agree(plain, ours, inputs() | {"attention_mask": torch.tensor([[0] * 9, [1] * 9, [0] * 4 + [1] * 5])})
     assert calls == [0]
 
 
@@ -160,9 +184,9 @@ def test_other_masks_go_the_modules_way(name: str, side: str, calls: list[int]) 
 @pytest.mark.parametrize("kind", ENCODER_FORMS)
 def test_random_configs_compute_the_same(kind: str, seed: int, calls: list[int]) -> None:
     case = drawn(kind, seed)._replace(head=BASE)
-    batch = batch_of(case, ("right", "right", "left")[seed % 3])
-    check(case, batch, batch["attention_mask"].bool(), several=True)
-    assert calls == [SEVERAL * int(seed % 3 != 2)]
+    batch = batch_of(case, ("right", "holes", "left")[seed % 3])
+    check(case, batch, read_of(batch), several=True)
+    assert calls == [SEVERAL] or (kind == "modernbert" and seed % 3)
 
 
 def inputs(batch: int = 3, seqlen: int = 9) -> dict[str, Tensor]:
@@ -345,12 +369,15 @@ def test_padding_is_computed_where_you_ask_for_it(calls: list[int]) -> None:
     assert calls == [1]
 
 
-def test_a_token_that_positions_do_not_count(calls: list[int]) -> None:
-    plain, ours = pair("roberta")
+@pytest.mark.parametrize("case", [CASES["roberta"], Case("mpnet", BASE, {"pad_token_id": 0})])
+def test_a_token_that_positions_do_not_count(case: Case, calls: list[int]) -> None:
+    plain = made(case)
+    ours = accelerate(copy.deepcopy(plain))
     batch = inputs()
-    batch["input_ids"][1, 4] = plain.config.pad_token_id
+    batch["input_ids"][1, 4] = plain.embeddings.padding_idx
+    batch["input_ids"][2, 6:] = 0
     agree(plain, ours, batch)
-    assert calls == [0]
+    assert calls == [1]
 
 
 def test_bad_ids_are_named() -> None:

@@ -168,6 +168,25 @@ def test_torch_nns_encoder_after_accelerate(runs: list[bool]) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(("precision", "bound"), [("bf16", 1e-3), ("int8", 5e-3)])
+def test_a_precision_is_that_of_evaluation(precision: Any, bound: float, runs: list[bool]) -> None:
+    module, x = made(), inputs()
+    exact = module(x)
+    fastformer.accelerate(module, precision=precision)
+    found = module(x, src_key_padding_mask=None)
+    assert found.dtype == torch.float32 and f"in {precision}" in fastformer.report(module).encode[""]
+    assert 0 < 1 - float(nn.functional.cosine_similarity(found, exact, dim=-1).min()) < bound
+    for again in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), fastformer.accelerate(module)):
+        assert torch.equal(again(x), found)
+    fastformer.accelerate(module, precision="int4")  # which needs a whole model
+    assert torch.equal(module(x), exact) and "in fp32" in fastformer.report(module).encode[""]
+    fastformer.accelerate(module, precision=precision)
+    assert torch.equal(module(x), found) and all(runs)
+    fastformer.restore(module)
+    assert torch.equal(module(x), exact)
+
+
+@torch.no_grad()
 def test_a_transformers_sources(runs: list[bool]) -> None:
     torch.manual_seed(0)
     model = Transformer.from_preset("tiny", vocab_size=50).eval()
