@@ -11,7 +11,6 @@ import torch
 
 import fastformer.ops  # noqa: F401  (defines them)
 from fastformer.kernels import _host
-from fastformer.nn.packed_stack import copy_bytes, megabytes
 from fastformer.ops import _extension, _fastest, _library
 
 PACKAGES = (
@@ -125,10 +124,8 @@ def encoding() -> Iterator[str]:
     yield "one C++ call for all layers, in fp32, bf16, int8 and int4: of a fastformer.Encoder and CrossEncoder, and of"
     yield "transformers' encoders behind accelerate(model), on the CPU, in evaluation without gradients;"
     yield "fastformer.report(model) says which way a model goes, and why, and debug lines say it of a call"
-    sizes = ", ".join(
-        f"{megabytes(copy_bytes(_BERT_BASE, 0, name))} in {name}" for name in ("fp32", "bf16", "int8", "int4")
-    )
-    yield f"the engine reads a packed copy of the weights, beside the model's own: of the layers of a BERT-base {sizes};"
+    sizes = ", ".join(f"{_BERT_BASE * each / 1e6:.0f} MB in {name}" for name, each in _extension.PACKED_BYTES.items())
+    yield f"the engine reads a packed copy of the weights, beside the model's own: of a BERT-base's layers {sizes};"
     yield "fastformer.report(model) gives the size of a model's, and accelerate(model, encode=False) does without"
 
 

@@ -83,6 +83,14 @@ struct Vec<float> {
     return _mm512_cvtepi32_epi16(r);
   }
 
+  // The same by one instruction of AVX512_BF16, but for magnitudes below 2^-126, which give 0. Inline assembler needs no
+  // compiler flag, so that one library serves CPUs with and without it.
+  static __m256i narrow_at_once(__m512 x) {
+    __m256i r;
+    asm("vcvtneps2bf16 %1, %0" : "=v"(r) : "v"(x));
+    return r;
+  }
+
   static Vec load(const float* p) { return _mm512_loadu_ps(p); }
   static Vec load(const float* p, int64_t n) { return n >= size ? load(p) : Vec(_mm512_maskz_loadu_ps(first(n), p)); }
   static Vec load(const bfloat16* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
@@ -95,6 +103,7 @@ struct Vec<float> {
   void store(float* p) const { _mm512_storeu_ps(p, v); }
   void store(float* p, int64_t n) const { n >= size ? store(p) : _mm512_mask_storeu_ps(p, first(n), v); }
   void store(bfloat16* p) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(v)); }
+  void store_at_once(bfloat16* p) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow_at_once(v)); }
   void store(bfloat16* p, int64_t n) const { n >= size ? store(p) : _mm256_mask_storeu_epi16(p, first(n), narrow(v)); }
 
   friend Vec operator+(Vec a, Vec b) { return _mm512_add_ps(a.v, b.v); }
@@ -258,6 +267,15 @@ inline Vec<float> exp(Vec<float> x) {
   return where_above(x, lowest, scale_by_power(p, n));
 }
 inline Vec<double> exp(Vec<double> x) { return std::exp(x.v); }
+
+// Stores a vector as bf16. kAtOnce: by the instruction of a CPU with AVX512_BF16.
+template <bool kAtOnce>
+void store_narrow(Vec<float> x, bfloat16* to) {
+#if defined(CPU_CAPABILITY_AVX512)
+  if constexpr (kAtOnce) return x.store_at_once(to);
+#endif
+  x.store(to);
+}
 
 // Runs f(column, count) over [0, n) in steps of one vector; count < size only in the last step.
 template <typename acc, typename F>

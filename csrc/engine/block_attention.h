@@ -12,6 +12,17 @@
 
 namespace fastformer {
 
+// Queries, keys and values as the products read them.
+template <typename T>
+void store_row(const float* from, int64_t n, T* to) {
+  using V = Vec<float>;
+  int64_t c = 0;
+  if constexpr (std::is_same_v<T, bfloat16>)
+    if (has_bf16_dot())
+      for (; c + V::size <= n; c += V::size) store_narrow<true>(V::load(from + c), to + c);
+  for_each_vec<float>(n - c, [=](int64_t i, int64_t m) { V::load(from + c + i, m).store(to + c + i, m); });
+}
+
 // K^T and V of one head, for the products.
 template <typename T>
 class PackedHead {
@@ -43,10 +54,7 @@ class PackedHead {
       const int64_t width = round_up(std::max<int64_t>(1, seen), kPanel);
       scores_.resize(kRows * width);
       if constexpr (!std::is_same_v<T, float>) weights_.resize(kRows * width);
-      for (int64_t i = 0; i < m; ++i)
-        for_each_vec<float>(dim_, [&](int64_t c, int64_t n) {
-          V::load(q + (begin + i) * q_stride + c, n).store(queries_.data() + i * dim_ + c, n);
-        });
+      for (int64_t i = 0; i < m; ++i) store_row(q + (begin + i) * q_stride, dim_, queries_.data() + i * dim_);
       gemm<T>(m, seen, dim_, queries_.data(), dim_, keys_.data() + from * round_up(dim_, kPair<T>), scores_.data(),
               width, false);
       float inverse[kRows];
@@ -57,17 +65,17 @@ class PackedHead {
         bias(begin + i, from + left, right - left, x + left);
         std::fill(x, x + left, kNothing);
         std::fill(x + right, x + width, kNothing);
-        V most(kNothing), total(0.f);
+        V most(kNothing);
         for (int64_t c = 0; c < width; c += V::size) most = max(most, V::load(x + c));
         const float largest = most.max();
-        const V lowered(largest == kNothing ? 0.f : largest);
-        for (int64_t c = 0; c < width; c += V::size) {
-          const V e = exp2((V::load(x + c) - lowered) * V(scale2));
-          if constexpr (std::is_same_v<T, float>) e.store(x + c);
-          else e.store(weights_.data() + i * width + c);
-          total = total + e;
+        const float lowered = largest == kNothing ? 0.f : largest;
+        float sum;
+        if constexpr (std::is_same_v<T, float>) sum = weigh<false>(x, width, lowered, scale2, x);
+        else {
+          T* to = weights_.data() + i * width;
+          sum = has_bf16_dot() ? weigh<true>(x, width, lowered, scale2, to)
+                               : weigh<false>(x, width, lowered, scale2, to);
         }
-        const float sum = total.sum();
         inverse[i] = sum == 0 ? 0.f : 1.f / sum;  // a NaN stays
       }
       const T* weights;
@@ -84,6 +92,20 @@ class PackedHead {
   }
 
  private:
+  // to = 2 ** ((x - lowered) * scale2) of a row; returns the sum.
+  template <bool kAtOnce>
+  static float weigh(const float* x, int64_t width, float lowered, float scale2, T* to) {
+    using V = Vec<float>;
+    V total(0.f);
+    for (int64_t c = 0; c < width; c += V::size) {
+      const V e = exp2((V::load(x + c) - V(lowered)) * V(scale2));
+      if constexpr (std::is_same_v<T, float>) e.store(to + c);
+      else store_narrow<kAtOnce>(e, to + c);
+      total = total + e;
+    }
+    return total.sum();
+  }
+
   int64_t count_ = 0, dim_ = 0;
   std::vector<T> keys_, values_, queries_, weights_;
   std::vector<float> scores_, sums_;

@@ -13,11 +13,6 @@ namespace {
 
 constexpr float kLog2e = 1.44269504f;
 
-template <typename T>
-void store_cache_row(const float* from, int64_t n, T* to) {
-  for_each_vec<float>(n, [=](int64_t c, int64_t m) { Vec<float>::load(from + c, m).store(to + c, m); });
-}
-
 // Queries as the cache has its keys.
 template <typename T>
 const T* as_cached(const float* q, int64_t n) {
@@ -25,7 +20,7 @@ const T* as_cached(const float* q, int64_t n) {
   else {
     static thread_local std::vector<T> row;
     row.resize(n);
-    store_cache_row(q, n, row.data());
+    store_row(q, n, row.data());
     return row.data();
   }
 }
@@ -92,8 +87,8 @@ T* Forward::values_of(int64_t layer, int64_t head) const {
 template <typename T>
 void Forward::store_cache(int64_t layer, int64_t head, int64_t slot, const float* k, const float* v) {
   const int64_t dim = model_.options.head_dim;
-  store_cache_row(k, dim, keys_of<T>(layer, head) + slot * dim);
-  store_cache_row(v, dim, values_of<T>(layer, head) + slot * dim);
+  store_row(k, dim, keys_of<T>(layer, head) + slot * dim);
+  store_row(v, dim, values_of<T>(layer, head) + slot * dim);
 }
 
 // One token's queries, the row q of them all, against those of its keys and values that `slots` says.
@@ -191,8 +186,8 @@ void Forward::attend_own_span(int64_t layer, const Span& span, int64_t kv_head) 
     place_queries(weights, span.begin + t, places ? places[t] : t, kv_head, kv_head + 1);
     if (t < span.unseen) continue;
     const float* k = qkv_.data() + (span.begin + t) * ld + o.q_dim() + kv_head * dim;
-    store_cache_row(k, dim, scratch.keys.data() + (t - span.unseen) * dim);
-    store_cache_row(k + o.kv_dim(), dim, scratch.values.data() + (t - span.unseen) * dim);
+    store_row(k, dim, scratch.keys.data() + (t - span.unseen) * dim);
+    store_row(k + o.kv_dim(), dim, scratch.values.data() + (t - span.unseen) * dim);
   }
   scratch.packed.pack(scratch.keys.data(), scratch.values.data(), num_keys, dim);
   const auto attend = [&](auto first, auto end, auto change_row) {

@@ -307,8 +307,12 @@ void PackedRows::store(int64_t row, const float* x) {
     std::memcpy(to, x, static_cast<size_t>(k_) * 4);
   } else if (precision_ == Precision::bf16) {
     // Whole vectors are written: beyond k stand zeros, as the weight has them.
-    for_each_vec<float>(
-        k_, [&](int64_t c, int64_t count) { V::load(x + c, count).store(reinterpret_cast<bfloat16*>(to) + c); });
+    const auto store = [&]<bool kAtOnce>() {
+      for_each_vec<float>(k_, [&](int64_t c, int64_t count) {
+        store_narrow<kAtOnce>(V::load(x + c, count), reinterpret_cast<bfloat16*>(to) + c);
+      });
+    };
+    cpu_features().avx512_bf16 ? store.operator()<true>() : store.operator()<false>();
   } else {
     const Range range = range_of(x, k_);
     const Scale scale(range.high - range.low, 255, range.is_finite);

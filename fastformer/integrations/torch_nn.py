@@ -8,8 +8,8 @@ from torch import nn
 
 import fastformer.nn as fnn
 from fastformer.integrations.replace import Replacement
-from fastformer.nn.guards import BLOCKS, is_its_own
 from fastformer.nn import packed_stack
+from fastformer.nn.guards import BLOCKS, is_its_own
 from fastformer.nn.packed_stack import copy_bytes, megabytes, precision_of, why_no_engine
 from fastformer.nn.stack import Stack, stack_plan
 

@@ -220,8 +220,7 @@ def copy_bytes(matrices: int, others: int, precision: str) -> int:
         others: the count of numbers in the tables and vectors.
         precision: the precision of the engine.
     """
-    of_matrix = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5625}[precision]  # int4 has one scale per 32 numbers
-    return int(matrices * of_matrix) + others * (4 if precision == "fp32" else 2)
+    return int(matrices * _extension.PACKED_BYTES[precision]) + others * (4 if precision == "fp32" else 2)
 
 
 def megabytes(count: int) -> str:

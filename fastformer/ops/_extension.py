@@ -26,6 +26,10 @@ logger = logging.getLogger("fastformer")
 # ATEN_CPU_CAPABILITY: so the AVX2 library can be tested on a CPU with AVX-512.
 _INSTRUCTION_SETS = {"avx512": ("AVX512",), "avx2": ("AVX512", "AVX2")}
 
+# The bytes that the engine's packed copy takes for each number of a matrix, by its precision. In int4, 32 numbers share
+# a scale.
+PACKED_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5625}
+
 NOT_BUILT = "the C++ extension is not built for this CPU; `fastformer doctor` says how"
 # The reason why an existing library could not be loaded, by its name.
 failures: dict[str, str] = {}
