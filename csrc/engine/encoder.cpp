@@ -150,8 +150,8 @@ void Encoder::check_sparse(const Texts& texts, Pooling pooling) const {
   if (static_cast<int64_t>(texts.unseen.size()) != texts.count())
     throw std::invalid_argument("unseen: expected a number of each text");
   for (int64_t i = 0; i < texts.count(); ++i)
-    if (texts.unseen[i] != 0 && (texts.unseen[i] < 0 || texts.unseen[i] >= texts.length(i) || !texts.is_sparse(i) ||
-                                 pooling != Pooling::none))
+    if (texts.unseen[i] != 0 &&
+        (texts.unseen[i] < 0 || texts.unseen[i] >= texts.length(i) || !texts.is_sparse(i) || pooling != Pooling::none))
       throw std::invalid_argument(
           "unseen: expected fewer than the text's tokens, with their places, where no row is pooled, in text " +
           std::to_string(i));

@@ -202,11 +202,10 @@ void Forward::attend_own_span(int64_t layer, const Span& span, int64_t kv_head) 
                   [=](int64_t i) { return window < 0 || window >= length ? length : std::min(length, i + window + 1); },
                   change);
   const auto keys_before = [=](int64_t place) { return std::lower_bound(keys, keys + num_keys, place) - keys; };
-  attend([=](int64_t i) { return window < 0 ? 0 : keys_before(places[i] - window); },
-         [=](int64_t i) { return window < 0 ? num_keys : keys_before(places[i] + window + 1); },
-         [=](int64_t h, int64_t i, int64_t key, int64_t count, float* x) {
-           change(h, places[i], keys + key, count, x);
-         });
+  attend(
+      [=](int64_t i) { return window < 0 ? 0 : keys_before(places[i] - window); },
+      [=](int64_t i) { return window < 0 ? num_keys : keys_before(places[i] + window + 1); },
+      [=](int64_t h, int64_t i, int64_t key, int64_t count, float* x) { change(h, places[i], keys + key, count, x); });
 }
 
 template <typename T>

@@ -107,11 +107,21 @@ def packed(extension: Any, options: dict[str, Any], tensors: dict[str, Tensor]) 
 
 
 def states(
-    o: dict[str, Any], tensors: dict[str, Tensor], ids: list[int], types: list[int] | None, dtype: torch.dtype
+    o: dict[str, Any],
+    tensors: dict[str, Tensor],
+    ids: list[int],
+    types: list[int] | None,
+    dtype: torch.dtype,
+    places: list[int] | None = None,
+    unseen: int = 0,
 ) -> Tensor:
-    """(len(ids), d_model): what the encoder makes of one text."""
+    """(len(ids), d_model): what the encoder makes of one text.
+
+    Its tokens may stand at places of their own, and no token attends to the first `unseen` ones.
+    """
     t = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     count, heads = len(ids), o["num_heads"]
+    place = torch.arange(count) if places is None else torch.tensor(places)
 
     def norm(x: Tensor, name: str) -> Tensor:
         if o["rms_norm"]:
@@ -124,9 +134,8 @@ def states(
         q, k, v = (part.unflatten(-1, (heads, -1)).transpose(0, 1) for part in projected.chunk(3, -1))
         if "cos" in t:
             prefix = "local_" if window >= 0 and "local_cos" in t else ""
-            q, k = (turned(part, t[f"{prefix}cos"][:count], t[f"{prefix}sin"][:count]) for part in (q, k))
+            q, k = (turned(part, t[f"{prefix}cos"][place], t[f"{prefix}sin"][place]) for part in (q, k))
         scores = q @ k.transpose(-1, -2)
-        place = torch.arange(count)
         away = place - place[:, None]
         if "encoder_position_bias" in t:
             bias = t["encoder_position_bias"]
@@ -135,6 +144,7 @@ def states(
         scores = scores * o["attention_scale"]
         if window >= 0:
             scores = scores.masked_fill(away.abs() > window, -torch.inf)
+        scores[..., :unseen] = -torch.inf
         context = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
         return F.linear(context, t[f"{name}.out_proj.weight"], t[f"{name}.out_proj.bias"])
 
@@ -146,7 +156,7 @@ def states(
 
     x = t["source_embedding"][ids] * o["scale"]
     if "source_positions" in t:
-        x = x + t["source_positions"][:count]
+        x = x + t["source_positions"][place]
     if "source_types" in t:
         x = x + t["source_types"][types or [0] * count]
     x = norm(x, "source_embedding_norm")

@@ -134,6 +134,59 @@ def test_what_no_text_is_gets_an_error(ids: Any, types: Any, named: str) -> None
     assert encoder.encode([[1, 2]], [[0, 1]], "mean", False, 1).shape == (1, 32)
 
 
+@pytest.mark.parametrize("name", ["mpnet", "modernbert", "windows of one"])
+def test_gaps_between_tokens_are_those_of_a_longer_text_whose_tokens_are_hidden(name: str) -> None:
+    o, t = drawn(**CONFIGS[name])
+    encoder = packed(EXT, o, t)
+    places = [[0, 3, 4, 9, 30, 31, 77], [], [*range(2, 300, 3)]]
+    ids, types = texts_of(random.Random(0), o, t, [7, 5, 100])
+    # A window of one shows a token nothing but itself.
+    gaps = (places if "source_positions" in t else None, places, [int(name != "windows of one"), 0, 0])
+    found = encoder.encode(ids, types, "none", False, 1, *gaps)
+    exact, plain = (
+        torch.cat(
+            [
+                states(o, t, text, types[i] if types else None, dtype, places[i] or None, gaps[2][i])
+                for i, text in enumerate(ids)
+            ]
+        )
+        for dtype in (torch.float64, torch.float32)
+    )
+    assert_accurate(torch.from_numpy(found), plain, exact)
+    for threads in (1, 2, 3):
+        alone = [
+            encoder.encode([text], types and [types[i]], "none", False, threads, *(each and [each[i]] for each in gaps))
+            for i, text in enumerate(ids)
+        ]
+        assert np.concatenate(alone).tobytes() == found.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("gaps", "named"),
+    [
+        (([[0, 600]], None, None), "positions"),
+        (([[-1, 0]], None, None), "positions"),
+        (([[0]], None, None), "positions"),
+        (([[0, 1], [0]], None, None), "positions"),
+        ((None, [[1, 1]], None), "places"),
+        ((None, [[2, 1]], None), "places"),
+        ((None, [[0, 2**40]], None), "places"),
+        ((None, [[0]], None), "places"),
+        ((None, [[0, 1]], [2]), "unseen"),
+        ((None, [[0, 1]], [-1]), "unseen"),
+        ((None, None, [1]), "unseen"),
+        ((None, [[0, 1]], [0, 0]), "unseen"),
+    ],
+)
+def test_gaps_that_do_not_fit_get_an_error(gaps: Any, named: str) -> None:
+    encoder = packed(EXT, *drawn())
+    with pytest.raises(ValueError, match=rf"\b{named}\b"):
+        encoder.encode([[1, 2]], None, "none", False, 1, *gaps)
+    with pytest.raises(ValueError, match=r"\bunseen\b"):
+        encoder.encode([[1, 2]], None, "mean", False, 1, None, [[0, 5]], [1])
+    assert encoder.encode([[1, 2]], None, "none", False, 1, [[599, 0]], [[0, 5]], [1]).shape == (2, 32)
+
+
 def test_other_wrong_calls_get_an_error() -> None:
     o, t = drawn()
     encoder = packed(EXT, o, t)
@@ -196,7 +249,14 @@ def test_a_text_is_as_long_as_the_shorter_of_two_tables() -> None:
 
 
 def encodes_or_says_why_not(
-    name: str, precision: str, wrong: dict[str, Any], other: dict[int, Any], ids: Any, types: Any, call: tuple[Any, ...]
+    name: str,
+    precision: str,
+    wrong: dict[str, Any],
+    other: dict[int, Any],
+    ids: Any,
+    types: Any,
+    call: tuple[Any, ...],
+    gaps: tuple[Any, ...],
 ) -> None:
     o, t = drawn(precision=precision, **CONFIGS[name] | {"max_len": 9})
     tensors: dict[str, Any] = {key: tensor.numpy() for key, tensor in t.items()}
@@ -206,6 +266,7 @@ def encodes_or_says_why_not(
         encoder = EXT.Encoder(EXT.PackedModel(o | wrong, tensors))
         encoder.encode([[1, 2], [3]], None, "mean", False, 2)
         encoder.encode(ids, types, *call)
+        encoder.encode(ids, types, *call, *gaps)
     except ERRORS:
         return
 
@@ -219,6 +280,7 @@ calls = given(
     lists | odd,
     lists | odd,
     st.tuples(st.sampled_from(["none", *POOLINGS]), st.booleans(), st.integers(-1, 3)),
+    st.tuples(lists | odd, lists | odd, st.lists(ints, max_size=4) | odd),
 )
 test_a_text_is_encoded_or_it_is_said_why_not = settings(FEW, max_examples=40)(calls(encodes_or_says_why_not))
 test_many_texts_are_encoded_or_it_is_said_why_not = pytest.mark.slow(MANY(calls(encodes_or_says_why_not)))
