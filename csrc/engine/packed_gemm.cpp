@@ -21,6 +21,8 @@ namespace {
 
 constexpr int64_t kHugePage = int64_t(2) << 20;
 constexpr int64_t kAhead = 8192;      // bytes that one stream fetches ahead: the best of 2 KiB to 128 KiB on Zen 5
+constexpr int64_t kPartSteps = 128;   // of a panel: 32 KiB, which stay in L1 while all rows are multiplied with them
+constexpr int64_t kMostInParts = 64;  // rows: more need the parts of their own from farther away than L1
 constexpr int64_t kMostInt8 = 66311;  // k * 255 * 127 < 2^31
 
 int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
@@ -340,29 +342,39 @@ void gemm(const PackedRows& x, int64_t rows, const PackedWeight& w, int64_t begi
   const Walk walk(all.shapes, all.num_shapes, rows);
   const int vecs = all.shapes[walk.shape].vecs;
   const int64_t passes = walk.passes();
-  const int64_t fetched = w.steps() * 64 * lines_fetched(passes);  // bytes, in one pass
+  // A sum of integers is one block, and has one part.
+  const bool has_parts = passes > 1 && rows <= kMostInParts && all.block_steps <= kPartSteps;
+  const int64_t part = has_parts ? kPartSteps : w.steps();
   const int64_t tail_bytes = w.panel_bytes() - w.steps() * kStepBytes;
-  const int64_t distance = passes == 1 ? kAhead : w.panel_bytes();
+  const int64_t distance = passes == 1 ? kAhead : has_parts ? 2 * kPartSteps * kStepBytes : w.panel_bytes();
   for (int64_t p = begin; p < end; ++p, out += kPanelColumns) {
     const char *panel = w.panel(p), *next = panel + distance;
     const auto* tail = reinterpret_cast<const PanelTail*>(panel + w.steps() * kStepBytes);
     // The passes over a panel fetch as much as its steps: what lies between that and the next panel's share.
     for (const char* line = next - tail_bytes; line < next; line += 64) _mm_prefetch(line, _MM_HINT_T0);
-    walk.for_each_pass([&](int64_t pass, int64_t slice, int64_t first, int64_t count) {
-      const int64_t column = slice * vecs * V::size;
-      const Tile tile{x.data() + first * x.stride(),
-                      x.stride(),
-                      x.scales() + first,
-                      x.zeros() + first,
-                      panel + column * 4,
-                      w.steps(),
-                      tail,
-                      column,
-                      next + pass * fetched,
-                      out + first * ld,
-                      ld};
-      all.table[walk.shape][count - 1][fetch_of(pass, passes)](tile);
-    });
+    int64_t step = 0, steps;
+    do {
+      steps = std::min(part, w.steps() - step);
+      const int64_t at = step * kStepBytes, fetched = steps * 64 * lines_fetched(passes);  // bytes, in one pass
+      const Block block{step == 0, step + steps == w.steps()};
+      walk.for_each_pass([&](int64_t pass, int64_t slice, int64_t first, int64_t count) {
+        const int64_t column = slice * vecs * V::size;
+        const Tile tile{x.data() + first * x.stride() + step * 4,
+                        x.stride(),
+                        x.scales() + first,
+                        x.zeros() + first,
+                        panel + at + column * 4,
+                        steps,
+                        tail,
+                        column,
+                        next + at + pass * fetched,
+                        out + first * ld,
+                        ld,
+                        block};
+        all.table[walk.shape][count - 1][fetch_of(pass, passes)](tile);
+      });
+      step += steps;
+    } while (step < w.steps());
   }
 }
 

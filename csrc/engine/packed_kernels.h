@@ -28,6 +28,11 @@ struct PanelTail {
   int32_t correction[kPanelColumns];  // int8: minus the sum of the column
 };
 
+// Which of a sum's blocks of steps this is.
+struct Block {
+  bool first, last;
+};
+
 // The operands of one call of a kernel. `right` and `tail` are those of its first column.
 struct Tile {
   const char* left;         // first row
@@ -41,6 +46,7 @@ struct Tile {
   const char* ahead;  // what to fetch meanwhile
   float* out;
   int64_t ld;
+  Block part{true, true};  // of the whole sums, which `steps` is: what comes before is in `out`
 };
 
 using Kernel = void (*)(const Tile&);
@@ -87,11 +93,6 @@ inline V even_bf16(Ints x) { return as_floats(_mm256_slli_epi32(x, 16)); }
 inline V odd_bf16(Ints x) { return as_floats(_mm256_and_si256(x, _mm256_set1_epi32(static_cast<int>(0xFFFF0000)))); }
 
 #endif
-
-// Which of a sum's blocks of steps this is.
-struct Block {
-  bool first, last;
-};
 
 // What the paths of fp32 sums share: a long sum is one of sums, for what is rounded away grows with the length.
 template <int64_t steps>
@@ -260,7 +261,7 @@ void rows_times_panel(const Tile& tile) {
   RowPointers<kRows> left(t.left, t.left_stride);
   const char *right = t.right, *ahead = t.ahead;
   int64_t rest = t.steps;
-  bool is_first = true;
+  bool is_first = t.part.first;
   do {
     typename Path::Sum sum[kRows][kVecs];
 #pragma GCC unroll 16
@@ -298,7 +299,7 @@ void rows_times_panel(const Tile& tile) {
       }
     }
     rest -= steps;
-    const Block block{is_first, rest == 0};
+    const Block block{is_first, rest == 0 && t.part.last};
     float* out = t.out + t.column;
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r, out += t.ld)
@@ -346,6 +347,7 @@ struct KernelTable {
   using OfRows = std::array<K, kFetches>;
   std::array<Shape, 3> shapes{};
   int num_shapes = 0;
+  int64_t block_steps = 0;  // of a path's sums; 0: it says none
   std::array<std::array<OfRows, kMostRows>, 3> table{};
 };
 
@@ -392,7 +394,7 @@ Table kernel_table(F kernel) {
 using Kernels = KernelTable<Kernel, 4>;
 constexpr std::array<int, 4> kLines{0, 1, 2, 4};  // cache lines a step
 
-// The first passes over a panel fetch the next one; a single pass reads on and on.
+// The first passes over a panel, or over a part of one, fetch what comes next; a single pass reads on and on.
 constexpr int64_t lines_fetched(int64_t passes) { return passes >= 4 ? 1 : passes >= 2 ? 2 : 4; }
 
 // The index in kLines of what a pass fetches.
@@ -405,8 +407,10 @@ template <typename Path>
 Kernels kernels_of() {
   constexpr auto kReached =
       reached<Path, Kernels>([](int64_t pass, int64_t passes, int which) { return which == fetch_of(pass, passes); });
-  return kernel_table<Path, Kernels, kReached>(
+  Kernels all = kernel_table<Path, Kernels, kReached>(
       []<int v, int r, int which>() { return rows_times_panel<Path, v, r, kLines[which]>; });
+  all.block_steps = Path::kBlockSteps;
+  return all;
 }
 
 }  // namespace fastformer
