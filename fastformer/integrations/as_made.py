@@ -90,11 +90,16 @@ def _configs(model: nn.Module) -> list[Any]:
 
 
 def tables_of(model: nn.Module) -> Iterator[Tensor]:
-    """Returns a model's non-persistent buffers, which no state_dict contains."""
+    """Returns a model's non-persistent buffers, which no state_dict contains, and which the model reads as they are."""
     for module in model.modules():
         for name in module._non_persistent_buffers_set:
-            if (table := module._buffers.get(name)) is not None:
+            if (table := module._buffers.get(name)) is not None and not _is_rewritten(module, name):
                 yield table
+
+
+def _is_rewritten(module: nn.Module, name: str) -> bool:
+    """Returns whether each forward writes a buffer before it reads it, as with "longrope", by the batch's length."""
+    return name == "inv_freq" and vars(module).get("rope_type") == "longrope"
 
 
 def _methods(kind: type) -> Iterator[tuple[type, str]]:
@@ -235,7 +240,9 @@ def _why_not_shapes(module: nn.Module, made: nn.Module) -> str | None:
             if tensor.shape != other.shape:
                 return f"has a {name} of shape {tuple(tensor.shape)}, while its config says {tuple(other.shape)}"
             is_saved = kind == "parameters" or name not in module._non_persistent_buffers_set
-            if not is_saved and not other.is_meta and not (tensor.dtype == other.dtype and torch.equal(tensor, other)):
+            if is_saved or other.is_meta or _is_rewritten(module, name):
+                continue
+            if not (tensor.dtype == other.dtype and torch.equal(tensor, other)):
                 return (
                     f"has a {name} with other numbers than its config says: load a model with dtype=, and don't cast it"
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,6 +69,19 @@ def from_huggingface(model: nn.Module) -> Transformer | GPT | BERT:
     Raises:
         ValueError: the model is of another class, or has settings that fastformer's models don't have.
     """
+    return convert(model, lambda settings: settings)
+
+
+def convert(model: nn.Module, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Transformer | GPT | BERT:
+    """Converts a model as `from_huggingface` does, with other settings.
+
+    Args:
+        model: see `from_huggingface`.
+        change: (settings of the model) -> those that are read.
+
+    Raises:
+        ValueError: see `from_huggingface`.
+    """
     kind = getattr(getattr(model, "config", None), "model_type", None)
     family = FAMILIES.get(kind or "")
     name = original_class(model).__name__
@@ -80,7 +94,7 @@ def from_huggingface(model: nn.Module) -> Transformer | GPT | BERT:
     if len(eps) > 1:
         raise ValueError(f"expected norms of one eps, got {sorted(eps)}")
     weight = found.get_input_embeddings().weight
-    settings = of_version(found.config.to_dict(), _major_version())
+    settings = change(settings_of(found))
     if family.kind == "decoder" and getattr(found, "generation_config", None) is not None:
         settings = with_search_ids(settings, found.generation_config.to_dict())
     if family.kind == "encoder":
@@ -97,6 +111,11 @@ def from_huggingface(model: nn.Module) -> Transformer | GPT | BERT:
         if first.position is not None:  # transformers rounds sines to fp32, then to the weights' dtype
             _copy_sines(found.model.encoder.embed_positions, first.position.table, converted.config.first_position)
     return converted.train(model.training)
+
+
+def settings_of(model: Any) -> dict[str, Any]:
+    """Returns the settings of a model in memory, as its version of transformers reads them."""
+    return of_version(model.config.to_dict(), _major_version())
 
 
 def _major_version() -> int:

@@ -55,9 +55,15 @@ _SERVED = frozenset(
         *("output_scores", "output_logits", "return_dict_in_generate", "disable_compile", "transformers_version"),
     }
 )
+# The kinds of caches that hold the same keys and values: a published Gemma 2 has "hybrid" in its generation_config. A
+# "quantized" one rounds them.
+_CACHES = (
+    *("dynamic", "static", "sliding_window", "hybrid", "hybrid_chunked"),
+    *("offloaded", "offloaded_static", "offloaded_hybrid", "offloaded_hybrid_chunked"),
+)
 # Options that the engine serves if they have one of these values, None or transformers' default.
 _SERVED_VALUES: dict[str, tuple[object, ...]] = {
-    "use_cache": (True,), "cache_implementation": ("dynamic",), "guidance_scale": (1, 1.0), "num_beam_groups": (1,),
+    "use_cache": (True, False), "cache_implementation": _CACHES, "guidance_scale": (1, 1.0), "num_beam_groups": (1,),
     "diversity_penalty": (0, 0.0), "output_attentions": (False,), "output_hidden_states": (False,),
     "token_healing": (False,), "is_assistant": (False,), "low_memory": (False,), "use_mtp": (False,),
 }  # fmt: skip
@@ -228,8 +234,10 @@ def _why_not_options(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         for name, value in vars(config).items():
             if name[0] != "_" and not _is_served(name, value):
                 return f"the engine doesn't know {name}={value!r:.60} of the generation_config"
-    if given.get("use_cache") and (given.get("return_dict_in_generate") or _asks_for_dict(given, model)):
-        return "the call asks for the cache (use_cache=True along with return_dict_in_generate)"
+    if given.get("return_dict_in_generate") or _asks_for_dict(given, model):
+        for name in ("use_cache", "cache_implementation"):
+            if given.get(name):
+                return f"the call asks for the cache ({name}={given[name]!r} along with return_dict_in_generate)"
     return None
 
 
@@ -288,12 +296,14 @@ def _decoding(call: Call, name: str, input_ids: Tensor, kwargs: dict[str, Any]) 
     }  # fmt: skip
     if unknown:
         raise _DeclinedError(f"the model is to read {', '.join(sorted(unknown))}")
-    if kwargs.get("use_cache") is not True:  # also if None: transformers then reads the ids as if there were a cache
+    if kwargs.get("use_cache") is None:  # transformers then reads the ids as if there were a cache
         raise _DeclinedError(f"the call says use_cache={kwargs.get('use_cache')!r}")
     # If a mask is all ones, transformers passes on only its length.
     if getattr(config, "_mask_length", None) not in (None, input_ids.shape[1]):
         raise _DeclinedError("the attention_mask is no mask of the ids")
-    engine = call.found.engine(call.model, _precision(call))
+    precision = _precision(call)
+    found = call.found.of_length(_longest(input_ids, kwargs.get("attention_mask")))
+    engine = ForeignEngine(found.weights(call.model, precision), precision)
     inputs = _inputs(call, engine, input_ids, kwargs)
     vocab_size = engine.shape.config.vocab_size
     rules = whole_search(processors, criteria, config, input_ids, vocab_size)
@@ -367,6 +377,12 @@ def _inputs(call: Call, engine: ForeignEngine, input_ids: Tensor, kwargs: dict[s
     if longest + limit - 1 > sizes.max_len:
         raise _DeclinedError(f"{longest} + {limit} tokens may not fit into the model's {sizes.max_len} positions")
     return Inputs(input_ids, prompts, copies, limit, call.model)
+
+
+def _longest(ids: Tensor, mask: Any) -> int:
+    """Returns the length of the longest prompt, of a mask that `_unpadded` will check."""
+    is_mask = isinstance(mask, Tensor) and mask.shape == ids.shape
+    return int(mask.sum(1).max()) if is_mask else ids.shape[1]
 
 
 def _check_words(model: Any, ids: Tensor, mask: Tensor | None, rows: list[list[int]]) -> None:
@@ -449,6 +465,7 @@ def described(model: nn.Module) -> dict[str, str]:
             continue
         plan = ENGINE_MODELS.of(cast(nn.Module, module))
         reason = plan if isinstance(plan, str) else plan.why_not(setting.precision or plan.precision)
+        reason = reason or _why_not_options(module, (), {})  # of its generation_config
         if reason is not None:
             found[name] = f"transformers' own: {reason}"
         elif isinstance(plan, EngineModel):

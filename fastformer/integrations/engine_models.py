@@ -17,12 +17,13 @@ from torch import nn
 
 from fastformer.checkpoints.hf import FAMILIES, UNSUPPORTED
 from fastformer.checkpoints.hf.bart import FORMS
+from fastformer.checkpoints.hf.rope import beyond_original, original_length
 from fastformer.encoding.engine import PackedEncoder
 from fastformer.encoding.source_engine import encoder_of
 from fastformer.generation.engines.cpp import CppEngine, pack
 from fastformer.generation.engines.cpp_support import forget_guards, why_no_cpp_engine, why_not_supported
 from fastformer.integrations.as_made import PRECISIONS, guards_of, tables_of, why_not_as_made
-from fastformer.integrations.conversion import from_huggingface
+from fastformer.integrations.conversion import convert, from_huggingface, settings_of
 from fastformer.integrations.replace import original_class
 from fastformer.models import GPT, Transformer
 from fastformer.nn.guards import Kept
@@ -139,11 +140,30 @@ class FoundModel(Generic[Weights]):
 
 
 class EngineModel(FoundModel[PackedWeights]):
-    """A model that the engine can decode, with its packed weights."""
+    """A model that the engine can decode, with its packed weights.
 
-    def engine(self, model: nn.Module, precision: str) -> ForeignEngine:
-        """Returns the engine in a precision; see `weights`."""
-        return ForeignEngine(self.weights(model, precision), precision)
+    Args:
+        model, guards: see `FoundModel`.
+
+    Attributes:
+        original_length: the length of a sequence beyond which "longrope" turns all of its tokens by other angles; None:
+            no length.
+    """
+
+    def __init__(self, model: nn.Module, guards: ModelGuards) -> None:
+        super().__init__(model, guards)
+        try:
+            self.original_length = original_length(settings_of(model))
+        except ValueError:  # which the conversion reports
+            self.original_length = None
+        self._beyond = None if self.original_length is None else _BeyondOriginal(model, guards)
+
+    def of_length(self, length: int) -> FoundModel[PackedWeights]:
+        """Returns the weights that decode prompts of which the longest has a length.
+
+        All tokens of a batch are turned alike in transformers, by the longest sequence.
+        """
+        return self if self._beyond is None or length <= cast(int, self.original_length) else self._beyond
 
     def pack(self, model: nn.Module, converted: Any, precision: str) -> PackedWeights:
         """See `FoundModel`."""
@@ -156,6 +176,19 @@ class EngineModel(FoundModel[PackedWeights]):
         forget_guards(converted)
         encoder = None if isinstance(converted, GPT) else encoder_of(weights)
         return PackedWeights(weights, converted.to("meta"), encoder)
+
+
+class _BeyondOriginal(EngineModel):
+    """A model with "longrope" whose sequences are longer than originally from the prompt on: a second packed copy."""
+
+    name = "engine beyond the original length"
+
+    def __init__(self, model: nn.Module, guards: ModelGuards) -> None:
+        FoundModel.__init__(self, model, guards)
+
+    def convert(self, model: nn.Module) -> Any:
+        """See `FoundModel`."""
+        return convert(model, beyond_original)
 
 
 class ForeignEngine(CppEngine):

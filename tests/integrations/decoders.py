@@ -156,7 +156,7 @@ _LOCAL = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta":
 _YARN = {"full_attention": _ROPES["yarn"] | {"rope_theta": 500.0},
          "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}  # fmt: skip
 _FACTORS = {"short_factor": [1.0, 1.2, 2.0], "long_factor": [1.0, 2.0, 4.0], "original_max_position_embeddings": 96}
-_LONGROPE = {"rope_type": "longrope", "partial_rotary_factor": 0.5, "rope_theta": 1e4, **_FACTORS}
+LONGROPE = {"rope_type": "longrope", "partial_rotary_factor": 0.5, "rope_theta": 1e4, **_FACTORS}
 _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "gpt2": _GPT2,
     "llama": _LLAMA
@@ -182,7 +182,7 @@ _VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "phi3": {
         "window": {"sliding_window": 6},
-        "longrope": {"num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": _LONGROPE,
+        "longrope": {"num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": LONGROPE,
                      "max_position_embeddings": 384, "original_max_position_embeddings": 96},
     },
     "gemma": {"wide heads": _GEMMA, "untied": {**_GEMMA, "tie_word_embeddings": False, "attention_bias": True}},

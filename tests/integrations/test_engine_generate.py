@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from fastformer.checkpoints.hf import FAMILIES
+from fastformer.integrations import report
+from tests.checks import assert_accurate
 from tests.covering import by_turns
 from tests.integrations import conversions, decoders
 from tests.integrations.engine_calls import counted, pair_of
@@ -73,6 +76,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "encoder": {"encoder_repetition_penalty": 1.3, "encoder_no_repeat_ngram_size": 2},
     "bias": {"sequence_bias": [[[9], -4.0], [[7, 8], 3.0]]},
     "no embeddings": {"inputs_embeds": None},
+    "no cache": {"use_cache": False},
     "decay": {"exponential_decay_length_penalty": (3, 1.2)},
     "a processor": {"logits_processor": LogitsProcessorList([lambda ids, scores: scores.roll(ids.shape[1], 1)])},
     "a criterion": {"stopping_criteria": StoppingCriteriaList([lambda ids, scores, **_: ids[:, -1] % 7 == 3])},
@@ -157,10 +161,9 @@ def test_a_streamer_is_told_the_same(options):
 
 
 UNSERVED: dict[str, dict[str, Any]] = {
-    "use_cache": {"use_cache": False},
     "use_cache=None": {"use_cache": None},
     "output_attentions": {"output_attentions": True, "return_dict_in_generate": True},
-    "cache_implementation": {"cache_implementation": "static"},
+    "cache_implementation": {"cache_implementation": "static", "return_dict_in_generate": True},
     "use_cache=True": {"use_cache": True, "return_dict_in_generate": True},
     "position_ids": {"position_ids": None},
     "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 2},
@@ -182,6 +185,76 @@ def test_what_the_engine_lacks_goes_transformers_way(reason, options, caplog):
         found, expected = found.sequences, expected.sequences
     assert torch.equal(found, expected)
     assert reason in caplog.text
+
+
+def test_a_published_gemma_names_a_kind_of_cache():
+    """Gemma 2's generation_config has a cache_implementation, which changes no token."""
+    pair = pair_of(FIRST["gemma2"], left=True)
+    for model in (pair.plain, pair.ours):
+        model.generation_config.cache_implementation = "hybrid"
+    found, expected = pair.both(max_new_tokens=5, do_sample=False)
+    assert torch.equal(found, expected) and "engine" in report(pair.ours).generate[""]
+    for model in (pair.plain, pair.ours):
+        model.generation_config.prompt_lookup_num_tokens = 2  # the report says so as well
+        model.generation_config.cache_implementation = None
+    pair.inputs = {name: value[:1] for name, value in pair.inputs.items()}
+    found, expected = pair.both(is_served=False, max_new_tokens=5, do_sample=False)
+    assert torch.equal(found, expected) and "prompt_lookup_num_tokens" in report(pair.ours).generate[""]
+
+
+@pytest.mark.parametrize("name", ["phi3 longrope", "llama grouped heads"])
+def test_longrope_beyond_the_original_length(name):
+    """The longest prompt decides how all tokens turn. Where a search crosses the length, transformers' loop does it."""
+    rope, old = decoders.LONGROPE | {"original_max_position_embeddings": 8, "long_factor": [1.5, 4.0, 9.0]}, {}
+    if name.startswith("phi3") or decoders.IS_OLD:
+        old = {"original_max_position_embeddings": 8}
+    if not name.startswith("phi3"):  # heads of 4 features, all of which turn
+        rope |= {"short_factor": [1.0, 1.2], "long_factor": [1.5, 4.0], "partial_rotary_factor": 1.0, "factor": 12.0}
+    pair = pair_of(name, left=True, rope_parameters=rope, max_position_embeddings=96, **old)
+    every = dict(pair.inputs)
+
+    def check(first: int, end: int, new: int, *, is_served: bool = True, **options: Any) -> None:
+        pair.inputs = {key: value[first:end] for key, value in every.items()}
+        pair.check(is_served=is_served, max_new_tokens=new, do_sample=False, **options)
+
+    check(0, 4, 20)  # prompts of 12, 5, 2 and 7 tokens
+    check(1, 3, 3)
+    check(1, 3, 9, is_served=False)  # which leaves the modules with the other angles
+    check(0, 1, 9)
+    check(2, 3, 4)
+    check(0, 4, 6, num_beams=3)
+    assert pair.near_ties <= pair.rows // 10
+    # A prompt without padding, whose rows are NaN in transformers' fp64.
+    given = {key: value[:1] for key, value in every.items()} | {"max_new_tokens": 8, "do_sample": False}
+    given |= {"return_dict_in_generate": True, "output_logits": True}
+    exact = copy.deepcopy(pair.plain).double()
+    expected, plain, found = (torch.stack(model.generate(**given).logits) for model in (exact, pair.plain, pair.ours))
+    assert_accurate(found, plain, expected)
+
+
+@pytest.mark.slow
+def test_a_source_padded_on_the_left_errs_as_its_weights_round():
+    """Proves that the scores of a BART with padding on the left err no more than the same model with weights that were
+    rounded to fp32 in another way, computed in fp64: its scores are that sensitive, up to 1e-3."""
+    pair = pair_of("Bart zero pad", left=True)
+    exact = copy.deepcopy(pair.plain).double()
+    options = {"max_new_tokens": 24, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
+
+    def scores(model: Any) -> torch.Tensor:
+        found = torch.stack(model.generate(**pair.inputs | options).scores).double()
+        return found.masked_fill(found.isinf(), 0)
+
+    expected = scores(exact)
+    ours = (scores(pair.ours) - expected).abs().max()
+    rounded = []
+    for seed in range(8):
+        torch.manual_seed(seed)
+        moved = copy.deepcopy(exact)
+        with torch.no_grad():
+            for parameter in moved.parameters():
+                parameter.mul_(1 + (torch.rand_like(parameter) - 0.5) * 2**-23)
+        rounded.append((scores(moved) - expected).abs().max())
+    assert ours <= 2 * max(rounded)
 
 
 @pytest.mark.parametrize("length", [1, 11])

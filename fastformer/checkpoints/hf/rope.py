@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastformer.models import GPTConfig
+from fastformer.models.rotary_scaling import RotaryScaling
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _BASES = ("rope_theta", "rotary_emb_base")
@@ -88,6 +89,51 @@ def longest(settings: Mapping[str, Any], options: Mapping[str, Any], *, grows: b
     if not grows or kind not in ("linear", "yarn"):
         return said
     return max(said, int(before * _number("factor", scaling.get("factor"))))
+
+
+def original_length(settings: Mapping[str, Any]) -> int | None:
+    """The length beyond which a model with "longrope" turns all tokens by its long factors.
+
+    Args:
+        settings: of the model.
+
+    Returns:
+        The length; None if the model has no "longrope", has it in some layers only, or has no positions beyond.
+
+    Raises:
+        ValueError: see `read_rope`.
+    """
+    if not any("long_factor" in (settings.get(name) or {}) for name in ("rope_scaling", "rope_parameters")):
+        return None
+    if not settings.get("rope_parameters") and settings.get(_LENGTH) is None:
+        return None  # version 4 looks for it beside the other settings alone
+    scaling = read_rope(settings, layers="full_attention", base=1e4).get("rotary_scaling") or {}
+    limit = settings.get("max_position_embeddings")
+    if scaling.get("kind") != "longrope" or not isinstance(limit, int) or limit <= scaling[_LENGTH]:
+        return None
+    return int(scaling[_LENGTH])
+
+
+def beyond_original(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a model that computes at any length what the given one computes beyond its `original_length`.
+
+    Args:
+        settings: of a model that has an `original_length`.
+
+    Raises:
+        ValueError: see `read_rope`.
+    """
+    scaling = RotaryScaling(read_rope(settings, layers="full_attention", base=1e4)["rotary_scaling"])
+    limit = settings["max_position_embeddings"]
+    changed = {
+        "short_factor": scaling["long_factor"],
+        "attention_factor": scaling.speeds(2 * len(scaling["long_factor"]), 1e4).scale,
+        _LENGTH: limit,
+    }
+    parameters = {
+        name: {**settings[name], **changed} for name in ("rope_scaling", "rope_parameters") if settings.get(name)
+    }
+    return {**settings, **parameters, _LENGTH: limit}
 
 
 def write_lengths(config: GPTConfig, *, grows: bool) -> dict[str, Any]:
