@@ -1,6 +1,6 @@
 """Examples in one file: Arrow's IPC format, a record batch with the columns source, target and origin.
 
-source and target are lists of int32, the ids with their EOS; a language model's windows have empty sources. origin is
+source and target are lists of int32: the ids with their EOS. A language model's windows have empty sources. origin is
 the number of the source that an example came from. Files are mapped into memory and read without copies.
 """
 
@@ -19,10 +19,10 @@ _CHUNK = 1 << 20
 
 
 def arrow() -> Any:
-    """pyarrow.
+    """Imports pyarrow.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: pyarrow is not installed.
     """
     try:
         return importlib.import_module("pyarrow")
@@ -31,11 +31,11 @@ def arrow() -> Any:
 
 
 def lists(ids: numpy.ndarray[Any, Any], ends: numpy.ndarray[Any, Any]) -> Any:
-    """An Arrow array of lists, without a copy.
+    """Makes an Arrow array of lists, without a copy.
 
     Args:
-        ids: int32, those of all lists one after another.
-        ends: int32, (lists + 1,), from 0: where each begins and ends.
+        ids: int32, the ids of all lists, concatenated.
+        ends: int32, (lists + 1,), from 0: list i has the ids from ends[i] to ends[i + 1].
     """
     library = arrow()
     return library.ListArray.from_arrays(library.array(ends, library.int32()), library.array(ids, library.int32()))
@@ -45,7 +45,7 @@ def write_table(path: Path, table: Any) -> None:
     """Writes a table as one record batch: the whole file or nothing.
 
     Raises:
-        OSError: it could not be written; nothing is left of it.
+        OSError: the file could not be written; no part of it is left.
     """
     library = arrow()
     table = table.combine_chunks()
@@ -68,10 +68,10 @@ def write_table(path: Path, table: Any) -> None:
 
 
 def read_table(path: Path) -> Any:
-    """The table of a file, mapped into memory.
+    """Reads the table of a file, mapped into memory.
 
     Raises:
-        ValueError: no such file, or a damaged one.
+        ValueError: the file is missing or damaged.
     """
     library = arrow()
     try:
@@ -81,13 +81,13 @@ def read_table(path: Path) -> Any:
 
 
 def views(column: Any) -> tuple[numpy.ndarray[Any, Any], numpy.ndarray[Any, Any]]:
-    """The ids and the ends of a column of lists, as numpy arrays that share its memory."""
+    """Returns the ids and the ends of a column of lists, as numpy arrays that share its memory."""
     chunk = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
     return chunk.values.to_numpy(zero_copy_only=True), chunk.offsets.to_numpy(zero_copy_only=True)
 
 
 def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file's bytes, read in pieces."""
+    """Computes the SHA-256 of a file, which is read in pieces."""
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         while data := file.read(_CHUNK):

@@ -1,4 +1,4 @@
-"""From the blocks of all sources to one shard: its share of each, without what is left out, shuffled."""
+"""Makes a shard from the blocks of all sources: its share of each, without omitted examples, shuffled."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from fastformer.data.shards.manifest import Shard, Stored
 
 @dataclass(frozen=True)
 class Piles:
-    """Where the examples of all blocks are.
+    """The places of the examples of all blocks.
 
     Attributes:
-        paths: of the blocks.
-        sources: the number of the source of each.
-        starts: the place of each block's first example among all.
-        mask: of a file with a bit for each example, by `numpy.packbits`: those that are left out.
-        seed: of shuffling.
+        paths: the paths of the blocks.
+        sources: the number of each block's source.
+        starts: the place of each block's first example among all examples.
+        mask: the path of a file with a bit for each example, by `numpy.packbits`: 1 if the example is omitted.
+        seed: the seed of the shuffling.
     """
 
     paths: Sequence[Path]
@@ -35,14 +35,14 @@ class Piles:
 
 
 def shard_name(number: int) -> str:
-    """The file of a shard."""
+    """Returns the file name of a shard."""
     return f"shard-{number:05}.arrow"
 
 
 def write_shard(piles: Piles, number: int, folder: Path) -> Shard:
-    """Writes one shard, or finds it written.
+    """Writes one shard, unless it exists.
 
-    A file that is there is whole, for it gets its name at the end; it is read, as its index would be.
+    An existing file is complete, because it gets its name at the end; its index entry is computed by reading it.
     """
     path = folder / shard_name(number)
     if not path.is_file():
@@ -63,7 +63,7 @@ def write_shard(piles: Piles, number: int, folder: Path) -> Shard:
 
 
 def write_rows(piles: Piles, rows: Sequence[tuple[int, int]], path: Path) -> None:
-    """Writes some examples, each named by its block and its row there, in that order."""
+    """Writes examples, each given by its block and its row in the block, in the given order."""
     library = arrow()
     parts = []
     for block, row in rows:
@@ -74,7 +74,7 @@ def write_rows(piles: Piles, rows: Sequence[tuple[int, int]], path: Path) -> Non
 
 
 def describe(path: Path, sources: int) -> Shard:
-    """What the index says of a shard."""
+    """Makes a shard's entry in the index by reading the shard."""
     table = read_table(path)
     lengths: list[Any] = [numpy.diff(views(table.column(name))[1]) for name in ("source", "target")]
     lengths[1] = lengths[1] - (lengths[0] == 0)  # the last token of a window is only predicted

@@ -1,7 +1,7 @@
-"""A block of text as a block of examples: parsed, filtered, tokenized, dealt to the shards, and written down.
+"""Turns a block of text into a block of examples: parses, filters and tokenizes, deals to shards, and writes a file.
 
-This is what the processes of `prepare` do beside each other. A block's file is a function of the block and of the
-settings, so that a preparation that was ended goes on with those that are there.
+The processes of `prepare` do this in parallel. A block's file is a function of the block and the settings, so a
+preparation that was interrupted continues with the existing files.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from fastformer.special_ids import SpecialIds
 
 Array = numpy.ndarray[Any, Any]
 MOST_HELD_OUT = 500
-KEYS = ("key_high", "key_low")  # of a block's file: 128 bits that equal examples share
+KEYS = ("key_high", "key_low")  # columns of a block's file: 128 bits, which are equal for equal examples
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What makes examples of text.
+    """The settings that determine the examples of a text.
 
     Attributes:
         kind: "pairs" or "text".
-        shards: how many there will be.
-        seed: of dealing, shuffling and holding out.
-        filters: of pairs.
-        skip_bad: leave bad lines out.
-        max_len: tokens of a pair's side at most.
-        seqlen: of a language model's windows.
-        hold_out: some examples are held out for validation.
+        shards: the number of shards.
+        seed: the seed of dealing, shuffling and holding out.
+        filters: the filters for pairs.
+        skip_bad: whether bad lines are skipped.
+        max_len: the most tokens on a side of a pair.
+        seqlen: the length of a language model's windows.
+        hold_out: whether examples are held out for validation.
     """
 
     kind: Literal["pairs", "text"]
@@ -62,13 +62,14 @@ class Recipe:
 
 @dataclass
 class Block:
-    """What is known of a block's file without its examples.
+    """The properties of a block's file, without its examples.
 
     Attributes:
-        read: pairs or passages that were read.
-        left_out: of them, by reason.
-        ends: (shards + 1,) the rows of shard s are ends[s] to ends[s + 1].
-        candidates: [key, source text, target text] of the examples that may be held out; of a language model no texts.
+        read: the number of pairs or passages that were read.
+        left_out: the number of omitted ones, by reason.
+        ends: (shards + 1,): shard s has the rows from ends[s] to ends[s + 1].
+        candidates: [key, source text, target text] of the examples that may be held out; without texts for a language
+            model.
     """
 
     read: int
@@ -78,7 +79,7 @@ class Block:
 
     @property
     def examples(self) -> int:
-        """How many the file has."""
+        """The number of examples in the file."""
         return self.ends[-1]
 
 
@@ -89,20 +90,20 @@ def encode_block(
 
     Args:
         block: the text.
-        recipe: what to make of it.
-        tokenizer: with which.
-        path: of the file.
-        seeds: the numbers of the source and of the block in it.
+        recipe: the settings of the examples.
+        tokenizer: the tokenizer.
+        path: the path of the file.
+        seeds: the number of the source, and of the block in it.
 
     Raises:
-        ValueError: a bad line that is not to be left out.
+        ValueError: a line is bad, and bad lines are not skipped.
     """
     if isinstance(block, PairBlock):
         sides, keys, texts, read, left_out = _of_pairs(block, recipe, tokenizer)
     else:
         sides, keys, texts, read, left_out = _of_text(block, recipe, tokenizer)
     count = len(sides[1])
-    # Dealt in turn in random order, from a random shard on.
+    # Examples are dealt to the shards in turn, in random order, beginning with a random shard.
     chooser = numpy.random.default_rng([recipe.seed, 1, *seeds])
     shard = (chooser.integers(recipe.shards) + chooser.permutation(count)) % recipe.shards
     order = numpy.argsort(shard, kind="stable")
@@ -121,7 +122,7 @@ def encode_block(
 
 
 def open_block(path: Path) -> tuple[Any, Block]:
-    """The table of a block's file, mapped into memory, and what is known of it."""
+    """Opens a block's file: returns its table, mapped into memory, and its properties."""
     table = read_table(path)
     return table, Block(**json.loads(table.schema.metadata[b"block"]))
 
@@ -153,7 +154,7 @@ def _of_pairs(block: PairBlock, recipe: Recipe, tokenizer: Tokenizer) -> Any:
     if len(kept) < len(pairs):
         left_out[f"of more than max_len {recipe.max_len} tokens"] += len(pairs) - len(kept)
     sides = ([example.source for example in examples], [example.target for example in examples])
-    # The length of the source tells ("a", "bc") from ("ab", "c").
+    # The length of the source distinguishes ("a", "bc") from ("ab", "c").
     keys = _keys((f"{len(s)} {s}{t}".encode() for s, t in kept), recipe) if recipe.has_keys else None
     return sides, keys, lambda i: kept[i], read, left_out
 
@@ -184,7 +185,7 @@ def _of_text(block: TextBlock, recipe: Recipe, tokenizer: Tokenizer) -> Any:
 
 
 def _keys(contents: Any, recipe: Recipe) -> tuple[Array, Array]:
-    """128 bits of each content, the high and the low ones. Which are low ones, to be held out, the seed decides."""
+    """Computes 128 bits of each content, in high and low halves. The seed decides which contents have low values."""
     salt = recipe.seed.to_bytes(16, "little", signed=True)
     digests = b"".join(hashlib.blake2b(content, digest_size=16, salt=salt).digest() for content in contents)
     both = numpy.frombuffer(digests, ">u8").astype(numpy.uint64).reshape(-1, 2)

@@ -1,9 +1,9 @@
-"""Which examples of all blocks don't go into the shards: duplicates, and those that are held out for validation.
+"""Finds the examples that are omitted from the shards: duplicates, and examples held out for validation.
 
-Examples are compared by a hash of 128 bits. Of n different ones two share it with a probability of n²/2^129: 1.5e-21
-for a billion. All hashes are looked at in passes, each over a range of them, so that memory stays the same; what it
-costs is 16 bytes an example on the disk, a pass over these for every MOST_KEYS examples, and a byte an example in
-memory while the passes last.
+Examples are compared by a hash of 128 bits. The probability that two of n different examples have the same hash is
+n²/2^129: 1.5e-21 for a billion. All hashes are read in passes, each for a range of values, so that the memory is
+bounded. The cost is 16 bytes of disk an example, a pass over them for every MOST_KEYS examples, and a byte of memory an
+example during the passes.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from fastformer.data.shards.arrow_file import read_table
 from fastformer.data.shards.encode import KEYS, MOST_HELD_OUT, Recipe, open_block
 
 Array = numpy.ndarray[Any, Any]
-MOST_KEYS = 1 << 21  # that are compared in one pass, at about 60 bytes each
+MOST_KEYS = 1 << 21  # hashes that are compared in one pass, at about 60 bytes each
 
 
 @dataclass
 class LeftOut:
-    """The examples that don't go into the shards.
+    """The examples that are omitted from the shards.
 
     Attributes:
-        starts: (blocks + 1,) the place of each block's first example among all.
+        starts: (blocks + 1,) the place of each block's first example among all examples.
         mask: a bit for each example, by `numpy.packbits`.
-        duplicates, held_out: how many, by block.
-        validation: of each content that is held out the texts (none for a language model), and its block and row.
+        duplicates, held_out: the numbers of examples, by block.
+        validation: for each content that is held out, its texts (none for a language model), its block and its row.
     """
 
     starts: list[int]
@@ -40,22 +40,22 @@ class LeftOut:
     validation: list[tuple[tuple[str, ...], tuple[int, int]]]
 
     def of(self, block: int, begin: int, end: int) -> Array:
-        """Which of some rows of a block are left out, as booleans."""
+        """Returns which of the rows from `begin` to `end` of a block are omitted, as booleans."""
         return bits(self.mask, self.starts[block] + begin, self.starts[block] + end)
 
 
 def bits(mask: Array, begin: int, end: int) -> Array:
-    """Some bits of a mask of `numpy.packbits`, as booleans."""
+    """Returns the bits from `begin` to `end` of a mask of `numpy.packbits`, as booleans."""
     first = begin // 8
     some = numpy.unpackbits(mask[first : -(-end // 8)])
     return some[begin - 8 * first : end - 8 * first].astype(bool)
 
 
 def find_left_out(paths: Sequence[Path], recipe: Recipe) -> LeftOut:
-    """Looks through the hashes of all blocks.
+    """Finds the omitted examples from the hashes of all blocks.
 
-    Of equal examples the first stays, in the order of the sources and of their lines by blocks. All that equal a held
-    out one are held out: a training never sees what it is validated by.
+    Of equal examples the first one stays, in the order of the sources and of their lines by blocks. All examples that
+    equal a held-out one are held out: a training never sees its validation data.
     """
     sizes, lowest = [], _Lowest()
     for path in paths:
@@ -92,23 +92,23 @@ def find_left_out(paths: Sequence[Path], recipe: Recipe) -> LeftOut:
 
 
 class _Lowest:
-    """The candidates of the lowest hashes among all that are added, each content once."""
+    """The candidates with the lowest hashes of all that were added, each content once."""
 
     def __init__(self) -> None:
         self._found: dict[int, list[str]] = {}
 
     def add(self, candidates: Sequence[list[str]]) -> None:
-        """Adds those of a block."""
+        """Adds the candidates of a block."""
         for key, *texts in candidates:
             self._found.setdefault(int(key, 16), texts)
         if len(self._found) > 8 * MOST_HELD_OUT:
             self._found = {key: self._found[key] for key in sorted(self._found)[: MOST_HELD_OUT + 1]}
 
     def chosen(self, total: int) -> dict[int, list[str]]:
-        """A hundredth of all examples, at most MOST_HELD_OUT, by their hashes in ascending order.
+        """Returns a hundredth of all examples, at most MOST_HELD_OUT, in ascending order of their hashes.
 
         Raises:
-            ValueError: nothing would be left.
+            ValueError: no example would be left.
         """
         most = min(MOST_HELD_OUT, max(1, total // 100), len(self._found) - 1)
         if most < 1:
@@ -117,8 +117,8 @@ class _Lowest:
 
 
 def _keys_of(paths: Sequence[Path], starts: Array, number: int, passes: int) -> tuple[Array, Array, Array]:
-    """The hashes of one pass, and the places of their examples."""
-    # Hashes are spread evenly, so that a range of their high halves has about as many as any other.
+    """Returns the hashes of one pass, and the places of their examples."""
+    # Hashes are uniform, so that equal ranges of their high halves have about as many.
     step = (1 << 64) // passes
     first, last = number * step, (1 << 64) - 1 if number == passes - 1 else (number + 1) * step - 1
     found: list[tuple[Array, Array, Array]] = []

@@ -1,4 +1,4 @@
-"""The index of a folder of shards: which shards there are, of what, and how to tell that they are whole."""
+"""The index of a folder of shards: the shards, their contents, and the means to check that they are intact."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _AGAIN = "prepare the data again, or copy the folder"
 
 @dataclass(frozen=True)
 class Stored:
-    """A file of the folder, and how to tell it from any other.
+    """A file of the folder, with the means to check it.
 
     Attributes:
-        file: its name in the folder.
-        sha256: of its bytes.
-        size: in bytes.
+        file: the name of the file in the folder.
+        sha256: the SHA-256 of its bytes.
+        size: the size in bytes.
     """
 
     file: str
@@ -36,14 +36,14 @@ class Stored:
 
     @classmethod
     def of(cls, path: Path) -> Stored:
-        """That of a file that is there."""
+        """Describes an existing file."""
         return cls(path.name, sha256_of(path), path.stat().st_size)
 
     def check_there(self, folder: Path) -> None:
-        """Looks at the name and the size alone.
+        """Checks only the name and the size.
 
         Raises:
-            ValueError: a file that is missing or of another size.
+            ValueError: the file is missing, or has another size.
         """
         path = folder / self.file
         if not is_plain_file(path):
@@ -53,10 +53,10 @@ class Stored:
             raise ValueError(f"{path} was changed or damaged: expected {self.size:,} bytes, got {size:,}: {_AGAIN}")
 
     def check_content(self, folder: Path) -> None:
-        """Reads the file.
+        """Reads the file and checks its contents.
 
         Raises:
-            ValueError: a file that is missing, or of other bytes.
+            ValueError: the file is missing, or has other contents.
         """
         self.check_there(folder)
         found = sha256_of(folder / self.file)
@@ -72,10 +72,10 @@ class Shard(Stored):
     """One shard.
 
     Attributes:
-        examples: how many it has.
-        source_tokens, target_tokens: of them all, as `Example.lengths` counts.
-        longest: tokens of the longest side.
-        by_source: how many examples are of each source.
+        examples: the number of examples.
+        source_tokens, target_tokens: the numbers of their tokens, as `Example.lengths` counts.
+        longest: the number of tokens on the longest side.
+        by_source: the number of examples of each source.
     """
 
     examples: int
@@ -87,16 +87,17 @@ class Shard(Stored):
 
 @dataclass(frozen=True)
 class Source:
-    """One source of text, and what became of it.
+    """One source of text, and the numbers of its examples.
 
     Attributes:
-        name: what it was called on the command line.
+        name: the name on the command line.
         weight: how often an epoch has each of its examples.
-        read: pairs, or passages of text, that were read.
-        examples: that are in the shards.
-        held_out: that are kept for validation.
-        left_out: the others, by reason.
-        size: the bytes of its files when the preparation began; None: it was a pipe, or the index doesn't say.
+        read: the number of pairs, or passages of text, that were read.
+        examples: the number of examples in the shards.
+        held_out: the number of examples that are held out for validation.
+        left_out: the number of omitted examples, by reason.
+        size: the bytes of its files when the preparation began; None: it was a pipe, or the index doesn't contain the
+            size.
     """
 
     name: str
@@ -110,17 +111,17 @@ class Source:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What index.json says.
+    """The contents of index.json.
 
     Attributes:
         kind: "pairs" of a translator, or "text" of a language model.
         tokenizer: `tokenizer_digest` of the tokenizer.
-        settings: those that the shards depend on.
-        sources: in the order in which they were named.
-        shards: in their order.
-        validation: the examples of validation.
-        validation_texts: their texts; None for a language model.
-        validation_characters: of a language model's validation text.
+        settings: the settings that the shards depend on.
+        sources: the sources, in the order in which they were given.
+        shards: the shards, in order.
+        validation: the file of the validation examples.
+        validation_texts: the file of their texts; None for a language model.
+        validation_characters: the number of characters in a language model's validation text.
     """
 
     kind: Literal["pairs", "text"]
@@ -138,21 +139,21 @@ class Manifest:
 
     @property
     def examples(self) -> int:
-        """Of all shards."""
+        """The number of examples in all shards."""
         return sum(shard.examples for shard in self.shards)
 
     def save(self, folder: Path) -> None:
-        """Writes index.json, with which a folder is complete."""
+        """Writes index.json, which makes a folder complete."""
         values = {"format": FORMAT, "version": VERSION, **asdict(self)}
         del values["longest"]
         write_atomically(folder / INDEX, json.dumps(values, indent=1, ensure_ascii=False).encode() + b"\n")
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Manifest:
-        """Reads index.json, and makes sure that all files are there.
+        """Reads index.json, and checks that all files exist.
 
         Raises:
-            ValueError: a folder that was not prepared, an index that is damaged, a file that is missing.
+            ValueError: the folder was not prepared, the index is damaged, or a file is missing.
         """
         place = Path(folder)
         if not place.is_dir():
@@ -180,14 +181,14 @@ class Manifest:
         return found
 
     def check_tokenizer(self, tokenizer: Tokenizer, owner: str) -> None:
-        """Makes sure that the ids in the shards are those of a tokenizer.
+        """Checks that the ids in the shards are those of a tokenizer.
 
         Args:
             tokenizer: the tokenizer.
-            owner: what messages call it.
+            owner: the name of the tokenizer in messages.
 
         Raises:
-            ValueError: they are another's.
+            ValueError: they are those of another tokenizer.
         """
         found = tokenizer_digest(tokenizer)
         if found != self.tokenizer:
@@ -197,21 +198,21 @@ class Manifest:
             )
 
     def fingerprint(self) -> str:
-        """A SHA-256 over those of the shards."""
+        """Computes a SHA-256 over those of the shards."""
         return hashlib.sha256("\n".join(shard.sha256 for shard in self.shards).encode()).hexdigest()
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:
-    """A SHA-256 of all that a tokenizer is, whatever file it is in."""
+    """Computes a SHA-256 of everything that determines a tokenizer, independently of its file."""
     text = json.dumps(contents(tokenizer), sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def own_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
-    """The tokenizer in a folder of shards.
+    """Reads the tokenizer in a folder of shards.
 
     Raises:
-        ValueError: it is damaged, or not the one that the shards were made with.
+        ValueError: the tokenizer is damaged, or the shards were made with another one.
     """
     tokenizer = load_tokenizer(folder)
     manifest.check_tokenizer(tokenizer, f"that of {folder}")

@@ -1,4 +1,4 @@
-"""The processes that prepare data beside each other."""
+"""The processes that prepare data in parallel."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from fastformer.data.tokenizer import Tokenizer
 from fastformer.data.tokenizer_files import load_tokenizer
 
 Result = TypeVar("Result")
-_AHEAD = 2  # tasks that wait for each process, so that none is idle and memory is bounded
+_AHEAD = 2  # waiting tasks for each process, so that none is idle and memory is bounded
 _own: dict[Path, Tokenizer] = {}  # a process reads its tokenizer once
 
 
 def usable_cores() -> int:
-    """How many cores this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Pool:
-    """Runs tasks in several processes, or, for one, in this one; results come in the order of the tasks."""
+    """Runs tasks in several processes, or in this one if there is only one; results come in the order of the tasks."""
 
     def __init__(self, processes: int) -> None:
         self._processes = processes
         self._pool: ProcessPoolExecutor | None = None
-        if processes > 1:  # a fork would inherit locks that threads of libraries hold
+        if processes > 1:  # a forked process would inherit locks held by threads of libraries
             self._pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_begin)
 
     def run(self, function: Callable[..., Result], tasks: Iterable[tuple[Any, ...]]) -> Iterator[Result]:
-        """The result of each task, whose arguments are taken only as processes get free.
+        """Yields the result of each task. The arguments of a task are read only when a process becomes free.
 
         Raises:
             RuntimeError: the system ended a process.
@@ -69,14 +69,14 @@ class Pool:
 
 
 def encode_task(block: PairBlock | TextBlock, recipe: Recipe, tokenizer: Path, path: Path, seeds: list[int]) -> None:
-    """`encode_block`, with the tokenizer of a folder."""
+    """Runs `encode_block`, with the tokenizer of a folder."""
     if tokenizer not in _own:
         _own[tokenizer] = load_tokenizer(tokenizer)
     encode_block(block, recipe, _own[tokenizer], path, seeds)
 
 
 def _begin() -> None:
-    """Sets a new process up: one thread, no signals of the terminal, and an end with the process that began it."""
+    """Sets up a new process: one thread, no signals of the terminal, and an end together with its parent process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = parent_process()

@@ -1,4 +1,4 @@
-"""Shards as a sequence of examples, of which a few files at a time are mapped into memory."""
+"""Shards as a sequence of examples, with a few files at a time mapped into memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WINDOW = 4  # shards
 
 
 class _Mapped:
-    """The columns of one shard. They hold the mapping; with the last of them the memory is given back."""
+    """The columns of one shard. They keep the file mapped until the last of them is deleted."""
 
     def __init__(self, path: Path) -> None:
         table = read_table(path)
@@ -30,13 +30,13 @@ class _Mapped:
         self.origin: numpy.ndarray[Any, Any] = table.column("origin").to_numpy()
 
     def example(self, row: int) -> Example:
-        """One example."""
+        """Returns one example."""
         a, b = self.source_ends[row : row + 2].tolist()
         c, d = self.target_ends[row : row + 2].tolist()
         return Example(self.source_ids[a:b].tolist(), self.target_ids[c:d].tolist())
 
     def lengths(self, rows: Tensor) -> Tensor:
-        """(n, 2) int64: those of some examples."""
+        """Returns the lengths of some examples, (n, 2) int64."""
         at = rows.numpy()
         sides = [ends[at + 1] - ends[at] for ends in (self.source_ends, self.target_ends)]
         found = torch.from_numpy(numpy.stack(sides, axis=1).astype(numpy.int64))
@@ -47,15 +47,15 @@ class _Mapped:
 class ShardedExamples(Sequence[Example]):
     """The examples of a folder that `fastformer prepare` made.
 
-    A shard is checked against its SHA-256 when it is first opened, and stays mapped until others took its place.
+    A shard is checked against its SHA-256 when it is first opened, and stays mapped until other shards replace it.
 
     Args:
-        folder: where.
-        window: how many shards are shuffled together.
-        weights: how often an epoch has each example of a source; None: as the index says.
+        folder: the folder.
+        window: the number of shards that are shuffled together.
+        weights: how often an epoch has each example of a source; None: the weights in the index.
 
     Raises:
-        ValueError: no such folder, a shard that is missing or of another size, another number of weights.
+        ValueError: the folder or a shard is missing, a shard has another size, or the number of weights is wrong.
     """
 
     def __init__(
@@ -92,10 +92,10 @@ class ShardedExamples(Sequence[Example]):
         return self._mapped(shard).example(place - self._starts[shard])
 
     def _mapped(self, shard: int) -> _Mapped:
-        """One shard. One more than a window stays open, for an update may have batches of two windows.
+        """Opens a shard. A window and one more shard stay open, because an update may have batches of two windows.
 
         Raises:
-            ValueError: its content is not what was prepared.
+            ValueError: its contents differ from those that were prepared.
         """
         found = self._open.pop(shard, None)
         if found is None:
@@ -111,23 +111,23 @@ class ShardedExamples(Sequence[Example]):
 
     @property
     def num_windows(self) -> int:
-        """Windows of an epoch."""
+        """The number of windows in an epoch."""
         return -(-len(self.manifest.shards) // self._window)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest side of any example."""
+        """The number of tokens on the longest side of any example."""
         return self.manifest.longest
 
     def window(self, seed: int, epoch: int, window: int) -> Tensor:
-        """(examples,) int64: which examples a window has. Which shards are together is a function of seed and epoch."""
+        """Returns the indices of a window's examples, (examples,) int64; seed and epoch determine its shards."""
         generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
         order = torch.randperm(len(self.manifest.shards), generator=generator, device="cpu").tolist()
         some = order[window * self._window : (window + 1) * self._window]
         return torch.cat([torch.arange(self._starts[s], self._starts[s + 1], device="cpu") for s in some])
 
     def lengths_at(self, indices: Sequence[int] | Tensor) -> Tensor:
-        """(n, 2) int64: source and target lengths of some examples."""
+        """Returns the source and target lengths of some examples, (n, 2) int64."""
         places = torch.as_tensor(indices, dtype=torch.int64, device="cpu")
         found = torch.empty(len(places), 2, dtype=torch.int64, device="cpu")
         for shard, here, rows in self._by_shard(places):
@@ -135,7 +135,7 @@ class ShardedExamples(Sequence[Example]):
         return found
 
     def weights_at(self, indices: Tensor) -> Tensor | None:
-        """(n,) fp32: how often an epoch has each of some examples; None: once."""
+        """Returns how often an epoch has each of some examples, (n,) fp32; None: once."""
         if self._weights is None:
             return None
         found = torch.empty(len(indices), dtype=torch.float32, device="cpu")
@@ -145,7 +145,7 @@ class ShardedExamples(Sequence[Example]):
         return found
 
     def _by_shard(self, places: Tensor) -> list[tuple[int, Tensor, Tensor]]:
-        """Each shard that has some of the examples, which of them, and their rows in it."""
+        """Groups examples by shard: returns each shard, its examples' indices in `places`, and their rows in it."""
         starts = torch.tensor(self._starts, device="cpu")
         shards = torch.bucketize(places, starts, right=True) - 1
         found = []
@@ -156,17 +156,17 @@ class ShardedExamples(Sequence[Example]):
 
     @property
     def num_tokens(self) -> tuple[int, int]:
-        """Source and target tokens of all examples."""
+        """The numbers of source and target tokens of all examples."""
         shards = self.manifest.shards
         return sum(shard.source_tokens for shard in shards), sum(shard.target_tokens for shard in shards)
 
     def fingerprint(self) -> str:
-        """A SHA-256 that is equal for equal shards alone."""
+        """Computes a SHA-256 that is equal only for equal shards."""
         return self.manifest.fingerprint()
 
 
 def read_examples(path: Path) -> Examples:
-    """All examples of one file, in memory."""
+    """Reads all examples of one file into memory."""
     mapped, found = _Mapped(path), Examples()
     for row in range(len(mapped.origin)):
         example = mapped.example(row)
