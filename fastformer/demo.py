@@ -57,7 +57,7 @@ def clear(folder: Path) -> None:
     Every other file stays: the demo removes only the files that it wrote, by name.
 
     Raises:
-        ValueError: the folder has other files and no demo's mark, or a training is running in it.
+        ValueError: the folder has other files and isn't marked as a demo's, or a training is running in it.
     """
     if not folder.parts:
         raise ValueError("expected a folder to write the demo to that is not the current one: give --out demo")

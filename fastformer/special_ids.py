@@ -14,21 +14,21 @@ from fastformer.settings import suggestion
 
 @dataclass(frozen=True, init=False)
 class SpecialIds:
-    """The ids with a meaning of their own.
+    """The ids with a special meaning.
 
     Args:
-        pad: fills what a batch has behind shorter sequences. An encoder-decoder model embeds it as the zero vector, so
-            it ends nothing. A language model without an id of its own for padding has one of its eos here: then nothing
-            in a prompt is padding unless an attention_mask says so.
-        eos: ends a sequence: one id, or several, each of which ends what is generated. The first of them is the one
-            that is put behind sources, targets and documents. None, an empty sequence, is for a language model whose
-            texts end at a limit alone; nothing in its prompts is padding either.
-        unk: the id of text that the tokenizer has no token for; None: it has none.
-        start: what an encoder-decoder model's decoder begins with. The same as pad, it is the zero vector
-            (tensor2tensor); a token of its own has a learned embedding.
+        pad: the id that fills a batch after shorter sequences. An encoder-decoder model embeds it as the zero vector,
+            so it doesn't end sequences. A language model without a separate id for padding has one of its eos here: in
+            that case no id in a prompt is padding, unless an attention_mask hides it.
+        eos: the ids that end a sequence: one, or several, each of which ends generation. The first of them is appended
+            to sources, targets and documents. None, an empty sequence, is for a language model whose texts end only at
+            a limit; in this case, too, no id in its prompts is padding.
+        unk: the id of text that the tokenizer has no token for; None: the vocabulary has no such id.
+        start: the first input of an encoder-decoder model's decoder. If it equals pad, it is the zero vector
+            (tensor2tensor); a separate token has a learned embedding.
 
     Raises:
-        ValueError: something that is no id, an eos twice, or one id for unk and another.
+        ValueError: a value isn't an id, an eos occurs twice, or unk equals another id.
     """
 
     pad: int = 0
@@ -64,7 +64,7 @@ class SpecialIds:
 
     @property
     def first_eos(self) -> int:
-        """The end that is put behind sources, targets and documents.
+        """The id of eos that is appended to sources, targets and documents.
 
         Raises:
             ValueError: the model has no eos.
@@ -76,7 +76,7 @@ class SpecialIds:
     def check(self, vocab_size: int, *, reads_sources: bool = False) -> None:
         """Checks the ids against a vocabulary.
 
-        The default unk may lie behind a vocabulary of two, for no model reads it.
+        The default unk may be outside of a vocabulary of two, because no model reads it.
 
         Args:
             vocab_size: the number of ids in the vocabulary.
@@ -125,8 +125,8 @@ class SpecialIds:
     def of(cls, config: object) -> SpecialIds:
         """Returns the ids in the config of any model.
 
-        They are its `special_ids`; or its own fields pad, eos, unk and start, as of a model that shares nothing with
-        this library; or the defaults if it has neither.
+        They are its `special_ids`, or its own fields pad, eos, unk and start, if the model's class is independent of
+        fastformer. If it has neither, they are the defaults.
         """
         found = getattr(config, "special_ids", None)
         if isinstance(found, cls):

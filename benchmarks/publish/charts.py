@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 class Chart:
     """A picture.
 
-    command: the command that makes its rows.
-    select: the results -> the rows that it is drawn from; empty if it can't be drawn.
-    draw: these rows -> the picture.
+    Attributes:
+        command: the command that makes its rows.
+        select: the results -> the rows that it is drawn from; empty if it can't be drawn.
+        draw: these rows -> the picture.
     """
 
     command: str

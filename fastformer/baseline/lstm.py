@@ -85,7 +85,7 @@ class Attention(nn.Module):
             self.vector = nn.Linear(dim, 1, bias=False)
 
     def forward(self, query: Tensor, keys: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """query (batch, m, dim), keys (batch, n, dim), mask (batch, 1, n) True = attend -> context, weights."""
+        """Maps query (batch, m, dim), keys (batch, n, dim), mask (batch, 1, n) True = attend to (context, weights)."""
         if self.score == "dot":
             scores = query @ keys.transpose(1, 2)
         elif self.score == "general":
@@ -137,7 +137,7 @@ class LSTMSeq2Seq(nn.Module):
     def decode(
         self, target: Tensor, memory: Tensor, mask: Tensor, state: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-        """target (batch, m) ids -> attentional states (batch, m, d_model), weights (batch, m, n), the new state."""
+        """Maps target ids (batch, m) to attentional states (batch, m, d_model), weights (batch, m, n), new state."""
         _check_ids(target, self.config.vocab_size, "target")
         if len(target) != len(memory):
             raise ValueError(f"expected as many targets as sources, got {len(target)} and {len(memory)}")

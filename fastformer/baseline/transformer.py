@@ -43,7 +43,7 @@ class MultiHeadAttention(nn.Module):
         self.out_proj = nn.Linear(dim, dim, bias=False)
 
     def forward(self, query: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
-        """query (batch, n, dim), memory (batch, m, dim), mask (batch or 1, 1, n or 1, m), True = attend."""
+        """Maps query (batch, n, dim) and memory (batch, m, dim); mask (batch or 1, 1, n or 1, m) is True = attend."""
         query_weight, key_weight, value_weight = self.in_proj_weight.chunk(3)
         q, k, v = (
             F.linear(x, weight).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
@@ -85,7 +85,7 @@ class Layer(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor, memory: Tensor | None = None, memory_mask: Tensor | None = None
     ) -> Tensor:
-        """x (batch, n, dim)."""
+        """Maps x (batch, n, dim) to the same shape."""
         x = self._add(x, self.norm1, lambda y: self.self_attn(y, y, mask))
         if memory is not None and memory_mask is not None:
             x = self._add(x, self.norm2, lambda y: self.multihead_attn(y, memory, memory_mask))
@@ -111,7 +111,7 @@ class Stack(nn.Module):
             self.norm = norm
 
     def forward(self, x: Tensor, *masks: Tensor | None) -> Tensor:
-        """x (batch, n, dim); masks as `Layer` takes them."""
+        """Maps x (batch, n, dim) to the same shape; masks are those of `Layer`."""
         for layer in self.layers:
             x = layer(x, *masks)
         return self.norm(x) if hasattr(self, "norm") else x
@@ -167,7 +167,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Xavier uniform per matrix, embeddings N(0, d_model^-0.5)."""
+        """Draws each matrix Xavier uniform, and embeddings from N(0, d_model^-0.5)."""
         for module in self.modules():
             if isinstance(module, MultiHeadAttention):
                 for block in module.in_proj_weight.chunk(3):

@@ -15,7 +15,7 @@ def average(run: str, *, last: int | None = None) -> None:
 
     Args:
         run: the run folder
-        last: how many checkpoints; by default all that the run kept
+        last: the number of checkpoints; by default all that the run has kept
     """
     from fastformer.checkpoints import load_model
     from fastformer.checkpoints.lock import RunLock

@@ -62,18 +62,19 @@ def generate(
     Empty lines stay empty.
 
     Args:
-        run: the run folder, or that of a language model, such as a Llama, as transformers saves it
-        prompt: the text to continue; without it, or with -, the lines of standard input as those of --file
-        file: a UTF-8 file, one prompt a line (- is standard input); for each a line of output, in order, in which line
-            ends are written as \\n, with --num_return_sequences so many, each behind the number of the prompt and a tab
+        run: the run folder, or a folder with a language model, such as a Llama, that transformers saved
+        prompt: the text to continue; without it, or with -, the lines of standard input are prompts, as with --file
+        file: a UTF-8 file, one prompt a line (- is standard input). Each prompt has a line of output, in order, in
+            which line ends are written as \\n; with --num_return_sequences several lines, each after the prompt's
+            number and a tab
         stop: a text that ends the continuation and isn't printed; repeat the flag for several. In most shells
             $'\\n' is a line end
-        on_error: at a line that is too long or no UTF-8, stop, or skip it with an empty line in its place and a warning
+        on_error: at a line that is too long or not UTF-8, stop, or skip it with an empty line instead and a warning
         device: auto (a GPU if there is one), cpu, cuda, cuda:1, ...
         precision: convert the weights to this; int8 and int4 are for a CPU; by default they stay as they were saved
         config: a YAML file with options of decoding, such as top_k: 40; flags override it
-        greedy: take the best token always, without sampling; --num_beams above 1 searches without sampling
-        cut: of a prompt that leaves no room in the model's positions, take its end alone, instead of an error
+        greedy: always choose the best token, without sampling; --num_beams above 1 searches without sampling
+        cut: if a prompt leaves no room in the model's positions, use only its end, instead of raising an error
         options: the flags of decoding
     """
     from fastformer.checkpoints import load_model

@@ -40,10 +40,10 @@ def prepare(
 
     Args:
         out: the folder to write
-        shards: how many, each a fair sample of all sources; 0: as many as make about 16 MiB each
+        shards: the number of shards, each a fair sample of all sources; 0: shards of about 16 MiB
         processes: the number of parallel processes; 0: one for each core
         bpe_characters: the most characters that a BPE learns from; more text is sampled at random
-        settings: those that flags gave, as `TrainConfig.from_dict` reads them
+        settings: the given flags, as `TrainConfig.from_dict` reads them
     """
     kind = {"model": "gpt"} if settings.get("train_text") else {}
     config = TrainConfig.from_dict({**settings, **kind})

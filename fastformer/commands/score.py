@@ -47,31 +47,32 @@ def score(
 ) -> None:
     """Scores translations: against references, or by the probability that a model gives them.
 
-    With --hypotheses it prints BLEU and chrF of the whole, each with the signature by which sacrebleu says how it was
-    computed. With a RUN it prints a line for each line of --target: the log-probability, that of a token on average,
-    and the perplexity, separated by tabs; of a language model those of the whole --file. Totals go to standard error.
+    With --hypotheses it prints BLEU and chrF of the whole corpus, each with sacrebleu's signature of the computation.
+    With a RUN it prints a line for each line of --target: the log-probability, its mean for a token, and the
+    perplexity, separated by tabs; with a language model, one line for the whole --file. Totals go to standard error.
 
     Args:
-        run: the run folder of a translator or of a language model, or the folder of a BART, a Marian or a T5 as
-            transformers saves it; several, separated by commas, score together, by the mean of their probabilities
+        run: the run folder of a translator or of a language model, or a folder with a BART, a Marian or a T5 that
+            transformers saved; several, separated by commas, score together, by the mean of their probabilities
         file: a UTF-8 file: the sources of --target, one a line; or the text that a language model reads
-        target: translations of --file by any system, a line each; of an empty line an empty one
+        target: translations of --file by any system, one a line; the translation of an empty line is empty
         source_lang: the language of --file, for a translator of many, such as NLLB: eng_Latn, or in short en
-        target_lang: the language of --target, likewise
-        by_line: of a language model, take each line of --file as a text of its own, without its line end
-        context: of a language model, how many tokens stand before a token at least, where a text is longer than the
-            model's positions; by default half of these
+        target_lang: the language of --target, in the same form
+        by_line: with a language model, score each line of --file as a text of its own, without its line end
+        context: with a language model, the minimum number of tokens before each scored token, if a text is longer than
+            the model's positions; by default half of these
         token_scores: add a fourth column, a JSON list of each token with its log-probability
         device: auto (a GPU if there is one), cpu, cuda, cuda:1, ...
-        precision: what the weights become; without it they stay as they were saved
-        on_error: at a pair of lines that is too long or no UTF-8, stop, or skip it with the score -inf and a warning
+        precision: convert the weights to this; by default they stay as they were saved
+        on_error: at a pair of lines that is too long or not UTF-8, stop, or skip it with the score -inf and a warning
         skip_long: skip pairs that are only too long
         max_tokens: the most tokens of a batch; fewer need less memory
         hypotheses: translations by any system, one a line; an empty line is an empty translation
-        reference: the right translations, as many lines; several files, separated by commas, for several references
+        reference: the correct translations, with the same number of lines; several files, separated by commas, are
+            several references
         baseline: translations by another system; adds its scores, and the probability (p) that a difference as large
             as the one found is chance, by paired bootstrap over 1,000 samples
-        bleu_tokenize: how BLEU cuts text into words; zh, ja-mecab and ko-mecab are for languages without spaces
+        bleu_tokenize: the tokenization for BLEU; zh, ja-mecab and ko-mecab are for languages without spaces
         ter: add the translation edit rate (lower is better)
     """
     by_model, by_reference = (run, file, target), (hypotheses, reference, baseline)

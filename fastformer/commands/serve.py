@@ -20,23 +20,23 @@ _Section = TypeVar("_Section")
 
 @dataclass(frozen=True)
 class Listening:
-    """Where the server listens, which clients it answers, and how its model computes. Each field is a flag.
+    """The address of the server, the clients that it accepts, and the computation of its model. Each field is a flag.
 
     Attributes:
         host: the address to listen on; beyond this machine only with keys, or with --no_auth
-        port: to listen on; 0 takes a free one
+        port: the port to listen on; 0 uses a free one
         keys_file: a file with the keys of clients, one a line
         no_auth: listen beyond this machine without keys
         metrics_public: answer /metrics without a key
-        page_public: answer the page at / without a key, which asks for one itself
-        origins: of web pages elsewhere whose scripts may use this server, separated by commas; * is all
+        page_public: serve the page at / without a key; the page asks for one itself
+        origins: the origins of web pages whose scripts may use this server, separated by commas; * is all
         access_log: write a line of JSON for each request to standard error, without its texts
         device: such as auto (a GPU if there is one), cpu, cuda or cuda:1
         precision: convert the weights to this; int8 and int4 are for a CPU; by default they stay as they were saved
-        engine: how to decode; by default the fastest that can
-        source_lang: the language of texts where a request doesn't say; of a model of one pair, its code
-        target_lang: the language of translations, likewise
-        max_batch_size: rows that are decoded together; by default 512, on a GPU 1,024
+        engine: the decoding engine; by default the fastest that can decode the model
+        source_lang: the default language of texts; for a model of one pair of languages, its code
+        target_lang: the default language of translations; for a model of one pair of languages, its code
+        max_batch_size: the most rows that are decoded together; by default 512, on a GPU 1,024
         max_batch_bytes: memory for the caches of those rows; by default 512 MiB, on a GPU a quarter of the free memory
     """
 
@@ -71,14 +71,14 @@ def add_settings(parser: ArgumentParser) -> dict[str, Any]:
 def serve(folder: str, *, config: str | None = None, **flags: Any) -> None:
     """Serves a model over HTTP, to many clients at once.
 
-    Which routes there are follows from the model: a translator has those of LibreTranslate and /v1/translate. A key, if
-    there are any, comes as "Authorization: Bearer KEY"; keys stand in --keys_file or in the environment variable
-    FASTFORMER_API_KEYS. SIGTERM lets what is under way end.
+    The routes depend on the model: a translator has those of LibreTranslate and /v1/translate. If the server has keys,
+    a request has one in the header "Authorization: Bearer KEY". The keys are in --keys_file or in the environment
+    variable FASTFORMER_API_KEYS. On SIGTERM the server completes its running requests.
 
     Args:
-        folder: of a run, or as transformers or sentence-transformers saves it
+        folder: a run folder, or a folder that transformers or sentence-transformers saved
         config: a YAML file with any of these flags, such as num_beams: 4; flags override it
-        flags: those that are given: fields of `Listening` and `Limits`, and options of decoding
+        flags: the given flags: fields of `Listening` and `Limits`, and options of decoding
     """
     given = _given(config, flags)
     listening, limits = (_section(kind, given) for kind in _sections())

@@ -68,27 +68,27 @@ def translate(
     A line of output for each line of input, in order; empty lines stay empty.
 
     Args:
-        run: the run folder, or that of a BART, a Marian, an NLLB or a T5, say, as transformers saves it; several,
-            separated by commas, translate together: each step takes the mean of their predictions
-        text: what to translate; without it and without --file, the lines of standard input, answered as they come
+        run: the run folder, or a folder with a BART, a Marian, an NLLB or a T5, say, that transformers saved; several,
+            separated by commas, translate together: each step uses the mean of their predictions
+        text: the text to translate; without it and without --file, the lines of standard input, answered as they come
         file: a UTF-8 file, one sentence a line; compressed or not; - is standard input, FILE.jsonl:COLUMN a column of
-            JSON lines, as of .parquet, .csv and .tsv
-        reference: the right translations of --file, a line each: prints BLEU and chrF
-        bleu_tokenize: how BLEU cuts text into words; zh, ja-mecab, ko-mecab and char are for languages without spaces
-        attention: draw what the translation looked at into this PNG
+            JSON lines; .parquet, .csv and .tsv have columns, too
+        reference: the correct translations of --file, one a line: prints BLEU and chrF
+        bleu_tokenize: the tokenization for BLEU; zh, ja-mecab, ko-mecab and char are for languages without spaces
+        attention: draw the cross-attention of the translation into this PNG
         align: add to each translation a tab and, for each of its words, the source word that it is aligned with, such
             as 0-0 2-1: pairs of a source and a target place, counted from 0; spaces separate words; or align tokens
         align_layer: the decoder's layer, from 1, whose attention aligns; by default the last but one
-        align_head: of that layer, from 1; by default the mean of all
-        prefix: what the translations begin with; they go on with the next word
-        prefix_file: the same for the lines of --file, one a line; an empty line is none
+        align_head: the head of that layer, from 1; by default the mean of all heads
+        prefix: the beginning of the translations; they continue with the next word
+        prefix_file: a prefix for each line of --file, one a line; an empty line is no prefix
         source_lang: the language of the text, for a model of many, such as NLLB: eng_Latn, or in short en
-        target_lang: the language of the translation, likewise
-        ensemble_weights: of several runs: a number for each, separated by commas; by default all count the same
-        ensemble_mean: of several runs: of their probabilities, or of their logarithms
+        target_lang: the language of the translation, in the same form
+        ensemble_weights: for several runs, a weight for each, separated by commas; by default equal weights
+        ensemble_mean: for several runs, the mean of their probabilities, or of their logarithms
         device: auto (a GPU if there is one), cpu, cuda, cuda:1, ...
         precision: convert the weights to this; int8 and int4 are for a CPU; by default they stay as they were saved
-        on_error: at a line that is too long or no UTF-8, stop, or skip it with an empty line in its place and a warning
+        on_error: at a line that is too long or not UTF-8, stop, or skip it with an empty line instead and a warning
         skip_long: skip lines that are only too long
         split: cut each line into sentences, translate each, and keep the white space between them; a text in place of a
             line may hold line ends

@@ -26,18 +26,18 @@ def warmup(
     precision: Precision | None = None,
     out: str | None = None,
 ) -> None:
-    """Makes the GPU kernels that a model launches ready, so that its first calls wait for no compiler.
+    """Prepares the GPU kernels that a model launches, so that its first calls don't wait for a compiler.
 
-    A kernel comes from a file of kernels, from Triton's cache, or is compiled into that cache, where the next process
-    finds it. Whether a batch or a text is a bit longer changes no kernel; other dtypes and options do.
+    A kernel comes from a file of kernels, from Triton's cache, or is compiled into that cache for later processes. The
+    exact sizes of batches and texts don't matter; other dtypes and options need other kernels.
 
     Args:
         run: the folder of the model
         batch_size: the largest batch that you will use
-        length: of the longest texts, in tokens; at most the model's limit
-        training: what training launches, too
+        length: the length of the longest texts, in tokens; at most the model's limit
+        training: include the kernels of training
         device: auto (a GPU), cuda, cuda:1, ...
-        precision: of the calls: the kernels of another dtype are others
+        precision: the precision of the calls: each dtype has kernels of its own
         out: write all these kernels into a file in this folder, for machines without a compiler; see the guide to GPUs
     """
     import torch

@@ -47,7 +47,7 @@ class Order:
     """The choice of the examples that form the batches of a training.
 
     Args:
-        examples: in memory, or in windows.
+        examples: the examples, in memory or in windows.
         max_tokens, batching, seed: see `plan_epoch`.
         weights: (examples,) how often an epoch contains each example in memory; examples in windows bring their own.
 
@@ -93,7 +93,7 @@ class Order:
         )
 
     def lengths(self, indices: Sequence[int] | Tensor) -> Tensor:
-        """(n, 2) int64: source and target lengths of some examples."""
+        """Returns the source and target lengths of some examples, (n, 2) int64."""
         if self._windows is None:
             return self._lengths[torch.as_tensor(indices, device="cpu")]
         return self._windows.lengths_at(indices)

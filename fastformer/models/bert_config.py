@@ -22,10 +22,10 @@ class BERTConfig:
     """The settings of `BERT`; the defaults are those of BERT-base without a head.
 
     Attributes:
-        vocab_size: number of tokens.
-        d_model: size of a token's vector.
-        num_heads: attention heads.
-        num_layers: the depth.
+        vocab_size: the number of tokens.
+        d_model: the size of a token's vector.
+        num_heads: the number of attention heads.
+        num_layers: the number of layers.
         d_ff: inner size of the feed-forward network; None: 4 * d_model; for a gated activation, with three
             matrices instead of two, two thirds of that, rounded up to a multiple of 64.
         head_dim: size of a head; None: d_model / num_heads.
@@ -33,32 +33,34 @@ class BERTConfig:
         layer_norm_eps: added to the variance.
         activation: "relu", "gelu", "gelu_tanh", "silu", or gated "swiglu", "geglu" or "geglu_tanh".
         norm_first: pre-norm with a final norm, or post-norm (BERT).
-        first_norm: of a pre-norm model, whether its first layer has a norm before its attention (ModernBERT's doesn't,
-            whose embeddings were just normalised).
+        first_norm: whether the first layer of a pre-norm model has a norm before its attention (ModernBERT's doesn't,
+            because its embeddings were just normalised).
         bias: whether projections and norms have a bias.
-        attention_bias: whether the attention's projections have one; None: as bias says.
+        attention_bias: whether the attention's projections have a bias; None: the same as bias.
         embedding_norm: whether embeddings are normalised before the first layer.
         embedding_size: size of the embeddings, which are projected to d_model (ELECTRA); None: d_model.
-        token_types: number of types that a token may have, such as first and second sentence; 0: none.
-        positions: "learned", "sinusoidal", "rotary", "relative" (a bias on the scores by how far a key lies from its
-            query, which all layers share), or "learned-relative" (both; MPNet).
-        num_buckets: of relative positions: rows of the table.
-        max_distance: of relative positions: larger distances count as this one.
+        token_types: the number of types that a token may have, such as first and second sentence; 0: no types.
+        positions: "learned", "sinusoidal", "rotary", "relative" (a bias on the scores that depends on the distance from
+            query to key, which all layers share), or "learned-relative" (both; MPNet).
+        num_buckets: for relative positions, the number of rows in the table.
+        max_distance: for relative positions, the largest distance with a bias of its own; larger ones count as this
+            one.
         rotary_base: the slowest rotation is near 1 / base.
-        local_rotary_base: the rotary_base of the layers that have a window (ModernBERT); None: as the others.
-        window_size: a token sees this many neighbours to each side; None: all.
-        window_layers: which layers have the window; None: all.
+        local_rotary_base: the rotary_base of the layers that have a window (ModernBERT); None: the same as in other
+            layers.
+        window_size: a token sees this many neighbours on each side; None: all.
+        window_layers: for each layer, whether it has the window; None: all layers have it.
         max_len: the longest sequence.
         dropout: on the embeddings and on each sub-layer's output; acts as the nearest multiple of 1/256.
         attention_dropout: on the attention weights.
         activation_dropout: after the activation.
-        head_dropout: in the head.
-        pooler: whether there is BERT's pooler, tanh(W * first token + b).
-        num_labels: numbers that the head gives for a text; 0: there is no head.
-        head: how they are computed: "bert" from the pooler's output; the others have a layer before the last one, with
+        head_dropout: the dropout in the head.
+        pooler: whether the model has BERT's pooler, tanh(W * first token + b).
+        num_labels: the number of outputs of the head for a text; 0: the model has no head.
+        head: the form of the head: "bert" uses the pooler's output; the others have a layer before the last one, with
             tanh ("roberta"), ReLU ("distilbert"), GELU ("electra"), or GELU and a norm ("modernbert").
-        head_pooling: what the head reads: the first token ("cls"), or the mean of all.
-        special_ids: of the tokens: pad is what fills a batch.
+        head_pooling: the input of the head: the first token ("cls"), or the mean of all tokens.
+        special_ids: the special ids; pad fills a batch.
     """
 
     vocab_size: Annotated[int, Range(2)]

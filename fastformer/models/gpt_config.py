@@ -33,11 +33,11 @@ class GPTConfig:
     """The settings of `GPT`.
 
     Attributes:
-        vocab_size: number of tokens.
-        d_model: size of a token's vector.
-        num_heads: attention heads.
-        num_kv_heads: heads of keys and values; None: as many as num_heads.
-        num_layers: the depth.
+        vocab_size: the number of tokens.
+        d_model: the size of a token's vector.
+        num_heads: the number of attention heads.
+        num_kv_heads: the number of heads of keys and values; None: num_heads.
+        num_layers: the number of layers.
         d_ff: inner size of the feed-forward network; None: 4 * d_model; for a gated activation, with three
             matrices instead of two, two thirds of that, rounded up to a multiple of 64.
         norm: "layer" or "rms".
@@ -52,25 +52,25 @@ class GPTConfig:
         bias: whether projections and norms have a bias.
         window_size: a token sees this many tokens before itself; None: all.
         max_len: the longest sequence.
-        special_ids: of the tokens: what pads a batch of prompts, and what ends a text.
+        special_ids: the special ids: pad fills a batch of prompts, eos ends a text.
         head_dim: size of a head; None: d_model / num_heads.
-        qkv_bias: whether the projections to queries, keys and values have a bias; None: as bias says.
-        out_bias: whether the projection back from the heads has one; None: as bias says.
+        qkv_bias: whether the projections to queries, keys and values have a bias; None: the same as bias.
+        out_bias: whether the attention's output projection has a bias; None: the same as bias.
         qk_norm: an RMSNorm of queries and keys before they are rotated: "head", over each head, with one weight for all
             heads (Qwen3, Gemma 3), or "all", over all heads together (OLMo 2); None: none.
-        norm_placement: "pre": in front of each sub-layer; "post": on what a sub-layer gives, before it is added
-            (OLMo 2); "both" (Gemma 2).
-        parallel_residual: attention and feed-forward network both read the layer's input (GPT-NeoX).
+        norm_placement: "pre": before each sub-layer; "post": on the output of a sub-layer, before it is added (OLMo 2);
+            "both" (Gemma 2).
+        parallel_residual: whether attention and feed-forward network both read the layer's input (GPT-NeoX).
         rotary_fraction: the part of a head that is rotated: its first int(head_dim * rotary_fraction) features.
-        rotary_scaling: how rotary positions are stretched to longer sequences: a mapping of kind "linear", "dynamic",
-            "llama3", "yarn" or "longrope" with its parameters, see `RotaryScaling`; None: not at all.
-        local_rotary_base: the rotary_base of the layers that have a window, which rotary_scaling does not stretch
-            (Gemma 3); None: they rotate as the others do.
-        window_layers: which layers have the window; None: all.
-        attention_scale: what scores are multiplied by; None: 1 / sqrt(head_dim).
-        attention_softcap: a cap for the scaled scores s: cap * tanh(s / cap) (Gemma 2); None: none.
-        logit_softcap: likewise for the logits; None: none.
-        embedding_scale: what the tokens' embeddings are multiplied by, rounded to their dtype; None: 1.
+        rotary_scaling: how rotary positions are scaled for longer sequences: a mapping of kind "linear", "dynamic",
+            "llama3", "yarn" or "longrope" with its parameters, see `RotaryScaling`; None: no scaling.
+        local_rotary_base: the rotary_base of the layers that have a window, to which rotary_scaling doesn't apply
+            (Gemma 3); None: they rotate like the other layers.
+        window_layers: for each layer, whether it has the window; None: all layers have it.
+        attention_scale: the factor of the scores; None: 1 / sqrt(head_dim).
+        attention_softcap: a cap for the scaled scores s: cap * tanh(s / cap) (Gemma 2); None: no cap.
+        logit_softcap: a cap for the logits, of the same form; None: no cap.
+        embedding_scale: the factor of the tokens' embeddings, rounded to their dtype; None: 1.
     """
 
     vocab_size: Annotated[int, Range(2)]

@@ -109,7 +109,7 @@ class PretrainedModel(nn.Module):
 
     Attributes:
         precision: "int8" or "int4" for a quantised model, else None; see `quantize`.
-        int4_groups: of a model in int4, the whole numbers and scales of its matrices by their names in the state_dict.
+        int4_groups: for a model in int4, the integers and scales of its matrices by their names in the state_dict.
     """
 
     precision: str | None = None
@@ -256,11 +256,11 @@ def load_saved(
     """Loads a model that `save_model` wrote, in evaluation mode.
 
     Args:
-        folder: of the model.
+        folder: the folder of the model.
         architecture: the required architecture.
         make: builds the model from its settings, on a device, in a dtype.
-        device: of the parameters; None: the CPU.
-        dtype: of the parameters; None: the one that they were saved in.
+        device: the device of the parameters; None: the CPU.
+        dtype: the dtype of the parameters; None: as saved.
 
     Raises:
         ValueError: see `PretrainedModel.from_pretrained`.
@@ -309,11 +309,11 @@ def make_to_load(
 ) -> AnyModel:
     """Builds a model whose weights are loaded next.
 
-    It builds the model on "meta" first, where it needs no memory: settings that don't fit the weights allocate nothing.
+    It builds the model on "meta" first, which needs no memory: settings that don't fit the weights allocate nothing.
 
     Args:
         make: builds the model on a device.
-        device: of the model.
+        device: the device of the model.
         check: raises a ValueError for a model that doesn't fit the weights.
     """
     with Undrawn():
@@ -325,27 +325,27 @@ def check_depth(name: str, value: object, num_tensors: int, origin: object) -> N
     """Refuses far more layers than there are tensors: even on "meta" a layer takes time and memory.
 
     Args:
-        name: of a setting; those that end with "layers" count.
-        value: of the setting.
-        num_tensors: in the file.
-        origin: of the settings.
+        name: the name of a setting; those that end with "layers" are checked.
+        value: the value of the setting.
+        num_tensors: the number of tensors in the file.
+        origin: the source of the settings, for messages.
 
     Raises:
-        ValueError: too many.
+        ValueError: there are too many layers.
     """
     if name.endswith("layers") and isinstance(value, int) and value > max(num_tensors, _FEW_LAYERS):
         raise ValueError(f"expected {origin} to fit its {num_tensors} tensors, got {name} {value}")
 
 
 def check_tables(model: nn.Module, origin: object) -> None:
-    """Refuses settings that ask for much more memory than the weights take: no file says how large tables are.
+    """Refuses settings that require much more memory than the weights: no file limits the size of tables.
 
     Args:
-        model: as it would be, on "meta".
-        origin: of the settings.
+        model: the model on "meta".
+        origin: the source of the settings, for messages.
 
     Raises:
-        ValueError: tables of positions that are far larger than the weights.
+        ValueError: tables of positions are far larger than the weights.
     """
     weights_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     table_bytes = sum(b.numel() * b.element_size() for b in model.buffers())

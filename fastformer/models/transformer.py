@@ -42,15 +42,15 @@ class TransformerConfig:
     """The settings of `Transformer`, under the paper's names; the defaults are tensor2tensor's transformer_base_v3.
 
     Attributes:
-        vocab_size: tokens of the target, and of the source unless source_vocab_size says otherwise.
-        source_vocab_size: tokens of the source; None: the same.
-        d_model: size of a token's vector.
-        num_heads: attention heads.
-        num_kv_heads: heads of keys and values; None: as many as num_heads.
-        head_dim: size of a head; None: d_model / num_heads.
-        d_ff: inner size of the feed-forward network.
-        num_encoder_layers: the depth of the encoder.
-        num_decoder_layers: the depth of the decoder.
+        vocab_size: the number of target tokens, and of source tokens unless source_vocab_size is given.
+        source_vocab_size: the number of source tokens; None: vocab_size.
+        d_model: the size of a token's vector.
+        num_heads: the number of attention heads.
+        num_kv_heads: the number of heads of keys and values; None: num_heads.
+        head_dim: the size of a head; None: d_model / num_heads.
+        d_ff: the inner size of the feed-forward network.
+        num_encoder_layers: the number of layers of the encoder.
+        num_decoder_layers: the number of layers of the decoder.
         norm_first: pre-norm with a final norm on each stack (tensor2tensor today) or post-norm (the paper).
         norm: "layer" or "rms".
         layer_norm_eps: added to the variance.
@@ -59,23 +59,23 @@ class TransformerConfig:
         attention_dropout: on the attention weights.
         activation_dropout: after the activation.
         positions: sines and cosines, "concatenated" (tensor2tensor), "interleaved" (the paper) or "halves" (Marian);
-            "learned", a table for each stack (BART); or "relative", a bias on the scores of self-attention by how far a
-            key lies from its query, which the layers of a stack share (T5).
-        first_position: where sines and cosines begin to count: the position of the first token (M2M100 has 2).
-        num_buckets: of relative positions: the rows of each stack's table.
-        max_distance: of relative positions: larger distances count as this one.
+            "learned", a table for each stack (BART); or "relative", a bias on the scores of self-attention that depends
+            on the distance from query to key, which the layers of a stack share (T5).
+        first_position: for sines and cosines, the position of the first token (M2M100 has 2).
+        num_buckets: for relative positions, the number of rows in each stack's table.
+        max_distance: for relative positions, the largest distance with a bias of its own; larger ones count as this
+            one.
         scale_embedding: whether embeddings are multiplied by sqrt(d_model).
-        embedding_norm: whether each stack normalises what it is given, embeddings and positions, before the dropout
-            (BART).
+        embedding_norm: whether each stack normalises the sum of embeddings and positions before the dropout (BART).
         embed_pad: whether PAD has an embedding of its own instead of the zero vector; a decoder may begin with it.
         tie_embeddings: one matrix for source, target and the projection before the softmax.
         output_bias: whether that projection has a bias.
         scale_output: whether the hidden states are multiplied by d_model ** -0.5 before that projection (T5).
         attention_bias: whether the attention's projections have a bias.
-        bias: whether the feed-forward network and the norms have one; a norm of "rms" never has.
-        window_size: a token sees this many neighbours to each side in self-attention; None: all.
+        bias: whether the feed-forward network and the norms have a bias; a norm of "rms" never has one.
+        window_size: a token sees this many neighbours on each side in self-attention; None: all.
         max_len: the longest sequence.
-        special_ids: of the tokens; all lie within both vocabularies.
+        special_ids: the special ids, all of which are in both vocabularies.
     """
 
     vocab_size: Annotated[int, Range(2)]
@@ -128,14 +128,14 @@ class TransformerConfig:
 class Transformer(PretrainedModel):
     """Encoder and decoder from token ids to logits.
 
-    The config's `special_ids` say what PAD, EOS and the decoder's first token are. The decoder's input is the target
-    shifted right behind `start`; by default that is PAD, whose embedding is the zero vector (tensor2tensor's
-    shift_right) unless the config says `embed_pad`. Inputs are padded (batch, seqlen), or packed (total,) with a
+    The config's `special_ids` are the ids of PAD, EOS and the decoder's first token. The decoder's input is `start`
+    followed by the target; by default `start` is PAD, whose embedding is the zero vector (tensor2tensor's shift_right)
+    unless the config has `embed_pad`. Inputs are padded (batch, seqlen), or packed (total,) with a
     `SequenceLayout.packed`; weights and results are the same. Without a source layout, trailing PADs of a source are
     padding; a target needs none, since attention is causal and the loss skips targets of -100.
 
     Parameters: `embedding.weight` (tied) or `source_embedding.weight`, `target_embedding.weight`, `output.weight`;
-    where the config has them `output_bias`, `source_position.table`, `target_position.table` (learned),
+    depending on the config `output_bias`, `source_position.table`, `target_position.table` (learned),
     `encoder_position_bias.table`, `decoder_position_bias.table` (relative), `source_embedding_norm.*`,
     `target_embedding_norm.*`;
     `encoder.*` and `decoder.*` as in `torch.nn.TransformerEncoder` and `TransformerDecoder`.
@@ -143,7 +143,7 @@ class Transformer(PretrainedModel):
     Args:
         config: the settings. `Transformer.from_preset("base", vocab_size=...)` knows "base", "base-paper", "big" and
             "tiny".
-        device, dtype: of the parameters.
+        device, dtype: the device and the dtype of the parameters.
     """
 
     config_class = TransformerConfig
@@ -317,12 +317,13 @@ class Transformer(PretrainedModel):
         """Decodes the (shifted) target, or its next tokens when there is a cache.
 
         Args:
-            target: (batch, seqlen) ids, or (total,) with a packed layout; with a cache that is for rows without tokens.
-            memory: from `encode`; None where the cache holds it.
-            layout: of the target. Padded ones need none.
-            memory_layout: of the memory; None: nothing in it is padding.
-            cache: from `new_cache`: target holds the tokens that follow those in the cache, whose keys and values are
-                appended. For inference.
+            target: (batch, seqlen) ids, or (total,) with a packed layout; with a packed layout, the rows of a cache
+                must be empty.
+            memory: the output of `encode`; None if the cache has its keys and values.
+            layout: the layout of the target. A padded target needs none.
+            memory_layout: the layout of the memory; None: no position is padding.
+            cache: a cache of `new_cache`: target has the tokens that follow those in the cache, and their keys and
+                values are appended. For inference.
 
         Returns:
             Hidden states, (batch, seqlen, d_model) or (total, d_model), for `logits`.
@@ -372,8 +373,8 @@ class Transformer(PretrainedModel):
 
         Args:
             hidden: (..., d_model), from `decode`.
-            k: how many, from 1 to vocab_size.
-            log_probs: give log-probabilities instead of logits, which are cheaper.
+            k: the number of tokens, from 1 to vocab_size.
+            log_probs: return log-probabilities instead of logits, which are cheaper.
 
         Returns:
             (values (..., k), fp32 or fp64, downward; indices (..., k), int64). See `ops.linear_topk`.
@@ -482,11 +483,12 @@ class Transformer(PretrainedModel):
         """Creates an empty cache of batch_size rows for `decode`, in the dtype of autocast or of the weights.
 
         Args:
-            batch_size: rows that decode together: sources times beams; the beams of a source stand side by side.
+            batch_size: the number of rows that decode together: sources times beams; the beams of a source are
+                adjacent.
             max_seqlen: the most tokens of a row.
-            memory: from `encode`: its keys and values are computed here and stored once per source, and `decode` needs
-                no memory any more. None: the first `decode` does it, for as many sources as rows.
-            memory_layout: of the memory.
+            memory: the output of `encode`: its keys and values are computed here and stored once per source, and
+                `decode` no longer needs the memory. None: the first `decode` does this, for as many sources as rows.
+            memory_layout: the layout of the memory.
             num_blocks: see `KVCache`.
 
         Raises:

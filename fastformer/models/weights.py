@@ -43,7 +43,7 @@ class Entry(NamedTuple):
 
     Attributes:
         shape: its sizes.
-        dtype: of PyTorch, or the name in the file for a dtype that no weight has. None: any floating-point dtype.
+        dtype: a dtype of PyTorch, or the file's name of a dtype that no weight has. None: any floating-point dtype.
     """
 
     shape: tuple[int, ...]
@@ -55,10 +55,10 @@ class SavedWeights:
     """The weights in a folder, of which only the headers are read at first.
 
     Attributes:
-        path: the file that stands for them in messages: model.safetensors or the index.
-        files: those that hold the tensors.
-        entries: what the headers say of each tensor.
-        metadata: of model.safetensors; empty for several files.
+        path: the file that represents them in messages: model.safetensors or the index.
+        files: the files with the tensors.
+        entries: the descriptions of the tensors in the headers.
+        metadata: the metadata of model.safetensors; empty for several files.
     """
 
     path: Path
@@ -144,7 +144,7 @@ def check_entries(origin: object, expects: object, found: Mapping[str, Entry], e
     Args:
         origin: the source of the tensors, for messages.
         expects: the source of the expected shapes, for messages: the settings, say.
-        found, expected: by name.
+        found, expected: the tensors by name.
 
     Raises:
         ValueError: missing, unexpected or misshapen tensors, or another dtype.
@@ -257,7 +257,7 @@ def check_shard(index: Path, file: Path, names: Iterable[str], found: Iterable[s
 
 
 def _read_header(file: Path) -> tuple[dict[str, str], dict[str, Entry], bytes]:
-    """The metadata of a safetensors file, what it says of its tensors, and its first bytes, up to their end."""
+    """Reads the header of a safetensors file: its metadata, its tensors' descriptions, and the bytes up to its end."""
     if not file.is_file():
         raise ValueError(f"expected the file {file}, which isn't there: was the model saved completely?")
     try:
@@ -281,7 +281,7 @@ def _read_header(file: Path) -> tuple[dict[str, str], dict[str, Entry], bytes]:
 
 
 def _checked_header(file: Path) -> tuple[dict[str, str], dict[str, Entry]]:
-    """The metadata and the tensors that the header of a file names, which is as it was written."""
+    """Reads the metadata and the tensors' descriptions in the header of a file, and checks the file's checksum."""
     metadata, entries, start = _read_header(file)
     expected = metadata.get("sha256")
     if expected is not None:

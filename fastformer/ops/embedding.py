@@ -262,8 +262,8 @@ def sinusoidal_positions(
             column 2i + 1 is cos of the same. "halves" as in Marian: the same columns, all sines first.
             "concatenated" as in tensor2tensor (`get_timing_signal_1d`): all sines, then all cosines, of
             p / T^(i / (dim // 2 - 1)), and a zero column if dim is odd.
-                max_timescale: T.
-                first: the position p of the first row.
+        max_timescale: T.
+        first: the position p of the first row.
 
     Returns:
         (num_positions, dim), computed in fp64.

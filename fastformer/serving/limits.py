@@ -13,20 +13,20 @@ class Limits:
     """The most that a server accepts from its clients. Each limit is a flag of `fastformer serve`.
 
     Attributes:
-        max_waiting: requests that wait in front of the batch; one more is answered 429
-        max_waiting_tokens: tokens of the sources and prompts that wait in front of the batch
-        max_body_bytes: of a request; a larger one is answered 413
-        max_texts: in one request
-        max_text_chars: of each text
-        max_sentences: in one request to a translator, of all of its texts
-        max_new_tokens: that a request may ask for
+        max_waiting: requests that may wait for the batch; one more is answered 429
+        max_waiting_tokens: tokens of the sources and prompts that may wait for the batch
+        max_body_bytes: the size of a request's body; a larger one is answered 413
+        max_texts: texts in one request
+        max_text_chars: characters of each text
+        max_sentences: sentences in one request to a translator, in all of its texts
+        max_new_tokens: new tokens that a request may ask for
         max_alternatives: further answers for one text
-        max_beams: of a search; also the most samples, and the most of both together
+        max_beams: beams of a search; also the most samples, and the most of both together
         timeout_s: seconds that a request may take; a request may ask for less by its field `timeout`
-        body_s: seconds in which the head of a request has to come, and then its body
-        write_s: seconds without progress after which a client that doesn't read its answer is given up
-        drain_s: seconds that running requests get to end after SIGTERM
-        drain_delay_s: seconds between SIGTERM, when /ready begins to say no, and the end of new requests
+        body_s: seconds in which the head of a request has to arrive, and then its body
+        write_s: seconds without progress after which a client that doesn't read its answer is disconnected
+        drain_s: seconds that running requests have to end after SIGTERM
+        drain_delay_s: seconds between SIGTERM, when /ready begins to fail, and the refusal of new requests
     """
 
     max_waiting: Positive = 256

@@ -34,7 +34,7 @@ class Scores:
 
     Attributes:
         nll: mean negative log-likelihood of a real target token, in nats, without label smoothing.
-        nll_per_character: of a language model, the same per character of the text, which doesn't depend on the
+        nll_per_character: for a language model, the same per character of the text, which doesn't depend on the
             tokenizer.
         exact_match: share of translations equal to the reference; None when nothing was translated.
         bleu, chrf: sacreBLEU's scores of the corpus, None without the library; BLEU is also None if no reference has
@@ -100,8 +100,8 @@ def losses_of(
     Args:
         model: the model.
         examples: the examples whose NLL is measured.
-        max_tokens, packed: of the batches.
-        device: of the model.
+        max_tokens, packed: the settings of the batches.
+        device: the device of the model.
         rank, size: the rank of the process, and the number of processes.
     """
     was_training = model.training

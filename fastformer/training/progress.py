@@ -28,7 +28,7 @@ class Meter:
     """Adds up loss, tokens and padding between two lines of the log. The speed counts real tokens only.
 
     Args:
-        device: of `loss`, the sum over updates.
+        device: the device of `loss`, the sum over updates.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -64,7 +64,7 @@ class Meter:
         return (time.perf_counter() if self._paused is None else self._paused) - self._started
 
     def mean_loss(self) -> float:
-        """The mean loss of the updates so far."""
+        """Returns the mean loss of the updates so far."""
         return float(self.loss) / max(self._updates, 1)
 
     def report(self) -> dict[str, float]:
@@ -153,7 +153,7 @@ class Progress:
 
         Args:
             step: the number of the update.
-            scores: of the update's model, or of the average that ends with the update.
+            scores: the scores of the update's model, or of the average that ends with the update.
             kept: whether the run folder holds this model from now on.
             average: whether the model is an average of several updates.
         """
@@ -222,19 +222,19 @@ class Silence:
     """The progress of a process other than rank 0, which logs nothing."""
 
     def advance(self, step: int) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def validation(self, step: int, scores: Scores, *, kept: bool, average: bool = False) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def say(self, line: str) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 def duration(seconds: float) -> str:

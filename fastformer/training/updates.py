@@ -16,15 +16,15 @@ class Update(list[Batch]):
     """The batches of an update that this process computes, with token counts over all processes.
 
     Args:
-        batches: of this process.
+        batches: the batches of this process.
         places: the index of each batch among all batches of the update, which seeds its dropout; None: this process
             computes all batches.
         lengths: (examples, 2) source and target lengths of each batch of the update, of all processes; None: as above.
         padded: whether every example is as long as the longest of its batch.
 
     Attributes:
-        num_target_tokens: of all processes: the divisor of the summed losses.
-        num_tokens, num_slots: of all processes; see `Batch`.
+        num_target_tokens: the number of target tokens of all processes: the divisor of the summed losses.
+        num_tokens, num_slots: the numbers for all processes; see `Batch`.
     """
 
     def __init__(

@@ -39,8 +39,8 @@ class Form(NamedTuple):
             ValueError for a setting that a `GPT` doesn't support.
         settings: a config -> the settings, without those of the vocabulary. Raises a ValueError for an option that the
             family doesn't have.
-        names: a config -> fastformer's names of tensors, each with the names in the family of those that are
-            concatenated to it (dimension 0). The names of the family lack the prefix; the output is not included.
+        names: a config -> for each of fastformer's tensors, the family's names of the tensors that are concatenated to
+            it (dimension 0). The family's names lack the prefix; the output is not included.
         is_tied: the value of tie_word_embeddings if the settings don't contain it.
         convert: (fastformer's name, a tensor of the family, config) -> fastformer's tensor.
         revert: the inverse of `convert`.

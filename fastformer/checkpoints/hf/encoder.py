@@ -39,8 +39,8 @@ class EncoderForm(NamedTuple):
             ValueError for a setting that a `BERT` doesn't support.
         settings: a config -> the settings, without those of the vocabulary. Raises a ValueError for an option that the
             family doesn't have.
-        names: a config -> fastformer's names of tensors, each with the names in the family of those that are
-            concatenated to it (dimension 0). The names of the family lack the prefix; the head is not included.
+        names: a config -> for each of fastformer's tensors, the family's names of the tensors that are concatenated to
+            it (dimension 0). The family's names lack the prefix; the head is not included.
         head: a config -> fastformer's names of the head's tensors, and those of the family.
         pooler: the name of the pooler's linear layer, without the prefix; None: the family has none.
         unused_positions: the id of PAD -> how many rows at the start of the table of positions belong to no token.
