@@ -43,7 +43,7 @@ class Output:
         outlived: whether the work continues after a failure, with a warning in the log. Otherwise a write raises.
 
     Attributes:
-        outlived: as above; it may be set later.
+        outlived: see the argument; it may be set later.
         lost: the reason why the stream accepts no text; None: it accepts text.
     """
 

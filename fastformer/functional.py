@@ -49,7 +49,7 @@ class BlockDiagonal:
 
 
 def causal_lower_right() -> Window:
-    """Returns the mask of decoding with a cache: no keys behind the diagonal that ends at the bottom right."""
+    """Returns the mask of decoding with a cache: no keys beyond the diagonal that ends at the bottom right."""
     return Window(None, 0)
 
 

@@ -57,7 +57,7 @@ class Languages:
 
     Args:
         ids: the id of each language's token, by its name.
-        places: where the tokens stand; see `Places`.
+        places: the places of the tokens; see `Places`.
         lead: the ids in front of the target's token for the places "asked".
         source, target: the default languages of a text; None: the caller has to name one. A model whose start token is
             the target has no other target.

@@ -99,7 +99,7 @@ class SpecialIds:
         """Checks a model's ids against those of the tokenizer that it is used with.
 
         Args:
-            theirs: the tokenizer's ids.
+            theirs: the ids of the tokenizer.
             model: the model's name in the message.
 
         Raises:

@@ -128,7 +128,7 @@ class Transformer(nn.Module):
         interleaved: the paper's positions, or tensor2tensor's.
         dropout, attention_dropout, activation_dropout: probabilities.
         max_len: the longest sequence.
-        eps: of LayerNorm.
+        eps: the eps of LayerNorm.
         pad, eos, start: the id of padding, the id or ids that end a sequence, and the id that decoding begins with.
     """
 

@@ -39,8 +39,8 @@ def load_model(
         run: the folder. If a "Transformer" is expected, the folder may hold a BART, a Marian or a T5 that transformers
             saved; if a "GPT" is expected, a decoder, such as a Llama.
         expected: the architectures that the caller accepts, such as "Transformer"; empty: any.
-        device: of the parameters; None: the CPU.
-        dtype: of the parameters; None: the one that they were saved in.
+        device: the device of the parameters; None: the CPU.
+        dtype: the dtype of the parameters; None: as saved.
 
     Raises:
         ValueError: another architecture, or a folder that is damaged or whose files don't belong together.

@@ -16,7 +16,7 @@ def read_archive(file: BinaryIO, name: object, what: str) -> Any:
 
     Args:
         file: its bytes.
-        name: of the file, for messages.
+        name: the name of the file, for messages.
         what: the kind of file that the caller expects, for messages.
 
     Raises:

@@ -27,7 +27,7 @@ def parse(module: ModuleType, name: str, words: Sequence[str]) -> dict[str, Any]
             parameters that are texts, not names of files; `LISTED` are the flags that accept several values,
             separated by commas.
         name: the name of the command and of its function.
-        words: the words of the command line behind the command.
+        words: the words of the command line after the command.
 
     Raises:
         argparse.ArgumentError: a flag doesn't exist or its value doesn't fit; the message is one line.

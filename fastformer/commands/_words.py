@@ -115,7 +115,7 @@ def split(
     """Splits words into arguments, and flags with their values.
 
     Args:
-        words: the words of the command line behind the command.
+        words: the words of the command line after the command.
         hints: the type of each flag, by its name without dashes.
         short: flags by their short names, both with their dashes.
         places: the number of arguments.
@@ -268,13 +268,13 @@ def _switched(word: str, hint: Any) -> bool:
 
 
 def _ends_value(word: str, hints: Mapping[str, Any], short: Mapping[str, str], is_text: bool) -> bool:
-    """Returns whether the word behind a flag can't be its value: a flag or, unless texts are values, its lookalike."""
+    """Returns whether the word after a flag can't be its value: a flag or, unless texts are values, its lookalike."""
     head = word.partition("=")[0]
     return word == "--" or _known(head, hints, short) is not None or (not is_text and _FLAG.fullmatch(head) is not None)
 
 
 def _settle(typed: Typed, unsure: list[tuple[int, int]], places: Places) -> None:
-    """Makes each word behind a switch its value if the arguments are complete without it; refuses ambiguous words."""
+    """Makes each word after a switch its value if the arguments are complete without it; refuses ambiguous words."""
     sure = len(typed.arguments) - len(unsure)
     filled = any(name in places.filled_by for name, _ in typed.flags)
     if not unsure or places.least - sure >= len(unsure):  # they are needed as arguments

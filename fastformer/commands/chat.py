@@ -52,7 +52,7 @@ def chat(
 
     Args:
         run: the folder of a model that was trained to chat, as transformers saves it: with a chat template
-        system: the text that the conversation begins with, such as "You are brief."; by default what the template says
+        system: the text that the conversation begins with, such as "You are brief."; by default the template's
         greedy: take the best token always, without sampling; by default the folder's generation_config.json decides
         stop: a text that ends an answer and isn't printed; repeat the flag for several
         drop_oldest: if the conversation fills the model's positions, omit its oldest turns instead of stopping

@@ -39,9 +39,9 @@ def train(run: str, *, config: str | None = None, resume: bool | Literal["auto"]
     Args:
         run: the run folder
         config: a YAML file with settings; flags override it
-        resume: go on with the run in the folder from its last checkpoint; auto: go on if there is one, else begin. To
-            begin anew from its best model instead, name it by --init_from and give another folder
-        settings: those that flags gave, as `TrainConfig.from_dict` reads them
+        resume: resume the run in the folder from its last checkpoint; auto: resume if there is one, else begin. To
+            start again from its best model instead, name it with --init_from and give another folder
+        settings: the given flags, as `TrainConfig.from_dict` reads them
     """
     with Interrupts() as interrupts:
         given = merged(read_settings(config), settings) if config else settings

@@ -175,7 +175,7 @@ def collate(examples: Sequence[Example], *, packed: bool, special_ids: SpecialId
     Args:
         examples: all with a source, or all without one.
         packed: lay the examples one after another without padding.
-        special_ids: of the model: `pad` fills padded rows, `start` comes in front of a shifted target.
+        special_ids: the model's special ids: `pad` fills padded rows, `start` precedes a shifted target.
 
     Raises:
         ValueError: no examples, an object that is not an example, examples with and without a source, an empty target.

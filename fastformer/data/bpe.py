@@ -162,7 +162,7 @@ class BPETokenizer:
         ]
 
     def pieces(self, text: str) -> list[str]:
-        """Cuts a long text behind line ends; doesn't cut it if spaces are collapsed, which changes a text's ends."""
+        """Cuts a long text after line ends; doesn't cut it if spaces are collapsed, which changes a text's ends."""
         return line_pieces(text) if self._form.spaces == "keep" else [text]
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -45,7 +45,7 @@ class EncoderTokenizer(ModelTokenizer):
     """The base of encoders' tokenizers.
 
     Args:
-        vocab_size, special_ids: of the model.
+        vocab_size, special_ids: the size and the special ids of the model's vocabulary.
         max_len: the number of tokens that texts are cut to, special tokens included.
         has_token_types: whether the texts of a pair have types 0 and 1; else all types are 0.
         side: the end at which texts are cut: "right" or "left".
@@ -137,7 +137,7 @@ class BackendEncoderTokenizer(EncoderTokenizer):
     Args:
         backend: the library's object. Padding and truncation that it may hold are switched off.
         vocab_size, special_ids, max_len: see `EncoderTokenizer`.
-        name: what messages call the tokenizer.
+        name: the name of the tokenizer in messages.
         options: see `EncoderTokenizer`.
 
     Raises:

@@ -88,7 +88,7 @@ def unpacked(head: bytes, file: Readable, name: str) -> BinaryIO:
     Args:
         head: the bytes that `beginning` read from the file.
         file: the rest of the file.
-        name: of the file, for messages.
+        name: the name of the file, for messages.
 
     Raises:
         ValueError, ImportError: see `open_bytes`.

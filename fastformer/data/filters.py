@@ -16,9 +16,9 @@ class Filters:
     """Filters of training pairs; the log counts the omitted pairs by reason. Lengths are in characters.
 
     Attributes:
-        max_length_ratio: the longer side of a pair has at most so many times the length of the shorter one; 0 = any.
+        max_length_ratio: the most times that the longer side of a pair is as long as the shorter one; 0 = any.
         min_chars: the least length of a side, without white space at its ends; 0 = any.
-        max_chars: the greatest length of a side, likewise; 0 = any.
+        max_chars: the greatest length of a side, in characters; 0 = any.
         drop_duplicates: omit a pair that came before, in any corpus.
         drop_identical: omit a pair whose sides are the same.
     """

@@ -33,7 +33,7 @@ class ModelTokenizer:
 
     Args:
         vocab_size: the number of the model's ids; there may be fewer tokens.
-        special_ids: of the model.
+        special_ids: the special ids of the model.
         languages: the languages that the model can be told. If translations begin with a language's token, `decode`
             omits it. None: the model isn't told a language.
 
@@ -105,9 +105,9 @@ class BackendTokenizer(ModelTokenizer):
 
     Args:
         backend: the library's object. Padding and truncation that it may hold are switched off.
-        vocab_size, special_ids: of the model.
+        vocab_size, special_ids: the size and the special ids of the model's vocabulary.
         bos: the id that sources and outputs begin with; None: they begin with the text.
-        name: what messages call the tokenizer.
+        name: the name of the tokenizer in messages.
         languages: see `ModelTokenizer`.
 
     Raises:
@@ -160,9 +160,9 @@ class SentencePieceTokenizer(ModelTokenizer):
 
     Args:
         processor: the SentencePiece model.
-        vocab_size: of the pretrained model, which may have ids without a piece: sentinels ("<extra_id_0>"), and unused
-            ones.
-        special_ids: of the model.
+        vocab_size: the size of the pretrained model's vocabulary, which may have ids without a piece: sentinels
+            ("<extra_id_0>"), and unused ones.
+        special_ids: the special ids of the model.
         languages: see `ModelTokenizer`.
 
     Raises:
@@ -207,7 +207,8 @@ class PieceTokenizer(ModelTokenizer):
     Args:
         processor: the SentencePiece model.
         vocab: the ids of its pieces, special tokens among them.
-        vocab_size, special_ids: of the model. A piece without an id becomes unk.
+        vocab_size, special_ids: the size and the special ids of the model's vocabulary. A piece without an id becomes
+            unk.
         languages: see `ModelTokenizer`.
 
     Raises:
@@ -262,7 +263,7 @@ class MarianTokenizer(ModelTokenizer):
         source, target: SentencePiece models.
         source_vocab, target_vocab: the ids of their pieces.
         vocab_size: the number of the model's target ids.
-        special_ids: of the model. A piece without an id becomes unk.
+        special_ids: the special ids of the model. A piece without an id becomes unk.
         languages: see `ModelTokenizer`.
 
     Raises:

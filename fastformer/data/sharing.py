@@ -17,7 +17,7 @@ def cost(lengths: Tensor, *, d_model: int, layers: int = 1, vocab_size: int = 0,
 
     Args:
         lengths: (examples, 2) source and target lengths of the batch; sources of length 0 in a language model.
-        d_model, layers, vocab_size: of the model.
+        d_model, layers, vocab_size: the sizes of the model.
         padded: whether every example is as long as the longest one.
     """
     sides = lengths.double()

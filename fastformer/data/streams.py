@@ -42,7 +42,7 @@ class Lines:
     """Consecutive lines of a file, as raw bytes.
 
     Attributes:
-        name: of the file.
+        name: the name of the file.
         first: the number of the first line.
         data: the bytes.
     """
@@ -200,7 +200,7 @@ def _passages(path: str) -> Iterator[Passage | BadLine]:
 
 
 def _parts(path: str) -> Iterator[Passage]:
-    """Yields parts of a file that end behind a line, but not before an empty one: a BPE may join two line ends."""
+    """Yields parts of a file that end after a line, but not before an empty one: a BPE may join two line ends."""
     name, rest, first = shown(path), b"", 1
     with open_bytes(path) as file:
         while True:

@@ -31,8 +31,8 @@ class BadLine:
     """A line that can't be used.
 
     Attributes:
-        name: of the file.
-        number: of the line, from 1.
+        name: the name of the file.
+        number: the number of the line, from 1.
         kind: the fault in a word or two, by which faults are counted.
         message: says what was expected and what was found.
     """

@@ -155,7 +155,7 @@ def saved_bytes(file: Path, values: Mapping[str, Any]) -> ByteTokenizer:
 
 
 def line_pieces(text: str) -> list[str]:
-    """Cuts a long text behind line ends, but not before another line end: a BPE may have a token for two."""
+    """Cuts a long text after line ends, but not before another line end: a BPE may have a token for two."""
     found, start = [], 0
     while len(text) - start > PIECE:
         end = text.find("\n", start + PIECE)
@@ -174,7 +174,7 @@ def encode_batch(backend: tokenizers.Tokenizer, texts: Sequence[str], name: str 
     Args:
         backend: the tokenizer.
         texts: the texts to encode.
-        name: what messages call the tokenizer.
+        name: the name of the tokenizer in messages.
 
     Raises:
         ValueError: a lone surrogate, or a text that the tokenizer can't encode; the first such text is shown.
@@ -195,7 +195,7 @@ def encode_batch(backend: tokenizers.Tokenizer, texts: Sequence[str], name: str 
 
 @contextmanager
 def library_errors(message: str) -> Iterator[None]:
-    """Turns what the tokenizers library raises into a ValueError that begins with the message.
+    """Turns errors of the tokenizers library into a ValueError that begins with the message.
 
     The library's models raise a bare Exception. A regular expression that exceeds its limits raises a panic, which is a
     BaseException but not an Exception, so callers that catch Exception would miss it.

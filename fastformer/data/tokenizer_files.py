@@ -203,7 +203,7 @@ class SentencePieceModel:
         self._processor = processor
 
     def size(self) -> int:
-        """The number of pieces."""
+        """Returns the number of pieces."""
         return int(self._processor.get_piece_size())
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:

@@ -38,7 +38,7 @@ class CrossEncoder(FolderModel):
             sigmoid for one label, and the identity for several.
 
     Attributes:
-        activation_fn: as above.
+        activation_fn: see the argument.
         labels: the folder's names of the labels, by index.
 
     Raises:

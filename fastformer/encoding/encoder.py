@@ -120,8 +120,8 @@ class Encoder(FolderModel):
             convert_to_numpy: return an array; False returns a list of tensors.
             convert_to_tensor: return a tensor.
             normalize: divide each embedding by its length; False: don't, even if the folder does so at the end;
-                None: as the folder says.
-            normalize_embeddings: True is normalize=True; False is as the folder says.
+                None: the folder's setting.
+            normalize_embeddings: True is normalize=True; False is the folder's setting.
             truncate_dim: the number of dimensions that an embedding is truncated to before it is normalized; None: the
                 encoder's.
             batch_tokens: the most tokens that are computed together.

@@ -55,8 +55,8 @@ class AsyncFront(Generic[R]):
 
     Args:
         model: is set to evaluation while it works.
-        new_batching: makes what the thread steps; it is called in the thread.
-        name: what the front is called, in messages and as a thread.
+        new_batching: makes the scheduler that the thread steps; it is called in the thread.
+        name: the name of the front in messages, and of its thread.
         max_waiting: how many requests may wait for room in the batch. Those of one call take their places together, so
             the last call that finds one may go beyond.
         max_waiting_tokens: how many tokens those may have to read; one call alone may have more. None: any number.

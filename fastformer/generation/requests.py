@@ -258,7 +258,7 @@ class Running:
     """The requests of a batch's groups, with the interface that the batch uses (`engines.base.Work`).
 
     Attributes:
-        requests: in the order of the groups.
+        requests: the requests, in the order of the groups.
     """
 
     def __init__(self) -> None:

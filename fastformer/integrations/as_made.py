@@ -113,8 +113,8 @@ def why_not_as_made(model: Any, **options: Any) -> str | None:
     """Returns why the engine's results would differ from those of a model's modules; None if they would not.
 
     Args:
-        model: of a class of transformers.
-        options: of the class, beside the config.
+        model: a model of a class of transformers.
+        options: the options of the class, besides the config.
     """
     kind = original_class(model)
     register(sys.modules[kind.__module__])

@@ -26,7 +26,7 @@ register_parts(bart.BartClassificationHead)
 
 
 class _Layer(nn.Module):
-    """The base of both kinds of layers: dropouts as numbers, fc1 and fc2, a norm behind each sub-layer."""
+    """The base of both kinds of layers: dropouts as numbers, fc1 and fc2, a norm after each sub-layer."""
 
     self_attn: Any
     encoder_attn: Any

@@ -428,7 +428,7 @@ def decide(model: nn.Module, precision: str | None, *, wanted: bool) -> None:
 
     Args:
         model: the argument of `accelerate`.
-        precision: that of `accelerate`; None leaves that of an earlier call.
+        precision: the precision of `accelerate`; None keeps that of an earlier call.
         wanted: whether `generate` runs on the engine at all.
 
     Raises:

@@ -205,7 +205,7 @@ def search_whole(engine: CppEngine, inputs: Inputs, rules: WholeSearch, config: 
 
 
 def _fill(config: Any, *, has_beams: bool) -> int:
-    """Returns the id that fills a row behind its end. For beams, transformers ignores a PAD of 0 and uses EOS."""
+    """Returns the id that fills a row after its end. For beams, transformers ignores a PAD of 0 and uses EOS."""
     pad, eos = config._pad_token_tensor, config._eos_token_tensor
     return int((pad or eos[0]) if has_beams else pad)
 
@@ -215,7 +215,7 @@ class Stepper(GenerationMixin):
 
     Args:
         engine: computes the logits.
-        inputs: what the call decodes.
+        inputs: the inputs of the call.
     """
 
     def __init__(self, engine: CppEngine, inputs: Inputs) -> None:

@@ -1,4 +1,4 @@
-"""transformers' GPT-2: packed tokens, dropout and addition joined to the norm behind attention, fused FFN."""
+"""transformers' GPT-2: packed tokens, dropout and addition joined to the norm after attention, fused FFN."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _FEW_ROWS = 16
 
 
 class GPT2MLP(gpt2.GPT2MLP):
-    """GPT-2's feed-forward network as one op, with the last dropout behind it."""
+    """GPT-2's feed-forward network as one op, followed by the last dropout."""
 
     c_fc: Any
     c_proj: Any

@@ -1,4 +1,4 @@
-"""transformers' Llama: packed tokens, fused RMSNorms, the addition behind attention joined to the norm behind it.
+"""transformers' Llama: packed tokens, fused RMSNorms, the addition after attention joined to the norm after it.
 
 The gated FFN runs as transformers wrote it: fastformer's op needs gate and up as one weight, and here they are two.
 """

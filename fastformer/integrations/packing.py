@@ -89,7 +89,7 @@ class Packing:
 
     Args:
         known: the padding, if the stack knows it; None: it is read from the first layer's mask.
-        last: the layer behind which the tokens are padded again; None: the stack itself pads them.
+        last: the layer after which the tokens are padded again; None: the stack itself pads them.
         memory: the padding of the encoder's output to which the layers attend.
 
     Attributes:

@@ -49,7 +49,7 @@ class Dense(nn.Module):
         self.register_parameter("bias", nn.Parameter(torch.empty(size_out, **factory)) if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., size_in) -> (..., size_out)."""
+        """Maps x (..., size_in) to (..., size_out)."""
         return linear(x, self.weight, self.bias)
 
 
@@ -73,7 +73,7 @@ class ClassificationHead(nn.Module):
         self.out = Dense(size, config.num_labels, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (batch, d_model) -> (batch, num_labels)."""
+        """Maps x (batch, d_model) to (batch, num_labels)."""
         if self.dense is not None:
             if self.kind in ("roberta", "electra"):
                 x = self.dropout(x)
@@ -95,7 +95,7 @@ class BERT(PretrainedModel):
 
     Args:
         config: the settings; `BERT.from_preset("base", vocab_size=...)` knows "base", "large", "mini" and "tiny".
-        device, dtype: of the parameters.
+        device, dtype: the device and the dtype of the parameters.
     """
 
     config_class = BERTConfig
@@ -238,7 +238,7 @@ class BERT(PretrainedModel):
         """Pools hidden states to one vector for each text.
 
         Args:
-            hidden: from `encode`.
+            hidden: the output of `encode`.
             layout: the one that `encode` was given, or `layout_of(tokens)`; None: nothing is padding.
             kind: "cls" (the first token), "lasttoken", "max", "mean", "mean_sqrt_len_tokens" (the sum divided by the
                 square root of the length), "weightedmean" (weights 1, 2, 3, ... along the text) or "pooler" (BERT's

@@ -131,7 +131,7 @@ def check_ids(
         ids: (batch, seqlen), or (total,) with a packed layout.
         vocab_size: the exclusive upper bound of ids.
         max_len: the longest sequence.
-        layout: of the ids.
+        layout: the layout of the ids.
         name: the name of the ids, for the message.
         before: the number of tokens that a cache already holds.
 

@@ -46,7 +46,7 @@ class GPT(PretrainedModel):
     Args:
         config: the settings; `GPT.from_preset("tiny", vocab_size=...)` knows "tiny", "small", "gpt2", "llama-small" and
             "qwen3-small".
-        device, dtype: of the parameters.
+        device, dtype: the device and the dtype of the parameters.
     """
 
     config_class = GPTConfig

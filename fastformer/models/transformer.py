@@ -255,7 +255,7 @@ class Transformer(PretrainedModel):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Xavier uniform for every projection, N(0, d_model^-0.5) for embeddings, 0 for biases, 1 for norms."""
+        """Draws projections Xavier uniform and embeddings from N(0, d_model^-0.5); biases become 0, norms 1."""
         for module in self.modules():
             if isinstance(module, MultiheadAttention):
                 # Query, key and value are matrices of their own (tensor2tensor); the fused one's fan would shrink them.
@@ -439,7 +439,7 @@ class Transformer(PretrainedModel):
 
         Args:
             source: ids, (batch, seqlen), or (total,) with packed layouts.
-            target_in: the target shifted right behind the id `start`.
+            target_in: the id `start` and the target, without its last token.
             target_out: the target; -100 (padding) is ignored.
             source_layout, target_layout: see `encode` and `decode`.
             label_smoothing: the probability taken from the target and spread over all classes,

@@ -161,7 +161,7 @@ def attention_unpacked(
         scores: see `append_cached`.
 
     Returns:
-        q's shape; zeros behind the last sequence.
+        q's shape; zeros after the last sequence.
     """
     q_rows, k_rows, v_rows = (layout.unpack(x) for x in (q, k, v))
     out = attention(

@@ -65,7 +65,7 @@ class FeedForwardPlan(NamedTuple):
     Attributes:
         activation: the activation's name in the op.
         linear1, linear2: the parameters of both linear maps.
-        dropout: the dropout module behind the activation.
+        dropout: the dropout module after the activation.
     """
 
     activation: str
@@ -136,7 +136,7 @@ class FeedForward(nn.Module):
             or a callable, which aren't fused.
         dropout: probability after the activation while training, rounded to a multiple of 1/256.
         bias: whether both linear maps have a bias.
-        device, dtype: of the parameters.
+        device, dtype: the device and the dtype of the parameters.
     """
 
     def __init__(

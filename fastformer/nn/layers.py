@@ -269,7 +269,7 @@ class _Layer(nn.Module):
         return fed
 
     def _plan_after(self, plan: LayerPlan, attention: AttentionPlan | None) -> LayerPlan:
-        """Returns the plan for the part behind an attention, which may have run code that changed the plan."""
+        """Returns the plan for the part after an attention, which may have run code that changed the plan."""
         if torch.compiler.is_compiling() or (attention is not None and not attention.calls_modules):
             return plan
         return layer_plan(self)
@@ -299,7 +299,7 @@ class TransformerEncoderLayer(_Layer):
             "geglu_tanh", and when dropout acts, it is rounded to a multiple of 1/256.
         attention_bias: whether the attention's projections have a bias; None: the value of bias.
         attention_dropout: the dropout of the attention weights; None: the value of dropout.
-        activation_dropout: the dropout behind the activation; None: the value of dropout.
+        activation_dropout: the dropout after the activation; None: the value of dropout.
         num_kv_heads, window_size: as in `MultiheadAttention`.
         norm: "layer" or "rms".
         self_attention: further arguments of the self-attention's `MultiheadAttention`, over those above.

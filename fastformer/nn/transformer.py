@@ -36,7 +36,7 @@ def _run(
         stack: the stack.
         plan: its plan.
         x: the input of the first layer.
-        call: (layer, its plan, its index, the state) -> the state behind the layer.
+        call: (layer, its plan, its index, the state) -> the state after the layer.
     """
     saving = stack.gradient_checkpointing and stack.training and torch.is_grad_enabled()
     state: State = ResidualStream(None, x) if plan.streams else x

@@ -37,7 +37,7 @@ class _EncoderService(Service):
 
     Args:
         encoder: computes the embeddings or the scores.
-        name: of the model.
+        name: the name of the model.
         limits: see `Limits`.
     """
 
@@ -131,7 +131,7 @@ def open_encoder(
 
     Args:
         folder: see `Encoder` and `CrossEncoder`, also for precision and device.
-        name: of the model.
+        name: the name of the model.
         limits: see `Limits`.
 
     Raises:

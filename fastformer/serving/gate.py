@@ -83,7 +83,7 @@ class Watch:
         app: the application behind it.
         traffic, metrics: record the requests.
         template_of: returns the route's template of a path, so that no client can invent labels.
-        respond: makes the response for an error that nothing behind it has handled.
+        respond: makes the response for an error that the application has not handled.
         logs: whether to write the log.
     """
 

@@ -19,7 +19,7 @@ class GenerateService(Service):
 
     Args:
         generator: computes the completions.
-        name: of the model.
+        name: the name of the model.
         limits: see `Limits`.
     """
 
@@ -77,7 +77,7 @@ def open_generator(
 
     Args:
         folder: see `AsyncGenerator.from_pretrained`, also for precision, device and engine.
-        name: of the model.
+        name: the name of the model.
         limits: see `Limits`.
 
     Raises:

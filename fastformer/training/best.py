@@ -61,7 +61,7 @@ class Record:
     Attributes:
         step: the update after which the model was validated.
         data: the fingerprint of the validation examples.
-        translated: how many of them were translated, for all scores but nll.
+        translated: the number of examples that were translated, for all scores but nll.
     """
 
     step: int
@@ -113,7 +113,7 @@ class Best:
     Args:
         measure: the one that `choose_measure` returned.
         data: the fingerprint of the validation examples.
-        translated: how many of them are translated.
+        translated: the number of examples to translate.
     """
 
     def __init__(self, measure: str, data: str, translated: int) -> None:

@@ -68,8 +68,8 @@ def build_model(
 
     Args:
         config: the settings.
-        vocab_size, special_ids: of the tokenizer.
-        source_vocab_size: of a tokenizer with a vocabulary for each side; None: both sides share one.
+        vocab_size, special_ids: the size and the special ids of the tokenizer's vocabulary.
+        source_vocab_size: the size of a separate source vocabulary; None: both sides share one.
 
     Raises:
         ValueError: an unknown preset or setting (the nearest one is suggested).

@@ -123,7 +123,7 @@ class TrainConfig(Machine, Validation, Optimisation, Tokens, Filters, Data, Mode
         return found
 
     def pair_filter(self) -> PairFilter:
-        """The filter of training pairs."""
+        """Makes the filter of training pairs."""
         return PairFilter(**{f.name: getattr(self, f.name) for f in fields(PairFilter)})
 
     def model_config(
@@ -136,10 +136,10 @@ class TrainConfig(Machine, Validation, Optimisation, Tokens, Filters, Data, Mode
         """Returns the settings of the model: the preset's, overridden by those that were given.
 
         Args:
-            vocab_size: of the tokenizer.
+            vocab_size: the size of the tokenizer's vocabulary.
             max_len: the longest sequence, unless the settings say otherwise.
-            special_ids: of the tokenizer.
-            source_vocab_size: of a tokenizer with a vocabulary for each side; None: both sides share one.
+            special_ids: the special ids of the tokenizer.
+            source_vocab_size: the size of a separate source vocabulary; None: both sides share one.
 
         Raises:
             ValueError: an unknown preset or setting (the nearest one is suggested), or one that is not allowed.

@@ -40,7 +40,7 @@ class Scores:
         bleu, chrf: sacreBLEU's scores of the corpus, None without the library; BLEU is also None if no reference has
             four words. The signatures say how the scores were computed.
         samples: (source, translation, reference).
-        translated: the number of lines that were translated, the first ones; all scores but nll are theirs.
+        translated: the number of lines, from the first on, that were translated for all scores but nll.
         lines: the number of all lines.
     """
 
@@ -178,7 +178,7 @@ def corpus_scores(
         found: the translations; empty ones count as such.
         references: the right translations, one for each.
         more_references: further lists of references, each as long as the translations.
-        bleu_tokenize: how BLEU cuts text into words: "zh", "ja-mecab", "ko-mecab", and "char" or "flores200" for other
+        bleu_tokenize: the tokenization for BLEU: "zh", "ja-mecab", "ko-mecab", and "char" or "flores200" for other
             languages without spaces.
         ter: add the translation edit rate.
 

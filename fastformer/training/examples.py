@@ -41,7 +41,7 @@ class Data:
     """The data that a run trains and validates on.
 
     Attributes:
-        tokenizer: for both sides; or a `PairTokenizer`.
+        tokenizer: the tokenizer of both sides, or a `PairTokenizer`.
         train: encoded examples, in memory or in shards.
         val: likewise, in memory.
         val_texts: the validation pairs as text, for scores; empty for a language model.

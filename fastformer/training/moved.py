@@ -70,7 +70,7 @@ def check_origin(config: TrainConfig, before: TrainConfig, digest: str | None) -
 
     Args:
         config, before: see `check_tokenizer`.
-        digest: of those weights, by `digest_of`; None if an earlier version of fastformer began the run.
+        digest: the digest of those weights, by `digest_of`; None if an earlier version of fastformer began the run.
 
     Raises:
         ValueError: other weights, or a run that didn't begin with any.

@@ -343,7 +343,7 @@ def _settings(config: TrainConfig, kind: str, shards: int, bpe_characters: int) 
 
 
 def _check_complete(found: Manifest, folder: Path, settings: dict[str, Any], origins: Sequence[_Origin]) -> None:
-    """Checks that a complete folder is what the call would make, as far as sizes tell.
+    """Checks, by sizes, that a complete folder is the one that the call would make.
 
     Raises:
         ValueError: settings, weights or files differ.

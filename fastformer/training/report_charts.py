@@ -27,8 +27,8 @@ def chart(lines: Sequence[Line], y_label: str, *, x_label: str = "update", log: 
 
     Args:
         lines: at most three.
-        y_label, x_label: with units.
-        log: a logarithmic y axis, where all values are above 0.
+        y_label, x_label: the labels, with units.
+        log: whether the y axis is logarithmic; all values must then be above 0.
     """
     lines = [Line(line.name, [p for p in line.points if all(map(math.isfinite, p))]) for line in lines]
     lines = [line for line in lines if line.points]

@@ -190,7 +190,7 @@ def _load_optimizer(trainer: Trainer, state: dict[str, Any], origin: object) -> 
 
 
 def _count(name: str, value: Any) -> int:
-    """A number of things that were done."""
+    """Checks a number of completed steps, and returns it."""
     if not isinstance(value, int) or not 0 <= value < 2**53:
         raise ValueError(f"expected {name} to be a count, got {value!r}")
     return int(value)

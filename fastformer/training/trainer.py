@@ -63,7 +63,7 @@ class Trainer:
         model: the model to train, freshly initialised; it has `loss` and a `config`.
         data: the data to train on.
         device: the device to train on.
-        lock: of the run folder; by default one that is acquired when training starts.
+        lock: the lock of the run folder; by default one that is acquired when training starts.
         interrupts: catches signals; by default this trainer catches them while it trains.
         log: the log of the run; by default one of messages from now on.
         world: the processes that train together, this one among them; by default it is alone.
@@ -532,7 +532,7 @@ class Trainer:
         """Restores a state that `state_dict` returned.
 
         Args:
-            state: of a run with the same model, data and order.
+            state: the state of a run with the same model, data and order.
             origin: the source of the state, for messages.
 
         Raises:

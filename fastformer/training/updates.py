@@ -53,7 +53,7 @@ def places_of(lengths: Sequence[Tensor], model: Any, rank: int, size: int, *, pa
 
     Args:
         lengths: (examples, 2) source and target lengths of each batch.
-        model: the settings of the model, which say what a token costs.
+        model: the settings of the model, which determine the cost of a token.
         rank, size: the rank of the process, and the number of processes.
         padded: whether every example is as long as the longest of its batch.
     """

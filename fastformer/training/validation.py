@@ -49,7 +49,7 @@ def validate_part(
         data: the data with the validation examples.
         pairs: the pairs whose sources are translated.
         config: the settings of the run.
-        device: of the model.
+        device: the device of the model.
         rank, size: the rank of the process, and the number of processes.
     """
     packed = config.batching == "packed"

@@ -60,7 +60,7 @@ class Form(NamedTuple):
         return ", ".join(f"{name}={value!r}" for name, value in zip(self._fields[1:4], self[1:4], strict=True))
 
     def first_position(self, pad: int) -> int:
-        """The first position, if PAD has the id `pad`."""
+        """Returns the first position, if PAD has the id `pad`."""
         return pad + 1 if self.behind_pad else 0
 
 
