@@ -151,7 +151,7 @@ class GPTConfig:
     @property
     def scaling(self) -> RotaryScaling | None:
         """The checked rotary_scaling, a `RotaryScaling`."""
-        return cast(RotaryScaling | None, self.rotary_scaling)
+        return cast("RotaryScaling | None", self.rotary_scaling)
 
     @property
     def windows(self) -> tuple[bool, ...]:

@@ -106,7 +106,7 @@ class Evaluation(NamedTuple):
         out = function(x, tensors, *self.settings, routes, mask, cu_seqlens, max_seqlen, left, right)
         if out is not None:
             self._note(routes, layout)
-        return cast(Tensor | None, out)
+        return cast("Tensor | None", out)
 
     def _run_packed(
         self, stack: Stack, settings: StackSettings, tensors: list[Any], x: Tensor, layout: SequenceLayout | None

@@ -228,10 +228,10 @@ class Op:
                     return plan(*args)
             return plan(*args)
         if backend == "cpp":
-            function = cast(Callable[..., Any], cpp_kernel(self.name))
+            function = cast("Callable[..., Any]", cpp_kernel(self.name))
             return function(*args) if self.cpp_call is None else self.cpp_call(function, *args)
         if backend == "torch":
-            return cast(Callable[..., Any], self.torch_function)(*args)
+            return cast("Callable[..., Any]", self.torch_function)(*args)
         return self.reference(*args)
 
     def _plan(self, key: Hashable | None, args: tuple[Any, ...]) -> _plans.Plan:
@@ -276,7 +276,7 @@ def why_not(op: Op, backend: str, args: tuple[Any, ...]) -> str | None:
     if (missing := missing_kernel(op, backend)) is not None:
         return missing
     if backend == "triton":
-        return cast(str | None, cast(Any, triton_kernel(op.stem)).why_unsupported(op.name, **op.bind(*args)))
+        return cast("str | None", cast(Any, triton_kernel(op.stem)).why_unsupported(op.name, **op.bind(*args)))
     unsupported = {"cpp": op.cpp_unsupported, "torch": op.torch_unsupported}.get(backend)
     return None if unsupported is None else unsupported(op.name, **op.bind(*args))
 

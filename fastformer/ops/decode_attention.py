@@ -110,7 +110,7 @@ def _cpp_call(function: Callable[..., Tensor], *args: Any) -> Tensor:
     *args_of_cpp, cos, sin, interleaved, softcap = args
     if cos is not None:
         # The C++ function has no rotary embedding of its own, which would save next to nothing there.
-        rotate = cast(Callable[..., Tensor], cpp_kernel("rotary_fwd"))
+        rotate = cast("Callable[..., Tensor]", cpp_kernel("rotary_fwd"))
         q, k_cache, v_cache, cache_seqlens, k, *rest = args_of_cpp
         q, k = _rotate_to_positions(rotate, q, k, cache_seqlens, cos, sin, interleaved)
         return function(q, k_cache, v_cache, cache_seqlens, k, *rest, softcap)

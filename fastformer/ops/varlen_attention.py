@@ -6,7 +6,7 @@ cross-attention. Its kernels are in the same files as those of `attention`.
 
 from __future__ import annotations
 
-import itertools
+import operator
 from collections.abc import Callable
 from typing import Any, Literal, overload
 
@@ -318,7 +318,9 @@ def varlen_attention(
             f"expected as many sequences in q as in k, got {cu_seqlens_q.numel() - 1} and {cu_seqlens_k.numel() - 1}"
         )
     _check_sequences("q", cu_seqlens_q, max_seqlen_q, q.shape[0])
-    _check_sequences("k", cu_seqlens_k, max_seqlen_k, k.shape[0])
+    # In self-attention the sequences of k are those of q.
+    if not (cu_seqlens_k is cu_seqlens_q and max_seqlen_k == max_seqlen_q and k.shape[0] == q.shape[0]):
+        _check_sequences("k", cu_seqlens_k, max_seqlen_k, k.shape[0])
     left, right = resolve_window(is_causal, window_size)
     dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, q.device)
     scale = resolve_scale(softmax_scale, q.shape[-1])
@@ -336,9 +338,9 @@ def _check_sequences(name: str, cu_seqlens: Tensor, max_seqlen: int, rows: int) 
     if not is_readable(cu_seqlens):
         return
     ends = cu_seqlens.tolist()
-    longest = max((end - begin for begin, end in itertools.pairwise(ends)), default=0)
-    rises = all(begin <= end for begin, end in itertools.pairwise(ends))
-    if ends[0] != 0 or ends[-1] > rows or not rises:
+    lengths = [*map(operator.sub, ends[1:], ends)]
+    longest = max(lengths, default=0)
+    if ends[0] != 0 or ends[-1] > rows or min(lengths, default=0) < 0:
         raise ValueError(f"expected cu_seqlens_{name} rising from 0 to at most {rows}, got {_shown(ends)}")
     if longest > max_seqlen:
         raise ValueError(f"expected max_seqlen_{name} of at least the longest sequence, {longest}, got {max_seqlen}")
