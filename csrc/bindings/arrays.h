@@ -1,4 +1,4 @@
-// Arrays of numpy in C++, by numpy's C interface, which the limited API of Python allows.
+// numpy's arrays in C++, by numpy's C interface, which Python's limited API allows.
 
 #pragma once
 
@@ -35,7 +35,7 @@ struct Cast<Array> {
   static Array from(PyObject* object);
 };
 
-// What becomes an array of fp32 without gaps: a copy where it is none.
+// An array of fp32 without gaps, converted from an object: a copy unless the object is one.
 struct Floats {
   Array array;
   const float* data() const { return static_cast<const float*>(array.data()); }
@@ -45,7 +45,7 @@ struct Cast<Floats> {
   static Floats from(PyObject* object);
 };
 
-// An array of bytes without gaps, and nothing else.
+// An array of bytes without gaps; other objects are refused.
 struct Bytes {
   Array array;
   const uint8_t* data() const { return static_cast<const uint8_t*>(array.data()); }
@@ -55,7 +55,7 @@ struct Cast<Bytes> {
   static Bytes from(PyObject* object);
 };
 
-// New ones of two dimensions; what they hold is undefined.
+// New arrays of two dimensions; their contents are undefined.
 Array new_floats(int64_t rows, int64_t columns);
 Array new_ids(int64_t rows, int64_t columns);
 

@@ -27,7 +27,7 @@ struct Exchange {
   int (*allocate)(void*, void**, void*, void (*)(void*, const char*, const char*));
   int (*managed_from_object)(void*, void**);
   int (*managed_to_object)(void*, void**);
-  // Reads a tensor, which keeps what is read alive; -1 with a Python exception. May be null.
+  // Reads a tensor, which keeps its memory alive; returns -1 with a Python exception set. May be null.
   int (*tensor_from_object)(void* object, Tensor* tensor);
   int (*current_stream)(int32_t, int32_t, void**);
 };

@@ -1,10 +1,10 @@
 // Python objects in C++, over CPython's limited API of 3.10: one binary serves every Python from 3.10 on. A library
 // that is bound to one Python anyway, as PyTorch's headers need it, is compiled with FASTFORMER_BOUND.
 //
-// A function is bound with the names of its arguments, as Python sees them, "?" behind one that may be left out:
+// A function is bound with the names of its arguments in Python; "?" marks those that may be omitted:
 //   method<"step", "tokens k threads?", &step>()
-// The types of its parameters say what is accepted: see Cast. Conversions are strict: a float is no integer, an integer
-// of more bits than fit is refused, and what is of another type is a TypeError that names the function and the
+// The types of its parameters determine the accepted arguments: see Cast. Conversions are strict: a float is not an
+// integer, an integer with too many bits is refused, and another type is a TypeError that names the function and the
 // argument.
 
 #pragma once
@@ -32,10 +32,10 @@
 
 namespace fastformer::python {
 
-// Thrown where a Python exception is set already.
+// Thrown if a Python exception is already set.
 struct Raised {};
 
-// A reference of its own.
+// A reference to a Python object that this C++ object owns.
 class Object {
  public:
   Object() = default;
@@ -63,7 +63,7 @@ inline PyObject* sure(PyObject* object) {
   return object;
 }
 
-// Gives the GIL away for as long as it lives.
+// Releases the GIL for as long as it lives.
 class Released {
  public:
   Released() : state_(PyEval_SaveThread()) {}
@@ -128,7 +128,7 @@ struct Cast<std::string> {
   static std::string from(PyObject* object);
 };
 
-// None: nothing.
+// None becomes an empty optional.
 template <typename T>
 struct Cast<std::optional<T>> {
   static std::optional<T> from(PyObject* object) {
@@ -137,7 +137,7 @@ struct Cast<std::optional<T>> {
   }
 };
 
-// The object itself if it is a list, else a list of what the sequence has.
+// Returns the object itself if it is a list, else a list of the sequence's elements.
 Object as_list(PyObject* sequence);
 
 template <typename T>
@@ -147,7 +147,7 @@ struct Cast<std::vector<T>> {
     std::vector<T> values;
     const Py_ssize_t size = PyList_Size(list.get());
     values.reserve(static_cast<size_t>(size));
-    // An element's own method may change the list: its size is asked for again, and the element held.
+    // An element's own method may change the list, so the size is read in each step, and the element is held.
     for (Py_ssize_t i = 0; i < PyList_Size(list.get()); ++i) {
       PyObject* const item = sure(PyList_GetItem(list.get(), i));
       const Object held = PyLong_CheckExact(item) ? Object() : Object::borrowed(item);
@@ -208,7 +208,7 @@ Object make_tuple(T&&... values) {
 
 // ---- objects of C++ ----
 
-// An instance of a class that is bound: its C++ object, and the weak references to it.
+// An instance of a bound class: its C++ object, and the weak references to it.
 struct Instance {
   PyObject_HEAD;
   PyObject* weak_references;
@@ -220,13 +220,13 @@ Self& self_of(PyObject* instance) {
   return *static_cast<Self*>(reinterpret_cast<Instance*>(instance)->object);
 }
 
-// The Python class of a C++ one; set by `add_class`.
+// The Python class of a C++ class; set by `add_class`.
 template <typename T>
 inline PyTypeObject* type_of = nullptr;
 
 PyObject* new_instance(PyTypeObject* type);
 
-// Python owns the object from here on.
+// Transfers the ownership to Python.
 template <typename T>
 Object wrapped(std::unique_ptr<T> object) {
   Object instance(sure(new_instance(type_of<T>)));
@@ -262,7 +262,7 @@ struct Text {
 class Signature {
  public:
   Signature(const char* function, const char* names);
-  // The arguments of a call by their parameters; null: left out. Throws Raised with a TypeError.
+  // Assigns the arguments of a call to the parameters; null: omitted. Throws Raised with a TypeError.
   void place(PyObject* const* args, Py_ssize_t count, PyObject* keywords, PyObject** placed) const;
   [[noreturn]] void refuse(size_t parameter, PyObject* given, const Unexpected& why) const;
   size_t size() const { return names_.size(); }
@@ -335,7 +335,7 @@ PyObject* entry(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObjec
   }
 }
 
-// F is a function without overloads, or a lambda without captures behind a +.
+// F is a function without overloads, or a lambda without captures after a +.
 template <Text name, Text names, auto F>
 PyMethodDef function(const char* doc = nullptr) {
   const auto called = &entry<Call<F>, name, names>;
@@ -390,7 +390,7 @@ PyObject* construct(PyTypeObject*, PyObject* args, PyObject* keywords) {
   return call_constructor(args, keywords, &entry<Call<Make>, name, names>);
 }
 
-// Adds a class to the module. `made`: see `construct`; null: Python makes none.
+// Adds a class to the module. `made`: see `construct`; null: Python code can't create instances.
 void add_type(PyObject* module, const char* name, PyTypeObject** type, destructor destroyed, newfunc made,
               PyMethodDef* methods, PyGetSetDef* properties);
 
@@ -399,7 +399,7 @@ void add_class(PyObject* module, const char* name, newfunc made, PyMethodDef* me
   add_type(module, name, &type_of<T>, &destroy<T>, made, methods, properties);
 }
 
-// Adds functions to the module; the last of them is empty. They have to outlive it.
+// Adds functions to the module; the last one is empty. The array has to outlive the module.
 void add_functions(PyObject* module, PyMethodDef* functions);
 
 }  // namespace fastformer::python

@@ -57,7 +57,7 @@ struct Gelu {
   }
 };
 
-// The activations of one input, and those of a gate.
+// The activations of one input, and those with a gate.
 template <typename acc>
 Vec<acc> activate(Activation a, Vec<acc> pre) {
   if (a == Activation::relu) return max(Vec<acc>(acc(0)), pre);
@@ -65,7 +65,7 @@ Vec<acc> activate(Activation a, Vec<acc> pre) {
   return Gelu<Vec<acc>>::value(pre, has_tanh(a));
 }
 
-// The derivatives of those that keep their input for backward.
+// The derivatives of activations whose backward pass needs the input.
 template <typename acc>
 Vec<acc> activation_derivative(Activation a, Vec<acc> pre) {
   using V = Vec<acc>;

@@ -1,4 +1,4 @@
-// Which activations there are.
+// The kinds of activations.
 
 #pragma once
 
@@ -10,12 +10,12 @@ namespace fastformer {
 
 enum class Activation { relu, gelu, gelu_tanh, silu, swiglu, geglu, geglu_tanh };
 
-// Whether it has a second input, which the activation of the first gates.
+// Whether an activation has a second input, which the activation of the first one multiplies.
 inline bool is_gated(Activation a) {
   return a == Activation::swiglu || a == Activation::geglu || a == Activation::geglu_tanh;
 }
 
-// Whether a GELU is the one of tanh, and not that of erf.
+// Whether a GELU is the tanh approximation, and not the one with erf.
 inline bool has_tanh(Activation a) { return a == Activation::gelu_tanh || a == Activation::geglu_tanh; }
 
 inline Activation activation_named(std::string_view name) {

@@ -1,4 +1,4 @@
-// bfloat16 in memory. The header leaves no symbol of PyTorch in what includes it.
+// bfloat16 in memory. The header adds no symbol of PyTorch to the files that include it.
 
 #pragma once
 

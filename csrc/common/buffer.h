@@ -10,7 +10,7 @@
 
 namespace fastformer {
 
-// n uninitialised elements (std::vector would spend a pass on zeros), aligned to a cache line. PyTorch's profiler
+// n uninitialised elements (std::vector would write zeros first), aligned to a cache line. PyTorch's profiler
 // counts them.
 template <typename T>
 class Buffer {
@@ -24,7 +24,7 @@ class Buffer {
   Scratch memory_;
 };
 
-// n elements that all hold a value.
+// n elements that all have the same value.
 template <typename T>
 Buffer<T> filled(int64_t n, T value) {
   Buffer<T> buffer(n);

@@ -1,5 +1,5 @@
 // A pool of large buffers. Every call of `generate` begins a session, and an op packs weights in every call: fresh
-// pages from the system would cost much of the time of either.
+// pages from the system would take much of the time of both.
 
 #pragma once
 
@@ -11,8 +11,8 @@
 
 namespace fastformer {
 
-// Uninitialised memory, new or from the pool, aligned to huge pages, which the system is asked for. The pool keeps the
-// last 64 MiB of what is released.
+// Uninitialised memory, new or from the pool, aligned to huge pages, which it requests from the system. The pool keeps
+// the last 64 MiB that were released.
 class FASTFORMER_API PooledMemory {
  public:
   PooledMemory() = default;
@@ -33,7 +33,7 @@ class FASTFORMER_API PooledMemory {
   int64_t bytes_ = 0;
 };
 
-// Memory aligned to a cache line, which is counted: see memory_report.h. It is the pool's from 1 MiB on: the C library
+// Memory aligned to a cache line, and counted: see memory_report.h. From 1 MiB on it comes from the pool: the C library
 // returns such blocks to the system when they are freed, and an op that packs weights would get fresh pages in each
 // call.
 struct FASTFORMER_API ReleaseScratch {
@@ -43,7 +43,7 @@ struct FASTFORMER_API ReleaseScratch {
 using Scratch = std::unique_ptr<void, ReleaseScratch>;
 FASTFORMER_API Scratch new_scratch(int64_t bytes);
 
-// Rows of floats for the steps of a session; what they hold is undefined after reserve.
+// Rows of floats for the steps of a session; their contents are undefined after reserve.
 class FloatBuffer {
  public:
   void reserve(int64_t count) {

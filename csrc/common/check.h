@@ -1,4 +1,4 @@
-// Conditions that a caller may break.
+// Checks of conditions that a caller may violate.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace fastformer {
 
-// Throws an Error, of the parts of a message, unless the condition holds.
+// Throws an Error with a message made of the parts, unless the condition holds.
 template <typename Error = std::runtime_error, typename... Parts>
 void check(bool holds, const Parts&... parts) {
   if (holds) [[likely]]

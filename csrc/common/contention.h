@@ -1,4 +1,4 @@
-// Whether several threads are worth it beside the other work on the machine; thread_team.cpp asks.
+// Decides whether several threads pay off beside the other work on the machine; thread_team.cpp asks.
 
 #pragma once
 
@@ -8,9 +8,9 @@
 
 namespace fastformer {
 
-// Control of oversubscription. Where other processes keep the cores busy, threads may lose more time in waiting for one
-// that has no core than they save. That depends on the system's scheduler and on the other processes, so both ways are
-// tried, and the faster one is kept. Nothing is tried as long as no thread waits long, or while one thread alone would
+// Control of oversubscription. If other processes keep the cores busy, threads may lose more time waiting for a thread
+// without a core than they save. That depends on the system's scheduler and on the other processes, so both ways are
+// tried, and the faster one is used. Nothing is tried as long as no thread waits long, or while one thread alone would
 // take three times as long.
 class Contention {
  public:
@@ -18,8 +18,8 @@ class Contention {
 
   bool prefers_one_thread() const { return is_alone_; }
 
-  // What a run took, whether its caller waited long, and what all of its tasks would have taken at the caller's pace.
-  // (Its processor time would tell that better, but to ask the system for it has the scheduler take the core away.)
+  // Records the time of a run, whether its caller waited long, and the time of all its tasks at the caller's pace.
+  // (Processor time would be more exact, but a query for it makes the scheduler take the core away.)
   void record(Duration time, int64_t tasks, bool waited_long, Duration by_one) {
     time_ += time;
     tasks_ += tasks;

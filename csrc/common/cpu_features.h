@@ -1,8 +1,8 @@
 // The CPU's features beyond the instruction set that a module is compiled for, detected once at run time.
 //
-// The environment variable FASTFORMER_CPU_FEATURES, a comma list, names the features that may be used; those that the
-// CPU lacks stay off. It is read once, and serves tests: FASTFORMER_CPU_FEATURES="" takes the plain paths, and
-// "avx512_vnni" the int8 dot product alone. The names are those of the fields.
+// The environment variable FASTFORMER_CPU_FEATURES, a comma-separated list, names the features that may be used;
+// features that the CPU lacks stay off. It is read once, and is for tests: FASTFORMER_CPU_FEATURES="" uses the plain
+// paths, and "avx512_vnni" only the int8 dot product. The names are those of the fields.
 
 #pragma once
 
@@ -18,10 +18,10 @@ struct CpuFeatures {
   bool amx_bf16 = false;
 };
 
-// Throws std::invalid_argument for a name in FASTFORMER_CPU_FEATURES that is none of the above.
+// Throws std::invalid_argument for an unknown name in FASTFORMER_CPU_FEATURES.
 FASTFORMER_API const CpuFeatures& cpu_features();
 
-// Did Intel make this CPU?
+// Returns whether Intel made this CPU.
 FASTFORMER_API bool is_intel_cpu();
 
 }  // namespace fastformer

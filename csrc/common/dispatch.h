@@ -1,4 +1,4 @@
-// From the dtype of a tensor to the type that a kernel is compiled for.
+// Maps the dtype of a tensor to the type that a kernel is compiled for.
 
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace fastformer {
 
-// f.operator()<T>() for the T of `dtype`: float, bfloat16, or double for gradcheck.
+// Calls f.operator()<T>() with the T of `dtype`: float, bfloat16, or double for gradcheck.
 template <typename F>
 auto dispatch(ScalarType dtype, const char* op, F&& f) {
   if (dtype == kDouble) return f.template operator()<double>();

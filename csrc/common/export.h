@@ -1,4 +1,4 @@
-// What a shared library of this package exports: the others are linked against it. All else is hidden.
+// The symbols that a shared library of this package exports, for the others to link against. All others are hidden.
 
 #pragma once
 

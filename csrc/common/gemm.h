@@ -1,12 +1,12 @@
 // The matrix product inside the kernels: C (m, n) (+)= A (m, k) * B (k, n), A row-major, B packed, C in the
 // accumulation type.
 //
-// B is packed once and used by many row blocks. It lies in panels of kPanel columns, rows of k inside a panel; bf16
-// keeps two rows of k side by side (VNNI), which is what vdpbf16ps and AMX read. Columns beyond n and an odd last row
-// of bf16 are zero. A is read where it lies, by broadcast, or from a widened copy of some rows.
+// B is packed once and used by many row blocks. It is stored in panels of kPanel columns, as rows of k; bf16 stores
+// two rows of k side by side (VNNI), the layout of vdpbf16ps and AMX. Columns beyond n and an odd last row of bf16 are
+// zero. A is read in place, by broadcast, or from a widened copy of some rows.
 //
 //   float     6 to 14 rows by two vectors of accumulators, FMA
-//   bfloat16  oneDNN's brgemm where the CPU has AMX; else vdpbf16ps where it has AVX512_BF16; else as float
+//   bfloat16  oneDNN's brgemm if the CPU has AMX; else vdpbf16ps if it has AVX512_BF16; else like float
 //   double    plain loops, for gradcheck
 
 #pragma once
@@ -27,15 +27,15 @@ constexpr int64_t kPanel = 16;
 template <typename T>
 constexpr int64_t kPair = std::is_same_v<T, bfloat16> ? 2 : 1;
 
-// Products longer than this are sums of sums: what is rounded away grows with the length of a sum, and sums of 512 in
-// fp32 err by more than twice what MKL's do (tests/ops/test_linear.py). In bf16 the operands' rounding is all that
-// counts.
+// Products longer than this are sums of sums: the rounding error grows with the length of a sum, and sums of 512 in
+// fp32 have more than twice the error of MKL's (tests/ops/test_linear.py). In bf16 only the operands' rounding
+// matters.
 template <typename T>
 constexpr int64_t kDepth = std::is_same_v<T, float> ? 192 : 512;
 
 inline int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
-// How many elements pack() writes for a (k, n) matrix.
+// The number of elements that pack() writes for a (k, n) matrix.
 template <typename T>
 int64_t packed_size(int64_t k, int64_t n) {
   return round_up(k, kPair<T>) * round_up(n, kPanel);
@@ -51,8 +51,8 @@ template <typename T>
 void gemm(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* packed, acc_t<T>* c, int64_t ldc,
           bool accumulate, int64_t packed_k);
 
-// Elements from one row of A to the next, at least k, so that gemm() reads them where they lie: rows that fall into one
-// set of a first-level cache, which has 4 KB a way, evict one another, and many of them are copied.
+// Elements from one row of A to the next, at least k, such that gemm() reads the rows in place: rows that fall into one
+// set of a first-level cache, which has 4 KB a way, evict each other, and many of them would be copied.
 template <typename T>
 int64_t row_stride(int64_t k) {
   constexpr int64_t kWay = 4096, kLine = 64, kSize = sizeof(T);
@@ -67,7 +67,7 @@ void gemm(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* pac
 
 // C = A * B^T for at most kFewRows rows of A and a B (n, k) that is not packed, its rows ldb elements apart: packing
 // would cost more than the product. float and bf16. The sums are those of gemm() on the packed B, bit for bit, except
-// where use_brgemm(): there bf16 goes through gemm() alone.
+// if use_brgemm(): then bf16 has to use gemm().
 #if defined(CPU_CAPABILITY_AVX512)
 constexpr int64_t kFewRows = 16;
 #else
@@ -81,14 +81,14 @@ void gemm_unpacked(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, con
 template <typename T>
 void gemm_transposed(int64_t m, int64_t n, int64_t k, const T* packed_a, const T* packed_b, acc_t<T>* c, int64_t ldc);
 
-// Whether bf16 products go through oneDNN's brgemm: where the CPU has AMX, which is reached in no other way here.
+// Whether bf16 products use oneDNN's brgemm: if the CPU has AMX, which nothing else here reaches.
 bool use_brgemm();
 
-// Whether a CPU and this module have products of bf16, vdpbf16ps. Else they are widened, with the rate of fp32.
+// Whether the CPU and this module have bf16 products, vdpbf16ps. Else bf16 is widened, at the rate of fp32.
 bool has_bf16_dot();
 
-// Whether so many rows of A, so many elements apart, evict one another in gemm(): not where it reads them through
-// brgemm or widens them, and up to 16 not by much, of which it takes 8 at a time, as many as a set has ways.
+// Whether this many rows of A, this many elements apart, evict each other in gemm(). Not if it reads them through
+// brgemm or widens them; and hardly up to 16 rows, of which it uses 8 at a time, as many as a set has ways.
 template <typename T>
 bool evict_one_another(int64_t rows, int64_t apart) {
   constexpr int64_t kFew = 16;

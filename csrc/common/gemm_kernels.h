@@ -1,4 +1,4 @@
-// The micro-kernels behind gemm.h, of gemm.cpp alone: some rows of A, where they lie, against one panel of B.
+// The micro-kernels of gemm.h, for gemm.cpp only: some rows of A, in place, times one panel of B.
 
 #pragma once
 
@@ -19,22 +19,22 @@ constexpr int kMaxRows = 14;  // 28 accumulators, two vectors of B, the broadcas
 constexpr int kMaxRows = 6;  // 12 accumulators of 16
 #endif
 
-// Where a micro-kernel finds A: element (i, p) at data[i * row + p / kPair * step + p % kPair].
+// The place of A for a micro-kernel: element (i, p) is data[i * row + p / kPair * step + p % kPair].
 template <typename T>
 struct Left {
   const T* data;
   int64_t row, step;
 
-  // What step p of k should ask the caches for: the rows are more streams than a hardware prefetcher follows. A line
-  // of a row lasts for kLine steps, in which each row has its turn; where a step moves on by a line, so does this.
+  // The address to prefetch in step p of k: there are more rows than streams of a hardware prefetcher. A line of a row
+  // lasts for kLine steps, in which each row has its turn; if a step moves on by a line, so does this.
   const T* ahead(int64_t p) const {
     constexpr int64_t kLine = 64 / sizeof(T) / kPair<T>, kAhead = 2 * kLine;
     return data + p % kLine * row + (p + kAhead) * step;
   }
 };
 
-// Walks down the rows of A with a pointer for every fourth: x86 adds up to three times a stride in the address itself,
-// so that a step in k moves few pointers and computes no others.
+// Moves down the rows of A with a pointer for every fourth row: x86 addresses add up to three times a stride, so a
+// step in k moves few pointers and computes no others.
 template <typename T, int kRows>
 struct Rows {
   const T* base[(kRows + 3) / 4];
@@ -49,7 +49,7 @@ struct Rows {
   }
 };
 
-// Sums of kRows rows, stored or added where they belong; `columns` of them exist.
+// Sums of kRows rows, stored or added at their place; only `columns` of them exist.
 template <int kRows, int kVecs>
 inline void store_sums(const Vec<float> (&sum)[kRows][kVecs], float* c, int64_t ldc, int64_t columns, bool accumulate) {
   using V = Vec<float>;
@@ -87,7 +87,7 @@ void rows_times_panel(Left<float> a, const float* b, int64_t k, float* c, int64_
 }
 
 #if defined(CPU_CAPABILITY_AVX512)
-// Two neighbours in k at once; beyond an odd k the second one is zero.
+// Two neighbours in k at once; after an odd k the second one is zero.
 template <int kRows, bool kWhole>
 __attribute__((target("avx512bf16"), always_inline)) inline void add_pair(const Rows<bfloat16, kRows>& rows,
                                                                           const bfloat16* b, __m512 (&sum)[kRows][2]) {
@@ -124,8 +124,8 @@ __attribute__((target("avx512bf16"))) void rows_times_panel_bf16(Left<bfloat16> 
 }
 #endif
 
-// A panel of bf16 as it lies, the rows of A widened: for one group of rows, which would not repay a widened panel. The
-// low half of a 32-bit unit is the even row of k, the high half the odd one.
+// A panel of bf16 in place, with the rows of A widened: for one group of rows, which would not repay a widened panel.
+// The low half of a 32-bit unit is the even row of k, the high half the odd one.
 template <int kRows>
 void rows_times_panel_widened(Left<float> a, const bfloat16* b, int64_t k, float* c, int64_t ldc, int64_t columns,
                               bool accumulate) {
@@ -207,7 +207,7 @@ const Kernels<T>& kernels() {
   return table;
 }
 
-// How rows of A are shared out among calls of the micro-kernels: groups of nearly the same number of rows, the first
+// The distribution of rows of A to calls of the micro-kernels: groups of nearly the same number of rows, the first
 // `few` of which have one row less than the others.
 struct Groups {
   int64_t count, few, rows;
@@ -215,7 +215,7 @@ struct Groups {
   explicit Groups(int64_t m) : count((m + kMaxRows - 1) / kMaxRows), few(count - m % count), rows(m / count) {}
 };
 
-// All rows of A against one panel.
+// All rows of A times one panel.
 template <typename T>
 void rows_of_panel(Groups groups, Left<T> a, const T* panel, int64_t k, acc_t<T>* c, int64_t ldc, int64_t columns,
                    bool accumulate) {

@@ -11,7 +11,7 @@
 
 namespace fastformer {
 
-// Contiguous int64 indices, all of them in [0, size) or `ignored`; `what` names them in the message.
+// Contiguous int64 indices, all of them in [0, size) or `ignored`; `what` is their name in the message.
 inline Tensor checked_indices(const Tensor& indices, int64_t size, const char* what,
                               std::optional<int64_t> ignored = std::nullopt) {
   const Tensor wide = indices.to(kLong).contiguous();
@@ -30,7 +30,7 @@ inline Tensor checked_indices(const Tensor& indices, int64_t size, const char* w
   return wide;
 }
 
-// The elements of a small vector of integers, whatever its stride: lengths may be a column of something larger.
+// The elements of a small vector of integers with any stride: lengths may be a column of something larger.
 template <typename I>
 std::vector<I> integers(const Tensor& t) {
   std::vector<I> elements(t.numel());

@@ -1,4 +1,4 @@
-// PyTorch's profiler is told of the kernels' scratch memory where a module that knows it (csrc/host) is loaded.
+// Tells PyTorch's profiler of the kernels' scratch memory, if a module that knows it (csrc/host) is loaded.
 
 #pragma once
 
@@ -11,17 +11,17 @@ namespace fastformer {
 struct MemoryReport {
   void (*allocated)(void* data, int64_t bytes);
   void (*released)(void* data);
-  // A profiler watches threads. What watches the calling one, to be forgotten in the end; null: nothing.
+  // A profiler watches threads. Returns the watcher of the calling thread, to be released at the end; null: none.
   void* (*watcher)();
   void (*watch)(void* watcher, void (*work)(void*), void* what);  // calls work(what), watched
   void (*forget)(void* watcher);
 };
 
-// Null where no module has handed them over.
+// Null if no module has provided it.
 FASTFORMER_API const MemoryReport* memory_report();
 FASTFORMER_API void set_memory_report(const MemoryReport* functions);
 
-// Lets a profiler of the thread that makes it watch others that work for that thread.
+// Lets a profiler of the thread that creates this watch other threads that work for it.
 class Watcher {
  public:
   Watcher() : report_(memory_report()), state_(report_ == nullptr ? nullptr : report_->watcher()) {}

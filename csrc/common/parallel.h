@@ -1,7 +1,7 @@
-// How work is shared out among the threads. Which thread does what is of no consequence: a task owns what it writes,
-// and whatever is summed over tasks is summed in their order, so a result depends neither on timing nor on the number
-// of threads. Below some amount of work a second thread costs more than it gives: the caller says whether it is
-// reached.
+// The distribution of work to threads. It doesn't matter which thread does a task: a task owns its output, and sums
+// over tasks are added in the order of the tasks, so a result depends neither on timing nor on the number of threads.
+// Below some amount of work a second thread costs more than it saves: the caller tells whether the work is large
+// enough.
 
 #pragma once
 
@@ -18,18 +18,18 @@
 
 namespace fastformer {
 
-constexpr int64_t kSerialFlops = 1 << 20;     // of products, below which they run on one thread
-constexpr int64_t kSerialElements = 1 << 15;  // read or written, likewise, where memory is what counts
+constexpr int64_t kSerialFlops = 1 << 20;     // products with fewer run on one thread
+constexpr int64_t kSerialElements = 1 << 15;  // read or written; work on memory with fewer runs on one thread
 
-// As many as PyTorch gives its own operators.
+// The number of threads that PyTorch gives its own operators.
 inline int64_t num_threads() {
   uint32_t threads = 1;
   TORCH_ERROR_CODE_CHECK(torch_get_num_threads(&threads));
   return threads;
 }
 
-// Calls worker(next) once per thread that takes part; next() gives out 0, 1, ... and ends at n or beyond. A thread that
-// the machine holds up, or that meets a long task, takes fewer, and one that comes when all are taken is not called.
+// Calls worker(next) once on each thread that takes part; next() returns 0, 1, ... and ends with n or more. A thread
+// that is held up, or has a long task, takes fewer, and one that starts when all are taken is not called.
 template <typename F>
 void for_each_worker(int64_t n, bool parallel, F&& worker) {
   std::atomic<int64_t> taken{0};
@@ -54,10 +54,10 @@ void for_each_task(int64_t n, bool parallel, F&& task) {
   });
 }
 
-// Calls range(begin, end) for parts of [0, rows), of `elements` each: rows that lie side by side stay together.
+// Calls range(begin, end) for parts of [0, rows), with `elements` each: neighbouring rows stay together.
 template <typename F>
 void for_row_ranges(int64_t rows, int64_t elements, F&& range) {
-  constexpr int64_t kTurns = 4;  // that a thread takes, so that one that is held up delays the others less
+  constexpr int64_t kTurns = 4;  // of each thread, so that one that is held up delays the others less
   const int64_t least = std::max<int64_t>(1, kSerialElements / std::max<int64_t>(elements, 1));
   const int64_t parts = std::min((rows + least - 1) / least, kTurns * num_threads());
   if (parts > 1) for_each_task(parts, true, [&](int64_t i) { range(rows * i / parts, rows * (i + 1) / parts); });

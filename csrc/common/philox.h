@@ -23,17 +23,17 @@
 
 namespace fastformer {
 
-// The dropout of one call: which elements of which row are kept.
+// The dropout of one call, which decides for each row the elements to keep.
 struct Dropout {
   static constexpr int64_t kGroup = 64;  // columns that are decided together
 
   uint32_t key0 = 0, key1 = 0, offset = 0;
   uint32_t threshold = 0;  // decisions below it are dropped
-  double scale = 1.0;      // of what is kept
+  double scale = 1.0;      // the factor of kept elements
   bool on = false;
 
   Dropout() = default;
-  // seed: int64 (2,), the key and the offset; none where p is 0.
+  // seed: int64 (2,), the key and the offset; not needed if p is 0.
   Dropout(double p, const OptionalTensor& seed) {
     on = p > 0 && seed.has_value();
     if (!on) return;
@@ -46,8 +46,8 @@ struct Dropout {
   }
 
   // Writes the multipliers (scale or 0) of columns [first_column, first_column + n) of rows [row, row + rows), each row
-  // `stride` after the one before. Up to kGroup elements behind a row's n are overwritten too, so that `out` needs
-  // room for (rows - 1) * stride + n + kGroup; stride >= n.
+  // `stride` after the previous one. Up to kGroup elements after a row's n are overwritten too, so `out` needs room for
+  // (rows - 1) * stride + n + kGroup; stride >= n.
   template <typename acc>
   void multipliers(int64_t row, int64_t rows, int64_t plane, int64_t first_column, int64_t n, acc* out,
                    int64_t stride) const {
@@ -79,7 +79,7 @@ struct Dropout {
     }
   }
 
-  // Those of one row.
+  // Writes the multipliers of one row.
   template <typename acc>
   void multipliers(int64_t row, int64_t plane, int64_t first_column, int64_t n, acc* out) const {
     multipliers(row, 1, plane, first_column, n, out, n);
@@ -138,7 +138,7 @@ struct Dropout {
     const __m512i order = _mm512_broadcast_i32x4(pairs_in_order());
     const __m512i words[4] = {_mm512_shuffle_epi8(c0, order), _mm512_shuffle_epi8(c1, order),
                               _mm512_shuffle_epi8(c2, order), _mm512_shuffle_epi8(c3, order)};
-    // A threshold of 256 fits no byte; whatever it keeps is multiplied by 0.
+    // A threshold of 256 doesn't fit in a byte; all elements that it keeps are multiplied by 0.
     const __m512i limit = _mm512_set1_epi8(static_cast<char>(std::min(threshold, 255u)));
     for (int w = 0; w < 4; ++w) out[w] = _mm512_cmpge_epu8_mask(words[w], limit);
   }

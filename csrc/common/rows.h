@@ -1,8 +1,8 @@
-// What is done to one row, as functions over pointers: the ops call them in their loops over tensors, and a decoding
-// engine can call them between its products without making tensors.
+// Functions on one row, over pointers: the ops call them in their loops over tensors, and a decoding engine can call
+// them between its products without making tensors.
 //
-// Functions and not closures: vectors are stored through pointers that may alias anything, so what a closure holds
-// would be read again after each store. T is the dtype in memory, acc what is computed in.
+// They are functions and not closures: vectors are stored through pointers that may alias anything, so the members of
+// a closure would be read again after each store. T is the dtype in memory, acc the dtype of the computation.
 
 #pragma once
 
@@ -18,20 +18,20 @@
 
 namespace fastformer {
 
-// x, residual -> s, y of one row; returns mean and rstd. Compiled once for each way to read a row: a test in the inner
-// loop costs as much as the arithmetic there.
+// x, residual -> s, y of one row; returns mean and rstd. Compiled separately for each way to read a row: a test in the
+// inner loop costs as much as the arithmetic there.
 template <bool kDropout, bool kResidual, typename T, typename R, typename acc>
 std::pair<acc, acc> normalise_row(const T* x, const R* residual, const acc* keep, const acc* w, const acc* b, acc eps,
                                   bool rms_norm, int64_t dim, R* s, T* y) {
   using V = Vec<acc>;
   constexpr bool kSum = kDropout || kResidual;
-  // What is normalised, as it is kept: rounded, and in the first-level cache by then.
+  // The values to normalise, as they are stored: rounded, and in the first-level cache by now.
   const auto kept = [=](int64_t c, int64_t n) {
     if constexpr (kSum) return V::load(s + c, n);
     else return V::load(x + c, n);
   };
   const V sum = sum_vecs<acc>(dim, [=](int64_t c, int64_t n) {
-    // The next row, while there is arithmetic to do; a store would wait for its line, too.
+    // Prefetches the next row during the arithmetic; a store would wait for its line, too.
     __builtin_prefetch(x + dim + c);
     if constexpr (kResidual) __builtin_prefetch(residual + dim + c);
     V v = V::load(x + c, n);
@@ -55,7 +55,7 @@ std::pair<acc, acc> normalise_row(const T* x, const R* residual, const acc* keep
   return {mean, rstd};
 }
 
-// A row of a token embedding: out = (token * scale + place) * keep; each of the three rows is null where there is none.
+// A row of a token embedding: out = (token * scale + place) * keep; each of the three rows may be null.
 template <typename T, typename P, typename acc = acc_t<T>>
 void embed_row(const T* token, const P* place, acc scale, const acc* keep, int64_t dim, T* to) {
   using V = Vec<acc>;
@@ -67,7 +67,7 @@ void embed_row(const T* token, const P* place, acc scale, const acc* keep, int64
   });
 }
 
-// The cosines and sines of one position as rotate_halves reads them, or as rotate_neighbours does; `inverse` rotates
+// The cosines and sines of one position in the order of rotate_halves, or of rotate_neighbours; `inverse` rotates
 // back.
 template <typename acc>
 void lay_out_angles(const acc* cosines, const acc* sines, int64_t half, bool interleaved, bool inverse, acc* cos,
@@ -85,7 +85,7 @@ void lay_out_angles(const acc* cosines, const acc* sines, int64_t half, bool int
   }
 }
 
-// Features i and i + half of one head.
+// Rotates features i and i + half of one head.
 template <typename T, typename acc = acc_t<T>>
 void rotate_halves(const T* x, const acc* cos, const acc* sin, int64_t half, T* out) {
   using V = Vec<acc>;
@@ -97,7 +97,7 @@ void rotate_halves(const T* x, const acc* cos, const acc* sin, int64_t half, T* 
   });
 }
 
-// Features 2i and 2i + 1; every cosine stands there twice, and the sine as -sin, sin.
+// Rotates features 2i and 2i + 1; each cosine occurs twice, and the sine as -sin, sin.
 template <typename T, typename acc = acc_t<T>>
 void rotate_neighbours(const T* x, const acc* cos, const acc* sin, int64_t half, T* out) {
   if constexpr (std::is_same_v<T, double>) {
@@ -111,7 +111,7 @@ void rotate_neighbours(const T* x, const acc* cos, const acc* sin, int64_t half,
   }
 }
 
-// Where the tokens of a row lie in its cache, counted in tokens: one after the other, or where a table says.
+// The places of a row's tokens in its cache, counted in tokens: one after another, or according to a table.
 struct InOrder {
   int64_t first = 0;
   int64_t operator()(int64_t j) const { return first + j; }
@@ -189,7 +189,7 @@ void weighted_sum(const acc_t<T>* weight, const T* v, int64_t stride, Tokens tok
     weighted_columns<1>(weight, v + c, stride, tokens, keys, std::min<int64_t>(W, dim - c), factor, out + c);
 }
 
-// Fetches the n elements at p into the second-level cache: the first has no room for what is wanted so much later.
+// Fetches the n elements at p into the second-level cache: the first has no room for data that are used much later.
 template <typename T>
 void prefetch(const T* p, int64_t n) {
   for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(p + i, 0, 2);
@@ -217,7 +217,7 @@ void four_scores(const T* q, const T* const* row, Dim dim, acc_t<T>* scores) {
   store_sums(sum[0], sum[1], sum[2], sum[3], scores);
 }
 
-// Queries, keys, values or results of a row's heads; of keys and values token t begins t * stride behind its head.
+// Queries, keys, values or results of a row's heads; token t of keys and values begins t * stride after its head.
 template <typename T>
 struct Heads {
   T* data;
@@ -225,11 +225,11 @@ struct Heads {
   T* at(int64_t head) const { return data + head * head_stride; }
 };
 
-constexpr int64_t kScoreRoom = 16;  // elements behind a row's last score that may be written
+constexpr int64_t kScoreRoom = 16;  // elements after a row's last score that may be overwritten
 
-// The products of a query with the first `keys` of `tokens`, to scores with kScoreRoom. Tables scatter the tokens,
-// which no hardware foresees: the values at v are fetched meanwhile, and then the keys of the same tokens at next_k, if
-// any.
+// The products of a query with the first `keys` of `tokens`, into scores with kScoreRoom. Tables scatter the tokens,
+// which hardware can't predict: meanwhile the values at v are fetched, and then the keys of the same tokens at next_k,
+// if given.
 template <bool kPairs, typename T, typename Tokens, typename Dim>
 void score_keys(const T* q, const T* k, int64_t k_stride, const T* v, int64_t v_stride, const T* next_k, Tokens tokens,
                 int64_t keys, Dim dim, acc_t<T>* scores) {
@@ -246,13 +246,13 @@ void score_keys(const T* q, const T* k, int64_t k_stride, const T* v, int64_t v_
     for (int64_t j = 0; j < keys; ++j) prefetch(next_k + tokens(j) * k_stride, dim);
 }
 
-// Turns scores with kScoreRoom into the weights of a softmax over them times scale2, in powers of two, but for the
-// division by their sum: returns 1 / sum, or 0 where nothing is visible. A NaN stays.
+// Turns scores with kScoreRoom into softmax weights of the scores times scale2, in powers of two, without the division
+// by their sum: returns 1 / sum, or 0 if nothing is visible. NaN stays NaN.
 template <typename acc>
 acc weigh(acc scale2, int64_t keys, acc* scores) {
   using V = Vec<acc>;
   constexpr acc kNothing = -std::numeric_limits<acc>::infinity();
-  // Scores that weigh nothing fill the last vector, so that no step below has a rest.
+  // Scores without weight fill the last vector, so that no step below has a remainder.
   V(kNothing).store(scores + keys);
   V most(kNothing), total(acc(0));
   for (int64_t j = 0; j < keys; j += V::size) {
@@ -296,10 +296,10 @@ void attend_heads_of(Heads<const T> q, Heads<const T> k, Heads<const T> v, int64
 }
 
 // One row's queries against the first `keys` of `tokens` in a cache: `group` heads of queries read a head of k and v.
-// Without keys the result is zeros. bias(head, scores), its heads counted from q's first, adds to what the products
-// gave, before the scale.
+// Without keys the result is zeros. bias(head, scores), with heads counted from q's first, adds to the products before
+// the scale.
 //
-// T: what the cache and the queries hold; Q: the result.
+// T: the dtype of the cache and the queries; Q: the dtype of the result.
 template <typename T, typename Q, typename Tokens, typename Bias = NoBias>
 void attend_heads(Heads<const T> q, Heads<const T> k, Heads<const T> v, int64_t heads, int64_t group, Tokens tokens,
                   int64_t keys, int64_t dim, acc_t<T> scale2, Heads<Q> out, Bias bias = {}) {

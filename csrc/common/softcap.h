@@ -25,7 +25,7 @@ inline Vec<float> tanh(Vec<float> x) {
 }
 inline Vec<double> tanh(Vec<double> x) { return std::tanh(x.v); }
 
-// x = cap * tanh(factor * x) of n elements; factor: 1 / cap, times what x is to be scaled by before.
+// x = cap * tanh(factor * x) for n elements; factor: 1 / cap, times a scale that applies before.
 template <typename acc>
 void cap_row(acc* x, int64_t n, acc factor, acc cap) {
   using V = Vec<acc>;

@@ -1,8 +1,8 @@
-// A tensor as the ops see it: a pointer, sizes, strides and a dtype, and what keeps the memory.
+// A tensor for the ops: a pointer, sizes, strides, a dtype, and the owner of the memory.
 //
-// The library of the ops knows PyTorch by its stable C functions alone (torch/csrc/stable), so that one build serves
-// every version of it from 2.11 on. Each of those is a call, and some go through the dispatcher. So a tensor is asked
-// once what it is, views are made here without PyTorch, and nothing is converted or copied that is right as it lies.
+// The library of the ops uses only PyTorch's stable C functions (torch/csrc/stable), so one build works with every
+// version from 2.11 on. Each of them is a call, and some use the dispatcher. So a tensor's properties are read once,
+// views are made here without PyTorch, and nothing is converted or copied unless necessary.
 
 #pragma once
 
@@ -87,9 +87,9 @@ class Dims {
 class Tensor {
  public:
   Tensor() = default;
-  // PyTorch's tensor, which is deleted along with the last that refers to its memory.
+  // PyTorch's tensor, which is deleted with the last reference to its memory.
   explicit Tensor(AtenTensorHandle handle);
-  // Memory that `owner` keeps.
+  // Memory that `owner` keeps alive.
   Tensor(void* data, ScalarType dtype, const Dims& sizes, const Dims& strides, std::shared_ptr<void> owner)
       : data_(data),
         dtype_(dtype),
@@ -104,10 +104,10 @@ class Tensor {
   ScalarType scalar_type() const { return dtype_; }
   const Dims& sizes() const { return sizes_; }
   const Dims& strides() const { return strides_; }
-  int64_t size(int64_t d) const { return sizes_[d < 0 ? d + dim() : d]; }  // from the end where d is negative
+  int64_t size(int64_t d) const { return sizes_[d < 0 ? d + dim() : d]; }  // a negative d counts from the end
   int64_t stride(int64_t d) const { return strides_[d < 0 ? d + dim() : d]; }
   bool is_contiguous() const;
-  bool is_plain() const;  // nothing but strided memory of the CPU, as kernels read it
+  bool is_plain() const;  // only strided memory of the CPU, as kernels read it
 
   const void* const_data_ptr() const { return data_; }
   void* mutable_data_ptr() const;
@@ -122,23 +122,23 @@ class Tensor {
     return static_cast<T*>(mutable_data_ptr());
   }
 
-  // Views, `offset` elements behind the first one.
+  // Views that begin `offset` elements after the first one.
   Tensor view(const Dims& sizes, const Dims& strides, int64_t offset = 0) const;
   Tensor narrow(int64_t d, int64_t start, int64_t length) const;
   Tensor t() const { return view({size(1), size(0)}, {stride(1), stride(0)}); }  // of a matrix
-  // All dimensions but the last `kept` as one, whose first is the number of rows; a copy where strides forbid a view.
+  // All dimensions but the last `kept` as one, so that size(0) is the number of rows; a copy if strides forbid a view.
   Tensor flattened(int64_t kept) const;
 
-  // The tensor itself where it is so already, or else a contiguous copy.
+  // The tensor itself if it is contiguous, else a contiguous copy.
   Tensor contiguous() const { return is_contiguous() ? *this : copied_to(dtype_); }
   Tensor to(ScalarType dtype) const { return dtype == dtype_ ? *this : copied_to(dtype); }
 
-  void zero() const;  // of contiguous memory
+  void zero() const;  // for contiguous memory
   void copy_from(const Tensor& from) const;
 
-  // A handle for the caller to delete: PyTorch's tensor, or one for a view of it that was made here.
+  // A handle that the caller deletes: PyTorch's tensor, or one for a view of it that was made here.
   AtenTensorHandle release() const;
-  // A handle for the caller to delete: to this memory, for a call that ends before the memory goes.
+  // A handle that the caller deletes, to this memory, for a call that ends before the memory is freed.
   AtenTensorHandle borrowed() const;
 
  private:
@@ -153,12 +153,12 @@ class Tensor {
 
   void* data_ = nullptr;
   ScalarType dtype_ = kFloat;
-  bool is_input_ = false;  // PyTorch may have its own ideas before such memory is written
+  bool is_input_ = false;  // writing to this memory may need PyTorch's bookkeeping
   bool is_whole_ = false;  // and not a view that was made here
   int64_t numel_ = 0;
   Dims sizes_, strides_;
-  std::shared_ptr<void> owner_;        // that deletes handle_, too
-  AtenTensorHandle handle_ = nullptr;  // null where the memory is not PyTorch's
+  std::shared_ptr<void> owner_;        // also deletes handle_
+  AtenTensorHandle handle_ = nullptr;  // null if the memory is not PyTorch's
 };
 
 using OptionalTensor = std::optional<Tensor>;
@@ -168,13 +168,13 @@ Tensor empty(const Dims& sizes, const Dims& strides, ScalarType dtype);
 inline Tensor empty(const Dims& sizes, ScalarType dtype) { return empty(sizes, sizes.contiguous(), dtype); }
 Tensor zeros(const Dims& sizes, ScalarType dtype);
 
-// The tensor itself when each row lies dense, as kernels read them, wherever the rows are (in an expanded tensor all in
+// The tensor itself if each row is dense, as kernels read rows, wherever the rows are (in an expanded tensor all are in
 // one place); else a copy.
 inline Tensor rows_of(const Tensor& t) { return t.numel() == 0 || t.stride(-1) == 1 ? t : t.contiguous(); }
 
 inline OptionalTensor contiguous(const OptionalTensor& t) { return t ? OptionalTensor(t->contiguous()) : t; }
 
-// PyTorch's own products, x weight^T + bias and a b, as the dispatcher runs them without gradients.
+// PyTorch's own products, x weight^T + bias and a b, by the dispatcher, without gradients.
 Tensor torch_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias);
 Tensor torch_mm(const Tensor& a, const Tensor& b);
 

@@ -31,8 +31,8 @@ FASTFORMER_API void run_stages(const std::vector<Stage>& stages, int threads);
 // while the team works for another caller. Exceptions: see run_stages.
 FASTFORMER_API bool run_workers(const Stage& tasks);
 
-// Calls work() on up to so many threads at once, the caller's included, and returns when the calls that have begun are
-// done: a thread that has no core is not waited for. Returns false as run_workers does. Exceptions: see run_stages.
+// Calls work() on up to `threads` threads at once, the caller's included, and returns when the calls that have begun
+// have ended: it doesn't wait for a thread without a core. Returns false like run_workers. Exceptions: see run_stages.
 FASTFORMER_API bool run_together(int threads, const std::function<void()>& work);
 
 }  // namespace fastformer

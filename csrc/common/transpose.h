@@ -1,4 +1,4 @@
-// Square blocks of 32-bit units: the step from rows of a weight to the panels that products read.
+// Square blocks of 32-bit units: they turn rows of a weight into the panels that products read.
 
 #pragma once
 

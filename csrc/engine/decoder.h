@@ -13,8 +13,8 @@
 
 namespace fastformer {
 
-// When a run of searches ends: at the latest after max_steps, or with the step in which so many seconds are over; and
-// when less than least_rows go on (counted by the searches' peaks).
+// The end of a run of searches: at the latest after max_steps, or with the step in which the seconds are over; and when
+// fewer than least_rows continue (counted by the searches' peaks).
 struct RunLimits {
   int64_t max_steps = 1;
   double seconds = 0;
@@ -23,42 +23,42 @@ struct RunLimits {
 
 class Session {
  public:
-  // num_tokens: what the cache has room for, sources included.
+  // num_tokens: the capacity of the cache, sources included.
   Session(std::shared_ptr<const PackedModel> model, int64_t num_tokens);
 
   // threads: one or more, here and below.
   // Appends a group of one row for each prompt: reads its source (for a model with an encoder) and its tokens. Without
-  // an encoder, what prompts have in common from their first token on is read once, in whole blocks; after them it is
-  // kept as long as there is memory. Returns how many tokens of each prompt were not read.
+  // an encoder, a beginning that prompts share is read once, in whole blocks, and stays in the cache while there is
+  // memory. Returns how many tokens of each prompt were not read.
   std::vector<int64_t> admit(const std::vector<Ids>& sources, const std::vector<Ids>& tokens, int threads);
   // Appends a token to each row.
   const Candidates& step(const Ids& tokens, const Selection& selection, int threads);
   // Steps each row, at least once, until its search is done or the run ends: at its limits, for lack of memory, or when
-  // a thread has no more rows. The first tokens are given, the others the searches choose. Returns how many steps each
-  // group took.
+  // a thread has no more rows. The caller gives the first tokens, the searches choose the others. Returns how many
+  // steps each group took.
   //
   // With few rows, all threads share each step and wait for each other at each stage. With many rows, each thread is a
   // worker that steps rows of its own: every worker reads the weights, but none waits for another, which also helps
-  // where other processes take the cores away now and then. The bits are the same.
+  // if other processes take the cores away now and then. The bits are the same.
   std::vector<int64_t> run(const std::vector<Search*>& searches, const Ids& tokens, const RunLimits& limits,
                            bool log_probs, int threads);
   void reorder(const std::vector<Ids>& parents);
   void release(const std::vector<int64_t>& groups) { cache_.release(groups); }
-  // Only these ids may be chosen, sorted upward; none: all. Not while there are rows.
+  // Only these ids may be chosen, in ascending order; empty: all. Not to be called while there are rows.
   void set_shortlist(const Ids& ids);
 
   int64_t free_tokens() const { return cache_.free_tokens(); }
   int64_t step_tokens() { return cache_.step_tokens(); }
   int64_t shared_tokens() const { return cache_.shared_tokens(); }
-  // What admit would not read of these tokens.
+  // The tokens that admit would not read.
   TokenCache::Known known(const Ids& tokens) const { return cache_.known(tokens); }
   int64_t num_rows() const;
   int64_t num_groups() const { return static_cast<int64_t>(cache_.groups.size()); }
   const PackedModel& model() const { return *model_; }
 
  private:
-  struct Run;                           // what the workers of one run share
-  using Places = std::vector<int64_t>;  // of groups
+  struct Run;                           // the data that the workers of one run share
+  using Places = std::vector<int64_t>;  // indices of groups
 
   void check(const std::vector<Ids>& sources, const std::vector<Ids>& tokens) const;
   int threads_for(int64_t rows, int threads) const;

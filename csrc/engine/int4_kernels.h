@@ -1,11 +1,11 @@
 // The inner loops behind int4_gemm.cpp: some rows against some vectors of a panel of 4-bit weights.
 //
-// A group is 32 inputs. In a panel stand, group by group, four blocks of 64 columns times 4 bytes, the 64 scales of the
-// group as fp16, and, where the weight has zeros, those as int8. The low half of a block's 4 bytes is one step of 4
+// A group is 32 inputs. A panel has, for each group, four blocks of 64 columns times 4 bytes, the 64 scales of the
+// group as fp16, and, if the weight has zeros, those as int8. The low half of a block's 4 bytes is one step of 4
 // inputs, the high half the next. Both are two's complement, from -8 to 7.
 //
-// The integers of a group are exact, whichever instructions multiply. Times its scale they are added up in fp32, group
-// by group, in the same order everywhere, so that all paths give the same bits.
+// The integers of a group are exact, whichever instructions multiply. Times its scale they are added in fp32, group
+// by group, in the same order on all paths, so that all give the same bits.
 
 #pragma once
 
@@ -31,13 +31,13 @@ struct GroupedTile {
   int64_t left_stride;
   const float* left_scale;  // of each row, and the byte of its zero
   const int32_t* left_zero;
-  const int32_t* left_sums;  // minus the sums of bytes, of the rows of each group, in the low 16 bits
+  const int32_t* left_sums;  // minus the sums of bytes, for the rows of each group, in the low 16 bits
   int64_t sums_stride;       // from one group to the next
   const char* right;         // the panel
   int64_t groups, group_bytes;
   const GroupedTail* tail;
   int64_t column;     // the first, in the panel
-  const char* ahead;  // what to fetch meanwhile
+  const char* ahead;  // the address to prefetch
   float* out;
   int64_t ld;
 
@@ -91,7 +91,7 @@ inline StepPair signed_nibbles(Ints x) {
   return {look_up(table, and_bits(x, mask)), look_up(table, and_bits(right_by_4(x), mask))};
 }
 
-// vpdpbusd, of weights that stay in the upper half of a byte: their sums are 16 times too large, which costs nothing.
+// vpdpbusd, with the weights in the upper half of a byte: the sums are 16 times too large, which costs nothing.
 struct DotInt4 {
   static constexpr float kUnit = 1.f / 16;
 #if defined(CPU_CAPABILITY_AVX512)
@@ -139,13 +139,13 @@ struct MultiplyInt4 {
   static Ints add_pairs(Ints sum, Ints a, Ints b) { return add_words(sum, multiply_pairs(a, b)); }
 };
 
-// What the sums of groups become: the end of a row's product with a vector of columns.
+// Finishes a row's product with a vector of columns, from the sums of groups.
 inline V finish_groups(V total, float unit, const GroupedTail& tail, int64_t column, float scale, int32_t zero) {
   const V moved = fmadd(V(static_cast<float>(zero)), V::load(tail.correction + column), total * V(unit));
   return fmadd(moved, V::load(tail.scale + column) * V(scale), V::load(tail.bias + column));
 }
 
-// kRows rows against kVecs vectors of a panel. Meanwhile kLines cache lines a block are fetched from `ahead`.
+// kRows rows times kVecs vectors of a panel. Meanwhile kLines cache lines a block are fetched from `ahead`.
 template <typename Path, int kVecs, int kRows, int kLines>
 void rows_times_groups(const GroupedTile& tile) {
   constexpr bool kKept = kRows * kVecs * 2 <= kMostKept;
@@ -154,7 +154,7 @@ void rows_times_groups(const GroupedTile& tile) {
   RowPointers<kRows> left(t.left, t.left_stride);
   const char *group = t.right, *ahead = t.ahead;
   const int32_t* left_sums = t.left_sums;
-  // Where registers don't suffice, the sums of fp32 wait in memory, which the compiler doesn't see through.
+  // If registers don't suffice, the sums of fp32 stay in memory, at addresses that the compiler can't analyse.
   V total[kKept ? kRows : 1][kVecs];
   alignas(64) float memory[kKept ? 1 : kRows * kVecs * V::size];
   float* waiting = memory;
@@ -248,7 +248,7 @@ constexpr std::array<int, 3> kGroupLines{0, 2, 5};  // cache lines a block
 
 template <typename Path>
 GroupedKernels grouped_kernels_of() {
-  // A single pass fetches 5 lines. Of several, the first ones fetch 2, as many as cover the next panel.
+  // A single pass fetches 5 lines. Of several passes, the first ones fetch 2, which together cover the next panel.
   constexpr auto kReached =
       reached<Path, GroupedKernels>([](int64_t, int64_t passes, int which) { return (which == 2) == (passes == 1); });
   return kernel_table<Path, GroupedKernels, kReached>(

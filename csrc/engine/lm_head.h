@@ -1,5 +1,5 @@
 // The last product of a step, and the selection of its best tokens: logits exist 64 columns at a time and are only
-// written for the rows whose logits are asked for.
+// written for the rows whose logits are requested.
 
 #pragma once
 
@@ -13,7 +13,7 @@ namespace fastformer {
 
 using Ids = std::vector<int32_t>;
 
-// What a step is to give for each row.
+// The results that a step returns for each row.
 struct Selection {
   // An id that may not be chosen, and the rows [begin, end) that this holds for.
   struct Ban {
@@ -21,22 +21,22 @@ struct Selection {
     int64_t begin, end;
   };
 
-  int64_t k;                // its best so many tokens
+  int64_t k;                // the number of best tokens
   bool log_probs;           // their log-probabilities instead of their logits
-  Ids logit_rows;           // of these rows, upward, all logits as well:
+  Ids logit_rows;           // of these rows, in ascending order, all logits as well
   float* logits = nullptr;  // (len(logit_rows), vocab_size)
   std::vector<Ban> bans;
 };
 
-// The best tokens of each row, best first, (rows, k); of equals the lowest id first. Where there are fewer than k, -inf
-// fills their places. A row with a NaN or +inf among its logits has NaN for values.
+// The best tokens of each row, best first, (rows, k); of equal ones the lowest id first. If there are fewer than k, the
+// rest is -inf. A row with NaN or +inf among its logits has NaN as values.
 struct Candidates {
   int64_t k = 0;
   Ids ids;
   std::vector<float> values;
 };
 
-// The ids that may be chosen, sorted upward, and their columns of the last product; none: all.
+// The ids that may be chosen, in ascending order, and their columns of the last product; empty: all.
 struct Shortlist {
   Ids ids;
   PackedWeight weight;
@@ -45,19 +45,19 @@ Shortlist make_shortlist(const PackedModel& model, const Ids& ids);
 
 class LmHead {
  public:
-  // Each step reads the shortlist as it is when the step begins.
+  // Each step reads the shortlist at its beginning.
   LmHead(const PackedModel& model, const Shortlist& shortlist) : model_(model), shortlist_(shortlist) {}
 
-  // Adds the stages that choose for `rows` rows of normalised states. The selection is read while they run.
+  // Adds the stages that choose tokens for `rows` rows of normalised states. The selection is read while they run.
   void add_stages(const PackedRows& states, int64_t rows, const Selection& selection, int threads,
                   Candidates& candidates, std::vector<Stage>& stages);
 
  private:
-  // Of the logits of one row in one part of the vocabulary: the largest, and the sum of exp(z - largest).
+  // The largest logit of one row in one part of the vocabulary, and the sum of exp(z - largest).
   struct Sum {
     float largest, sum;
   };
-  // The k best of one row in one shard (a run of parts), the worst of them, and whether it met NaN or +inf.
+  // The k best of one row in one shard (a run of parts), the worst of them, and whether there was NaN or +inf.
   struct Best {
     float worst;
     bool is_broken;
@@ -74,11 +74,11 @@ class LmHead {
 
   const PackedModel& model_;
   const Shortlist& shortlist_;
-  // Of a step: its bans by column, and the place of each row among those whose logits are written (-1: none).
+  // For a step: its bans by column, and the place of each row among those whose logits are written (-1: none).
   std::vector<Selection::Ban> bans_;
   Ids places_;
-  // The parts are the vocabulary's alone, so that sums are made alike on any number of threads; the shards are the
-  // threads', since the best are the same however they are found, and each row of a shard has to find some first.
+  // The parts depend only on the vocabulary, so that sums are the same for any number of threads. The shards depend on
+  // the threads: the best are the same in any case, and each row of a shard has to find some first.
   int64_t num_parts_ = 0, part_panels_ = 0, num_shards_ = 0;
   std::vector<Sum> sums_;   // (parts, rows)
   std::vector<Best> best_;  // (shards, rows)

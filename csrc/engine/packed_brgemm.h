@@ -6,11 +6,11 @@
 
 namespace fastformer {
 
-constexpr int64_t kTileRows = 16;        // of an AMX tile: whole ones are multiplied, whatever the number of rows
+constexpr int64_t kTileRows = 16;        // of an AMX tile: products have whole tiles, whatever the number of rows
 constexpr int64_t kMostBrgemmRows = 64;  // of one product
 
-// Whether products of the precision may go to brgemm: the CPU has AMX for it, and torch has oneDNN switched on. brgemm
-// runs on AVX-512 too: FASTFORMER_BRGEMM=1 sends products there on a CPU with dot products of the precision, for tests.
+// Whether products of the precision may use brgemm: the CPU has AMX for it, and oneDNN is switched on in torch. brgemm
+// runs on AVX-512 too: FASTFORMER_BRGEMM=1 uses it on a CPU with dot products of the precision, for tests.
 bool can_brgemm(Precision precision);
 
 // sums[r * 64 + c] = those of `rows` rows (a multiple of kTileRows) from `left` on, over `steps` steps of a panel from
@@ -18,10 +18,10 @@ bool can_brgemm(Precision precision);
 void brgemm_panel(Precision precision, int64_t rows, const char* left, int64_t left_stride, const char* right,
                   int64_t steps, void* sums);
 
-// Gives the tiles back; after the last product on a thread.
+// Releases the tiles; to be called after the last product on a thread.
 void release_brgemm();
 
-// How many products the calling thread has sent to brgemm: tests prove by it that they went there.
+// The number of products that the calling thread has computed with brgemm, for tests.
 int64_t num_brgemm_products();
 
 }  // namespace fastformer

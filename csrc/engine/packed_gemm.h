@@ -1,8 +1,8 @@
 // Products of rows of activations with a weight that was packed once: y = x W^T + b, for the decoding engine.
 //
-// A weight lies in panels of 64 columns (outputs). Inside a panel stand, step by step of k, 64 columns times 4 bytes of
-// k: 256 bytes in the order in which they are used, so that one row reads the weight as one stream. int8 keeps 4
-// neighbours in k together, bf16 2. This is also what AMX reads. What else a panel needs (bias; int8: scales and
+// A weight is stored in panels of 64 columns (outputs). A panel has, for each step of k, 64 columns times 4 bytes of
+// k: 256 bytes in the order in which they are used, so that one row reads the weight as one stream. int8 puts 4
+// neighbours in k together, bf16 2. AMX reads this layout, too. The rest of a panel (bias; int8: scales and
 // corrections) follows its last step.
 //
 //   fp32   FMA
@@ -15,9 +15,9 @@
 //   int4   rows as for int8, and W has a scale, and maybe a zero, for each 32 inputs of a column; int4_kernels.h
 //          says how it lies. Rows of int4 are multiplied with weights of int8 as well.
 //
-// A row's result depends on nothing but the row and W: not on the number of rows, the panels or the threads, bit for
-// bit. Where the CPU has AMX, int8 takes it from some rows on, which gives the same integers; bf16, whose sums AMX
-// rounds in an order of its own, takes it for any number of rows.
+// A row's result depends only on the row and W: not on the number of rows, the panels or the threads, bit for bit. If
+// the CPU has AMX, int8 uses it from some number of rows on, with the same integers; bf16, whose sums AMX rounds in
+// another order, uses it for any number of rows.
 
 #pragma once
 
@@ -37,7 +37,7 @@ enum class Precision { fp32, bf16, int8, int4 };
 // "fp32", "bf16", "int8" or "int4"; std::invalid_argument for another name.
 Precision precision_named(std::string_view name);
 
-// A matrix as it lies in a model: (n, k), rows row_stride elements apart, fp32 or bf16.
+// A matrix in a model's memory: (n, k), rows row_stride elements apart, fp32 or bf16.
 struct Matrix {
   const void* data;
   bool is_bf16;
@@ -53,7 +53,7 @@ struct Matrix {
 constexpr int64_t kInt4Group = 32;
 inline int64_t int4_groups(int64_t k) { return (k + kInt4Group - 1) / kInt4Group; }
 
-// A matrix of 4-bit whole numbers: (n, k), an element is scale * (q - zero) with the scale and the zero of its group.
+// A matrix of 4-bit integers: (n, k), an element is scale * (q - zero) with the scale and the zero of its group.
 struct Int4Matrix {
   const uint8_t* nibbles;  // (n, groups, 16): the low half of a byte comes first
   const float* scales;     // (n, groups); kept in fp16 beside a power of two for each row: exact for 11 bits
@@ -63,17 +63,17 @@ struct Int4Matrix {
 
 // W of y = x W^T + b. Immutable; copies share the panels. Columns from n to the end of the last panel give 0.
 //
-// int8: a column that is a scale times whole numbers up to 127, and reaches 127, is kept exactly. A column with a NaN
-// or an infinity gives NaN. Magnitudes below 2^-120 count as zero.
+// int8: a column that is a scale times integers up to 127, and reaches 127, is stored exactly. A column with NaN or
+// infinity gives NaN. Magnitudes below 2^-120 count as zero.
 class PackedWeight {
  public:
   PackedWeight() = default;
-  // bias: n floats, or null. Throws std::invalid_argument for a k that int8 sums have no room for (above 66,311).
+  // bias: n floats, or null. Throws std::invalid_argument for a k above 66,311, whose int8 sums would overflow.
   PackedWeight(const Matrix& weight, const float* bias, Precision precision);
   // Of int4.
   PackedWeight(const Int4Matrix& weight, const float* bias);
 
-  // Some of the columns, as they are packed.
+  // Some of the columns, in their packed form.
   PackedWeight columns(const std::vector<int32_t>& candidates) const;
 
   int64_t n = 0, k = 0, num_panels = 0;
@@ -90,14 +90,14 @@ class PackedWeight {
   std::shared_ptr<const char> panels_;
 };
 
-// Rows of activations as the products read them.
+// Rows of activations in the form that the products read.
 class PackedRows {
  public:
-  // Room for `rows` rows of k; what they hold is undefined. Capacity is kept.
+  // Makes room for `rows` rows of k; their contents are undefined. The capacity never shrinks.
   void resize(int64_t rows, int64_t k, Precision precision);
 
-  // Rounds or quantises a row of k floats. Different rows may be stored from different threads.
-  // int8, int4: a row with a NaN or an infinity, or too wide for fp32, gets the scale NaN; one narrower than 2^-120 is
+  // Rounds or quantises a row of k floats. Different threads may store different rows at once.
+  // int8, int4: a row with NaN or infinity, or too wide for fp32, gets the scale NaN; one narrower than 2^-120 is
   // zero.
   void store(int64_t row, const float* x);
 

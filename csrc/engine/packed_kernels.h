@@ -46,7 +46,7 @@ struct Tile {
   const char* ahead;  // what to fetch meanwhile
   float* out;
   int64_t ld;
-  Block part{true, true};  // of the whole sums, which `steps` is: what comes before is in `out`
+  Block part{true, true};  // the part of the whole sums that `steps` covers; the sums before it are in `out`
 };
 
 using Kernel = void (*)(const Tile&);

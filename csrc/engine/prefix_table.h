@@ -1,11 +1,11 @@
-// Which blocks of a TokenCache hold the beginnings of prompts: prompts that begin alike share them, also with prompts
-// that have left.
+// Records the blocks of a TokenCache that have the beginnings of prompts: prompts that begin alike share them, even
+// after earlier prompts have left.
 //
-// A block is known by its tokens and by the block in front of it, hence by all tokens from the first one on; tokens are
-// compared, and a hash only finds them. A block has as many holders as groups use it. Without a holder it is idle: it
-// stays listed until its memory is needed, and the block that has been idle longest goes first. A group holds the
-// blocks in front of each block that it holds, and lets go of the last one first, so that no block is idle for longer
-// than one behind it: what is listed always reaches back to the first token.
+// A block is identified by its tokens and by the block before it, hence by all tokens from the first one on. Tokens are
+// compared; a hash only finds them. The holders of a block are the groups that use it. Without a holder it is idle: it
+// stays listed until its memory is needed, and the block that has been idle longest is evicted first. A group holds all
+// blocks before each block that it holds, and releases the last one first, so no block is idle for longer than a block
+// after it: listed blocks always reach back to the first token.
 
 #pragma once
 
@@ -38,27 +38,27 @@ class PrefixTable {
 
   explicit PrefixTable(Hash hash = &seeded_hash) : hash_(hash) {}
 
-  // The block that holds these kBlockTokens tokens behind another one, or kNoBlock.
+  // The block with these kBlockTokens tokens after another block, or kNoBlock.
   int32_t find(int32_t before, const int32_t* tokens) const;
   const Entry& operator[](int32_t block) const { return entries_[block]; }
-  // Lists a block that one group holds, and that is not listed, for tokens that are not listed.
+  // Lists a block for tokens that are not listed; one group holds the block, and it is not listed.
   void insert(int32_t block, int32_t before, const int32_t* tokens, int32_t wave);
-  // Another group holds this block, which is listed.
+  // Records that another group holds this block, which is listed.
   void hold(int32_t block);
-  // A group lets go of a block. Returns whether it stays listed; if not, its memory is free. One that was never read
-  // does not stay without a holder.
+  // Records that a group releases a block. Returns whether it stays listed; if not, its memory is free. A block that
+  // was never read does not stay without a holder.
   bool release(int32_t block);
-  // The tokens of a block are read, if it is listed.
+  // Records that the tokens of a block have been read, if it is listed.
   void set_read(int32_t block);
-  // Takes out the block that has been idle longest, which is there, and returns it.
+  // Removes the block that has been idle longest, which must exist, and returns it.
   int32_t evict();
 
   int64_t num_idle() const { return num_idle_; }
-  // How many blocks more there would be if each holder had its own.
+  // The number of additional blocks if each holder had its own.
   int64_t num_shared() const { return num_shared_; }
 
  private:
-  // Seeded, so that a caller can't choose prompts whose hashes are alike, which would be slow to find.
+  // Seeded, so that a caller can't choose prompts with equal hashes, which would be slow to find.
   static uint64_t seeded_hash(int32_t before, const int32_t* tokens);
 
   bool is_listed(int32_t block) const {

@@ -1,6 +1,6 @@
 // Greedy decoding and beam search of one request. fastformer/generation/search.py documents them, and also has sampling
-// and groups; these find the same, with the same arithmetic (double) and the same order of ties, without the
-// interpreter.
+// and groups. These searches have the same results, with the same arithmetic (double) and the same order of ties,
+// without the interpreter.
 
 #pragma once
 
@@ -22,37 +22,37 @@ class Search {
   virtual ~Search() = default;
 
   int64_t limit;           // the most new tokens
-  int64_t num_candidates;  // that it wants to see for each row
+  int64_t num_candidates;  // the number of candidates that it needs for each row
   int64_t num_rows;        // of the next step
   int64_t peak_rows;       // the most that it ever has
   bool is_done = false;    // no more steps
   bool is_broken = false;  // done, because a value was NaN or infinite
 
-  std::vector<int32_t> suppressed;  // never chosen: the caller that steps the model gives them -inf
-  int64_t min_tokens = 0;           // before so many, nor what ends a row
-  int64_t num_tokens = 0;           // of each row that goes on
+  std::vector<int32_t> suppressed;  // never chosen: the caller that steps the model sets them to -inf
+  int64_t min_tokens = 0;           // before this many, ids that end a row are set to -inf as well
+  int64_t num_tokens = 0;           // of each row that continues
   const std::vector<int32_t>& eos() const { return eos_; }
 
-  // Takes in what may follow each row: ids and values (log-probabilities, or logits), best first, of equals the lowest
-  // id first, -inf for what can't follow. A row's begin `stride` behind the last one's; num_candidates of them count.
-  // For each row that goes on the row that it goes on from; none when the search is done.
+  // Advances by a step. The candidates of a row are ids and values (log-probabilities, or logits), best first, of equal
+  // ones the lowest id first, -inf if forbidden; rows are `stride` apart, and num_candidates of each count. Returns for
+  // each row that continues the row that it continues from; empty when the search is done.
   virtual const std::vector<int32_t>& advance(const int32_t* ids, const float* values, int64_t stride) = 0;
 
   bool has_begun() const { return !nodes_.empty(); }
 
-  // The new tokens of a row that goes on.
+  // The new tokens of a row that continues.
   std::vector<int32_t> tokens(int64_t row) const { return line_of(last_[row]).tokens; }
 
-  // The last token of each row that goes on; where it has begun.
+  // The last token of each row that continues; only after the first step.
   void last_tokens(int32_t* to) const {
     for (int64_t row = 0; row < num_rows; ++row) to[row] = nodes_[last_[row]].token;
   }
 
-  // What was found, best first; before the end, what there is.
+  // The results, best first; before the end, those so far.
   virtual std::vector<Hypothesis> results() const = 0;
 
  protected:
-  // A token and what stands before it: hypotheses share their beginnings.
+  // A token and the one before it: hypotheses share their beginnings.
   struct Node {
     int32_t parent, token;  // parent: -1 at the beginning
     float log_prob;
@@ -68,10 +68,10 @@ class Search {
   std::vector<int32_t> eos_;
   std::vector<Node> nodes_;
   std::vector<int32_t> last_;     // of each row its last node
-  std::vector<int32_t> parents_;  // what advance gives
+  std::vector<int32_t> parents_;  // the result of advance
 };
 
-// The best token again and again. The score of its result is 0: the sum of the log-probabilities is the caller's.
+// Always the best token. The score of its result is 0: the caller sums the log-probabilities.
 std::unique_ptr<Search> make_greedy_search(int64_t limit, std::vector<int32_t> eos);
 
 // Whether a beam search ends before its limit as soon as num_beams hypotheses have ended.
@@ -81,7 +81,7 @@ enum class EarlyStopping {
   kNever,  // of transformers' rules: nor while a hypothesis may still become better
 };
 
-// begun: tokens in front of the new ones that count in lengths by transformers' rules, as a language that is told does.
+// begun: tokens before the new ones that count in lengths by transformers' rules, such as a language's token.
 std::unique_ptr<Search> make_beam_search(int64_t limit, std::vector<int32_t> eos, int64_t num_beams, double alpha,
                                          int64_t num_return, EarlyStopping early_stopping, bool by_transformers_rules,
                                          int64_t begun = 0);

@@ -1,9 +1,9 @@
-// Where the keys and values of a session lie: tokens of requests that come, fork, and leave, in blocks of one pool.
+// The places of a session's keys and values: tokens of requests that come, fork, and leave, in blocks of one pool.
 //
-// A block is room for kBlockTokens tokens of all layers: (layer, keys or values, kv head, token, head_dim). A row reads
-// its history through a table that says where each token is, so rows share what they have in common, and going on from
-// another row copies a table and no token. What a row writes goes to a block of its own. Groups share the whole blocks
-// that their prompts begin with; see PrefixTable.
+// A block has room for kBlockTokens tokens of all layers: (layer, keys or values, kv head, token, head_dim). A row
+// reads its history through a table with the place of each token. So rows share their common tokens, and continuing
+// from another row copies a table and no token. A row writes to a block of its own. Groups share the whole blocks at
+// the beginning of their prompts; see PrefixTable.
 
 #pragma once
 
@@ -21,47 +21,47 @@ class TokenCache {
  public:
   struct Row {
     std::vector<int32_t> slots;  // of each position: see `keys`
-    int32_t block = -1;          // that it writes to
+    int32_t block = -1;          // the block that it writes to
     int32_t used = kBlockTokens;
   };
   struct Group {
     std::vector<Row> rows;
     std::vector<int32_t> source;  // slots
-    std::vector<int32_t> blocks;  // all that it holds: of its source, its prompt, its rows
+    std::vector<int32_t> blocks;  // all that it holds: for its source, its prompt, its rows
     bool was_reordered = false;   // some of its blocks may be dead
   };
 
-  // What of a prompt is there.
+  // The part of a prompt that the cache has.
   struct Known {
     int64_t cached = 0;  // its first tokens, whose keys and values need not be computed
-    int64_t held = 0;    // those of them that groups hold, so that they take no memory
+    int64_t held = 0;    // those of them that groups hold, which need no memory
   };
-  // How a prompt is read.
+  // The way in which a prompt is read.
   struct Beginning {
     int64_t cached = 0;  // its first tokens, which are not read
-    int32_t wave = 0;    // after all prompts of lower waves, which read what it does not
+    int32_t wave = 0;    // after all prompts of lower waves, which read the cached tokens
   };
 
   TokenCache(int64_t layers, int64_t kv_heads, int64_t head_dim, int64_t element_size, int64_t num_blocks);
   TokenCache(const TokenCache&) = delete;
   TokenCache& operator=(const TokenCache&) = delete;
 
-  // What is not held, with the beginnings of prompts that have left.
+  // The tokens that are not held, including beginnings of prompts that have left.
   int64_t free_tokens() const { return (static_cast<int64_t>(free_.size()) + prefixes_.num_idle()) * kBlockTokens; }
-  // What the groups would take beside what they take if they shared nothing.
+  // The additional tokens that the groups would need if they shared nothing.
   int64_t shared_tokens() const { return prefixes_.num_shared() * kBlockTokens; }
-  // What appending a token to each row takes, of all groups or of some; blocks that no row of them names are given back
-  // where it's too much.
+  // The tokens needed to append one to each row, for all groups or for some; if they are too many, blocks that no row
+  // uses are released first.
   int64_t step_tokens();
   int64_t step_tokens(const std::vector<int64_t>& places);
 
-  // Appends a group of one row, with room for a source. Throws std::length_error without memory for it.
+  // Appends a group of one row, with room for a source. Throws std::length_error if there is no memory for it.
   Group& add(int64_t source_tokens);
-  // Gives each row of the group its slots for so many further tokens.
+  // Gives each row of the group its slots for `tokens` further tokens.
   void append(Group& group, int64_t tokens);
   // Gives the row of a new group the slots of a prompt: the longest beginning that the cache has, and room for the
-  // rest, whose whole blocks later prompts share, those of the same admission too. set_read follows when the rest is
-  // read; if the group is released before, nothing of it stays.
+  // rest, whose whole blocks later prompts share, also those of the same admission. set_read follows when the rest has
+  // been read; if the group is released before, nothing of it stays.
   Beginning begin_prompt(Group& group, const std::vector<int32_t>& tokens);
   void set_read(const Group& group);
   Known known(const std::vector<int32_t>& tokens) const;

@@ -1,4 +1,4 @@
-// What forward and backward of attention share: where the sequences lie, and which keys a query sees.
+// The shared part of attention's forward and backward: the places of the sequences, and the keys that a query sees.
 
 #pragma once
 
@@ -16,12 +16,12 @@
 
 namespace fastformer {
 
-constexpr int64_t kSerialScores = 1 << 14;  // below this many a second thread costs more than it gives
+constexpr int64_t kSerialScores = 1 << 14;  // with fewer, a second thread costs more than it saves
 
 // One sequence of the batch. Rows are counted in the tensor's own row stride from its own start.
 struct Sequence {
   int64_t q_start, k_start;  // first row, in (batch, row) flattened for packed tensors, 0 for dense ones
-  int64_t seqlen_q, keys;    // queries, and keys that may be seen at all
+  int64_t seqlen_q, keys;    // queries, and keys that can be visible at all
   int64_t diagonal;          // seqlen_k - seqlen_q: query i is aligned with key i + diagonal
   int64_t lse_start;
   int64_t k_batch;  // batch index of its keys and values
@@ -54,14 +54,14 @@ struct Rows {
   }
 };
 
-// A tensor shaped like t that a kernel writes up to row `used` of the first dimension; the rows beyond are zero.
+// A tensor with the shape of t that a kernel writes up to row `used` of the first dimension; later rows are zero.
 inline Tensor empty_rows(const Tensor& t, int64_t used) {
   Tensor rows = empty(t.sizes(), t.scalar_type());
   if (used < t.size(0)) rows.narrow(0, used, t.size(0) - used).zero();
   return rows;
 }
 
-// The mask of a call: what may be attended to, or what is added to the scores. Strides are 0 where it is broadcast.
+// The mask of a call: visible keys, or values added to the scores. Strides are 0 in broadcast dimensions.
 struct Mask {
   Tensor values;  // boolean, bf16 or in the accumulation type; along the keys they lie side by side
   int64_t strides[4] = {0, 0, 0, 0};
@@ -70,7 +70,7 @@ struct Mask {
   Mask(const OptionalTensor& mask, ScalarType acc);
   bool adds() const { return on && !boolean; }
 
-  // Calls f(load): load(j, n) are the values of one query for n keys from j on, 1 or 0 where they are boolean.
+  // Calls f(load): load(j, n) are the values of one query for n keys from j on, 1 or 0 for a boolean mask.
   template <typename acc, typename F>
   void with_row(int64_t b, int64_t h, int64_t i, F&& f) const {
     if (boolean) return with_row_of<bool, acc>(b, h, i, f);
@@ -95,7 +95,7 @@ struct Problem {
   double softmax_scale;
   double softcap = 0;  // of the scaled scores, before a mask; 0: none
   Dropout dropout;
-  // Along the first dimension, what the sequences take up: packed rows may lie beyond the last one.
+  // The extent of the sequences along the first dimension: there may be packed rows after the last sequence.
   int64_t used_q = 0, used_k = 0;
 
   static Problem dense(const Tensor& q, const Tensor& k, const OptionalTensor& seqlens_k);
@@ -103,7 +103,7 @@ struct Problem {
 
   void set_options(double scale, std::optional<int64_t> left, std::optional<int64_t> right, double dropout_p,
                    const OptionalTensor& dropout_seed, double cap) {
-    // Further than any sequence is long, and near enough for sums with positions not to overflow.
+    // Larger than the length of any sequence, and small enough that sums with positions don't overflow.
     constexpr int64_t kFar = int64_t(1) << 40;
     softmax_scale = scale, softcap = cap, window_left = left, window_right = right;
     if (left) window_left = std::clamp(*left, -kFar, kFar);
@@ -118,14 +118,14 @@ struct Problem {
   }
   int64_t kv_head(int64_t head) const { return head / (num_heads / num_kv_heads); }
 
-  // The keys that query i sees.
+  // The keys that are visible to query i.
   Interval keys_of(const Sequence& s, int64_t i) const {
     Interval keys{0, s.keys};
     if (window_left) keys.begin = std::max<int64_t>(0, i + s.diagonal - *window_left);
     if (window_right) keys.end = std::min(s.keys, i + s.diagonal + *window_right + 1);
     return keys;
   }
-  // The queries that see key j (a key beyond s.keys is seen by none; the caller stays below).
+  // The queries that see key j (no query sees a key beyond s.keys; the caller stays below).
   Interval queries_of(const Sequence& s, int64_t j) const {
     Interval queries{0, s.seqlen_q};
     if (window_right) queries.begin = std::max<int64_t>(0, j - s.diagonal - *window_right);

@@ -1,4 +1,4 @@
-// The forward passes of ops that other ops are made of; their definitions say what they compute.
+// The forward passes of ops that other ops call; their definitions document them.
 
 #pragma once
 

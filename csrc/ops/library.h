@@ -1,4 +1,4 @@
-// How a function becomes an op of `torch.ops.fastformer_cpp`, by PyTorch's stable C functions:
+// Turns a function into an op of `torch.ops.fastformer_cpp`, by PyTorch's stable C functions:
 //
 //   STABLE_TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) { m.def("name(Tensor x, ...) -> Tensor"); }
 //   STABLE_TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) { m.impl("name", boxed<name>); }
@@ -19,7 +19,7 @@
 
 namespace fastformer {
 
-// Takes an argument over from the stack of a call.
+// Takes an argument from the stack of a call.
 template <typename T>
 struct Argument {
   static T take(StableIValue value) { return torch::stable::detail::to<T>(value); }
@@ -45,7 +45,7 @@ struct Argument<ScalarType> {
   }
 };
 
-// PyTorch's own conversion leaks the text.
+// PyTorch's own conversion leaks the string.
 template <>
 struct Argument<std::string> {
   static std::string take(StableIValue value) {

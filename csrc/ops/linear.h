@@ -1,5 +1,5 @@
-// Whole matrices on all threads: packing, tiles of X * W^T handed to an epilogue while they are in the cache, and the
-// gradient of a weight.
+// Whole matrices on all threads: packing, tiles of X * W^T that are passed to an epilogue while they are in the cache,
+// and the gradient of a weight.
 
 #pragma once
 
@@ -12,17 +12,17 @@
 
 namespace fastformer {
 
-// A tile is wide where there are many rows, and tall where there are few, of which it takes up to kTallRows.
+// A tile is wide if there are many rows, and tall, with up to kTallRows, if there are few.
 constexpr int64_t kTileRows = 64;
 constexpr int64_t kTileColumns = 256;
 constexpr int64_t kTileSize = kTileRows * kTileColumns;
 constexpr int64_t kTallRows = 256;
 constexpr int64_t kTallColumns = kTileSize / kTallRows;
-// Up to so many: B is packed once for each tall tile on its way through the cache, or else once as a whole, which is
-// written and read again. With AMX a product takes no longer than packing.
+// Up to this many rows, B is packed once for each tall tile on its way through the cache. For more it is packed once as
+// a whole, which is written and read again. With AMX a product takes no longer than packing.
 inline int64_t most_tall_rows() { return use_brgemm() ? kTallRows : 3 * kTallRows; }
 
-// pack() of gemm.h, panels shared out among the threads.
+// pack() of gemm.h, with the panels distributed to the threads.
 template <typename T>
 Buffer<T> packed(const T* b, int64_t stride_k, int64_t stride_n, int64_t k, int64_t n) {
   Buffer<T> to(packed_size<T>(k, n));
@@ -33,7 +33,7 @@ Buffer<T> packed(const T* b, int64_t stride_k, int64_t stride_n, int64_t k, int6
   return to;
 }
 
-// Scratch rows for a product to read, (rows, columns) and so far apart that none of them need be copied.
+// Scratch rows for a product to read, (rows, columns), with a distance such that none of them need be copied.
 template <typename T>
 Tensor scratch_rows(int64_t rows, int64_t columns) {
   const int64_t stride = row_stride<T>(columns);
@@ -41,7 +41,7 @@ Tensor scratch_rows(int64_t rows, int64_t columns) {
   return {memory->data(), scalar_type_of<T>(), {rows, columns}, {stride, 1}, memory};
 }
 
-// x (rows, columns), or a copy of it for gemm() to read, which would copy the rows of each tile else.
+// x (rows, columns), or a copy of it for gemm() to read, which would otherwise copy the rows of each tile.
 template <typename T>
 Tensor readable_rows(const Tensor& x) {
   const int64_t rows = x.size(0), columns = x.size(1), apart = x.stride(0);
@@ -61,7 +61,7 @@ struct TileOf {
 };
 
 // Runs f(tile) over the tiles of an (m, n) result, 2 * m * n * k FLOPs in all: down the rows first, so that the right
-// operand's columns stay in the cache, of which there are more than of the left one's rows.
+// operand's columns stay in the cache; there are more of these than of the left operand's rows.
 template <typename F>
 void for_each_tile(int64_t m, int64_t n, int64_t k, F&& f) {
   const bool tall = m <= most_tall_rows();
@@ -74,7 +74,7 @@ void for_each_tile(int64_t m, int64_t n, int64_t k, F&& f) {
   });
 }
 
-// B (k, n) of products x * B with so many rows: packed for all of them, or slice by slice where tiles are tall, or not
+// B (k, n) for products x * B with this many rows: packed for all of them, or slice by slice if tiles are tall, or not
 // at all for a handful. The sums are the same bit for bit: the result of a row does not depend on the others.
 template <typename T>
 class Right {
@@ -97,7 +97,7 @@ class Right {
   int64_t k() const { return k_; }
   int64_t n() const { return n_; }
 
-  // x[rows] * B[:, columns] of a tile, into `to` with t.ld a row, whole panels of them. x has ldx elements a row.
+  // x[rows] * B[:, columns] of a tile, into `to` with t.ld a row, in whole panels. x has ldx elements a row.
   void multiply_tile(const TileOf& t, const T* x, int64_t ldx, acc_t<T>* to) const {
     const T* left = x + t.row * ldx;
     const T* columns = b_ + t.column * stride_n_;
@@ -107,7 +107,7 @@ class Right {
                      t.ld, false);
     if constexpr (!std::is_same_v<T, double>)
       if (unpacked_) return gemm_unpacked<T>(t.rows, t.columns, k_, left, ldx, columns, stride_n_, to, t.ld);
-    // As gemm() would cut it; brgemm has cuts of its own.
+    // Cut like gemm(); brgemm has cuts of its own.
     const int64_t most = std::is_same_v<T, bfloat16> && use_brgemm() ? k_ : std::min(k_, kDepth<T>);
     Buffer<T> slice(packed_size<T>(most, wide));
     for (int64_t p = 0; p < k_; p += most) {
@@ -124,7 +124,7 @@ class Right {
   Buffer<T> panels_;
 };
 
-// A tile of results (+ bias), rounded into its place in y, which has ldy elements a row.
+// Rounds a tile of results (+ bias) into its place in y, which has ldy elements a row.
 template <typename T>
 void store_tile(const TileOf& t, const acc_t<T>* result, const T* bias, T* y, int64_t ldy) {
   using V = Vec<acc_t<T>>;
@@ -136,7 +136,7 @@ void store_tile(const TileOf& t, const acc_t<T>* result, const T* bias, T* y, in
     });
 }
 
-// y (m, n) = x (m, k) * B (+ bias), rounded once. x may have its rows apart.
+// y (m, n) = x (m, k) * B (+ bias), rounded once. The rows of x may be apart.
 template <typename T>
 void multiply(const Tensor& x, const Right<T>& b, const T* bias, T* y) {
   const Tensor rows = b.n() > kPanel ? readable_rows<T>(x) : x;
@@ -148,8 +148,8 @@ void multiply(const Tensor& x, const Right<T>& b, const T* bias, T* y) {
   });
 }
 
-// dweight (n, k) = dy (m, n)^T * x (m, k), rows of both possibly apart. The wider one is packed slice by slice on its
-// way through the cache, the other one once.
+// dweight (n, k) = dy (m, n)^T * x (m, k), with rows of both possibly apart. The wider one is packed slice by slice on
+// its way through the cache, the other one once.
 template <typename T>
 Tensor weight_gradient(const Tensor& dy, const Tensor& x) {
   if (std::is_same_v<T, bfloat16> && use_brgemm()) return torch_mm(dy.t(), x);  // AMX there, FMA here
@@ -185,8 +185,8 @@ Tensor weight_gradient(const Tensor& dy, const Tensor& x) {
   return dweight;
 }
 
-// The sums of the columns of y (m, n), rows possibly apart, a block of rows at a time: rounding grows with the number
-// of blocks and the length of one, not with the number of rows.
+// The sums of the columns of y (m, n), with rows possibly apart, a block of rows at a time: the rounding error grows
+// with the number of blocks and the length of a block, not with the number of rows.
 template <typename T>
 Tensor column_sums(const Tensor& y) {
   using V = Vec<acc_t<T>>;
