@@ -38,14 +38,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.assembler import newer_assembler
-from benchmarks.gpu.steps import Step, steps
-from benchmarks.gpu.warm import has_device, import_ahead, spawn
+from benchmarks.gpu.warm import Step, has_device, import_ahead, listed, spawn
 from benchmarks.measure import record
 
 
 def limit_of(step: Step) -> float:
     """Returns the seconds after which a step counts as hanging."""
-    return max(60.0, 4 * step.seconds)
+    return max(45.0, 2 * step.seconds)
 
 
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
@@ -129,7 +128,7 @@ def _done(resume: Path) -> dict[str, bool]:
 # Detached runs.
 
 
-def start(out: Path, resume: Path | None, with_newer_assembler: bool = False) -> int:
+def start(out: Path, resume: Path | None, with_newer_assembler: bool = False, only: str = "") -> int:
     """Begins a run that outlives this process, and returns its exit status."""
     if (pid := _pid_of_run(out)) is not None:
         print(f"expected no run in {out}, process {pid} is one", file=sys.stderr)
@@ -139,6 +138,7 @@ def start(out: Path, resume: Path | None, with_newer_assembler: bool = False) ->
         shutil.copyfile(resume, lines_of(out))
     command = [sys.executable, "-m", "benchmarks.gpu_run_plan", "run", "--out", str(out.absolute())]
     command += ["--newer_assembler"] if with_newer_assembler else []
+    command += ["--only", only] if only else []
     with (out / "run.log").open("a") as log:
         process = subprocess.Popen(
             command, cwd=record.ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
@@ -218,7 +218,7 @@ def main(arguments: list[str] | None = None) -> int:
             )
         if name == "start":
             command.add_argument("--resume", type=Path, help="lines of a run on another machine to go on from")
-        if name in ("rehearse", "compile"):
+        if name in ("start", "run", "rehearse", "compile"):
             command.add_argument("--only", default="", help="a pattern to find in the names of steps")
         if name == "compile":
             command.add_argument("--arch", type=int, default=90, help="architecture (default: %(default)s)")
@@ -227,7 +227,7 @@ def main(arguments: list[str] | None = None) -> int:
             command.add_argument("--wait", type=float, default=0.0, help="seconds to wait before, while it runs")
             command.add_argument("--copy", type=Path, help="folder to copy the results to, as one archive")
     options = parser.parse_args(arguments)
-    todo = list(steps(Path("OUT") if options.command == "list" else options.out))
+    todo = listed(Path("OUT") if options.command == "list" else options.out)
     if options.command == "list":
         print("\n".join(listing(todo, (15, 30, 45, 90))))
         return 0
@@ -244,13 +244,14 @@ def main(arguments: list[str] | None = None) -> int:
     if not has_device():
         parser.error("expected a CUDA device: on a CPU run `python -m benchmarks.compile_report`")
     if options.command == "start":
-        return start(options.out, options.resume, options.newer_assembler)
+        return start(options.out, options.resume, options.newer_assembler, options.only)
     options.out.mkdir(parents=True, exist_ok=True)
-    import_ahead()
+    print(f"steps are {'forks' if import_ahead() else 'new processes'}", flush=True)
     assembler = newer_assembler() if options.newer_assembler else None
     print(f"assembler: {assembler or 'that of Triton'}", flush=True)
     environment = {} if assembler is None else {"TRITON_PTXAS_PATH": assembler}
     run = functools.partial(run_step, environment=environment)
+    todo = [step for step in todo if re.search(options.only, step.key)]
     return work_through(todo, options.out, lines_of(options.out), run)
 
 

@@ -1,45 +1,75 @@
 """Starts `python -m MODULE ...` from a process that has already imported what takes seconds to import.
 
-A child is a fork: it begins where an interpreter would be after `import torch`. So this process must not ask CUDA's
-driver anything, which no fork could use afterwards; even whether there is a GPU is a question for a child.
+A child is a fork: it begins where an interpreter would be after `import torch`. No fork can use CUDA after its parent
+has asked the driver anything, and packages may ask when they are imported. So few are imported here, whether there is a
+GPU, and which steps there are, is a question for a child, and where a fork can't use CUDA nothing is forked.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import multiprocessing
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.measure import record
 
 # Nothing of fastformer: some of its settings are read from the environment when it is imported, which steps change.
-_SLOW_TO_IMPORT = ("numpy", "torch", "torch._dynamo", "triton", "triton.experimental.gluon", "pytest", "transformers")
+_SLOW_TO_IMPORT = ("numpy", "torch", "triton", "pytest")
+
+_forks = True  # whether children are forks
+
+
+class Step(NamedTuple):
+    """One unit of work.
+
+    Attributes:
+        key: its line's, and its log's name.
+        commands: that run side by side, each with what it adds to the environment.
+        seconds: that it takes, about.
+        kernel: which kernel ours has to launch in some forward pass of its rows; "": any.
+        rows: the file that its rows go to.
+        after: the key of a step that has to be right, or else this one is left out.
+    """
+
+    key: str
+    commands: Sequence[tuple[list[str], dict[str, str]]]
+    seconds: float
+    kernel: str = ""
+    rows: Path = Path()
+    after: str = ""
 
 
 class Child:
     """A process that was started by `spawn`, the first of a group of its own."""
 
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
+    def __init__(self, pid: int, process: subprocess.Popen[bytes] | None = None) -> None:
+        """pid: of the process; process: the same, if it isn't a fork."""
+        self._pid, self._process = pid, process
         self._status: int | None = None
 
     def wait(self, seconds: float) -> int | None:
         """Returns the exit status, or None if the process still runs after so many seconds."""
         end = time.monotonic() + seconds
         while self._status is None:
-            pid, status = os.waitpid(self._pid, os.WNOHANG)
-            if pid:
-                self._status = os.waitstatus_to_exitcode(status)
-            elif time.monotonic() >= end:
-                break
+            if self._process is not None:
+                self._status = self._process.poll()
             else:
+                pid, status = os.waitpid(self._pid, os.WNOHANG)
+                self._status = os.waitstatus_to_exitcode(status) if pid else None
+            if self._status is None:
+                if time.monotonic() >= end:
+                    break
                 time.sleep(0.05)
         return self._status
 
@@ -50,21 +80,49 @@ class Child:
         self.wait(60.0)
 
 
+def _asks_a_fork(question: Callable[[], object]) -> bool:
+    pid = os.fork()
+    if not pid:
+        status = 1
+        with contextlib.suppress(BaseException):
+            status = 0 if question() else 1
+        os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
 def has_device() -> bool:
     """Returns whether PyTorch finds a CUDA device."""
     import torch
 
-    pid = os.fork()
-    if not pid:
-        os._exit(0 if torch.cuda.is_available() else 1)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    return _asks_a_fork(torch.cuda.is_available)
 
 
-def import_ahead() -> None:
-    """Imports what steps import, where it is installed."""
+def listed(out: Path) -> list[Step]:
+    """Returns the steps, which a child lists."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
+        return pool.submit(_steps, out).result()
+
+
+def _steps(out: Path) -> list[Step]:
+    from benchmarks.gpu.steps import steps
+
+    return list(steps(out))
+
+
+def _can_use_cuda() -> bool:
+    import torch
+
+    return bool(torch.zeros(1, device="cuda").item() == 0)
+
+
+def import_ahead() -> bool:
+    """Imports what steps import, where it is installed. Returns whether children will be forks."""
+    global _forks
     for name in _SLOW_TO_IMPORT:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    _forks = _asks_a_fork(_can_use_cuda)
+    return _forks
 
 
 def spawn(command: Sequence[str], variables: Mapping[str, str], log: Path) -> Child:
@@ -74,6 +132,13 @@ def spawn(command: Sequence[str], variables: Mapping[str, str], log: Path) -> Ch
         variables: are added to the environment.
         log: the file for all that it prints.
     """
+    if not _forks:
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                command, cwd=record.ROOT, env={**os.environ, **variables}, stdout=file, stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+        return Child(process.pid, process)
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()

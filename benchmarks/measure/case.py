@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.measure.record import SUITES as SUITES
 from fastformer.ops import use_backend
 
 Shape = Mapping[str, Any]
 Inputs = dict[str, Tensor]  # those that require a gradient are differentiated
 Provider = Callable[[Inputs, Shape], Any]
-
-SUITES = ("ops", "modules", "model", "decoding", "scaling", "experiments")
 
 
 class Need(NamedTuple):

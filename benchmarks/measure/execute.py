@@ -20,7 +20,7 @@ from benchmarks.measure.case import Benchmark, cast, timed_call
 from benchmarks.measure.checking import verdicts_of
 from benchmarks.measure.roofline import measure_machine
 from benchmarks.measure.suites import Case, chosen_providers
-from benchmarks.measure.timing import ENOUGH, Interleaved, Ratio, peak_bytes
+from benchmarks.measure.timing import ENOUGH, Interleaved, Ratio, device_seconds, peak_bytes
 
 _MOST = 3  # times the requested passes, if they disagree
 _LASTING = 0.2  # the least seconds of a pass over a case on a CPU: short cases get several rounds
@@ -212,6 +212,7 @@ class _Running:
         flops, moved = benchmark.flops(shape, mode), benchmark.moved(shape, mode, self._dtype.itemsize)
         machine = measure_machine(self._dtype, self._device) if flops or moved else None
         floor = machine.floor(flops, moved) if machine else None
+        on_device = device_seconds({name: calls[name] for name in timings}) if self._device == "cuda" else {}
         for name, timing in timings.items():
             speedup, ours = self._speedup(name), self._ours(name)
             yield {
@@ -220,6 +221,7 @@ class _Running:
                 "ms_p50": 1e3 * timing.p50,
                 "ms_p20": 1e3 * timing.p20,
                 "ms_p80": 1e3 * timing.p80,
+                **({"ms_device": 1e3 * on_device[name]} if name in on_device else {}),
                 "speedup": speedup.value,
                 "baseline": benchmark.baseline,
                 **(

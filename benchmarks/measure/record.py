@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.measure.case import SUITES
-
+SUITES = ("ops", "modules", "model", "decoding", "scaling", "experiments")
 ROOT = Path(__file__).parents[2]
 Row = Mapping[str, Any]
 
@@ -73,6 +72,7 @@ FIELDS: dict[str, Field] = {
     "quiet": Field(
         _FLAG + _UNKNOWN, "whether `speedup` is of undisturbed turns alone, and its passes agree; null: not watched"
     ),
+    "ms_device": Field(_NUMBER, "milliseconds of a call on a GPU that is never idle: without the host's time"),
     "ms_step": Field(_NUMBER, "milliseconds of a step of decoding"),
     "ms_by_threads": Field(_TABLE, "threads -> ms_p50"),
     "ms_quiet": Field(_NUMBER, "ms_p50 without the neighbours"),

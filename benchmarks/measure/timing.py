@@ -303,6 +303,37 @@ def _cuda_turn(function: Callable[[], object], repeats: int) -> float:
     return start.elapsed_time(end) / 1e3 / repeats
 
 
+_SPINS_A_SECOND = 2e9  # cycles of a GPU's clock, about
+
+
+def device_seconds(functions: Mapping[str, Callable[[], object]], rounds: int = 15) -> dict[str, float]:
+    """Returns the median time that each function takes on a GPU whose stream is never empty.
+
+    The stream is kept busy until the host has enqueued all of a call, so that the host's time, which `_cuda_turn`
+    contains where kernels are short, doesn't count. A function that waits for the device is timed with its host.
+    """
+    host: dict[str, float] = {}
+    for name, function in functions.items():
+        function()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        function()
+        host[name] = time.perf_counter() - began
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, function in functions.items():
+            _flush_buffer().zero_()
+            torch.cuda._sleep(int(_SPINS_A_SECOND * (1.5 * host[name] + 1e-4)))  # type: ignore[no-untyped-call]
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            function()
+            end.record()
+            end.synchronize()
+            found[name].append(start.elapsed_time(end) / 1e3)
+    return {name: statistics.median(each) for name, each in found.items()}
+
+
 @functools.cache
 def _flush_buffer() -> torch.Tensor:
     return torch.empty(_FLUSHED, dtype=torch.uint8, device="cuda")

@@ -19,7 +19,8 @@ import torch
 
 from benchmarks import run
 from benchmarks.gpu import assembler
-from benchmarks.gpu.steps import TESTS, Step, first_look, other_tests, steps
+from benchmarks.gpu.steps import TESTS, first_look, other_tests, steps
+from benchmarks.gpu.warm import Step
 from benchmarks.gpu_run_plan import limit_of, lines_of, main, run_step, start, status, work_through
 from benchmarks.measure.launches import recorded_launches
 from benchmarks.measure.record import ROOT
@@ -223,7 +224,7 @@ def test_what_counts_fits_a_short_lease(tmp_path: Path, capsys: pytest.CaptureFi
     assert all(ends[f"tests {name}"] <= 12.5 * 60 for name in ("repeats", "attention", "ops", "models"))
     assert max(ends[key] for key in keys if key.endswith("graph_decoding batch=1") or "training_step" in key) <= 30 * 60
     assert ends[keys[-1]] <= 2 * 42 * 60  # a lease of 45 minutes begins with a start
-    assert all(limit_of(each) == max(60.0, 4 * each.seconds) for each in todo)
+    assert all(limit_of(each) == max(45.0, 2 * each.seconds) for each in todo)
     assert main(["list"]) == 0
     listed = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("-----")]
     assert [line.split(" min  ")[1] for line in listed] == keys
@@ -241,7 +242,7 @@ def test_the_runner_knows_what_is_timed(tmp_path: Path) -> None:
         if "benchmarks.run" in command:
             benchmark = benchmarks()[command[command.index("--op") + 1]]
             assert each.seconds > 10 and ("--dtype" in command) == ("bfloat16" in benchmark.dtypes)
-        assert all(name in sources for name in variables if name != "FASTFORMER_TEST_SHARD")
+        assert all(name in sources for name in variables if name not in ("FASTFORMER_TEST_SHARD", "OMP_NUM_THREADS"))
         # Kernels that are off are timed where their tests, before them, were right.
         assert bool(each.kernel) == (each.key.startswith(("time hopper", "time persistent")))
         assert not each.kernel or each.after
