@@ -100,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name in ("pairs", "steps", "processes"):
         if getattr(options, name) < 1:
             parser.error(f"expected --{name} of at least 1, got {getattr(options, name)}")
-    shared = record.environment("cpu")
+    shared = {**record.environment("cpu"), "threads": 1}  # of each process
     folder = Path(tempfile.mkdtemp(dir=options.folder))
     try:
         for row in measure(folder, options.pairs, options.steps, options.processes, options.shards):
