@@ -197,6 +197,7 @@ class Trainer:
             showing, saving = last or due(self.step, config.log_every), due(self.step, config.save_every)
             validating = due(self.step, config.val_every) and not last
             if (self.device.type == "cpu" or showing or saving or validating) and not self.finite:
+                self._wait_for_parts()  # a checkpoint that is still being written is good
                 raise DivergedError(self._not_finite(float(loss), float(norm)))
             if showing:
                 self.losses.append((self.step, self.meter.mean_loss()))
