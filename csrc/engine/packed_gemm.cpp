@@ -196,7 +196,7 @@ void gemm_by_tiles(const PackedRows& x, int64_t rows, const PackedWeight& w, int
     Tile tile{};
     tile.tail = reinterpret_cast<const PanelTail*>(panel + w.steps() * kStepBytes);
     for (int64_t step = 0, steps; step < w.steps(); step += steps) {
-      steps = std::min(w.steps() - step, Path::kBlockSteps);
+      steps = std::min(w.steps() - step, Path::block_steps());
       const Block block{step == 0, step + steps == w.steps()};
       for (int64_t first = 0; first < rows; first += kGroup) {
         const int64_t count = std::min(kGroup, rows - first);
@@ -335,7 +335,7 @@ void gemm(const PackedRows& x, int64_t rows, const PackedWeight& w, int64_t begi
   if (w.precision == Precision::int4) return gemm_int4(x, rows, w, begin, end, out, ld);
   if (w.k > 0 && takes_brgemm(w.precision, rows)) {
     // Without AMX, in tests, brgemm multiplies by vdpbf16ps as well: blocks of its length. AMX rounds less often.
-    const auto bf16 = cpu_features().amx_bf16 ? gemm_by_tiles<FloatSums<128>> : gemm_by_tiles<FloatSums<32>>;
+    const auto bf16 = cpu_features().amx_bf16 ? gemm_by_tiles<FloatSums<128>> : gemm_by_tiles<DotSums>;
     return (w.precision == Precision::int8 ? gemm_by_tiles<DotInt8> : bf16)(x, rows, w, begin, end, out, ld);
   }
   const Kernels& all = kernels(w.precision);
