@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from itertools import starmap
 from typing import Any, NamedTuple, cast
 
@@ -272,8 +273,16 @@ def _has_own_methods(module: nn.Module) -> bool:
     """Returns whether no method of a module is overridden by another library's class or on the module itself."""
     kind = type(module)
     are_known = all(each.__module__.startswith(("fastformer.", "torch.")) for each in kind.__mro__[:-1])
-    return are_known and not any(callable(getattr(kind, name, None)) for name in vars(module))
+    own = vars(module)
+    return are_known and not any(name in own for name in _method_names(kind))
 
+
+def _find_method_names(kind: type[nn.Module]) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if callable(getattr(kind, name, None)))
+
+
+# torch 2.11's compiler can look a name up in a __dict__, but not walk over it.
+_method_names: Callable[[type[nn.Module]], tuple[str, ...]] = torch.compiler.assume_constant_result(_find_method_names)
 
 _PLANS: Plans[StackPlan] = Plans("_fastformer_stack", find_stack_plan)
 

@@ -19,7 +19,7 @@ import fastformer.functional as FF
 import fastformer.nn as fast
 
 TESTS = Path(__file__).parent.parent
-PAGE = TESTS.parent / "fastformer" / "nn" / "DIFFERENCES.md"
+PAGE = Path(fast.__file__).with_name("DIFFERENCES.md")
 
 
 def attentions(dropout: float) -> tuple[nn.Module, nn.Module]:
