@@ -13,6 +13,7 @@ from typing import Any
 
 def quicken() -> None:
     """Changes the interpreter of this process; call it before a kernel runs."""
+    import triton
     from triton.runtime import interpreter
 
     options: Any = getattr(interpreter.interpreter_builder, "options", None)
@@ -23,6 +24,8 @@ def quicken() -> None:
         interpreter._patch_lang = _patch_once(interpreter._patch_lang, interpreter._LangPatchScope)
     if hasattr(interpreter, "_get_np_dtype"):
         interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
+    if triton.__version__.startswith("3.6."):
+        interpreter._patch_lang_tensor = _with_index(interpreter._patch_lang_tensor)
 
 
 def _patch_once(patch: Callable[[Any], Any], no_changes: Callable[[], Any]) -> Callable[[Any], Any]:
@@ -60,3 +63,13 @@ def _by_name(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return known[element.name]
 
     return find_once
+
+
+def _with_index(patch: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """Triton 3.6 gives numpy an array of one element as an index, which numpy 2.4 and newer refuse."""
+
+    def patch_tensor(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    return patch_tensor
