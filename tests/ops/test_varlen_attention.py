@@ -229,6 +229,17 @@ def test_no_sequences_and_no_tokens(backend: str, device: str) -> None:
     assert out.shape == (0, 2, 16) and torch.autograd.grad(out.sum(), q)[0].shape == q.shape
 
 
+def test_the_bounds_of_k_are_checked_where_q_has_the_same_ones() -> None:
+    q, k = torch.randn(5, 2, 16), torch.randn(4, 2, 16)
+    cu = torch.tensor([0, 2, 5], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"\bcu_seqlens_k\b"):
+        varlen_attention(q, k, k, cu, cu, 3, 3)
+    with pytest.raises(ValueError, match=r"\bmax_seqlen_k\b"):
+        varlen_attention(q, q, q, cu, cu, 3, 2)
+    with pytest.raises(ValueError, match=r"\bcu_seqlens_q\b"):
+        varlen_attention(q, q, q, falling := torch.tensor([0, 4, 2], dtype=torch.int32), falling, 4, 4)
+
+
 def test_compile_with_other_lengths_recompiles_nothing(device: str) -> None:
     def step(q: Tensor, cu: Tensor, longest: int) -> Tensor:
         return varlen_attention(q, q, q, cu, cu, longest, longest, is_causal=True).sin()
