@@ -57,7 +57,6 @@ _COLORS = {
     "transformers": SKY,
 }
 _OTHERS = (BLUE, GREEN, SKY, PURPLE, ORANGE)
-MARKERS = "osD^vPX*"
 
 
 def color_of(provider: str) -> str:

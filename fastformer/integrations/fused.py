@@ -11,7 +11,7 @@ from transformers import activations
 
 from fastformer.integrations.known import is_known
 from fastformer.nn.dropout import active_dropout, dropout_seed
-from fastformer.nn.guards import is_plain, is_plain_dropout, is_watched, is_written_as_known
+from fastformer.nn.guards import DROPOUTS, is_plain, is_watched, is_written_as_known
 from fastformer.nn.linear import LINEARS
 from fastformer.nn.norm import find_norm_plan
 from fastformer.ops import add_layer_norm
@@ -20,7 +20,7 @@ from fastformer.ops import feed_forward as feed_forward_op
 
 def plain_dropout(dropout: nn.Module) -> float | None:
     """Returns a dropout's current probability; None if the module has a hook or another change and must be called."""
-    return active_dropout(dropout) if is_plain_dropout(dropout) else None
+    return active_dropout(dropout) if is_plain(dropout, *DROPOUTS) else None
 
 
 def add_and_norm(x: Tensor, residual: Tensor, dropout_p: float, norm: nn.Module) -> Tensor:

@@ -28,6 +28,8 @@ import fastformer
 from fastformer.ops import _extension
 
 LINEARS = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
+# The modules that `active_dropout` fully describes.
+DROPOUTS = (nn.Dropout, nn.Identity)
 _KINDS: tuple[type[nn.Module], ...] = (
     *(*LINEARS, nn.Dropout, nn.Identity, nn.LayerNorm, nn.RMSNorm, nn.ReLU, nn.GELU, nn.SiLU),
     *(nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
@@ -209,14 +211,6 @@ def has_plain_tensors(module: nn.Module) -> bool:
         if type(tensor) not in _PLAIN_TENSORS and not (type(tensor) in PARTED and module in BORROWERS):
             return False
     return True
-
-
-DROPOUTS = (nn.Dropout, nn.Identity)
-
-
-def is_plain_dropout(dropout: object) -> bool:
-    """Returns whether a module in the place of a dropout is fully described by its `active_dropout`."""
-    return is_plain(dropout, *DROPOUTS)
 
 
 def plain_parameters(module: object, *kinds: type[nn.Module]) -> dict[str, Any] | None:
