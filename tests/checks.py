@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from fastformer.ops import _library
-from fastformer.ops._dropout import keep_mask as keep_mask  # which elements dropout keeps, by definition
+from fastformer.ops._dropout import keep_mask as keep_mask  # the definition of which elements dropout keeps
 from fastformer.ops._dropout import keep_scale as keep_scale
 
-# Gradients that may err by 3x instead of 2x, each with its reason. Anything not listed is held to 2x.
+# Gradients with an allowed error of 3x instead of 2x, each with its reason. All others are held to 2x.
 _RECOMPUTED = (
     "P is recomputed from lse: in fp32 the rounding of lse and of a second QK^T shifts whole rows, which eager's don't"
 )
@@ -20,7 +20,7 @@ RELAXED: dict[str, str] = dict.fromkeys(("dq", "dk", "dv", "dmask"), _RECOMPUTED
 
 
 def error(value: Tensor, exact: Tensor) -> float:
-    """The largest absolute difference from the fp64 result; infinite where one is NaN or inf and the other is not."""
+    """Returns the largest absolute difference from the fp64 result; infinity if only one of them is NaN or infinite."""
     value, exact = value.detach().double(), exact.detach().double()
     assert value.shape == exact.shape, f"expected shape {tuple(exact.shape)}, got {tuple(value.shape)}"
     if value.numel() == 0:
@@ -31,13 +31,13 @@ def error(value: Tensor, exact: Tensor) -> float:
 
 
 def assert_accurate(ours: Tensor, plain: Tensor, exact: Tensor, name: str = "output") -> None:
-    """err(ours) <= 2 * err(plain) + 1 ulp * max|exact|.
+    """Asserts that err(ours) <= 2 * err(plain) + 1 ulp * max|exact|.
 
     Args:
-        ours: the op's result.
-        plain: eager PyTorch's result in the same dtype.
+        ours: the result of the op.
+        plain: the result of eager PyTorch in the same dtype.
         exact: the fp64 result.
-        name: what the tensor is, for the message and for RELAXED.
+        name: the name of the tensor, for the message and for RELAXED.
     """
     assert ours.dtype == plain.dtype, f"{name}: expected {plain.dtype}, got {ours.dtype}"
     finite = exact.detach().double()
@@ -55,15 +55,15 @@ def assert_accurate(ours: Tensor, plain: Tensor, exact: Tensor, name: str = "out
 
 
 def small_draws() -> int:
-    """How often inputs of a small shape are drawn: plain PyTorch may be lucky once, so the worst of a few counts.
+    """Returns how often small inputs are drawn: plain PyTorch may be lucky once, so the worst of a few draws counts.
 
-    Triton's interpreter takes seconds a call; there it is the algorithm that is tested, and fewer draws do.
+    Triton's interpreter takes seconds a call. It tests only the algorithm, so fewer draws are enough.
     """
     return 2 if is_interpreted() else 8
 
 
 def is_interpreted() -> bool:
-    """Whether the ops are forced onto Triton where there is no GPU: through its interpreter."""
+    """Returns whether the ops are forced onto Triton without a GPU, and so run in its interpreter."""
     return _library.forced_backend() == "triton" and not torch.cuda.is_available()
 
 
@@ -74,19 +74,19 @@ def assert_op_accurate(
     *,
     strided_dy: bool = False,
 ) -> None:
-    """Holds every output and every gradient of an op to the rule, with random output gradients.
+    """Checks every output and every gradient of an op by the rule, with random output gradients.
 
-    A call that the forced backend refuses, with its reason, is a skipped test.
+    If the forced backend refuses the call, the test is skipped with the backend's reason.
 
     Args:
         ours: the op, called with the inputs by name.
-        plain: eager PyTorch, called likewise; in fp64 it is also the exact result.
-        inputs: floating-point ones are differentiated; the others and None are passed as they are.
-        strided_dy: the output gradients are not contiguous.
+        plain: eager PyTorch, called in the same way; its fp64 result is also the exact result.
+        inputs: floating-point tensors are differentiated; other values are passed unchanged.
+        strided_dy: whether the output gradients are not contiguous.
     """
     wide = {name: _map_floating(value, Tensor.double) for name, value in inputs.items()}
     names = [name for name, value in inputs.items() if value is not None and value.is_floating_point()]
-    # The largest error of a handful of numbers is a matter of luck: few of them are drawn several times.
+    # The largest error of a few numbers depends on luck, so they are drawn several times.
     draws = small_draws() if min(inputs[name].numel() for name in names) < 32 else 1
     drawn: dict[str, tuple[list[Tensor], ...]] = {name: ([], [], []) for name in names}
     for _ in range(draws):
@@ -97,7 +97,7 @@ def assert_op_accurate(
                 pytest.skip(str(refusal))
             raise
         called += [_call(plain, inputs), _call(plain, wide)]
-        # Both are drawn in plain PyTorch's dtype: a loss is fp32 where plain PyTorch gives bf16.
+        # Output gradients have the dtype of plain PyTorch's outputs: a loss is fp32, even if plain PyTorch's is bf16.
         dys = []
         for i, (output, plain_output, exact_output) in enumerate(zip(*(outputs for outputs, _ in called), strict=True)):
             assert_accurate(output.to(plain_output.dtype), plain_output, exact_output, f"output {i}")
@@ -117,7 +117,7 @@ def _map_floating(value: Tensor | None, function: Callable[[Tensor], Tensor]) ->
 
 
 def _call(function: Callable, inputs: dict[str, Tensor | None]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-    """The outputs as a tuple, and the leaves (of the same memory: a stride is part of an input)."""
+    """Returns the outputs as a tuple, and the leaves (with the same memory, because strides are part of an input)."""
     arguments = {name: _map_floating(value, lambda t: t.detach().requires_grad_()) for name, value in inputs.items()}
     outputs = function(**arguments)
     leaves = [value for value in arguments.values() if value is not None and value.requires_grad]

@@ -1,4 +1,4 @@
-"""Shared by all tests: strict fallbacks, the Triton interpreter where there is no GPU, and the backend parameter."""
+"""Set-up for all tests: strict fallbacks, the Triton interpreter without a GPU, and the backend parameter."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 
 HAS_GPU = torch.cuda.is_available()
 
-# All are read when kernels are imported or first compiled, so they are set before anything else.
+# These are read when kernels are imported or first compiled, so they are set before anything else.
 os.environ.setdefault("FASTFORMER_STRICT", "1")
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# Inductor caches in a folder of this process: two that share one have found each other's half-written files. (Triton
-# renames what it has written into its cache, so that one is shared, from run to run too.)
+# Inductor caches in a folder for this process: two processes with one folder have read each other's incomplete files.
+# (Triton renames complete files into its cache, so that one is shared, also between runs.)
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="fastformer-tests-")
 atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
@@ -36,15 +36,15 @@ if not HAS_GPU and importlib.util.find_spec("triton"):
     quicken()
 
 if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
-    # Inductor looks at the CPU and not at this variable, and on one with AVX-512 mixes 16 lanes with ATen's 8.
+    # Inductor checks the CPU and not this variable, and on a CPU with AVX-512 mixes 16 lanes with ATen's 8.
     import torch._inductor.config
 
     torch._inductor.config.cpp.simdlen = 256
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
+@pytest.hookimpl(tryfirst=True)  # before -m selects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """On a GPU all tests of ops and kernels run on it, so that `pytest -m gpu` covers each of them.
+    """On a GPU, marks all tests of ops and kernels, so that `pytest -m gpu` runs each of them.
 
     FASTFORMER_TEST_SHARD="1/8" keeps every eighth test from the second on, for processes that share the work.
     """
@@ -58,13 +58,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _surroundings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A seed, memory that shows when it was never written, and settings that a test has to leave as it found them."""
+    """Seeds, fills fresh memory with NaN, and checks that a test restores the settings that it found."""
     torch.manual_seed(0)
     backend = getattr(request.node, "callspec", None) and request.node.callspec.params.get("backend")
     if HAS_GPU or backend == "triton" or request.node.path.parent.name == "kernels":
         _poison_empty(monkeypatch)
     else:
-        # Under Triton it would choose other kernels than people run.
+        # Under Triton this would choose other kernels than users run.
         torch.use_deterministic_algorithms(True, warn_only=True)
         _poison_extension()
     settings = _settings()
@@ -79,7 +79,7 @@ def _surroundings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 @functools.cache
 def _poison_extension() -> None:
-    """The same for what the C++ ops return."""
+    """Makes the C++ ops fill new tensors with NaN."""
     from fastformer.ops import _extension
 
     if _extension.instruction_set() is not None:
@@ -87,9 +87,9 @@ def _poison_extension() -> None:
 
 
 def _poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.empty and its like give NaN where Python calls them: an output that a kernel forgets to write shows.
+    """Makes torch.empty and similar functions return NaN: an output that a kernel doesn't write is noticed.
 
-    Fresh memory is often zeros, which many a wrong result can pass for.
+    Fresh memory is often zeros, which many wrong results resemble.
     """
     empties: list[tuple[Any, str]] = [(torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")]
     for owner, name in empties:
@@ -121,12 +121,12 @@ def device() -> str:
 
 @pytest.fixture(params=["reference", "cpp", "triton"])
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs the test once per backend that exists here, with every op forced onto it."""
+    """Runs the test once for each available backend, with every op forced onto it."""
     yield from on_backend(request, request.node.path.stem.removeprefix("test_"))
 
 
 def on_backend(request: pytest.FixtureRequest, stem: str) -> Iterator[str]:
-    """What a fixture `backend` yields from; "fallback" is whatever runs where there is no extension."""
+    """Yields the backend for a fixture `backend`; "fallback" is the one that runs without the extension."""
     from fastformer.ops import use_backend
 
     name: str = request.param
@@ -144,29 +144,29 @@ def on_backend(request: pytest.FixtureRequest, stem: str) -> Iterator[str]:
 
 @pytest.fixture
 def no_extension(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a CPU that the C++ extension is not written for (ARM, macOS) or where it was not built."""
+    """Simulates a CPU that the C++ extension doesn't support (ARM, macOS), or a machine without the extension."""
     leave_out_extension(monkeypatch)
 
 
 def leave_out_extension(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `no_extension` does, for a part of a test."""
+    """Does the same as `no_extension`, for a part of a test."""
     from fastformer.ops import _eager, _extension
 
     monkeypatch.setattr(_extension, "load", lambda: None)
     monkeypatch.setattr(_extension, "module", lambda: None)
     monkeypatch.setattr(_extension, "function", lambda op_name: None)
     monkeypatch.setattr(_extension, "host_function", lambda name: None)
-    for name, value in [*vars(_eager).items()]:  # what was asked of the extension is asked again
+    for name, value in [*vars(_eager).items()]:  # clears cached answers about the extension
         if hasattr(value, "cache_info"):
             monkeypatch.setattr(_eager, name, functools.cache(value.__wrapped__))
     monkeypatch.setenv("FASTFORMER_STRICT", "0")
 
 
 def missing_backend(name: str, stem: str) -> str | None:
-    """Why a backend can't be tested for the op `stem` on this machine, or None."""
+    """Returns why a backend can't be tested for the op `stem` on this machine, or None."""
     from fastformer.ops import _extension, _library
 
-    # The packed form shares attention's kernels.
+    # Packed attention uses the kernels of `attention`.
     if name == "triton" and _library.triton_kernel(stem.removeprefix("varlen_")) is None:
         return f"no Triton kernel for {stem} (or no triton)"
     if name == "cpp" and (HAS_GPU or _extension.load() is None):

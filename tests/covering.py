@@ -1,4 +1,4 @@
-"""Products of options that are too long for every run: a part of the cases is in it, the rest is slow."""
+"""Products of options that are too large for every run: a part of the cases runs always, the rest is slow."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 
 
 def covering(*axes: Sequence[Any]) -> list[Any]:
-    """For pytest's parametrize: the product of all axes; slow is what holds no pair of two axes' values of its own.
+    """Returns the product of all axes for parametrize; cases that add no new pair of values are slow.
 
-    Each value of an axis meets each of every other axis in some case that isn't slow.
+    Each value of an axis occurs with each value of every other axis in some case that isn't slow.
 
     Args:
-        axes: the values of each; a tuple gives several arguments.
+        axes: the values of each axis; a tuple is several arguments.
     """
     product = list(itertools.product(*map(range, map(len, axes))))
 
@@ -37,12 +37,12 @@ def covering(*axes: Sequence[Any]) -> list[Any]:
 
 
 def by_turns(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
-    """For pytest's parametrize: the product of two axes, of which each value stands in one case that isn't slow.
+    """Returns the product of two axes for parametrize; each value occurs in one case that isn't slow.
 
-    The shorter axis goes around. For axes of which the code that is tested treats neither by the other.
+    The shorter axis repeats. This is for axes that the tested code treats independently.
 
     Args:
-        first, second: the values of each; a tuple of the second gives several arguments.
+        first, second: the values of each axis; a tuple in the second is several arguments.
     """
     length = min(len(first), len(second))
     return [

@@ -1,9 +1,9 @@
-"""Counts words and clauses that hide the actor in what users and newcomers read: see "Rules" in CONTRIBUTING.md.
+"""Counts words and clauses that hide the actor in texts for users and newcomers: see "Rules" in CONTRIBUTING.md.
 
-    python -m tests.english            # how many, by kind of text
-    python -m tests.english --list     # each with its file and line
+    python -m tests.english            # the number, by kind of text
+    python -m tests.english --list     # each one with its file and line
 
-Read are Markdown pages, docstrings, comments, and the texts of errors, warnings, logs and help.
+It reads Markdown pages, docstrings, comments, and the texts of errors, warnings, logs and help.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FIELD = re.compile(r"`[^`]*`|\"[^\"\n]*\"")
 
 
 class Found(NamedTuple):
-    """A place."""
+    """A text with its kind and place."""
 
     kind: str
     path: Path
@@ -53,7 +53,7 @@ class Found(NamedTuple):
 
 
 def texts(root: Path) -> Iterator[Found]:
-    """Everything that is read, in pieces."""
+    """Yields all texts, in pieces."""
     for name in PAGES:
         place = root / name
         for path in [place] if place.is_file() else sorted(place.rglob("*.md")):
@@ -83,7 +83,7 @@ def _of_page(path: Path) -> Iterator[Found]:
 
 def _of_python(path: Path) -> Iterator[Found]:
     source = path.read_text(encoding="utf-8")
-    if not _MAYBE.search(source):  # most files, in a fraction of the time
+    if not _MAYBE.search(source):  # excludes most files quickly
         return
     tree = ast.parse(source)
     for node in ast.walk(tree):
@@ -105,13 +105,13 @@ def _of_python(path: Path) -> Iterator[Found]:
 
 
 def _speaks(function: ast.expr) -> bool:
-    """Whether a call is one that shows its text to a user."""
+    """Returns whether a call shows its text to a user."""
     name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
     return name in ("warn", "warning", "info", "error", "debug", "print", "add_argument", "say")
 
 
 def found(root: Path = ROOT) -> Iterator[Found]:
-    """Every word and clause of the kinds above, once a piece and word."""
+    """Yields each word and clause that hides an actor, once for each piece and word."""
     seen = set()
     for piece in texts(root):
         plain = FIELD.sub("x", piece.text)
@@ -124,7 +124,7 @@ def found(root: Path = ROOT) -> Iterator[Found]:
 
 
 def _is_subject(sentence: str) -> bool:
-    """Whether the clause that the sentence begins with has a verb of its own behind it, before a comma or "and"."""
+    """Returns whether the clause at the beginning has a finite verb after it, before a comma or "and"."""
     return len(VERB.findall(re.split(r",| and (?=what\b)| but ", sentence)[0])) >= 2
 
 

@@ -1,12 +1,12 @@
-"""A mode in which nothing may make the host wait for a GPU, for tests on CPU tensors.
+"""A mode that fails if an operation would make the host wait for a GPU, for tests on CPU tensors.
 
     with NoSync():
         step()
 
-On a GPU these operations wait until all work before them is done; on a CPU they cost nothing, so that only a test like
-this one notices them. What is forbidden: reading a value (`.item()`, `bool(t)`, `.tolist()` of what was computed, ...),
-results whose size depends on values (`nonzero`, boolean indexing, `unique`, ...), and copies to or from the host's
-memory. A CUDA graph can't hold them either.
+On a GPU these operations wait until all earlier work is done; on a CPU they cost nothing, so only a test of this kind
+notices them. Forbidden are reading a value (`.item()`, `bool(t)`, `.tolist()` of a computed tensor, ...), results whose
+size depends on values (`nonzero`, boolean indexing, `unique`, ...), and copies to or from the host's memory. A CUDA
+graph can't contain them either.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# The package has functions of these names.
+# The package has functions with these names.
 linear_cross_entropy_module = importlib.import_module("fastformer.ops.linear_cross_entropy")
 linear_topk_module = importlib.import_module("fastformer.ops.linear_topk")
 
@@ -41,7 +41,7 @@ READS = {
     _ATEN.unique_dim: "the size of its result depends on values",
 }
 INDEXING = (_ATEN.index, _ATEN.index_put, _ATEN.index_put_, _ATEN._index_put_impl_)
-# Functions that look at values where they lie on a CPU, and only there: each asks for the device first.
+# Functions that read values only if these are on a CPU: each checks the device first.
 CHECKS_OF_CPU_VALUES = {
     "check_range",
     "check_ids",
@@ -59,17 +59,17 @@ class NoSync(TorchDispatchMode):
     """Raises `HostSync` at an operation that would make the host wait for a GPU, were its tensors there.
 
     Args:
-        allowed: names of further functions inside which everything is allowed.
+        allowed: the names of further functions that may do anything.
     """
 
     def __init__(self, allowed: Sequence[str] = ()) -> None:
         super().__init__()
         self.allowed = CHECKS_OF_CPU_VALUES | set(allowed)
-        self.calls = 0  # operations that were seen
+        self.calls = 0  # the number of operations so far
         self._patch = pytest.MonkeyPatch()
 
     def __enter__(self) -> NoSync:
-        # These read memory without the dispatcher.
+        # These methods read memory without the dispatcher.
         for name in ("tolist", "numpy", "cpu", "cuda"):
             self._patch.setattr(Tensor, name, self._guarded(name, getattr(Tensor, name)))
         self._patch.setattr(linear_topk_module, "reading_is_free", lambda x: False)
@@ -103,7 +103,7 @@ class NoSync(TorchDispatchMode):
             self._forbid(str(func), "a boolean index has as many elements as are true")
         if func is _ATEN.repeat_interleave.Tensor and options.get("output_size") is None:
             self._forbid(str(func), "without output_size its size depends on values")
-        if func is _ATEN.lift_fresh.default:  # what torch.tensor([...]) ends with
+        if func is _ATEN.lift_fresh.default:  # the last operation of torch.tensor([...])
             self._forbid(str(func), "it copies a value from the host's memory")
         return func(*args, **options)
 

@@ -1,4 +1,4 @@
-"""Which products went to the C++ kernels, and not to F.linear."""
+"""Finds out which products run on the C++ kernels instead of F.linear."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fastformer.ops import _library
 
 
 def notice_products(monkeypatch: pytest.MonkeyPatch, note: Callable[[Tensor, Tensor, bool], None]) -> None:
-    """Has `note(x, weight, is_gradient)` called at each product x W^T of the C++ kernels.
+    """Calls `note(x, weight, is_gradient)` for each product x W^T of the C++ kernels.
 
-    `is_gradient`: the kernel of weights' gradients took it. The kernels take products on Intel's CPUs, too, from here
-    on, and in bf16 on those for which oneDNN has products.
+    `is_gradient` is whether the kernel of weight gradients computed it. From this call on, the kernels also compute
+    products on Intel's CPUs, and bf16 products on CPUs for which oneDNN has them.
     """
     kernel = _library.cpp_kernel
 

@@ -1,8 +1,9 @@
-"""A graph for CPU tensors that behaves as a GPU's does: it replays operations, and no Python.
+"""A graph for CPU tensors that behaves like a GPU's: it replays operations, but no Python code.
 
-`fastformer.graphs.Graphs` on a CPU calls the captured function again, which then sees what Python holds by now. A CUDA
-graph never does: a number that was a Python float while it was captured stays what it was. `TapeGraphs` records the
-operations of a capture and replays them on the tensors that they had, so that such a mistake shows in a test.
+On a CPU, `fastformer.graphs.Graphs` calls the captured function again, which sees the current Python values. A CUDA
+graph
+never does: a Python float keeps its value from the capture. `TapeGraphs` records the operations of a capture and
+replays them on the same tensors, so that a test notices such a mistake.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ def _place(tensor: Tensor) -> int:
 
 
 class Tape(TorchDispatchMode):
-    """Records operations while it is entered; what was there before is then put back as it was."""
+    """Records operations while it is active, and afterwards restores the tensors that existed before."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
         self.written: dict[int, tuple[Tensor, Tensor]] = {}  # place -> (tensor, its values before)
-        self._own: set[int] = set()  # places that the recorded operations have made
+        self._own: set[int] = set()  # addresses of tensors that the recorded operations created
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -55,13 +56,13 @@ class Tape(TorchDispatchMode):
         return result
 
     def restore(self) -> None:
-        """Gives every tensor that was there before the recording the values that it had."""
+        """Restores the values of all tensors that existed before the recording."""
         for tensor, before in self.written.values():
             tensor.copy_(before)
 
     @torch.no_grad()
     def replay(self) -> None:
-        """Does the operations again, each with its results where they were."""
+        """Runs the operations again, and writes each result to its old address."""
         for func, args, options, outputs in self.calls:
             for output, again in zip(outputs, _tensors(func(*args, **options)), strict=True):
                 if _place(output) != _place(again):
@@ -69,7 +70,7 @@ class Tape(TorchDispatchMode):
 
 
 class TapeGraphs:
-    """`Graphs` with tapes in which nothing waits for the device, and counts of what was asked for."""
+    """`Graphs` with tapes, which never waits for a device, and which counts its calls."""
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)

@@ -1,4 +1,4 @@
-"""The command as a person types it: results, and messages instead of tracebacks."""
+"""The command line as users type it: results, and messages instead of tracebacks."""
 
 from __future__ import annotations
 

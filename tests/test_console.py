@@ -1,4 +1,4 @@
-"""Standard streams that fail, that spell ASCII alone, or that are closed."""
+"""Standard streams that fail, that support only ASCII, or that are closed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ posix = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/f
 
 
 def widowed() -> io.TextIOWrapper:
-    """A pipe without a reader."""
+    """Returns a pipe without a reader."""
     reading, writing = os.pipe()
     os.close(reading)
     return os.fdopen(writing, "w")
@@ -116,7 +116,7 @@ def test_a_closed_stream_is_no_terminal() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell")
 def test_every_command_without_a_standard_stream(tmp_path) -> None:
-    """As processes of their own: each of the streams closed; what prints can't end well without its output."""
+    """Runs each command as a process with one stream closed; commands that print must fail without their output."""
     import subprocess
 
     from fastformer.data import ByteTokenizer

@@ -1,4 +1,4 @@
-"""Whatever device tensors are made on by default, ours are made where they belong; "meta" stands for a GPU here."""
+"""fastformer's tensors are made on the right device, whatever the default device is; "meta" represents a GPU here."""
 
 from __future__ import annotations
 

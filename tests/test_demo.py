@@ -1,4 +1,4 @@
-"""The demo deletes nothing that it did not write."""
+"""The demo deletes only files that it wrote."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def small(seed: int) -> TrainConfig:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch) -> None:
-    """One update of a tiny model, and nothing shown: a demo that starts where it should not is found at once."""
+    """Makes the demo short and silent: one update of a tiny model. A demo that starts wrongly is noticed at once."""
     monkeypatch.setattr(demo, "demo_config", small)
     monkeypatch.setattr(demo, "train_and_show", lambda trainer, folder, seed: trainer.train() and 0.0)
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A person's folder, with names as a run has them."""
+    """Makes a user's folder whose files have names like those of a run."""
     folder = tmp_path / "project"
     (folder / "checkpoints").mkdir(parents=True)
     for name in ("thesis.tex", "config.yaml", "model.safetensors", "checkpoints/step-00000001.pt", "checkpoints/mine"):

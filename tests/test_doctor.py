@@ -1,4 +1,4 @@
-"""The doctor tells the truth about what runs, and runs where little is installed."""
+"""The doctor reports what really runs, and works in a bare installation."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import torch
 from fastformer import doctor, ops
 from fastformer.ops import _extension, _library
 
-# What the extras add; a bare `pip install` has none of it.
+# The packages of the extras; a bare `pip install` has none of them.
 ADDED = ("jsonargparse", "docstring_parser", "yaml", "numpy", "tokenizers", "safetensors", "sacrebleu", "tqdm")
 HIDE = f"import sys; sys.modules.update(dict.fromkeys({(*ADDED, 'matplotlib', 'tensorboard')!r}))\n"
 
 
 def calls() -> dict[str, Callable[[], object]]:
-    """A plain call of each op, by its name in the report."""
+    """Returns a plain call of each op, by its name in the report."""
     x, heads = torch.randn(4, 16), torch.randn(2, 5, 2, 8)
     packed, ends = torch.randn(10, 2, 8), torch.tensor([0, 5, 10], dtype=torch.int32)
     square, ids = torch.randn(16, 16), torch.tensor([[1, 2, 3]])
@@ -43,7 +43,7 @@ def calls() -> dict[str, Callable[[], object]]:
 
 
 def table(device_type: str) -> dict[str, str]:
-    """Backend by op, as the report shows it."""
+    """Returns the backend of each op, as the report shows it."""
     _, _, text = doctor.report().partition(f"backends on {device_type}\n")
     return dict(re.findall(r"^  (\w+) +(\w+) ", text.partition("\n\n")[0], re.MULTILINE))
 
@@ -120,7 +120,7 @@ def test_versions_are_those_that_are_installed() -> None:
 
 
 def test_a_bare_installation_is_enough(tmp_path) -> None:
-    """The doctor runs in full; the other commands say what to install, in one line."""
+    """The doctor's report is complete; the other commands say in one line what to install."""
     code = HIDE + (
         "from fastformer.cli import main\n"
         "assert main(['doctor']) == 0\n"

@@ -8,12 +8,12 @@ from tests.english import found
 
 
 def test_the_actor_is_named() -> None:
-    places = [place for place in found() if place.path.parts[0] != "csrc"]  # which the command counts alone
+    places = [place for place in found() if place.path.parts[0] != "csrc"]  # only the command counts these
     assert not places, "\n".join(f"{place.path}:{place.line}: {place.text}" for place in places)
 
 
 def test_the_count_notices(tmp_path: Path) -> None:
-    """In each kind of text, and neither in code nor in a noun."""
+    """The count includes each kind of text, and excludes code and clauses that are nouns."""
     (tmp_path / "fastformer").mkdir()
     (tmp_path / "csrc").mkdir()
     (tmp_path / "README.md").write_text("Nobody reads this.\n\n```\nnobody\n```\n\nWhat is hooked stays as it is.\n")

@@ -23,7 +23,7 @@ def test_the_mode_is_what_the_umask_leaves(tmp_path) -> None:
 
 def test_a_planted_link_is_never_followed(tmp_path, monkeypatch) -> None:
     (tmp_path / "victim").write_bytes(b"precious")
-    monkeypatch.setattr(secrets, "token_hex", lambda count: "00" * count)  # an attacker who guesses it
+    monkeypatch.setattr(secrets, "token_hex", lambda count: "00" * count)  # an attacker guesses the name
     (tmp_path / f".file.{'00' * 8}.tmp").symlink_to(tmp_path / "victim")
     with pytest.raises(OSError, match="file"):
         write_atomically(tmp_path / "file", b"new")

@@ -1,4 +1,4 @@
-"""Graphs where there is no GPU, the mode that stands guard over what may be captured, and, on a GPU, real captures."""
+"""Graphs on machines without a GPU, the mode that checks what may be captured, and real captures on a GPU."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ class StubGenerator:
 
 
 class StubCuda:
-    """What `Graphs` asks of torch.cuda, with an end of a capture that raises where a stream was waited for in it."""
+    """The part of torch.cuda that `Graphs` uses; the end of a capture raises if the capture waited for a stream."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.ended: list[object] = []  # of captures that ended as they should, the graphs
+        self.ended: list[object] = []  # the graphs of captures that ended normally
         self.made: list[weakref.ref[StubGraph]] = []
         self.waited = False
         self.stream: object = "current"
@@ -82,7 +82,7 @@ class StubCuda:
         return graph
 
     def alive(self) -> list[bool]:
-        """Whether each of the graphs that were made is held by something."""
+        """Returns for each graph that was made whether something refers to it."""
         gc.collect()
         return [graph() is not None for graph in self.made]
 
@@ -156,7 +156,7 @@ SYNCS: dict[str, Callable[[], object]] = {
 def test_what_waits_for_the_device_is_noticed(name: str) -> None:
     with pytest.raises(HostSync), NoSync():
         SYNCS[name]()
-    SYNCS[name]()  # the mode leaves nothing behind
+    SYNCS[name]()  # the mode restores everything
 
 
 def test_what_does_not_wait_is_let_through() -> None:

@@ -1,4 +1,4 @@
-"""Imports go one way; this reads every import statement of the tree and holds it."""
+"""Imports go one way: the tests read every import statement of the tree."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 MODULES = [*sorted((ROOT / "fastformer").rglob("*.py")), *sorted((ROOT / "kernels").glob("*.py"))]
 MODULES = [path for path in MODULES if not path.is_relative_to(ROOT / "fastformer" / "kernels")]
 
-# A room may import what stands in its row, and itself.
+# A room may import the rooms in its row, and itself.
 ALLOWED = {
     "kernels": set(),
     "baseline": set(),
@@ -64,7 +64,7 @@ ALLOWED = {
     },
     "integrations": {"checkpoints", "encoding", "functional", "generation", "models", "nn", "ops", "training"},
 }
-# Rooms that the table leaves out (cli, commands, demo, doctor, the package itself) stand on top and may import any.
+# Rooms that the table omits (cli, commands, demo, doctor, the package itself) are at the top and may import any room.
 
 
 def room(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""How `python -m fastformer` ends its process."""
+"""The exit of the process `python -m fastformer`."""
 
 from __future__ import annotations
 

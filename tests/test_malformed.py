@@ -1,4 +1,4 @@
-"""Malformed commands: each ends with its exit code and one line that says what is wrong, and changes nothing."""
+"""Malformed commands: each ends with its exit code and a one-line message about the error, and changes nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TINY = {"d_model": 16, "d_ff": 16, "num_heads": 2, "num_encoder_layers": 1, "num
 
 @pytest.fixture(scope="module")
 def origin(tmp_path_factory) -> Path:
-    """A folder with a run, a language model's run, and files to give to commands."""
+    """Makes a folder with a run, a language model's run, and files for commands."""
     folder = tmp_path_factory.mktemp("malformed")
     (folder / "pairs.tsv").write_text("".join(f"word {i}\twort {i}\n" for i in range(30)))
     (folder / "text.txt").write_text("to be or not to be\n" * 20)
@@ -62,7 +62,7 @@ def folder(origin, tmp_path, monkeypatch) -> Path:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    # The lock names the process that trained last, and refused ones lock too.
+    # The lock names the process that trained last; refused commands lock too.
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
 
 
@@ -80,7 +80,7 @@ def refused(words: list[str], code: int, said: tuple[str, ...], folder: Path, ca
 
 
 FLAGS: list[tuple[str, tuple[str, ...]]] = [
-    # No such command, flag or choice; the nearest one is named.
+    # Unknown commands, flags and choices; the message names the nearest one.
     ("", ("expected a command", "fastformer --help")),
     ("trian new", ("unknown command 'trian'", "'train'")),
     ("--verison", ("unrecognized", "--verison")),
@@ -100,7 +100,7 @@ FLAGS: list[tuple[str, tuple[str, ...]]] = [
     ("translate run x --beams 4", ("--beams", "did you mean '--num_beams'?")),
     ("translate run two words", ("unrecognized arguments: words",)),
     ("demo folder", ("unrecognized arguments: folder",)),
-    # Values of another type.
+    # Values of a wrong type.
     ("train new --steps many", ("--steps", "an integer", "got 'many'")),
     ("train new --model.window_size all", ("--model.window_size", "an integer or null", "got 'all'")),
 ]
@@ -140,7 +140,7 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     ("average run --last 0", ("--last", "0")),
     ("demo --out run", ("run", "--out")),
     ("demo --out pairs.tsv", ("pairs.tsv",)),
-    # What is asked of a model.
+    # Requests to a model.
     ("translate run --file nothing.txt", ("nothing.txt",)),
     ("translate run --file broken.txt", ("broken.txt", "line 2", "UTF-8")),
     ("translate run x --attention nowhere/a.png --max_new_tokens 2", ("nowhere/a.png",)),
@@ -162,10 +162,10 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     ("train new --config cycle.yaml", ("cycle.yaml", "model")),
     ("train new --config .", (" .",)),
     ("train new --config run/model.safetensors", ("model.safetensors", "no YAML")),
-    # Sizes that nothing has.
+    # Sizes that nothing can have.
     ("train new --train_tsv pairs.tsv --model.window_size 99999999999999999999", ("window_size", "64 bits")),
     ("train new --train_tsv pairs.tsv --tokenizer bytes --max_tokens 3", ("max_tokens", "8 tokens", "3")),
-    # Names that are no file's, and files that are none.
+    # Names of missing files, and files of a wrong kind.
     ("train new --train_tsv .", ("text file",)),
     ("train new --train_tsv pipe", ("text file", "pipe")),
     ("train new --train_tsv pairs.tsv --tokenizer pipe", ("pipe", "no file")),
@@ -268,7 +268,7 @@ def test_damaged_runs_do_not_go_on(name, damage, said, folder, capsys) -> None:
 
 
 def test_a_slip_of_the_finger_is_recognised(tmp_path, monkeypatch, capsys) -> None:
-    """Any flag with one letter doubled, dropped or swapped is refused, and the one that was meant is named."""
+    """A flag with one letter doubled, dropped or swapped is refused, and the message names the correct flag."""
     monkeypatch.chdir(tmp_path)
     slips, names = random.Random(0), [name for name in TrainConfig().to_dict() if len(name) > 5]
     for name in slips.sample(names, 12):

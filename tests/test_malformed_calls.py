@@ -1,6 +1,6 @@
-"""Malformed calls of public functions and classes: a ValueError that says what was expected and what came."""
+"""Malformed calls of public functions and classes: a ValueError says what was expected and what came."""
 
-# What is wrong here is meant to be.
+# The errors in this file are intended.
 # mypy: disable-error-code="arg-type,dict-item,list-item"
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def cross_entropy(target: Any, **options: Any) -> object:
 
 
 CALLS: list[tuple[str, Callable[[], object], tuple[str, ...]]] = [
-    # Models and where they go.
+    # Models and devices.
     ("a name for a config", lambda: Transformer("base"), ("TransformerConfig", "str")),
     ("another model's config", lambda: GPT(TransformerConfig(9)), ("GPTConfig", "TransformerConfig")),
     ("no preset", lambda: Transformer.from_preset(None, vocab_size=9), ("preset", "None")),

@@ -1,4 +1,4 @@
-"""The built-in task's grammar, and that its numbers are different ones."""
+"""The built-in task's grammar, and the disjointness of its splits."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_numbers_differ_between_splits_and_depend_on_the_seed() -> None:
     assert len(set(train)) == 2000 and not set(train) & set(val)
     assert number_pairs(100, seed=3) == number_pairs(100, seed=3) != number_pairs(100, seed=4)
     assert max(number_pairs(200, seed=0, max_digits=3)) < 1000
-    # The other split's numbers would come, were they not kept out.
+    # Without the exclusion, numbers of the other split would occur.
     assert set(number_pairs(2000, seed=0)) & set(number_pairs(2000, seed=0, max_digits=9)[:500])
     assert not set(number_pairs(500, seed=0, exclude=set(number_pairs(500, seed=0)))) & set(number_pairs(500, seed=0))
 

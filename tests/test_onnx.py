@@ -1,4 +1,4 @@
-"""torch.onnx exports our modules and accelerated models as it does plain ones, and onnxruntime computes the same."""
+"""torch.onnx exports fastformer's modules and accelerated models like plain ones, and onnxruntime computes the same."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ T5 = {"vocab_size": 60, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "
 
 
 class Call(nn.Module):
-    """A module called in one way, with tensors alone."""
+    """A module with one kind of call, whose arguments are all tensors."""
 
     def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
         super().__init__()
@@ -48,21 +48,21 @@ class Call(nn.Module):
 
 def run(file: Path, inputs: tuple[Tensor, ...]) -> Tensor:
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
-    read = {each.name for each in session.get_inputs()}  # without those that the graph has no use for
+    read = {each.name for each in session.get_inputs()}  # without those that the graph doesn't use
     named = {f"x{i}": x.numpy() for i, x in enumerate(inputs) if f"x{i}" in read}
     return torch.from_numpy(session.run(None, named)[0])
 
 
 def exported(file: Path, module: Any, inputs: tuple[Tensor, ...], dynamo: bool, **options: Any) -> Path:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the older exporter's own, of constants in a trace
+        warnings.simplefilter("ignore")  # warnings of the older exporter, about constants in a trace
         names = [f"x{i}" for i in range(max(1, len(inputs)))]
         torch.onnx.export(module, inputs, file, dynamo=dynamo, verbose=False, input_names=names, **options)
     return file
 
 
 def modules(package: Any) -> dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], tuple[Tensor, ...]]]:
-    """By name: what makes a module out of `package`'s classes, a call of it, and with what."""
+    """Returns by name a function that makes a module of `package`, a call of it, and the arguments."""
 
     def layer(**options: Any) -> nn.Module:
         return package.TransformerEncoderLayer(16, 4, 32, batch_first=True, **options)
@@ -90,7 +90,7 @@ def modules(package: Any) -> dict[str, tuple[Callable[[], nn.Module], Callable[.
 
 
 def ours() -> dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], tuple[Tensor, ...]]]:
-    """What torch.nn has no module for."""
+    """Returns the modules that torch.nn has no equivalent for."""
     options: dict[str, Any] = {"norm": "rms", "num_kv_heads": 2, "window_size": (2, 1)}
     return {
         "window": (
@@ -121,7 +121,7 @@ QUICK = ("ours: causal", "ours: weights", "accelerated: decoder")
     "name", [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in CASES]
 )
 def test_the_older_exporter(name, tmp_path):
-    """The slow ones: every module, which differ in the attributes that our ops are called with."""
+    """The slow cases cover every module: they differ in the attributes that fastformer's ops get."""
     module, inputs = made(*CASES[name][:2]), CASES[name][2]
     torch.testing.assert_close(run(exported(tmp_path / "m.onnx", module, inputs, False), inputs), module(*inputs))
 
@@ -129,7 +129,7 @@ def test_the_older_exporter(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_newer_exporter(name, tmp_path):
-    """Every module, which differ in the attributes that our ops are called with."""
+    """The cases cover every module: they differ in the attributes that fastformer's ops get."""
     module, inputs = made(*CASES[name][:2]), CASES[name][2]
     torch.testing.assert_close(run(exported(tmp_path / "m.onnx", module, inputs, True), inputs), module(*inputs))
 
@@ -155,7 +155,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], bool]] = {
     ],
 )
 def test_accelerated_models(family, dynamo, tmp_path):
-    """At real tokens; a graph computes padding. The slow ones: every family, by both exporters."""
+    """Compares real tokens; a graph computes padding, too. The slow cases cover every family with both exporters."""
     if family == "t5" and dynamo:
         pytest.skip("PyTorch's exporter refuses transformers' T5 as it is, too")
     name, sizes, has_decoder = MODELS[family]

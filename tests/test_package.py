@@ -1,4 +1,4 @@
-"""The package as a whole: what its root offers, and what an installation holds."""
+"""The package as a whole: the names at its root, and the contents of an installation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From words to what a command gets, by a command of our own and by the real ones."""
+"""From the words of a command line to a command's arguments, with a sample command and the real ones."""
 
 from __future__ import annotations
 

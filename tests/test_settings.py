@@ -1,4 +1,4 @@
-"""Settings hold their types and bounds, whoever makes them."""
+"""Settings check their types and bounds, however they are made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Special ids: which are allowed, and that models honour them whatever they are."""
+"""Special ids: the ids that are allowed, and models that respect them in every form."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastformer.special_ids import SpecialIds
 OTHER = SpecialIds(pad=3, eos=(7, 9), unk=4, start=5)
 VOCAB = 20
 SIZES = {"vocab_size": VOCAB, "d_model": 16, "num_heads": 2, "d_ff": 24, "max_len": 32}
-# The same ids under other numbers: decoding begins with padding, or with a token of its own.
+# The same ids with other numbers: decoding begins with padding, or with a separate token.
 RENAMED = [
     pytest.param(SpecialIds(), SpecialIds(pad=3, eos=7, unk=4, start=3), id="start is pad"),
     pytest.param(SpecialIds(pad=0, eos=(1, 6), unk=2, start=8), OTHER, id="start is a token"),
@@ -24,7 +24,7 @@ RENAMED = [
 
 
 def renaming(before: SpecialIds, after: SpecialIds, size: int = VOCAB) -> torch.Tensor:
-    """(size,) what each id is called afterwards; the ids that are not special change places at random."""
+    """Returns the new name of each id, (size,); the ids that are not special are permuted at random."""
     names = {b: a for b, a in zip(_flat(before), _flat(after), strict=True)}
     rest = [i for i in range(size) if i not in names.values()]
     shuffled = iter([rest[i] for i in torch.randperm(len(rest)).tolist()])
@@ -37,7 +37,7 @@ def _flat(ids: SpecialIds) -> list[int]:
 
 
 def renamed(model: Transformer, ids: SpecialIds, names: torch.Tensor) -> Transformer:
-    """The same model for the other names."""
+    """Returns the same model with renamed ids."""
     twin = Transformer(dataclasses.replace(model.config, special_ids=ids), dtype=model.embedding.weight.dtype)
     weights = copy.deepcopy(model.state_dict())
     weights["embedding.weight"][names] = model.embedding.weight.detach()
@@ -93,7 +93,7 @@ def test_a_language_model_alone_may_pad_with_an_end_or_never_end() -> None:
     for ids in (SpecialIds(pad=3, eos=(7, 3)), SpecialIds(eos=())):
         config = GPTConfig(VOCAB, d_model=16, num_heads=2, num_layers=1, max_len=16, special_ids=ids)
         model = GPT(config).eval()
-        prompts = torch.tensor([[5, ids.pad, 6], [ids.pad, ids.pad, 4]])  # nothing of this is padding
+        prompts = torch.tensor([[5, ids.pad, 6], [ids.pad, ids.pad, 4]])  # none of these is padding
         found = model.generate(prompts, max_new_tokens=3, engine="kv_cache", eos_token_id=None)
         for row, prompt in zip(found.tolist(), prompts.tolist(), strict=True):
             alone = model.generate([prompt], max_new_tokens=3, engine="recompute")[0].tolist()
@@ -125,7 +125,7 @@ def test_any_config_says_its_ids() -> None:
 
 
 def batch(ids: SpecialIds) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sources and targets of several lengths, ids 10 to 19 and ends; padded."""
+    """Makes padded sources and targets of several lengths, with ids 10 to 19 and ends."""
     lengths = [(5, 4), (3, 6), (6, 2)]
     rows = [
         [[*torch.randint(10, VOCAB, (n - 1,)).tolist(), ids.eos[n % len(ids.eos)]] for n in pair] for pair in lengths
@@ -144,7 +144,7 @@ def test_renamed_ids_change_nothing(before, after) -> None:
     twin = renamed(model, after, names)
     source, target_in, target_out = batch(before)
     theirs = names[source], names[target_in], torch.where(target_out < 0, target_out, names[target_out.clamp(min=0)])
-    # The layers see vectors alone, so that they give the same bits; only the logits' order depends on the names.
+    # The layers see only vectors, so they give the same bits; only the order of the logits depends on the names.
     memory, their_memory = model.encode(source), twin.encode(theirs[0])
     assert torch.equal(memory, their_memory)
     assert torch.equal(model.decode(target_in, memory), twin.decode(theirs[1], their_memory))
@@ -196,7 +196,7 @@ def test_ids_are_saved_and_an_old_config_has_the_defaults(tmp_path) -> None:
         assert loaded.config == model.config and loaded.config.special_ids == OTHER
         config = json.loads((tmp_path / "config.json").read_text())
         assert config["special_ids"] == {"pad": 3, "eos": [7, 9], "unk": 4, "start": 5}
-        del config["special_ids"]  # as it was written before there was such a setting
+        del config["special_ids"]  # configs were written this way before the setting existed
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert kind.from_pretrained(tmp_path).config.special_ids == SpecialIds()
         for wrong, said in (({"pad": -3}, "pad"), ({"bos": 3}, "'bos'"), ([3], "SpecialIds")):

@@ -1,4 +1,4 @@
-"""A CPU that the C++ extension is not written for, or a machine without a compiler: all works, with one warning."""
+"""A CPU that the C++ extension doesn't support, or a machine without a compiler: everything works, with one warning."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.training.tiny import write_pairs
 
-# What a person does there, in one process: the extension's modules are not found, as if they had never been built.
+# A user's steps on such a machine, in one process: the extension's modules are not found, as if never built.
 PROGRAM = """
 import importlib.util, sys
 find = importlib.util.find_spec

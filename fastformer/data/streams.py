@@ -143,7 +143,7 @@ def stream_pairs(source: str, target: str) -> Iterator[PairBlock]:
 
     Raises:
         ValueError: no such file or column, an empty or a damaged file, different numbers of lines.
-        ImportError: what reads a file is not installed.
+        ImportError: the library that reads the file is not installed.
     """
     sides = [_Lines(path) if column_of(path) is None else _Texts(path) for path in (source, target)]
     while True:
@@ -169,7 +169,7 @@ def stream_documents(path: str) -> Iterator[TextBlock]:
 
     Raises:
         ValueError: no such file, folder or column, one without text, a damaged file.
-        ImportError: what reads a file is not installed.
+        ImportError: the library that reads the file is not installed.
     """
     block, is_empty = TextBlock(), True
     for passage in _passages(path):

@@ -23,7 +23,7 @@ class Part(NamedTuple):
 
     Attributes:
         name: the numbers of its text and of the sentence, in messages.
-        checked: its ids; None: it has nothing to translate.
+        checked: the sentence's ids; None: the sentence has nothing to translate.
         space: the white space after it, or before the first sentence.
         is_last: whether it is the last sentence of its text.
     """
