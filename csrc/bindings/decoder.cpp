@@ -1,4 +1,4 @@
-// The decoding engine as Python sees it. Lists of ids come in, arrays go out; the GIL is released while there is work.
+// The decoding engine for Python. Its input is lists of ids, its output arrays; the GIL is released during the work.
 
 #include "engine/decoder.h"
 
@@ -15,7 +15,7 @@ using python::Array;
 using python::Object;
 using python::Released;
 
-// Models are shared with the sessions and encoders that are made of them.
+// Models are shared with the sessions and encoders that use them.
 using SharedModel = std::shared_ptr<const PackedModel>;
 
 template <typename T>
@@ -82,7 +82,7 @@ ModelTensors tensors_of(PyObject* arrays) {
   return tensors;
 }
 
-// A copy, which nothing changes while the GIL is away.
+// A copy, which can't change while the GIL is released.
 Object dictionary(PyObject* object) {
   if (!PyDict_Check(object)) throw python::Unexpected{"a dictionary"};
   return Object(python::sure(PyDict_Copy(object)));
@@ -126,7 +126,7 @@ std::vector<int64_t> admit(GuardedSession& guarded, const std::vector<Ids>& sour
   return guarded.with([&](Session& session) { return session.admit(sources, tokens, threads); });
 }
 
-// Logits that would be copied would be lost.
+// A copy of the logits would be lost, so their array must be dense.
 Object step(GuardedSession& guarded, const Ids& tokens, int64_t k, bool log_probs, const Ids& logit_rows,
             const std::optional<Array>& logits, int32_t threads) {
   return guarded.with([&](Session& session) {

@@ -1,5 +1,5 @@
-// What nn/guards.py asks of the modules of a stack in every call, and prepack.py of the memory of a model. Both have it
-// in Python, too, where it takes several times as long.
+// Checks for nn/guards.py on the modules of a stack in every call, and for prepack.py on the memory of a model. Both
+// have a version in Python, too, which takes several times as long.
 
 #include <cstdint>
 #include <cstring>
@@ -13,7 +13,7 @@ using python::Object;
 
 using Items = std::vector<PyObject*>;
 
-// The items of a tuple, which are the tuple's and not counted here.
+// The items of a tuple, as borrowed references.
 Items items_of(PyObject* tuple) {
   if (!PyTuple_Check(tuple)) throw python::Unexpected{"a tuple"};
   Items items(static_cast<size_t>(PyTuple_Size(tuple)));
@@ -26,7 +26,7 @@ struct Place {
   PyObject *holder, *name, *expected;
   bool is_dict, is_proxy;
 
-  // Whether it holds what is expected; None where it holds nothing.
+  // Whether the place holds the expected object; None: whether it holds nothing.
   bool holds() const {
     PyObject* found;
     if (is_dict) {
@@ -35,13 +35,13 @@ struct Place {
     } else {
       found = is_proxy ? PyObject_GetItem(holder, name) : PyObject_GetAttr(holder, name);
       if (found == nullptr) PyErr_Clear();
-      Py_XDECREF(found);  // it is compared, and not looked into
+      Py_XDECREF(found);  // it is only compared
     }
     return found == expected || (found == nullptr && expected == Py_None);
   }
 };
 
-// The record of nn/guards.py, unpacked once. What it names is kept alive by the record itself, which each call brings.
+// The record of nn/guards.py, unpacked once. The record itself, an argument of each call, keeps its objects alive.
 class GuardRecord {
  public:
   explicit GuardRecord(PyObject* record) : record_(record) {
@@ -110,8 +110,8 @@ std::unique_ptr<GuardRecord> new_record(PyObject* record) { return std::make_uni
 
 bool holds(GuardRecord& guards, PyObject* owner, PyObject* record) { return guards.holds(owner, record); }
 
-// 128 bits of what is in some places of memory, (address, number of bytes) each, which the caller keeps alive. Each
-// step is one-to-one in the word that it takes in, so that a change of one word always shows.
+// 128 bits that depend on the contents of memory, given as (address, number of bytes), which the caller keeps alive.
+// Each step is one-to-one in the word that it reads, so a change of a single word is always detected.
 Object memory_digest(const std::vector<std::tuple<int64_t, int64_t>>& places) {
   constexpr uint64_t kFirst = 0x9E3779B97F4A7C15, kSecond = 0xC2B2AE3D27D4EB4F;  // odd
   uint64_t lanes[4] = {1, 2, 3, 4};

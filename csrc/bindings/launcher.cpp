@@ -1,17 +1,17 @@
-// Launches kernels by CUDA's driver, which is looked for at run time: no toolkit to build it, no Triton to run it.
+// Launches kernels by CUDA's driver, which is looked up at run time: building needs no toolkit, running no Triton.
 //
 // A kernel is a function of a loaded cubin and the layout of its parameters, written as a string:
 //
 //   p            a pointer: a tensor (its data_ptr()), an address or None
 //   b h i q      an integer of 1, 2, 4 or 8 bytes; Q is unsigned
 //   f d          a float of 4 or 8 bytes
-//   n            an argument that was compiled in: it is skipped
+//   n            an argument that was compiled in; it is skipped
 //   ( )          a tuple of these
 //   T            a tensor descriptor of Triton's: a tensor map of 128 bytes, then its sizes as i and its strides as q
-//   0            a pointer that no kernel here reads: Triton's scratch memory, which none of them asks for
+//   0            a pointer that no kernel here reads: Triton's scratch memory, which none of them requests
 //
-// Python's limited API and the driver's ABI alone are used. The parameters' bytes are those that Triton's own launcher
-// hands over (tests/kernels/test_ahead_of_time.py holds them to that).
+// Only Python's limited API and the driver's ABI are used. The bytes of the parameters are the same as those of
+// Triton's own launcher (tests/kernels/test_ahead_of_time.py checks this).
 
 #include <dlfcn.h>
 
@@ -68,7 +68,7 @@ struct Driver {
   Result (*launch)(const LaunchConfig*, void*, void**, void**);
 };
 
-// The driver, or null with Python's error set.
+// The driver, or null with a Python exception set.
 const Driver* driver() {
   static Driver found;
   static bool is_loaded = false;  // the GIL is held
@@ -94,7 +94,7 @@ const Driver* driver() {
   return is_loaded ? &found : nullptr;
 }
 
-// Whether a call of the driver went well; else Python's error is set.
+// Whether a call of the driver succeeded; if not, a Python exception is set.
 bool is_well(const Driver& cuda, Result result, const char* what) {
   if (result == 0) return true;
   const char* text = nullptr;
@@ -103,7 +103,7 @@ bool is_well(const Driver& cuda, Result result, const char* what) {
   return false;
 }
 
-// Makes the device's context this thread's, where it has none.
+// Makes the device's context current in this thread, if it has none.
 bool enter_context(const Driver& cuda, int device) {
   void* context = nullptr;
   if (!is_well(cuda, cuda.get_context(&context), "cuCtxGetCurrent")) return false;
@@ -112,14 +112,14 @@ bool enter_context(const Driver& cuda, int device) {
          is_well(cuda, cuda.set_context(context), "cuCtxSetCurrent");
 }
 
-// How a tensor map is made, beside what its descriptor says.
+// The part of a tensor map that its descriptor doesn't contain.
 struct MapRecipe {
   int swizzle, element_bytes, element_type, rank;
   uint32_t box[kMaxRank];  // the innermost dimension first
   PyObject* key;           // of what descriptors keep
 };
 
-// What is kept of a descriptor: the parameters that it becomes.
+// The parameters of a descriptor, which are stored.
 struct Encoded {
   TensorMap map;
   int32_t sizes[kMaxRank];
@@ -145,7 +145,7 @@ const Names& names() {
   return all;
 }
 
-// The address that an argument stands for; false with Python's error set.
+// The address of an argument; false with a Python exception set.
 bool address_of(PyObject* argument, uint64_t* address) {
   *address = 0;
   if (argument == Py_None) return true;
@@ -239,7 +239,7 @@ bool parameters_of(const Driver& cuda, PyObject* descriptor, const MapRecipe& re
   return is_right;
 }
 
-// The parameters of one launch, and where the driver finds each.
+// The parameters of one launch, and the driver's pointers to them.
 struct Parameters {
   uint64_t values[kMaxValues];
   Encoded maps[kMaxMaps];

@@ -1,4 +1,4 @@
-// The searches as Python sees them, which fastformer/generation/native_search.py wraps.
+// The searches for Python; fastformer/generation/native_search.py wraps them.
 
 #include "engine/search.h"
 
@@ -12,8 +12,8 @@ namespace {
 
 using python::Object;
 
-// A step's candidates as the interpreter has them: a row may have more of them than this search wants, because a
-// neighbour does, or fewer, because the vocabulary has.
+// A step's candidates from the interpreter: a row may have more of them than this search needs, because a neighbour
+// needs them, or fewer, because the vocabulary is smaller.
 std::vector<int32_t> advance(Search& search, PyObject* ids, PyObject* values, int64_t first) {
   const int64_t rows = search.num_rows, wanted = search.num_candidates;
   std::vector<int32_t> flat_ids(rows * wanted, 0);

@@ -1,4 +1,4 @@
-// What tests ask of the thread team.
+// Checks of the thread team, for tests.
 
 #include <algorithm>
 #include <chrono>
@@ -15,8 +15,8 @@
 namespace fastformer {
 namespace {
 
-// Each stage adds the numbers of the stage before to its own, so that the result shows tasks that ran twice,
-// not at all, or too early. Returns the numbers of the last stage.
+// Each stage adds the numbers of the previous stage to its own, so that the result reveals tasks that ran twice, not at
+// all, or too early. Returns the numbers of the last stage.
 std::vector<uint64_t> stages_check(const std::vector<int64_t>& sizes, int64_t rounds, int32_t threads) {
   std::vector<std::vector<uint64_t>> written;
   const std::vector<uint64_t> nothing;  // read by a stage that is the only one
@@ -35,7 +35,7 @@ std::vector<uint64_t> stages_check(const std::vector<int64_t>& sizes, int64_t ro
   return written.empty() ? std::vector<uint64_t>{} : written.back();
 }
 
-// Stages of which every third task throws.
+// Runs stages in which every third task throws.
 void stages_break(int64_t tasks, int32_t threads) {
   const auto run = [](int64_t task) {
     if (task % 3 == 1) throw std::runtime_error("a task broke");
@@ -44,7 +44,7 @@ void stages_break(int64_t tasks, int32_t threads) {
   run_stages({{tasks, run}, {1, [](int64_t) {}}, {tasks, run}}, threads);
 }
 
-// How many threads run the tasks of a stage, in the round of `rounds` with the most of them.
+// The number of threads that run the tasks of a stage, in the round of `rounds` with the most of them.
 int64_t stages_threads(int64_t tasks, int64_t rounds, int32_t threads) {
   std::vector<std::thread::id> ids(tasks);
   const std::vector<Stage> stages = {{tasks, [&ids](int64_t task) {
@@ -61,7 +61,8 @@ int64_t stages_threads(int64_t tasks, int64_t rounds, int32_t threads) {
   return most;
 }
 
-// Which of runs, of (milliseconds, tasks, whether the caller waited long, milliseconds by one), are the caller's alone.
+// Whether each run, of (milliseconds, tasks, whether the caller waited long, milliseconds by one), is the caller's
+// alone.
 std::vector<bool> contention_check(const std::vector<std::tuple<int64_t, int64_t, bool, int64_t>>& runs) {
   using Milliseconds = std::chrono::milliseconds;
   Contention contention;

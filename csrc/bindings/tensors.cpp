@@ -1,6 +1,7 @@
-// What fastformer/ops/_eager.py and kernels/_plans.py ask of the arguments of every call, and nn/model_guards.py and
-// prepack.py of the tensors of a model. All have it in Python, too, where the answers about six tensors take as long as
-// the launch of a kernel. Tensors are read by DLPack's table and by their attributes, not by PyTorch's own C++.
+// Answers for fastformer/ops/_eager.py and kernels/_plans.py about the arguments of every call, and for
+// nn/model_guards.py and prepack.py about the tensors of a model. All have a version in Python, too, which takes as
+// long for six tensors as a kernel launch. Tensors are read by DLPack's table and their attributes, not by PyTorch's
+// own C++.
 
 #include <cstdint>
 #include <string>
@@ -17,7 +18,7 @@ Object attribute(PyObject* object, const char* name) {
   return Object(python::sure(PyObject_GetAttrString(object, name)));
 }
 
-// What is looked up in PyTorch once; it stays alive.
+// Objects of PyTorch that are looked up once and stay alive.
 struct Torch {
   PyObject *tensor, *parameter, *dtype;          // classes
   PyObject *is_deterministic, *keys_of;          // functions
@@ -34,7 +35,7 @@ uint64_t number(PyObject* object) {
   return found;
 }
 
-// The dispatch keys of a tensor that is nothing but strided memory, which autograd may see.
+// The dispatch keys of a tensor that is only strided memory, which autograd may track.
 uint64_t plain_keys(PyObject* c_module, const std::string& device) {
   const Object key = attribute(c_module, "DispatchKey"), set = attribute(c_module, "DispatchKeySet");
   Object all;
@@ -46,7 +47,7 @@ uint64_t plain_keys(PyObject* c_module, const std::string& device) {
   return number(Object(python::sure(PyObject_CallMethod(all.get(), "raw_repr", nullptr))).get());
 }
 
-// Whether this PyTorch has all that is read here.
+// Whether this PyTorch has everything that is read here.
 bool find_torch() {
   const Object module(PyImport_ImportModule("torch"));
   if (!module) throw python::Raised{};
@@ -75,7 +76,7 @@ bool find_torch() {
   return true;
 }
 
-// Whether it is a Tensor or a Parameter and of no class derived from them.
+// Whether an object is exactly a Tensor or a Parameter, not of a derived class.
 bool is_tensor(PyObject* x) {
   auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(x));
   return type == torch.tensor || type == torch.parameter;
@@ -93,7 +94,7 @@ void put_sizes(std::string& key, const dlpack::Tensor& x) {
   for (int32_t i = 0; i < x.ndim; ++i) put(key, x.strides[i]);
 }
 
-// False where it is of a kind that no key holds.
+// Returns false for a value of a kind that keys can't contain.
 bool put_value(std::string& key, PyObject* x) {
   if (x == Py_None) {
     key += 'N';
@@ -169,7 +170,7 @@ Object device_of(PyObject* args, PyObject* places) {
     auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(PyTuple_GetItem(args, i)));
     PyTuple_SetItem(kinds.get(), i, Object::borrowed(type).release());
   }
-  // Not the dict's own lookup: `Places` knows what to do about kinds that it has not met.
+  // Not the dict's own lookup: `Places` handles kinds that are not in it yet.
   const Object where(python::sure(PyObject_GetItem(places, kinds.get())));
   const auto found = [](PyObject* device, bool requires_grad) {
     return python::make_tuple(Object::borrowed(device), requires_grad);
@@ -191,8 +192,8 @@ Object device_of(PyObject* args, PyObject* places) {
   return found(seen == torch.cuda_keys ? torch.cuda : torch.cpu, requires_grad);
 }
 
-// `model_guards.layout_of`: which tensors these are, where they are, and how their memory is read. None where DLPack
-// has no name for one of them.
+// `model_guards.layout_of`: the identity of the tensors, their addresses, and the layout of their memory. None if
+// DLPack has no name for one of them.
 Object tensor_layout(PyObject* tensors) {
   if (!PyList_Check(tensors)) throw python::Unexpected{"a list"};
   std::string key;
@@ -215,7 +216,7 @@ Object tensor_layout(PyObject* tensors) {
   return bytes_of(key);
 }
 
-// How often each tensor was changed, as PyTorch counts it.
+// The number of changes of each tensor, as PyTorch counts it.
 Object tensor_versions(PyObject* tensors) {
   if (!PyList_Check(tensors)) throw python::Unexpected{"a list"};
   std::string key;

@@ -24,7 +24,7 @@ struct Chunk {
   int64_t bytes;
 };
 
-// Never destroyed: buffers may go while the process ends.
+// Never destroyed: buffers may be released while the process ends.
 struct Kept {
   std::mutex mutex;
   std::vector<Chunk> chunks;
@@ -32,7 +32,7 @@ struct Kept {
 };
 Kept& kept() {
   static Kept* const all = [] {
-    // A process that forks while another of its threads is in here would leave the child a lock that stays closed.
+    // If a process forks while another thread holds the lock, the child would have a lock that stays closed.
     pthread_atfork([] { kept().mutex.lock(); }, [] { kept().mutex.unlock(); }, [] { kept().mutex.unlock(); });
     return new Kept;
   }();

@@ -1,4 +1,4 @@
-// Packing behind gemm.h, and the order of the work.
+// Packing for gemm.h, and the order of the work.
 
 #include "common/gemm.h"
 
@@ -57,7 +57,7 @@ void pack_panel(const T* b, int64_t stride_k, int64_t stride_n, int64_t k, int64
           interleave(b + done * stride_k, b + (done + 1) * stride_k, panel + done * kPanel);
       }
     } else if (columns == kPanel && stride_k == 1 && stride_n % P == 0) {
-      // 32-bit units: one float, or the two neighbours in k that bf16 keeps together.
+      // 32-bit units: one float, or the two neighbours in k that bf16 stores together.
       const auto* from = reinterpret_cast<const uint32_t*>(b);
       auto* to = reinterpret_cast<uint32_t*>(panel);
       for (; done + kBlock * P <= k; done += kBlock * P)
@@ -79,7 +79,7 @@ bool has_bf16_dot() {
 #endif
 }
 
-// brgemm runs on AVX512_BF16 too: FASTFORMER_BRGEMM=1 takes it there for tests.
+// brgemm runs on AVX512_BF16 too: FASTFORMER_BRGEMM=1 uses it there for tests.
 bool use_brgemm() {
 #if defined(CPU_CAPABILITY_AVX512)
   static const bool wanted = [] {
@@ -96,8 +96,8 @@ bool use_brgemm() {
 
 namespace {
 
-// bf16 without instructions for it: rows and panels are widened, some at a time, for the kernels of fp32. The sums are
-// those of the same order.
+// bf16 without instructions for it: rows and panels are widened, some at a time, for the kernels of fp32. The sums have
+// the same order.
 
 constexpr int64_t kWidenedRows = 64;  // of A
 constexpr int64_t kWidenedDepth = kDepth<bfloat16>;
@@ -187,7 +187,7 @@ void gemm(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* pac
     }
     if (!has_bf16_dot()) return gemm_widened(m, n, k, a, lda, packed, c, ldc, accumulate, panel_size);
   }
-  // Cut so, a panel's slice and the rows' slice stay in the caches, too.
+  // With these cuts, a panel's slice and the rows' slice stay in the caches, too.
   constexpr int64_t kApart = kDepth<T> + 64 / static_cast<int64_t>(sizeof(T));  // elements between copied rows
   const bool copies = n > kPanel && evict_one_another<T>(m, lda);
   const int64_t block = copies ? std::min<int64_t>(m, 64) : m;

@@ -1,6 +1,6 @@
-// Few rows against a matrix that is read once: blocks of it are transposed on their way through the registers, so that
-// the sums can be formed as gemm() forms them, one lane a column. Dot products would need no transposition, but would
-// round otherwise, and the bits of a row would depend on how many rows there are.
+// Few rows times a matrix that is read once: blocks of it are transposed on their way through the registers, so that
+// the sums can be formed as in gemm(), one lane a column. Dot products would need no transposition, but would round
+// differently, and the bits of a row would depend on the number of rows.
 
 #include <array>
 #include <utility>
@@ -14,7 +14,7 @@ namespace {
 template <typename T>
 constexpr int64_t kStep = kBlock * kPair<T>;  // in k
 
-// kBlock columns of B at most, which are rows of memory.
+// At most kBlock columns of B, which are rows in memory.
 template <typename T>
 struct Columns {
   const T* data;
@@ -23,7 +23,7 @@ struct Columns {
 
   // `depth` of k from p on, as a slice of a packed panel: unit j of column c at to[j * kBlock + c].
   void transpose(int64_t p, int64_t depth, uint32_t* to) const {
-    // A hardware prefetcher does not follow so many streams.
+    // A hardware prefetcher does not follow this many streams.
     for (int64_t line = 0; line < kBlock; ++line) __builtin_prefetch(next + p * kBlock + line * kStep<T>);
     if (depth == kStep<T> && count == kBlock && stride % kPair<T> == 0) {
       transpose_block(reinterpret_cast<const uint32_t*>(data + p), stride / kPair<T>, to, kBlock);

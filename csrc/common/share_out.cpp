@@ -26,9 +26,9 @@ using Duration = Clock::duration;
 
 constexpr int kMostIdle = 16;  // threads that OpenMP is given to manage in addition
 
-// Has OpenMP's threads sleep between their regions for a while. libgomp's spin for some milliseconds, unless it manages
-// more threads than there are processors: then they sleep at once. So a thread has some started, which do nothing but
-// exist. Other OpenMP libraries go on as they do.
+// Makes OpenMP's threads sleep between their regions for a while. libgomp's threads spin for some milliseconds, unless
+// it manages more threads than there are processors: then they sleep at once. So a thread has it start additional
+// threads, which do nothing. Other OpenMP libraries are unaffected.
 class Hush {
  public:
   void until(Clock::time_point end) {
@@ -64,7 +64,8 @@ class Hush {
   bool is_on_ = false;
 };
 
-// Whether callers wait for OpenMP's threads. Never deleted: a thread of Hush uses it. A child of fork makes a new one.
+// Records whether callers wait for OpenMP's threads. Never deleted: a thread of Hush uses it. A forked child makes a
+// new one.
 class Load {
  public:
   bool prefers_team() const { return Clock::now().time_since_epoch().count() < team_until_.load(kAnyOrder); }
@@ -106,13 +107,13 @@ std::atomic<Sharing> the_sharing{Sharing::by_load};
 thread_local int ops_alone = 0;
 thread_local int inside_region = 0;
 
-// As long as it lives, what this thread shares out it does itself.
+// While it lives, this thread does all tasks that it shares out itself.
 struct Inside {
   Inside() { ++inside_region; }
   ~Inside() { --inside_region; }
 };
 
-// PyTorch's C function has no place for an exception.
+// PyTorch's C function can't pass an exception on.
 struct Region {
   const std::function<void()>& work;
   Clock::time_point done;  // with the caller's own part

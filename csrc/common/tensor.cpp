@@ -34,7 +34,7 @@ void fill(const Tensor& t) {
   else if (t.scalar_type() == kLong) std::fill_n(t.mutable_data_ptr<int64_t>(), t.numel(), int64_t{1} << 62);
 }
 
-// Calls an operator of PyTorch's of one result. It takes over the handles among the arguments.
+// Calls an operator of PyTorch with one result. It takes over the handles among the arguments.
 template <size_t kArguments>
 Tensor call(const char* name, std::array<StableIValue, kArguments> stack) {
   TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, "", stack.data(), TORCH_ABI_VERSION));

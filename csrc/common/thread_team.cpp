@@ -29,9 +29,9 @@ constexpr Duration kIdle = std::chrono::microseconds(300);   // that a helper wa
 constexpr Duration kSlice = std::chrono::microseconds(500);  // shorter than any that a scheduler gives
 constexpr Duration kStay = std::chrono::milliseconds(1);     // that a thread has, at the least, on a core it moved to
 
-// Waits for another thread, which is done within microseconds, or within milliseconds if it has no core just now. After
-// a while it sleeps instead of yielding: a thread that yields gives up its share of the core, and Linux may not return
-// it soon.
+// Waits for another thread, which is done within microseconds, or within milliseconds if it has no core at the moment.
+// After a while it sleeps instead of yielding: a thread that yields gives up its share of the core, and Linux may not
+// return it soon.
 class Waiting {
  public:
   void once() {
@@ -59,15 +59,15 @@ void run_alone(const std::vector<Stage>& stages) {
     for (int64_t task = 0; task < stage.tasks; ++task) stage.run(task);
 }
 
-// A function of the OpenMP that the process has loaded, PyTorch's own; null without one. The library links to none: a
-// second OpenMP in a process is a second set of threads.
+// A function of the OpenMP library that the process has loaded, which is PyTorch's; null without one. This library
+// links to none, because a second OpenMP in a process has a second set of threads.
 template <typename F>
 F* openmp(const char* name) {
   return reinterpret_cast<F*>(dlsym(RTLD_DEFAULT, name));
 }
 
-// Under OMP_PROC_BIND the program's threads are bound to cores of their own, the first one too. What it starts would
-// share its core, so a helper takes all that OpenMP has.
+// Under OMP_PROC_BIND the program's threads are bound to separate cores, the first thread too. Threads that it starts
+// would share its core, so a helper may use all cores that OpenMP has.
 void leave_bound_core() {
   constexpr int kNotBound = 0;  // omp_proc_bind_false
   const auto binding = openmp<int()>("omp_get_proc_bind"), num_places = openmp<int()>("omp_get_num_places");
@@ -169,12 +169,12 @@ class ThreadTeam {
     if (noted.load(std::memory_order_relaxed) != core) noted.store(core, std::memory_order_relaxed);
   }
 
-  // What a helper does beside busy processes while it holds no task, for which others would wait.
+  // Yields a helper's core beside busy processes while it has no task, because others would wait for a task.
   void settle(int place) {
     Core& own = cores_[place];
     auto now = Clock::now();
     if (now - own.yielded > kSlice) {
-      // Its slice ends now or soon. In the middle of a task the caller would wait for as long as the others' slices.
+      // Its slice ends now or soon. If it ended within a task, the caller would wait for as long as the others' slices.
       sched_yield();
       own.yielded = now = Clock::now();
       note_core(place);
@@ -186,9 +186,9 @@ class ThreadTeam {
     }
   }
 
-  // Moves a helper away from the caller's core, where one of them waits for the other. The system leaves them there: it
-  // wakes a thread where the one that wakes it runs, and to its balance a process that has a core to itself beside two
-  // threads on the other is as good as any.
+  // Moves a helper away from the caller's core, on which one of them waits for the other. The system leaves them there:
+  // it wakes a thread on the core of the thread that wakes it, and its balancing doesn't distinguish a process that has
+  // a core to itself from two threads on one core.
   void leave_core() {
     cpu_set_t allowed;
     if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;

@@ -1,5 +1,5 @@
 // Attention of many queries of one head at once, against keys and values that were packed together: for prompts and
-// encoders, where the products decide. A step's few queries go through attend_heads of rows.h.
+// encoders, in which the products dominate. A step's few queries use attend_heads of rows.h.
 
 #pragma once
 
@@ -12,7 +12,7 @@
 
 namespace fastformer {
 
-// Queries, keys and values as the products read them.
+// Queries, keys and values in the form that the products read.
 template <typename T>
 void store_row(const float* from, int64_t n, T* to) {
   using V = Vec<float>;
@@ -49,7 +49,7 @@ class PackedHead {
     queries_.resize(kRows * dim_), sums_.resize(kRows * dim_);
     for (int64_t begin = 0; begin < rows; begin += kRows) {
       const int64_t m = std::min(kRows, rows - begin);
-      // From the slice of the first key that any of these rows sees, so that sums don't depend on which rows there are.
+      // Starts at the slice of the first key that any of these rows sees, so that sums don't depend on the set of rows.
       const int64_t from = first(begin) / kDepth<T> * kDepth<T>, seen = std::max<int64_t>(0, end(begin + m - 1) - from);
       const int64_t width = round_up(std::max<int64_t>(1, seen), kPanel);
       scores_.resize(kRows * width);
@@ -81,7 +81,7 @@ class PackedHead {
       const T* weights;
       if constexpr (std::is_same_v<T, float>) weights = scores_.data();
       else weights = weights_.data();
-      // An odd last key has a row of zeros beside it, and weighs nothing here.
+      // An odd last key has a row of zeros beside it, and no weight here.
       gemm<T>(m, dim_, round_up(seen, kPair<T>), weights, width, values_.data() + from * kPanel, sums_.data(), dim_,
               false, count_);
       for (int64_t i = 0; i < m; ++i)

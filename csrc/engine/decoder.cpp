@@ -21,14 +21,14 @@ constexpr int64_t kRowsPerWorker = 16;   // below, reading the weights costs mor
 
 int64_t element_size(Precision precision) { return precision == Precision::fp32 ? 4 : 2; }
 
-// Of a cache; it has one at least.
+// The number of blocks in a cache, at least one.
 int64_t blocks_for(int64_t num_tokens) {
   if (num_tokens < 0 || num_tokens > std::numeric_limits<int32_t>::max())
     throw std::length_error("expected room for 0 or more tokens that 32 bits can count");
   return std::max<int64_t>(1, blocks_of(num_tokens));
 }
 
-// Work is cut into as many tasks: with none, nothing would be done.
+// Work is divided into this many tasks: with none, nothing would be done.
 void check_threads(int threads) {
   if (threads < 1) throw std::invalid_argument("expected one thread or more");
 }
@@ -91,7 +91,7 @@ std::vector<int64_t> Session::admit(const std::vector<Ids>& sources, const std::
   try {
     for (size_t i = 0; i < tokens.size(); ++i) {
       TokenCache::Group& group = cache_.add(has_encoder ? sources[i].size() : 0);
-      // Behind an encoder, what a token becomes depends on the source as well.
+      // With an encoder, the states of a token depend on the source as well.
       if (has_encoder) cache_.append(group, tokens[i].size());
       else beginnings[i] = cache_.begin_prompt(group, tokens[i]);
       cached.push_back(beginnings[i].cached);
@@ -106,8 +106,8 @@ std::vector<int64_t> Session::admit(const std::vector<Ids>& sources, const std::
   }
 }
 
-// The sources of the groups from `first` on, each whole. If they are too many to go through
-// the stack together, they are split among the threads.
+// Reads the sources of the groups from `first` on, each whole. If they are too many to go through the stack together,
+// they are split among the threads.
 void Session::read_sources(const std::vector<Ids>& sources, size_t first, int threads) {
   int64_t total = 0, most = kPrefillTokens;
   for (const Ids& source : sources) total += static_cast<int64_t>(source.size());
@@ -119,7 +119,7 @@ void Session::read_sources(const std::vector<Ids>& sources, size_t first, int th
   std::vector<Batch> batches;
   for (size_t i = 0; i < sources.size(); ++i) {
     const int64_t length = sources[i].size();
-    // Where they are split, a batch ends with the source that fills it, so that there are no more batches than planned.
+    // If they are split, a batch ends with the source that fills it, so that there are no more batches than planned.
     if (batches.empty() || batches.back().count() + (is_apart ? 0 : length - 1) >= most) batches.emplace_back();
     batches.back().add(sources[i].data(), length, 0, &cache_.groups[first + i], nullptr, true);
   }
@@ -134,8 +134,8 @@ void Session::read_sources(const std::vector<Ids>& sources, size_t first, int th
   for (const Batch& batch : batches) forward(0).read_sources(batch, threads);
 }
 
-// The prompts of the groups from `first` on, wave by wave. A prompt may be cut into pieces: the tokens before a
-// piece are in the cache by then.
+// Reads the prompts of the groups from `first` on, wave by wave. A prompt may be cut into pieces: the tokens before a
+// piece are in the cache at that time.
 void Session::read_prompts(const std::vector<Ids>& tokens, const std::vector<TokenCache::Beginning>& beginnings,
                            size_t first, int threads) {
   std::vector<size_t> order(tokens.size());
@@ -238,7 +238,7 @@ std::vector<int64_t> Session::run(const std::vector<Search*>& searches, const Id
   return run.steps;
 }
 
-// The groups for each worker: neighbours, about as many rows in each.
+// The groups of each worker: neighbours, with about equal numbers of rows.
 std::vector<Session::Places> Session::partition(const std::vector<Search*>& searches, int workers) const {
   int64_t all = 0, before = 0;
   for (const Search* search : searches) all += search->peak_rows;
@@ -287,7 +287,7 @@ void Session::run_worker(Run& run, Places groups, Ids tokens, Forward& forward, 
       going.push_back(place);
     }
     groups.swap(going);
-    // The run ends, so that the next one shares the rows out again and a worker without rows gets some.
+    // The run ends, so that the next one distributes the rows again and a worker without rows gets some.
     if (groups.empty() || run.rows_left < run.limits.least_rows) run.is_over = true;
     if (run.is_over || steps >= run.limits.max_steps || Clock::now() >= end) return;
     const std::lock_guard lock(run.mutex);

@@ -1,5 +1,5 @@
-// An encoder alone, in one call: texts as ids, or as embeddings, to the states of their tokens, or to a row of each
-// text.
+// An encoder alone, in one call: from texts as ids, or as embeddings, to the states of their tokens, or to one row for
+// each text.
 
 #pragma once
 
@@ -16,7 +16,7 @@ namespace fastformer {
 
 using Ids = std::vector<int32_t>;
 
-// What becomes of the states of a text, in fp32, whatever the precision of the products.
+// The function from the states of a text to its rows, in fp32, whatever the precision of the products.
 enum class Pooling {
   none,           // all of them
   cls,            // the first one
@@ -27,16 +27,16 @@ enum class Pooling {
   weighted_mean,  // the first one weighs 1, the second one 2, and so on
 };
 // By the names of sentence-transformers: "none", "cls", "lasttoken", "mean", "max", "mean_sqrt_len_tokens" and
-// "weightedmean"; std::invalid_argument for another one.
+// "weightedmean"; std::invalid_argument for another name.
 Pooling pooling_named(std::string_view name);
 
 struct Texts {
   std::vector<Ids> ids;
   std::vector<Ids> types;  // of their tokens; none: all are 0
-  // In the place of ids: rows of d_model numbers, one text after the other, and how many each text has.
+  // Instead of ids: rows of d_model numbers, one text after another, and the number of rows of each text.
   const float* embedded = nullptr;
   std::vector<int64_t> lengths;
-  // Of texts between whose tokens padding was left out; an empty list, or none at all: as of one without padding.
+  // For texts from which padding between tokens was omitted; an empty list, or no lists: the text has no padding.
   std::vector<Ids> positions;   // the rows of the table of positions that their tokens have
   std::vector<Ids> places;      // where their tokens stand, rising: attention counts distances in these
   std::vector<int64_t> unseen;  // how many tokens at the beginning of each text attend, and are attended to by none
@@ -50,23 +50,23 @@ struct Texts {
 // Several threads may call one encoder at once.
 class Encoder {
  public:
-  // Throws std::invalid_argument for a model without an encoder. A decoder of it is not run.
+  // Throws std::invalid_argument for a model without an encoder. The model's decoder is not run.
   explicit Encoder(std::shared_ptr<const PackedModel> model);
   ~Encoder();
   Encoder(const Encoder&) = delete;
   Encoder& operator=(const Encoder&) = delete;
 
-  // How many rows encode writes. Throws std::invalid_argument for texts that it doesn't take: without tokens, longer
-  // than max_len, with ids that the vocabulary has not, or types that the model has not; ids, where the model has no
-  // table of embeddings; positions or places that don't fit the tokens or the model's tables; unseen
-  // tokens in a text without others or without places, or where rows are pooled.
+  // The number of rows that encode writes. Throws std::invalid_argument for invalid texts: without tokens, longer than
+  // max_len, with ids outside of the vocabulary, or types that the model lacks; for ids if the model has no table of
+  // embeddings; for positions or places that don't fit the tokens or the model's tables; and for unseen tokens in a
+  // text without other tokens or without places, or with pooling.
   int64_t num_rows(const Texts& texts, Pooling pooling) const;
 
-  // Writes rows of d_model numbers for texts that num_rows takes. normalise: divides each row by its length. The bits
+  // Writes rows of d_model numbers for texts that num_rows accepts. normalise: divides each row by its length. The bits
   // of a text depend neither on its neighbours nor on the number of threads, one or more.
   //
-  // A few tokens go through the stack with all threads sharing each product. Of more, each thread takes texts of its
-  // own, and waits for no other.
+  // A few tokens go through the stack with all threads sharing each product. With more, each thread encodes texts of
+  // its own, and waits for no other.
   void encode(const Texts& texts, Pooling pooling, bool normalise, int threads, float* out);
 
   const PackedModel& model() const { return *model_; }

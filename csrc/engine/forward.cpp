@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kChunk = 256;  // rows: fewer would read the weights more often than pays
 
-// hidden = act(hidden); with a gate the first half times what it gates.
+// hidden = act(hidden); with a gate, the activated first half times the second half.
 void activate_row(Activation activation, float* hidden, int64_t n) {
   for_each_vec<float>(n, [=](int64_t c, int64_t m) {
     const Vec<float> x = Vec<float>::load(hidden + c, m);
@@ -62,7 +62,7 @@ const Candidates& Forward::step(const Batch& batch, const Selection& selection, 
 
 void Forward::add_product(const PackedRows& in, const PackedWeight& weight, float* out, int64_t rows, int threads) {
   const int64_t panels = weight.num_panels, ld = panels * kPanelColumns;
-  // A task reads neighbouring panels, and fetches beyond its last one: the fewer the better.
+  // A task reads neighbouring panels, and prefetches beyond its last one: the fewer tasks the better.
   const int64_t tasks = std::min<int64_t>(panels, threads);
   stages_.push_back({tasks, [=, &in, &weight](int64_t task) {
                        const int64_t begin = panels * task / tasks, end = panels * (task + 1) / tasks;
@@ -138,12 +138,12 @@ void Forward::add_stack(const PackedStack& stack, const Batch& batch, bool is_en
   const int64_t rows = batch.count(), dim = o.d_model, wide = padded(dim), q_dim = o.q_dim();
   const int64_t inner = stack.layers.empty() ? 0 : stack.layers[0].ff1.num_panels * kPanelColumns;
   const int64_t d_ff = stack.layers.empty() ? 1 : stack.layers[0].ff2.k;
-  // All but attention goes on with some rows at a time, whose activations then stay in the cache. Where narrow_ is read
-  // afterwards, it goes on with all of them.
+  // All sub-layers but attention process some rows at a time, whose activations then stay in the cache. If narrow_ is
+  // read afterwards, they process all rows at once.
   const int64_t most = states ? std::min(kChunk, rows) : rows;
   x_.reserve(rows * dim), context_.reserve(rows * q_dim);
   y_.reserve((model_.source_projection.empty() ? most : rows) * wide), hidden_.reserve(most * inner);
-  // The stored keys and values of sources go through here as well.
+  // The stored keys and values of sources use this buffer as well.
   qkv_.reserve(rows * padded(o.qkv_dim()));
   narrow_.resize(most, dim, o.precision), heads_.resize(most, q_dim, o.precision);
   wide_.resize(most, d_ff, o.precision);
@@ -155,7 +155,7 @@ void Forward::add_stack(const PackedStack& stack, const Batch& batch, bool is_en
     if (layer < stack.layers.size()) return in_front ? &stack.layers[layer].norm1 : nullptr;
     return sums || stack.final_norm.empty() ? nullptr : &stack.final_norm[0];
   };
-  // What narrow_ holds of the rows from `first` on, to the layer's queries, keys and values.
+  // Projects the rows of narrow_ from `first` on to the layer's queries, keys and values.
   const auto project_states = [&](size_t layer, int64_t first, int64_t count) {
     if (layer < stack.layers.size())
       add_product(narrow_, stack.layers[layer].qkv, qkv_.data() + first * padded(o.qkv_dim()), count, threads);
@@ -222,13 +222,13 @@ void Forward::add_stack(const PackedStack& stack, const Batch& batch, bool is_en
              [=, this, &stack](int64_t r) { normalise(states + r * dim, stack.final_norm[0], states + r * dim); });
 }
 
-// What the residual stream begins with, of a token.
+// Writes the initial residual stream of a token.
 void Forward::embed(const Batch& batch, bool is_encoder, int64_t row, float* to) const {
   if (!batch.embedded.empty()) std::copy_n(batch.embedded[row], model_.options.d_model, to);
   else model_.embed(is_encoder, batch.ids[row], batch.types.empty() ? 0 : batch.types[row], batch.positions[row], to);
 }
 
-// Likewise of all tokens, where it is projected.
+// Does the same for all tokens, if the embeddings are projected.
 void Forward::add_projection(const Batch& batch, const PackedWeight& projection, int threads) {
   const int64_t rows = batch.count(), dim = model_.options.d_model;
   embedded_.resize(rows, projection.k, model_.options.precision);
@@ -242,7 +242,7 @@ void Forward::add_projection(const Batch& batch, const PackedWeight& projection,
   add_rows(rows, threads, [=, this](int64_t r) { std::copy_n(y_.data() + r * padded(dim), dim, x_.data() + r * dim); });
 }
 
-// Of queries and keys that are normalised over all heads together.
+// Normalises queries and keys over all heads together.
 void Forward::add_head_norms(const PackedLayer& layer, int64_t rows, int threads) {
   const ModelOptions& o = model_.options;
   add_rows(rows, threads, [=, this, &o, &layer](int64_t r) {
@@ -252,7 +252,7 @@ void Forward::add_head_norms(const PackedLayer& layer, int64_t rows, int threads
   });
 }
 
-// The keys and values of sources for all layers of the decoder.
+// Computes the keys and values of sources for all layers of the decoder.
 void Forward::add_stores(const Batch& batch, int threads) {
   const ModelOptions& o = model_.options;
   const int64_t rows = batch.count(), dim = o.head_dim, kv_dim = o.kv_dim(), ld = padded(2 * kv_dim);

@@ -1,6 +1,6 @@
 // Tokens through the stacks of a packed model: sources, prompts, and the tokens of a step.
 //
-// It is a list of stages (thread_team.h) whose tasks each write outputs of their own from whole sums: the bits of a row
+// It is a list of stages (thread_team.h) in which each task writes its own output from whole sums: the bits of a row
 // depend neither on its neighbours nor on the number of threads.
 
 #pragma once
@@ -21,7 +21,7 @@ struct Span {
   const TokenCache::Group* group;  // null: an encoder's, which attend to their own span
   const TokenCache::Row* row;
   bool is_prompt;  // else a step's one token
-  // Of an encoder's, where padding was left out:
+  // For an encoder's text from which padding was omitted:
   const int32_t* places = nullptr;  // where its tokens stand, rising; null: 0, 1, 2 ...
   int64_t unseen = 0;               // tokens at its beginning that attend, and that no token attends to
 };
@@ -31,34 +31,35 @@ struct Batch {
   std::vector<const float*> embedded;  // of an encoder's tokens: d_model numbers each, which are read; or empty
   std::vector<Span> spans;
   int64_t count() const { return static_cast<int64_t>(ids.size()); }
-  // tokens: null, where they are embedded.
+  // tokens: null if they are embedded already.
   void add(const int32_t* tokens, int64_t count, int64_t first_position, const TokenCache::Group* group,
            const TokenCache::Row* row, bool is_prompt);
 };
 
-// Runs one batch at a time, with the buffers between its products. Several instances may run at once over one model and
+// Runs one batch at a time, with the buffers between its products. Several instances may run at once with one model and
 // one cache, as long as their batches belong to different groups.
 class Forward {
  public:
   Forward(const PackedModel& model, const Shortlist& shortlist, TokenCache& cache)
       : model_(model), cache_(&cache), lm_head_(model, shortlist) {}
-  // Of an encoder alone.
+  // For an encoder alone.
   explicit Forward(const PackedModel& model) : model_(model), cache_(nullptr), lm_head_(model, none_) {}
   Forward(const Forward&) = delete;
   Forward& operator=(const Forward&) = delete;
 
-  // Sources through the encoder; stores their keys and values for all layers of the decoder.
+  // Runs sources through the encoder; stores their keys and values for all layers of the decoder.
   void read_sources(const Batch& batch, int threads);
-  // Texts through the encoder, whose normalised states go to `states`, (tokens, d_model); then `finish` runs.
+  // Runs texts through the encoder and writes their normalised states to `states`, (tokens, d_model); then runs
+  // `finish`.
   void encode(const Batch& batch, int threads, float* states, const Stage& finish);
-  // Prompts, or pieces of them, through the decoder.
+  // Runs prompts, or pieces of them, through the decoder.
   void read_prompts(const Batch& batch, int threads);
-  // A token of each row, and what may follow it.
+  // Runs a token of each row, and returns the candidates for the next one.
   const Candidates& step(const Batch& batch, const Selection& selection, int threads);
 
  private:
-  // Adds the stages that take a batch through a stack; after them narrow_ holds the normalised states, or `states`
-  // where that is not null.
+  // Adds the stages that run a batch through a stack; after them narrow_ holds the normalised states, or `states` if
+  // that is not null.
   void add_stack(const PackedStack& stack, const Batch& batch, bool is_encoder, int threads, float* states = nullptr);
   void add_projection(const Batch& batch, const PackedWeight& projection, int threads);
   void embed(const Batch& batch, bool is_encoder, int64_t row, float* to) const;
@@ -70,7 +71,7 @@ class Forward {
   void add_rows(int64_t rows, int threads, F&& row);
   template <typename F>
   void add_heads(const Batch& batch, int threads, F&& attend_heads);
-  // How the residual stream x takes in what a sub-layer gave, and what the next one reads: see join.
+  // How a sub-layer's output enters the residual stream x, and what the next sub-layer reads: see join.
   struct Join {
     const Norm* of_sum = nullptr;  // x = of_sum(x + given), and the next one reads that; the others are null then
     const Norm* of_given = nullptr;
@@ -107,14 +108,14 @@ class Forward {
   Candidates candidates_;
 
   std::vector<Stage> stages_;
-  // Of the tokens of a batch: the residual stream, queries with keys and values, what attention gives. Of some of them:
-  // what a product gives, the inside of the feed-forward network. Rows that a product writes are `padded`.
+  // For the tokens of a batch: the residual stream, queries with keys and values, the output of attention. For some of
+  // them: the output of a product, and the inner rows of the feed-forward network. Rows of products are `padded`.
   FloatBuffer x_, qkv_, context_, y_, hidden_;
-  // What products read: a sub-layer's input, all heads' results, the inside, and embeddings that are projected.
+  // The operands of products: a sub-layer's input, all heads' results, the inner rows, and embeddings to be projected.
   PackedRows narrow_, heads_, wide_, embedded_;
 };
 
-// f.operator()<T>() for what the keys and values are kept as: fp32, and bf16 for what is smaller.
+// Calls f.operator()<T>() for the type of the stored keys and values: fp32, or bf16 for smaller precisions.
 template <typename F>
 void with_cache_type(Precision precision, F&& f) {
   if (precision == Precision::fp32) f.template operator()<float>();

@@ -13,7 +13,7 @@ namespace {
 
 constexpr float kLog2e = 1.44269504f;
 
-// Queries as the cache has its keys.
+// Queries in the type of the cache's keys.
 template <typename T>
 const T* as_cached(const float* q, int64_t n) {
   if constexpr (std::is_same_v<T, float>) return q;
@@ -25,7 +25,7 @@ const T* as_cached(const float* q, int64_t n) {
   }
 }
 
-// What a thread needs for the queries of one head together.
+// The buffers of a thread for the queries of one head together.
 template <typename T>
 struct HeadScratch {
   std::vector<T> keys, values;
@@ -39,7 +39,7 @@ HeadScratch<T>& head_scratch(int64_t elements) {
   return scratch;
 }
 
-// What becomes of the products of a query with its keys before the softmax.
+// Changes the products of a query with its keys before the softmax.
 struct Scores {
   const PositionBias* bias;
   float factor, cap, scale2;  // scale2: of what comes out, in powers of two
@@ -49,12 +49,12 @@ struct Scores {
         factor(o.attention_scale / o.attention_softcap),
         cap(o.attention_softcap),
         scale2(kLog2e * (cap > 0 ? 1 : o.attention_scale)) {}
-  // Those of a head's query with `count` keys from `key` on.
+  // Changes those of a head's query with `count` keys from `key` on.
   void operator()(int64_t head, int64_t query, int64_t key, int64_t count, float* scores) const {
     if (bias) bias->add_to(head, query, key, count, scores);
     if (cap > 0) cap_row(scores, count, factor, cap);
   }
-  // Likewise, of keys with gaps between them: where they stand, and the query.
+  // Does the same for keys with gaps between them, given their places and the query's.
   void operator()(int64_t head, int64_t query, const int32_t* places, int64_t count, float* scores) const {
     for (int64_t i = 0, next; bias && i < count; i = next) {
       next = i + 1;
@@ -91,7 +91,7 @@ void Forward::store_cache(int64_t layer, int64_t head, int64_t slot, const float
   store_row(v, dim, values_of<T>(layer, head) + slot * dim);
 }
 
-// One token's queries, the row q of them all, against those of its keys and values that `slots` says.
+// One token's queries, row q of all of them, against those of its keys and values that `slots` lists.
 template <typename T, typename Change>
 void Forward::attend_token(int64_t layer, const float* q, int64_t begin, int64_t end, const int32_t* slots,
                            int64_t count, float* context, float scale2, Change change) {
@@ -105,7 +105,7 @@ void Forward::attend_token(int64_t layer, const float* q, int64_t begin, int64_t
                          [=](int64_t h, float* scores) { change(first + h, scores); });
 }
 
-// Normalises and turns the queries and keys of a token.
+// Normalises and rotates the queries and keys of a token.
 void Forward::place_queries(const PackedLayer& weights, int64_t row, int64_t position, int64_t begin, int64_t end) {
   const ModelOptions& o = model_.options;
   const int64_t dim = o.head_dim, group = o.num_heads / o.num_kv_heads, q_heads = (end - begin) * group;
@@ -144,7 +144,7 @@ void Forward::attend_self(int64_t layer, const Span& span, int64_t begin, int64_
                   [=](int64_t h, float* scores) { change(h, position, first, count, scores); });
 }
 
-// The queries of one kv head together, which the cache holds by now.
+// The queries of one kv head together; the cache has its keys by now.
 template <typename T>
 void Forward::attend_prompt(int64_t layer, const Span& span, int64_t kv_head) {
   const ModelOptions& o = model_.options;
@@ -154,7 +154,7 @@ void Forward::attend_prompt(int64_t layer, const Span& span, int64_t kv_head) {
   const T *keys = keys_of<T>(layer, kv_head), *values = values_of<T>(layer, kv_head);
   const int32_t* slots = span.row->slots.data();
   const int64_t rows = span.end - span.begin, end = span.first_position + rows;
-  // The products sum keys in slices of kDepth, which lie alike wherever the prompt was cut.
+  // The products sum keys in slices of kDepth, whose places don't depend on where the prompt was cut.
   const int64_t begin = window < 0 ? 0 : std::max<int64_t>(0, span.first_position - window) / kDepth<T> * kDepth<T>;
   HeadScratch<T>& scratch = head_scratch<T>((end - begin) * dim);
   for (int64_t position = begin; position < end; ++position) {

@@ -25,7 +25,7 @@ const GroupedKernels& grouped_kernels() {
   return found;
 }
 
-// Where the bits of input i of a column stand in a group.
+// The place of the bits of input i of a column in a group.
 char& nibble_place(char* group, int64_t lane, int64_t i) {
   const int64_t step = i / 4;
   return group[step / 2 * kStepBytes + lane * 4 + i % 4];
@@ -65,7 +65,7 @@ void pack_column(const Int4Matrix& w, int64_t column, char* panel, int64_t group
   tail.correction[lane] = static_cast<float>(-sum);
 }
 
-// From so many rows on AMX has enough to do for the cost of unpacking and of calls that are a group long.
+// From this many rows on, AMX outweighs the cost of unpacking and of calls for single groups.
 constexpr int64_t kFewestForAmx = 32;
 
 // Tiles of bytes, group by group; the rest is as in the kernels.
@@ -152,7 +152,7 @@ void gemm_int4(const PackedRows& x, int64_t rows, const PackedWeight& w, int64_t
   const int vecs = all.shapes[walk.shape].vecs;
   const int64_t passes = walk.passes();
   const int64_t groups = int4_groups(w.k), group_bytes = int4_group_bytes(w.has_zeros);
-  // A single pass fetches its own stream, further on; several fetch the next panel, the first ones all of it.
+  // A single pass prefetches its own stream; of several passes, the first ones prefetch the whole next panel.
   const int64_t lines = kGroupLines[passes == 1 ? 2 : 1], fetched = groups * kGroupBlocks * lines * 64;
   const int64_t distance = passes == 1 ? kAhead : w.panel_bytes();
   for (int64_t p = begin; p < end; ++p, out += kPanelColumns) {

@@ -12,7 +12,7 @@ namespace {
 
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
-// Puts a value into its place among the k best, downward; of equals the first comes first.
+// Inserts a value at its place among the k best, in descending order; of equal ones the first stays first.
 void insert(float value, int32_t column, int64_t k, float* values, int32_t* columns) {
   int64_t i = k - 1;
   for (; i > 0 && values[i - 1] < value; --i) values[i] = values[i - 1], columns[i] = columns[i - 1];
@@ -107,11 +107,11 @@ void LmHead::scan_shard(int64_t shard, const PackedRows& states, int64_t rows, c
   }
 }
 
-// Takes in 64 logits of a row, the first of them that of column `first`.
+// Adds 64 logits of a row, the first of them that of column `first`.
 void LmHead::keep_best(const float* z, int64_t first, int64_t k, Best& best) {
   using V = Vec<float>;
   for (int64_t c = 0; c < kPanelColumns; c += V::size)
-    // A NaN is above everything.
+    // NaN counts as above everything.
     for (uint32_t above = lanes_above(V::load(z + c), V(best.worst)); above; above &= above - 1) {
       const int64_t lane = c + __builtin_ctz(above);
       if (!(z[lane] < std::numeric_limits<float>::infinity())) {

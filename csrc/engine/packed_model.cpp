@@ -17,7 +17,7 @@ float at(const ModelTensor& tensor, int64_t i) {
 // The columns of an Int4Matrix's bytes.
 int64_t nibble_bytes(int64_t k) { return int4_groups(k) * kInt4Group / 2; }
 
-// Looks tensors up by name, within a prefix.
+// Looks up tensors by name, with a prefix.
 class Names {
  public:
   Names(const ModelTensors& tensors, std::string prefix) : tensors_(tensors), prefix_(std::move(prefix)) {}
@@ -40,7 +40,7 @@ class Names {
     }
     return values;
   }
-  // One of two dimensions, of which the second may be given.
+  // A tensor of two dimensions, of which the second may be given.
   const ModelTensor& table(const std::string& name, int64_t columns = -1) const {
     const ModelTensor& tensor = get(name);
     if (tensor.kind == ModelTensor::Kind::bytes && columns >= 0) columns = nibble_bytes(columns);
@@ -61,7 +61,7 @@ class Names {
     const std::vector<float> biases = find(bias) ? vector(bias, rows, 0) : std::vector<float>();
     const float* from = biases.empty() ? nullptr : biases.data() + begin;
     if (get(name).kind == ModelTensor::Kind::bytes) return PackedWeight(int4(name, begin, end, rows, k), from);
-    // Of a model in int4, what has no groups is packed as int8.
+    // In a model in int4, matrices without groups are packed as int8.
     return PackedWeight(matrix(name, begin, end, rows, k), from,
                         precision == Precision::int4 ? Precision::int8 : precision);
   }
@@ -135,7 +135,7 @@ PackedStack pack_stack(const ModelOptions& o, const Names& names, bool has_cross
   PackedStack stack;
   for (size_t i = 0; i < windows.size(); ++i)
     stack.layers.push_back(pack_layer(o, names.within("layers." + std::to_string(i)), has_cross, windows[i]));
-  // The layers of torch.nn end without a norm, unless it is given.
+  // The layers of torch.nn end without a norm, unless one is given.
   if (names.find("norm.weight") || (o.norm_placement != NormPlacement::sum && !o.is_bare))
     stack.final_norm.push_back({names.vector("norm.weight", o.d_model, 1), names.vector("norm.bias", o.d_model, 0)});
   return stack;
@@ -152,7 +152,7 @@ PositionBias position_bias(const ModelOptions& o, const Names& names, const std:
   return {std::move(values), distances / 2};
 }
 
-// Before anything is divided by one of them, or multiplied by another.
+// Checks options before they are used as divisors or factors.
 const ModelOptions& checked(const ModelOptions& o) {
   constexpr int64_t kMost = 1 << 20;
   const auto is_size = [](int64_t n) { return 1 <= n && n <= kMost; };
@@ -298,7 +298,7 @@ void PackedModel::embed(bool is_source, int32_t token, int32_t type, int64_t pos
   if (input.positions) input.positions.add_to(position, 1, to);
   if (input.types) input.types.add_to(type, 1, to);
   for (const Norm& norm : input.norm) {
-    // Its sums are made before it writes, so it may write where it reads.
+    // The sums are complete before it writes, so it may write in place.
     normalise_row<false, false, float, float, float>(to, nullptr, nullptr, norm.weight.data(), norm.bias.data(), o.eps,
                                                      o.rms_norm, width, nullptr, to);
   }

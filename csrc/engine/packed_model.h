@@ -1,5 +1,5 @@
-// A model as the engine reads it, for decoding or an encoder alone: its weights packed once, for all sessions; nothing
-// in it changes afterwards.
+// A model in the engine's form, for decoding or an encoder alone: its weights are packed once, for all sessions, and
+// never change afterwards.
 
 #pragma once
 
@@ -15,8 +15,8 @@
 
 namespace fastformer {
 
-// A tensor of the model where it lies in memory: contiguous, and read while a model is packed. A matrix of bytes holds
-// the nibbles of an Int4Matrix, (n, 16 * groups); tensors of its name and ".scale" (fp32) and ".zero" (bytes, or none)
+// A tensor of the model in memory: contiguous, and read while the model is packed. A matrix of bytes has the nibbles of
+// an Int4Matrix, (n, 16 * groups); the tensors with its name and ".scale" (fp32) and ".zero" (bytes, or missing) are
 // the rest.
 struct ModelTensor {
   enum class Kind { fp32, bf16, bytes };
@@ -26,7 +26,7 @@ struct ModelTensor {
 };
 using ModelTensors = std::map<std::string, ModelTensor>;
 
-// Where the norms of a sub-layer f stand, x being the residual stream.
+// The place of the norms of a sub-layer f; x is the residual stream.
 enum class NormPlacement {
   pre,   // x + f(norm(x))
   post,  // x + norm(f(x))
@@ -36,7 +36,7 @@ enum class NormPlacement {
 // By these names; std::invalid_argument for another one.
 NormPlacement norm_placement_named(std::string_view name);
 
-// What does not follow from the tensors. A window below zero: none. A soft cap of 0: none.
+// The options that don't follow from the tensors. A window below zero: no window. A soft cap of 0: no cap.
 struct ModelOptions {
   Precision precision;
   int64_t d_model, num_heads, num_kv_heads, head_dim;
@@ -71,7 +71,7 @@ struct Norm {
   std::vector<float> weight, bias;  // ones and zeros where the model has none
 };
 
-// A layer of either stack; what an encoder's lacks is empty.
+// A layer of either stack; the parts that an encoder's layer lacks are empty.
 struct PackedLayer {
   PackedWeight qkv, out, cross_q, cross_kv, cross_out, ff1, ff2;
   Norm norm1, norm2, norm3;          // in front of its sub-layers, or of the sums behind them
@@ -84,15 +84,15 @@ struct PackedLayer {
   }
 };
 
-// What scores get by how far a key lies from its query: relative positions.
+// A bias on scores that depends on the distance from query to key: relative positions.
 class PositionBias {
  public:
   PositionBias() = default;
-  // (num_heads, 2 * reach + 1), from the key that lies `reach` before its query to the one that far behind it; beyond,
-  // all are alike. It is added before the scores are scaled.
+  // (num_heads, 2 * reach + 1), from the key that is `reach` before its query to the key that is `reach` after it; keys
+  // further away have the same bias. It is added before the scores are scaled.
   PositionBias(std::vector<float> values, int64_t reach) : values_(std::move(values)), reach_(reach) {}
   explicit operator bool() const { return !values_.empty(); }
-  // To the scores of a query and `count` keys from `key` on.
+  // Adds the bias to the scores of a query and `count` keys from `key` on.
   void add_to(int64_t head, int64_t query, int64_t key, int64_t count, float* scores) const;
 
  private:
@@ -123,7 +123,7 @@ class Table {
   std::shared_ptr<const std::vector<bfloat16>> narrow_;
 };
 
-// Cosines and sines by which the first `dim` features of a head are turned, of each position.
+// Cosines and sines of each position, which rotate the first `dim` features of a head.
 class RotaryTable {
  public:
   RotaryTable() = default;
@@ -131,7 +131,7 @@ class RotaryTable {
   RotaryTable(const ModelTensor& cos, const ModelTensor& sin, bool interleaved);
   explicit operator bool() const { return dim_ > 0; }
   int64_t rows() const { return dim_ ? static_cast<int64_t>(cos_.size()) / dim_ : 0; }
-  // Turns one head of queries or keys.
+  // Rotates one head of queries or keys.
   void turn(int64_t position, float* head) const;
 
  private:
@@ -140,19 +140,19 @@ class RotaryTable {
   std::vector<float> cos_, sin_;  // as rotate_halves or rotate_neighbours read them; see lay_out_angles
 };
 
-// The tensors' names are those of the model's state_dict, but for "source_embedding", "target_embedding" and "output",
-// which stand for a tied matrix too, and "source_positions", "target_positions", "source_types", "source_projection",
-// "cos" and "sin", its tables, "local_cos" and "local_sin", those of layers that have a window, if they differ, and
-// "encoder_position_bias" and "decoder_position_bias", see PositionBias.
+// The tensors' names are those of the model's state_dict, except for "source_embedding", "target_embedding" and
+// "output", which name a tied matrix too, and "source_positions", "target_positions", "source_types",
+// "source_projection", "cos" and "sin", its tables, "local_cos" and "local_sin", those of layers with a window, if they
+// differ, and "encoder_position_bias" and "decoder_position_bias", see PositionBias.
 class PackedModel {
  public:
   PackedModel(const ModelOptions& options, const ModelTensors& tensors);
 
-  // to = the embedding of a token at a position, normalised where the model has a norm for that: d_model numbers, or as
-  // many as the projection takes. type: of the token, where the model has types.
+  // to = the embedding of a token at a position, normalised if the model has a norm for that: d_model numbers, or the
+  // number of inputs of the projection. type: the token's type, if the model has types.
   void embed(bool is_source, int32_t token, int32_t type, int64_t position, float* to) const;
 
-  // What turns the queries and keys of a layer; null: nothing.
+  // The table that rotates the queries and keys of a layer; null: no rotation.
   const RotaryTable* rotary(const PackedLayer& layer) const {
     const RotaryTable& found = layer.window >= 0 && local_rotary_ ? local_rotary_ : rotary_;
     return found ? &found : nullptr;
@@ -162,10 +162,10 @@ class PackedModel {
   int64_t source_vocab_size() const { return source_.embedding.rows(); }
   int64_t num_token_types() const { return source_.types.rows(); }
   int64_t max_len() const { return max_len_; }
-  // How many positions an encoder's token may be given, and how many places in attention.
+  // The number of positions of an encoder's tokens, and of places in attention.
   int64_t num_positions() const { return source_.positions ? source_.positions.rows() : kNoEnd; }
   int64_t num_places() const { return rotary_ ? rotary_.rows() : kNoEnd; }
-  // Of the weights that a step of one row reads, and an encoder's for a token.
+  // The bytes of weights that a step of one row reads, and those that an encoder reads for a token.
   int64_t step_bytes() const;
   int64_t encoder_bytes() const;
 
@@ -177,7 +177,7 @@ class PackedModel {
  private:
   static constexpr int64_t kNoEnd = int64_t(1) << 30;
 
-  // What a stack's tokens become first.
+  // The input of a stack.
   struct Input {
     Table embedding, positions, types;
     std::vector<Norm> norm;  // one or none

@@ -15,7 +15,7 @@ double length_penalty(int64_t length, double alpha) {
   return std::pow((5.0 + static_cast<double>(length)) / 6.0, alpha);
 }
 
-// Values that can be ordered: no NaN, no +inf.
+// Values that can be ordered: neither NaN nor +inf.
 bool are_sound(const float* values, int64_t count) {
   return std::all_of(values, values + count, [](float value) { return value < kInfinity; });
 }
@@ -129,21 +129,21 @@ class BeamSearch : public Search {
     std::stable_sort(all.begin(), all.end(), [](const Scored& a, const Scored& b) { return a.score > b.score; });
   }
 
-  // What divides the score of a hypothesis of so many tokens.
+  // The divisor of the score of a hypothesis with this many tokens.
   virtual double penalty_of(int64_t length) const { return length_penalty(length, alpha_); }
 
-  // Whether enough is finished, whatever goes on.
+  // Whether enough hypotheses are finished, whatever the live ones become.
   virtual bool is_decided() const {
     return early_stopping_ == EarlyStopping::kYes && static_cast<int64_t>(finished_.size()) == num_beams_;
   }
 
-  // Whether nothing that goes on from such a score can be among the results.
+  // Whether no continuation of a hypothesis with this score can be among the results.
   virtual bool is_hopeless(double score) const {
     return early_stopping_ != EarlyStopping::kYes && static_cast<int64_t>(finished_.size()) >= num_return_ &&
            finished_[num_return_ - 1].score >= score / best_penalty_;
   }
 
-  // Orders results: here the finished stand before the cut, as they come.
+  // Orders results; by these rules the finished ones come before the cut ones, in their order.
   virtual void order(std::vector<Scored>&) const {}
 
   const int64_t num_beams_, num_return_;
@@ -154,7 +154,7 @@ class BeamSearch : public Search {
   std::vector<Scored> finished_;
 
  private:
-  // In the order of its members: the best score, negated, of equals the first beam's lowest id.
+  // Ordered by its members: the best score, negated; of equal ones the first beam's lowest id.
   struct Candidate {
     double negative;
     int32_t beam, token;
@@ -164,7 +164,7 @@ class BeamSearch : public Search {
     }
   };
 
-  // Drops the hopeless beams. Their continuations would rank behind those of all other beams, so that the others find
+  // Drops the hopeless beams. Their continuations would rank behind those of all other beams, so the other beams find
   // the same texts without them.
   void drop_hopeless() {
     size_t rows = is_decided() ? 0 : last_.size();

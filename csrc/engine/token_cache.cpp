@@ -64,7 +64,7 @@ void TokenCache::append(Group& group, int64_t tokens) {
   for (Row& row : group.rows)
     for (int64_t i = 0; i < tokens; ++i) {
       if (row.used == kBlockTokens) {
-        // Dead blocks are looked for as often as a row begins one, which is seldom enough.
+        // Dead blocks are collected whenever a row begins a new block, which is seldom enough.
         if (group.was_reordered) sweep(group);
         row.block = take(group);
         row.used = 0;
@@ -118,7 +118,7 @@ void TokenCache::reorder(Group& group, const std::vector<int32_t>& parents) {
   std::vector<Row> rows(parents.size());
   for (size_t i = 0; i < parents.size(); ++i) {
     rows[i].slots = group.rows[parents[i]].slots;
-    // A row goes on writing where the row in its place wrote.
+    // A row continues to write to the block of the row that was at its place.
     if (i < before) rows[i].block = group.rows[i].block, rows[i].used = group.rows[i].used;
   }
   group.rows.swap(rows);

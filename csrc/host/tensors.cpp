@@ -1,5 +1,5 @@
-// What is bound to one version of PyTorch and of Python: an optional module. Without it csrc/bindings/tensors.cpp
-// answers for the functions here, which read tensors where they lie, in a fraction of the time.
+// The code that is bound to one version of PyTorch and of Python: an optional module. Without it,
+// csrc/bindings/tensors.cpp has these functions. Here they read tensors directly, in a fraction of the time.
 
 #include <c10/core/DispatchKeySet.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -19,7 +19,7 @@ const at::Tensor& tensor_at(PyObject* list, Py_ssize_t i) {
   return THPVariable_Unpack(x);
 }
 
-// The keys of a tensor that is nothing but strided memory, which autograd may see.
+// The keys of a tensor that is only strided memory, which autograd may track.
 uint64_t plain_keys(c10::DispatchKey backend, c10::DispatchKey autocast, c10::DispatchKey autograd) {
   return c10::DispatchKeySet({backend, autocast, autograd, c10::DispatchKey::ADInplaceOrView}).raw_repr();
 }
@@ -35,7 +35,7 @@ Object device_of(PyObject* args, PyObject* places) {
     auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(PyTuple_GET_ITEM(args, i)));
     PyTuple_SET_ITEM(kinds.get(), i, Object::borrowed(type).release());
   }
-  // Not the dict's own lookup: `Places` knows what to do about kinds that it has not met.
+  // Not the dict's own lookup: `Places` handles kinds that are not in it yet.
   const Object where(python::sure(PyObject_GetItem(places, kinds.get())));
   const auto found = [](PyObject* device, bool requires_grad) {
     return Object(python::sure(PyTuple_Pack(2, device, requires_grad ? Py_True : Py_False)));

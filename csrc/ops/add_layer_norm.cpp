@@ -22,7 +22,7 @@ namespace {
 
 constexpr int64_t kGroup = 16;  // rows summed before the sum is added to the block's: long fp32 sums lose digits
 
-// The vector of a parameter in the accumulation type; `absent` throughout where there is none.
+// The vector of a parameter in the accumulation type; all `absent` if the parameter is missing.
 template <typename acc>
 std::vector<acc> widened(const OptionalTensor& parameter, int64_t dim, acc absent) {
   if (!parameter.has_value()) return std::vector<acc>(dim, absent);
@@ -30,12 +30,12 @@ std::vector<acc> widened(const OptionalTensor& parameter, int64_t dim, acc absen
   return {flat.const_data_ptr<acc>(), flat.const_data_ptr<acc>() + flat.numel()};
 }
 
-// Where the rows of x lie: a number of neighbours, such as the heads of a token, `near` apart, and the groups of them
-// `far` apart. So queries and keys are read where a projection has put them side by side.
+// The places of the rows of x: neighbours, such as the heads of a token, are `near` apart, and groups of them `far`
+// apart. So queries and keys are read directly from a projection that has them side by side.
 struct RowPlaces {
   int64_t group = 1, near = 0, far = 0;
 
-  // Those of x, or none where it has to be copied first.
+  // The places in x, or nullopt if x has to be copied first.
   static std::optional<RowPlaces> of(const Tensor& x) {
     const int64_t last = x.dim() - 1;
     if (x.numel() == 0 || x.stride(last) != 1) return std::nullopt;
@@ -90,8 +90,8 @@ void forward(const Tensor& x, const RowPlaces& places, const OptionalTensor& res
   });
 }
 
-// dy, ds, s -> dx (and dresidual, where it is not the same) of one row; adds the row to dw and db. `keep` and ds are
-// null where there are none.
+// dy, ds, s -> dx (and dresidual, if it differs from dx) of one row; adds the row to dw and db.
+// `keep` and ds may be null.
 template <bool kDropout, bool kStream, typename T, typename R, typename acc>
 void backward_row(const T* dy, const R* ds, const R* s, const acc* keep, const acc* w, acc mean, acc rstd,
                   bool rms_norm, int64_t dim, acc* dw, acc* db, T* dx, R* dresidual) {
@@ -135,7 +135,7 @@ void backward(const Tensor& dy, const OptionalTensor& dresidual_out, const Tenso
   T* dxp = dx.mutable_data_ptr<T>();
   R* drp = dresidual.numel() ? dresidual.mutable_data_ptr<R>() : nullptr;
 
-  // Blocks of rows, as many whatever the number of threads: their partial sums are added in order below.
+  // Blocks of rows, whose number doesn't depend on the threads: their partial sums are added in order below.
   const int64_t block = std::max<int64_t>(64, (rows + 63) / 64), blocks = (rows + block - 1) / block;
   std::vector<acc> partial(blocks * 2 * dim, acc(0));
   const auto differentiate_blocks = [&]<bool kDropout, bool kStream>(auto next) {

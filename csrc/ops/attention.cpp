@@ -104,9 +104,9 @@ struct Tile {
   explicit Tile(int64_t head_dim) : out(kQueries * head_dim) {}
 };
 
-// Scales the scores of query i, columns [begin, end) of a block that starts at key j, and puts them under the mask, in
-// base e: a mask's lowest number times log2(e) would be -inf. The score of a masked key becomes -inf whatever it was,
-// NaN too.
+// Scales the scores of query i, columns [begin, end) of a block that starts at key j, and applies the mask, in base e:
+// a mask's lowest number times log2(e) would be -inf. The score of a masked key becomes -inf whatever it was, NaN
+// included.
 template <typename acc>
 void apply(const Mask& mask, int64_t b, int64_t h, int64_t i, int64_t j, int64_t begin, int64_t end, acc scale,
            acc* x) {
@@ -123,7 +123,7 @@ void apply(const Mask& mask, int64_t b, int64_t h, int64_t i, int64_t j, int64_t
   });
 }
 
-// The largest of n numbers, -inf of none. Where one is NaN it may be that one or any other.
+// The largest of n numbers, -inf if n is 0. If one is NaN, the result may be it or any other.
 template <typename acc>
 acc largest_of(const acc* x, int64_t n) {
   using V = Vec<acc>;
@@ -150,7 +150,7 @@ bool advance(acc_t<T> unit, int64_t rows, Tile<T>& tile) {
   uint32_t moved = 0;
   for (int64_t r = 0; r < rows; r += V::size) {
     const V before = V::load(tile.row_max + r), now = max(V::load(tile.largest + r), before);
-    // -inf, where a row has seen nothing yet, would be subtracted from itself.
+    // -inf, the maximum of a row without visible keys so far, would be subtracted from itself.
     const V rescale = exp2((before - max(lowest, now)) * factor);
     now.store(tile.row_max + r);
     rescale.store(tile.rescale + r);
@@ -204,7 +204,7 @@ void attend(const Problem& p, const Mask& mask, const Rows<const T>& q, const Pa
   const acc unit = scaled ? acc(1.4426950408889634) : p.scale2<acc>();
   const acc cap = static_cast<acc>(p.softcap), cap_factor = static_cast<acc>(p.softmax_scale / p.softcap);
   const acc mask_factor = capped ? acc(1) : static_cast<acc>(p.softmax_scale);
-  // What any of the rows sees: from the first row's first key to the last row's last key.
+  // The keys that any of the rows sees: from the first row's first key to the last row's last key.
   const Interval seen{p.keys_of(s, first).begin, p.keys_of(s, first + rows - 1).end};
   const int64_t start = seen.begin / kPanel * kPanel;
   if (seen.empty()) std::fill_n(sums, rows * dim, acc(0));
@@ -276,7 +276,7 @@ void forward(const Problem& p, const OptionalTensor& attn_mask, const Tensor& q,
   int64_t scores = 0;
   for (const Sequence& s : p.sequences) scores += s.seqlen_q * s.keys * p.num_heads;
   const bool parallel = scores > kSerialScores;
-  // Where there are heads enough for the threads, the thread that packs a head also works on all of its queries.
+  // If there are enough heads for the threads, the thread that packs a head also computes all of its queries.
   if (!parallel || kv_heads >= kManyHeads * num_threads()) {
     int64_t largest = 0;
     for (const Sequence& s : p.sequences) largest = std::max(largest, PackedKV<T>::size(p, s));
@@ -308,7 +308,7 @@ void forward(const Problem& p, const OptionalTensor& attn_mask, const Tensor& q,
   std::vector<Task> tasks;
   for (int64_t b = 0; b < p.batch; ++b)
     for (int64_t h = 0; h < p.num_heads; ++h)
-      // The last queries first: under a causal mask they have the most to do.
+      // The last queries come first: under a causal mask they have the most work.
       for (int64_t n = (p.sequences[b].seqlen_q + kQueries - 1) / kQueries; n > 0; --n)
         tasks.push_back({b, h, (n - 1) * kQueries});
   for_each_worker(static_cast<int64_t>(tasks.size()), parallel, [&](auto next) {

@@ -34,8 +34,8 @@ struct Inputs {
   const acc_t<T>* lse;
 };
 
-// Where a mask that is added leaves a row nothing but numbers so large that they swallow its scores, lse has no room
-// for the logarithm of how many keys are alike. Here it is, for query i; else 0.
+// If an added mask leaves a row only numbers so large that they absorb its scores, lse can't represent the logarithm of
+// the number of equal keys. This is that logarithm, for query i; else 0.
 template <typename acc>
 acc log_of_alike(const Problem& p, const Mask& mask, const Sequence& s, int64_t b, int64_t h, int64_t i, acc lse) {
   using V = Vec<acc>;
@@ -54,7 +54,7 @@ acc log_of_alike(const Problem& p, const Mask& mask, const Sequence& s, int64_t 
   return std::log(std::max(acc(1), alike));
 }
 
-// Everything of one query head that the tiles read.
+// All data of one query head that the tiles read.
 template <typename T>
 struct QueryHead {
   using acc = acc_t<T>;
@@ -133,7 +133,8 @@ void transposed_mask(const Mask& mask, int64_t b, int64_t h, int64_t i, int64_t 
   pack<acc>(tile.mask_rows, 1, kKeys, keys, kPanel, tile.mask);
 }
 
-// From S^T and dP^T to (P * keep)^T in tile.scores and dS^T in tile.dscores; under a cap its slope, in tile.slope.
+// Turns S^T and dP^T into (P * keep)^T in tile.scores and dS^T in tile.dscores; under a cap also its slope, in
+// tile.slope.
 template <typename T>
 void tile_gradients(const Problem& p, const Mask& mask, const Sequence& s, const QueryHead<T>& head, int64_t i,
                     int64_t j, int64_t keys, Tile<T>& tile) {
@@ -161,7 +162,7 @@ void tile_gradients(const Problem& p, const Mask& mask, const Sequence& s, const
       const V of_lse = V::load(lse + c);
       if (mask.on) of_mask = V::load(tile.mask + r * kPanel + c);
       if (capped) {
-        // What a boolean mask hides may be NaN, whose slope would outlive it.
+        // Scores that a boolean mask hides may be NaN, whose slope would remain.
         if (mask.boolean) score = where_positive(of_mask, score, V(acc(0)));
         const V bent = tanh(score * cap_factor);
         (V(acc(1)) - bent * bent).store(slope + c);
@@ -187,14 +188,14 @@ void tile_gradients(const Problem& p, const Mask& mask, const Sequence& s, const
       kept.store(x + c);
       (probability * (gradient - V::load(delta + c))).store(ds + c);
     }
-    // Positions that a query does not see may hold anything, NaN included: they are overwritten, never multiplied.
+    // Positions that a query does not see may have any value, NaN included: they are overwritten, never multiplied.
     std::fill(x, x + begin, acc(0)), std::fill(x + end, x + kPanel, acc(0));
     std::fill(ds, ds + begin, acc(0)), std::fill(ds + end, ds + kPanel, acc(0));
     if (capped) std::fill(slope, slope + begin, acc(0)), std::fill(slope + end, slope + kPanel, acc(0));
   }
 }
 
-// The gradient of capped scores becomes that of the products.
+// Turns the gradient of capped scores into that of the products.
 template <typename T>
 void through_cap(int64_t keys, Tile<T>& tile) {
   using V = Vec<acc_t<T>>;
@@ -213,7 +214,7 @@ void add_mask_gradient(const Tensor& dmask, const Sequence& s, int64_t b, int64_
       to[base + (i + c) * stride_q + (j + r) * stride_k] += dscores[r * kPanel + c];
 }
 
-// dK and dV of one kv head, (keys, head_dim), before the scale: of all heads of its group, or of some.
+// dK and dV of one kv head, (keys, head_dim), before the scale: for all heads of its group, or for some.
 template <typename acc>
 struct KeyGradients {
   Buffer<acc> dk, dv;
@@ -273,7 +274,7 @@ KeyGradients<acc_t<T>> attend_backward(const Problem& p, const Mask& mask, const
   return gradients;
 }
 
-// The sums of the parts of one kv head into their places in dk and dv, zeros behind the keys that are seen at all.
+// Writes the sums of the parts of one kv head to dk and dv, with zeros after the keys that are seen at all.
 template <typename T>
 void store_key_gradients(const Problem& p, const Inputs<T>& in, int64_t b, int64_t kv_head,
                          KeyGradients<acc_t<T>>* parts, int64_t num_parts) {
@@ -325,7 +326,7 @@ void backward(const Problem& p, const OptionalTensor& attn_mask, const Tensor& d
                      Rows<T>(dk),        Rows<T>(dv),         lse.const_data_ptr<acc>()};
   int64_t scores = 0;
   for (const Sequence& s : p.sequences) scores += s.seqlen_q * s.keys * p.num_heads;
-  // Neither the tasks nor the chains depend on the number of threads: the order of the sums would, too.
+  // Neither the tasks nor the chains depend on the number of threads, because the order of the sums depends on them.
   const int64_t group = p.num_heads / p.num_kv_heads, kv_heads = p.batch * p.num_kv_heads;
   const int64_t parts = kv_heads < kManyTasks ? group : 1, tasks = kv_heads * parts, heads = group / parts;
   const bool shared = dmask.defined() && (dmask.size(0) != p.batch || dmask.size(1) != p.num_heads);

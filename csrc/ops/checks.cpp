@@ -1,4 +1,4 @@
-// What the package and its tests ask of this library beside the ops.
+// Checks of this library for the package and its tests, besides the ops.
 
 #include <chrono>
 #include <cmath>

@@ -1,13 +1,13 @@
-// Attention of one or a few queries against a key-value cache, which the new keys and values enter first.
+// Attention of one or a few queries to a key-value cache, to which the new keys and values are appended first.
 //
 //   total = cache_seqlens + seqlen_new;   query i of seqlen_q sees keys [0, total - seqlen_q + i] when causal
 //
 // Reading the cache is the cost, so nothing is packed: the keys of a kv head stream through once for all query heads of
 // its group, as dot products, and the values once as a weighted sum. Statistics and sums are fp32 (fp64 for fp64). From
-// kBlocked queries on the products decide, and the blocked kernel of attention.cpp does the work; what a slot table
-// scatters is copied together for it, which is little beside that many queries.
+// kBlocked queries on the products dominate, and the blocked kernel of attention.cpp computes them; scattered tokens of
+// a slot table are gathered for it, which costs little beside this many queries.
 //
-// All numbers that say where to read and write are checked before anything is written.
+// All numbers that determine addresses are checked before anything is written.
 
 #include "common/rows.h"
 #include "common/softcap.h"
@@ -19,7 +19,7 @@ namespace {
 
 constexpr int64_t kBlocked = 16;
 
-// Where the tokens of the cache rows lie: in order, or as the slot table says.
+// The places of the tokens of the cache rows: in order, or according to the slot table.
 struct Places {
   const int32_t* table = nullptr;
   int64_t row_stride = 0, stride = 0;
@@ -29,7 +29,7 @@ struct Places {
     table = slot_table->const_data_ptr<int32_t>();
     row_stride = slot_table->stride(0), stride = slot_table->stride(1);
   }
-  // Calls f with the tokens of a row, as rows.h wants them.
+  // Calls f with the tokens of a row, in the form of rows.h.
   template <typename F>
   void with(int64_t row, F&& f) const {
     if (table) f(BySlot{table + row * row_stride, stride});
@@ -52,7 +52,7 @@ struct Cache {
   T* at(int64_t row, int64_t head) const { return data + row * row_stride + head * head_stride; }
 };
 
-// The new tokens of one row and kv head enter the cache.
+// Writes the new tokens of one row and kv head to the cache.
 template <typename T, typename Tokens>
 void append(const Rows<const T>& fresh, const Cache<T>& cache, Tokens tokens, int64_t row, int64_t head, int64_t count,
             int64_t dim) {
@@ -61,7 +61,7 @@ void append(const Rows<const T>& fresh, const Cache<T>& cache, Tokens tokens, in
                 dim * sizeof(T));
 }
 
-// One call, checked. What a query row reads is a Sequence: its k_batch is the cache row.
+// One call, checked. The keys of a query row are a Sequence: its k_batch is the cache row.
 struct Call {
   Problem p;
   Places places;
@@ -115,8 +115,8 @@ void decode(const Call& call, const Tensor& q, const Cache<T>& k_cache, const Ca
   const int64_t group = p.num_heads / p.num_kv_heads;
   int64_t elements = 0;
   for (int64_t b = 0; b < p.batch; ++b) elements += call.sequence(b).keys * p.num_kv_heads * p.head_dim;
-  // A thread takes a row as a whole where there are enough of them: its tokens lie together, and rows that follow each
-  // other often share theirs.
+  // If there are enough rows, a thread computes whole rows: a row's tokens are close together, and consecutive rows
+  // often share theirs.
   const int64_t heads = p.batch >= 4 * num_threads() ? p.num_kv_heads : 1, parts = p.num_kv_heads / heads;
   for_each_task(p.batch * parts, elements > kSerialElements, [&](int64_t task) {
     const int64_t b = task / parts, first = task % parts * heads;
@@ -150,9 +150,9 @@ void decode(const Call& call, const Tensor& q, const Cache<T>& k_cache, const Ca
   });
 }
 
-// What the queries see of one cache, sequence after sequence: (1, tokens, num_kv_heads, head_dim). A sequence begins at
-// a panel of the blocked kernel, with zeros before the first token that is seen, so that the sums are those of the
-// cache in order.
+// The visible tokens of one cache, sequence after sequence: (1, tokens, num_kv_heads, head_dim). A sequence begins at a
+// panel of the blocked kernel, with zeros before the first visible token, so that the sums are those of the cache in
+// order.
 template <typename T>
 Tensor gathered(const Call& call, const Tensor& cache, const std::vector<Sequence>& sequences, int64_t tokens) {
   const Problem& p = call.p;

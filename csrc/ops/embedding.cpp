@@ -2,8 +2,8 @@
 //
 //   out = dropout(weight[id] * scale + position_table[position])        (a padding id counts as a row of zeros)
 //
-// Forward reads each row it needs and writes the output, nothing else. Backward sorts the tokens by the row they came
-// from and then writes every row of the gradient once: zeros, or the sum over its tokens in their order, whatever the
+// Forward reads only the rows that it needs, and writes the output. Backward sorts the tokens by their rows and then
+// writes every row of the gradient once: zeros, or the sum over its tokens in their order, independently of the
 // threads. Sums are fp32 (fp64 for fp64), in groups.
 
 #include <optional>

@@ -1,10 +1,10 @@
-// All layers of an encoder in one call, without gradients: the forward passes of the other ops in turn, with nothing of
-// Python or of the dispatcher between them. Small batches take most of their time there.
+// All layers of an encoder in one call, without gradients: the forward passes of the other ops in turn, without Python
+// or the dispatcher between them. For small batches, these take most of the time.
 //
 //   post-norm:  x = norm1(x + attention(x)),  x = norm2(x + feed_forward(x))
 //   pre-norm:   x = x + attention(norm1(x)),  x = x + feed_forward(norm2(x))
 //
-// It adds no arithmetic of its own: the same kernels get the same rows as where each op is called by itself.
+// It adds no arithmetic of its own: the same kernels get the same rows as in separate calls of the ops.
 
 #include <cmath>
 #include <optional>
@@ -21,7 +21,7 @@
 namespace fastformer {
 namespace {
 
-// What a layer has, as nn/stack.py lists it: the list outlives it.
+// The parts of a layer, from the list of nn/stack.py, which outlives this object.
 struct Layer {
   static constexpr size_t kTensors = 12;
   const OptionalTensor &norm1_weight, &norm1_bias, &in_weight, &in_bias, &out_weight, &out_bias;
@@ -78,7 +78,7 @@ struct Stack {
   int64_t max_seqlen;
   std::optional<int64_t> window_left, window_right;
 
-  // Whether all tensors are of the shapes and the dtype that the kernels expect.
+  // Whether all tensors have the shapes and the dtype that the kernels expect.
   bool takes(const Layer& layer, const Tensor& x) const {
     const int64_t dim = x.size(-1), kv_dim = dim / num_heads * num_kv_heads;
     const bool gated = activation == "swiglu" || activation == "geglu_tanh";
@@ -167,7 +167,7 @@ OptionalTensor encoder_stack(const Tensor& x, const std::vector<OptionalTensor>&
     }
     return has_final_norm ? end(y, std::nullopt) : y;
   }
-  // The last addition of a layer joins the first norm of the next one.
+  // The last addition of a layer is fused with the first norm of the next one.
   Tensor residual = x, y;
   OptionalTensor delta;
   for (const Layer& layer : layers) {

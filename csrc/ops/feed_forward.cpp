@@ -3,10 +3,10 @@
 //
 //   pre = x W1^T + b1,   hidden = dropout(act(pre)),   out = hidden W2^T + b2
 //
-// Where backward will be asked for, ReLU keeps the hidden alone (kept and positive is hidden > 0); the others keep the
-// pre-activation alone and make the hidden again in backward. Forward 4 rows dim hidden FLOPs, backward twice that.
-// Sums are fp32 (fp64 for fp64) and rounded once, after the bias; a row's result does not depend on how many rows there
-// are.
+// If a backward pass will follow, ReLU saves only the hidden state (kept and positive means hidden > 0); the other
+// activations save only the pre-activation, and recompute the hidden state in backward. Forward takes 4 rows dim hidden
+// FLOPs, backward twice that. Sums are fp32 (fp64 for fp64) and rounded once, after the bias; a row's result does not
+// depend on the number of rows.
 
 #include <optional>
 #include <string_view>
@@ -21,7 +21,7 @@
 namespace fastformer {
 namespace {
 
-// x as memory of type T holds it.
+// x rounded to type T.
 template <typename T>
 Vec<acc_t<T>> rounded(Vec<acc_t<T>> x) {
   if constexpr (std::is_same_v<T, acc_t<T>>) {
@@ -112,7 +112,7 @@ void forward(const Tensor& x, const Tensor& weight1, const OptionalTensor& bias1
               out.mutable_data_ptr<T>());
 }
 
-// A weight with a stride of 1: as it is, also where it is a view of its transpose.
+// A weight with a stride of 1: unchanged, also if it is a view of its transpose.
 Tensor strided(const Tensor& weight) { return weight.t().is_contiguous() ? weight : weight.contiguous(); }
 
 // dy^T x, a contiguous matrix for a contiguous weight and the transpose of one for others.
@@ -123,7 +123,7 @@ Tensor gradient_like(const Tensor& weight, const Tensor& dy, const Tensor& x) {
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// dpre and, where it was not kept, the hidden, from a tile of dhidden = dout W2: columns of a row, from `column` on.
+// dpre and, if it was not saved, the hidden state, from a tile of dhidden = dout W2: columns of a row from `column` on.
 template <typename T>
 void backward_row(Activation activation, const Dropout& dropout, int64_t hidden, int64_t r, int64_t column,
                   int64_t columns, const acc_t<T>* dhidden, const T* saved, T* dpre, T* hidden_row) {

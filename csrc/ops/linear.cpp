@@ -1,5 +1,5 @@
-// A linear map, x W^T + b, and the gradient of its weight, dout^T x: for fastformer/ops/linear.py, which calls
-// them where PyTorch's are slower.
+// A linear map, x W^T + b, and the gradient of its weight, dout^T x: fastformer/ops/linear.py calls them if PyTorch's
+// are slower.
 
 #include "ops/linear.h"
 
@@ -34,7 +34,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias)
     return out;
   }
   const Tensor rows = x.flattened(1);
-  // Rows that lie in one another are what oneDNN's brgemm does not expect.
+  // oneDNN's brgemm doesn't support rows that overlap.
   const Tensor from = rows.stride(1) == 1 && rows.stride(0) >= rows.size(1) ? rows : rows.contiguous();
   const Tensor strided = weight.stride(0) == 1 || weight.stride(1) == 1 ? weight : weight.contiguous();
   const Tensor added = bias ? bias->contiguous() : Tensor();

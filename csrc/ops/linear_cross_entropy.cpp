@@ -1,4 +1,4 @@
-// The last linear map and the cross-entropy, by chunks of rows: the logits of a chunk alone exist at any time.
+// The last linear map and the cross-entropy, in chunks of rows: only the logits of one chunk exist at any time.
 //
 // The vocabulary is cut into tiles of kTileColumns. For each chunk of rows, and on all threads,
 //
@@ -31,8 +31,8 @@ constexpr int64_t kSumRows =
     16;  // rows of dbias summed in fp32 before the sum goes to fp64: long fp32 sums lose digits
 constexpr int64_t kForwardRows = 4096;
 
-// Rows of a chunk whose logits are kept. A large vocabulary gets few, for memory's sake, a small one more: every chunk
-// packs the weight again and goes over all of dW.
+// The rows of a chunk whose logits are stored. A large vocabulary gets few, to save memory, a small one more: every
+// chunk packs the weight again and reads and writes all of dW.
 int64_t chunk_rows(int64_t vocab_size) {
   constexpr int64_t kFewest = 512, kMost = 1024, kLogits = kFewest << 15;
   return std::clamp(kLogits / vocab_size / kRowBlock * kRowBlock, kFewest, kMost);
@@ -167,7 +167,7 @@ struct LinearCrossEntropy {
     if (!losses) return;
     double loss = 0;
     if (counts(chunk.first + r)) {
-      // From differences to the maximum, not from lse - z_y: large logits would cancel there.
+      // Computed from differences to the maximum, not from lse - z_y: large logits would cancel.
       loss = options.on_target * (log - static_cast<double>(chunk.target_logit.data()[r] - largest));
       if (options.on_all != 0) loss += options.on_all * (static_cast<double>(vocab_size) * log - shifted);
       if (options.z_loss != 0) loss += options.z_loss * row_lse * row_lse;

@@ -1,4 +1,4 @@
-// The last linear map and a choice of its best outputs: x W^T tile by tile, of which each row keeps its k best.
+// The last linear map and the choice of its best outputs: x W^T tile by tile; each row keeps its k best.
 //
 // The vocabulary is cut into tiles of kColumns, which the threads take in order. A tile of W is packed (a few rows
 // take it as it lies), all rows are multiplied by it while it is in the cache, and of a row's logits
@@ -40,7 +40,7 @@ bool better(const Candidate<acc>& a, const Candidate<acc>& b) {
   return a.value > b.value || (a.value == b.value && a.index < b.index);
 }
 
-// What one thread has seen of the rows of a chunk: of each its k best, as a heap.
+// One thread's k best of each row of a chunk, as a heap.
 template <typename acc>
 class Best {
  public:
@@ -52,7 +52,7 @@ class Best {
   const Candidate<acc>* end(int64_t row) const { return begin(row) + rows_[row].count; }
   bool used() const { return !rows_.empty(); }
 
-  // Takes n logits of a row, the first of them that of class `first`.
+  // Adds n logits of a row, the first of them that of class `first`.
   void add(int64_t row, const acc* z, int64_t n, int64_t first) {
     using V = Vec<acc>;
     Row& r = rows_[row];
@@ -156,7 +156,7 @@ struct LinearTopK {
           }
           for (int64_t i = 0; i < k; ++i) {
             const acc z = merged[i].value;
-            // Not minus the lse: a large one holds few digits of its fraction.
+            // Not z - lse: a large lse has few digits after the point.
             to[i] = log_probs ? static_cast<acc>(static_cast<double>(z - largest[lane]) - log[lane]) : z;
             indices[row * k + i] = merged[i].index;
           }
