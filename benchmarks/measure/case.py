@@ -1,4 +1,4 @@
-"""What a benchmark declares: shapes, inputs, providers, and what the work costs. The runner does the rest."""
+"""A benchmark's declaration: shapes, inputs, providers, and the cost of the work. The runner does the rest."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from benchmarks.measure.record import SUITES as SUITES
 from fastformer.ops import use_backend
 
 Shape = Mapping[str, Any]
-Inputs = dict[str, Tensor]  # those that require a gradient are differentiated
+Inputs = dict[str, Tensor]  # tensors that require a gradient are differentiated
 Provider = Callable[[Inputs, Shape], Any]
 
 
 class Need(NamedTuple):
-    """What a provider is imported from, and how a reader gets it."""
+    """The module that a provider needs, and the command that installs it."""
 
     module: str
     install: str
@@ -27,37 +27,36 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One op, or one job, as data.
+    """A benchmark of one op, or of one job, as data.
 
     Attributes:
         name: the op's stem, or the job's name.
-        suite: which of SUITES it belongs to.
-        compares_stages: all providers are ours, and are compared with the baseline alone.
-        shapes: by device, "cpu" and "cuda". "threads" in a shape is how many PyTorch computes with. Where a shape has
-            a dropout_p, ours is checked against its reference backend with the same seed; the others draw masks of
-            their own, and are checked without.
-        make_inputs: (shape, device) -> fp32 or integer tensors; floating ones are cast to the dtype.
-        providers: by name; the first is ours.
-        baseline: the provider that ratios are against, and that is right in fp64.
-        modes: "fwd", "bwd" (the graph of one forward pass, differentiated again and again), "fwdbwd", "step" (the
-            provider does all by itself), and "replay" ("fwd" as a CUDA graph, as a decoding engine replays it).
-        dtypes: names of torch dtypes.
-        quick: how many of the shapes `--quick` runs: those that come first, in the first dtype.
-        flops: (shape, mode) -> arithmetic of the useful work.
-        moved: (shape, mode, itemsize) -> bytes read and written at least.
-        tokens: (shape) -> tokens of a call, for a speed in tokens per second; None where it means nothing.
-        only_on: provider -> the one device that it is for.
-        agreement: provider -> the share of its integers that have to be the baseline's; all of them where nothing is
-            said.
-        compiled: the providers that torch.compile makes, which have to prove that they were compiled.
-        checked: (shape) -> the shape at which it is checked, where the baseline in fp64 would take too much memory.
-        without_dropout: (shape) -> that shape without dropout; None where providers have their dropout from elsewhere,
-            and another benchmark checks them.
-        oracles: provider -> what is right in fp64 for it, where that isn't the baseline: cases may ask several
-            questions, such as what a causal mask leaves.
-        left_out: (provider, shape) -> why it isn't timed at a shape, such as the memory it would take; None where it
-            is. Ours and the baseline always are.
-        needs: provider -> what has to be installed for it; where it isn't, the row says how to install it.
+        suite: its suite, one of SUITES.
+        compares_stages: whether all providers are fastformer's, and are compared only with the baseline.
+        shapes: by device, "cpu" and "cuda". "threads" in a shape is PyTorch's number of threads. If a shape has a
+            dropout_p, fastformer is checked against its reference backend with the same seed; the other providers draw
+            masks of their own, and are checked without dropout.
+        make_inputs: (shape, device) -> fp32 or integer tensors; floating-point ones are cast to the dtype.
+        providers: by name; the first is fastformer.
+        baseline: the provider that ratios refer to, and whose fp64 result is correct by definition.
+        modes: "fwd", "bwd" (the graph of one forward pass, differentiated repeatedly), "fwdbwd", "step" (the provider
+            does all of it), and "replay" ("fwd" as a CUDA graph, as a decoding engine replays it).
+        dtypes: the names of torch dtypes.
+        quick: how many of the shapes `--quick` runs: the first ones, in the first dtype.
+        flops: (shape, mode) -> the arithmetic of the useful work.
+        moved: (shape, mode, itemsize) -> the minimum number of bytes read and written.
+        tokens: (shape) -> the tokens of a call, for a speed in tokens per second; None if that has no meaning.
+        only_on: provider -> the one device that it supports.
+        agreement: provider -> the share of its integers that have to equal the baseline's; by default all of them.
+        compiled: the providers made by torch.compile, for which the runner checks that they were compiled.
+        checked: (shape) -> the shape at which it is checked, if the baseline in fp64 would take too much memory.
+        without_dropout: (shape) -> that shape without dropout; None if the providers' dropout comes from elsewhere, and
+            another benchmark checks them.
+        oracles: provider -> the provider that is correct in fp64, if that isn't the baseline: the providers of a
+            benchmark may compute different things, such as attention with a causal mask.
+        left_out: (provider, shape) -> why it isn't timed at a shape, such as the memory it would take; None if it is.
+            fastformer and the baseline always are.
+        needs: provider -> the package that it needs; if that is missing, the row says how to install it.
     """
 
     name: str
@@ -84,15 +83,15 @@ class Benchmark:
 
     @property
     def ours(self) -> str:
-        """The name of the provider that is this library."""
+        """The name of fastformer's provider."""
         return next(iter(self.providers))
 
     def offered(self, device: str) -> dict[str, Provider]:
-        """The providers of a device."""
+        """Returns the providers for a device."""
         return {name: call for name, call in self.providers.items() if self.only_on.get(name, device) == device}
 
     def missing(self, device: str) -> dict[str, str]:
-        """Those of a device that aren't installed, each with how to install it."""
+        """Returns the providers for a device whose packages are missing, each with the way to install it."""
         offered = self.offered(device)
         return {
             name: need.install
@@ -102,7 +101,7 @@ class Benchmark:
 
 
 def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
-    """Fresh leaves in a dtype; what needed a gradient needs one again."""
+    """Copies the inputs as leaves in a dtype; those that required a gradient require one again."""
     return {
         name: t.detach().to(dtype).clone().requires_grad_(t.requires_grad) if t.is_floating_point() else t
         for name, t in inputs.items()
@@ -110,7 +109,7 @@ def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
 
 
 def on_reference(call: Provider) -> Provider:
-    """A provider of ours on the plain PyTorch that runs where there is no kernel. Forward only."""
+    """Runs a provider on fastformer's reference backend, plain PyTorch. Forward only."""
 
     def run(x: Inputs, shape: Shape) -> Any:
         with use_backend("reference"):
@@ -120,12 +119,12 @@ def on_reference(call: Provider) -> Provider:
 
 
 def outputs_of(result: Any) -> list[Tensor]:
-    """What a provider returned, as a list of tensors."""
+    """Returns the result of a provider as a list of tensors."""
     return [result] if isinstance(result, Tensor) else [t for t in result if isinstance(t, Tensor)]
 
 
 def gradients(outputs: list[Tensor], inputs: Inputs, douts: list[Tensor] | None, **options: bool) -> list[Tensor]:
-    """Those of the inputs that require one, for the given output gradients (None: ones)."""
+    """Returns the gradients of the inputs that require one, for the given output gradients (None: ones)."""
     outputs = [output for output in outputs if output.requires_grad]
     douts = (
         [torch.ones_like(o) for o in outputs]
@@ -136,7 +135,7 @@ def gradients(outputs: list[Tensor], inputs: Inputs, douts: list[Tensor] | None,
 
 
 def results(call: Provider, inputs: Inputs, shape: Shape, mode: str, douts: list[Tensor] | None) -> list[Tensor]:
-    """Outputs and, unless only they are asked for, gradients."""
+    """Returns the outputs of a provider and, unless the mode has only outputs, the gradients."""
     if mode == "step":
         return outputs_of(call(inputs, shape))
     if mode in ("fwd", "replay"):
@@ -147,7 +146,7 @@ def results(call: Provider, inputs: Inputs, shape: Shape, mode: str, douts: list
 
 
 def timed_call(call: Provider, inputs: Inputs, shape: Shape, mode: str) -> Callable[[], object]:
-    """What a mode times. The output gradients are there beforehand, as they are in training."""
+    """Makes the call that a mode times. The output gradients exist beforehand, as in training."""
     if mode in ("fwd", "step"):
         return lambda: results(call, inputs, shape, mode, None)
     if mode == "replay":
@@ -161,10 +160,12 @@ def timed_call(call: Provider, inputs: Inputs, shape: Shape, mode: str) -> Calla
 
 
 def captured(function: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """The function's work as a CUDA graph: what replays it; on a CPU the function. A failed capture breaks nothing.
+    """Captures the function as a CUDA graph, and returns a function that replays it; on a CPU, returns the function.
+
+    A failed capture leaves the device usable.
 
     Raises:
-        RuntimeError: the function can't be captured; it waits for the host, say.
+        RuntimeError: the function can't be captured: it waits for the host, say.
     """
     from fastformer.graphs import Graphs
 

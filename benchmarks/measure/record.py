@@ -1,7 +1,7 @@
-"""Results as JSON lines of one schema: what was measured, what came out, on what, from which commit, by which command.
+"""Results as JSON lines of one schema: the work, its result, the machine, the commit and the command.
 
-`FIELDS` is the schema. `check` says how a line breaks it, and a test holds the committed files to it; those of
-`machine_code` and `host_time`, which are about no provider, have forms of their own.
+`FIELDS` is the schema. `check` raises if a line breaks it, and a test checks the committed files. The lines of
+`machine_code` and `host_time`, which have no provider, have forms of their own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Row = Mapping[str, Any]
 
 
 class Field(NamedTuple):
-    """What a line may hold under a name: of which types, whether every line has it, and what it means."""
+    """A field that a line may have: its types, its meaning, and whether every line has it."""
 
     types: tuple[type, ...]
     meaning: str
@@ -36,10 +36,10 @@ class Field(NamedTuple):
 
 
 _TEXT, _NUMBER, _COUNT, _FLAG, _TABLE = (str,), (float, int), (int,), (bool,), (dict,)
-_UNKNOWN = (NoneType,)  # null: not known, or it means nothing here
+_UNKNOWN = (NoneType,)  # null: not known, or it has no meaning here
 
 FIELDS: dict[str, Field] = {
-    # What was measured.
+    # The work that was measured.
     "suite": Field(_TEXT, "one of `case.SUITES`", True),
     "op": Field(_TEXT, "the case: an op's stem, a job's or an experiment's name", True),
     "provider": Field(_TEXT, "what did it", True),
@@ -51,7 +51,7 @@ FIELDS: dict[str, Field] = {
     "data": Field(_TEXT, "what it was trained or measured on"),
     "batching": Field(_TEXT, "how batches were made up"),
     "neighbours": Field(_COUNT, "busy processes beside it"),
-    # Its time: medians and percentiles of undisturbed turns, where there are enough of them.
+    # Its time: medians and percentiles of undisturbed turns, if there are enough of them.
     "ms_p50": Field(_NUMBER, "milliseconds of a call, the median"),
     "ms_p20": Field(_NUMBER, "the 20th percentile"),
     "ms_p80": Field(_NUMBER, "the 80th percentile"),
@@ -77,7 +77,7 @@ FIELDS: dict[str, Field] = {
     "ms_by_threads": Field(_TABLE, "threads -> ms_p50"),
     "ms_quiet": Field(_NUMBER, "ms_p50 without the neighbours"),
     "seconds": Field(_NUMBER, "the whole took so long"),
-    # What the time means.
+    # Derived from the time.
     "tflop_s": Field(_NUMBER + _UNKNOWN, "useful arithmetic, 1e12 operations a second"),
     "gb_s": Field(_NUMBER + _UNKNOWN, "bytes that had to be read and written, 1e9 a second"),
     "tokens_s": Field(_NUMBER + _UNKNOWN, "tokens a second"),
@@ -98,7 +98,7 @@ FIELDS: dict[str, Field] = {
     "error": Field(_NUMBER, "largest difference to what `baseline` gives, as a share of its size"),
     "same_tokens": Field(_COUNT + _UNKNOWN, "outputs that are as ours in fp32"),
     "missing": Field(_TEXT, "how to install a provider that isn't there; such a line has no times"),
-    # What was learned or counted.
+    # Curves and counts.
     "curve": Field(_TABLE, 'a line to draw: "x" and "y" of equal length, "x_label", "y_label"'),
     "value": Field(_NUMBER, "a single figure"),
     "unit": Field(_TEXT, "of `value`"),
@@ -117,7 +117,7 @@ FIELDS: dict[str, Field] = {
     "nats_per_character": Field(_NUMBER, "on held-out text"),
     "exact_match": Field(_NUMBER, "the share of outputs that are right to the letter"),
     "examples": Field(_COUNT, "that `exact_match` is of"),
-    # On what, from what.
+    # The machine and the software.
     "commit": Field(_TEXT, "of this repository", True),
     "dirty": Field(_FLAG + _UNKNOWN, "whether there were uncommitted changes", True),
     "device": Field(_TEXT, "the CPU's or GPU's name", True),
@@ -135,11 +135,11 @@ _TIMES = ("ms_p20", "ms_p50", "ms_p80")
 
 
 def check(row: Row) -> None:
-    """Holds a line to the schema.
+    """Checks a line against the schema.
 
     Raises:
-        ValueError: a field that is unknown, absent or of another type, a number that is none, or fields that
-            contradict each other; it says what was expected and what came.
+        ValueError: a field is unknown, missing or of another type, a number is NaN or infinite, or fields contradict
+            each other; the message says what was expected and what came.
     """
     if unknown := sorted(row.keys() - FIELDS.keys()):
         raise ValueError(
@@ -172,7 +172,7 @@ def check(row: Row) -> None:
 
 
 def environment(device: str) -> dict[str, Any]:
-    """The fields that all lines of a run share."""
+    """Returns the fields that all lines of a run share."""
     try:
         triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -196,9 +196,9 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def command(arguments: list[str]) -> str:
-    """A command line as a reader would type it: a module of benchmarks, and paths without what is this machine's."""
+    """Formats a command line as a reader would type it: a module of benchmarks, without this machine's paths."""
     program = Path(arguments[0]).resolve()
-    if program.stem == "__main__":  # of a package
+    if program.stem == "__main__":  # a package
         program = program.parent
     inside = program.relative_to(ROOT / "benchmarks") if program.is_relative_to(ROOT / "benchmarks") else program
     module = ".".join(inside.with_suffix("").parts) if inside is not program else program.stem
@@ -207,17 +207,17 @@ def command(arguments: list[str]) -> str:
 
 
 def append(path: Path, row: dict[str, Any]) -> None:
-    """Adds a line."""
+    """Appends a line to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file.
+    """Reads the lines of a file.
 
     Raises:
-        ValueError: no such file, or a line that is not a JSON object; it is named.
+        ValueError: the file doesn't exist, or a line isn't a JSON object; the message names it.
     """
     if not path.is_file():
         raise ValueError(f"expected a file of results, but there is no file {path}")
@@ -233,11 +233,11 @@ def read(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-# As /proc/cpuinfo has them.
+# The names in /proc/cpuinfo.
 _CPU_PARTS = (("family", "cpu family"), ("model", "model"))
 
 
-# What was measured, as against what came out and on what: a line has some of these, whichever program wrote it.
+# The fields that identify the measured work, unlike its result and the machine: each program's lines have some of them.
 _IDENTITY = (
     "suite", "op", "mode", "dtype", "precision", "shape", "batching", "model", "data", "provider",
     "kernel", "arch", "triton", "cases",
@@ -245,7 +245,7 @@ _IDENTITY = (
 
 
 def key(row: dict[str, Any]) -> tuple[str, ...]:
-    """What makes two lines comparable: two of the same kind, about the same thing."""
+    """Returns the identity of a line's work: lines with equal keys are comparable."""
     parts = []
     for name in _IDENTITY:
         value = row.get(name)
@@ -257,7 +257,7 @@ def key(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def seconds(row: dict[str, Any]) -> float | None:
-    """What a line says about time: of a call, or of a token where it has that alone; None where it says nothing."""
+    """Returns the time in a line: of a call, or else of a token; None if the line has no time."""
     if row.get("ms_p50"):
         return float(row["ms_p50"]) / 1e3
     return 1 / float(row["tokens_s"]) if row.get("tokens_s") else None
@@ -266,13 +266,13 @@ def seconds(row: dict[str, Any]) -> float | None:
 def _git(*arguments: str) -> str | None:
     try:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
-    except OSError:  # no git here
+    except OSError:  # git is missing
         return None
     return done.stdout.strip() if done.returncode == 0 else None
 
 
 def cpu_name() -> str:
-    """With family and model, where a virtual machine's name says no more than whose CPU it is."""
+    """Returns the name of the CPU, with family and model if a virtual machine's name contains only the vendor."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         pairs = (line.partition(":") for line in info.read_text().partition("\n\n")[0].splitlines())
