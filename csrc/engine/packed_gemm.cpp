@@ -1,4 +1,4 @@
-// Packing, storing and the order of the work behind packed_gemm.h.
+// Packing, storing and the order of the work for packed_gemm.h.
 
 #include "engine/packed_gemm.h"
 
@@ -20,18 +20,18 @@ namespace fastformer {
 namespace {
 
 constexpr int64_t kHugePage = int64_t(2) << 20;
-constexpr int64_t kAhead = 8192;      // bytes that one stream fetches ahead: the best of 2 KiB to 128 KiB on Zen 5
+constexpr int64_t kAhead = 8192;      // bytes that one stream prefetches: the best of 2 KiB to 128 KiB on Zen 5
 constexpr int64_t kPartSteps = 128;   // of a panel: 32 KiB, which stay in L1 while all rows are multiplied with them
-constexpr int64_t kMostInParts = 64;  // rows: more need the parts of their own from farther away than L1
+constexpr int64_t kMostInParts = 64;  // rows: with more, their own parts don't stay in L1
 constexpr int64_t kMostInt8 = 66311;  // k * 255 * 127 < 2^31
 
 int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
-// Neighbours in k that stand in 4 bytes of a row.
+// The number of neighbours in k in 4 bytes of a row.
 int64_t group(Precision precision) { return precision == Precision::fp32 ? 1 : precision == Precision::bf16 ? 2 : 4; }
 
-// Memory for panels: in huge pages where the system gives them (a step of decoding reads all weights, and 4 KiB pages
-// would miss the TLB), one weight after the other, so that what is fetched beyond the end of one is mostly the next.
+// Memory for panels: in huge pages if the system has them (a step of decoding reads all weights, and 4 KiB pages
+// would miss the TLB), one weight after another, so that prefetches beyond the end of one are mostly of the next.
 // A chunk is freed with the last weight in it.
 std::shared_ptr<char> allocate_panels(int64_t bytes) {
   constexpr int64_t kChunk = int64_t(32) << 20;  // pages that are never written take no memory
@@ -54,8 +54,8 @@ std::shared_ptr<char> allocate_panels(int64_t bytes) {
   return {std::move(chunk), first};
 }
 
-// How int8 sees the numbers of a column of W: whole = round(x * inverse), x ~ whole * scale. Both are 0 where all x are
-// (nearly) 0, for 127 / largest would overflow; the scale is NaN where one of them is not finite.
+// The rounding of a column of W to int8: whole = round(x * inverse), x ~ whole * scale. Both are 0 if all x are
+// (nearly) 0, because 127 / largest would overflow; the scale is NaN if one of them is not finite.
 struct Scale {
   float scale = 0, inverse = 0;
 
@@ -78,7 +78,7 @@ int32_t to_whole(float x, const Scale& scale) {
   return scale.inverse == 0 ? 0 : _mm_cvtss_si32(_mm_set_ss(x * scale.inverse));
 }
 
-// What a row of x lies between, zero included.
+// The smallest and the largest number of a row of x, zero included.
 struct Range {
   float low, high;
   bool is_finite;
@@ -89,7 +89,7 @@ Range range_of(const float* x, int64_t k) {
   for_each_vec<float>(k, [&](int64_t c, int64_t count) {
     const V v = V::load(x + c, count);  // zero beyond the end
     high = max(high, v), minus_low = max(minus_low, V(0.f) - v);
-    poison = fmadd(v, V(0.f), poison);  // NaN from a NaN or an infinity on
+    poison = fmadd(v, V(0.f), poison);  // NaN after a NaN or an infinity
   });
   const float width = high.max() + minus_low.max();
   return {-minus_low.max(), high.max(), poison.sum() == 0 && width < std::numeric_limits<float>::infinity()};
@@ -126,7 +126,7 @@ void store_sums(const uint8_t* bytes, int64_t k, int32_t* to, int64_t stride) {
   }
 }
 
-// The 4 bytes of a column in each step lie 256 apart, from `to` on, and are zero already.
+// The 4 bytes of a column in each step are 256 apart, from `to` on, and are zero already.
 void pack_column(const Matrix& w, int64_t column, Precision precision, char* to, PanelTail& tail, int64_t lane) {
   if (precision == Precision::fp32) {
     for (int64_t i = 0; i < w.k; ++i) {
@@ -174,8 +174,8 @@ const Kernels& kernels(Precision precision) {
   return precision == Precision::fp32 ? fp32 : precision == Precision::bf16 ? bf16 : int8;
 }
 
-// Below so many rows of int8 AMX has too little to do. Its sums of bf16 are rounded in an order of their own, so it
-// takes all rows or none: even a single one is multiplied faster than memory gives the weight.
+// Below this many rows of int8, AMX isn't worth its cost. Its sums of bf16 are rounded in a different order, so it
+// multiplies all rows or none: even a single one is multiplied faster than the weight can be read.
 constexpr int64_t kFewestForAmx = 8;
 
 bool takes_brgemm(Precision precision, int64_t rows) {
@@ -184,7 +184,7 @@ bool takes_brgemm(Precision precision, int64_t rows) {
 }
 
 // Rows of bf16 always go in the same groups, by the same kernel of brgemm, and their sums in blocks of steps, as
-// in the other kernels, added up here: with add_C, AMX would go on with the sum so far as one long sum. Integers are
+// in the other kernels, added up here: with add_C, AMX would continue the sum so far as one long sum. Integers are
 // exact in any order.
 template <typename Path>
 void gemm_by_tiles(const PackedRows& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out,
@@ -275,7 +275,7 @@ PackedWeight PackedWeight::columns(const std::vector<int32_t>& candidates) const
     some.panels_ = memory;
     return some;
   }
-  // All that a panel has, its tail included, lies column by column in units of 4 bytes.
+  // A panel, its tail included, is stored column by column in units of 4 bytes.
   for (int64_t i = 0; i < some.n; ++i) {
     const char* from = panel(candidates[i] / kPanelColumns) + candidates[i] % kPanelColumns * 4;
     char* to = memory.get() + i / kPanelColumns * panel_bytes_ + i % kPanelColumns * 4;
@@ -308,7 +308,7 @@ void PackedRows::store(int64_t row, const float* x) {
   if (precision_ == Precision::fp32) {
     std::memcpy(to, x, static_cast<size_t>(k_) * 4);
   } else if (precision_ == Precision::bf16) {
-    // Whole vectors are written: beyond k stand zeros, as the weight has them.
+    // Whole vectors are written: with zeros beyond k, as in the weight.
     const auto store = [&]<bool kAtOnce>() {
       for_each_vec<float>(k_, [&](int64_t c, int64_t count) {
         store_narrow<kAtOnce>(V::load(x + c, count), reinterpret_cast<bfloat16*>(to) + c);
@@ -350,7 +350,7 @@ void gemm(const PackedRows& x, int64_t rows, const PackedWeight& w, int64_t begi
   for (int64_t p = begin; p < end; ++p, out += kPanelColumns) {
     const char *panel = w.panel(p), *next = panel + distance;
     const auto* tail = reinterpret_cast<const PanelTail*>(panel + w.steps() * kStepBytes);
-    // The passes over a panel fetch as much as its steps: what lies between that and the next panel's share.
+    // Prefetches a tail: the passes over a panel prefetch only as many bytes as its steps have.
     for (const char* line = next - tail_bytes; line < next; line += 64) _mm_prefetch(line, _MM_HINT_T0);
     int64_t step = 0, steps;
     do {

@@ -1,7 +1,7 @@
-// The inner loops behind packed_gemm.h: some rows against some vectors of a panel, for each way of multiplying.
+// The inner loops of packed_gemm.h: some rows times some vectors of a panel, for each way of multiplying.
 //
-// A way of multiplying ("path") says what a vector of the weight is (Right), what 4 bytes of a row are once they are
-// broadcast (Left), how they are added to a Sum, and what shapes of accumulators fit the registers.
+// A way of multiplying ("path") defines the type of a vector of the weight (Right), the type of 4 bytes of a row that
+// are broadcast (Left), how their products are added to a Sum, and which shapes of accumulators fit the registers.
 //
 // The dot products are inline assembler that takes and returns values: they need no compiler flag, so that one module
 // serves CPUs with and without them, and GCC 12 copies and spills the accumulators around its builtins (PR 94663),
@@ -22,14 +22,14 @@ namespace fastformer {
 
 constexpr int64_t kStepBytes = 4 * kPanelColumns;
 
-// What follows the steps of a panel.
+// The data after the steps of a panel.
 struct PanelTail {
   float bias[kPanelColumns];
   float scale[kPanelColumns];         // int8
   int32_t correction[kPanelColumns];  // int8: minus the sum of the column
 };
 
-// Which of a sum's blocks of steps this is.
+// The place of a block of steps in its sum.
 struct Block {
   bool first, last;
 };
@@ -38,13 +38,13 @@ struct Block {
 struct Tile {
   const char* left;         // first row
   int64_t left_stride;      // bytes
-  const float* left_scale;  // int8: of each row, and what stands for its zero
+  const float* left_scale;  // int8: the scale of each row, and the byte that means zero
   const int32_t* left_zero;
   const char* right;
   int64_t steps;
   const PanelTail* tail;
   int64_t column;     // of the first vector, in the panel
-  const char* ahead;  // what to fetch meanwhile
+  const char* ahead;  // the memory to prefetch meanwhile
   float* out;
   int64_t ld;
   Block part{true, true};  // the part of the whole sums that `steps` covers; the sums before it are in `out`
@@ -95,7 +95,8 @@ inline V odd_bf16(Ints x) { return as_floats(_mm256_and_si256(x, _mm256_set1_epi
 
 #endif
 
-// What the paths of fp32 sums share: a long sum is one of sums, for what is rounded away grows with the length.
+// The common part of the paths with fp32 sums: a long sum is a sum of sums, because its rounding error grows with its
+// length.
 template <int64_t steps>
 struct FloatSums {
   using Sum = V;
@@ -107,8 +108,8 @@ struct FloatSums {
   }
 };
 
-// What the paths of int8 share: the same arithmetic of floats, whatever gave the integers. kOffset: what a path has
-// taken from the bytes of x.
+// The common part of the int8 paths: the same arithmetic on floats, however the integers were computed. kOffset: the
+// number that a path has subtracted from the bytes of x.
 template <int32_t kOffset>
 struct IntegerSums {
   using Sum = Ints;
@@ -235,7 +236,7 @@ struct MultiplyInt8 : IntegerSums<128> {
   static Right right(const char* p) { return load_ints(p); }
 
  private:
-  // Neighbours of 16 bits. Left to itself GCC 12 keeps the sum in a second register and spills others.
+  // Adds neighbours of 16 bits. Without the assembler, GCC 12 keeps the sum in a second register and spills others.
   static Sum add_products(Sum sum, Ints pairs) {
 #if defined(CPU_CAPABILITY_AVX512)
     const Ints products = _mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
@@ -247,7 +248,7 @@ struct MultiplyInt8 : IntegerSums<128> {
   }
 };
 
-// Walks along kRows rows with a pointer for every fourth: x86 adds up to three times a stride in the address itself.
+// Reads along kRows rows with a pointer for every fourth: x86 adds up to three times a stride in the address itself.
 template <int kRows>
 struct RowPointers {
   static constexpr int kPointers = (kRows + 3) / 4;
@@ -263,8 +264,8 @@ struct RowPointers {
   }
 };
 
-// kRows rows against kVecs vectors of a panel. Meanwhile kLines cache lines a step are fetched from `ahead`: arithmetic
-// and reading go on together.
+// Multiplies kRows rows by kVecs vectors of a panel. Meanwhile kLines cache lines a step are prefetched from `ahead`,
+// so that arithmetic and reading overlap.
 template <typename Path, int kVecs, int kRows, int kLines>
 void rows_times_panel(const Tile& tile) {
   const Tile t = tile;  // a local copy: no store can change it
@@ -323,7 +324,7 @@ void rows_times_panel(const Tile& tile) {
   } while (rest > 0);
 }
 
-// How a panel is multiplied by a number of rows: with the first shape that has room for them, or in groups of nearly
+// The plan to multiply a panel by a number of rows: with the first shape that has room for them, or in groups of nearly
 // the same number of rows, for each slice of the panel's columns.
 struct Walk {
   int shape = 0;
@@ -350,7 +351,7 @@ struct Walk {
   }
 };
 
-// The kernels of a path: by shape, number of rows - 1, and how much is fetched meanwhile. Null: no walk comes there.
+// The kernels of a path: by shape, number of rows - 1, and the amount to prefetch. Null: no walk uses that kernel.
 constexpr int kMostRows = 13;
 template <typename K, int kNumFetches>
 struct KernelTable {
@@ -358,13 +359,13 @@ struct KernelTable {
   using OfRows = std::array<K, kFetches>;
   std::array<Shape, 3> shapes{};
   int num_shapes = 0;
-  int64_t block_steps = 0;  // of a path's sums; 0: it says none
+  int64_t block_steps = 0;  // of a path's sums; 0: it has no blocks
   std::array<std::array<OfRows, kMostRows>, 3> table{};
 };
 
-// Which places of a table are reached. fetches(pass, passes, which): whether a pass may fetch in that way. Most places
-// are not, and compiling their kernels would take two thirds of the time. Up to 64 rows suffice: with more groups the
-// counts only come closer to a shape's rows, and the last passes fetch as those before.
+// The places of a table that are used. fetches(pass, passes, which): whether a pass may prefetch in that way. Most
+// places are unused, and compiling their kernels would take two thirds of the time. Up to 64 rows suffice: with more
+// groups the counts only come closer to a shape's rows, and the last passes prefetch like those before.
 template <typename Path, typename Table, typename F>
 consteval auto reached(F fetches) {
   std::array<std::array<std::array<bool, Table::kFetches>, kMostRows>, Path::kShapes.size()> found{};
@@ -378,7 +379,7 @@ consteval auto reached(F fetches) {
   return found;
 }
 
-// kernel.operator()<vecs, rows, which>() gives the kernel of a place.
+// kernel.operator()<vecs, rows, which>() returns the kernel of a place.
 template <typename Path, typename Table, auto kReached, typename F>
 Table kernel_table(F kernel) {
   constexpr int kNumShapes = Path::kShapes.size();
@@ -405,10 +406,10 @@ Table kernel_table(F kernel) {
 using Kernels = KernelTable<Kernel, 4>;
 constexpr std::array<int, 4> kLines{0, 1, 2, 4};  // cache lines a step
 
-// The first passes over a panel, or over a part of one, fetch what comes next; a single pass reads on and on.
+// The first passes over a panel, or a part of one, prefetch the next data; a single pass prefetches its own stream.
 constexpr int64_t lines_fetched(int64_t passes) { return passes >= 4 ? 1 : passes >= 2 ? 2 : 4; }
 
-// The index in kLines of what a pass fetches.
+// The index in kLines of the amount that a pass prefetches.
 constexpr int fetch_of(int64_t pass, int64_t passes) {
   const int64_t lines = lines_fetched(passes);
   return pass * lines >= 4 ? 0 : lines == 4 ? 3 : static_cast<int>(lines);
