@@ -35,6 +35,9 @@ TILE = 4096
 # cuBLAS finds an aligned leading dimension in any vocabulary.
 PADDING = 64
 WARPS = 8
+# A peak before any logit. Its product with log2(e) is exact, so that `_power` of it and itself is 0: with a value whose
+# product is rounded the FMA leaves the rounding, 1e30 or so, and 2 to that is inf. Not -inf, since -inf - -inf is NaN.
+_NO_PEAK = tl.constexpr(-(2.0**126))
 
 # Arguments whose value must not make another binary: Triton compiles apart for 1 and for multiples of 16.
 _COUNTS = ["num_rows", "vocab_size", "ignore_index", "stride_scale"]
@@ -170,8 +173,7 @@ def _cross_entropy_kernel(
         total = tl.full((BLOCK_M,), 1.0, dtype=tl.float32)
         lse = peak
     else:
-        # Not -inf, since -inf - -inf is NaN where all is -inf so far.
-        peaks = tl.full((BLOCK_M, THREADS), -1e38, dtype=tl.float32)
+        peaks = tl.full((BLOCK_M, THREADS), _NO_PEAK, dtype=tl.float32)
         totals = tl.zeros((BLOCK_M, THREADS), dtype=tl.float32)
         sums = tl.zeros((BLOCK_M, THREADS), dtype=tl.float32)
         for start in range(0, whole, BLOCK_N):

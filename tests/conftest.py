@@ -28,12 +28,13 @@ from typing import Any  # noqa: E402
 import pytest  # noqa: E402
 import torch.utils.deterministic  # noqa: E402
 
-from tests.quick_interpreter import quicken  # noqa: E402
+from tests.quick_interpreter import fuse, quicken  # noqa: E402
 
 DEVICE = "cuda" if HAS_GPU else "cpu"
 
 if not HAS_GPU and importlib.util.find_spec("triton"):
     quicken()
+    fuse()
 
 if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
     # Inductor checks the CPU and not this variable, and on a CPU with AVX-512 mixes 16 lanes with ATen's 8.
