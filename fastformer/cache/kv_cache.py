@@ -106,7 +106,9 @@ class KVCache:
         self._table = BlockTable(host, max_seqlen, max_source_seqlen, num_blocks, size)
         self._on_device = host
         if not self._is_host(self.k.device):
-            self._on_device = Tables.zeros(max_rows, columns * size, source_columns * size, self.k.device)
+            # Tables that any mode may write to: an engine that was made in inference mode may be emptied outside of it.
+            with torch.inference_mode(False):
+                self._on_device = Tables.zeros(max_rows, columns * size, source_columns * size, self.k.device)
         # The step that may be committed, in a list that all views of this cache share (see `tail`).
         self._begun: list[StepTables] = []
 

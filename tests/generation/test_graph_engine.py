@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastformer.cache import KVCache
 from fastformer.generation import GenerateOutput, GenerationConfig, generate
 from fastformer.generation import requests as requests_module
 from fastformer.generation import scheduler as scheduler_module
@@ -407,6 +408,7 @@ def test_graphs_go_when_the_model_has_other_weights(model, watched) -> None:
 
 def test_the_next_engine_of_a_model_finds_the_graphs(model, watched, monkeypatch) -> None:
     monkeypatch.setattr(graph_module, "_KEPT_ON", ("cpu",))
+    monkeypatch.setattr(KVCache, "_is_host", staticmethod(lambda device: False))  # as a GPU has tables of its own
     own = copy.deepcopy(model)
     inputs = ids(3, 9, 5, vocab=VOCAB)
     found = [generate(own, inputs, engine="graph", num_beams=2, max_new_tokens=10) for _ in range(3)]
