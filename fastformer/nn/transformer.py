@@ -74,6 +74,7 @@ class TransformerEncoder(Stack):
         gradient_checkpointing: recompute each layer in the backward pass, to save memory while training.
         packs_weights: in evaluation without gradients on a CPU, compute all layers in one call over a packed copy of
             their weights, which takes as much memory as they do. False makes no copy.
+        packed_precision: the precision of that copy, "fp32", "bf16" or "int8"; None: the weights' own.
     """
 
     def __init__(
