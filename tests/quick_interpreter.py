@@ -1,7 +1,8 @@
 """Triton's interpreter, faster and closer to a device.
 
 `quicken` leaves out repeated work, and tests of kernels take half as long; what a kernel computes stays the same to the
-bit. `fuse` rounds a fused multiply-add once, as a device does. Of a release of Triton that is written otherwise, nothing is changed.
+bit. `fuse` rounds a fused multiply-add once, as a device does. Of a release of Triton that is written otherwise,
+nothing is changed.
 """
 
 from __future__ import annotations
