@@ -33,6 +33,8 @@ def error(value: Tensor, exact: Tensor) -> float:
 def assert_accurate(ours: Tensor, plain: Tensor, exact: Tensor, name: str = "output") -> None:
     """Asserts that err(ours) <= 2 * err(plain) + 1 ulp * max|exact|.
 
+    In fp32 on a GPU, where kernels take three TF32 products for one of fp32, 2**-20 * max|exact| stands for the ulp.
+
     Args:
         ours: the result of the op.
         plain: the result of eager PyTorch in the same dtype.
@@ -43,7 +45,8 @@ def assert_accurate(ours: Tensor, plain: Tensor, exact: Tensor, name: str = "out
     finite = exact.detach().double()
     finite = finite[finite.isfinite()]
     largest = float(finite.abs().max()) if finite.numel() else 0.0
-    ulp = torch.finfo(ours.dtype).eps * largest
+    eps = 2.0**-20 if ours.is_cuda and ours.dtype == torch.float32 else torch.finfo(ours.dtype).eps
+    ulp = eps * largest
     factor = 3.0 if name in RELAXED else 2.0
     err_ours, err_plain = error(ours, exact), error(plain, exact)
     assert err_plain < float("inf"), f"{name}: plain PyTorch itself overflows, so the rule says nothing: other inputs"

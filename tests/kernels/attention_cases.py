@@ -252,5 +252,21 @@ def check(case: Case, dtype: torch.dtype, device: str = "cpu", inputs: dict[str,
                 eager[name], exact[name]
             ), name
             continue
+        if name == "dq" and (rounding := _rounding_of_delta(case, inputs or drawn, exact["out"], dtype)):
+            assert error(value, exact[name]) <= rounding + 3 * error(eager[name], exact[name]), name
+            continue
         rival = eager[name].to(torch.float32) if name == "lse" else eager[name]
         assert_accurate(value, rival, exact[name], name)
+
+
+def _rounding_of_delta(case: Case, inputs: dict[str, Tensor | None], exact_out: Tensor, dtype: torch.dtype) -> float:
+    """Returns how far dq may be off because delta, rowsum(dout * out), is of the rounded output; 0 if that can't show.
+
+    It shows in a row that sees one key, under dropout: dS = dP - delta is 0 there, and out is v / (1 - p), rounded.
+    """
+    dout, k = inputs["dout"], inputs["k"]
+    if not case.dropout_p or case.mask != "additive" or dout is None or k is None:
+        return 0.0
+    out = exact_out.double().reshape(-1, *dout.shape)
+    rounded = ((out.to(dtype).double() - out) * dout.double()).sum(-1).abs().max()
+    return float(rounded * case.scale * k.double().abs().max())

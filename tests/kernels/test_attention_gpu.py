@@ -46,7 +46,7 @@ def test_pair(case: Case, dtype: torch.dtype) -> None:
     check(case, dtype, "cuda")
 
 
-@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
 @pytest.mark.parametrize("case", SINGLES, ids=name_of)
 def test_several_blocks(case: Case, dtype: torch.dtype) -> None:
     """Every option over several tiles of rows and of keys: pipelined steps, atomics, both ends of a range."""

@@ -124,7 +124,9 @@ def test_rotary_of_strided_tensors(device: str) -> None:
     assert torch.equal(run(step, inputs | joint | turned), expected)
     half = {name: inputs[name].half() for name in ("cos", "sin")}
     rounded = {name: t.float() for name, t in half.items()}
-    assert torch.equal(run(step, inputs | half), run(step, inputs | rounded))
+    # Two binaries, whose products and sums a GPU's compiler contracts as it likes.
+    tolerance = 0.0 if device == "cpu" else 1e-5
+    torch.testing.assert_close(run(step, inputs | half), run(step, inputs | rounded), rtol=tolerance, atol=tolerance)
 
 
 def test_turned_keys_are_what_the_op_gives(device: str) -> None:

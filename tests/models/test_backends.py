@@ -49,6 +49,7 @@ def check(backend: str, device: str, dtype: torch.dtype, packed: bool, lengths: 
     config = TransformerConfig(
         vocab_size=1000, d_model=128, num_heads=2, d_ff=256, num_encoder_layers=2, num_decoder_layers=2, max_len=700,
         dropout=0.1, attention_dropout=0.2, activation_dropout=0.1,
+        activation="gelu",  # relu's gradient jumps where rounding moves a value across 0
     )  # fmt: skip
     ours, plain, exact = [], [], []
     for draw in range(small_draws()):

@@ -181,6 +181,8 @@ def run(step: Step, inputs: dict[str, Tensor | None]) -> Tensor:
 @pytest.mark.parametrize("step", STEPS, ids=str)
 def test_accuracy_and_cache(step: Step, dtype: torch.dtype, backend: str, device: str) -> None:
     skip_unless_supported(backend, dtype, device)
+    if backend == "triton" and device != "cpu" and dtype == torch.float32 and step.head_dim > 128:
+        pytest.skip("the kernel refuses such heads in fp32 on a device: the operands of three products would spill")
     ours, plain, exact = [], [], []
     for _ in range(small_draws()):
         inputs = make_inputs(step, dtype, device, unused=1e4 if backend == "reference" else torch.nan)
@@ -269,6 +271,8 @@ TABLE_STEPS = [
 @pytest.mark.parametrize("step", TABLE_STEPS, ids=str)
 def test_table_gives_the_bits_of_the_identity(step: Step, dtype: torch.dtype, backend: str, device: str) -> None:
     skip_unless_supported(backend, dtype, device)
+    if backend == "triton" and device != "cpu" and dtype == torch.float32 and step.head_dim > 128:
+        pytest.skip("the kernel refuses such heads in fp32 on a device: the operands of three products would spill")
     if backend == "triton" and dtype == torch.float64:
         pytest.skip("the kernel has no fp64")
     if is_interpreted() and step.name == "table-many-rows":
@@ -322,6 +326,8 @@ def test_positions_that_the_tables_do_not_have(backend: str, device: str) -> Non
         out = run(step, inputs | tables)
         assert out[0].isnan().all() and out[1].isfinite().all()
         return
+    if device != "cpu":
+        pytest.skip("on a GPU PyTorch's own gather asserts, and ends the process's use of the device")
     with pytest.raises(IndexError, match=r"\bpositions\b"):
         run(step, inputs | tables)
     assert torch.equal(inputs["k_cache"], before)
