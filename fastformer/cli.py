@@ -72,8 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0; 1 for a mistake of the user or of this program; 2 for flags that don't exist or don't fit;
-        after a signal 128 plus its number, so 130 for Ctrl-C. Where standard output takes no more text: a command that
-        saves its work goes on, and its code says how the work went; for others it is 0 if their reader went away, as
+        after a signal 128 plus its number, so 130 for Ctrl-C. If standard output accepts no more text, a command that
+        saves its work continues, and its code says how the work went; for others it is 0 if their reader went away, as
         `head` does, and 1 if a disk is full or the stream was closed.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)

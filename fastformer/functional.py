@@ -39,7 +39,7 @@ class BlockDiagonal:
 
     Attributes:
         seqlens_q: the number of queries of each sequence.
-        seqlens_k: the number of keys of each sequence; None: as many as queries.
+        seqlens_k: the number of keys of each sequence; None: that of its queries.
         window: within each sequence, counted from its own bottom right.
     """
 
@@ -69,7 +69,7 @@ def scaled_dot_product_attention(
     """Computes `torch.nn.functional.scaled_dot_product_attention`, with fastformer's kernels if they support the call.
 
     Other calls, and calls for which `torch.nn.attention.sdpa_kernel` names backends, run on PyTorch's kernels. A query
-    that sees no key gives zeros.
+    that sees no key results in zeros.
 
     Args:
         query: (batch, num_heads, seqlen_q, head_dim), floating point; PyTorch computes other ranks.

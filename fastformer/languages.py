@@ -42,7 +42,7 @@ class LanguageIds(NamedTuple):
     """The ids that tell a model the languages of one text.
 
     Attributes:
-        front, behind: the ids before the source's text, and those behind its EOS.
+        front, behind: the ids before the source's text, and those after its EOS.
         begin: the ids that the translation begins with.
     """
 

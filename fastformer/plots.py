@@ -18,7 +18,7 @@ def draw_attention(
     """Draws cross-attention as a source-target heatmap, one panel a layer, heads averaged.
 
     Args:
-        source, target: the tokens, as `Translator.attention` gives them.
+        source, target: the tokens, as in the result of `Translator.attention`.
         weights: (num_layers, num_heads, len(target), len(source)).
         path: the PNG to write.
         title: the title above the panels.

@@ -41,7 +41,7 @@ class KVCache:
         max_rows: the most rows that decode together.
         max_seqlen: the longest row, in tokens.
         max_source_seqlen: the longest source. None: as long as the memory that is set while nothing is stored.
-        num_sources: the number of sources that num_blocks None makes room for; None: as many as rows.
+        num_sources: the number of sources that num_blocks None makes room for; None: the number of rows.
         num_blocks: the number of blocks that all rows and sources share, including the null block (`NULL_BLOCK`). None:
             enough for max_rows rows and num_sources sources of full length, as long as groups don't shrink (the
             remaining rows may hold blocks that many rows have written to).

@@ -2,10 +2,10 @@
 
 A word is a flag if it begins with two dashes and a letter, and has only letters, digits, `_`, `-` and `.` up to its end
 or its `=`. Everything else is a text: `-red`, `--`, `--Yes, a well-known man`. A word that looks like a flag but
-isn't one of the command's is refused, with a hint at `--`: every word after that is a text. The word behind a flag is
+isn't one of the command's is refused, with a hint at `--`: every word after that is a text. The word after a flag is
 its value, whatever it looks like, unless it is a flag of the command: then it is refused.
 
-A switch (`--greedy`) stands alone, or has its value in the same word (`--greedy=false`). The next word (`--greedy
+A switch (`--greedy`) is a single word, or has its value in the same word (`--greedy=false`). The next word (`--greedy
 false`) is its value only if the command's arguments are complete without that word. A word that may be either an
 argument or the value is refused.
 """
@@ -97,7 +97,7 @@ class Typed:
 
     Attributes:
         arguments: the words that are no flags, in order.
-        flags: names without dashes, with their values; the value of a flag that stands alone is None.
+        flags: names without dashes, with their values; the value of a flag without one is None.
     """
 
     arguments: list[str] = field(default_factory=list)
@@ -206,7 +206,7 @@ def kinds(hint: Any) -> list[Any]:
 
 
 def is_switch(hint: Any) -> bool:
-    """Returns whether a flag may stand alone."""
+    """Returns whether a flag may come without a value."""
     return bool in kinds(hint)
 
 

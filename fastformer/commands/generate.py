@@ -52,13 +52,13 @@ def generate(
 ) -> None:
     """Continues a prompt with a language model.
 
-    It samples, if no flag says otherwise; of a folder of transformers, if its generation_config.json says so. The
+    It samples, unless a flag says otherwise; for a folder of transformers, if its generation_config.json says so. The
     continuation of one prompt is printed as it is made; several, with a line
     of --- between them, or those of beams, at the end.
 
     With --file, or without a prompt, each line is a prompt, of the file or of standard input. All are decoded
     together, and there is a line of output for each, in order: the prompt and its continuation, in which a line end is
-    written as \\n. With --num_return_sequences there are as many lines, each behind the number of its prompt and a tab.
+    written as \\n. With --num_return_sequences there are as many lines, each after the number of its prompt and a tab.
     Empty lines stay empty.
 
     Args:

@@ -45,7 +45,7 @@ def score(
     bleu_tokenize: BleuTokenize = "13a",
     ter: bool = False,
 ) -> None:
-    """Scores translations: against references, or by the probability that a model gives them.
+    """Scores translations: against references, or by their probability in a model.
 
     With --hypotheses it prints BLEU and chrF of the whole corpus, each with sacrebleu's signature of the computation.
     With a RUN it prints a line for each line of --target: the log-probability, its mean for a token, and the
@@ -163,7 +163,7 @@ def _score_text(
     errors: ErrorPolicy,
     max_tokens: int,
 ) -> None:
-    """Prints the scores that a language model gives the texts of a file."""
+    """Prints a language model's scores of the texts of a file."""
     from fastformer.checkpoints import load_models
     from fastformer.commands import listed_paths
     from fastformer.commands._lines import all_lines

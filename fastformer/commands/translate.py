@@ -95,7 +95,7 @@ def translate(
         max_batch_size: rows that are decoded together: lines times beams or samples; by default 512, on a GPU 1,024
         max_batch_bytes: memory for the caches of those rows; by default 512 MiB, on a GPU a quarter of the free memory
         config: a YAML file with options of decoding, such as num_beams: 4; flags override it
-        n_best: above 1, print so many translations of each line, from --num_beams or --do_sample, each on a line of
+        n_best: above 1, print this many translations of each line, from --num_beams or --do_sample, each on a line of
             its own: number of the input line, tab, score (log-probability, for beams with the length penalty), tab,
             translation
         options: the flags of decoding

@@ -48,7 +48,7 @@ _SPELLED = r"pad|/s|unk|0x[0-9A-Fa-f+][0-9A-Fa-f]"
 
 @dataclass(frozen=True)
 class TextForm:
-    """The form that a BPE gives a text before it looks for tokens.
+    """The form into which a BPE changes a text before it looks for tokens.
 
     Attributes:
         normalization: the form that the text is brought to: Unicode's NFKC, which also changes how a text looks ("10²"
@@ -111,7 +111,7 @@ class BPETokenizer:
 
     @property
     def form(self) -> TextForm:
-        """The form that the tokenizer gives a text before it looks for tokens."""
+        """The form into which the tokenizer changes a text before it looks for tokens."""
         return self._form
 
     @property

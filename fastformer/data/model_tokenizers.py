@@ -81,7 +81,7 @@ class ModelTokenizer:
         return [text]
 
     def _said(self, ids: Iterable[int]) -> list[int]:
-        """Returns the ids that stand for text, up to EOS; some may be special tokens."""
+        """Returns the ids that represent text, up to EOS; some may be special tokens."""
         return [i for i in until_eos(ids, self._special_ids, self._vocab_size) if i not in self._unsaid]
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -202,7 +202,7 @@ class SentencePieceTokenizer(ModelTokenizer):
 
 
 class PieceTokenizer(ModelTokenizer):
-    """A SentencePiece model, and a table that gives each piece its id, such as M2M100's.
+    """A SentencePiece model, and a table with the id of each piece, such as M2M100's.
 
     Args:
         processor: the SentencePiece model.
@@ -254,7 +254,7 @@ class PieceTokenizer(ModelTokenizer):
 
 
 class MarianTokenizer(ModelTokenizer):
-    """A SentencePiece model for each side, and a table that gives each piece its id.
+    """A SentencePiece model for each side, and a table with the id of each piece.
 
     Sources and translations are encoded by `encode` and `encode_target`; translations are decoded. A text may begin
     with the code of the target language, ">>fra<<", if the vocabulary has such codes.

@@ -44,7 +44,7 @@ class BadRow:
 
 
 def kind_of(path: str | os.PathLike[str]) -> str | None:
-    """Returns the kind of table that a file's name tells; None: no table."""
+    """Returns the kind of table by a file's name; None: no table."""
     name = os.fspath(path).lower()
     for suffix in _PACKED:
         name = name.removesuffix(suffix)

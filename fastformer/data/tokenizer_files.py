@@ -137,7 +137,7 @@ class ForeignTokenizer:
         ]
 
     def unknown(self, text: str, ids: Sequence[int]) -> list[str]:
-        """Returns the parts of a text that no token stands for; `ids` is the encoded text."""
+        """Returns the parts of a text that no token represents; `ids` is the encoded text."""
         if self.special_ids.unk in ids and self._ids.unk is not None:
             return self._model.unknown(text, self._ids.unk)
         if self._ids.unk is not None:

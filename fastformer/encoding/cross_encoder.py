@@ -90,7 +90,7 @@ class CrossEncoder(FolderModel):
         Args:
             sentences: pairs of texts, read a few thousand at a time; for a classifier of texts, lists of one text each.
                 Two texts in a list or tuple are one pair, and a str is one text.
-            batch_size: the most pairs that are computed together; None: as many as batch_tokens allows.
+            batch_size: the most pairs that are computed together; None: the number that batch_tokens allows.
             show_progress_bar: whether to show a progress bar on standard error.
             activation_fn: the function applied to the logits, (pairs, num_labels); None: the object's.
             apply_softmax: apply a softmax to the scores of several labels, after the activation.
@@ -103,7 +103,7 @@ class CrossEncoder(FolderModel):
             the first dimension.
 
         Raises:
-            ValueError: an item is neither a pair nor a text (the message gives its position).
+            ValueError: an item is neither a pair nor a text (the message has its position).
         """
         limits = check_limits(batch_tokens, batch_size)
         is_one, inputs = _inputs(sentences)

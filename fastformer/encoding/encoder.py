@@ -113,7 +113,7 @@ class Encoder(FolderModel):
             sentences: a text, or texts: a list, an array, a generator, ... They are read a few thousand at a time.
             prompt_name: the name of the prompt in front of each text; None: default_prompt_name.
             prompt: the text of the prompt, in place of a name.
-            batch_size: the most texts that are computed together; None: as many as batch_tokens allows.
+            batch_size: the most texts that are computed together; None: the number that batch_tokens allows.
             show_progress_bar: whether to show a progress bar on standard error.
             output_value: "sentence_embedding", or "token_embeddings": a list with a tensor (seqlen, d_model) for each
                 text.
@@ -130,7 +130,7 @@ class Encoder(FolderModel):
             (texts, dim) in fp32; (dim,) for a single text, and (0, dim) for an empty list.
 
         Raises:
-            ValueError: an item is not a text (the message gives its position), or prompt_name is unknown.
+            ValueError: an item is not a text (the message has its position), or prompt_name is unknown.
         """
         if output_value not in ("sentence_embedding", "token_embeddings"):
             raise ValueError(f"expected output_value sentence_embedding or token_embeddings, got {output_value!r}")

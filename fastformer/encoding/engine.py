@@ -54,7 +54,7 @@ class _Packed(NamedTuple):
 
 
 class Gaps(NamedTuple):
-    """The places of texts' tokens in rows from which padding was omitted. An empty list stands for 0, 1, 2 and so on.
+    """The places of texts' tokens in rows from which padding was omitted. An empty list means 0, 1, 2 and so on.
 
     Attributes:
         positions: the row of the table of positions that each token of each text has.
@@ -276,7 +276,7 @@ def pack_encoder(model: BERT, precision: str, last_position: Tensor | None = Non
     Args:
         model: the encoder.
         precision: see `EncoderEngine`.
-        last_position: (d_model,), a row behind the model's table of positions, which only `Gaps` may name; None: none.
+        last_position: (d_model,), a row after the model's table of positions, which only `Gaps` may name; None: none.
     """
     reason = EncoderEngine.why_unsupported(model, precision)
     if reason is not None:

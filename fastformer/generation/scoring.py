@@ -1,4 +1,4 @@
-"""Forced decoding: the log-probabilities that a model gives to existing tokens."""
+"""Forced decoding: a model's log-probabilities of existing tokens."""
 
 from __future__ import annotations
 

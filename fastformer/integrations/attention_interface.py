@@ -1,4 +1,4 @@
-"""The function behind transformers' attention "sdpa": fastformer's in models that `accelerate` patched, else its own.
+"""The function of transformers' attention "sdpa": fastformer's in models that `accelerate` patched, else its own.
 
 The config of a patched model still says "sdpa", for the code of transformers and of users that looks for that name. An
 attribute of the modules says which ones are patched.

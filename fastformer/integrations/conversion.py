@@ -31,7 +31,7 @@ def from_huggingface(model: nn.Module) -> Transformer | GPT | BERT:
     BART's learned positions are never used, and are omitted: position 0 here is row 2 of its table. A T5 doesn't scale
     its scores, so the weights of queries are larger here by sqrt(d_kv), and their gradients smaller; this is exact if
     sqrt(d_kv) is a power of two. If a T5's heads don't fill d_model, heads of zeros do, which stay zeros in training.
-    Its dropout behind the final norms is omitted. Its max_len is n_positions, but no table ends there, so you may set
+    Its dropout after the final norms is omitted. Its max_len is n_positions, but no table ends there, so you may set
     `config.max_len` to more. If its head is untied, its one embedding becomes one for each side. An mT5 converts back
     to a T5.
 
@@ -63,8 +63,8 @@ def from_huggingface(model: nn.Module) -> Transformer | GPT | BERT:
             MistralForCausalLM, MinistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Olmo2ForCausalLM,
             Olmo3ForCausalLM or Phi3ForCausalLM; GemmaForCausalLM, Gemma2ForCausalLM or Gemma3ForCausalLM;
             GPTNeoXForCausalLM or Starcoder2ForCausalLM; or an encoder, with the head that classifies texts or without
-            one: BertModel and BertForSequenceClassification, likewise of RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT,
-            MPNet, ELECTRA and ModernBERT. The head of their ForMaskedLM is omitted.
+            one: BertModel and BertForSequenceClassification, and the same classes of RoBERTa, XLM-RoBERTa, CamemBERT,
+            DistilBERT, MPNet, ELECTRA and ModernBERT. The head of their ForMaskedLM is omitted.
 
     Raises:
         ValueError: the model is of another class, or has settings that fastformer's models don't have.
@@ -139,7 +139,7 @@ def to_huggingface(model: Transformer | GPT | BERT) -> PreTrainedModel:
         model: a `GPT` becomes the first decoder in the list of `from_huggingface` that has its options, a `BERT` the
             first encoder, or its ForSequenceClassification if it has a head. A `Transformer` has to have full
             attention, and LayerNorm of eps 1e-5. With positions "halves" it becomes a MarianMTModel, or if it is
-            pre-norm a PegasusForConditionalGeneration. With positions "concatenated", which begin behind PAD's id
+            pre-norm a PegasusForConditionalGeneration. With positions "concatenated", which begin after PAD's id
             (`first_position`), and pre-norm it becomes an M2M100ForConditionalGeneration. With positions "learned" and
             `embedding_norm` it becomes a BartForConditionalGeneration, or if it is pre-norm an
             MBartForConditionalGeneration. With positions "relative" it becomes a T5ForConditionalGeneration, for which

@@ -225,7 +225,7 @@ class _Texts(NamedTuple):
         ids, types: the token ids and token types of each text.
         kept: (batch, seqlen), True at the tokens of the texts; None: there is no padding.
         shape: the shape of the call's input_ids.
-        gaps: the places of the tokens; None: each text stands at the beginning of its row, without gaps.
+        gaps: the places of the tokens; None: each text is at the beginning of its row, without gaps.
     """
 
     ids: list[list[int]]

@@ -42,7 +42,7 @@ _KNOWN = if_written_in(_losses(), nn, transformers)
 
 
 def are_losses_known() -> bool:
-    """Returns whether the functions behind the heads' losses are PyTorch's and transformers' own."""
+    """Returns whether the functions that compute the heads' losses are PyTorch's and transformers' own."""
     return _losses() == _KNOWN
 
 
@@ -162,7 +162,7 @@ def _source(head: nn.Module) -> ModuleType:
 
 
 def _behind_the_last(counts: Tensor) -> Tensor | None:
-    """Returns the positions (batch, seqlen) behind each row's last one that counts: the loss doesn't depend on them.
+    """Returns the positions (batch, seqlen) after each row's last one that counts: the loss doesn't depend on them.
 
     None if they are few, or if reading them would make the host wait.
     """

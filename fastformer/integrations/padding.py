@@ -156,7 +156,7 @@ def _why_not(owner: nn.Module, plan: _Plan) -> str | None:
 
 
 def _is_called_plainly(owner: nn.Module) -> bool:
-    """Returns whether a call of an owner gives the result of its class's forward, apart from the dtype.
+    """Returns whether a call of an owner has the result of its class's forward, apart from the dtype.
 
     Hooks of PyTorch and transformers, and the wrappers by which the accelerate library casts a model's output, read no
     positions.

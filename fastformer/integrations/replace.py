@@ -1,4 +1,4 @@
-"""Gives accelerated modules another class in place, and gives them their own class back.
+"""Changes the class of accelerated modules in place, and restores their own class.
 
 Parameters, buffers, submodules and hooks don't move, and neither does the object that optimizers, wrappers and the
 parent module know. The new class is also derived from the old one, so `isinstance` answers as before.
@@ -127,7 +127,7 @@ def restore_class(module: nn.Module) -> bool:
 def forget_restored_forward(module: nn.Module) -> None:
     """Removes a forward from a module's attributes if it is the same as the class's forward.
 
-    Code that records a module's output by patching its forward leaves this attribute behind.
+    Code that records a module's output by patching its forward leaves this attribute on the module.
     """
     if _is_of_its_class(module, "forward"):
         del module.__dict__["forward"]

@@ -245,7 +245,7 @@ class BERT(PretrainedModel):
                 pooler of the first token).
 
         Returns:
-            (batch, d_model). Texts without tokens give zeros before the pooler.
+            (batch, d_model). The rows of texts without tokens are zeros before the pooler.
 
         Raises:
             ValueError: another kind; "pooler" for a model without a pooler; hidden states that don't fit the layout.

@@ -41,7 +41,7 @@ class GPT(PretrainedModel):
     the loss skips targets of -100.
 
     Parameters: `embedding.weight`, `embedding.position.table` (learned), `decoder.*` as in
-    `torch.nn.TransformerEncoder` (and `DecoderOnlyLayer`), and `output.weight` where it isn't tied.
+    `torch.nn.TransformerEncoder` (and `DecoderOnlyLayer`), and `output.weight` if it isn't tied.
 
     Args:
         config: the settings; `GPT.from_preset("tiny", vocab_size=...)` knows "tiny", "small", "gpt2", "llama-small" and

@@ -161,9 +161,9 @@ class PretrainedModel(nn.Module):
 
         It rounds the weights of attention and linear layers, of the embedding and of the output; norms, biases and
         learned positions stay unchanged. The copy is an ordinary model of the same dtype, and remembers its
-        `precision`, also when it is copied or moved: `generate` computes it in that where it can, `save_pretrained`
-        writes it in about a quarter of fp32's bytes (int8) or a seventh (int4), and `from_pretrained` gives the same
-        weights back. A state_dict holds the rounded weights, but not the precision. Training moves the weights off
+        `precision`, also when it is copied or moved: `generate` computes in it if it can, `save_pretrained`
+        writes it in about a quarter of fp32's bytes (int8) or a seventh (int4), and `from_pretrained` returns the same
+        weights. A state_dict holds the rounded weights, but not the precision. Training moves the weights off
         their grid, and saving rounds them again.
 
         Args:

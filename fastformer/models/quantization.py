@@ -239,7 +239,7 @@ def packed_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor
 def packed_entries(
     model: nn.Module, entries: dict[str, Entry], precision: str, found: Mapping[str, Entry]
 ) -> dict[str, Entry]:
-    """Returns the names, shapes and dtypes of the entries that `packed_state` gives for a model.
+    """Returns the names, shapes and dtypes of the entries of a model's `packed_state`.
 
     Args:
         model: on any device, "meta" too.

@@ -1,4 +1,4 @@
-"""Rotary positions beyond the lengths that a model was first trained on: the angular speeds that each method gives.
+"""Rotary positions beyond the lengths that a model was first trained on: the angular speeds of each method.
 
 A pair i of the rotated features turns by position * base^(-2i / rotary_dim), its plain speed; a method slows pairs
 down, and may lengthen queries and keys. The names of the parameters are those of transformers' `rope_parameters`.
@@ -50,7 +50,7 @@ class RotaryScaling(dict[str, Any]):
     Args:
         values: `kind`, one of "linear", "dynamic", "llama3", "yarn" and "longrope", and the parameters of that kind
             under transformers' names. "longrope" needs `factor` or `attention_factor`: transformers derives the factor
-            from max_position_embeddings / original_max_position_embeddings where it isn't given.
+            from max_position_embeddings / original_max_position_embeddings if it isn't given.
 
     Raises:
         ValueError: an unknown kind or parameter, one that is missing, or a value that is not allowed.

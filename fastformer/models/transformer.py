@@ -291,7 +291,7 @@ class Transformer(PretrainedModel):
 
         Returns:
             The memory: (batch, seqlen, d_model) or (total, d_model). Pass the same layout on as `memory_layout`
-            (`SequenceLayout.from_ids(source, config.special_ids.pad)` where there was none).
+            (`SequenceLayout.from_ids(source, config.special_ids.pad)` if none is given).
 
         Raises:
             ValueError: ids out of the vocabulary, a sequence longer than max_len, PADs before a token and no layout.

@@ -112,7 +112,7 @@ def weights_size(folder: Path) -> int:
 
 
 def to_bytes(state: dict[str, Tensor], notes: Mapping[str, str]) -> bytearray:
-    """Returns a safetensors file with its checksum. The same tensors and notes give the same bytes."""
+    """Returns a safetensors file with its checksum. The same tensors and notes result in the same bytes."""
     data = bytearray(safetensors_library().save(state, {"format": "pt", **notes, "sha256": _NO_DIGEST}))
     # The library writes the metadata in another order each time.
     size = int.from_bytes(data[:8], "little")

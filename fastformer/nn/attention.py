@@ -65,9 +65,9 @@ class MultiheadAttention(Projections):
     """`torch.nn.MultiheadAttention` on the fused attention ops ("Attention Is All You Need", section 3.2).
 
     Same constructor, forward signature and state_dict keys; boolean masks are True = ignore, as in torch.nn. It differs
-    where torch.nn is inconsistent: a query that sees no key gives zeros (before the output projection) in every mode,
-    never NaN, and `need_weights` returns the distribution before dropout. When dropout acts, its probability is rounded
-    to a multiple of 1/256 (0.1 to 26/256).
+    where torch.nn is inconsistent: a query that sees no key results in zeros (before the output projection) in every
+    mode, never NaN, and `need_weights` returns the distribution before dropout. When dropout acts, its probability is
+    rounded to a multiple of 1/256 (0.1 to 26/256).
 
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: as in
@@ -155,7 +155,7 @@ class MultiheadAttention(Projections):
             query: (seqlen_q, batch, embed_dim), or (batch, seqlen_q, embed_dim) with batch_first, or (seqlen_q,
                 embed_dim), or packed (total_q, embed_dim) with a packed layout, or nested (batch, any lengths,
                 embed_dim), which must also be key and value, and for which the only mask is the causal one.
-            key, value: likewise, with kdim and vdim. None if a static cache holds them.
+            key, value: of the same form, with kdim and vdim. None if a static cache holds them.
             key_padding_mask: (batch, seqlen_k), bool (True = ignore) or added to the scores.
             need_weights: also return the distribution, which has to be materialised for that.
             attn_mask: (seqlen_q, seqlen_k) or (batch * num_heads, seqlen_q, seqlen_k), bool (True = ignore) or added.

@@ -58,7 +58,7 @@ def append_cached(
     Args:
         cache: the cache of a self-attention.
         q: (rows, seqlen, num_heads, head_dim), or packed (total, num_heads, head_dim).
-        k, v: likewise, of num_kv_heads.
+        k, v: of the same form, with num_kv_heads.
         window_left: the number of keys before its own that a query sees; None = all.
         packed: the layout of packed prompts.
         position_bias: added to the scores; see `MultiheadAttention`.

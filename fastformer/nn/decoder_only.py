@@ -20,13 +20,13 @@ _PLACEMENTS = ("pre", "post", "both")
 class DecoderOnlyLayer(TransformerEncoderLayer):
     """A `TransformerEncoderLayer` with norm_first, other placements of the norms, and sub-layers that may be parallel.
 
-    With F the attention or the feed-forward network, a sub-layer gives
+    With F the attention or the feed-forward network, a sub-layer returns
 
         "pre":  x + F(norm(x))                   GPT-2, Llama
         "post": x + post_norm(F(x))              OLMo 2
         "both": x + post_norm(F(norm(x)))        Gemma 2 and 3
 
-    and, in parallel, the layer gives x + attention(norm1(x)) + feed_forward(norm2(x)) (GPT-NeoX). Dropout acts on the
+    and, in parallel, the layer returns x + attention(norm1(x)) + feed_forward(norm2(x)) (GPT-NeoX). Dropout acts on the
     terms that are added to x.
 
     Parameters: those of `TransformerEncoderLayer`; `norm1` and `norm2` are None for "post", and `post_norm1` and

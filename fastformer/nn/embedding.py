@@ -102,8 +102,8 @@ class PositionalEncoding(nn.Module):
 class Embedding(nn.Embedding):
     """`torch.nn.Embedding` with the scale, the positions and the dropout of a Transformer's input in the same pass.
 
-    Parameters: `weight`, as in torch.nn, and those of `position`. The id `padding_idx` gives zeros (plus its position),
-    whatever its row of the weight holds: if the matrix is also the output projection's, that row is trained.
+    Parameters: `weight`, as in torch.nn, and those of `position`. The embedding of `padding_idx` is zeros (plus its
+    position), whatever its row of the weight holds: if the matrix is also the output projection's, that row is trained.
 
     Args:
         num_embeddings, embedding_dim, padding_idx, device, dtype: as in `torch.nn.Embedding`.
@@ -215,7 +215,7 @@ class RotaryEmbedding(nn.Module):
         base: the slowest of the angular speeds is near 1 / base.
         interleaved: rotate neighbouring pairs (the paper) instead of the two halves (GPT-NeoX, Llama).
         device, dtype: the device and dtype of the tables.
-        speeds: (head_dim // 2,) radians per position instead of those that the base gives.
+        speeds: (head_dim // 2,) radians per position instead of those that follow from the base.
         scale: the factor of cosines and sines.
     """
 
@@ -262,7 +262,7 @@ class RelativePositionBias(nn.Module):
         num_heads: the number of heads of the attention.
         num_buckets: the number of buckets for all distances.
         max_distance: larger distances count as this one.
-        is_causal: whether keys behind their query, which doesn't see them, have no buckets; else they have half.
+        is_causal: whether keys after their query, which doesn't see them, have no buckets; else they have half.
         device, dtype: the device and dtype of the table.
 
     Raises:

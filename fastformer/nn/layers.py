@@ -440,7 +440,7 @@ class TransformerDecoderLayer(_Layer):
         Args:
             tgt: (seqlen_q, batch, d_model), or (batch, seqlen_q, d_model) with batch_first, or (seqlen_q, d_model), or
                 packed (total_q, d_model); a stack passes a `ResidualStream`.
-            memory: the encoder's output, likewise; not needed if the cache holds its keys and values.
+            memory: the encoder's output, in the same form; not needed if the cache holds its keys and values.
             tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask, tgt_is_causal, memory_is_causal: as in
                 torch.nn; see `MultiheadAttention`.
             layout, memory_layout: the layouts of tgt and memory.

@@ -13,7 +13,7 @@ linear = unchecked_linear
 
 
 class Linear(nn.Linear):
-    """torch.nn's Linear on `linear`; `fastformer.accelerate` gives this class to linear maps of known models."""
+    """torch.nn's Linear on `linear`; `fastformer.accelerate` changes linear maps of known models to this class."""
 
     def forward(self, input: Tensor) -> Tensor:
         """See torch.nn."""

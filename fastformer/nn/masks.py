@@ -76,7 +76,7 @@ def right_padding_lengths(mask: Tensor) -> Tensor | None:
 def attended_lengths(mask: Tensor) -> Tensor | None:
     """Counts each row's keys up to the last one that a key_padding_mask doesn't hide, on the mask's device.
 
-    Kernels get these lengths in addition to the mask. All keys behind a length are hidden by the mask anyway, so the
+    Kernels get these lengths in addition to the mask. All keys after a length are hidden by the mask anyway, so the
     blocks of right padding can be skipped; the mask still applies to the keys before it. The host doesn't wait for the
     device, so this also works in compilers, tracers and CUDA graphs.
 

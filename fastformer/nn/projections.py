@@ -90,7 +90,7 @@ class Projections(nn.Module):
 
         Args:
             key: (seqlen_k, batch, kdim), or (batch, seqlen_k, kdim) with batch_first, or packed (total_k, kdim).
-            value: likewise; None: the same tensor as key.
+            value: of the same form, with vdim; None: the same tensor.
 
         Returns:
             k and v: (batch, seqlen_k, num_kv_heads, head_dim), or (total_k, num_kv_heads, head_dim).

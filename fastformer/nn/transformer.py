@@ -107,10 +107,10 @@ class TransformerEncoder(Stack):
                 (total, d_model).
             mask, src_key_padding_mask: bool (True = ignore) or additive; see `MultiheadAttention`.
             is_causal: the mask is the causal one (and needn't be given); None: read the mask, see `is_causal_mask`.
-            layout: how src lies in memory.
+            layout: the layout of src in memory.
             cache: keys and values of earlier tokens. src's own are appended and the lengths advanced (by the layout's
-                seqlens where it is given); attention is causal. A packed src is the prompts of rows that are empty.
-            rotary: rotates queries and keys; a list: of each layer.
+                seqlens if it is given); attention is causal. A packed src is the prompts of rows that are empty.
+            rotary: rotates queries and keys; a list: one for each layer.
             position_bias: added to the scores of every layer; see `MultiheadAttention`.
 
         Returns:
@@ -257,13 +257,13 @@ class TransformerDecoder(Stack):
         Args:
             tgt: (seqlen_q, batch, d_model), or (batch, seqlen_q, d_model) with batch_first, or (seqlen_q, d_model), or
                 packed (total_q, d_model).
-            memory: the encoder's output, likewise; None if the cache already holds its keys and values.
+            memory: the encoder's output, in the same form; None if the cache already holds its keys and values.
             tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask: bool (True = ignore) or additive.
             tgt_is_causal: tgt_mask is the causal one (and needn't be given); None: read it, see `is_causal_mask`.
             memory_is_causal: memory_mask is the causal one.
             layout, memory_layout: how tgt and memory lie in memory.
             cache: keys and values of earlier tokens. The first call stores the memory's; every call appends tgt's and
-                advances the lengths (by the layout's seqlens where it is given); self-attention is causal. A packed
+                advances the lengths (by the layout's seqlens if it is given); self-attention is causal. A packed
                 tgt is the prompts of rows that are empty. For inference. The only mask is the first call's
                 memory_key_padding_mask.
             rotary: rotates queries and keys of the self-attention.
@@ -498,7 +498,7 @@ class Transformer(nn.Module):
                 packed (total, d_model).
             src_mask ... memory_is_causal: as in `torch.nn.Transformer`.
             layout: how tgt lies in memory.
-            memory_layout: how src lies in memory.
+            memory_layout: the layout of src in memory.
 
         Returns:
             tgt's shape.

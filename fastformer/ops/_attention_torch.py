@@ -1,6 +1,6 @@
 """Attention through PyTorch's own fused CPU kernels, for machines without the C++ extension.
 
-This module calls the functions behind `scaled_dot_product_attention` directly, because they also return and accept lse.
+This module directly calls the functions of `scaled_dot_product_attention`, because they also return and accept lse.
 They process the keys in blocks, so only a mask (not the scores) is ever materialised. They treat NaN under a mask
 differently from the reference, so a result that is not finite is computed again by the reference.
 """

@@ -1,7 +1,7 @@
 """Dropout by counter: every backend drops the same elements, in forward and backward, and stores no mask.
 
 Philox4x32 with 7 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; 7 rounds pass BigCrush).
-One call gives four 32-bit words, that is sixteen decisions of 8 bits, and four calls serve 64 columns:
+One call returns four 32-bit words, that is sixteen decisions of 8 bits, and four calls serve 64 columns:
 
     column  = 64 * group + 8 * pair + 2 * call + odd             pair < 8, call < 4, odd < 2
     key     = (seed low 32 bits, seed high 32 bits)
@@ -85,7 +85,7 @@ def _place(device: torch.device) -> tuple[int | None, bool]:
 def draws_seeds_together(forward: Callable[P, T]) -> Callable[P, T]:
     """Wraps a model's forward pass so that on a GPU its dropouts draw 64 seeds in one launch.
 
-    On a CPU, where a draw is a function call, each seed is drawn separately. Equal generator states give equal seeds.
+    On a CPU, where a draw is a function call, each seed is drawn separately. Equal generator states mean equal seeds.
     """
 
     @functools.wraps(forward)

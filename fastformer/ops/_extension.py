@@ -2,8 +2,8 @@
 
 - `_ops_<isa>`: the ops, one library per instruction set. It calls only PyTorch's stable C functions: it works with
   every PyTorch from 2.11 on, and doesn't depend on Python.
-- `_engine_<isa>`: the decoding engine, searches and encoders, likewise. It doesn't depend on PyTorch, and works with
-  every Python.
+- `_engine_<isa>`: the decoding engine, searches and encoders, one library per instruction set. It doesn't depend on
+  PyTorch, and works with every Python.
 - `_host_torch<version>`: the code that reads PyTorch's own objects. It is built for one PyTorch and one Python, and is
   optional.
 """

@@ -182,7 +182,7 @@ def decode_attention(
         softcap: as in `attention`.
 
     Returns:
-        (batch, seqlen_q, num_heads, head_dim), q's dtype. Queries without visible keys give zeros.
+        (batch, seqlen_q, num_heads, head_dim), q's dtype. The rows of queries without visible keys are zeros.
 
     Raises:
         ValueError: shapes or dtypes don't agree, k is given without v or with cache_batch_idx, or a cache can't be

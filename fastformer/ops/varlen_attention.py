@@ -290,7 +290,7 @@ def varlen_attention(
         q: (total_q, num_heads, head_dim), floating point.
         k: (total_k, num_kv_heads, head_dim), q's dtype.
         v: the same shape and dtype as k.
-        cu_seqlens_q: (batch + 1,) int32, ascending from 0. Rows after the last entry give zeros.
+        cu_seqlens_q: (batch + 1,) int32, ascending from 0. The results of rows after the last entry are zeros.
         cu_seqlens_k: (batch + 1,) int32.
         max_seqlen_q: the length of the longest sequence of q, or more.
         max_seqlen_k: the length of the longest sequence of k, or more.

@@ -80,7 +80,7 @@ class Watch:
     """Counts and times requests, and writes the access log: a line of JSON for each request, without its texts.
 
     Args:
-        app: the application behind it.
+        app: the application that gets the requests.
         traffic, metrics: record the requests.
         template_of: returns the route's template of a path, so that no client can invent labels.
         respond: makes the response for an error that the application has not handled.
@@ -163,10 +163,10 @@ class Watch:
 class Gate:
     """Checks a request's key, the time and size of its body, and that the server still accepts requests.
 
-    The routes behind it receive the whole body at once.
+    The routes that it protects receive the whole body at once.
 
     Args:
-        app: the application behind it.
+        app: the application that gets the requests.
         limits: the limits of the body.
         traffic: says whether new requests are refused.
         keys: a request needs one of them; empty: no request needs a key.
@@ -302,7 +302,7 @@ _TOO_LARGE = bytes(bytearray(b"too large"))  # an object of its own, compared by
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
-    """Makes a `receive` that returns a body that was already read, then the messages behind it."""
+    """Makes a `receive` that returns a body that was already read, then the messages after it."""
     is_told = False
 
     async def told() -> Message:

@@ -28,7 +28,7 @@ def protocol_of(limits: Limits) -> type[HttpToolsProtocol]:
 
 
 class _Together:
-    """A transport that sends all data of one turn of the event loop in one call: a head and the body behind it.
+    """A transport that sends all data of one turn of the event loop in one call: a head and the body after it.
 
     Args:
         transport: the connection's transport.

@@ -190,7 +190,7 @@ class TrainConfig(Machine, Validation, Optimisation, Tokens, Filters, Data, Mode
 
 
 def split_at_commas(text: str | None) -> list[str]:
-    """Splits the value of a setting that takes several; None gives none."""
+    """Splits the value of a setting that takes several values; None has no values."""
     return [] if text is None else [value.strip() for value in text.split(",")]
 
 

@@ -33,7 +33,7 @@ def read_contents(folder: Path) -> Any:
 
     Raises:
         OSError: the folder has no table.
-        pickle.UnpicklingError: the table is damaged, or names something other than what describes tensors.
+        pickle.UnpicklingError: the table is damaged, or names something other than tensors' descriptions.
     """
     with (folder / ".metadata").open("rb") as file:
         return _PlainUnpickler(file).load()

@@ -43,7 +43,7 @@ class Data:
     Attributes:
         tokenizer: the tokenizer of both sides, or a `PairTokenizer`.
         train: encoded examples, in memory or in shards.
-        val: likewise, in memory.
+        val: the same for validation, in memory.
         val_texts: the validation pairs as text, for scores; empty for a language model.
         weights: (examples,) fp32: how often an epoch contains each training example; None: once, or as the shards say.
         val_characters: the number of characters of a language model's validation text.

@@ -1,7 +1,7 @@
 """Catches the signals by which users and schedulers end a training, so that the training can save its state first.
 
 Ctrl-C (SIGINT), SIGTERM (a container or a scheduler ends the job), SIGHUP (the terminal went away) and SIGUSR1 (the
-notice that a scheduler gives before it takes the machine back) all mean the same: save and end. The exit code is then
+notice of a scheduler that is about to stop the machine) all mean the same: save and end. The exit code is then
 128 plus the signal's number, as shells have it: 130, 143, 129, 138.
 """
 

@@ -64,7 +64,7 @@ def split(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Splits a state into the tensors of which each process holds a part, and the rest.
 
     Returns:
-        The tensors by name, and a copy of the state without them; its "parts" say where each belongs. It is a copy
+        The tensors by name, and a copy of the state without them; its "parts" have the place of each. It is a copy
         because it is written when all parts are on the disk: by then later updates have changed the optimizer's counts.
     """
     tensors: dict[str, Tensor] = {}

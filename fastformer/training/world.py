@@ -394,8 +394,9 @@ def _shard_weights(model: nn.Module, mesh: Any, *, by_layer: bool) -> None:
     Args:
         model: the model to shard.
         mesh: the mesh of the processes.
-        by_layer: each layer of each stack by itself, whose weights are whole while it computes, and what is left: the
-            embeddings, which two sides may share. Otherwise all together, which are whole during an update.
+        by_layer: shard each layer of each stack separately, so that its weights are whole only while it computes, and
+            then the rest: the embeddings, which two sides may share. False: shard all weights together; they are whole
+            during an update.
     """
     # Imported here, as everything of sharding is: it takes as long as the rest of a training's imports.
     from torch.distributed.fsdp import FSDPModule, fully_shard

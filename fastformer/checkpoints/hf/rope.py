@@ -92,10 +92,10 @@ def longest(settings: Mapping[str, Any], options: Mapping[str, Any], *, grows: b
 
 
 def original_length(settings: Mapping[str, Any]) -> int | None:
-    """The length beyond which a model with "longrope" turns all tokens by its long factors.
+    """Returns the length beyond which a model with "longrope" rotates all tokens by its long factors.
 
     Args:
-        settings: of the model.
+        settings: the settings of the model.
 
     Returns:
         The length; None if the model has no "longrope", has it in some layers only, or has no positions beyond.
@@ -115,10 +115,10 @@ def original_length(settings: Mapping[str, Any]) -> int | None:
 
 
 def beyond_original(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a model that computes at any length what the given one computes beyond its `original_length`.
+    """Returns the settings of a model that computes any length as the given one does beyond its `original_length`.
 
     Args:
-        settings: of a model that has an `original_length`.
+        settings: the settings of a model that has an `original_length`.
 
     Raises:
         ValueError: see `read_rope`.

@@ -1,4 +1,4 @@
-"""Checks whether the C++ engine supports a model, and gives the reason if it doesn't.
+"""Checks whether the C++ engine supports a model, and returns the reason if it doesn't.
 
 The engine computes the same as a model's modules without calling them. So it supports a model only if calling the
 modules would make no difference: every module is the library's own and as the config makes it, without hooks or

@@ -15,11 +15,11 @@ _FILE = Path(__file__).with_name("index.html")
 
 
 def router(service: Any, limits: Any) -> APIRouter:
-    """The page, for whatever model is served: it asks `/v1/info` which one that is.
+    """Returns the routes of the page, which is the same for all models: it asks `/v1/info` which one is served.
 
     Args:
         service: not needed; each router takes it.
-        limits: the same.
+        limits: not needed, either.
     """
     text = _FILE.read_text(encoding="utf-8")
     headers = {
@@ -38,7 +38,7 @@ def router(service: Any, limits: Any) -> APIRouter:
 
 
 def policy(page: str) -> str:
-    """The Content-Security-Policy of a page: its own inline script and style, requests to its own host, and no more.
+    """Returns the Content-Security-Policy of a page: its own inline script and style, and requests to its host.
 
     Its script may not turn texts into markup either ("require-trusted-types-for"): a model's text is never markup.
     """
