@@ -149,8 +149,9 @@ class Help(DefaultHelpFormatter):
         return str(super()._format_args(action, default_metavar))
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        # jsonargparse's own way to append to a list, which these flags do without it
-        return re.sub(r", --\w+\+(?: \S+)?", "", str(super()._format_action_invocation(action))).rstrip()
+        # jsonargparse's own way to append to a list, which these flags do without it. Python 3.13 and newer write the
+        # placeholder of a value once, at the end, and older ones behind each name.
+        return re.sub(r"(?: \S+)?, --\w+\+( \S+)?", r"\1", str(super()._format_action_invocation(action))).rstrip()
 
 
 def _hint(action: argparse.Action) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from functools import partial
 
@@ -70,7 +71,7 @@ def test_sampling_is_the_default_and_the_help_says_so(run, capsys) -> None:
         main(["generate", "--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert "--stop STOP a text" in text and "--stop+" not in text and "(list)" not in text
-    assert "--greedy take the best token always" in text
+    assert re.search(r"--greedy [^-]*\bwithout sampling\b.*?default: false", text)
 
 
 def test_what_is_drawn_is_printed_as_it_comes(run, monkeypatch) -> None:
