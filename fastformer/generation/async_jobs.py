@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from fastformer.generation.scheduler import Load
 from fastformer.generation.text_io import failure
@@ -204,7 +204,8 @@ class Place:
     """A place in the queue that is reserved for a request that isn't made yet."""
 
 
-class Event(NamedTuple, Generic[R]):
+@dataclass(frozen=True, slots=True)
+class Event(Generic[R]):  # no named tuple: a generic one needs Python 3.11
     """A new token of one of a box's requests; without a token (None), the end of the request."""
 
     box: Box[R]
@@ -214,12 +215,12 @@ class Event(NamedTuple, Generic[R]):
 
 def deliver(events: Sequence[Event[R]]) -> None:
     """Delivers events to their boxes; runs in the event loop that all of these boxes share."""
-    for box, place, token in events:
-        if token is None:
-            box.has_ended[place] = True
+    for event in events:
+        if event.token is None:
+            event.box.has_ended[event.place] = True
         else:
-            box.tokens[place].append(token)
-        box.woken.set()
+            event.box.tokens[event.place].append(event.token)
+        event.box.woken.set()
 
 
 class Answers(Generic[R]):
