@@ -179,6 +179,8 @@ def test_an_encoder_alone(kind, monkeypatch):
 )
 def test_compiles_as_one_graph_with_a_mask(kind, mode):
     """As the plain model does: no value of the mask is looked at."""
+    if kind is T5ForConditionalGeneration and torch.__version__.startswith("2.11."):
+        pytest.skip("torch 2.11 compiles no plain T5 in one graph: transformers copies its config in forward")
     torch._dynamo.reset()
     model = getattr(kind(make("t5").config).double(), mode)()
     given = {"input_ids": IDS, "attention_mask": RIGHT.long()}
