@@ -114,6 +114,8 @@ def stubbed() -> Iterator[None]:
             (attention, "architecture", lambda x: 90),
             (attention_backward, "architecture", lambda x: 90),
             (_attention_hopper, "architecture", lambda x: 90),
+            (_attention_hopper, "FORWARD", ()),  # the plain form, except where the kernels for sm_90 are asked for
+            (_attention_hopper, "BACKWARD", ()),
             (_attention_hopper, "_processors", lambda device: 132),
             (JITFunction, "_do_compile", stub_compile),
         ):
@@ -158,7 +160,10 @@ def _attention() -> dict[str, Callable[[], object]]:
 
 def _attention_hopper_plans(arguments: tuple[Any, ...], gradients: tuple[Any, ...]) -> dict[str, Callable[[], object]]:
     """Makes the same calls with the kernels for sm_90."""
-    with mock.patch.object(_attention_hopper, "ENABLED", True):
+    with (
+        mock.patch.object(_attention_hopper, "FORWARD", (64, 128)),
+        mock.patch.object(_attention_hopper, "BACKWARD", (64, 128)),
+    ):
         fwd, bwd = attention.plan_attention_fwd(*arguments), attention.plan_attention_bwd(*gradients)
     return {
         "attention hopper fwd plan": functools.partial(fwd, *arguments),

@@ -1,19 +1,16 @@
 """Attention, forward, for sm_90 in Gluon: warps with roles of their own, so that products and softmax overlap.
 
 The math, the arguments and the results are those of `attention.py`, which stays the oracle and takes what this form
-does not. Here a program owns tile after tile of 64 * CONSUMERS rows of a head (a persistent grid; with causal masks
+does not. Here a program owns tile after tile of 128 rows of a head (a persistent grid; with causal masks
 the heaviest tiles come first) and splits its warps into roles:
 
 - a producer warp copies Q, K and V to shared memory by TMA. K and V run through rings of STAGES buffers, each with two
   barriers: `full` (the copy has landed) and `empty` (all consumers have read it);
-- CONSUMERS consumers, a warpgroup each, own 64 rows each. A consumer issues Q K^T of block j, then P V of block j - 1,
+- two consumers, a warpgroup each, own 64 rows each. A consumer issues Q K^T of block j, then P V of block j - 1,
   waits for the first alone, and computes the softmax of block j while the second runs.
   ptxas moves that softmax behind the wait for the second, so that it runs under the products of the other consumers. A
   branch before that wait holds it in place, for six instructions a block: by the model of
-  `benchmarks/machine_code/schedule.py` that gains nothing at head_dim 128 and 0 to 5 % at 64, so there is none.
-
-At head_dim 64 there are three consumers: the products of a block take no longer than its exponentials, and two
-consumers leave the tensor cores idle while both compute those. At head_dim 128 the sums of two fill the registers.
+  `benchmarks/machine_code/schedule.py` that gains nothing, so there is none.
 
 Blocks run from the last to the first, so that those at the diagonal and at the tail, the only ones that are masked,
 come first. TMA descriptors are "ragged": the hardware returns zeros beyond a sequence's own length, dense or packed.
@@ -43,12 +40,13 @@ _philox = gluon.jit(_dropout._philox.fn)
 # For the compile report. Each consumer has a copy of: the first Q K^T, both products in each of the two or three copies
 # of the loop, the last P V.
 PRODUCTS = {
-    "_attention_hopper_fwd_kernel": lambda a: [64] * a["CONSUMERS"] * (6 if a["window"][0] is None else 8),
+    "_attention_hopper_fwd_kernel": lambda a: [64] * 2 * (6 if a["window"][0] is None else 8),
 }
 # A consumer's 128 threads share 64 rows of a block's scores.
 SCORES = {"_attention_hopper_fwd_kernel": lambda arguments: arguments["k_desc"].block_shape[3] / 2}
 
 # The rows of one consumer.
+CONSUMERS = gl.constexpr(2)
 CONSUMER_ROWS = gl.constexpr(64)
 # A ragged descriptor's middle: see `ragged_descriptor`.
 RAGGED_ROWS = gl.constexpr(2**30)
@@ -113,7 +111,7 @@ def _copy_rows(descriptor, batch_rows, start, row, length, head, barrier, buffer
 @gluon.jit
 def _produce(
     q_desc, k_desc, v_desc, buffers, barriers, planes, lengths, window, batch_rows, num_tiles, LENGTHS: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The producer: copies what the consumers will read, in the order in which they read it."""
     q_buffers, k_buffers, v_buffers = buffers
@@ -287,7 +285,7 @@ def _steps(
 def _consume(
     consumer: gl.constexpr, out_ptr, lse_ptr, buffers, barriers, planes, lengths, window, dropout, softmax_scale,
     out_strides, lse_strides, num_tiles, LENGTHS: gl.constexpr, HEAD_DIM: gl.constexpr, UNIT: gl.constexpr,
-    STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 64 rows of each tile, from their scores to out and lse."""
     q_buffers, k_buffers, v_buffers = buffers
@@ -412,7 +410,6 @@ def _attention_hopper_fwd_kernel(
     HEAD_DIM: gl.constexpr,
     UNIT: gl.constexpr,
     STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr,
 ):
     """out and lse of every num_programs-th tile from this program's own on."""
     q_buffers = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS] + q_desc.block_type.shape, q_desc.layout)
@@ -437,66 +434,30 @@ def _attention_hopper_fwd_kernel(
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[3]
     # Registers of the workers; the first consumer, which is none, has what they leave.
-    if CONSUMERS == 3:
-        gl.warp_specialize(
-            [
+    gl.warp_specialize(
+        [
+            (
+                _consume,
                 (
-                    _consume,
-                    (
-                        0, out_ptr, lse_ptr, buffers, barriers, planes, lengths, window, dropout, softmax_scale,
-                        out_strides, lse_strides, num_tiles, LENGTHS, HEAD_DIM, UNIT, STAGES, CONSUMERS,
-                    ),
+                    0, out_ptr, lse_ptr, buffers, barriers, planes, lengths, window, dropout, softmax_scale,
+                    out_strides, lse_strides, num_tiles, LENGTHS, HEAD_DIM, UNIT, STAGES,
                 ),
+            ),
+            (
+                _consume,
                 (
-                    _consume,
-                    (
-                        1, out_ptr, lse_ptr, buffers, barriers, planes, lengths, window, dropout, softmax_scale,
-                        out_strides, lse_strides, num_tiles, LENGTHS, HEAD_DIM, UNIT, STAGES, CONSUMERS,
-                    ),
+                    1, out_ptr, lse_ptr, buffers, barriers, planes, lengths, window, dropout, softmax_scale,
+                    out_strides, lse_strides, num_tiles, LENGTHS, HEAD_DIM, UNIT, STAGES,
                 ),
+            ),
+            (
+                _produce,
                 (
-                    _consume,
-                    (
-                        2, out_ptr, lse_ptr, buffers, barriers, planes, lengths, window, dropout, softmax_scale,
-                        out_strides, lse_strides, num_tiles, LENGTHS, HEAD_DIM, UNIT, STAGES, CONSUMERS,
-                    ),
+                    q_desc, k_desc, v_desc, buffers, barriers, planes, lengths, window, batch_rows, num_tiles,
+                    LENGTHS, BLOCK_N, STAGES,
                 ),
-                (
-                    _produce,
-                    (
-                        q_desc, k_desc, v_desc, buffers, barriers, planes, lengths, window, batch_rows, num_tiles,
-                        LENGTHS, BLOCK_N, STAGES, CONSUMERS,
-                    ),
-                ),
-            ],
-            [4, 4, 1],
-            [160, 160, 32],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (
-                    _consume,
-                    (
-                        0, out_ptr, lse_ptr, buffers, barriers, planes, lengths, window, dropout, softmax_scale,
-                        out_strides, lse_strides, num_tiles, LENGTHS, HEAD_DIM, UNIT, STAGES, CONSUMERS,
-                    ),
-                ),
-                (
-                    _consume,
-                    (
-                        1, out_ptr, lse_ptr, buffers, barriers, planes, lengths, window, dropout, softmax_scale,
-                        out_strides, lse_strides, num_tiles, LENGTHS, HEAD_DIM, UNIT, STAGES, CONSUMERS,
-                    ),
-                ),
-                (
-                    _produce,
-                    (
-                        q_desc, k_desc, v_desc, buffers, barriers, planes, lengths, window, batch_rows, num_tiles,
-                        LENGTHS, BLOCK_N, STAGES, CONSUMERS,
-                    ),
-                ),
-            ],
-            [4, 1],
-            [232, 40],
-        )  # fmt: skip
+            ),
+        ],
+        [4, 1],
+        [232, 40],
+    )  # fmt: skip

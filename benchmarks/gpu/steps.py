@@ -177,10 +177,6 @@ _LATER = "pair or float16 or float32"
 
 def _off_by_default(out: Path) -> Iterator[Step]:
     """Kernels that may hang or be wrong: times where all of their tests passed."""
-    for head_dim in (64, 128):
-        yield times("attention", out, "causal=True", "seqlen=8192", "dropout_p=0.0", f"head_dim={head_dim}",
-                    label="hopper", rivals=_BEST_RIVALS, seconds=12, flag="FASTFORMER_HOPPER_ATTENTION",
-                    kernel="_attention_hopper_fwd_kernel", after="tests hopper")  # fmt: skip
     yield tests("persistent", "tests/kernels/test_rows_gpu.py", 10, 30, only="feed_forward",
                 flag="FASTFORMER_PERSISTENT_FEED_FORWARD")  # fmt: skip
     yield times("feed_forward", out, "dropout_p=0.1", "activation=relu", label="persistent", rivals=("fastformer",),

@@ -27,7 +27,7 @@ from benchmarks.measure import record
 # Nothing of fastformer: some of its settings are read from the environment when it is imported, which steps change.
 _SLOW_TO_IMPORT = ("numpy", "torch", "triton", "pytest")
 
-_forks = True  # whether children are forks
+_forks = False  # whether children are forks: `import_ahead` finds out
 
 
 class Step(NamedTuple):
@@ -115,13 +115,17 @@ def _can_use_cuda() -> bool:
     return bool(torch.zeros(1, device="cuda").item() == 0)
 
 
-def import_ahead() -> bool:
-    """Imports what steps import, where it is installed. Returns whether children will be forks."""
+def import_ahead(works: Callable[[], object] = _can_use_cuda) -> bool:
+    """Imports what steps import, where it is installed. Returns whether children will be forks.
+
+    Args:
+        works: what has to be true in a fork.
+    """
     global _forks
     for name in _SLOW_TO_IMPORT:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    _forks = _asks_a_fork(_can_use_cuda)
+    _forks = _asks_a_fork(works)
     return _forks
 
 
@@ -156,6 +160,8 @@ def spawn(command: Sequence[str], variables: Mapping[str, str], log: Path) -> Ch
         for descriptor in (1, 2):
             os.dup2(target, descriptor)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        # The parent may have replaced its own, as pytest does.
+        sys.stdout, sys.stderr = (open(each, "w", buffering=1, closefd=False) for each in (1, 2))  # noqa: SIM115
         os.environ.update(variables)
         os.chdir(record.ROOT)
         status = _run(list(command))

@@ -22,8 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.machine_code import report, sass, schedule
-from benchmarks.machine_code.cases.attention import attention_call
-from benchmarks.machine_code.cases.attention_hopper import hopper_call
+from benchmarks.machine_code.cases.attention import attention_call, launched_call
 
 # What a large bf16 product of cuBLAS sustains on one H100 SXM, of a peak of 989.
 SUSTAINED_TFLOPS = 798
@@ -38,7 +37,7 @@ PLAIN_WARPS = 2
 def _consumers(launch: report.Launch) -> int | None:
     if not launch.kernel.fn.__name__.startswith("_attention_hopper"):
         return None
-    return int(launch.arguments.get("CONSUMERS", 2))
+    return 2
 
 
 def line_of(launch: report.Launch, head_dim: int) -> dict[str, Any]:
@@ -82,10 +81,10 @@ def line_of(launch: report.Launch, head_dim: int) -> dict[str, Any]:
 def lines() -> Iterator[dict[str, Any]]:
     """A line of each kernel with products that a causal call launches: the plain form's, then the Gluon kernels'."""
     for head_dim in REACHED:
-        for call in (attention_call, hopper_call):
+        for call in (attention_call, launched_call):
             for launch in report.launches_of(call(torch.bfloat16, head_dim, ("causal",), 4096), 90):
                 is_gluon = launch.kernel.fn.__name__.startswith("_attention_hopper")
-                if report.products_of(launch) and is_gluon == (call is hopper_call):
+                if report.products_of(launch) and is_gluon == (call is launched_call):
                     yield line_of(launch, head_dim)
 
 

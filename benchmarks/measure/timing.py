@@ -324,7 +324,7 @@ def device_seconds(functions: Mapping[str, Callable[[], object]], rounds: int = 
     for _ in range(rounds):
         for name, function in functions.items():
             _flush_buffer().zero_()
-            torch.cuda._sleep(int(_SPINS_A_SECOND * (1.5 * host[name] + 1e-4)))  # type: ignore[no-untyped-call]
+            torch.cuda._sleep(int(_SPINS_A_SECOND * (1.5 * host[name] + 1e-4)))
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             function()

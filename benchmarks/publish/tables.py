@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from benchmarks.cases.models.bench_scaling import EXPECTED
 from benchmarks.measure.scaling_fits import groups, growth
 from benchmarks.publish.charts import name_of
-from benchmarks.publish.latest import AT_FULL_RATE, WITHOUT_AVX512, Results, Row, value_of, was_timed
+from benchmarks.publish.latest import AT_FULL_RATE, GPU_FORMS, WITHOUT_AVX512, Results, Row, value_of, was_timed
 from benchmarks.publish.style import two_digits
 from benchmarks.publish.summary import (
     AVX2,
@@ -378,6 +378,62 @@ def large_corpus(numbers: Numbers) -> str:
     return table(["", "pairs", "most memory of a process, MiB"], lines) if lines else ""
 
 
+def gpu_attention(numbers: Numbers) -> str:
+    """Makes the table of attention on a GPU, milliseconds of the device, forward and backward; "" until measured.
+
+    The kernels for sm_90 were measured in a run of their own, whose lines are in files of another kind. A form that
+    fastformer uses by default has the column's figure.
+    """
+    rows = numbers.results.find(lambda row: bool(row.get("ms_device")), op="attention")
+    forms = numbers.of(GPU_FORMS)
+    lines = []
+    for shape in sorted({tuple(row["shape"].items()) for row in rows}, key=repr):
+        sizes = dict(shape)
+        dropout = f", dropout {sizes['dropout_p']:g}" if sizes["dropout_p"] else ""
+        cells = [f"{sizes['batch']} x {sizes['seqlen']:,}, {sizes['heads']} heads of {sizes['head_dim']}{dropout}"]
+        for provider in ("fastformer", "sdpa cudnn", "sdpa flash"):
+            of_passes = []
+            for mode in ("fwd", "bwd"):
+                where = {"op": "attention", "provider": provider, "mode": mode, **sizes}
+                of_sm_90 = provider == "fastformer" and (mode == "bwd" or sizes["head_dim"] > 64)
+                of_form = [
+                    row for row in forms.results.find(**where)
+                    if any(f"hopper_{mode}" in kernel for kernel in row["kernels"])
+                ] if of_sm_90 else []  # fmt: skip
+                source = forms if of_form else numbers
+                of_passes.append(source.value("ms_device", "{:.2f}".format, **where))
+            cells.append(" + ".join(of_passes))
+        lines.append(cells)
+    head = ["causal, bf16: ms forward + backward", "fastformer", "cuDNN", "PyTorch's FlashAttention-2"]
+    return table(head, lines) if lines else ""
+
+
+def gpu_ops(numbers: Numbers) -> str:
+    """Makes the table of other ops on a GPU: milliseconds of the device and of a call to an idle device."""
+    rows = numbers.results.find(
+        lambda row: bool(row.get("ms_device")) and row["op"] in ("feed_forward", "decode_attention")
+    )
+    lines = []
+    for op, mode, shape in dict.fromkeys((row["op"], row["mode"], tuple(row["shape"].items())) for row in rows):
+        sizes = " ".join(f"{name}={value}" for name, value in shape)
+        cells = [f"{op} {mode}, {sizes}"]
+        for provider in ("fastformer", "eager", "sdpa flash in order"):
+            where = {"op": op, "mode": mode, "provider": provider, **dict(shape)}
+            if numbers.results.find(**where):
+                show = "{:.3f}".format
+                cells.append(" / ".join(numbers.value(field, show, **where) for field in ("ms_device", "ms_p50")))
+            else:
+                cells.append("")
+        lines.append(cells)
+    head = [
+        "bf16: ms on the device / of a call to an idle device",
+        "fastformer",
+        "eager",
+        "FlashAttention-2 on a cache",
+    ]
+    return table(head, lines) if lines else ""
+
+
 def precisions(numbers: Numbers) -> str:
     """Makes the table of the quality of smaller precisions."""
 
@@ -428,6 +484,8 @@ TABLES: dict[str, Callable[[Numbers], str]] = {
     "serving": serving,
     "serving_losses": serving_losses,
     "serving_costs": serving_costs,
+    "gpu_attention": gpu_attention,
+    "gpu_ops": gpu_ops,
     "precisions": precisions,
     "processes": processes,
     "preparing": preparing,

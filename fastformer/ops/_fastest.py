@@ -5,9 +5,9 @@ dropout, masks, lengths, windows, caps or grouped heads. Their results have the 
 dtype, and lse, the natural log of the sum of exponentials, in fp32 of (batch, num_heads, seqlen_q). So the forward pass
 of one kernel fits the backward pass of another, and each pass uses the fastest.
 
-The environment variable `FASTFORMER_ATTENTION_KERNELS` decides: "ours" (the default, as long as the table is empty)
-uses fastformer's kernels, "fastest" follows the table, and the name of a kernel uses it for every call that it
-supports, so that it can be measured. `python -m benchmarks.fastest_attention` fills the table from a GPU's results.
+The environment variable `FASTFORMER_ATTENTION_KERNELS` decides: "ours" (the default) uses fastformer's kernels,
+"fastest" follows the table, and the name of a kernel uses it for every call that it supports, so that it can be
+measured. `python -m benchmarks.fastest_attention` fills the table from a GPU's results.
 """
 
 from __future__ import annotations

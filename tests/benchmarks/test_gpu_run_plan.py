@@ -80,6 +80,33 @@ def test_a_step_that_hangs_or_crashes_has_a_log_and_a_line(tmp_path: Path) -> No
     assert run_step(step("right", *codes[:2]), tmp_path, 30.0) == {"ok": True, "failed": [], "tails": {}}
 
 
+FORKS = """
+import sys, time
+from pathlib import Path
+from benchmarks.gpu import warm
+
+folder, works = Path(sys.argv[1]), sys.argv[2] == "works"
+assert warm.import_ahead(lambda: works) == works
+(folder / "module.py").write_text("import os, sys; print(os.environ['SAID'], sys.argv[1:]); raise SystemExit(7)")
+sys.path.insert(0, str(folder))
+log = folder / "log"
+child = warm.spawn([sys.executable, "-m", "module", "a", "b"], {"SAID": "hello", "PYTHONPATH": str(folder)}, log)
+assert child.wait(60.0) == 7 and log.read_text() == "hello ['a', 'b']\\n", log.read_text()
+hanging = warm.spawn([sys.executable, "-c", "import time; time.sleep(60)"], {}, log)
+assert hanging.wait(0.1) is None
+began = time.monotonic()
+hanging.kill()
+assert hanging.wait(0.0) == -9 and time.monotonic() - began < 30
+"""
+
+
+@pytest.mark.parametrize("forks", ["works", "does not"])
+def test_steps_are_forks_where_those_can_use_the_device(forks: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FORKS, str(tmp_path), forks]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 FAILING = """
 import os
 import pytest
@@ -241,10 +268,10 @@ def test_the_runner_knows_what_is_timed(tmp_path: Path) -> None:
         ((command, variables), *_) = each.commands
         if "benchmarks.run" in command:
             benchmark = benchmarks()[command[command.index("--op") + 1]]
-            assert each.seconds > 10 and ("--dtype" in command) == ("bfloat16" in benchmark.dtypes)
+            assert each.seconds > 5 and ("--dtype" in command) == ("bfloat16" in benchmark.dtypes)
         assert all(name in sources for name in variables if name not in ("FASTFORMER_TEST_SHARD", "OMP_NUM_THREADS"))
         # Kernels that are off are timed where their tests, before them, were right.
-        assert bool(each.kernel) == (each.key.startswith(("time hopper", "time persistent")))
+        assert bool(each.kernel) == (each.key.startswith("time persistent"))
         assert not each.kernel or each.after
         assert not each.after or each.after in known
         known.add(each.key)

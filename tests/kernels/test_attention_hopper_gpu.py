@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import combinations
 
@@ -26,18 +26,20 @@ PAIRS = [case for names in combinations(NAMES, 2) if (case := case_of(*names)) i
 
 @pytest.fixture(autouse=True)
 def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
-    """Switches the kernels on, and sees to it that each test reached them."""
+    """Sees to it that each test reached the kernels."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("no GPU of compute capability 9.0")
     launched: list[bool] = []
-    launch = hopper.launch_forward
 
-    def launch_forward(*args: object) -> None:
-        launched.append(True)
-        launch(*args)
+    def noticed(launch: Callable[..., None]) -> Callable[..., None]:
+        def launched_too(*args: object) -> None:
+            launched.append(True)
+            launch(*args)
 
-    monkeypatch.setattr(hopper, "ENABLED", True)
-    monkeypatch.setattr(hopper, "launch_forward", launch_forward)
+        return launched_too
+
+    for name in ("launch_forward", "launch_backward"):
+        monkeypatch.setattr(hopper, name, noticed(getattr(hopper, name)))
     _plans.forget()  # what chose the plain form in a test before, and afterwards what chose these
     yield launched
     _plans.forget()
@@ -45,7 +47,7 @@ def _on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
 
 
 def test_one_block() -> None:
-    check(Case(head_dim=64, seqlen_q=64, seqlen_k=128), torch.bfloat16, "cuda")
+    check(Case(head_dim=128, seqlen_q=64, seqlen_k=128), torch.bfloat16, "cuda")
 
 
 def name_of(case: Case) -> str:
@@ -81,7 +83,7 @@ def test_lengths(lengths: tuple[int, int], dropout_p: float, head_dim: int) -> N
     check(case, torch.bfloat16, "cuda")
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [72, 128])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 def test_beside_the_plain_form(head_dim: int, dropout_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many tiles a program: the two forms round the same sums in another order, and drop the same elements."""
@@ -89,14 +91,15 @@ def test_beside_the_plain_form(head_dim: int, dropout_p: float, monkeypatch: pyt
     seed = torch.tensor(SEED, device="cuda")
     rest = (None, None, head_dim**-0.5, None, 0, dropout_p, seed)
     out, lse = kernels.attention_fwd(q, k, v, *rest)
-    monkeypatch.setattr(hopper, "ENABLED", False)
+    monkeypatch.setattr(hopper, "takes", lambda *_: False)
+    _plans.forget()
     plain_out, plain_lse = kernels.attention_fwd(q, k, v, *rest)
     torch.testing.assert_close(lse, plain_lse, rtol=1e-5, atol=1e-5)
     # One wrongly dropped element of a short row would differ by tenths.
     torch.testing.assert_close(out, plain_out, rtol=2e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("head_dim, dropout_p", [(64, 0.0), (64, 0.1), (128, 0.1)])
+@pytest.mark.parametrize("head_dim, dropout_p", [(128, 0.0), (128, 0.1)])
 def test_repeats_to_the_bit(head_dim: int, dropout_p: float) -> None:
     """A race shows as a run that differs: 100 runs, with other work beside them to shift the timing."""
     case = Case(batch=4, heads=8, kv_heads=4, head_dim=head_dim, seqlen_q=1500, seqlen_k=1500, window=(None, 0))
@@ -136,14 +139,15 @@ def test_backward_beside_the_plain_form(head_dim: int, dropout_p: float, monkeyp
     for dq, dk, dv in runs[1:]:
         assert torch.equal(dk, runs[0][1]) and torch.equal(dv, runs[0][2])
         torch.testing.assert_close(dq, runs[0][0], rtol=2e-2, atol=2e-2)
-    monkeypatch.setattr(hopper, "ENABLED", False)
+    monkeypatch.setattr(hopper, "takes_backward", lambda *_: False)
+    _plans.forget()
     for ours, theirs in zip(runs[0], kernels.attention_bwd(dout, q, k, v, out, lse, *rest, False)[:3], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
 
 
 def test_values_beyond_a_length_are_not_read() -> None:
     """NaN in the padding, and in the next packed sequence's rows, must not pass through a weight of 0."""
-    case = Case(batch=2, heads=2, kv_heads=2, head_dim=64, seqlen_q=300, seqlen_k=700, lengths=(333, 64))
+    case = Case(batch=2, heads=2, kv_heads=2, head_dim=128, seqlen_q=300, seqlen_k=700, lengths=(333, 64))
     inputs = make_inputs(case, torch.bfloat16, "cuda")
     for name in ("k", "v"):
         for batch, length in enumerate((333, 64)):
@@ -157,7 +161,7 @@ def test_values_beyond_a_length_are_not_read() -> None:
 
 def test_strides() -> None:
     """Slices of one projection, and SDPA's layout: descriptors with strides in any order."""
-    joint = torch.randn(3, 400, 3, 4, 64, device="cuda", dtype=torch.bfloat16)
+    joint = torch.randn(3, 400, 3, 4, 128, device="cuda", dtype=torch.bfloat16)
     q, k, v = joint.unbind(2)
     rest = (None, None, 0.125, None, 0, 0.0, None)
     expected = kernels.attention_fwd(q.contiguous(), k.contiguous(), v.contiguous(), *rest)
@@ -169,7 +173,7 @@ def test_strides() -> None:
 
 def test_cuda_graph() -> None:
     """A captured call replays on new data: descriptors hold addresses, lengths and the seed are on the device."""
-    q, k, v = (torch.randn(2, 500, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    q, k, v = (torch.randn(2, 500, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     lengths, seed = torch.tensor([500, 77], dtype=torch.int32, device="cuda"), torch.tensor([1, 2], device="cuda")
     rest = (None, lengths, 0.125, None, 0, 0.1, seed)
     kernels.attention_fwd(q, k, v, *rest)

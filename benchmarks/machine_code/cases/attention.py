@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import torch
 
@@ -10,7 +11,23 @@ import torch
 def attention_call(
     dtype: torch.dtype, head_dim: int, options: tuple[str, ...], seqlen: int, deterministic: bool = False
 ) -> Callable[[], object]:
-    """A forward and a backward call of the attention launchers with these options."""
+    """A forward and a backward call of the attention launchers with these options, by the plain kernels."""
+    from fastformer.kernels import _attention_hopper
+
+    def call() -> None:
+        with (
+            mock.patch.object(_attention_hopper, "FORWARD", ()),
+            mock.patch.object(_attention_hopper, "BACKWARD", ()),
+        ):
+            launched_call(dtype, head_dim, options, seqlen, deterministic)()
+
+    return call
+
+
+def launched_call(
+    dtype: torch.dtype, head_dim: int, options: tuple[str, ...], seqlen: int, deterministic: bool = False
+) -> Callable[[], object]:
+    """A forward and a backward call of the attention launchers with these options, by the kernels of the device."""
     from fastformer.kernels import attention as kernels
 
     def call() -> None:
