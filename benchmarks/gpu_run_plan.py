@@ -6,6 +6,7 @@
     python -m benchmarks.gpu_run_plan list                                      the steps, and when each should be done
     python -m benchmarks.gpu_run_plan run --out DIR                             in the foreground
     python -m benchmarks.gpu_run_plan rehearse --out DIR [--only PATTERN]       without a GPU: see `gpu/rehearsal.py`
+    python -m benchmarks.gpu_run_plan compile --out FOLDER [--only PATTERN]     without a GPU: see `gpu/ahead.py`
 
 `start` leaves a process that outlives the command, so that a machine that cuts commands short only has to be polled.
 `status` says what is done, names what has failed by now, and copies FILE and one archive of everything to DEST; with
@@ -238,6 +239,8 @@ def main(arguments: list[str] | None = None) -> int:
 
         return rehearse(options.out, todo, options.only)
     if options.command == "compile":
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            parser.error("expected TRITON_INTERPRET unset: interpreted functions can't be compiled")
         from benchmarks.gpu.ahead import compile_ahead
 
         return compile_ahead(options.out, todo, options.only, options.arch, options.jobs)

@@ -26,7 +26,7 @@ from benchmarks.measure import record
 
 
 def compile_ahead(out: Path, todo: Sequence[Step], only: str, arch: int, jobs: int) -> int:
-    """Compiles for each step whose name has the pattern. Returns 1 if one could not be run."""
+    """Compiles for each step whose name has the pattern. Returns 1 if one can't be run, or a kernel doesn't compile."""
     import torch
 
     out.mkdir(parents=True, exist_ok=True)
@@ -71,8 +71,7 @@ def _fork(step: Step, out: Path, arch: int) -> int:
             else:
                 stand_in.stand_in()
                 _run_ours(rest)
-        _compile(out, arch)
-        status = 0
+        status = 1 if _compile(out, arch) else 0
     except BaseException:
         traceback.print_exc()
     finally:
@@ -114,7 +113,7 @@ def _without_products() -> None:
 
 
 def _run_ours(arguments: list[str]) -> None:
-    """Calls ours of each case that the runner would time, at the case's own shape."""
+    """Calls fastformer's provider of each case that the runner would time, at the case's own shape."""
     import torch
 
     from benchmarks.measure.case import cast, timed_call
@@ -142,7 +141,8 @@ def _run_ours(arguments: list[str]) -> None:
         feed_forward(a, a, None, a, None)
 
 
-def _compile(out: Path, arch: int) -> None:
+def _compile(out: Path, arch: int) -> int:
+    """Compiles the launches that the file lacks. Returns how many don't compile."""
     import fcntl
 
     import triton
@@ -153,7 +153,7 @@ def _compile(out: Path, arch: int) -> None:
     path = out / _binaries.file_name(arch)
     known = set(_binaries.BinaryFile(path).keys()) if path.is_file() else set()
     print(f"{len(stand_in.launches)} launches", flush=True)
-    made = {}
+    made, failures = {}, 0
     for key, launch in stand_in.launches.items():
         if key in known:
             continue
@@ -161,7 +161,8 @@ def _compile(out: Path, arch: int) -> None:
         try:
             compiled = _binaries.compile_kernel(launch.kernel, launch.signature, launch.options, arch)
         except Exception as error:
-            print(f"FAILED {launch.kernel.fn.__name__}: {error!r}"[:400], flush=True)
+            print(f"FAILED {launch.kernel.fn.__name__}: {error!r}"[-400:], flush=True)
+            failures += 1
             continue
         binary = _binaries.binary_of(compiled, launch.signature, launch.num_args)
         if binary is None:
@@ -173,3 +174,4 @@ def _compile(out: Path, arch: int) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _binaries.add(path, arch, made)
     print(f"{len(made)} compiled", flush=True)
+    return failures

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -112,3 +113,20 @@ def test_every_step_of_the_plan_runs_to_its_end(tmp_path: Path) -> None:
         step.key for step in steps(tmp_path) if "pip" not in step.commands[0][0]
     ]  # fmt: skip
     assert all(line["binaries"] > 0 for line in lines), lines
+
+
+def test_what_a_step_launches_is_compiled_ahead(tmp_path: Path) -> None:
+    """Forward and backward at the size that is timed; what the file has is not compiled again."""
+    from fastformer.kernels._binaries import BinaryFile
+
+    command = [sys.executable, "-m", "benchmarks.gpu_run_plan", "compile", "--only", "first look rotary", "--jobs", "1"]
+    for number in range(2):
+        done = subprocess.run(
+            [*command, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False,
+            env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        (log,) = tmp_path.glob("*.log")
+        last = log.read_text().splitlines()[-1]
+        count = len(set(BinaryFile(tmp_path / "sm_90.kernels").keys()))
+        assert count >= 2 and last == f"{0 if number else count} compiled"
