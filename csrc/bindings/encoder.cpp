@@ -72,9 +72,10 @@ Object encode_states(Encoder& encoder, const python::Floats& states, const std::
 }  // namespace
 
 void bind_encoder(PyObject* module) {
-  static PyMethodDef methods[] = {python::method<"encode", "ids token_types pooling normalize threads positions? places? unseen?", &encode>(),
-                                  python::method<"encode_states", "states lengths threads", &encode_states>(),
-                                  {}};
+  static PyMethodDef methods[] = {
+      python::method<"encode", "ids token_types pooling normalize threads positions? places? unseen?", &encode>(),
+      python::method<"encode_states", "states lengths threads", &encode_states>(),
+      {}};
   static PyGetSetDef properties[] = {
       python::property<&max_len>("max_len"), python::property<&weight_bytes>("weight_bytes"), {}};
   python::add_class<Encoder>(module, "Encoder", &python::construct<&new_encoder, "Encoder", "model">, methods,

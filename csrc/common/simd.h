@@ -83,8 +83,8 @@ struct Vec<float> {
     return _mm512_cvtepi32_epi16(r);
   }
 
-  // The same by one instruction of AVX512_BF16, but for magnitudes below 2^-126, which give 0. Inline assembler needs no
-  // compiler flag, so that one library serves CPUs with and without it.
+  // The same by one instruction of AVX512_BF16, but for magnitudes below 2^-126, which give 0. Inline assembler needs
+  // no compiler flag, so that one library serves CPUs with and without it.
   static __m256i narrow_at_once(__m512 x) {
     __m256i r;
     asm("vcvtneps2bf16 %1, %0" : "=v"(r) : "v"(x));

@@ -73,8 +73,8 @@ class PackedHead {
         if constexpr (std::is_same_v<T, float>) sum = weigh<false>(x, width, lowered, scale2, x);
         else {
           T* to = weights_.data() + i * width;
-          sum = has_bf16_dot() ? weigh<true>(x, width, lowered, scale2, to)
-                               : weigh<false>(x, width, lowered, scale2, to);
+          sum =
+              has_bf16_dot() ? weigh<true>(x, width, lowered, scale2, to) : weigh<false>(x, width, lowered, scale2, to);
         }
         inverse[i] = sum == 0 ? 0.f : 1.f / sum;  // a NaN stays
       }
