@@ -30,7 +30,7 @@ COMMANDS = {
     "embed": "Computes the embeddings of texts, a line each, with an encoder.",
     "rank": "Ranks passages by how well they answer a query, with a cross-encoder.",
     "serve": "Serves a model over HTTP, to many clients at once.",
-    "score": "Scores translations: against references, or by the probability that a model gives them.",
+    "score": "Scores translations: against references, or by their probability in a model.",
     "report": "Writes a page about a run: curves, scores, samples, attention, settings.",
     "average": "Averages the weights of a run's last checkpoints into its model.",
     "quantize": "Rounds a model's weights to int8 or int4, into a folder of its own.",
