@@ -34,7 +34,7 @@ COMMANDS = {
     "report": "Writes a page about a run: curves, scores, samples, attention, settings.",
     "average": "Averages the weights of a run's last checkpoints into its model.",
     "quantize": "Rounds a model's weights to int8 or int4, into a folder of its own.",
-    "warmup": "Makes the GPU kernels that a model launches ready, so that its first calls wait for no compiler.",
+    "warmup": "Prepares the GPU kernels that a model launches, so that its first calls don't wait for a compiler.",
     "demo": "Trains a number translator on this machine and shows it.",
     "doctor": "Says which versions are installed, and which backend each op gets here and why.",
 }
