@@ -361,8 +361,7 @@ class Translator(Judge):
                 which may come from beams.
             target_prefix, source_lang, target_lang: see `translate`; iterables are read along with the texts.
             read_ahead: the most texts that are read before the first of them is answered. An iterable can't tell
-                whether its
-                next text has arrived: if texts arrive slowly, 1 answers each before the next is read.
+                whether its next text has arrived: if texts arrive slowly, 1 answers each before the next is read.
             on_error, skip_long, split, return_scores, return_token_scores: see `translate`.
             config, options: see `translate`; max_time applies to each text, or with split to each sentence, from the
                 time when it is read.
