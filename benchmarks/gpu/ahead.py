@@ -1,4 +1,4 @@
-"""Compiles what the plan for a GPU launches before there is a GPU, so that a lease goes to running, not to compiling.
+"""Compiles what the plan for a GPU launches before there is a GPU, so that its time goes to running, not to compiling.
 
     python -m benchmarks.gpu_run_plan compile --out FOLDER [--only PATTERN] [--arch 90] [--jobs 2]
 
@@ -13,7 +13,6 @@ import contextlib
 import functools
 import os
 import re
-import sys
 import time
 import traceback
 from collections.abc import Sequence
@@ -21,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import stand_in
-from benchmarks.gpu.steps import Step
-from benchmarks.measure import record
+from benchmarks.gpu.warm import Step, forked
 
 
 def compile_ahead(out: Path, todo: Sequence[Step], only: str, arch: int, jobs: int) -> int:
@@ -32,7 +30,6 @@ def compile_ahead(out: Path, todo: Sequence[Step], only: str, arch: int, jobs: i
     out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)  # a fork takes no threads along
     chosen = [step for step in todo if re.search(only, step.key)]
-
     running: dict[int, tuple[Step, float]] = {}
     are_ok = True
     while chosen or running:
@@ -51,18 +48,9 @@ def _fork(step: Step, out: Path, arch: int) -> int:
     """Returns the process that works for a step."""
     command, variables = step.commands[0]
     module, *rest = command[command.index("-m") + 1 :]
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 70
-    try:
-        with (out / f"{step.key.replace(' ', '_')}.log").open("w") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-        os.environ.update({**variables, "FASTFORMER_TEST_SHARD": "0/1", "FASTFORMER_REHEARSE": "all"})
-        os.chdir(record.ROOT)
+
+    def work() -> int:
+        os.environ.update({**variables, "FASTFORMER_TEST_SHARD": "0/1"})
         stand_in._ALL = True
         _without_products()
         with contextlib.suppress(SystemExit):
@@ -71,13 +59,9 @@ def _fork(step: Step, out: Path, arch: int) -> int:
             else:
                 stand_in.stand_in()
                 _run_ours(rest)
-        status = 1 if _compile(out, arch) else 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        return 1 if _compile(out, arch) else 0
+
+    return forked(work, out / f"{step.key.replace(' ', '_')}.log")
 
 
 def _without_products() -> None:
@@ -103,12 +87,11 @@ def _without_products() -> None:
 
     owners: list[tuple[Any, str]] = [
         *((torch, name) for name in ("mm", "addmm", "bmm", "matmul", "baddbmm")),
-        *((Tensor, name) for name in ("mm", "addmm", "bmm", "matmul", "__matmul__", "addmm_")),
+        *((Tensor, name) for name in ("mm", "addmm", "bmm", "matmul", "__matmul__")),
         (torch.nn.functional, "linear"),
     ]
     for owner, name in owners:
-        if name != "addmm_":
-            setattr(owner, name, replaced(getattr(owner, name)))
+        setattr(owner, name, replaced(getattr(owner, name)))
     Tensor.addmm_ = lambda self, *_, **__: self  # type: ignore[method-assign]
 
 

@@ -6,9 +6,7 @@ import faulthandler
 import json
 import os
 import re
-import sys
 import time
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import stand_in
-from benchmarks.gpu.steps import Step
+from benchmarks.gpu.warm import Step, forked
 from benchmarks.measure import record
 
 _LIMIT = 900  # seconds of a step, after which it counts as hanging
@@ -62,23 +60,10 @@ def _run_in_fork(module: str, arguments: list[str], variables: dict[str, str], l
 
     PyTorch is imported once for all.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if pid:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    status = 70
-    try:
-        with log.open("w") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
+
+    def work() -> int:
         faulthandler.dump_traceback_later(_LIMIT, exit=True)
         os.environ.update(variables)
-        os.chdir(record.ROOT)
-        status = stand_in.run(module, arguments)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        return stand_in.run(module, arguments)
+
+    return os.waitstatus_to_exitcode(os.waitpid(forked(work, log), 0)[1])

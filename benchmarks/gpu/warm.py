@@ -143,28 +143,45 @@ def spawn(command: Sequence[str], variables: Mapping[str, str], log: Path) -> Ch
                 stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         return Child(process.pid, process)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if pid:
-        with contextlib.suppress(OSError):
-            os.setpgid(pid, pid)  # both do it: neither has to wait for the other
-        return Child(pid)
-    status = 1
-    try:
+
+    def work() -> int:
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.environ.update(variables)
+        return _run(list(command))
+
+    pid = forked(work, log)
+    with contextlib.suppress(OSError):
+        os.setpgid(pid, pid)  # both do it: neither has to wait for the other
+    return Child(pid)
+
+
+def forked(work: Callable[[], int], log: Path) -> int:
+    """Starts a fork that works in the checkout's root, writes to a file, and ends with the result as its exit status.
+
+    Args:
+        work: returns the exit status; if it raises, the status is 70 and the log has the traceback.
+        log: the file for all that it prints.
+
+    Returns:
+        The process id.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if pid := os.fork():
+        return pid
+    status = 70
+    try:
         target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         for descriptor in (1, 2):
             os.dup2(target, descriptor)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         # The parent may have replaced its own, as pytest does.
         sys.stdout, sys.stderr = (open(each, "w", buffering=1, closefd=False) for each in (1, 2))  # noqa: SIM115
-        os.environ.update(variables)
         os.chdir(record.ROOT)
-        status = _run(list(command))
+        status = work()
     except BaseException:
         traceback.print_exc()
     finally:

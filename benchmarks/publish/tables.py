@@ -13,7 +13,16 @@ from typing import Any, NamedTuple
 from benchmarks.cases.models.bench_scaling import EXPECTED
 from benchmarks.measure.scaling_fits import groups, growth
 from benchmarks.publish.charts import name_of
-from benchmarks.publish.latest import AT_FULL_RATE, GPU_FORMS, WITHOUT_AVX512, Results, Row, value_of, was_timed
+from benchmarks.publish.latest import (
+    AT_FULL_RATE,
+    GPU_FORMS,
+    WITHOUT_AVX512,
+    Results,
+    Row,
+    platform_of,
+    value_of,
+    was_timed,
+)
 from benchmarks.publish.style import two_digits
 from benchmarks.publish.summary import (
     AVX2,
@@ -409,21 +418,22 @@ def gpu_attention(numbers: Numbers) -> str:
 
 
 def gpu_ops(numbers: Numbers) -> str:
-    """Makes the table of other ops on a GPU: milliseconds of the device and of a call to an idle device."""
-    rows = numbers.results.find(
-        lambda row: bool(row.get("ms_device")) and row["op"] in ("feed_forward", "decode_attention")
-    )
+    """Makes the table of other ops on a GPU: milliseconds on the device, if measured, and of a call to an idle one."""
+    rows = [
+        row for row in numbers.results.find(suite="ops")
+        if platform_of(row) == "cuda" and row["op"] not in ("attention", "packed_attention")
+    ]  # fmt: skip
     lines = []
     for op, mode, shape in dict.fromkeys((row["op"], row["mode"], tuple(row["shape"].items())) for row in rows):
         sizes = " ".join(f"{name}={value}" for name, value in shape)
         cells = [f"{op} {mode}, {sizes}"]
         for provider in ("fastformer", "eager", "sdpa flash in order"):
             where = {"op": op, "mode": mode, "provider": provider, **dict(shape)}
-            if numbers.results.find(**where):
-                show = "{:.3f}".format
-                cells.append(" / ".join(numbers.value(field, show, **where) for field in ("ms_device", "ms_p50")))
-            else:
-                cells.append("")
+            found = numbers.results.find(**where)
+            fields = [field for field in ("ms_device", "ms_p50") if found and found[0].get(field)]
+            show = "{:.3f}".format
+            shown = [numbers.value(field, show, **where) for field in fields]
+            cells.append(" / ".join(["-"] * (2 - len(shown)) + shown) if shown else "")
         lines.append(cells)
     head = [
         "bf16: ms on the device / of a call to an idle device",
