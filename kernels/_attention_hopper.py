@@ -1,8 +1,8 @@
 """Attention on sm_90 by kernels of their own (Gluon: see `_attention_hopper_forward.py`): which calls, and the launch.
 
-They compute the calls for which they were at least 1.15 times as fast as the plain form in `attention.py` on an H200, on
-average, and never slower: forward at head_dim 128 (1.27 to 1.38 times as fast), backward at 64 (1.13 to 1.40) and at 128
-(1.16 to 1.18). Forward at head_dim 64 was 0.91 to 1.12 times as fast, so the plain form computes it.
+They compute the calls for which they were, on average, at least 1.15 times as fast as the plain form in `attention.py`
+on an H200, and never slower: forward at head_dim 128 (1.27 to 1.38 times as fast), backward at 64 (1.13 to 1.40) and at
+128 (1.16 to 1.18). Forward at head_dim 64 was 0.91 to 1.12 times as fast, so the plain form computes it.
 """
 
 from __future__ import annotations

@@ -208,7 +208,7 @@ def stand_in() -> None:
         "memory_allocated": 0, "memory_reserved": 0, "max_memory_allocated": 0, "reset_peak_memory_stats": None,
         "mem_get_info": (80 * 2**30, 80 * 2**30), "current_stream": _Stream(), "default_stream": _Stream(),
         "set_stream": None, "graph_pool_handle": (0, 1), "set_sync_debug_mode": None, "manual_seed": None,
-        "is_current_stream_capturing": False, "_lazy_init": None, "is_bf16_supported": True,
+        "is_current_stream_capturing": False, "_sleep": None, "_lazy_init": None, "is_bf16_supported": True,
     }  # fmt: skip
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)

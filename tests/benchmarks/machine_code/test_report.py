@@ -117,7 +117,8 @@ def test_softmax_runs_under_a_product_on_sm_90(rows: list[Row]) -> None:
         loops = [loop for loop in row["loops"] if "exp2" in loop]
         assert len(loops) >= 2 and row["narrow"] == 0  # the compiler may share one body among the consumers
         for loop in loops:
-            assert 1 in loop["waits"] and loop["exp2_a_score"] <= 1.07 and "local" not in loop
+            assert 1 in loop["waits"] and "local" not in loop
+            assert loop["exp2_a_score"] <= 1 + 1 / 16  # once a score, and for what fades: blocks of 64 keys
             assert loop["instructions"] <= 900  # 64 x 128 scores a warpgroup, with dropout and a diagonal
 
 
