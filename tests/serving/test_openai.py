@@ -305,7 +305,7 @@ def test_a_client_that_leaves_takes_its_request_along(stream, times, tmp_path) -
             connection = open_request(found.url, "/v1/completions", body)
             until(lambda: found.service.stats().running == 2)
             connection.close()
-            assert until(lambda: found.service.stats().running == 0) < 0.5
+            until(lambda: found.service.stats().running == 0)
         until(lambda: found.service.stats().free_tokens >= found.service.stats().capacity_tokens)
         assert found.service.stats().cancelled == times
 

@@ -77,12 +77,12 @@ class Served(NamedTuple):
         return len(self.server.server_state.connections)
 
 
-@pytest.fixture
-def served() -> Iterator[Served]:
+@contextlib.contextmanager
+def serving(limits: Limits) -> Iterator[Served]:
     from fastformer.serving.protocol import protocol_of
 
     app = App()
-    protocol = protocol_of(Limits(body_s=0.4, write_s=0.3))
+    protocol = protocol_of(limits)
     config = uvicorn.Config(app, http=protocol, ws="none", log_level="critical", lifespan="off", timeout_keep_alive=2)
     server = uvicorn.Server(config)
     listener = socket.socket()
@@ -95,6 +95,19 @@ def served() -> Iterator[Served]:
     thread.join(10)
     listener.close()
     assert not thread.is_alive()
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    with serving(Limits(body_s=0.4, write_s=0.3)) as one:
+        yield one
+
+
+@pytest.fixture
+def patient() -> Iterator[Served]:
+    """A server whose time limits no test reaches: what it ends, it ends for another reason."""
+    with serving(Limits(body_s=60, write_s=60)) as one:
+        yield one
 
 
 def get(path: str, *fields: str) -> bytes:
@@ -114,8 +127,8 @@ def test_a_client_that_never_reads_is_given_up(served) -> None:
     for path in ("/large", "/large", "/small"):
         with served.connected(SO_RCVBUF=4096) as client:
             client.sendall(get(path, *(["Connection: close"] if path == "/small" else [])))
-            until(lambda: len(served.app.ended) > 0, 5)  # noqa: B023
-            until(lambda: not served.connections(), 5)
+            until(lambda: len(served.app.ended) > 0)  # noqa: B023
+            until(lambda: not served.connections())
             served.app.ended.clear()
 
 
@@ -130,12 +143,15 @@ def test_a_client_that_reads_slowly_gets_all_of_it(served) -> None:
         assert count > LARGE
 
 
-def test_heads_come_in_time_and_within_their_size(served) -> None:
+def test_a_head_comes_in_time(served) -> None:
     for head in (b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\nA: "):
         with served.connected() as client:
             client.sendall(head)
             began = time.monotonic()
-            assert everything(client) == b"" and 0.2 < time.monotonic() - began < 3
+            assert everything(client) == b"" and time.monotonic() - began > 0.2
+
+
+def test_a_head_stays_within_its_size(patient) -> None:
     bombs = [
         b"GET /" + b"a" * 1_000_000, b"GET / HTTP/1.1\r\nA: " + b"a" * 1_000_000,
         b"GET / HTTP/1.1\r\n" + b"A: bbbbbbbbbbbbbbbb\r\n" * 50_000,
@@ -143,18 +159,17 @@ def test_heads_come_in_time_and_within_their_size(served) -> None:
         b"POST /a HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n" + b"A: bbbbbbbbbbbbbbbb\r\n" * 50_000,
     ]  # fmt: skip
     for bomb in bombs:
-        with served.connected() as client:
+        with patient.connected() as client:
             with contextlib.suppress(ConnectionError):
                 for first in range(0, len(bomb), 10_000):
                     client.sendall(bomb[first : first + 10_000])
-            began = time.monotonic()
-            assert b"200 OK" not in everything(client) and time.monotonic() - began < 0.3
-    until(lambda: not served.connections())
-    with served.connected() as client:  # a large body is no head, and neither is one in small pieces
+            assert b"200 OK" not in everything(client)
+    until(lambda: not patient.connections())
+    with patient.connected() as client:  # a large body is no head, and neither is one in small pieces
         body = b"x" * 200_000
         client.sendall(f"POST /a HTTP/1.1\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
         assert everything(client).endswith(b"/a")
-        with served.connected() as other:
+        with patient.connected() as other:
             other.sendall(b"POST /b HTTP/1.1\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n")
             other.sendall(b"1\r\nx\r\n" * 50_000 + b"0\r\n\r\n")
             assert everything(other).endswith(b"/b")
@@ -178,12 +193,12 @@ def test_requests_in_one_piece_are_answered_in_order_and_all_leave(served) -> No
     with served.connected() as client:
         client.sendall(get("/wait/1") + get("/wait/2"))
         until(lambda: "/wait/1" in served.app.paths)
-    until(lambda: served.app.gone == ["/wait/1"], 2)  # though it is not the last that came
+    until(lambda: served.app.gone == ["/wait/1"])  # though it is not the last that came
     assert "/wait/2" not in served.app.paths
     with served.connected() as client:
         client.sendall(get("/wait/3") + get("/b") * 5000)
         everything(client)
-    until(lambda: not served.connections(), 3)
+    until(lambda: not served.connections())
     assert "/b" not in served.app.paths
 
 
@@ -193,7 +208,7 @@ def test_a_connection_that_is_half_closed_is_gone(served) -> None:
         until(lambda: "/wait" in served.app.paths)
         client.shutdown(socket.SHUT_WR)
         assert everything(client) == b""
-    until(lambda: served.app.gone == ["/wait"], 2)
+    until(lambda: served.app.gone == ["/wait"])
 
 
 @pytest.mark.parametrize("protocol", ["websocket", "h2c"])
