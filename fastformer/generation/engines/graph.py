@@ -15,6 +15,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -373,14 +374,14 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         counts = [search.num_rows for search in searches]
         firsts = np.cumsum([0, *counts[:-1]]).tolist()
         lengths = self._cache.lengths
-        banned = _Banned()
+        banned: list[tuple[int, list[int]]] = []  # rows, and the ids that are forbidden in each
         for search, group, length, first, count in zip(searches, self._groups, lengths, firsts, counts, strict=True):
             said, rules = length + 1 - group.prompt_length, search.rules
-            forbidden = sorted({*rules.suppressed, *(rules.eos if said < rules.min_tokens else ())})
-            if forbidden:
-                banned.add(range(first, first + count), forbidden)
+            if forbidden := sorted({*rules.suppressed, *(rules.eos if said < rules.min_tokens else ())}):
+                banned += [(row, forbidden) for row in range(first, first + count)]
         wanted = max(search.num_candidates for search in searches)
-        selection = Selection(wanted, log_probs, banned.rows, banned if banned.rows else None)
+        process = partial(_forbid, [ids for _, ids in banned]) if banned else None
+        selection = Selection(wanted, log_probs, [row for row, _ in banned], process)
         found = self._step_rows(tokens, selection)
         parents: list[list[int]] = []
         for search, group, first in zip(searches, self._groups, firsts, strict=True):
@@ -464,23 +465,11 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         cache.end_step(search.advance(values, found, cache.step))
 
 
-class _Banned:
-    """A `Selection.process` that forbids ids in some rows, and these rows."""
-
-    def __init__(self) -> None:
-        self.rows: list[int] = []
-        self._ids: list[list[int]] = []
-
-    def add(self, rows: range, ids: list[int]) -> None:
-        """Forbids ids in rows, which must follow the rows that were added before."""
-        self.rows += rows
-        self._ids += [ids] * len(rows)
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        """See `Selection.process`."""
-        for row, ids in enumerate(self._ids):
-            logits[row, ids] = NEVER
-        return logits
+def _forbid(ids_of_rows: Sequence[list[int]], logits: Tensor) -> Tensor:
+    """A `Selection.process` that forbids some ids in each row."""
+    for row, ids in enumerate(ids_of_rows):
+        logits[row, ids] = NEVER
+    return logits
 
 
 def _next_scores(
