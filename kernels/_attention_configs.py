@@ -1,8 +1,8 @@
 """Tile sizes of the attention kernels: static tables, so that no first call waits for a tuner.
 
-No row has been measured on a device yet. Each was chosen by what it compiles to (`benchmarks/machine_code`: no
-spills, shared memory within the architecture's limit, wgmma or tcgen05 where the tile has 64 rows) and by the tiles
-that published kernels use. A file of measured rows overrides them (`_tuning.py`).
+No row has been timed beside other tiles on a device yet. Each was chosen by what it compiles to
+(`benchmarks/machine_code`: no spills, shared memory within the architecture's limit, wgmma or tcgen05 where the tile
+has 64 rows) and by the tiles that published kernels use. A file of measured rows overrides them (`_tuning.py`).
 
 A mask and dropout take registers, so a row may name a tile of its own for each, and for both together; and one for
 calls that have neither these nor a boolean mask or a left window.
@@ -34,33 +34,39 @@ class Call(NamedTuple):
     capability: int  # sm_90 -> 90; 0 under the interpreter
     is_fp32: bool
     block_d: int  # head_dim rounded up to a power of two, 16 or more
-    masked: bool  # or capped, up to 128 of block_d; but for a boolean mask that all rows share: it takes no registers
+    # Or capped, up to 128 of block_d. A boolean mask that all rows share counts beside dropout and a left window alone:
+    # it takes few registers.
+    masked: bool
     dropout: bool
     is_causal: bool
     bucket: str  # "short": up to 256 rows and keys; "long"
     bare: bool  # no mask of any kind, cap, left window or dropout: the fewest registers beside those of the products
+    windowed: bool  # with a left window
 
 
 def call_of(capability: int, problem: Problem, dtype: torch.dtype, mask: str) -> Call:
     """The key of a described call; mask: see `mask_kind`."""
     capped = problem.softcap is not None
-    dropout = problem.dropout[0] is not None
+    dropout, windowed = problem.dropout[0] is not None, problem.window[0] is not None
     return Call(
         capability,
         dtype == torch.float32,
         problem.block_d,
-        mask not in ("none", "bool_keys") or (capped and problem.block_d <= 128),
+        mask not in ("none", "bool_keys")
+        or (mask == "bool_keys" and dropout and windowed)
+        or (capped and problem.block_d <= 128),
         dropout,
         problem.window[1] is not None,
         "short" if max(problem.seqlen_q, problem.seqlen_k) <= 256 else "long",
-        mask == "none" and not capped and not dropout and problem.window[0] is None,
+        mask == "none" and not capped and not dropout and not windowed,
+        windowed,
     )
 
 
 class Row(NamedTuple):
     """One architecture's configs for a head_dim.
 
-    Left out, `masked`, `dropout` and `bare` are `plain`, and `both` is `dropout`.
+    Left out, `masked`, `dropout` and `bare` are `plain`, and `both` and `windowed_dropout` are `dropout`.
     """
 
     plain: Config
@@ -68,10 +74,13 @@ class Row(NamedTuple):
     dropout: Config | None = None
     both: Config | None = None
     bare: Config | None = None
+    windowed_dropout: Config | None = None  # no mask, but a left window beside dropout
 
     def config(self, call: Call) -> Config:
         if call.masked and call.dropout and self.both is not None:
             return self.both
+        if call.windowed and call.dropout and not call.masked and self.windowed_dropout is not None:
+            return self.windowed_dropout
         own = self.dropout if call.dropout else self.masked if call.masked else self.bare if call.bare else None
         return own or self.plain
 
@@ -85,7 +94,12 @@ FORWARD: Table = {
     (80, 128): Row(Config(128, 32, 8, 3)),
     (80, 256): Row(Config(64, 32, 8, 2), Config(64, 16, 8, 2), Config(64, 16, 8, 2)),
     (90, 32): Row(Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 3)),
-    (90, 64): Row(Config(128, 64, 8, 3, maxnreg=128), Config(128, 64, 8, 3), both=Config(128, 64, 8, 3)),
+    (90, 64): Row(
+        Config(128, 64, 8, 3, maxnreg=128),
+        Config(128, 64, 8, 3),
+        both=Config(128, 64, 8, 3),
+        windowed_dropout=Config(128, 64, 8, 2, maxnreg=128),  # addresses of a third stage would spill 8 bytes
+    ),
     (90, 128): Row(
         Config(128, 64, 8, 3),
         dropout=Config(128, 64, 8, 2),

@@ -65,6 +65,20 @@ def test_what_is_bare() -> None:
     assert chosen(dropout_p=0.1) == chosen(left=70) == chosen(left=70, right=0) == chosen(softcap=30.0) == PLAIN
 
 
+def test_dropout_beside_a_left_window() -> None:
+    """It may have a tile of its own, which neither a mask nor dropout or a window alone takes."""
+    row = Row(PLAIN, dropout=DROPOUT, both=BOTH, windowed_dropout=MASKED)
+
+    def chosen(mask: str = "none", **options: object) -> Config:
+        return row.config(call_of(90, problem_of(**options), torch.bfloat16, mask))
+
+    assert chosen(dropout_p=0.1, left=70) == chosen(dropout_p=0.1, left=70, right=0) == MASKED
+    assert chosen(dropout_p=0.1) == chosen(dropout_p=0.1, right=0) == DROPOUT
+    assert chosen(left=70) == PLAIN
+    assert chosen("bool", dropout_p=0.1, left=70) == chosen("bool_keys", dropout_p=0.1, left=70) == BOTH
+    assert Row(PLAIN, dropout=DROPOUT).config(call_of(90, problem_of(0.1, left=70), torch.bfloat16, "none")) == DROPOUT
+
+
 def test_every_call_has_a_tile() -> None:
     """Of every architecture, head_dim, dtype and option; a kernel's fp32 tile is never a 16-bit one's."""
     choosers = (configs.forward_config, configs.backward_config, configs.choose_dq_config)
@@ -73,7 +87,7 @@ def test_every_call_has_a_tile() -> None:
         Call._make,
         product(
             (80, 86, 89, 90, 100, 103, 120, 121), yes_or_no, (16, 32, 64, 128, 256), yes_or_no, yes_or_no, yes_or_no,
-            ("short", "long"), yes_or_no,
+            ("short", "long"), yes_or_no, yes_or_no,
         ),
     ):  # fmt: skip
         if not call.is_fp32 or call.block_d <= configs.LARGEST_FP32_HEAD_DIM:

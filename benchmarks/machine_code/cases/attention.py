@@ -74,7 +74,8 @@ OPTIONS: tuple[tuple[str, ...], ...] = (
     ("window",), ("dropout",), ("causal", "dropout"), ("packed", "dropout"), ("bool_keys",), ("bool",),
     ("additive_keys",), ("additive",), ("bool_keys", "dropout"), ("causal", "bool_keys", "dropout"),
     ("window", "additive", "dropout", "seqlens_k", "gqa"), ("causal", "softcap"),
-    ("window", "packed", "gqa", "softcap"),
+    ("window", "packed", "gqa", "softcap"), ("window", "dropout", "seqlens_k"), ("window", "packed", "dropout", "gqa"),
+    ("window", "bool_keys", "dropout"),
 )  # fmt: skip
 # Three products for one leave the fewest registers for a mask and for dropout.
 FP32_OPTIONS: tuple[tuple[str, ...], ...] = (
