@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ import torch
 from benchmarks.cases.models.bench_small_work import KINDS, Call, make_inputs
 from benchmarks.measure import record
 from benchmarks.measure.timing import Timing
-from benchmarks.peers.compare import PAUSE, busy_neighbours, fair_share, take_turns
+from benchmarks.peers.compare import PAUSE, beside, busy_neighbours, take_turns
 
 SHAPE = {"dim": 256, "layers": 6, "heads": 4, "batch": 16, "seqlen": 128}
 MODES = {"step": 1.0, "fwd": 0.4}  # the seconds of a turn
@@ -86,14 +85,7 @@ def measure(
                 "dtype": "float32",
                 "shape": given,
                 "provider": provider,
-                "neighbours": neighbours,
-                "ms_p50": 1e3 * busy.p50,
-                "ms_p20": 1e3 * busy.p20,
-                "ms_p80": 1e3 * busy.p80,
-                "ms_quiet": 1e3 * quiet.p50,
-                "speedup": quiet.p50 / busy.p50,
-                "baseline": "quiet",
-                "fair_share": fair_share(threads, neighbours, os.cpu_count() or 1),
+                **beside(quiet, busy, threads, neighbours),
                 "rounds": rounds,
             }
 

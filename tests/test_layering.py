@@ -113,3 +113,10 @@ def test_functions_fit_on_two_screens() -> None:
     ]
     long = [f"{path}:{node.lineno} {node.name}" for path, node in functions if node.end_lineno - node.lineno >= 100]
     assert not long, f"more than 100 lines: {', '.join(long)}"
+
+
+def test_files_have_at_most_600_lines() -> None:
+    sources = [*MODULES, *(path for name in ("benchmarks", "tests") for path in (ROOT / name).rglob("*.py"))]
+    sources += [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cpp", ".h")]
+    long = [str(path) for path in sources if path.read_text(encoding="utf-8").count("\n") > 600]
+    assert not long, f"two files each: {', '.join(long)}"

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure.case import Benchmark, cast, timed_call
+from benchmarks.measure.case import cast, timed_call
 from benchmarks.measure.checking import verdicts_of
 from benchmarks.measure.roofline import measure_machine
 from benchmarks.measure.suites import Case, chosen_providers
@@ -45,23 +45,6 @@ class Outcome:
     def timed(self) -> list[dict[str, Any]]:
         """Returns the rows that have a time."""
         return [row for row in self.rows if "missing" not in row]
-
-
-def run_case(
-    benchmark: Benchmark,
-    shape: dict[str, Any],
-    mode: str,
-    dtype: torch.dtype,
-    device: str,
-    *,
-    providers: Sequence[str] = (),
-    rounds: int = 16,
-    seconds: float = 60.0,
-) -> Outcome:
-    """Checks the providers of one case and times those that are right, side by side; see `run_cases`."""
-    case = Case(benchmark, shape, mode, str(dtype).removeprefix("torch."))
-    [(_, outcome)] = run_cases([case], device, providers=providers, rounds=rounds, seconds=seconds)
-    return outcome
 
 
 def run_cases(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 import time
@@ -118,6 +119,20 @@ def is_wrong(same: int, total: int) -> bool:
 def fair_share(threads: int, neighbours: int, cores: int) -> float:
     """Returns the speed that is left beside busy processes of one thread, if all threads share the cores equally."""
     return min(1.0, cores / (threads + neighbours)) / min(1.0, cores / threads)
+
+
+def beside(quiet: Timing, busy: Timing, threads: int, neighbours: int) -> dict[str, object]:
+    """Returns the fields of a row that compare times beside busy processes with those alone."""
+    return {
+        "neighbours": neighbours,
+        "ms_p50": 1e3 * busy.p50,
+        "ms_p20": 1e3 * busy.p20,
+        "ms_p80": 1e3 * busy.p80,
+        "ms_quiet": 1e3 * quiet.p50,
+        "speedup": quiet.p50 / busy.p50,
+        "baseline": "quiet",
+        "fair_share": fair_share(threads, neighbours, os.cpu_count() or 1),
+    }
 
 
 @contextlib.contextmanager

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterator
 
 from benchmarks.measure.timing import Timing
 from benchmarks.peers.cases import make_job
-from benchmarks.peers.compare import PAUSE, busy_neighbours, fair_share, num_tokens, take_turns
+from benchmarks.peers.compare import PAUSE, beside, busy_neighbours, num_tokens, take_turns
 from benchmarks.peers.side_by_side import Row, close, start
 from benchmarks.peers.suite import Plan
 from benchmarks.peers.worker import Worker
@@ -22,7 +21,6 @@ def measure(plan: Plan, rounds: int, neighbours: int) -> Iterator[Row]:
     Raises:
         Failed: fastformer raised an error.
     """
-    cores = os.cpu_count() or 1
     workers, missing = start([place for place in plan.places(plan.precisions) if place.peer == "fastformer"])
     shared = {"suite": "decoding", "op": "peers_neighbours", "model": plan.case["name"], "provider": "fastformer"}
     try:
@@ -52,15 +50,8 @@ def measure(plan: Plan, rounds: int, neighbours: int) -> Iterator[Row]:
                     yield shared | {
                         "precision": thing.precision,
                         "threads": threads,
-                        "neighbours": neighbours,
-                        "ms_p50": 1e3 * busy.p50,
-                        "ms_p20": 1e3 * busy.p20,
-                        "ms_p80": 1e3 * busy.p80,
-                        "ms_quiet": 1e3 * quiet.p50,
                         "tokens_s": num_tokens(job, tokens[key]) / busy.p50,
-                        "speedup": quiet.p50 / busy.p50,
-                        "baseline": "quiet",
-                        "fair_share": fair_share(threads, neighbours, cores),
+                        **beside(quiet, busy, threads, neighbours),
                     }
     finally:
         close(workers)

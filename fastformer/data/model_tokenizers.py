@@ -198,7 +198,7 @@ class SentencePieceTokenizer(ModelTokenizer):
         return [visible(self._processor.id_to_piece(i) if i < self._size else None) for i in each]
 
     def _values(self) -> dict[str, Any]:
-        return {"model": _as_text(self._processor)}
+        return {"model": piece_model(self._processor)}
 
 
 class PieceTokenizer(ModelTokenizer):
@@ -250,7 +250,7 @@ class PieceTokenizer(ModelTokenizer):
         return [visible(self._names.get(i)) for i in checked_ids(ids, self._vocab_size)]
 
     def _values(self) -> dict[str, Any]:
-        return {"model": _as_text(self._processor), "vocab": self._vocab}
+        return {"model": piece_model(self._processor), "vocab": self._vocab}
 
 
 class MarianTokenizer(ModelTokenizer):
@@ -323,8 +323,8 @@ class MarianTokenizer(ModelTokenizer):
 
     def _values(self) -> dict[str, Any]:
         return {
-            "source": _as_text(self._source),
-            "target": _as_text(self._target),
+            "source": piece_model(self._source),
+            "target": piece_model(self._target),
             "source_vocab": self._source_vocab,
             "target_vocab": None if self._source_vocab == self._target_vocab else self._target_vocab,
         }
@@ -353,14 +353,14 @@ def saved_model_tokenizer(file: Path, values: Mapping[str, Any]) -> ModelTokeniz
             bos = None if values["bos"] is None else int(values["bos"])
             return BackendTokenizer(read_backend(file, values["backend"]), *sizes, bos, str(file), languages)
         if values["type"] == SentencePieceTokenizer.type:
-            return SentencePieceTokenizer(_from_text(file, values["model"]), *sizes, languages)
+            return SentencePieceTokenizer(read_piece_model(file, values["model"]), *sizes, languages)
         if values["type"] == PieceTokenizer.type:
             vocab = check_vocab(file, values["vocab"])
-            return PieceTokenizer(_from_text(file, values["model"]), vocab, *sizes, languages)
+            return PieceTokenizer(read_piece_model(file, values["model"]), vocab, *sizes, languages)
         source_vocab = check_vocab(file, values["source_vocab"])
         target_vocab = values["target_vocab"]
         target_vocab = source_vocab if target_vocab is None else check_vocab(file, target_vocab)
-        source, target = (_from_text(file, values[side]) for side in ("source", "target"))
+        source, target = (read_piece_model(file, values[side]) for side in ("source", "target"))
         return MarianTokenizer(source, target, source_vocab, target_vocab, *sizes, languages)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{file} is damaged or no tokenizer ({error}): copy it again or convert anew") from error
@@ -436,7 +436,7 @@ def read_sentencepiece(file: Path, model: bytes) -> sentencepiece.SentencePieceP
 
 def piece_model(processor: sentencepiece.SentencePieceProcessor) -> str:
     """Returns a SentencePiece model as text for tokenizer.json."""
-    return _as_text(processor)
+    return base64.b64encode(processor.serialized_model_proto()).decode("ascii")
 
 
 def read_piece_model(file: Path, model: str) -> sentencepiece.SentencePieceProcessor:
@@ -446,14 +446,6 @@ def read_piece_model(file: Path, model: str) -> sentencepiece.SentencePieceProce
         ImportError: the library is not installed.
         ValueError: the text is not from `piece_model`.
     """
-    return _from_text(file, model)
-
-
-def _as_text(processor: sentencepiece.SentencePieceProcessor) -> str:
-    return base64.b64encode(processor.serialized_model_proto()).decode("ascii")
-
-
-def _from_text(file: Path, model: str) -> sentencepiece.SentencePieceProcessor:
     return read_sentencepiece(file, base64.b64decode(model, validate=True))
 
 

@@ -277,10 +277,6 @@ class _Layer(nn.Module):
     def _norm_names(self) -> list[str]:
         return [f"norm{i}" for i in self._sub_layers]
 
-    def may_join(self) -> bool:
-        """Returns whether dropouts, additions and norms are fused: none of them is replaced, patched or hooked."""
-        return bool(layer_plan(self).norms)
-
     def _has_own_blocks(self) -> bool:
         """Returns whether the blocks are those of this class; blocks aren't called if their parts are fused."""
         kind, own = type(self), self.__dict__

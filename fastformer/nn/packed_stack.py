@@ -44,9 +44,6 @@ class _Encoder(Protocol):
 
     def encode_states(self, states: Array, lengths: Sequence[int], threads: int) -> Array: ...
 
-    @property
-    def weight_bytes(self) -> int: ...
-
 
 class StackSettings(NamedTuple):
     """The settings that all layers of a stack share.

@@ -77,13 +77,6 @@ def lengths_of(examples: Sequence[Example]) -> torch.Tensor:
     return torch.tensor([example.lengths for example in examples], device="cpu")
 
 
-def negative_log_likelihood(
-    model: nn.Module, examples: Sequence[Example], *, max_tokens: int, packed: bool, device: torch.device
-) -> float:
-    """Computes the mean NLL of a real target token, in nats."""
-    return mean_of(losses_of(model, examples, max_tokens=max_tokens, packed=packed, device=device), examples)
-
-
 @torch.inference_mode()
 def losses_of(
     model: nn.Module,

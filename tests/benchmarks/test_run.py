@@ -17,11 +17,12 @@ from benchmarks.measure.case import SUITES, Benchmark, Inputs, Need, Provider, S
 from benchmarks.measure.checking import difference
 from benchmarks.measure.comparing import compare
 from benchmarks.measure.console import table
-from benchmarks.measure.execute import Outcome, run_case
+from benchmarks.measure.execute import Outcome
 from benchmarks.measure.suites import ROOT, Case, benchmarks, chosen_cases, listing, nothing_fits
 from benchmarks.run import main
 from fastformer.ops import add_layer_norm, use_backend
 from fastformer.ops._library import forced_backend
+from tests.benchmarks.running import run_case
 
 SHAPE = {"rows": 64}
 
@@ -91,7 +92,7 @@ def test_a_case_may_be_checked_at_a_smaller_shape_than_it_is_timed_at() -> None:
 
 
 def run(benchmark: Benchmark, mode: str = "fwdbwd"):
-    return run_case(benchmark, SHAPE, mode, torch.float32, "cpu", rounds=3, seconds=0.0)
+    return run_case(benchmark, SHAPE, mode, rounds=3)
 
 
 @pytest.mark.parametrize("mode", ["fwd", "bwd", "fwdbwd", "step"])
@@ -216,7 +217,7 @@ def test_a_rival_without_dropout_is_left_out_where_there_is_some() -> None:
     """Rivals draw masks of their own and are checked without, and they may refuse either."""
     shape = {"rows": 64, "dropout_p": 0.1}
     rival = dataclasses.replace(TOY, providers={**TOY.providers, "rival": refuses})
-    outcome = run_case(rival, shape, "fwd", torch.float32, "cpu", rounds=1, seconds=0.0)
+    outcome = run_case(rival, shape)
     assert "not this shape" in outcome.refused["rival"]
     assert [row["provider"] for row in outcome.rows] == ["fastformer", "power"]
 
@@ -239,12 +240,12 @@ def test_a_rival_with_a_mask_of_its_own_has_to_be_right_without() -> None:
     providers = {"fastformer": ours, "power": dropped, "right": dropped, "wrong": wrong_where_nothing_is_dropped}
     toy = dataclasses.replace(TOY, providers=providers)
     shape = {"rows": 64, "dropout_p": 0.5}
-    outcome = run_case(toy, shape, "fwdbwd", torch.float32, "cpu", rounds=1, seconds=0.0)
+    outcome = run_case(toy, shape, "fwdbwd")
     assert list(outcome.wrong) == ["wrong"] and "tensor 0: error" in outcome.wrong["wrong"]
     assert [row["provider"] for row in outcome.rows] == ["fastformer", "power", "right"]
     assert all(row["shape"] == shape for row in outcome.rows) and set(shapes) == {0.5}
     elsewhere = dataclasses.replace(toy, without_dropout=lambda shape: None)
-    assert not run_case(elsewhere, shape, "fwdbwd", torch.float32, "cpu", rounds=1, seconds=0.0).wrong
+    assert not run_case(elsewhere, shape, "fwdbwd").wrong
 
 
 def test_ours_with_dropout_has_to_be_as_its_reference() -> None:
@@ -255,7 +256,7 @@ def test_ours_with_dropout_has_to_be_as_its_reference() -> None:
     toy = dataclasses.replace(TOY, providers={"fastformer": ours, "power": dropped})
     for other, wrong in ((2, []), (3, ["fastformer"])):
         shape = {"rows": 64, "dropout_p": 0.5, "other": other}
-        outcome = run_case(toy, shape, "fwd", torch.float32, "cpu", rounds=1, seconds=0.0)
+        outcome = run_case(toy, shape)
         assert list(outcome.wrong) == wrong
 
 
@@ -304,11 +305,10 @@ def test_a_shape_says_how_many_threads() -> None:
     threads = before + 1
     case = dataclasses.replace(TOY, providers={"fastformer": noted, "power": square})
     shape = {**SHAPE, "threads": threads}
-    outcome = run_case(case, shape, "fwd", torch.float32, "cpu", rounds=1, seconds=0.0)
+    outcome = run_case(case, shape)
     assert seen == {threads} and {row["threads"] for row in outcome.rows} == {threads}
     with pytest.raises(NotImplementedError):
-        run_case(dataclasses.replace(case, providers={"fastformer": refuses, "power": square}), shape, "fwd",
-                 torch.float32, "cpu")  # fmt: skip
+        run_case(dataclasses.replace(case, providers={"fastformer": refuses, "power": square}), shape)
     assert torch.get_num_threads() == before
 
 

@@ -14,7 +14,8 @@ from fastformer.data import ByteTokenizer
 from fastformer.data.examples import windows
 from fastformer.generation import Translator, score
 from fastformer.models import GPT, Transformer
-from fastformer.training.evaluate import corpus_scores, negative_log_likelihood
+from fastformer.training.evaluate import corpus_scores
+from tests.training.tiny import nll_of
 
 REFERENCE = ["ein Mann geht nach Hause", "zwei Hunde", "", "ja", "eine Frau liest ein Buch im Park"]
 BETTER = ["ein Mann geht nach Hause", "", "", "ja", "eine Frau liest ein Buch am Park"]
@@ -153,7 +154,7 @@ def test_the_perplexity_of_a_text_is_that_of_a_validation(language_model, tmp_pa
     file.write_bytes(text.replace("\n", "\r\n").encode())
     model, tokenizer = load_model(language_model, ("GPT",))
     examples = windows([*tokenizer.encode(text), 1], 16)
-    nll = negative_log_likelihood(model, examples, max_tokens=100, packed=True, device=torch.device("cpu"))
+    nll = nll_of(model, examples, packed=True)
     assert main(["score", language_model, "--file", str(file), "--context", "1"]) == 0
     out, err = capsys.readouterr()
     ((total, mean, perplexity),) = rows_of(out)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -219,18 +219,13 @@ def test_a_stream_reads_ahead_a_little(plain) -> None:
 
 def test_threads_share_an_encoder(plain) -> None:
     encoder = fastformer.Encoder(plain[0])
-    expected, found = encoder.encode(TEXTS).tobytes(), [b""] * 6
+    expected = [encoder.encode(TEXTS[place:] + TEXTS[:place]).tobytes() for place in (0, 1)]
 
-    def work(place: int) -> None:
-        found[place] = encoder.encode(TEXTS[place % 2 :] + TEXTS[: place % 2], batch_size=1 + place).tobytes()
+    def work(place: int) -> bytes:
+        return encoder.encode(TEXTS[place % 2 :] + TEXTS[: place % 2], batch_size=1 + place).tobytes()
 
-    rotated = encoder.encode(TEXTS[1:] + TEXTS[:1]).tobytes()
-    threads = [threading.Thread(target=work, args=(place,)) for place in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [expected, rotated] * 3
+    with ThreadPoolExecutor(6) as threads:
+        assert [*threads.map(work, range(6))] == expected * 3
 
 
 @pytest.mark.parametrize("precision", ["bf16", "int8"])

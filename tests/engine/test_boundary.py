@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -332,11 +333,9 @@ def test_two_threads_on_one_session_are_told() -> None:
             except (RuntimeError, ValueError) as error:
                 told.append(str(error))
 
-    threads = [threading.Thread(target=use) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as threads:
+        for each in [threads.submit(use) for _ in range(2)]:
+            each.result()
     assert sound and len(told) + sound == 16  # whoever holds it goes on
     assert all("thread" in text for text in told)
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
+from tests.engine.elsewhere import products_of
 from tests.engine.test_packed_gemm import draw, extension, packed_linear, stored
 
 GROUP = 32
@@ -178,12 +174,6 @@ def test_wrong_calls() -> None:
 
 # A process of test_other_paths.
 PRODUCTS = """
-import importlib.machinery, importlib.util, sys
-import numpy as np, torch
-name, module_path, cases, results = sys.argv[1:]
-loader = importlib.machinery.ExtensionFileLoader(name, module_path)
-module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
-loader.exec_module(module)
 given, found = np.load(cases), {}
 for case in [name.removesuffix(" x") for name in given if name.endswith(" x")]:
     zeros = given[f"{case} zeros"] if f"{case} zeros" in given else None
@@ -207,11 +197,6 @@ SLOW_PATHS = ("avx512 alone", "avx512, dot products", "avx512, brgemm", "avx2, a
 def test_other_paths(path: str, tmp_path: Path) -> None:
     """CPUs with fewer instructions, or with AMX, give the same bits."""
     isa, settings = PATHS[path]
-    if isa == "avx512" and torch.backends.cpu.get_cpu_capability() != "AVX512":
-        pytest.skip("no AVX-512 on this CPU")
-    spec = importlib.util.find_spec(f"fastformer._engine_{isa}")
-    if spec is None or spec.origin is None:
-        pytest.skip(f"fastformer._engine_{isa} is not built")
     cases: dict[str, np.ndarray] = {}
     wanted: dict[str, np.ndarray] = {}
     full = np.full((9, 999), 255, np.float32)
@@ -229,11 +214,7 @@ def test_other_paths(path: str, tmp_path: Path) -> None:
         if zeros is not None:
             cases[f"{case} zeros"] = zeros
         wanted[case] = linear(x, q, scales, zeros)
-    np.savez(tmp_path / "cases.npz", **cases)
-    files = [spec.origin, str(tmp_path / "cases.npz"), str(tmp_path / "results.npz")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | settings
-    subprocess.run([sys.executable, "-c", PRODUCTS, f"_engine_{isa}", *files], env=environment, check=True)
-    found = dict(np.load(tmp_path / "results.npz"))
+    found = products_of(isa, PRODUCTS, settings, cases, tmp_path)
     has_vnni = "avx512_vnni" in extension().cpu_features()
     assert (found.pop("brgemm") > 0) == (settings.get("FASTFORMER_BRGEMM") == "1" and has_vnni)
     assert found.keys() == wanted.keys()

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -19,6 +15,7 @@ import torch
 
 from fastformer.ops import _extension
 from tests.checks import assert_accurate
+from tests.engine.elsewhere import products_of, started
 
 PRECISIONS = ("fp32", "bf16", "int8")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -236,12 +233,6 @@ def test_wrong_calls() -> None:
 
 # A process of test_other_paths: loads the module of an instruction set and writes the products of all cases.
 PRODUCTS = """
-import importlib.machinery, importlib.util, sys
-import numpy as np, torch
-name, module_path, cases, results = sys.argv[1:]
-loader = importlib.machinery.ExtensionFileLoader(name, module_path)
-module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
-loader.exec_module(module)
 found = {"features": np.array(module.cpu_features())}
 given = np.load(cases)
 def product(which, precision):
@@ -278,11 +269,6 @@ SLOW_PATHS = ("avx512 alone", "avx512, brgemm", "avx2, avx_vnni")
 def test_other_paths(path: str, tmp_path: Path) -> None:
     """What CPUs with fewer instructions, or with AMX, do: the same integers, and floats by the rule."""
     isa, settings = PATHS[path]
-    if isa == "avx512" and torch.backends.cpu.get_cpu_capability() != "AVX512":
-        pytest.skip("no AVX-512 on this CPU")
-    spec = importlib.util.find_spec(f"fastformer._engine_{isa}")
-    if spec is None or spec.origin is None:
-        pytest.skip(f"fastformer._engine_{isa} is not built")
     cases: dict[str, np.ndarray] = {}
     x, weight, bias = draw(70, 603), draw(129, 603, seed=1), draw(129, seed=2)
     x[7, 600] = np.nan
@@ -299,11 +285,7 @@ def test_other_paths(path: str, tmp_path: Path) -> None:
     for name, sign in (("largest", 1), ("least", -1)):
         cases |= {f"{name} x": full, f"{name} weight": full * sign, f"{name} bias": np.zeros(9, np.float32)}
 
-    np.savez(tmp_path / "cases.npz", **cases)
-    files = [spec.origin, str(tmp_path / "cases.npz"), str(tmp_path / "results.npz")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | settings
-    subprocess.run([sys.executable, "-c", PRODUCTS, f"_engine_{isa}", *files], env=environment, check=True)
-    found = dict(np.load(tmp_path / "results.npz"))
+    found = products_of(isa, PRODUCTS, settings, cases, tmp_path)
 
     allowed = settings.get("FASTFORMER_CPU_FEATURES")
     in_use = found.pop("features").tolist()
@@ -332,15 +314,6 @@ def test_other_paths(path: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_feature_that_does_not_exist() -> None:
     """The extension says which of the names in FASTFORMER_CPU_FEATURES it doesn't know."""
-    spec = importlib.util.find_spec(f"fastformer._engine_{_extension.load()}")
-    if spec is None or spec.origin is None:
-        pytest.skip("the C++ extension is not built")
-    code = PRODUCTS.partition("given =")[0]
-    ended = subprocess.run(
-        [sys.executable, "-c", code, f"_engine_{_extension.load()}", spec.origin, "", ""],
-        env=os.environ | {"FASTFORMER_CPU_FEATURES": "avx512_vnni,vnni"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    settings = {"FASTFORMER_CPU_FEATURES": "avx512_vnni,vnni"}
+    ended = started(str(_extension.load()), "module.cpu_features()", settings, "", "")
     assert "ValueError: FASTFORMER_CPU_FEATURES" in ended.stderr and ended.stderr.rstrip().endswith("'vnni'")

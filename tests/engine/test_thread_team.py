@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,17 +55,9 @@ def test_there_may_be_nothing_to_do() -> None:
 def test_callers_at_the_same_time_do_not_disturb_each_other() -> None:
     sizes, rounds = [9, 1, 4, 30], 10_000  # long enough to meet
     right = MODULE._stages_check(sizes, rounds, 1)
-    found: list[list[int]] = []
-
-    def call(threads: int) -> None:
-        found.append(MODULE._stages_check(sizes, rounds, threads))
-
-    callers = [threading.Thread(target=call, args=(2 + i % 2,)) for i in range(4)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
-    assert found == [right] * 4
+    with ThreadPoolExecutor(4) as callers:
+        found = callers.map(lambda threads: MODULE._stages_check(sizes, rounds, threads), (2, 3, 2, 3))
+        assert [*found] == [right] * 4
 
 
 def exit_code_of(child: int) -> int:

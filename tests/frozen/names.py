@@ -42,8 +42,6 @@ INTERNAL = {
     "TrainConfig": {"data_flags", "weights", "pair_filter"},
     "Trainer": {"interrupted"},
     "TransformerDecoder": {"store_memory"},
-    "TransformerDecoderLayer": {"may_join"},
-    "TransformerEncoderLayer": {"may_join"},
     "Translator": {"answers", "new_scheduler", "settings", "encode_item", "encode_prefix"},
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from fastformer.generation.engines.base import Candidates, Selection
 from fastformer.generation.engines.cpp import CppBatch
 from fastformer.generation.engines.cpp_support import why_no_cpp_engine
 from fastformer.generation.engines.kv_cache import KVCacheBatch
-from fastformer.models import GPT
+from fastformer.models import GPT, Transformer
 
 EOS, VOCAB = 1, 40
 HAS_CPP = why_no_cpp_engine() is None
@@ -49,6 +50,27 @@ def new_tokens(model: Any, prompts: torch.Tensor, sequences: torch.Tensor) -> li
 
 def real(row: torch.Tensor) -> list[int]:
     return row[row != 0].tolist()
+
+
+class Coarse(Transformer):
+    """Chooses among logits of its own, of which many are equal."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().logits(hidden).round()
+
+
+class CoarseGPT(GPT):
+    """The same without a source."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().logits(hidden).round()
+
+
+def coarse(model: Transformer | GPT) -> Any:
+    """A copy of a model, with coarse logits."""
+    other = copy.deepcopy(model)
+    other.__class__ = CoarseGPT if isinstance(model, GPT) else Coarse
+    return other
 
 
 class Call(NamedTuple):

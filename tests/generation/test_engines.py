@@ -27,10 +27,10 @@ from fastformer.generation.model_protocols import dtype_precision, own_precision
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler, run
 from fastformer.generation.search import BeamSearch, RowSearch, Sampling
-from fastformer.models import GPT, Transformer
+from fastformer.models import GPT
 from fastformer.nn import KVCache
 from tests.generation import toy
-from tests.generation.small import CPP, DEFAULT, EOS, HAS_CPP, VOCAB, next_logits
+from tests.generation.small import CPP, DEFAULT, EOS, HAS_CPP, VOCAB, coarse, next_logits
 
 PAIRS = [
     *([("cpp", "model"), ("cpp", "gpt")] if HAS_CPP else []),
@@ -375,20 +375,6 @@ SEARCHES = {
 }
 
 
-class Coarse(Transformer):
-    """Chooses among logits of its own, of which many are equal."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return super().logits(hidden).round()
-
-
-class CoarseGPT(GPT):
-    """The same without a source."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return super().logits(hidden).round()
-
-
 # As they are; and where an engine has two ways to the best tokens, in 16 bits and with logits of the model's own.
 VARIED = [
     *((*pair, "as it is") for pair in PAIRS),
@@ -406,7 +392,7 @@ def varied(request) -> Driven:
     if how == "bf16":
         model = model.bfloat16()
     if how == "own logits":
-        model.__class__ = CoarseGPT if which == "gpt" else Coarse
+        model = coarse(model)
     return Driven(choose_engine(model, named(name)), model)
 
 
@@ -497,9 +483,7 @@ def test_each_pair_of_an_engine_and_a_model_works_or_says_why_not(model, gpt, ls
 def test_without_a_wish_the_fastest_decodes(model, gpt, lstm) -> None:
     assert [choose_engine(which).name for which in (model, gpt, lstm)] == [DEFAULT, DEFAULT, "recurrent"]
     # What the C++ engine can't do (a model's own logits, which it would not ask for) the cached modules do.
-    own = copy.deepcopy(model)
-    own.__class__ = Coarse
-    assert choose_engine(own).name == "kv_cache"
+    assert choose_engine(coarse(model)).name == "kv_cache"
     with pytest.raises(ValueError, match=r"\bengine\b.*kv_cache.*'fast'"):
         choose_engine(model, "fast")
     with pytest.raises(ValueError, match="'cpp'.*Linear.*'kv_cache'.*'recurrent'"):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -135,23 +135,18 @@ def test_threads_share_a_generator(chatty, engine) -> None:
     stem = ids(dice, 40)
     prompts = [stem + ids(dice, i) for i in range(6)]
     expected = [generate(chatty, p, engine=engine, **LONG)[0].tolist() for p in prompts]
-    found: dict[int, list[list[int]]] = {}
 
-    def ask(worker: int) -> None:
-        own = prompts if worker % 2 else prompts[::-1]
-        found[worker] = []
-        for prompt in own:
+    def ask(worker: int) -> list[list[int]]:
+        found = []
+        for prompt in prompts if worker % 2 else prompts[::-1]:
             said = (
                 generator.stream(prompt, **LONG) if worker > 1 else generator.generate(prompt, **LONG)[0, len(prompt) :]
             )
-            found[worker].append([*prompt, *map(int, said)])
+            found.append([*prompt, *map(int, said)])
+        return found
 
-    threads = [threading.Thread(target=ask, args=(worker,)) for worker in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(found[worker] == (expected if worker % 2 else expected[::-1]) for worker in range(4))
+    with ThreadPoolExecutor(4) as threads:
+        assert [*threads.map(ask, range(4))] == [expected[::-1], expected] * 2
 
 
 def test_models_that_read_a_source_decode_as_in_generate() -> None:

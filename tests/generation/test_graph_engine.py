@@ -30,7 +30,7 @@ from fastformer.generation.scheduler import Scheduler, run
 from fastformer.graphs import CaptureError, Graph
 from fastformer.models import GPT, Transformer
 from fastformer.ops import _extension, record_backends, use_backend
-from tests.generation.small import VOCAB
+from tests.generation.small import VOCAB, coarse
 from tests.generation.weights import CONFIGS, RELATIVE, drawn
 from tests.no_sync import NoSync
 from tests.tape import TapeGraphs
@@ -132,25 +132,9 @@ def test_searches_by_transformers_rules_run_on_the_device(early_stopping, model,
     assert watched.single == 0 and watched.replays > 20
 
 
-class Coarse(Transformer):
-    """Among its logits many are equal."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return super().logits(hidden).round()
-
-
-class CoarseGPT(GPT):
-    """Likewise."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return super().logits(hidden).round()
-
-
 @pytest.mark.parametrize("way", [0, 1, 2])
 def test_ties_fall_as_they_do_on_the_host(way, model, watched) -> None:
-    coarse = copy.deepcopy(model)
-    coarse.__class__ = Coarse
-    assert_same(*both(coarse, ids(4, 8, 2, 11, vocab=VOCAB), max_new_tokens=24, **WAYS[way]))
+    assert_same(*both(coarse(model), ids(4, 8, 2, 11, vocab=VOCAB), max_new_tokens=24, **WAYS[way]))
     assert watched.single == 0
 
 
@@ -183,7 +167,7 @@ def test_a_step_never_waits_for_the_device_and_finds_the_same(name, way, monkeyp
     monkeypatch.setattr(GraphBatch, "_capture", lambda self, captured: None)  # each step is a call
     model = drawn(CONFIGS[name][0], **CONFIGS[name][1])
     if way != 2 and name.startswith("r"):  # they choose among logits that Python sees
-        model.__class__ = Coarse if isinstance(model, Transformer) else CoarseGPT
+        model = coarse(model)
     found, expected = both(model, ids(5, 2, 7), max_new_tokens=9, **UNWATCHED[way])
     assert len(steps) >= 8 and min(steps) > 40
     assert_same(found, expected)

@@ -12,6 +12,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -383,7 +384,7 @@ def test_what_was_packed_goes_with_its_model_and_before_the_next_is_packed() -> 
 
 
 def test_threads_get_the_same_and_it_is_packed_once() -> None:
-    model, found, made = fresh(), [], []
+    model, made = fresh(), []
     barrier = threading.Barrier(4)
 
     def pack() -> object:
@@ -391,15 +392,12 @@ def test_threads_get_the_same_and_it_is_packed_once() -> None:
         threading.Event().wait(0.05)
         return object()
 
-    def ask() -> None:
+    def ask(_: int) -> object:
         barrier.wait()
-        found.append(packed(model, "bf16", pack))
+        return packed(model, "bf16", pack)
 
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        found = [*threads.map(ask, range(4))]
     assert len(made) == 1 and len(set(map(id, found))) == 1
 
 

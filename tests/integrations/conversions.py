@@ -34,6 +34,11 @@ T5: dict[str, Any] = {
 FLAN = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "is_untied": True}
 
 
+def until_end(row: list[int], *ends: int) -> list[int]:
+    """The ids up to the first end, which is kept."""
+    return row[: next((i + 1 for i, token in enumerate(row) if token in ends), None)]
+
+
 def bart(family: str = "Bart", dtype: torch.dtype = torch.float64, *, seed: int = 3, **options: Any) -> Any:
     """A BART, or a relative.
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,16 +15,6 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MarianConfig,
-    MarianMTModel,
-)
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 from transformers.pytorch_utils import Conv1D
@@ -34,14 +22,13 @@ from transformers.pytorch_utils import Conv1D
 import fastformer
 from fastformer.ops import record_backends
 from tests.integrations import families as small
+from tests.integrations.families import PACKED
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
-N, L = 4, 9
-REAL = torch.arange(L) < torch.tensor([[9], [4], [1], [7]])
-IDS = torch.randint(5, 60, (N, L), generator=torch.Generator().manual_seed(0)).masked_fill(~REAL, 1)
+REAL = small.RIGHT
+IDS = small.IDS.masked_fill(~REAL, 1)
 LABELS = IDS.masked_fill(~REAL, -100)
-PACKED = "varlen_attention_fwd"
 
 
 class Tagger(nn.Module):
@@ -59,39 +46,19 @@ class Tagger(nn.Module):
         return (nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()),)
 
 
+# What the config of each family calls the number of its layers.
+DEPTHS = {name: ["num_hidden_layers"] for name in ("bert", "gpt2", "llama")}
+DEPTHS["marian"] = ["encoder_layers", "decoder_layers"]
+
+
 def make(family: str, dropout: float = 0.0, num_layers: int = 2) -> Any:
-    torch.manual_seed(5)
     if family == "torch.nn":
+        torch.manual_seed(5)
         return Tagger(dropout, num_layers).double()
-    if family == "bert":
-        model: Any = BertForMaskedLM(
-            BertConfig(
-                vocab_size=60, hidden_size=24, num_hidden_layers=num_layers, num_attention_heads=3,
-                intermediate_size=40, attention_probs_dropout_prob=dropout, hidden_dropout_prob=dropout,
-                max_position_embeddings=32,
-            )
-        )  # fmt: skip
-        return model.double().train()
-    if family == "gpt2":
-        sizes = {"n_embd": 24, "n_layer": num_layers, "n_head": 3, "n_positions": 32}
-        drops = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), dropout)
-        return GPT2LMHeadModel(GPT2Config(vocab_size=60, use_cache=False, **sizes, **drops)).double().train()
-    if family == "llama":
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=60, hidden_size=24, num_hidden_layers=num_layers, num_attention_heads=3,
-                num_key_value_heads=1, intermediate_size=40, max_position_embeddings=32, use_cache=False,
-            )
-        )  # fmt: skip
-        return model.double().train()
-    model = MarianMTModel(
-        MarianConfig(
-            vocab_size=60, d_model=24, encoder_layers=num_layers, decoder_layers=num_layers, encoder_attention_heads=3,
-            decoder_attention_heads=3, encoder_ffn_dim=40, decoder_ffn_dim=40, max_position_embeddings=32,
-            dropout=dropout, pad_token_id=1, eos_token_id=2, decoder_start_token_id=1, forced_eos_token_id=2,
-        )
-    )  # fmt: skip
-    return model.double().train()
+    options: dict[str, Any] = dict.fromkeys(DEPTHS[family], num_layers) | dict.fromkeys(small.DROPOUTS[family], dropout)
+    if family in small.CAUSAL:
+        options["use_cache"] = False
+    return small.make(family, seed=5, **options).train()
 
 
 def accelerated(family: str, **options: Any) -> Any:
@@ -323,19 +290,6 @@ def test_export(family):
         torch.testing.assert_close(exported.module()(**batch())[0], expected)
 
 
-@pytest.mark.parametrize("family", ["bert", "marian"])
-def test_copies_and_pickles(family):
-    expected = Step(make(family))
-    model = accelerated(family)
-    for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        step = Step(made)
-        step.assert_same(expected)
-        assert PACKED in step.ran
-        assert fastformer.restore(made)
-        assert not Step(made).ran
-    assert PACKED in Step(model).ran, "a copy has modules of its own"
-
-
 class Counted(nn.Module):
     """A parametrization that counts how often a weight is made."""
 
@@ -380,37 +334,3 @@ def test_what_is_saved_knows_nothing_of_us(family, tmp_path):
     Step(made).assert_same(expected)
     assert fastformer.report(fastformer.accelerate(made)).swapped
     Step(made).assert_same(expected)
-
-
-class Adapter(nn.Module):
-    """A linear layer with a low-rank addition, as adapters wrap one."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base_layer = base.requires_grad_(False)
-        self.a = nn.Parameter(torch.randn(2, base.in_features, dtype=torch.float64) * 0.3)
-        self.b = nn.Parameter(torch.randn(base.out_features, 2, dtype=torch.float64) * 0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base_layer(x) + x @ self.a.T @ self.b.T
-
-
-@pytest.mark.parametrize("family", ["bert", "marian"])
-@pytest.mark.parametrize("first", ["adapters", "accelerate"])
-def test_adapters(family, first):
-    def adapt(model: Any) -> Any:
-        model.requires_grad_(False)
-        torch.manual_seed(8)
-        wrap(model, ("Linear",), Adapter)
-        return model
-
-    expected = Step(adapt(make(family)))
-    model = adapt(make(family)) if first == "adapters" else accelerated(family)
-    if first == "adapters":
-        assert fastformer.report(fastformer.accelerate(model)).swapped
-    else:
-        adapt(model)
-    step = Step(model)
-    step.assert_same(expected)
-    # What a stranger wrote may look at other tokens, so it gets them all, padding too.
-    assert PACKED not in step.ran and "feed_forward_fwd" not in step.ran

@@ -20,7 +20,7 @@ from fastformer.nn import MultiheadAttention, RelativePositionBias, SequenceLayo
 from fastformer.ops import record_backends
 from tests.checks import assert_accurate
 from tests.covering import covering
-from tests.integrations.conversions import CASES, IS_OLD, LEARNED, Case, opinionated, t5
+from tests.integrations.conversions import CASES, IS_OLD, LEARNED, Case, opinionated, t5, until_end
 
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
@@ -225,10 +225,6 @@ SEARCHES: dict[tuple[str, ...], tuple[int, dict[str, dict[str, Any]]]] = {
     }),
 }  # fmt: skip
 ENGINES = {"Marian": ("cpp", "kv_cache"), "T5": ("cpp", "kv_cache", "recompute")}
-
-
-def until_end(row: list[int], eos: int) -> list[int]:
-    return row[: row.index(eos) + 1] if eos in row else row
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from fastformer.integrations import from_huggingface, to_huggingface
 from fastformer.models import GPT
 from fastformer.nn import SequenceLayout
 from tests.checks import assert_accurate
+from tests.integrations.conversions import until_end
 from tests.integrations.decoders import CASES, IS_OLD, Case, Wide, drawn, gradients_of, ids_of, in_both, loss_of
 from tests.nn.comparing import assert_same
 
@@ -134,10 +135,6 @@ def continued(theirs: Any, prompts: list[list[int]], count: int) -> list[list[in
     with torch.inference_mode():
         found = theirs.generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False)[:, width:]
     return [until_end(row, theirs.config.eos_token_id) for row in found.tolist()]
-
-
-def until_end(row: list[int], eos: int) -> list[int]:
-    return row[: row.index(eos) + 1] if eos in row else row
 
 
 def is_tie(theirs: Any, prompt: list[int], expected: list[int], found: list[int]) -> bool:

@@ -7,8 +7,8 @@ import ctypes
 import gc
 import logging
 import pickle
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -525,18 +525,13 @@ def test_several_threads_get_the_same(calls: list[int]) -> None:
     _, ours = pair("roberta labels")
     with torch.no_grad():
         due = ours(**inputs()).logits
-    found: list[Tensor] = []
 
-    def run() -> None:
-        with torch.no_grad():
-            found.extend(ours(**inputs()).logits for _ in range(5))
+    @torch.no_grad()
+    def run(_: int) -> bool:
+        return all(torch.equal(ours(**inputs()).logits, due) for _ in range(5))
 
-    threads = [threading.Thread(target=run) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 40 and all(torch.equal(each, due) for each in found)
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(run, range(8)))
 
 
 def resident() -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -306,19 +306,13 @@ def test_precisions(pair):
 
 def test_threads_that_share_a_model(pair):
     expected = pair.plain.generate(**pair.inputs, **MOST)
-    found: list[Any] = []
 
-    def decode(**options: Any) -> None:
-        for _ in range(4):
-            found.append(pair.ours.generate(**pair.inputs, **MOST, **options))
+    def decode(options: dict[str, Any]) -> bool:
+        return all(torch.equal(pair.ours.generate(**pair.inputs, **MOST, **options), expected) for _ in range(4))
 
     processors = LogitsProcessorList([lambda ids, scores: scores])
-    threads = [threading.Thread(target=decode, kwargs=options) for options in ({}, {"logits_processor": processors})]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 8 and all(torch.equal(one, expected) for one in found)
+    with ThreadPoolExecutor(2) as threads:
+        assert all(threads.map(decode, ({}, {"logits_processor": processors})))
 
 
 def test_a_processor_may_call_generate(pair):

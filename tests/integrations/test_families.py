@@ -263,7 +263,7 @@ def test_a_wrapped_layer_is_called(family, order):
     assert PACKED not in ran(lambda: run(model, RIGHT))
 
 
-@pytest.mark.parametrize("family", ["bert", *CAUSAL])
+@pytest.mark.parametrize("family", PACKING)
 def test_copies_and_pickles_and_keeps_its_signature(family):
     model = make(family).eval()
     signature = inspect.signature(model.forward)
@@ -276,7 +276,9 @@ def test_copies_and_pickles_and_keeps_its_signature(family):
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)):
         assert PACKED in ran(partial(run, other, RIGHT))
         assert torch.equal(run(other, RIGHT).logits, expected)
+        assert fastformer.restore(other) and not ran(partial(run, other, RIGHT))
     assert type(model).__name__ == HEADS[family]
+    assert PACKED in ran(partial(run, model, RIGHT)), "a copy has modules of its own"
 
 
 class Adapter(nn.Module):
@@ -301,24 +303,25 @@ def adapt(model: nn.Module, names: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("first", ["adapters", "accelerate"])
-@pytest.mark.parametrize("names", [
+@pytest.mark.parametrize("layers", [
     ("c_attn", "q_proj", "v_proj", "query", "value", "q", "v"),
     ("c_fc", "c_proj", "up_proj", "down_proj", "fc1", "fc2", "dense", "wi"),
 ], ids=["attention", "feed-forward"])  # fmt: skip
 @pytest.mark.parametrize("family", FAMILIES)
-def test_adapters_act(family, names, first):
+def test_adapters_act(family, layers, first):
     """Nothing is known of what they read, so they get the whole batch."""
     results = []
     for accelerated in (False, True):
         model = make(family)
         if accelerated and first == "accelerate":
             fastformer.accelerate(model)
-        adapt(model, names)
+        adapt(model, layers)
         if accelerated and first == "adapters":
             fastformer.accelerate(model)
         with exactly(family, accelerated=accelerated):
             out = run(model, RIGHT)
-            assert not accelerated or PACKED not in ran(partial(run, model, RIGHT))
+            names = ran(partial(run, model, RIGHT))
+            assert PACKED not in names and ("fc1" not in layers or FUSED not in names)
         adapted = [p for name, p in model.named_parameters() if ".down.weight" in name or ".up.weight" in name]
         results.append([out.loss, *torch.autograd.grad(out.loss, adapted)])
         assert len(adapted) >= 4

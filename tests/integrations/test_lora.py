@@ -161,11 +161,6 @@ def test_merged_and_taken_off_again(family, first, how):
         assert [type(module) for module in made[1].modules()] == [type(module) for module in made[0].modules()]
 
 
-def other_adapters(model: Any) -> Any:
-    model.add_adapter("other", LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False))
-    return model
-
-
 # Adapters that see more than a token: another one for each row of the batch; one that begins to act at a token of each
 # row; one that goes by an average over the first batch that comes, padding and all.
 WATCHED: dict[str, dict[str, Any]] = {

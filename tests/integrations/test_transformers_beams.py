@@ -12,7 +12,7 @@ from torch import Tensor
 from fastformer.generation import generate
 from fastformer.generation.generate import GenerateOutput
 from fastformer.integrations import from_huggingface
-from tests.integrations.conversions import CASES, IS_OLD, bart, opinionated
+from tests.integrations.conversions import CASES, IS_OLD, bart, opinionated, until_end
 
 pytestmark = pytest.mark.skipif(IS_OLD, reason="the rules are those of transformers 5")
 
@@ -60,10 +60,6 @@ def theirs(name: str, limit: int, **options: Any) -> tuple[list[list[int]], list
             num_return_sequences=2, return_dict_in_generate=True, output_scores=True, **options,
         )  # fmt: skip
     return [until_end(row[1:], eos) for row in found.sequences.tolist()], found.sequences_scores.tolist()
-
-
-def until_end(row: list[int], *ends: int) -> list[int]:
-    return row[: next((i + 1 for i, token in enumerate(row) if token in ends), None)]
 
 
 def ours(name: str, limit: int, **options: Any) -> tuple[list[list[int]], list[float]]:

@@ -1,74 +1,26 @@
-"""GPT against a decoder-only model written plainly; packed, cached and compiled."""
+"""GPT: its loss, its first weights, presets, room in its cache, and calls that are wrong; see test_gpt_options.py."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from fastformer.models import GPT, GPTConfig
-from fastformer.nn import AddLayerNorm, SequenceLayout
-from tests.models.plain_gpt import plain_logits
+from tests.models.test_gpt_options import SMALL as SIZES
+from tests.models.test_gpt_options import V, batch
+from tests.models.test_gpt_options import model_of as made
 from tests.models.top_tokens import check_top_tokens
-from tests.nn.comparing import assert_same, randomised
+from tests.nn.comparing import assert_same
 
-V, LENGTHS = 23, [4, 7, 1]
-SMALL = {"vocab_size": V, "d_model": 16, "num_heads": 4, "num_layers": 2, "d_ff": 24, "max_len": 12}
-VARIANTS = {
-    "learned": {},
-    "sinusoidal": {"positions": "sinusoidal"},
-    "rotary": {"positions": "rotary"},
-    "llama": {
-        "positions": "rotary",
-        "rotary_base": 100.0,
-        "norm": "rms",
-        "activation": "swiglu",
-        "num_kv_heads": 2,
-        "bias": False,
-    },
-    "untied": {"tie_embeddings": False, "activation": "gelu_tanh"},
-    "window": {"window_size": 2},
-    "eps": {"layer_norm_eps": 0.3},
-}
-variants = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
+SMALL = {**SIZES, "num_heads": 4}
 
 
-def model_of(**options):
-    model = GPT(GPTConfig(**{**SMALL, **options}), dtype=torch.float64)
-    # The initial weights are so small that attention would be flat.
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(10 if parameter.dim() > 1 else 1)
-    for module in model.modules():
-        if isinstance(module, AddLayerNorm):
-            randomised(module)
-    return model
-
-
-def batch():
-    tokens, following = torch.randint(0, V, (3, 7)), torch.randint(0, V, (3, 7))
-    return tokens, following.masked_fill(torch.arange(7)[None] >= torch.tensor(LENGTHS)[:, None], -100)
-
-
-@variants
-def test_equals_the_plain_model(options):
-    model = model_of(**options)
-    tokens, following = batch()
-    logits, loss = model(tokens), model.loss(tokens, following, reduction="mean")
-    weights = dict(model.named_parameters())
-    expected = [plain_logits(model.config, weights, tokens[row, :length]) for row, length in enumerate(LENGTHS)]
-    for row, length in enumerate(LENGTHS):
-        assert_same(logits[row, :length], expected[row], f"logits of row {row}")
-    real = torch.cat([following[row, :length] for row, length in enumerate(LENGTHS)])
-    expected_loss = F.cross_entropy(torch.cat(expected), real)
-    assert_same(loss, expected_loss, "loss")
-    parameters = dict(model.named_parameters())
-    ours = torch.autograd.grad(loss, list(parameters.values()))
-    theirs = torch.autograd.grad(expected_loss, list(parameters.values()))
-    for name, a, b in zip(parameters, ours, theirs, strict=True):
-        assert_same(a, b, f"gradient of {name}")
+def model_of(**options: Any) -> GPT:
+    return made(**{"num_heads": 4, **options})
 
 
 def test_each_option_of_the_loss_counts():
@@ -85,37 +37,6 @@ def test_each_option_of_the_loss_counts():
         mean = model.loss(tokens, following, reduction="mean", **options)
         assert_same(mean, expected.sum() / (following != -100).sum(), "mean")
         assert_same(model.loss(tokens, following, reduction="none", **options), expected, "none")
-
-
-@variants
-def test_packed_equals_padded(options):
-    model = model_of(**options)
-    tokens, following = batch()
-    layout = SequenceLayout.packed(torch.tensor(LENGTHS), 7)
-    packed = model.loss(layout.pack(tokens), layout.pack(following), layout=layout)
-    padded = model.loss(tokens, following)
-    assert_same(packed, padded, "loss")
-    parameters = dict(model.named_parameters())
-    ours = torch.autograd.grad(packed, list(parameters.values()))
-    theirs = torch.autograd.grad(padded, list(parameters.values()))
-    for name, a, b in zip(parameters, ours, theirs, strict=True):
-        assert_same(a, b, f"gradient of {name}")
-    with_layout = model(tokens, layout=SequenceLayout.padded(torch.tensor(LENGTHS), 7))
-    assert_same(layout.pack(with_layout), layout.pack(model(tokens)), "with a padded layout")
-
-
-@variants
-@torch.inference_mode()
-def test_cached_decoding_equals_uncached(options):
-    model = model_of(**options).eval()
-    tokens, further = torch.randint(0, V, (3, 7)), torch.randint(0, V, (3, 3))
-    cache = model.new_cache(3, 10)
-    prompts = model.decode(tokens, layout=SequenceLayout.padded(torch.tensor(LENGTHS), 7), cache=cache)
-    steps = torch.cat([model.decode(further[:, i : i + 1], cache=cache) for i in range(3)], 1)
-    for row, length in enumerate(LENGTHS):
-        expected = model.decode(torch.cat([tokens[row, :length], further[row]])[None])[0]
-        assert_same(prompts[row, :length], expected[:length], "prompt")
-        assert_same(steps[row], expected[length:], "steps")
 
 
 @pytest.mark.parametrize("options", [{}, {"tie_embeddings": False}], ids=["tied", "untied"])
@@ -175,12 +96,9 @@ def test_dropouts_of_the_config_arrive():
         assert (layer.dropout1.p, layer.dropout2.p, layer.self_attn.dropout, layer.dropout.p) == (0.1, 0.1, 0.2, 0.3)
 
 
-# Rotary positions and what else is llama's: in test_gpt_options.py, too.
-@pytest.mark.parametrize(
-    "options", [{}, pytest.param(VARIANTS["llama"], marks=pytest.mark.slow)], ids=["learned", "llama"]
-)
-def test_compiles_in_one_graph(options):
-    model = model_of(**options, dropout=0.1, attention_dropout=0.1)
+def test_compiles_in_one_graph():
+    """The same dropout, too; the other options are in test_gpt_options.py."""
+    model = model_of(dropout=0.1, attention_dropout=0.1)
     tokens, following = batch()
     compiled = torch.compile(model.loss, backend="aot_eager", fullgraph=True)
     results = []

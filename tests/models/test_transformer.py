@@ -13,7 +13,7 @@ from fastformer.models import Transformer, TransformerConfig
 from fastformer.nn import AddLayerNorm, MultiheadAttention, SequenceLayout
 from tests.models.plain import Plain
 from tests.models.top_tokens import check_top_tokens
-from tests.nn.comparing import assert_same, randomised
+from tests.nn.comparing import assert_same, assert_same_gradients, randomised
 
 V, SOURCE_LENGTHS, TARGET_LENGTHS = 23, [5, 2, 7], [4, 6, 1]
 SMALL = {
@@ -92,12 +92,7 @@ def test_equals_the_plain_model(options):
     others = model.loss(source, shifted, target, label_smoothing=0.1, smooth_others=True, reduction="mean")
     assert_same(others, F.cross_entropy(torch.cat(expected), real, label_smoothing=0.1 * V / (V - 1)), "others")
     expected_loss = F.cross_entropy(torch.cat(expected), real, label_smoothing=0.1, reduction="sum")
-    assert_same(loss, expected_loss, "loss")
-    parameters = dict(model.named_parameters())
-    ours = torch.autograd.grad(loss, list(parameters.values()))
-    theirs = torch.autograd.grad(expected_loss, list(parameters.values()))
-    for name, a, b in zip(parameters, ours, theirs, strict=True):
-        assert_same(a, b, f"gradient of {name}")
+    assert_same_gradients(loss, expected_loss, model)
 
 
 @variants
@@ -111,12 +106,7 @@ def test_packed_equals_padded(options):
     assert_same(model(*flat[:2], **layouts), target_layout.pack(model(source, shifted)), "logits")
     options = {"label_smoothing": 0.1, "smooth_others": True, "reduction": "mean"}
     packed, padded = model.loss(*flat, **layouts, **options), model.loss(source, shifted, target, **options)
-    assert_same(packed, padded, "loss")
-    parameters = dict(model.named_parameters())
-    ours = torch.autograd.grad(packed, list(parameters.values()))
-    theirs = torch.autograd.grad(padded, list(parameters.values()))
-    for name, a, b in zip(parameters, ours, theirs, strict=True):
-        assert_same(a, b, f"gradient of {name}")
+    assert_same_gradients(packed, padded, model)
     none = {"reduction": "none"}
     assert_same(
         model.loss(*flat, **layouts, **none), target_layout.pack(model.loss(source, shifted, target, **none)), "none"

@@ -66,6 +66,17 @@ def compare(
         assert_same(parameter.grad, expected[name].grad, f"gradient of {name}")
 
 
+def assert_same_gradients(ours: Tensor, theirs: Tensor, model: nn.Module) -> None:
+    """The same loss, and the same gradient of each parameter; those of a bias of keys are rounding alone."""
+    assert_same(ours, theirs, "loss")
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    gradients = (torch.autograd.grad(loss, parameters) for loss in (ours, theirs))
+    for name, found, expected in zip(names, *gradients, strict=True):
+        if name.endswith(("in_proj_bias", "k_norm.weight")) and expected.abs().max() < 1e-12:
+            continue
+        assert_same(found, expected, f"gradient of {name}")
+
+
 def taken(cache: KVCache) -> int:
     """The blocks that rows have; block 0 belongs to none."""
     return cache.num_blocks - 1 - cache.free_blocks

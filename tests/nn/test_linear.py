@@ -231,49 +231,29 @@ def strided_input() -> tuple[Tensor, Tensor, None]:
     return torch.randn(24, 50).t(), torch.randn(17, 24), None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("how", ["dense", "expanded", "strided"])
 @pytest.mark.parametrize("make", [plainly_contiguous, transposed_weight, strided_input])
 def test_gradients_are_those_of_the_product(
-    make: Callable[[], Any], how: str, learns_small: None, products: Products
+    make: Callable[[], Any], how: str, dtype: torch.dtype, learns_small: None, products: Products
 ) -> None:
     found = []
-    for function, dtype in ((linear, torch.float32), (F.linear, torch.float32), (F.linear, torch.float64)):
-        tensors = learners(make, dtype)
-        out = function(*tensors)
-        torch.manual_seed(3)
-        dout = torch.randn(out.shape)
-        if how == "expanded":
-            dout = torch.randn(out.shape[-1]).expand(out.shape)
-        if how == "strided":
-            dout = torch.randn(*out.shape, 2)[..., 1]
-        grads = torch.autograd.grad(out, [t for t in tensors if t is not None], dout.to(dtype))
-        found.append((out, *grads))
-        if function is linear:
-            assert len(products) == 3
-            assert len(products.of_gradients) == 1
-            products.clear()
-    for ours, plain, exact in zip(*found, strict=True):
-        assert_accurate(ours, plain, exact)
-    assert found[0][2].stride() == tensors[1].stride(), "a gradient lies as its weight"
-    assert not products
-
-
-@pytest.mark.parametrize("how", ["dense", "expanded", "strided"])
-@pytest.mark.parametrize("make", [plainly_contiguous, transposed_weight, strided_input])
-def test_gradients_in_bf16(make: Callable[[], Any], how: str, products: Products) -> None:
-    found = []
-    for function, dtype in ((linear, torch.bfloat16), (F.linear, torch.bfloat16), (F.linear, torch.float64)):
-        tensors = [None if t is None else t.detach().to(dtype).requires_grad_() for t in learners(make, torch.bfloat16)]
+    for function, own in ((linear, dtype), (F.linear, dtype), (F.linear, torch.float64)):
+        tensors = [None if t is None else t.detach().to(own).requires_grad_() for t in learners(make, dtype)]
         out = function(*tensors)
         torch.manual_seed(3)
         dout = torch.randn(*out.shape, 2)[..., 1] if how == "strided" else torch.randn(out.shape)
         if how == "expanded":
             dout = torch.randn(out.shape[-1]).expand(out.shape)
-        dout = dout.bfloat16().to(dtype)
+        dout = dout.to(dtype).to(own)
         found.append((out, *torch.autograd.grad(out, [t for t in tensors if t is not None], dout)))
-        assert len(products) == 3
+        if function is linear:
+            assert len(products) == 3 and len(products.of_gradients) == 1
+            assert found[0][2].stride() == tensors[1].stride(), "a gradient lies as its weight"
+            products.clear()
     for ours, plain, exact in zip(*found, strict=True):
         assert_accurate(ours, plain, exact)
+    assert not products
 
 
 @contextlib.contextmanager

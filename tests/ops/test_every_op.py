@@ -134,9 +134,12 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"positions": torch.arange(3)}, "positions"),
     ],
     "linear": [
+        ({"x": draw(16)[0]}, "x"),
         ({"weight": draw(11, 15)}, "weight"),
+        ({"weight": draw(1, 11, 16)}, "weight"),
         ({"weight": draw(11, 16).bfloat16()}, "weight"),
         ({"bias": draw(8)}, "bias"),
+        ({"bias": draw(11).double()}, "bias"),
     ],
     "linear_cross_entropy": [
         ({"reduction": "average"}, "reduction"),

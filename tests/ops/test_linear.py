@@ -167,29 +167,6 @@ def test_layouts_and_their_gradients(backend: str) -> None:
     assert gradient.stride() == weight.stride(), "a gradient lies as its weight"
 
 
-def test_gradcheck(backend: str) -> None:
-    tensors = [t.requires_grad_() for t in make_inputs((2, 3, 5), 4, torch.float64).values()]
-    assert torch.autograd.gradcheck(linear, tensors)
-    assert torch.autograd.gradgradcheck(linear, tensors)
-
-
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "none"])
-def test_opcheck(bias: bool, backend: str) -> None:
-    x, weight, b = (t if t is None else t.requires_grad_() for t in make_inputs((3, 4, 16), 24, bias=bias).values())
-    torch.library.opcheck(torch.ops.fastformer.linear.default, (x, weight, b))
-    torch.library.opcheck(torch.ops.fastformer.linear_weight_grad.default, (torch.randn(6, 3), torch.randn(6, 5)))
-
-
-def test_autocast_runs_the_product_in_its_dtype(backend: str) -> None:
-    inputs = make_inputs((5, 16), 24)
-    leaves = {name: t.requires_grad_() for name, t in inputs.items()}
-    with torch.autocast("cpu", torch.bfloat16):
-        out = linear(**leaves)
-    assert torch.equal(out, linear(**{name: t.bfloat16() for name, t in inputs.items()}))
-    out.backward(torch.randn_like(out))
-    assert all(leaf.grad.dtype == torch.float32 for leaf in leaves.values())
-
-
 def test_compiled_it_is_pytorchs() -> None:
     compiled = torch.compile(linear, fullgraph=True, dynamic=True, backend="aot_eager")
     with record_backends() as ran:
@@ -203,20 +180,6 @@ def test_a_product_is_recorded_where_pytorch_makes_it_too() -> None:
         with use_backend(forced), record_backends() as ran:
             linear(**inputs)
         assert ran == {("linear", "torch")}
-
-
-def test_wrong_calls() -> None:
-    x, weight, bias = make_inputs((6, 5), 7).values()
-    for name, wrong in (
-        ("weight", {"weight": weight.t()}),
-        ("weight", {"weight": weight[None]}),
-        ("weight", {"weight": weight.double()}),
-        ("bias", {"bias": bias[:6]}),
-        ("bias", {"bias": bias.double()}),
-        ("x", {"x": x[0, 0]}),
-    ):
-        with pytest.raises(ValueError, match=rf"\b{name}\b"):
-            linear(**{"x": x, "weight": weight, "bias": bias} | wrong)
 
 
 def test_no_double_backward_of_the_gradient_alone() -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,13 +95,8 @@ def test_callers_at_the_same_time_have_tasks_of_their_own(sharing: str) -> None:
     """One of them has the team; the others have OpenMP's threads meanwhile."""
     CHECKS.set_sharing(sharing)
     torch.set_num_threads(2)
-    found: list[list[int]] = []
-    callers = [threading.Thread(target=lambda: found.append(tasks_check(12, 30, 12)[0])) for _ in range(4)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
-    assert found == [[30] * 12] * 4
+    with ThreadPoolExecutor(4) as callers:
+        assert [*callers.map(lambda _: tasks_check(12, 30, 12)[0], range(4))] == [[30] * 12] * 4
 
 
 def test_the_team_works_in_a_child_of_fork() -> None:

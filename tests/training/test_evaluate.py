@@ -12,10 +12,10 @@ from fastformer.models import GPT, Transformer
 from fastformer.training.evaluate import (
     corpus_scores,
     lengths_of,
-    negative_log_likelihood,
     translate_and_score,
     words_hint,
 )
+from tests.training.tiny import nll_of
 
 EXAMPLES = [Example([5, 6, 7, 1], [8, 9, 1]), Example([5, 1], [6, 1]), Example([7, 8, 1], [9, 9, 9, 5, 1])]
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ def test_nll_is_the_mean_over_all_target_tokens_and_eos(packed) -> None:
         tokens += len(example.target)
     model.train()
     for max_tokens in (5, 100):  # several batches, unlike in size, and one
-        found = negative_log_likelihood(model, EXAMPLES, max_tokens=max_tokens, packed=packed, device=CPU)
+        found = nll_of(model, EXAMPLES, max_tokens=max_tokens, packed=packed)
         assert found == pytest.approx(total / tokens, rel=1e-6)
         assert model.training  # as it was
 
@@ -43,7 +43,7 @@ def test_nll_of_a_language_model_predicts_each_token_but_the_first() -> None:
     example = Example([], [4, 5, 6, 7, 8])
     logits = model(torch.tensor([example.target[:-1]]))
     expected = F.cross_entropy(logits[0], torch.tensor(example.target[1:])).item()
-    found = negative_log_likelihood(model, [example, example], max_tokens=20, packed=True, device=CPU)
+    found = nll_of(model, [example, example], max_tokens=20, packed=True)
     assert found == pytest.approx(expected, rel=1e-6) and not model.training
 
 
@@ -53,7 +53,7 @@ def test_nll_of_the_lstm() -> None:
     for example in EXAMPLES:
         logits, _ = model(torch.tensor([example.source]), torch.tensor([[0, *example.target[:-1]]]))
         total += F.cross_entropy(logits[0], torch.tensor(example.target), reduction="sum").item()
-    found = negative_log_likelihood(model, EXAMPLES, max_tokens=20, packed=False, device=CPU)
+    found = nll_of(model, EXAMPLES, max_tokens=20)
     assert found == pytest.approx(total / sum(len(example.target) for example in EXAMPLES), rel=1e-6)
 
 

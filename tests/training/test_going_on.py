@@ -24,7 +24,18 @@ from fastformer.training import Trainer, start
 from fastformer.training import trainer as module
 from fastformer.training.settings import load_config
 from fastformer.training.trainer import DivergedError
-from tests.training.tiny import SIZES, Crash, changed, contents, lines, losses, scripted, weights
+from tests.training.tiny import (
+    SIZES,
+    Crash,
+    assert_same_lines,
+    changed,
+    contents,
+    crash_at,
+    lines,
+    losses,
+    scripted,
+    weights,
+)
 
 
 def test_resume_after_a_crash_between_lines_and_checkpoints(config, tmp_path) -> None:
@@ -33,16 +44,7 @@ def test_resume_after_a_crash_between_lines_and_checkpoints(config, tmp_path) ->
     whole = start(config, tmp_path / "whole")
     whole.train()
     trainer = start(config, tmp_path / "parts")
-    update = trainer.update
-
-    def crash(batches):
-        if trainer.step == 9:
-            raise Crash
-        return update(batches)
-
-    trainer.update = crash
-    with pytest.raises(Crash):
-        trainer.train()
+    crash_at(trainer, 9)
     with open(tmp_path / "parts" / "metrics.jsonl", "a") as file:
         file.write('{"step": 4, "ki')  # what a crash leaves of a line
     resumed = start(config, tmp_path / "parts", resume=True)
@@ -52,10 +54,8 @@ def test_resume_after_a_crash_between_lines_and_checkpoints(config, tmp_path) ->
     assert torch.equal(whole.ema.module.output_weight, resumed.ema.module.output_weight)
     assert (resumed.epoch, resumed.batch, resumed.losses) == (whole.epoch, whole.batch, whole.losses)
     assert [line["step"] for line in lines(tmp_path / "parts")] == [3, 6, 9, 12, 12]
-    for key in ("step", "loss", "nll", "lr", "grad_norm", "padding"):
-        assert [line.get(key) for line in lines(tmp_path / "whole")] == [
-            line.get(key) for line in lines(tmp_path / "parts")
-        ], key
+    keys = ("step", "loss", "nll", "lr", "grad_norm", "padding")
+    assert_same_lines(tmp_path / "whole", tmp_path / "parts", *keys)
 
 
 @pytest.mark.parametrize("where", ["validate", "save_model"])
@@ -73,10 +73,7 @@ def test_a_run_that_ends_in_its_first_validation_goes_on(config, tmp_path, monke
             trainer.train()
     assert [step_of(path) for path in checkpoints(tmp_path / "run")] == [3]
     start(config, tmp_path / "run", resume=True).train()
-    for key in ("step", "kind", "loss", "nll", "kept"):
-        assert [line.get(key) for line in lines(tmp_path / "run")] == [
-            line.get(key) for line in lines(tmp_path / "whole")
-        ]
+    assert_same_lines(tmp_path / "run", tmp_path / "whole", "step", "kind", "loss", "nll", "kept")
 
 
 @pytest.mark.parametrize("changes", [{}, {"average_last": 2, "save_every": 1}, {"patience": 1, "val_every": 1}])

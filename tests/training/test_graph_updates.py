@@ -30,7 +30,9 @@ from fastformer.training.settings import load_config
 from fastformer.training.trainer import DivergedError
 from tests.no_sync import HostSync
 from tests.tape import TapeGraphs
-from tests.training.tiny import SIZES, Crash, changed, lines, losses, weights
+from tests.training.tiny import SIZES, assert_same_lines, changed, crash_at, lines, losses, weights
+
+KEYS = ("step", "loss", "lr", "grad_norm", "padding", "nll")
 
 
 @pytest.fixture(autouse=True)
@@ -170,9 +172,7 @@ def test_graphs_give_the_weights_of_the_ordinary_trainer(graphs, tmp_path, chang
     if plain.ema is not None:
         for name, average in plain.ema.state_dict().items():
             assert torch.equal(average, captured.ema.state_dict()[name]), name
-    for key in ("step", "loss", "lr", "grad_norm", "padding", "nll"):
-        ours, theirs = ([line.get(key) for line in lines(tmp_path / run)] for run in ("graphs", "plain"))
-        assert ours == theirs, key
+    assert_same_lines(tmp_path / "graphs", tmp_path / "plain", *KEYS)
     assert 0.0 < lines(tmp_path / "graphs", "train")[0]["padding"] < 0.5
 
 
@@ -181,25 +181,13 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(graphs, tmp_path) -> None:
     whole = start(config, tmp_path / "whole")
     whole.train()
     trainer = start(config, tmp_path / "parts")
-    update = trainer.update
-
-    def crash(batches):
-        if trainer.step == 13:
-            raise Crash
-        return update(batches)
-
-    trainer.update = crash
-    with pytest.raises(Crash):
-        trainer.train()
+    crash_at(trainer, 13)
     resumed = start(config, tmp_path / "parts", resume=True)
     assert resumed.step == 9 and resumed.rate == lines(tmp_path / "parts", "train")[2]["lr"]
     resumed.train()
     assert torch.equal(weights(whole), weights(resumed))
     assert torch.equal(whole.ema.module.output_weight, resumed.ema.module.output_weight)
-    for key in ("step", "loss", "lr", "grad_norm", "padding", "nll"):
-        assert [line.get(key) for line in lines(tmp_path / "parts")] == [
-            line.get(key) for line in lines(tmp_path / "whole")
-        ], key
+    assert_same_lines(tmp_path / "parts", tmp_path / "whole", *KEYS)
 
 
 def test_a_trainer_that_is_put_back_forgets_its_graphs(graphs, tmp_path) -> None:

@@ -16,7 +16,7 @@ from fastformer.training import TrainConfig, Trainer, start
 from fastformer.training import trainer as trainer_module
 from fastformer.training.graph_updates import pad_batch, size_of
 from fastformer.training.schedule import rate_of
-from tests.training.tiny import PAIRS, Crash, changed, lines, losses, weights, write_pairs
+from tests.training.tiny import PAIRS, changed, crash_at, lines, losses, weights, write_pairs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -106,16 +106,7 @@ def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(config, tmp_path) ->
     before = weights(whole)
     whole.train()
     trainer = start(config, tmp_path / "parts")
-    update = trainer.update
-
-    def crash(batches):
-        if trainer.step == 25:
-            raise Crash
-        return update(batches)
-
-    trainer.update = crash
-    with pytest.raises(Crash):
-        trainer.train()
+    crash_at(trainer, 25)
     resumed = start(config, tmp_path / "parts", resume=True)
     assert resumed.step == 20
     resumed.train()

@@ -13,9 +13,9 @@ from fastformer.data import collate, load_tokenizer
 from fastformer.generation import Translator, generate
 from fastformer.training import Trainer, start
 from fastformer.training.config import TrainConfig
-from fastformer.training.evaluate import Scores, negative_log_likelihood
+from fastformer.training.evaluate import Scores
 from fastformer.training.schedule import learning_rate
-from tests.training.tiny import SIZES, changed, lines, losses, weights, write_pairs
+from tests.training.tiny import SIZES, changed, lines, losses, nll_of, weights, write_pairs
 
 NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
 
@@ -46,9 +46,7 @@ def test_every_token_of_an_update_weighs_the_same(config, tmp_path) -> None:
         found[name] = descend(start(config, tmp_path / name), *batches, packed=name == "packed")
     trainer = start(config, tmp_path / "nll")
     trainer.model.train()
-    expected = negative_log_likelihood(
-        trainer.model, trainer.data.train[:20], max_tokens=64, packed=False, device=trainer.device
-    )
+    expected = nll_of(trainer.model, trainer.data.train[:20], max_tokens=64)
     for gradient, loss, norm in found.values():
         assert (gradient - found["one"][0]).norm() < 1e-4 * found["one"][0].norm()
         assert loss == pytest.approx(expected, rel=1e-5)
@@ -100,7 +98,7 @@ def test_label_smoothing_is_trained_with_and_not_validated_with(config, tmp_path
     spread = descend(start(changed(config, smooth_others=True), tmp_path / "others"), range(20))[1]
     assert abs(smoothed - plain) > 1e-3 and spread != smoothed
     model = trainer.model.eval()
-    by_hand = negative_log_likelihood(model, trainer.data.val, max_tokens=999, packed=False, device=trainer.device)
+    by_hand = nll_of(model, trainer.data.val)
     assert trainer.validate(model).nll == pytest.approx(by_hand, rel=1e-5)
 
 

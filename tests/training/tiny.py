@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from torch import nn
 
+from fastformer.data import Example
 from fastformer.training import TrainConfig, Trainer
-from fastformer.training.evaluate import Scores
+from fastformer.training.evaluate import Scores, losses_of, mean_of
 
 SIZES = {"d_model": 16, "d_ff": 32, "num_heads": 2, "num_encoder_layers": 1, "num_decoder_layers": 1}
 PAIRS = [(f"{'a' * (i % 7 + 1)} {i % 10}", f"{i % 10} {'b' * (i % 5 + 1)}") for i in range(40)]
@@ -50,6 +54,32 @@ def contents(run: Path) -> dict[str, tuple[bytes, int]]:
 
 def weights(trainer: Trainer) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in trainer.model.parameters()]).clone()
+
+
+def crash_at(trainer: Trainer, step: int) -> None:
+    """Trains until the process ends in the update of a step."""
+    update = trainer.update
+
+    def crash(batches: Any) -> Any:
+        if trainer.step == step:
+            raise Crash
+        return update(batches)
+
+    trainer.update = crash
+    with pytest.raises(Crash):
+        trainer.train()
+
+
+def assert_same_lines(run: Path, other: Path, *keys: str) -> None:
+    """The same numbers in each line of metrics.jsonl."""
+    for key in keys:
+        assert [line.get(key) for line in lines(run)] == [line.get(key) for line in lines(other)], key
+
+
+def nll_of(model: nn.Module, examples: Sequence[Example], *, max_tokens: int = 999, packed: bool = False) -> float:
+    """The mean negative log-likelihood of a target token, as a validation computes it."""
+    device = next(model.parameters()).device
+    return mean_of(losses_of(model, examples, max_tokens=max_tokens, packed=packed, device=device), examples)
 
 
 def scripted(trainer: Trainer, nll: dict[int, float], **scores: float) -> Trainer:

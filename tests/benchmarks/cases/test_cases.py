@@ -14,8 +14,9 @@ from benchmarks.cases.models import bench_training_step
 from benchmarks.cases.models.modules import call, lengths_of, module_of
 from benchmarks.measure.case import Benchmark, Inputs, Shape, results
 from benchmarks.measure.checking import verdicts_of
-from benchmarks.measure.execute import Outcome, run_case
+from benchmarks.measure.execute import Outcome
 from benchmarks.measure.suites import benchmarks
+from tests.benchmarks.running import run_case
 
 SHAPE = {"rows": 8}
 
@@ -38,7 +39,7 @@ TOY = Benchmark(
 
 
 def run(benchmark: Benchmark, mode: str = "fwdbwd") -> Outcome:
-    return run_case(benchmark, SHAPE, mode, torch.float32, "cpu", rounds=1, seconds=0.0)
+    return run_case(benchmark, SHAPE, mode)
 
 
 def test_a_case_may_ask_several_questions() -> None:
@@ -59,7 +60,7 @@ def test_what_is_left_out_of_a_shape_is_named_with_its_reason() -> None:
     outcome = run(case)
     assert [row["provider"] for row in outcome.rows] == ["fastformer", "baseline"]
     assert outcome.refused == {"plain": "4 GiB of scores"} and not outcome.wrong  # it is neither run nor checked
-    shorter = run_case(case, {"rows": 4}, "fwd", torch.float32, "cpu", rounds=1, seconds=0.0)
+    shorter = run_case(case, {"rows": 4})
     assert list(shorter.wrong) == ["plain"] and not shorter.refused
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.measure.case import Benchmark, Inputs, Shape
-from benchmarks.measure.execute import run_case
+from tests.benchmarks.running import run_case
 
 BUSY = """
 import time
@@ -73,7 +73,7 @@ def test_a_fifth_is_seen_beside_a_neighbour(threads: int, neighbour: None, capsy
     )  # fmt: skip
     found = []
     for _ in range(10):
-        ours, _ = run_case(benchmark, shape, "fwd", torch.float32, "cpu", rounds=16, seconds=9.0).rows
+        ours, _ = run_case(benchmark, shape, "fwd", rounds=16, seconds=9.0).rows
         found.append((round(ours["speedup"], 3), ours["quiet"], ours["passes"], ours["rounds"], ours["disturbed"]))
     with capsys.disabled():
         print(f"\n{threads} threads: ratio, quiet, passes, rounds, disturbed: {found}")
