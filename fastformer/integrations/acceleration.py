@@ -118,8 +118,8 @@ def accelerate(
     side, or between tokens. The packed copy takes about as much memory as the encoder's matrices in the engine's
     precision, in addition to the model itself; `report` says how much. The first call on the engine packs the copy,
     unless `generate` has packed it already. The encoders of torch.nn run on the engine, too, if their layers are alike
-    and a call has no mask except that of padding; their products are then 1.1 to 4 times as fast. They know fp32, bf16
-    and int8; asked for int4 they keep their own precision.
+    and a call has no mask except that of padding. They know fp32, bf16 and int8; asked for int4 they keep their own
+    precision.
 
     Args:
         model: any module. Known are those of torch.nn (`MultiheadAttention`, `TransformerEncoderLayer`,

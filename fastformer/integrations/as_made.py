@@ -38,6 +38,7 @@ from fastformer.nn.model_guards import ModelGuards
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _SCALARS = (bool, int, float, str, tuple, types.NoneType)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
+_METHODS = (types.FunctionType, staticmethod)
 # Numbers of a module that don't change its output in evaluation; all those with "drop" in their names don't, either.
 # Sizes are ignored since the shapes of the parameters are compared: resizing embeddings leaves some sizes unchanged.
 _FREE = frozenset(
@@ -78,7 +79,7 @@ def guards_of(model: nn.Module) -> ConfigGuards:
     """Returns guards that hold as long as nothing that `why_not_as_made` examined has changed."""
     kinds = {type(module) for module in model.modules()}
     places: list[tuple[object, str]] = [(space, name) for space, functions in sources_of(kinds) for name in functions]
-    places += [(vars(kind), name) for kind, name in _methods(type(model))]
+    places += [(vars(kind), name) for kind, name in _methods(kinds)]
     for config in _configs(model):
         places += [(vars(config), name) for name in vars(config)]
     return ConfigGuards(model, places)
@@ -102,11 +103,11 @@ def _is_rewritten(module: nn.Module, name: str) -> bool:
     return name == "inv_freq" and vars(module).get("rope_type") == "longrope"
 
 
-def _methods(kind: type) -> Iterator[tuple[type, str]]:
-    """Returns the functions of a model's class and of its base classes in transformers."""
-    for each in kind.__mro__:
+def _methods(kinds: Iterable[type]) -> Iterator[tuple[type, str]]:
+    """Returns the methods of classes and of their base classes in transformers and in this library."""
+    for each in {base for kind in kinds for base in kind.__mro__}:
         if each.__module__.startswith(("transformers.", "fastformer.")):
-            yield from ((each, name) for name, value in vars(each).items() if isinstance(value, types.FunctionType))
+            yield from ((each, name) for name, value in vars(each).items() if isinstance(value, _METHODS))
 
 
 def why_not_as_made(model: Any, **options: Any) -> str | None:
@@ -118,7 +119,7 @@ def why_not_as_made(model: Any, **options: Any) -> str | None:
     """
     kind = original_class(model)
     register(sys.modules[kind.__module__])
-    for each, name in _methods(kind):
+    for each, name in _methods({original_class(module) for module in model.modules()}):
         if not _is_theirs(vars(each)[name]):
             return f"{each.__name__}.{name} was replaced"
     if (replaced := replaced_function(sources_of({type(module) for module in model.modules()}))) is not None:
@@ -210,12 +211,19 @@ def _why_not_module(module: nn.Module, made: nn.Module) -> str | None:
             return f"has another {name} than its config says"
         if name[0] == "_" or name in _FREE or "drop" in name or not isinstance(value, _SCALARS):
             continue
-        # In embeddings, and in stacks, which pass it on to them, padding_idx only names the row that learns nothing.
-        if name == "padding_idx" and (isinstance(module, nn.Embedding) or module._modules):
+        if name == "padding_idx" and not _counts_from_padding(module):
             continue
         if ours.get(name) != value or type(ours.get(name)) is not type(value):
             return f"has {name} {ours.get(name)!r}, while its config says {value!r}"
     return None
+
+
+def _counts_from_padding(module: nn.Module) -> bool:
+    """Returns whether a module's padding_idx decides which positions tokens have.
+
+    In an embedding, and in a stack, which passes it on to one, it only names the row that learns nothing.
+    """
+    return not isinstance(module, nn.Embedding) and (not module._modules or "position_embeddings" in module._modules)
 
 
 def _bare(function: Any) -> object:

@@ -98,6 +98,7 @@ def convert(model: nn.Module, change: Callable[[dict[str, Any]], dict[str, Any]]
     if family.kind == "decoder" and getattr(found, "generation_config", None) is not None:
         settings = with_search_ids(settings, found.generation_config.to_dict())
     if family.kind == "encoder":
+        _check_first_position(found, settings)
         settings["architectures"] = [name]  # it tells which head the model has
     converted = family.to_model(
         settings,
@@ -111,6 +112,16 @@ def convert(model: nn.Module, change: Callable[[dict[str, Any]], dict[str, Any]]
         if first.position is not None:  # transformers rounds sines to fp32, then to the weights' dtype
             _copy_sines(found.model.encoder.embed_positions, first.position.table, converted.config.first_position)
     return converted.train(model.training)
+
+
+def _check_first_position(model: Any, settings: dict[str, Any]) -> None:
+    """Raises ValueError if an encoder counts positions from another id than that of PAD in its config."""
+    count, pad = ENCODER_FORMS[settings["model_type"]].unused_positions, settings.get("pad_token_id")
+    first = getattr(model.base_model.embeddings, "padding_idx", None)
+    if first is not None and pad is not None and count(first) != count(pad):
+        raise ValueError(
+            f"expected config.pad_token_id {first}, from which the model's embeddings count positions, got {pad}"
+        )
 
 
 def settings_of(model: Any) -> dict[str, Any]:

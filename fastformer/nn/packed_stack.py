@@ -1,8 +1,7 @@
 """A stack of encoder layers on the C++ engine: all of them in one call, over weights that are packed once.
 
-The engine reads the weights in its own order, so it keeps a copy of them. A call then takes 0.9 to 0.25 times as long
-as with the original weights, which have to be reordered in each call. `nn.prepack` checks whether the copy still equals
-the stack's weights.
+The engine reads the weights in its own order, so it keeps a copy of them: the originals would have to be reordered in
+each call. `nn.prepack` checks whether the copy still equals the stack's weights.
 """
 
 from __future__ import annotations
@@ -179,9 +178,10 @@ def run_packed(
     held, copies = _Held(own, layout_of(own)), _copies.setdefault(stack, _Copies())
     precision = precision or PRECISIONS[x.dtype]
     key = held.layout, x.dtype, precision
-    if copies.reason is None or copies.reason[0] != key:
-        copies.reason = key, _why_not(own, x.dtype)
-    if copies.reason[1] is not None or not copies.is_worth_it(held):
+    reason = copies.reason  # another thread may put its own there meanwhile
+    if reason is None or reason[0] != key:
+        reason = copies.reason = key, _why_not(own, x.dtype)
+    if reason[1] is not None or not copies.is_worth_it(held):
         return None
 
     def pack() -> _Encoder:

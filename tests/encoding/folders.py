@@ -37,11 +37,12 @@ def bert(folder: Path, *, num_labels: int | None = None, seed: int = 0, **settin
     from tokenizers import models, normalizers, pre_tokenizers, processors
 
     torch.manual_seed(seed)
-    config = transformers.BertConfig(
-        vocab_size=len(SPECIAL + WORDS), hidden_size=D_MODEL, num_hidden_layers=2, num_attention_heads=4,
-        intermediate_size=48, max_position_embeddings=MAX_LEN, initializer_range=0.3,
-        **({} if num_labels is None else {"num_labels": num_labels}), **settings,
-    )  # fmt: skip
+    sizes = {
+        "vocab_size": len(SPECIAL + WORDS), "hidden_size": D_MODEL, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 48, "max_position_embeddings": MAX_LEN, "initializer_range": 0.3,
+    }  # fmt: skip
+    labels = {} if num_labels is None else {"num_labels": num_labels}
+    config = transformers.BertConfig(**sizes | labels | settings)
     kind = transformers.BertModel if num_labels is None else transformers.BertForSequenceClassification
     model = kind(config).eval()
     model.save_pretrained(folder)

@@ -16,6 +16,7 @@ import fastformer
 from fastformer.encoding.batches import READ_AHEAD
 from tests.checks import assert_accurate
 from tests.encoding.folders import D_MODEL, MANY, MAX_LEN, TEXTS, bert, dense, mean, modules, states, write
+from tests.memory import resident
 
 pytest.importorskip("transformers", reason="the folders are written by transformers")
 
@@ -224,8 +225,8 @@ def test_threads_share_an_encoder(plain) -> None:
     def work(place: int) -> bytes:
         return encoder.encode(TEXTS[place % 2 :] + TEXTS[: place % 2], batch_size=1 + place).tobytes()
 
-    with ThreadPoolExecutor(6) as threads:
-        assert [*threads.map(work, range(6))] == expected * 3
+    with ThreadPoolExecutor(8) as threads:
+        assert [*threads.map(work, range(8))] == expected * 4
 
 
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
@@ -233,3 +234,31 @@ def test_other_precisions_are_near(plain, precision) -> None:
     exact = torch.from_numpy(fastformer.Encoder(plain[0]).encode(TEXTS))
     found = torch.from_numpy(fastformer.Encoder(plain[0], precision=precision).encode(TEXTS))
     assert not torch.equal(found, exact) and F.cosine_similarity(found, exact).min() > 0.98
+
+
+@pytest.mark.slow  # 100,000 texts: memory stays where it is, and all come out in their order
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_memory_is_flat_over_a_stream(plain, precision) -> None:
+    encoder, count, seen = fastformer.Encoder(plain[0], precision=precision), 100_000, []
+    due, rows = encoder.encode(MANY), 0
+    for place, part in enumerate(encoder.stream(MANY[number % len(MANY)] for number in range(count))):
+        assert np.array_equal(part, due[np.arange(rows, rows + len(part)) % len(MANY)])
+        rows += len(part)
+        if place % 3 == 2:
+            seen.append(resident())
+    assert rows == count and len(seen) >= 8
+    assert max(seen[2:]) - seen[1] < 10, seen
+
+
+@pytest.mark.slow  # a folder of 4 MiB read a hundred times: nothing of a model, nor of its packed copy, may stay
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_a_hundred_encoders_leave_no_memory_behind(tmp_path, precision) -> None:
+    bert(tmp_path, **{"vocab_size": 4000, "hidden_size": 128, "intermediate_size": 512})
+    seen = []
+    for number in range(100):
+        encoder = fastformer.Encoder(tmp_path, precision=precision)
+        assert encoder.encode(TEXTS).shape == (len(TEXTS), 128)
+        del encoder
+        if number % 5 == 4:
+            seen.append(resident())
+    assert max(seen[4:]) - seen[3] < 10, seen

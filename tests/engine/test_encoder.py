@@ -280,6 +280,66 @@ test_a_text_is_encoded_or_it_is_said_why_not = settings(FEW, max_examples=40)(ca
 test_many_texts_are_encoded_or_it_is_said_why_not = pytest.mark.slow(MANY(calls(encodes_or_says_why_not)))
 
 
+def bare(precision: str = "fp32", **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Layers without embeddings, whose input is states."""
+    o, t = drawn(precision=precision, **options)
+    arrays = {name: tensor.numpy() for name, tensor in t.items() if not name.startswith("source_")}
+    return o | {"is_bare": True}, arrays
+
+
+def encodes_states_or_says_why_not(
+    name: str, precision: str, wrong: dict[str, Any], other: dict[int, Any], states: Any, lengths: Any, threads: Any
+) -> None:
+    o, tensors = bare(precision, **CONFIGS[name] | {"max_len": 9, "d_model": 12, "heads": 2, "head_dim": 6})
+    names = sorted(tensors) or ["encoder.norm.weight"]
+    tensors |= {names[place % len(names)]: value for place, value in other.items()}
+    try:
+        encoder = EXT.Encoder(EXT.PackedModel(o | wrong, tensors))
+        encoder.encode_states(np.ones((5, 12), np.float32), [2, 3], 2)
+        encoder.encode_states(states, lengths, threads)
+    except ERRORS:
+        return
+
+
+rows = st.builds(
+    lambda count, columns, dtype: np.ones((count, columns), dtype),
+    *(st.integers(0, 13), st.sampled_from([12, 12, 12, 0, 11, 24]), st.sampled_from([np.float32] * 3 + [np.float64])),
+)
+stacks = given(
+    st.sampled_from(["bert", "pre-norm, t5", "modernbert", "one base", "windows of one", "no layers"]),
+    st.sampled_from(["fp32", "bf16", "int8", "int4"]),
+    st.dictionaries(st.sampled_from(sorted(bare()[0])), odd | st.lists(ints, max_size=3), max_size=1),
+    st.dictionaries(st.integers(0, 60), arrays, max_size=1),
+    rows | arrays | odd,
+    st.lists(ints, max_size=4) | odd,
+    st.integers(-1, 3) | odd,
+)
+test_states_are_encoded_or_it_is_said_why_not = settings(FEW, max_examples=40)(stacks(encodes_states_or_says_why_not))
+test_many_states_are_encoded_or_it_is_said_why_not = pytest.mark.slow(MANY(stacks(encodes_states_or_says_why_not)))
+
+
+@pytest.mark.parametrize(
+    ("states", "lengths"),
+    [
+        (np.ones((5, 32), np.float32), [3, 3]),
+        (np.ones((5, 32), np.float32), [5, 0]),
+        (np.ones((5, 32), np.float32), [-1, 6]),
+        (np.ones((5, 32), np.float32), [2**62, 2**62]),
+        (np.ones((5, 32), np.float32), []),
+        (np.ones((5, 31), np.float32), [5]),
+        (np.ones(160, np.float32), [5]),
+        (np.ones((0, 32), np.float32), [1]),
+    ],
+)
+def test_states_that_do_not_fit_get_an_error(states: Any, lengths: Any) -> None:
+    encoder = EXT.Encoder(EXT.PackedModel(*bare()))
+    with pytest.raises(ValueError):
+        encoder.encode_states(states, lengths, 1)
+    with pytest.raises(ValueError, match=r"\bembeddings\b"):
+        encoder.encode([[1]], None, "none", False, 1)  # ids
+    assert encoder.encode_states(np.ones((5, 32), np.float32), [3, 2], 1).shape == (5, 32)
+
+
 def encoded_in_int8() -> np.ndarray:
     o, t = drawn(precision="int8", types=2)
     ids, types = texts_of(random.Random(0), o, t, [5, 1, 33, 70])

@@ -234,3 +234,13 @@ def case_state(state: dict[str, torch.Tensor]) -> dict[str, float]:
     settings = CASES["bert"].make().config.to_dict() | {"architectures": [f"Bert{BASE}"]}
     model = ENCODER_FORMS["bert"].to_model(settings, state)
     return {name: float(weight.sum()) for name, weight in model.state_dict().items()}
+
+
+def test_positions_are_counted_from_the_id_that_the_model_was_made_with() -> None:
+    theirs = CASES["roberta"].make(torch.float32)
+    theirs.config.pad_token_id += 1  # as where a tokenizer's id is written into a config
+    with pytest.raises(ValueError, match=r"\bpad_token_id\b"):
+        from_huggingface(theirs)
+    theirs = CASES["bert"].make(torch.float32)  # whose positions begin at 0
+    theirs.config.pad_token_id += 1
+    from_huggingface(theirs)

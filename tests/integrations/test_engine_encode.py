@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import gc
 import logging
 import pickle
@@ -25,6 +24,7 @@ from tests.checks import assert_accurate
 from tests.encoding.folders import MANY, TEXTS, bert
 from tests.integrations.decoders import IS_OLD, Wide
 from tests.integrations.encoders import BASE, CASES, HEAD, VOCAB, Case, drawn, padded, texts_of
+from tests.memory import resident
 
 TOKEN_HEADS = ("ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering")
 CHOICE = "ForMultipleChoice"
@@ -532,14 +532,6 @@ def test_several_threads_get_the_same(calls: list[int]) -> None:
 
     with ThreadPoolExecutor(8) as threads:
         assert all(threads.map(run, range(8)))
-
-
-def resident() -> int:
-    """MiB of this process, with what the allocator can give back given back."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
-    return int(line.split()[1]) // 1024
 
 
 @pytest.mark.slow  # a model of 4 MiB a hundred times: nothing of it, nor of its packed copy, may stay

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import itertools
 import pickle
+import random
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +27,13 @@ pytestmark = pytest.mark.skipif(packed_stack.why_no_engine() is not None, reason
 
 DIM, SEQLEN = 32, 7
 PADDED = torch.arange(SEQLEN) >= torch.tensor([5, 7, 2])[:, None]
+HOLES = torch.tensor([[0, 1, 0, 0, 1, 0, 0], [1, 0, 0, 1, 0, 1, 1], [0, 0, 0, 0, 0, 0, 1]]).bool()
+MASKS = {
+    "right": PADDED,
+    "left": PADDED.flip(1),
+    "holes": HOLES,
+    "added": torch.zeros(HOLES.shape).masked_fill(HOLES, -torch.inf),
+}
 
 
 def made(num_layers: int = 2, *, final: bool = False, seed: int = 0, **options: Any) -> fnn.TransformerEncoder:
@@ -81,14 +91,16 @@ def check(module: Any, call: Callable[[Any], Tensor], keep: Tensor | None = None
 )
 def test_the_engine_computes_what_the_layers_do(options: dict[str, Any], dtype: torch.dtype, runs: list[bool]) -> None:
     module = made(**options).to(dtype)
-    for padding in (None, PADDED):
+    # Tokens on both sides of a hole are neighbours to a window of packed ones: these go by the layers.
+    paddings = [None, *(MASKS[name] for name in ("right", "left", *([] if "window_size" in options else ["holes"])))]
+    for padding in paddings:
 
         def call(m: Any, padding: Tensor | None = padding) -> Tensor:
             out: Tensor = m(inputs().to(dtype).to(m.layers[0].linear1.weight.dtype), src_key_padding_mask=padding)
             return out
 
         check(module, call, None if padding is None else ~padding)
-    assert runs == [True, True]
+    assert runs == [True] * len(paddings)
 
 
 def test_what_the_engine_does_not_know_goes_by_the_layers(runs: list[bool]) -> None:
@@ -137,8 +149,50 @@ def test_a_sequence_has_the_same_bits_alone(runs: list[bool]) -> None:
     together = module(x)
     for i in range(5):
         assert torch.equal(module(x[i : i + 1])[0], together[i])
-    padded = module(inputs(), src_key_padding_mask=PADDED)
-    assert torch.equal(module(inputs()[:1, :5])[0], padded[0, :5])
+    for mask in (PADDED, PADDED.flip(1), HOLES):
+        padded = module(inputs(), src_key_padding_mask=mask)
+        for row, padding, out in zip(inputs(), mask, padded, strict=True):
+            assert torch.equal(module(row[~padding][None])[0], out[~padding])
+    assert all(runs)
+
+
+def check_torch_nn(mask: str, dim: int, heads: int, layers: int, seed: int, **options: Any) -> None:
+    """Compares torch.nn's encoder after `accelerate` with itself before, by the rule."""
+    torch.manual_seed(seed)
+    layer = nn.TransformerEncoderLayer(dim, heads, batch_first=True, **options)
+    norm = nn.LayerNorm(dim) if seed % 2 else None
+    plain = nn.TransformerEncoder(layer, layers, norm, enable_nested_tensor=False).eval()
+    for parameter in plain.parameters():
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    x, padding = torch.randn(len(HOLES), SEQLEN, dim), MASKS[mask]
+    real = padding == 0
+    ours = fastformer.accelerate(copy.deepcopy(plain))
+    found, expected = (model(x, src_key_padding_mask=padding) for model in (ours, plain))
+    exact = plain.double()(x.double(), src_key_padding_mask=padding if mask != "added" else padding.double())
+    assert_accurate(found[real], expected[real], exact[real])
+    for row, keep, out in zip(x, real, found, strict=True):
+        assert torch.equal(ours(row[keep][None])[0], out[keep])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("mask", "norm_first"), [(mask, i % 2 == 0) for i, mask in enumerate(MASKS)])
+def test_torch_nns_encoder_with_padding_anywhere(mask: str, norm_first: bool, runs: list[bool]) -> None:
+    check_torch_nn(mask, DIM, 4, 2, 1, dim_feedforward=48, norm_first=norm_first)
+    assert all(runs) and len(runs) == 1 + len(HOLES)
+
+
+@pytest.mark.slow  # every option with every other, at unusual sizes
+@torch.no_grad()
+@pytest.mark.parametrize("seed", range(40))
+def test_torch_nns_encoder_of_any_size(seed: int, runs: list[bool]) -> None:
+    draw = random.Random(seed)
+    heads, layers = draw.choice([1, 2, 3, 5]), draw.randint(1, 4)
+    options: dict[str, Any] = {
+        "dim_feedforward": draw.choice([1, 7, 33, 64]), "norm_first": draw.random() < 0.5,
+        "activation": draw.choice(["relu", "gelu"]), "bias": draw.random() < 0.7,
+        "layer_norm_eps": draw.choice([1e-5, 1e-12]),
+    }  # fmt: skip
+    check_torch_nn([*MASKS][seed % 4], heads * draw.choice([4, 6, 14]), heads, layers, seed, **options)
     assert all(runs)
 
 
@@ -184,6 +238,28 @@ def test_a_precision_is_that_of_evaluation(precision: Any, bound: float, runs: l
     assert torch.equal(module(x), found) and all(runs)
     fastformer.restore(module)
     assert torch.equal(module(x), exact)
+
+
+@torch.no_grad()
+def test_threads_of_two_dtypes_share_a_stack(runs: list[bool]) -> None:
+    module, x = made(), inputs()
+    due, wrong = module(x), []
+
+    def run() -> None:
+        with torch.no_grad():
+            for turn in range(20):
+                if turn % 4 == 3:
+                    with contextlib.suppress(RuntimeError, ValueError):  # of fp32 and bf16 together
+                        module(x.bfloat16())
+                elif not torch.equal(module(x), due):
+                    wrong.append(turn)
+
+    threads = [threading.Thread(target=run) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
 
 
 @torch.no_grad()
