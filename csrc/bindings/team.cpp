@@ -61,15 +61,15 @@ int64_t stages_threads(int64_t tasks, int64_t rounds, int32_t threads) {
   return most;
 }
 
-// Whether each run, of (milliseconds, tasks, whether the caller waited long, milliseconds by one), is the caller's
-// alone.
-std::vector<bool> contention_check(const std::vector<std::tuple<int64_t, int64_t, bool, int64_t>>& runs) {
+// Whether each run, of (milliseconds, work, threads, whether the caller waited long, milliseconds by one), is the
+// caller's alone.
+std::vector<bool> contention_check(const std::vector<std::tuple<int64_t, double, int32_t, bool, int64_t>>& runs) {
   using Milliseconds = std::chrono::milliseconds;
   Contention contention;
   std::vector<bool> alone;
-  for (const auto& [time, tasks, waited_long, by_one] : runs) {
+  for (const auto& [time, work, threads, waited_long, by_one] : runs) {
     alone.push_back(contention.prefers_one_thread());
-    contention.record(Milliseconds(time), tasks, waited_long, Milliseconds(by_one));
+    contention.record(Milliseconds(time), work, threads, waited_long, Milliseconds(by_one));
   }
   return alone;
 }

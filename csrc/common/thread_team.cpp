@@ -54,6 +54,12 @@ int64_t num_tasks(const std::vector<Stage>& stages) {
   return tasks;
 }
 
+double work_of(const std::vector<Stage>& stages) {
+  double work = 0;
+  for (const Stage& stage : stages) work += stage.work;
+  return work > 0 ? work : static_cast<double>(num_tasks(stages));
+}
+
 void run_alone(const std::vector<Stage>& stages) {
   for (const Stage& stage : stages)
     for (int64_t task = 0; task < stage.tasks; ++task) stage.run(task);
@@ -128,7 +134,8 @@ class ThreadTeam {
     if (meets) {
       const Duration time = Clock::now() - begun;
       const int64_t tasks = num_tasks(stages);
-      contention_.record(time, tasks, has_waited, (time - waited) * tasks / std::max<int64_t>(own, 1));
+      contention_.record(time, work_of(stages), helpers + 1, has_waited,
+                         (time - waited) * tasks / std::max<int64_t>(own, 1));
     }
     is_busy_.store(false, std::memory_order_release);
     if (thrown) std::rethrow_exception(thrown);

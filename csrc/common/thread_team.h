@@ -17,6 +17,9 @@ namespace fastformer {
 struct Stage {
   int64_t tasks;                     // 0: the stage is skipped
   std::function<void(int64_t)> run;  // of a task's number; doesn't fork
+  // About how long it takes, in any unit: the speeds of two runs are compared by it. 0: little beside other stages. In
+  // a run without any, tasks count.
+  double work = 0;
 };
 
 // Runs stage after stage, the tasks of each in any order and concurrently; a stage may read what earlier stages wrote.

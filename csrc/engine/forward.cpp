@@ -64,10 +64,12 @@ void Forward::add_product(const PackedRows& in, const PackedWeight& weight, floa
   const int64_t panels = weight.num_panels, ld = panels * kPanelColumns;
   // A task reads neighbouring panels, and prefetches beyond its last one: the fewer tasks the better.
   const int64_t tasks = std::min<int64_t>(panels, threads);
-  stages_.push_back({tasks, [=, &in, &weight](int64_t task) {
+  stages_.push_back({tasks,
+                     [=, &in, &weight](int64_t task) {
                        const int64_t begin = panels * task / tasks, end = panels * (task + 1) / tasks;
                        gemm(in, rows, weight, begin, end, out + begin * kPanelColumns, ld);
-                     }});
+                     },
+                     gemm_work(in, rows, weight)});
 }
 
 template <typename F>

@@ -60,8 +60,9 @@ void LmHead::add_stages(const PackedRows& states, int64_t rows, const Selection&
   candidates.k = selection.k;
   candidates.ids.resize(rows * selection.k), candidates.values.resize(rows * selection.k);
 
-  stages.push_back(
-      {num_shards_, [=, this, &states, &selection](int64_t shard) { scan_shard(shard, states, rows, selection); }});
+  stages.push_back({num_shards_,
+                    [=, this, &states, &selection](int64_t shard) { scan_shard(shard, states, rows, selection); },
+                    gemm_work(states, rows, weight())});
   const int64_t tasks = threads == 1 || rows < 8 ? 1 : std::min<int64_t>(rows, 4 * threads);
   stages.push_back({tasks, [=, this, &selection, &candidates](int64_t task) {
                       for (int64_t row = rows * task / tasks; row < rows * (task + 1) / tasks; ++row)

@@ -21,6 +21,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <string_view>
@@ -127,5 +128,12 @@ class PackedRows {
 // or int4 for a weight of int8.
 // Best at 1 to 64 rows, for which W is read once; more work as well.
 void gemm(const PackedRows& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out, int64_t ld);
+
+// About how long a thread takes for all panels, in the bytes that it could read meanwhile. From about 12 rows on (7 of
+// int4), multiplying takes longer than reading.
+inline double gemm_work(const PackedRows& x, int64_t rows, const PackedWeight& w) {
+  constexpr double kRows = 12;
+  return std::max(static_cast<double>(w.bytes()), static_cast<double>(rows * w.n * x.stride()) / kRows);
+}
 
 }  // namespace fastformer

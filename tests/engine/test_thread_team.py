@@ -96,13 +96,14 @@ def test_a_fork_in_the_middle_of_another_threads_run_leaves_the_child_able_to_ru
     assert MODULE._stages_check(sizes, 20, 2) == right
 
 
-def windows_alone(together: int, alone: int, waits: bool, by_one: int, count: int) -> str:
-    """Windows of 30 ms, in runs of 10, in which so many tasks are done together or alone, and would take by_one at
+def windows_alone(together: int, alone: int, waits: bool, by_one: int, count: int, threads: int = 8) -> str:
+    """Windows of 30 ms, in runs of 10, in which so much work is done together or alone, and would take by_one at
     one thread's pace: T for each window together, A for alone."""
-    runs: list[tuple[int, int, bool, int]] = []
+    runs: list[tuple[int, float, int, bool, int]] = []
     for place in range(3 * count):
-        is_alone = MODULE._contention_check([*runs, (10, 1, False, 10)])[-1]
-        runs.append((10, alone, False, 10) if is_alone else (10, together, waits and place % 3 == 0, by_one))
+        is_alone = MODULE._contention_check([*runs, (10, 1, threads, False, 10)])[-1]
+        waited = waits and place % 3 == 0
+        runs.append((10, alone, 1, False, 10) if is_alone else (10, together, threads, waited, by_one))
     modes = MODULE._contention_check(runs)
     assert all(len(set(modes[i : i + 3])) == 1 for i in range(0, len(modes), 3))
     return "".join("TA"[mode] for mode in modes[::3])
@@ -115,9 +116,21 @@ def test_callers_go_on_alone_while_that_is_faster_and_only_then() -> None:
     assert windows_alone(10, 20, True, 20, 60) == "TA" + 9 * "A" + "T" + 17 * "A" + "T" + 30 * "A"
 
 
+def test_two_threads_that_both_work_are_not_asked() -> None:
+    """They wait a little at the end of each stage, on a quiet machine too."""
+    assert windows_alone(10, 20, True, 15, 99, threads=2) == 99 * "T"
+    assert windows_alone(10, 20, True, 14, 9, threads=2) == "T" + 8 * "A"
+
+
 def test_callers_have_helpers_again_when_these_are_faster_again() -> None:
-    runs = [(30, 10, True, 20), (30, 20, False, 30)] + [(30, 20, False, 30)] * 9 + [(30, 40, False, 60)] * 30
-    assert MODULE._contention_check(runs) == [False] + 10 * [True] + 30 * [False]
+    together, alone, again = (30, 10, 2, True, 20), (30, 20, 1, False, 30), (30, 40, 2, False, 60)
+    assert MODULE._contention_check([together] + 10 * [alone] + 30 * [again]) == [False] + 10 * [True] + 30 * [False]
+
+
+def test_a_long_run_is_not_slower_than_short_ones() -> None:
+    """A prompt takes as many tasks as a step, and ten times as long."""
+    prompt, alone, step = (300, 100.0, 2, True, 400), (30, 7.0, 1, False, 30), (30, 10.0, 2, False, 40)
+    assert MODULE._contention_check([prompt, alone, step, step]) == [False, True, False, False]
 
 
 def until(holds: Callable[[], bool]) -> bool:
