@@ -84,6 +84,7 @@ void Session::check(const std::vector<Ids>& sources, const std::vector<Ids>& tok
 std::vector<int64_t> Session::admit(const std::vector<Ids>& sources, const std::vector<Ids>& tokens, int threads) {
   check_threads(threads);
   check(sources, tokens);
+  read_pending();
   const bool has_encoder = model_->options.has_encoder();
   const size_t first = cache_.groups.size();
   std::vector<TokenCache::Beginning> beginnings(tokens.size());
@@ -97,8 +98,9 @@ std::vector<int64_t> Session::admit(const std::vector<Ids>& sources, const std::
       cached.push_back(beginnings[i].cached);
     }
     if (has_encoder) read_sources(sources, first, threads);
-    read_prompts(tokens, beginnings, first, threads);
-    for (size_t i = first; i < cache_.groups.size(); ++i) cache_.set_read(cache_.groups[i]);
+    pending_from_ = first, pending_threads_ = threads;
+    pending_ = read_prompts(tokens, beginnings, first, threads);
+    if (pending_.count() == 0) end_pending();
     return cached;
   } catch (...) {
     for (; cache_.groups.size() > first;) cache_.release({static_cast<int64_t>(cache_.groups.size()) - 1});
@@ -134,10 +136,10 @@ void Session::read_sources(const std::vector<Ids>& sources, size_t first, int th
   for (const Batch& batch : batches) forward(0).read_sources(batch, threads);
 }
 
-// Reads the prompts of the groups from `first` on, wave by wave. A prompt may be cut into pieces: the tokens before a
-// piece are in the cache at that time.
-void Session::read_prompts(const std::vector<Ids>& tokens, const std::vector<TokenCache::Beginning>& beginnings,
-                           size_t first, int threads) {
+// Reads the prompts of the groups from `first` on, wave by wave, and returns the last ones, which are still to be read.
+// A prompt may be cut into pieces: the tokens before a piece are in the cache at that time.
+Batch Session::read_prompts(const std::vector<Ids>& tokens, const std::vector<TokenCache::Beginning>& beginnings,
+                            size_t first, int threads) {
   std::vector<size_t> order(tokens.size());
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(),
@@ -160,7 +162,27 @@ void Session::read_prompts(const std::vector<Ids>& tokens, const std::vector<Tok
       if (batch.count() == kPrefillTokens) flush();
     }
   }
-  flush();
+  return batch;
+}
+
+void Session::read_pending() {
+  if (pending_.count() == 0) return;
+  forward(0).read_prompts(pending_, pending_threads_);
+  end_pending();
+}
+
+void Session::end_pending() {
+  pending_ = Batch();
+  for (size_t i = pending_from_; i < cache_.groups.size(); ++i) cache_.set_read(cache_.groups[i]);
+  pending_from_ = cache_.groups.size();
+}
+
+const Candidates& Session::step_of(Batch batch, Forward& forward, const Selection& selection, int threads) {
+  if (pending_.count() == 0) return forward.step(batch, selection, threads);
+  batch.append(pending_);
+  const Candidates& found = forward.step(batch, selection, std::max(threads, pending_threads_));
+  end_pending();
+  return found;
 }
 
 void Session::begin_step(const Ids& tokens) {
@@ -196,7 +218,7 @@ const Candidates& Session::step(const Ids& tokens, const Selection& selection, i
   begin_step(tokens);
   Places all(cache_.groups.size());
   std::iota(all.begin(), all.end(), 0);
-  return forward(0).step(batch_of(all, tokens), selection, threads_for(num_rows(), threads));
+  return step_of(batch_of(all, tokens), forward(0), selection, threads_for(num_rows(), threads));
 }
 
 // ---- searches ----
@@ -219,6 +241,7 @@ std::vector<int64_t> Session::run(const std::vector<Search*>& searches, const Id
   run.steps.resize(searches.size());
   const int64_t rows = num_rows();
   const std::vector<Places> workers = partition(searches, workers_for(rows, threads));
+  if (workers.size() > 1) read_pending();
   std::vector<Ids> worker_tokens;
   const int32_t* token = tokens.data();
   for (const Places& worker : workers) {
@@ -265,7 +288,7 @@ void Session::run_worker(Run& run, Places groups, Ids tokens, Forward& forward, 
         for (const int32_t id : search.eos()) selection.bans.push_back({id, first, behind});
       first = behind;
     }
-    const Candidates& candidates = forward.step(batch_of(groups, tokens), selection, threads);
+    const Candidates& candidates = step_of(batch_of(groups, tokens), forward, selection, threads);
     Places going;
     int64_t row = 0;
     tokens.clear();
@@ -313,7 +336,13 @@ void Session::reorder(const std::vector<Ids>& parents) {
     if (parents[i].empty() || !std::all_of(parents[i].begin(), parents[i].end(), inside))
       throw std::invalid_argument("expected parents out of a group's rows, one or more");
   }
+  read_pending();
   for (size_t i = 0; i < parents.size(); ++i) cache_.reorder(cache_.groups[i], parents[i]);
+}
+
+void Session::release(const Places& groups) {
+  read_pending();
+  cache_.release(groups);
 }
 
 void Session::set_shortlist(const Ids& ids) {

@@ -27,7 +27,8 @@ class Session {
   Session(std::shared_ptr<const PackedModel> model, int64_t num_tokens);
 
   // threads: one or more, here and below.
-  // Appends a group of one row for each prompt: reads its source (for a model with an encoder) and its tokens. Without
+  // Appends a group of one row for each prompt: reads its source (for a model with an encoder) and its tokens, some of
+  // them not before the next step, in its pass over the weights; errors of these are errors of the step. Without
   // an encoder, a beginning that prompts share is read once, in whole blocks, and stays in the cache while there is
   // memory. Returns how many tokens of each prompt were not read.
   std::vector<int64_t> admit(const std::vector<Ids>& sources, const std::vector<Ids>& tokens, int threads);
@@ -43,7 +44,7 @@ class Session {
   std::vector<int64_t> run(const std::vector<Search*>& searches, const Ids& tokens, const RunLimits& limits,
                            bool log_probs, int threads);
   void reorder(const std::vector<Ids>& parents);
-  void release(const std::vector<int64_t>& groups) { cache_.release(groups); }
+  void release(const std::vector<int64_t>& groups);
   // Only these ids may be chosen, in ascending order; empty: all. Not to be called while there are rows.
   void set_shortlist(const Ids& ids);
 
@@ -64,8 +65,12 @@ class Session {
   int threads_for(int64_t rows, int threads) const;
   int workers_for(int64_t rows, int threads) const;
   void read_sources(const std::vector<Ids>& sources, size_t first, int threads);
-  void read_prompts(const std::vector<Ids>& tokens, const std::vector<TokenCache::Beginning>& beginnings, size_t first,
-                    int threads);
+  Batch read_prompts(const std::vector<Ids>& tokens, const std::vector<TokenCache::Beginning>& beginnings, size_t first,
+                     int threads);
+  void read_pending();
+  void end_pending();
+  // Runs a step of a batch, and reads the prompts that are pending.
+  const Candidates& step_of(Batch batch, Forward& forward, const Selection& selection, int threads);
   // Begins a step: gives each row a slot for another token.
   void begin_step(const Ids& tokens);
   void check_length(const TokenCache::Group& group) const;
@@ -74,6 +79,12 @@ class Session {
   // Steps and searches of these groups, whose rows have slots for their tokens.
   void run_worker(Run& run, Places groups, Ids tokens, Forward& forward, int threads);
   Forward& forward(size_t worker);
+
+  // Prompts that were admitted and are not read yet: the next step reads all weights anyway. Whatever changes groups in
+  // between reads them first.
+  Batch pending_;
+  size_t pending_from_ = 0;  // their groups are among those from this one on
+  int pending_threads_ = 1;
 
   std::shared_ptr<const PackedModel> model_;
   TokenCache cache_;

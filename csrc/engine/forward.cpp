@@ -32,6 +32,21 @@ void Batch::add(const int32_t* tokens, int64_t count, int64_t first_position, co
   spans.push_back({begin, begin + count, first_position, group, row, is_prompt});
 }
 
+void Batch::append(const Batch& prompts) {
+  const int64_t before = count();
+  ids.insert(ids.end(), prompts.ids.begin(), prompts.ids.end());
+  positions.insert(positions.end(), prompts.positions.begin(), prompts.positions.end());
+  for (Span span : prompts.spans) {
+    span.begin += before, span.end += before;
+    spans.push_back(span);
+  }
+}
+
+int64_t Batch::steps() const {
+  const auto first_prompt = std::find_if(spans.begin(), spans.end(), [](const Span& span) { return span.is_prompt; });
+  return first_prompt - spans.begin();
+}
+
 // ---- what it computes ----
 
 void Forward::read_sources(const Batch& batch, int threads) {
@@ -53,7 +68,7 @@ void Forward::read_prompts(const Batch& batch, int threads) {
 
 const Candidates& Forward::step(const Batch& batch, const Selection& selection, int threads) {
   add_stack(model_.decoder, batch, false, threads);
-  lm_head_.add_stages(narrow_, batch.count(), selection, threads, candidates_, stages_);
+  lm_head_.add_stages(narrow_, batch.steps(), selection, threads, candidates_, stages_);
   run_stages(stages_, threads);
   return candidates_;
 }
@@ -80,16 +95,16 @@ void Forward::add_rows(int64_t rows, int threads, F&& row) {
                      }});
 }
 
-// Calls attend_heads(span, begin, end) for the kv heads of each span, a task's share of them at a time.
+// Calls attend_heads(span, begin, end) for the kv heads of the spans [begin, end), a task's share of them at a time.
 template <typename F>
-void Forward::add_heads(const Batch& batch, int threads, F&& attend_heads) {
-  const int64_t heads = model_.options.num_kv_heads, all = static_cast<int64_t>(batch.spans.size()) * heads;
+void Forward::add_heads(const Batch& batch, int64_t begin, int64_t end, int threads, F&& attend_heads) {
+  const int64_t heads = model_.options.num_kv_heads, all = (end - begin) * heads;
   const int64_t tasks = threads == 1 ? 1 : std::min<int64_t>(all, 2 * threads);
   stages_.push_back({tasks, [=, &batch](int64_t task) {
                        const int64_t last = all * (task + 1) / tasks;
                        for (int64_t i = all * task / tasks, next; i < last; i = next) {
                          next = std::min((i / heads + 1) * heads, last);
-                         attend_heads(batch.spans[i / heads], i % heads, i % heads + next - i);
+                         attend_heads(batch.spans[begin + i / heads], i % heads, i % heads + next - i);
                        }
                      }});
 }
@@ -151,6 +166,8 @@ void Forward::add_stack(const PackedStack& stack, const Batch& batch, bool is_en
   wide_.resize(most, d_ff, o.precision);
   stages_.clear();
 
+  const auto spans = static_cast<int64_t>(batch.spans.size());
+  const int64_t steps = is_encoder ? spans : batch.steps();
   const bool sums = o.norm_placement == NormPlacement::sum, in_front = o.has_norms_in_front();
   const auto first_norm_of = [&](size_t layer) -> const Norm* {
     if (layer == 0 && is_encoder && o.skips_first_norm) return nullptr;
@@ -180,15 +197,23 @@ void Forward::add_stack(const PackedStack& stack, const Batch& batch, bool is_en
   for (size_t i = 0; i < stack.layers.size(); ++i) {
     const PackedLayer& layer = stack.layers[i];
     const auto place = static_cast<int64_t>(i);
+    const bool is_last = i + 1 == stack.layers.size();
     if (layer.norms_all_heads(o)) add_head_norms(layer, rows, threads);
     with_cache_type(o.precision, [&]<typename T>() {
-      add_heads(batch, threads, [=, this](const Span& span, int64_t begin, int64_t end) {
-        if (!is_encoder) return attend_self<T>(place, span, begin, end);
-        for (int64_t head = begin; head < end; ++head) attend_own_span<T>(place, span, head);
-      });
+      if (is_encoder)
+        return add_heads(batch, 0, spans, threads, [=, this](const Span& span, int64_t begin, int64_t end) {
+          for (int64_t head = begin; head < end; ++head) attend_own_span<T>(place, span, head);
+        });
+      // Steps attend to keys of the prompts in front of them.
+      for (const auto& [from, to] : {std::pair(steps, spans), std::pair<int64_t, int64_t>(0, steps)})
+        if (from < to)
+          add_heads(batch, from, to, threads, [=, this](const Span& span, int64_t begin, int64_t end) {
+            attend_self<T>(place, span, begin, end, is_last && span.is_prompt);
+          });
     });
-    for (int64_t first = 0; first < rows; first += most) {
-      const int64_t count = std::min(most, rows - first);
+    const int64_t going = is_last && !is_encoder ? steps : rows;  // each step has one row
+    for (int64_t first = 0; first < going; first += most) {
+      const int64_t count = std::min(most, going - first);
       const auto finish = [&](const Norm& own, const Norm& post, const Norm* next, bool reads_x_before = false,
                               float* last = nullptr) {
         const Join how = sums ? Join{.of_sum = &own, .states = last}
@@ -200,9 +225,9 @@ void Forward::add_stack(const PackedStack& stack, const Batch& batch, bool is_en
       if (!is_encoder && o.has_encoder()) {
         add_product(narrow_, layer.cross_q, qkv_.data(), count, threads);
         with_cache_type(o.precision, [&]<typename T>() {
-          add_heads(batch, threads, [=, this](const Span& span, int64_t begin, int64_t end) {
-            attend_source<T>(place, span, begin, end);
-          });
+          add_heads(
+              batch, 0, is_last ? steps : spans, threads,
+              [=, this](const Span& span, int64_t begin, int64_t end) { attend_source<T>(place, span, begin, end); });
         });
         project_context(layer.cross_out, first, count);
         finish(layer.norm2, layer.post_norm2, in_front ? &layer.norm3 : nullptr);
@@ -215,7 +240,7 @@ void Forward::add_stack(const PackedStack& stack, const Batch& batch, bool is_en
       add_product(wide_, layer.ff2, y_.data(), count, threads);
       const bool has_third = !is_encoder && o.has_encoder();
       finish(has_third ? layer.norm3 : layer.norm2, layer.post_norm2, first_norm_of(i + 1), false,
-             i + 1 == stack.layers.size() ? states : nullptr);
+             is_last ? states : nullptr);
       project_states(i + 1, first, count);
     }
   }
@@ -261,7 +286,7 @@ void Forward::add_stores(const Batch& batch, int threads) {
   for (size_t i = 0; i < model_.decoder.layers.size(); ++i) {
     add_product(narrow_, model_.decoder.layers[i].cross_kv, qkv_.data(), rows, threads);
     with_cache_type(o.precision, [&]<typename T>() {
-      add_heads(batch, threads, [=, this](const Span& span, int64_t begin, int64_t end) {
+      add_heads(batch, 0, batch.spans.size(), threads, [=, this](const Span& span, int64_t begin, int64_t end) {
         for (int64_t head = begin; head < end; ++head)
           for (int64_t t = span.begin; t < span.end; ++t) {
             const float* from = qkv_.data() + t * ld + head * dim;

@@ -31,9 +31,12 @@ struct Batch {
   std::vector<const float*> embedded;  // of an encoder's tokens: d_model numbers each, which are read; or empty
   std::vector<Span> spans;
   int64_t count() const { return static_cast<int64_t>(ids.size()); }
+  // The steps, which are the first spans, of a token each.
+  int64_t steps() const;
   // tokens: null if they are embedded already.
   void add(const int32_t* tokens, int64_t count, int64_t first_position, const TokenCache::Group* group,
            const TokenCache::Row* row, bool is_prompt);
+  void append(const Batch& prompts);
 };
 
 // Runs one batch at a time, with the buffers between its products. Several instances may run at once with one model and
@@ -54,12 +57,13 @@ class Forward {
   void encode(const Batch& batch, int threads, float* states, const Stage& finish);
   // Runs prompts, or pieces of them, through the decoder.
   void read_prompts(const Batch& batch, int threads);
-  // Runs a token of each row, and returns the candidates for the next one.
+  // Runs a token of each row, and returns the candidates for the next one. Prompts that follow in the batch are read
+  // in the same pass over the weights; the steps may be of rows whose prompts they are.
   const Candidates& step(const Batch& batch, const Selection& selection, int threads);
 
  private:
   // Adds the stages that run a batch through a stack; after them narrow_ holds the normalised states, or `states` if
-  // that is not null.
+  // that is not null. In the decoder these are the steps': of a prompt, only keys and values are needed.
   void add_stack(const PackedStack& stack, const Batch& batch, bool is_encoder, int threads, float* states = nullptr);
   void add_projection(const Batch& batch, const PackedWeight& projection, int threads);
   void embed(const Batch& batch, bool is_encoder, int64_t row, float* to) const;
@@ -70,7 +74,7 @@ class Forward {
   template <typename F>
   void add_rows(int64_t rows, int threads, F&& row);
   template <typename F>
-  void add_heads(const Batch& batch, int threads, F&& attend_heads);
+  void add_heads(const Batch& batch, int64_t begin, int64_t end, int threads, F&& attend_heads);
   // How a sub-layer's output enters the residual stream x, and what the next sub-layer reads: see join.
   struct Join {
     const Norm* of_sum = nullptr;  // x = of_sum(x + given), and the next one reads that; the others are null then
@@ -93,7 +97,7 @@ class Forward {
   void attend_token(int64_t layer, const float* q, int64_t begin, int64_t end, const int32_t* slots, int64_t count,
                     float* context, float scale2, Change change);
   template <typename T>
-  void attend_self(int64_t layer, const Span& span, int64_t begin, int64_t end);
+  void attend_self(int64_t layer, const Span& span, int64_t begin, int64_t end, bool only_keys);
   template <typename T>
   void attend_prompt(int64_t layer, const Span& span, int64_t kv_head);
   template <typename T>

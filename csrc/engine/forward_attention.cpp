@@ -122,7 +122,7 @@ void Forward::place_queries(const PackedLayer& weights, int64_t row, int64_t pos
 }
 
 template <typename T>
-void Forward::attend_self(int64_t layer, const Span& span, int64_t begin, int64_t end) {
+void Forward::attend_self(int64_t layer, const Span& span, int64_t begin, int64_t end, bool only_keys) {
   const ModelOptions& o = model_.options;
   const int64_t dim = o.head_dim, ld = padded(o.qkv_dim()), window = model_.decoder.layers[layer].window;
   for (int64_t t = span.begin; t < span.end; ++t) {
@@ -131,6 +131,7 @@ void Forward::attend_self(int64_t layer, const Span& span, int64_t begin, int64_
     const float *k = qkv_.data() + t * ld + o.q_dim(), *v = k + o.kv_dim();
     for (int64_t head = begin; head < end; ++head) store_cache<T>(layer, head, slot, k + head * dim, v + head * dim);
   }
+  if (only_keys) return;
   if (span.is_prompt) {
     for (int64_t head = begin; head < end; ++head) attend_prompt<T>(layer, span, head);
     return;
@@ -220,8 +221,8 @@ void Forward::attend_source(int64_t layer, const Span& span, int64_t begin, int6
 
 template void Forward::store_cache<float>(int64_t, int64_t, int64_t, const float*, const float*);
 template void Forward::store_cache<bfloat16>(int64_t, int64_t, int64_t, const float*, const float*);
-template void Forward::attend_self<float>(int64_t, const Span&, int64_t, int64_t);
-template void Forward::attend_self<bfloat16>(int64_t, const Span&, int64_t, int64_t);
+template void Forward::attend_self<float>(int64_t, const Span&, int64_t, int64_t, bool);
+template void Forward::attend_self<bfloat16>(int64_t, const Span&, int64_t, int64_t, bool);
 template void Forward::attend_own_span<float>(int64_t, const Span&, int64_t);
 template void Forward::attend_own_span<bfloat16>(int64_t, const Span&, int64_t);
 template void Forward::attend_source<float>(int64_t, const Span&, int64_t, int64_t);

@@ -70,6 +70,37 @@ def test_a_long_beginning_is_read_once_for_those_who_come_together_and_later(pre
         assert np.array_equal(row, alone(packed, prompt)[0])
 
 
+@pytest.mark.parametrize(("precision", "threads"), [("fp32", 1), ("bf16", 2), ("int8", 2)])
+def test_prompts_that_wait_for_a_step_are_read_before_anything_needs_them(precision, threads) -> None:
+    """The step after an admission reads its prompts along, and whatever comes in between needs them read."""
+    packed, dice = packed_gpt(precision), random.Random(3)
+    stem, then = ids(dice, 40), ids(dice, 4)
+    prompts = [stem + ids(dice, count) for count in (3, 9, 17, 1)]
+
+    def quiet(prompt: Sequence[int]) -> list[np.ndarray]:
+        session = new_session(packed)
+        session.admit([[]], [prompt[:-1]], 1)
+        return [step(session, [token])[0] for token in (prompt[-1], *then)]
+
+    expected = [quiet(prompt) for prompt in prompts]
+    session = new_session(packed)
+    assert session.admit([[]], [prompts[0][:-1]], threads) == [0]
+    assert session.admit([[]], [prompts[1][:-1]], threads) == [
+        32
+    ]  # the blocks of the first one, which no step followed
+    session.reorder([[0, 0], [0]])
+    session.admit([[]], [prompts[2][:-1]], threads)
+    session.release([1])
+    found = step(session, [prompts[0][-1]] * 2 + [prompts[2][-1]], threads)
+    for row, place in zip(found, (0, 0, 2), strict=True):
+        assert np.array_equal(row, expected[place][0])
+    session.admit([[]], [prompts[3][:-1]], threads)  # beside rows that go on
+    for number, token in enumerate(then):
+        found = step(session, [token] * 3 + [prompts[3][-1] if number == 0 else then[number - 1]], threads)
+        for row, place in zip(found, (0, 0, 2, 3), strict=True):
+            assert np.array_equal(row, expected[place][number + (place != 3)]), (place, number)
+
+
 def test_what_one_prompt_of_an_admission_needs_of_another_is_there_before() -> None:
     packed, dice = packed_gpt(), random.Random(1)
     stem = ids(dice, 112)
