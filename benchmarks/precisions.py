@@ -1,40 +1,63 @@
-"""Measures the quality of a translator's smaller precisions: BLEU, chrF, and how many lines equal those of fp32.
+"""Measures the quality of smaller precisions: a translator's BLEU, chrF and lines as in fp32, or a GPT's perplexity.
 
     python -m benchmarks.precisions RUN test2016.en test2016.de [--num_beams 1 4] [--out FILE]
+    python -m benchmarks.precisions RUN tenth.txt --data NAME [--window 256] [--out FILE]
 
-All of them translate with the default engine: on a CPU that is the C++ engine.
+A translator translates with the default engine: on a CPU that is the C++ engine. The perplexity is that of the C++
+engine, which reads windows of the text token by token, each without the text before it.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from benchmarks.measure import record
+from fastformer.checkpoints import load_model
 from fastformer.data.text import read_pairs
 from fastformer.generation import Translator
 from fastformer.generation.config import Precision
+from fastformer.generation.engines import Prompt
+from fastformer.generation.engines.cpp import CppEngine
+from fastformer.models import GPT
 from fastformer.training.evaluate import corpus_scores
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "int8", "int4")
+_ROWS = 64  # windows that are read together
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints a line for each number of beams and each precision."""
+    """Prints a line for each precision and, with a translator, for each number of beams."""
     about = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.precisions", description=about)
-    parser.add_argument("run", help="the run folder of a translator")
-    parser.add_argument("file", type=Path, help="a text file, one sentence a line")
-    parser.add_argument("reference", type=Path, help="the right translations, a line each")
-    parser.add_argument("--num_beams", type=int, nargs="+", default=[1, 4], help="1 is greedy")
+    parser.add_argument("run", help="the run folder of a translator or of a language model")
+    parser.add_argument("file", type=Path, help="a text file; of a translator, one sentence a line")
+    parser.add_argument("reference", type=Path, nargs="?", help="the right translations, a line each")
+    parser.add_argument("--num_beams", type=int, nargs="+", default=[1, 4], help="of a translator; 1 is greedy")
+    parser.add_argument("--window", type=int, default=256, help="of a language model: tokens that are read together")
     parser.add_argument("--data", default="multi30k en-de", help="what the texts are of, for the results")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     options = parser.parse_args(arguments)
+    shared = record.environment("cpu")
+    for row in perplexities(options) if options.reference is None else translations(options):
+        if options.out:
+            record.append(
+                options.out, {"suite": "decoding", "provider": "fastformer", "data": options.data} | row | shared
+            )
+    return 0
 
+
+def translations(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields a translator's rows."""
     pairs = read_pairs(options.file, options.reference)
     texts, references = [text for text, _ in pairs], [target for _, target in pairs]
     translators = {name: Translator.from_pretrained(options.run, device="cpu", precision=name) for name in PRECISIONS}
-    shared = record.environment("cpu")
     for num_beams in options.num_beams:
         found: dict[str, list[str]] = {}
         for precision, translator in translators.items():
@@ -44,21 +67,52 @@ def main(arguments: list[str] | None = None) -> int:
             same = sum(one == other for one, other in zip(found[precision], found["fp32"], strict=True))
             quality = f"BLEU {bleu:.2f}, chrF {chrf:.2f}"
             print(f"{num_beams} beams, {precision}: {quality}; {same} of {len(texts)} lines as in fp32")
-            row = {
-                "suite": "decoding",
+            yield {
                 "op": "translate_precisions",
-                "provider": "fastformer",
                 "precision": precision,
-                "data": options.data,
                 "shape": {"lines": len(texts), "num_beams": num_beams},
                 "sacrebleu_test2016": bleu,
                 "chrf_test2016": chrf,
                 "signature": signature,
                 "same_tokens": same,
             }
-            if options.out:
-                record.append(options.out, row | shared)
-    return 0
+
+
+def perplexities(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields a language model's rows."""
+    model, tokenizer = load_model(options.run, ("GPT",))
+    ids = torch.tensor(tokenizer.encode(options.file.read_text(encoding="utf-8")))
+    windows = ids[: len(ids) // options.window * options.window].view(-1, options.window)
+    if not len(windows):
+        raise ValueError(f"expected a text of at least {options.window} tokens, got {len(ids)}: {options.file}")
+    for precision in PRECISIONS:
+        found = perplexity(model.eval(), precision, windows)
+        print(f"{precision}: perplexity {found:.4f} of {windows.numel()} tokens")
+        yield {
+            "op": "score_precisions",
+            "precision": precision,
+            "shape": {"tokens": windows.numel(), "window": options.window},
+            "perplexity": found,
+        }
+
+
+def perplexity(model: GPT, precision: str, windows: Tensor) -> float:
+    """Returns exp of the mean of -log p of all tokens but the first of each window, by the C++ engine.
+
+    Args:
+        model: the model.
+        precision: one of `PRECISIONS`.
+        windows: (count, length) ids.
+    """
+    engine, nats = CppEngine(model, precision), 0.0
+    for some in windows.split(_ROWS):
+        prompts = [Prompt(None, [first]) for first in some[:, 0].tolist()]
+        batch = engine.open(len(some), sum(engine.tokens_needed(each, 1, windows.shape[1]) for each in prompts))
+        batch.prefill(prompts)
+        for known, following in zip(some.T[:-1], some.T[1:], strict=True):
+            log_probs = batch.logits(known.tolist()).log_softmax(-1)
+            nats -= float(log_probs.gather(1, following[:, None]).double().sum())
+    return math.exp(nats / (windows.numel() - len(windows)))
 
 
 if __name__ == "__main__":

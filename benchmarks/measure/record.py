@@ -115,6 +115,7 @@ FIELDS: dict[str, Field] = {
     "validation_bleu_of_the_average": Field(_NUMBER, "BLEU of the averaged weights"),
     "validation_nll": Field(_TABLE, "update -> nats a token"),
     "nats_per_character": Field(_NUMBER, "on held-out text"),
+    "perplexity": Field(_NUMBER, "exp of the nats a token, on held-out text"),
     "exact_match": Field(_NUMBER, "the share of outputs that are right to the letter"),
     "examples": Field(_COUNT, "that `exact_match` is of"),
     # The machine and the software.

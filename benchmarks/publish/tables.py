@@ -247,11 +247,14 @@ def llama(numbers: Numbers) -> str:
             field = "ms_p50" if case.where["new"] == 1 else "tokens_s"
             there = any(field in row for row in numbers.results.find(**where))
             cells.append(numbers.value(field, **where) if there else "")
+            if case is LLAMA[1]:  # one row, and most of its time are steps
+                cells.append(numbers.value("share_of_dram", "{:.0%}".format, **where) if there else "")
         if any(cells):
             lines.append([f"{name_of(provider)}, {precision}", *cells])
     if not lines:
         return ""
     head = [f"{case.label}, {'ms' if case.where['new'] == 1 else 'tokens/s'}" for case in LLAMA]
+    head.insert(2, "its share of the speed of reading")
     return table(["", *head], lines)
 
 
@@ -453,8 +456,9 @@ def precisions(numbers: Numbers) -> str:
             for num_beams in (1, 4):
                 where = {"op": "translate_precisions", "precision": precision, "num_beams": num_beams}
                 yield numbers.value(field, show, **where)
+        yield numbers.value("perplexity", "{:.3f}".format, op="score_precisions", precision=precision)
 
-    head = ["BLEU of test2016", "greedy", "4 beams", "lines as in fp32, greedy", "4 beams"]
+    head = ["BLEU of test2016", "greedy", "4 beams", "lines as in fp32, greedy", "4 beams", "perplexity of a GPT"]
     return table(head, (list(cells(precision)) for precision in ("fp32", "bf16", "int8", "int4")))
 
 

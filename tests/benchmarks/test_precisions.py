@@ -1,4 +1,4 @@
-"""The rows of `python -m benchmarks.precisions`: each precision's own translations, scored and held against fp32's."""
+"""The rows of `python -m benchmarks.precisions`: each precision's own translations, or its perplexity."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ import pytest
 
 pytest.importorskip("sacrebleu", reason="not installed: pip install 'fastformer[train]'")
 
+import torch
+
 from benchmarks import precisions
 from benchmarks.measure import record
+from fastformer.data.tokenizer import ByteTokenizer
+from fastformer.models import GPT
+from fastformer.ops import _extension
 
 RIGHT = ["ein Hund läuft durch das Gras", "zwei Männer sitzen auf einer Bank"]
 
@@ -46,3 +51,24 @@ def test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         assert row["same_tokens"] == (1 if case == ("int8", 4) else 2)
         assert (row["sacrebleu_test2016"] < 99) == (row["chrf_test2016"] < 99) == (case == ("int8", 4))
     assert "1 of 2 lines as in fp32" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(_extension.module() is None, reason="no C++ extension for this CPU")
+def test_a_perplexity_is_that_of_the_model(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tokenizer = ByteTokenizer()
+    special = {"vocab_size": tokenizer.vocab_size, "special_ids": tokenizer.special_ids}
+    model = GPT.from_preset("tiny", d_model=32, num_heads=2, num_layers=2, max_len=16, **special).eval()
+    model.save_pretrained(tmp_path, tokenizer)
+    text, out = tmp_path / "text", tmp_path / "rows.jsonl"
+    text.write_text("the dog reads a book in the park, two birds read another one", encoding="utf-8")
+    assert precisions.main([str(tmp_path), str(text), "--window", "16", "--out", str(out)]) == 0
+    windows = torch.tensor(tokenizer.encode(text.read_text())[:48]).view(3, 16)
+    with torch.inference_mode():
+        log_probs = model(windows[:, :-1]).log_softmax(-1)
+    expected = float((-log_probs.gather(2, windows[:, 1:, None])).mean().exp())
+    rows: list[dict[str, Any]] = [json.loads(line) for line in out.read_text().splitlines()]
+    for row, most in zip(rows, (1e-5, 1e-2, 2e-2, 0.2), strict=True):
+        record.check(row)
+        assert row["perplexity"] == pytest.approx(expected, rel=most), row["precision"]
+    assert len({row["perplexity"] for row in rows}) == 4
