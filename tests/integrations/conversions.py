@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from typing import Any, NamedTuple
 
 import pytest
@@ -213,3 +214,36 @@ CASES = {
     for family in families
     for variant, options in variants.items()
 }
+
+
+def drawn(family: str, seed: int) -> Case:
+    """A config of a family whose options are drawn at random, with 96 positions."""
+    rng = random.Random(f"{family} {seed}")
+    flip = lambda: rng.random() < 0.5  # noqa: E731
+    heads, depths = rng.choice((1, 2, 3, 4)), [rng.choice((1, 2, 3)) for _ in range(2)]
+    if family in ("T5", "MT5"):
+        wide = flip()  # whether all heads together are wider than the model
+        d_kv = rng.choice((4, 6, 8, 16))
+        d_model = d_kv * heads - 2 if wide else d_kv * (heads + rng.randint(0, 2))
+        return Case(family, {
+            "num_heads": heads, "d_kv": d_kv, "d_model": d_model,
+            "d_ff": rng.randint(5, 50), "num_layers": depths[0], "num_decoder_layers": depths[1],
+            "relative_attention_num_buckets": rng.choice((6, 8, 11)),
+            "relative_attention_max_distance": rng.choice((9, 14, 40)),
+            "feed_forward_proj": rng.choice(("relu", "gelu", "silu", "gated-gelu", "gated-silu")),
+            "layer_norm_epsilon": rng.choice((1e-6, 1e-5)), "zero_pad": flip(),
+            **({"is_untied": True, "tie_word_embeddings": False} if flip() else {}),
+        })  # fmt: skip
+    options: dict[str, Any] = {
+        "d_model": heads * rng.choice((4, 6, 8, 12)), "encoder_layers": depths[0], "decoder_layers": depths[1],
+        "activation_function": rng.choice(("relu", "gelu", "gelu_new", "swish")), "scale_embedding": flip(),
+        "zero_pad": flip(), "max_position_embeddings": 96,
+    }  # fmt: skip
+    options |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), heads)
+    options |= dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), rng.randint(5, 50))
+    if family != "M2M100":
+        options |= {"bias": flip(), "tie_word_embeddings": flip()}
+    if family == "Marian":
+        options |= _SEPARATE if flip() and not options["tie_word_embeddings"] else {}
+        options["decoder_start_token_id"] = rng.choice((59, 2))
+    return Case(family, options)

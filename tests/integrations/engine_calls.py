@@ -117,24 +117,31 @@ def _enliven(model: Any, eos: int) -> None:
             model.final_logits_bias[0, eos] += 1.5
 
 
-def pair_of(name: str, *, left: bool = False, dtype: torch.dtype = torch.float32, **options: Any) -> Pair:
+def pair_of(
+    named: str | conversions.Case | decoders.Case,
+    *,
+    left: bool = False,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Pair:
     """The pair of a case of `conversions` or `decoders`, with a batch of unlike lengths.
 
     Args:
-        name: of the case.
+        named: the case, or its name.
         left: whether the batch is padded on the left.
         dtype: of the parameters.
         options: of the config.
     """
-    if name in decoders.CASES:
-        model = decoders.CASES[name].make(**options)
+    case: Any = {**conversions.CASES, **decoders.CASES}[named] if isinstance(named, str) else named
+    if isinstance(case, decoders.Case):
+        model = case.make(**options)
         pad, eos, length = 1, 2, 12
     else:
-        model = conversions.CASES[name].make(torch.float32, **options)
-        (pad, eos), length = conversions.CASES[name].ids, 9
-        if name.startswith("Marian"):
+        model = case.make(torch.float32, **options)
+        (pad, eos), length = case.ids, 9
+        if case.family == "Marian":
             conversions.opinionated(model, seed=2)
-        elif "T5" not in name:
+        elif not case.is_t5:
             _enliven(model, eos)
     model = model.to(dtype)
     lengths = torch.tensor([length, 5, 2, 7])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from fastformer.checkpoints.hf import FAMILIES
+from fastformer.checkpoints.hf import FAMILIES, FORMS
 from fastformer.integrations import report
 from tests.checks import assert_accurate
 from tests.covering import by_turns
@@ -59,6 +60,30 @@ def test_tokens_of_every_variant_on_either_side_of_padding(name):
         for options in searches(name):
             pair.check(is_served=is_served, **options)
         assert pair.near_ties <= pair.rows // 10
+
+
+# By the model_type or the family's name.
+DRAWN: dict[str, Callable[[str, int], Any]] = {
+    **dict.fromkeys(("Marian", "Bart", "MBart", "Pegasus", "M2M100", "T5", "MT5"), conversions.drawn),
+    **dict.fromkeys(FORMS, decoders.drawn),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", DRAWN)
+def test_tokens_of_random_configs_on_either_side_of_padding(kind, seed):
+    """Proves that 64 greedy tokens and two beam searches are transformers' for options that were drawn at random."""
+    if conversions.IS_OLD:
+        pytest.skip("version 4 reads fewer of the settings that are drawn")
+    ties = rows = 0
+    for is_left in (False, True):
+        pair = pair_of(DRAWN[kind](kind, seed), left=is_left)
+        for options in ({"max_new_tokens": 64, "do_sample": False}, *searches(kind)[1:]):
+            pair.check(is_served=is_left == (kind in FORMS) or kind in ("T5", "MT5", "M2M100"), **options)
+        ties, rows = ties + pair.near_ties, rows + pair.rows
+    print(f"{kind} {seed}: {ties} near ties in {rows} rows")
+    assert ties <= rows // 10
 
 
 SERVED: dict[str, dict[str, Any]] = {

@@ -1,0 +1,114 @@
+"""Random small configs of the families that read a source, as models.Transformer: logits, losses and gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastformer.checkpoints.hf import from_model
+from fastformer.integrations import from_huggingface
+from fastformer.models import Transformer
+from tests.checks import assert_accurate
+from tests.integrations.conversions import IS_OLD, Case, drawn
+from tests.nn.comparing import assert_same
+
+KINDS = ("Marian", "Bart", "MBart", "Pegasus", "M2M100", "T5", "MT5")
+# What each of transformers' matrices is for.
+ROLES = {"encoder.embed_tokens.weight": "source", "decoder.embed_tokens.weight": "target", "lm_head.weight": "output"}
+
+
+def labels_of(case: Case) -> Tensor:
+    """What follows each target token; -100 behind rows that are shorter."""
+    _, target = case.batch
+    labels = F.pad(target[:, 1:], (0, 1), value=case.ids[1])
+    return labels.masked_fill(torch.arange(target.shape[1]) >= torch.tensor([[99], [3], [2]]), -100)
+
+
+def learned(theirs: Any, case: Case) -> tuple[Tensor, Tensor]:
+    """The logits of a model of transformers, and the loss, whose gradients are in the parameters."""
+    with case.exactly():
+        logits = case.logits(theirs)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels_of(case).flatten(), reduction="sum")
+        loss.backward()
+    return logits, loss
+
+
+def gradients_of(ours: Transformer, theirs: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Name, gradient here and gradient there of each of transformers' parameters that learns."""
+    twin = Transformer(ours.config, dtype=ours.output_weight.dtype)
+    with torch.no_grad():
+        for (name, parameter), own in zip(twin.named_parameters(), ours.parameters(), strict=True):
+            parameter.copy_(torch.zeros_like(own) if own.grad is None or "embedding.weight" in name else own.grad)
+        if not ours.config.tie_embeddings:
+            twin.output.weight.zero_()
+    found = from_model(twin)[1]
+    places: dict[int, list[str]] = {}
+    for name, parameter in theirs.named_parameters(remove_duplicate=False):
+        places.setdefault(id(parameter), []).append(name)
+    for name, parameter in theirs.named_parameters():
+        roles = {role for place, role in ROLES.items() if any(each.endswith(place) for each in places[id(parameter)])}
+        if parameter.grad is None:
+            continue
+        if not roles:
+            scale = theirs.config.d_kv if name.endswith("ttention.q.weight") else 1  # the weights there are smaller
+            yield name, found[name] * scale, parameter.grad
+        elif ours.config.tie_embeddings:
+            yield name, _grad(ours.embedding.weight), parameter.grad
+        else:
+            matrices = {
+                "source": ours.source_embedding.weight,
+                "target": ours.target_embedding.weight,
+                "output": ours.output.weight,
+            }
+            yield name, sum((_grad(matrices[role]) for role in roles), torch.zeros(())), parameter.grad
+
+
+def _grad(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+@pytest.mark.slow  # every option with every other, at unusual sizes
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_configs_compute_and_learn_the_same(kind, seed) -> None:
+    """Proves in fp64 that only rounding differs, and in fp32 that it obeys the rule, over several draws of weights."""
+    if IS_OLD:
+        pytest.skip("version 4 ties other matrices")
+    case = drawn(kind, seed)
+    found: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
+    for draw in range(3, 7):
+        plain = case.make(torch.float32, seed=draw)
+        exact = copy.deepcopy(plain).double()
+        expected, due = learned(exact, case)
+        theirs, their_loss = learned(plain, case)
+        gradients: list[list[tuple[str, Tensor, Tensor]]] = []
+        for model, mine in ((exact, from_huggingface(exact)), (plain, from_huggingface(plain))):
+            assert isinstance(mine, Transformer)
+            logits, loss = mine(*case.batch), mine.loss(*case.batch, labels_of(case))
+            loss.backward()
+            gradients.append([*gradients_of(mine, model)])
+            if model is exact:
+                assert_same(logits, expected, "logits", 1e-9)
+                assert_same(loss, due, "loss", 1e-6)
+                for name, one, other in gradients[0]:
+                    if other.abs().max() < 1e-12:  # a bias of keys has no gradient, but for rounding
+                        assert one.abs().max() < 1e-12, name
+                    else:
+                        assert_same(one, other, name, 1e-8)
+            else:
+                found.setdefault("logits", []).append((logits, theirs, expected))
+                found.setdefault("loss", []).append((loss, their_loss, due))
+        for (name, one, other), (_, _, wide) in zip(gradients[1], gradients[0], strict=True):
+            found.setdefault(name, []).append((one, other, wide))
+    assert len(found) > 12
+    for name, tensors in found.items():
+        each = [torch.stack(which) for which in zip(*tensors, strict=True)]
+        # Errors of scores, which are relaxed, are in all gradients.
+        assert_accurate(*each, name if name in ("logits", "loss") else "dk")
