@@ -28,7 +28,8 @@ def from_huggingface(model: nn.Module) -> Transformer | GPT | BERT:
     the model's. Sources and prompts may be padded as their tokenizers pad them.
 
     Differences to expect. Dropping whole layers in training (encoder_layerdrop) is omitted. The first two rows of a
-    BART's learned positions are never used, and are omitted: position 0 here is row 2 of its table. A T5 doesn't scale
+    BART's learned positions are never used, and are omitted: position 0 here is row 2 of its table. A row of PAD that
+    isn't zero is trained as that of any token; transformers trains it in a T5 alone. A T5 doesn't scale
     its scores, so the weights of queries are larger here by sqrt(d_kv), and their gradients smaller; this is exact if
     sqrt(d_kv) is a power of two. If a T5's heads don't fill d_model, heads of zeros do, which stay zeros in training.
     Its dropout after the final norms is omitted. Its max_len is n_positions, but no table ends there, so you may set
