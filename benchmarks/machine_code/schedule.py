@@ -9,8 +9,9 @@ else. Its warps run the loop over and over:
   operands take from shared memory, 32 bytes a clock, where that is longer;
 - WARPGROUP.DEPBAR waits until at most its number of the warp's groups is in flight; a barrier of the whole program for
   the program's other warps;
-- what else uses shared memory, shuffles too, passes products that are queued: it shares the 32 bytes a clock with them,
-  so that its clocks are added to what the next product takes from there.
+- what else uses shared memory, shuffles too, passes products that are queued and shares the 32 bytes a clock with them:
+  it takes what running products leave, and the next product takes longer by what is still waiting when it starts;
+- a warp waits for shared memory to take what it reads or writes there, but not for what it copies there asynchronously.
 
 Left out, and so assumed free: latencies of instructions and memories, waits for copies, barriers within a warpgroup and
 between the consumers, bank conflicts, clocks that the chip lowers, all that comes before and after the loop. So the
@@ -57,6 +58,8 @@ def step_of(instruction: sass.Instruction) -> Step | None:
     if instruction.base == "BAR":
         # Behind a count of threads it is one warpgroup's: its warps are each in a part of their own.
         return Step("", 0.0, meets=instruction.operands.count(",") == 0)
+    if counts.async_loads:
+        return Step("", 0.0, shared)
     if counts.special:
         return Step("exp2", EXP2)
     if counts.integer:
@@ -89,14 +92,15 @@ def shares(loop: Sequence[sass.Instruction], warps: int, programs: int = 1) -> S
     """Runs the loop on `warps` warps of each of `programs` programs, in one part of an SM."""
     steps = [step for step in map(step_of, loop) if step is not None]
     running = [Warp(program) for program in range(programs) for _ in range(warps)]
-    free: dict[str, float] = dict.fromkeys(("tensor", "exp2", "integer", "fp32", "shared", "taken"), 0.0)
+    free: dict[str, float] = dict.fromkeys(("tensor", "exp2", "integer", "fp32", "shared"), 0.0)
+    memory = _SharedMemory()
     now, worked, begun = 0.0, 0.0, 0.0
     half = 0.0  # the tensor core's clocks by then
     while any(warp.turns < STEPS for warp in running):
         ready = [warp for warp in running if _may_issue(warp, steps[warp.at], now, free, running)]
         if ready:
             warp = min(ready, key=lambda each: each.issued)
-            worked += _issue(warp, steps[warp.at], now, free)
+            worked += _issue(warp, steps[warp.at], now, free, memory)
             warp.at += 1
             if warp.at == len(steps):
                 warp.at, warp.turns = 0, warp.turns + 1
@@ -123,18 +127,56 @@ def _is_at_meeting(other: Warp, warp: Warp) -> bool:
     return other.meetings == warp.meetings and other.at == warp.at
 
 
-def _issue(warp: Warp, step: Step, now: float, free: dict[str, float]) -> float:
+def _issue(warp: Warp, step: Step, now: float, free: dict[str, float], memory: _SharedMemory) -> float:
     """Takes the units; returns the clocks of the tensor core."""
     warp.issued = now
     warp.meetings += step.meets
     if step.unit == "tensor":
-        # Products queue, the other accesses don't: their clocks come on top of the next product's own.
-        end = max(now, free["tensor"]) + max(step.clocks, step.shared + free["taken"])
-        free["tensor"], free["taken"] = end, 0.0
+        end = free["tensor"] = memory.run_product(step, now, max(now, free["tensor"]))
         if step.ends_group:
             warp.groups = [*(each for each in warp.groups if each > now), end]
         return step.clocks
     if step.unit:
         free[step.unit] = max(now, free[step.unit]) + step.clocks
-        free["taken"] += step.shared
+    if step.shared:
+        memory.serve(now)
+        memory.waiting += step.shared
     return 0.0
+
+
+class _SharedMemory:
+    """Shared memory beside the products.
+
+    Attributes:
+        waiting: the clocks that it needs for what other instructions asked of it.
+    """
+
+    def __init__(self) -> None:
+        self.waiting = 0.0
+        self._now = 0.0
+        self._products: list[tuple[float, float, float]] = []  # start, end, and the share that it leaves
+
+    def serve(self, now: float) -> None:
+        """Works off what is waiting, until now."""
+        self.waiting = max(0.0, self.waiting - self._left(now))
+        self._now = now
+        self._products = [product for product in self._products if product[1] > now]
+
+    def run_product(self, step: Step, now: float, start: float) -> float:
+        """Queues a product, which starts at `start`; returns when it ends."""
+        self.serve(now)
+        late = max(0.0, self.waiting - self._left(start))
+        self.waiting -= late
+        clocks = max(step.clocks, step.shared + late)
+        self._products.append((start, start + clocks, 1 - (step.shared + late) / clocks))
+        return start + clocks
+
+    def _left(self, until: float) -> float:
+        """Returns the clocks that products leave from now until then."""
+        left, at = 0.0, self._now
+        for start, end, share in self._products:
+            left += max(0.0, min(start, until) - at)
+            at = max(at, min(start, until))
+            left += share * max(0.0, min(end, until) - at)
+            at = max(at, min(end, until))
+        return left + max(0.0, until - at)

@@ -48,3 +48,15 @@ def test_a_shuffle_does_not_wait_for_queued_products() -> None:
 def test_what_others_read_from_shared_memory_the_products_lack() -> None:
     loads = "LDS.128 R4, [R1]\n" * 8  # 16 clocks each; with the product's own, 176 to its 64
     assert shares(parse(listing(PRODUCT + loads + WAIT)), 1).tensor == pytest.approx(64 / 176, abs=0.05)
+
+
+def test_copies_hold_no_warp_and_delay_no_product_that_comes_later() -> None:
+    """They take 64 clocks of shared memory, under as many of exp2; a read of as many bytes holds the warp up."""
+    copies = "LDGSTS.E.BYPASS.128 [R1], desc[UR4][R2.64]\n" * 4
+    reads = "LDS.128 R4, [R1]\n" * 4
+    with_none, with_copies, with_reads = (
+        shares(parse(listing(PRODUCT + WAIT + each + EXPONENTIALS)), 1).tensor for each in ("", copies, reads)
+    )
+    assert with_copies == pytest.approx(with_none, abs=0.05) and with_reads < 0.8 * with_none
+    # Just before a product they take from what it needs.
+    assert shares(parse(listing(copies + PRODUCT + WAIT + EXPONENTIALS)), 1).tensor < 0.9 * with_none
