@@ -216,10 +216,15 @@ def unsupported_device(x: Tensor) -> str | None:
     return None
 
 
+def multiplies_wrongly(arch: int) -> bool:
+    """Returns whether this Triton's products are wrong on an architecture, such as 100 for sm_100."""
+    # Errors of 1e5 on a B200, with four warps and narrow tiles: Triton's issue 9871.
+    return IS_OLD and arch // 10 == 10
+
+
 def wrong_products(x: Tensor) -> str | None:
     """Returns why this Triton's products are wrong on x's device, or None."""
-    if IS_OLD and architecture(x) // 10 == 10:
-        # Errors of 1e5 on a B200, with four warps and narrow tiles: Triton's issue 9871.
+    if multiplies_wrongly(architecture(x)):
         return f"Triton {triton.__version__} multiplies wrongly on sm_{architecture(x)}: expected 3.7.1 or newer"
     return None
 
