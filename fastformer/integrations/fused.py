@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import activations
 
 from fastformer.integrations.known import is_known
-from fastformer.nn.dropout import active_dropout, dropout_seed
+from fastformer.nn.dropout import active_dropout
 from fastformer.nn.guards import DROPOUTS, is_plain, is_watched, is_written_as_known
 from fastformer.nn.linear import LINEARS
 from fastformer.nn.norm import find_norm_plan
@@ -70,7 +70,6 @@ def fused_feed_forward(
     assert isinstance(linear1, nn.Linear) and isinstance(linear2, nn.Linear)
     return feed_forward_op(
         x, linear1.weight, linear1.bias, linear2.weight, linear2.bias, activation=name, dropout_p=dropout_p,
-        dropout_seed=dropout_seed(dropout_p, x.device),
     )  # fmt: skip
 
 
@@ -93,10 +92,9 @@ def join_rms(x: Tensor, residual: Tensor, dropout_p: float, norm: nn.Module) -> 
     if not (isinstance(norm, RMSNorm) and is_known(norm, type(norm)) and _fits(norm, residual.to(dtype))):
         total = F.dropout(x, dropout_p) + residual
         return norm(total), total
-    seed = dropout_seed(dropout_p, x.device)
     return add_layer_norm(
         x.to(dtype), residual.to(dtype), norm.weight, eps=norm.variance_epsilon, dropout_p=dropout_p,
-        dropout_seed=seed, rms_norm=True,
+        rms_norm=True,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fastformer.cache.layer_view import AttentionCache
 from fastformer.nn.cached_attention import append_cached, attend_cached, attention_unpacked
-from fastformer.nn.dropout import check_dropout, dropout_seed
+from fastformer.nn.dropout import check_dropout
 from fastformer.nn.embedding import RotaryPositions
 from fastformer.nn.errors import InputError
 from fastformer.nn.guards import Plans, Replacement, given, is_unhooked, is_watched, plain_parameters, replacement
@@ -207,7 +207,9 @@ class MultiheadAttention(Projections):
             raise InputError("expected need_weights=False and no mask along with a cache or a packed layout")
         call = self._dense_call(plan, query, key, value, attn_mask, key_padding_mask, is_causal, True, layout,
                                 memory_layout, rotary, position_bias)  # fmt: skip
-        attended, lse = attention(call.q, call.k, call.v, return_lse=True, **self._dropout(call.q), **call.options)
+        attended, lse = attention(
+            call.q, call.k, call.v, return_lse=True, dropout_p=self._acting_dropout(), **call.options
+        )
         weights = attention_weights(call.q, call.k, lse, **call.options)
         weights = weights.mean(1) if average_attn_weights else weights
         return self._output(plan, attended, query), weights if query.dim() == 3 else weights[0]
@@ -245,7 +247,7 @@ class MultiheadAttention(Projections):
             return self._packed(plan, query, key, value, is_causal, layout, memory_layout, rotary, position_bias)
         call = self._dense_call(plan, query, key, value, attn_mask, key_padding_mask, is_causal, False, layout,
                                 memory_layout, rotary, position_bias, shape)  # fmt: skip
-        attended = attention(call.q, call.k, call.v, **self._dropout(call.q), **call.options)
+        attended = attention(call.q, call.k, call.v, dropout_p=self._acting_dropout(), **call.options)
         return self._output(plan, attended, query, shape)
 
     def _dense_call(
@@ -389,15 +391,13 @@ class MultiheadAttention(Projections):
         q, k, v = self._project_heads(plan, query, key, value)
         if rotary is not None:
             q, k = rotary.rotate(q, k)
-        dropout = self._dropout(q)
+        dropout_p = self._acting_dropout()
         if position_bias is not None:
             if memory_layout is not layout:
                 raise InputError("expected a position_bias with a packed layout in self-attention only")
             left, right = self.window_size
             window = (left, 0 if is_causal else right)
-            out = attention_unpacked(
-                q, k, v, layout, position_bias, window, dropout["dropout_p"], dropout["dropout_seed"], self._scores()
-            )
+            out = attention_unpacked(q, k, v, layout, position_bias, window, dropout_p, self._scores())
             return self._project_out(plan, out.flatten(-2))
         out = varlen_attention(
             q,
@@ -409,7 +409,7 @@ class MultiheadAttention(Projections):
             memory_layout.max_seqlen,
             is_causal=is_causal,
             window_size=self.window_size,
-            **dropout,
+            dropout_p=dropout_p,
             **self._scores(),
         )
         return self._project_out(plan, out.flatten(-2))
@@ -469,9 +469,8 @@ class MultiheadAttention(Projections):
             return {}
         return given(softmax_scale=self.softmax_scale, softcap=self.softcap or None)
 
-    def _dropout(self, q: Tensor) -> dict[str, Any]:
-        dropout_p = self.dropout if self.training else 0.0
-        return {"dropout_p": dropout_p, "dropout_seed": dropout_seed(dropout_p, q.device)}
+    def _acting_dropout(self) -> float:
+        return self.dropout if self.training else 0.0
 
     def _window(self, is_causal: bool, diagonal: int) -> WindowSize:
         left, right = self.window_size

@@ -147,7 +147,6 @@ def attention_unpacked(
     position_bias: Tensor,
     window_size: tuple[int | None, int | None],
     dropout_p: float = 0.0,
-    dropout_seed: Tensor | None = None,
     scores: Scores = _BY_DEFAULT,
 ) -> Tensor:
     """Computes self-attention of packed sequences with a bias, on a padded batch: no packed kernel supports a bias.
@@ -157,7 +156,7 @@ def attention_unpacked(
         k, v: (total, num_kv_heads, head_dim).
         layout: the packed layout of q, k and v.
         position_bias: (1, num_heads, max_seqlen, max_seqlen).
-        window_size, dropout_p, dropout_seed: see `ops.attention`.
+        window_size, dropout_p: see `ops.attention`.
         scores: see `append_cached`.
 
     Returns:
@@ -172,7 +171,6 @@ def attention_unpacked(
         seqlens_k=layout.seqlens,
         window_size=window_size,
         dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
         **scores,
     )
     assert layout.cu_seqlens is not None

@@ -1,12 +1,10 @@
-"""Dropout in the modules: its probability in the current mode, and its seed."""
+"""Dropout in the modules: its probability in the current mode. The ops draw their own seeds."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fastformer.nn.errors import InputError
-from fastformer.ops import draw_seed
 
 
 def check_dropout(dropout: float) -> float:
@@ -23,8 +21,3 @@ def check_dropout(dropout: float) -> float:
 def active_dropout(dropout: nn.Module) -> float:
     """Returns the current probability of a plain `nn.Dropout`: 0 in evaluation, and 0 for an `nn.Identity`."""
     return dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
-
-
-def dropout_seed(dropout_p: float, device: torch.device) -> Tensor | None:
-    """Returns a fresh seed if the probability isn't 0, else None."""
-    return draw_seed(device) if dropout_p > 0.0 else None

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastformer.nn.dropout import dropout_seed
 from fastformer.ops.embedding import embedding, sinusoidal_positions
 from fastformer.ops.rotary import rotary, rotary_tables
 
@@ -177,7 +176,6 @@ class Embedding(nn.Embedding):
         table = None if position is None else position.table
         if table is not None and positions is None and input.shape[-1] > table.shape[0]:
             raise ValueError(f"expected at most {table.shape[0]} positions, got a sequence of {input.shape[-1]}")
-        dropout_p = self.dropout if self.training else 0.0
         return embedding(
             input,
             self.weight,
@@ -185,8 +183,7 @@ class Embedding(nn.Embedding):
             positions=None if table is None else positions,
             scale=self.acting_scale,
             padding_idx=self.padding_idx,
-            dropout_p=dropout_p,
-            dropout_seed=dropout_seed(dropout_p, input.device),
+            dropout_p=self.dropout if self.training else 0.0,
             atomics=self.atomics,
         )
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer.nn.dropout import active_dropout, dropout_seed
+from fastformer.nn.dropout import active_dropout
 from fastformer.nn.errors import InputError
 from fastformer.nn.guards import DROPOUTS, Plans, is_plain, is_untouched, is_watched, plain_parameters
 from fastformer.nn.linear import LINEARS
@@ -75,7 +75,6 @@ class FeedForwardPlan(NamedTuple):
 
     def compute(self, x: Tensor) -> Tensor:
         """Computes linear2(dropout(activation(linear1(x)))) in one op."""
-        dropout_p = active_dropout(self.dropout)
         return feed_forward(
             x,
             self.linear1["weight"],
@@ -83,8 +82,7 @@ class FeedForwardPlan(NamedTuple):
             self.linear2["weight"],
             self.linear2["bias"],
             activation=self.activation,
-            dropout_p=dropout_p,
-            dropout_seed=dropout_seed(dropout_p, x.device),
+            dropout_p=active_dropout(self.dropout),
         )
 
 

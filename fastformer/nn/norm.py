@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastformer.nn.dropout import check_dropout, dropout_seed
+from fastformer.nn.dropout import check_dropout
 from fastformer.nn.errors import InputError
 from fastformer.nn.guards import FORWARDS, is_untouched
 from fastformer.ops.add_layer_norm import add_layer_norm
@@ -89,7 +89,6 @@ class AddLayerNorm(nn.LayerNorm):
             self.bias,
             eps=self.eps,
             dropout_p=dropout_p,
-            dropout_seed=dropout_seed(dropout_p, x.device),
             rms_norm=self.rms_norm,
         )
         return y if residual is None else (y, total)
@@ -125,7 +124,6 @@ class NormPlan(NamedTuple):
             eps=self.eps,
             rms_norm=self.rms_norm,
             dropout_p=dropout_p,
-            dropout_seed=dropout_seed(dropout_p, x.device),
         )
 
 

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastformer.nn as fnn
-import fastformer.nn.dropout as dropout_module
 from tests.checks import keep_mask, keep_scale
 from tests.nn.comparing import assert_same, compare, randomised
 
@@ -20,7 +19,7 @@ SEED = torch.tensor([3, 4])
 
 @pytest.fixture
 def fixed_seed(monkeypatch):
-    monkeypatch.setattr(dropout_module, "draw_seed", lambda device: SEED)
+    monkeypatch.setattr("fastformer.ops._dropout.draw_seed", lambda device: SEED)
 
 
 def drop(x, p):

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastformer.nn as fnn
-import fastformer.nn.dropout as dropout_module
 from fastformer.nn import SequenceLayout
 from fastformer.nn.layers import ResidualStream
 from fastformer.nn.masks import is_causal_mask
@@ -177,7 +176,7 @@ def test_same_seed_gives_torchs_weights(make):
 
 def test_dropout_falls_where_torch_has_it(monkeypatch):
     """Each dropout gets a probability of its own; the expected value is computed by hand from the same seed."""
-    monkeypatch.setattr(dropout_module, "draw_seed", lambda device: torch.tensor([7, 9]))
+    monkeypatch.setattr("fastformer.ops._dropout.draw_seed", lambda device: torch.tensor([7, 9]))
     seed = torch.tensor([7, 9])
     layer = fnn.TransformerDecoderLayer(E, H, FF, norm_first=True, batch_first=True, **DOUBLE)
     layer.dropout.p, layer.dropout1.p, layer.dropout2.p, layer.dropout3.p = 0.1, 0.2, 0.3, 0.0
