@@ -1,6 +1,6 @@
 // For ThreadSanitizer (`make sanitize`): callers who run stages at once, and sessions of one model on several threads,
 // each of which takes helpers where it gets them, for few rows and for so many that they are split among the threads: a
-// decoder alone in fp32 and bf16, and one with an encoder in int8. So do callers of one encoder.
+// decoder alone in fp32 and bf16, and one with an encoder in int8. So do callers of one encoder, with ids or states.
 // Exits with 1 where a number isn't the one that one thread finds.
 
 #include <atomic>
@@ -214,17 +214,33 @@ std::vector<float> decode_many(const std::shared_ptr<const PackedModel>& model, 
   return said;
 }
 
-// Few texts and many, pooled and not.
+// Few texts and many, pooled and not; texts with gaps between their tokens; and states instead of ids.
 std::vector<float> encode(Encoder& encoder, int threads) {
   std::vector<float> said;
+  const auto note = [&](const Texts& texts, Pooling pooling, bool normalise) {
+    std::vector<float> rows(encoder.num_rows(texts, pooling) * kDim);
+    encoder.encode(texts, pooling, normalise, threads, rows.data());
+    said.insert(said.end(), rows.begin(), rows.end());
+  };
   for (const int32_t count : {1, 3, 40})
     for (const Pooling pooling : {Pooling::mean, Pooling::max, Pooling::none}) {
       Texts texts;
       for (int32_t i = 0; i < count; ++i) texts.ids.push_back(Ids(1 + i * 7 % kMaxLen, i + 3));
-      std::vector<float> rows(encoder.num_rows(texts, pooling) * kDim);
-      encoder.encode(texts, pooling, count > 1, threads, rows.data());
-      said.insert(said.end(), rows.begin(), rows.end());
+      note(texts, pooling, count > 1);
     }
+  Texts sparse, states;
+  std::vector<float> rows;
+  for (int32_t i = 0; i < 20; ++i) {
+    const int32_t length = 2 + i * 7 % 30;
+    sparse.ids.push_back(Ids(length, i + 3));
+    sparse.places.emplace_back();
+    for (int32_t t = 0; t < length; ++t) sparse.places.back().push_back(t * 2 + (t > 3));
+    sparse.unseen.push_back(i % 2);
+    states.lengths.push_back(length);
+    for (int64_t c = 0; c < length * kDim; ++c) rows.push_back(static_cast<float>((c * 7 + i) % 11) / 11.f);
+  }
+  states.embedded = rows.data();
+  note(sparse, Pooling::none, false), note(states, Pooling::none, false);
   return said;
 }
 
