@@ -160,7 +160,7 @@ def check_torch_nn(mask: str, dim: int, heads: int, layers: int, seed: int, **op
     """Compares torch.nn's encoder after `accelerate` with itself before, by the rule."""
     torch.manual_seed(seed)
     layer = nn.TransformerEncoderLayer(dim, heads, batch_first=True, **options)
-    norm = nn.LayerNorm(dim) if seed % 2 else None
+    norm = nn.LayerNorm(dim, options.get("layer_norm_eps", 1e-5)) if seed % 2 else None
     plain = nn.TransformerEncoder(layer, layers, norm, enable_nested_tensor=False).eval()
     for parameter in plain.parameters():
         parameter.add_(0.1 * torch.randn_like(parameter))
@@ -193,7 +193,7 @@ def test_torch_nns_encoder_of_any_size(seed: int, runs: list[bool]) -> None:
         "layer_norm_eps": draw.choice([1e-5, 1e-12]),
     }  # fmt: skip
     check_torch_nn([*MASKS][seed % 4], heads * draw.choice([4, 6, 14]), heads, layers, seed, **options)
-    assert all(runs)
+    assert all(runs) and len(runs) == 1 + len(HOLES)
 
 
 @torch.no_grad()
