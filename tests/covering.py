@@ -1,4 +1,4 @@
-"""Products of options that are too large for every run: a part of the cases runs always, the rest is slow."""
+"""Splits large products of options: some cases always run, and the rest are slow."""
 
 from __future__ import annotations
 

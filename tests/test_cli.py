@@ -1,4 +1,4 @@
-"""The command line as users type it: results, and messages instead of tracebacks."""
+"""Tests the command line as users type it: results, and messages instead of tracebacks."""
 
 from __future__ import annotations
 

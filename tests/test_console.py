@@ -1,4 +1,4 @@
-"""Standard streams that fail, that support only ASCII, or that are closed."""
+"""Tests standard streams that fail, that support only ASCII, or that are closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs on machines without a GPU, the mode that checks what may be captured, and real captures on a GPU."""
+"""Tests graphs without a GPU, the mode that checks what may be captured, and real captures on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imports go one way: the tests read every import statement of the tree."""
+"""Imports go one way; the tests read every import statement of the tree."""
 
 from __future__ import annotations
 

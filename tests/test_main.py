@@ -1,4 +1,4 @@
-"""The exit of the process `python -m fastformer`."""
+"""Tests the exit status of the process `python -m fastformer`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Malformed commands: each ends with its exit code and a one-line message about the error, and changes nothing."""
+"""A malformed command ends with its exit code and a one-line message, and changes nothing."""
 
 from __future__ import annotations
 

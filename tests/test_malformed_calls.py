@@ -1,4 +1,4 @@
-"""Malformed calls of public functions and classes: a ValueError says what was expected and what came."""
+"""A malformed call of a public function or class raises a ValueError that says "expected ..., got ..."."""
 
 # The errors in this file are intended.
 # mypy: disable-error-code="arg-type,dict-item,list-item"

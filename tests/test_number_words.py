@@ -1,4 +1,4 @@
-"""The built-in task's grammar, and the disjointness of its splits."""
+"""Tests the grammar of the built-in task, and that its splits are disjoint."""
 
 from __future__ import annotations
 

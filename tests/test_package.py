@@ -1,4 +1,4 @@
-"""The package as a whole: the names at its root, and the contents of an installation."""
+"""Tests the package as a whole: the names at its root, and the contents of an installation."""
 
 from __future__ import annotations
 

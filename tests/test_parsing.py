@@ -1,4 +1,4 @@
-"""From the words of a command line to a command's arguments, with a sample command and the real ones."""
+"""Tests how a command line becomes a command's arguments, with a sample command and the real ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""README's Python runs; `tests/docs/test_pages.py` holds its commands and its links."""
+"""README's Python runs; `tests/docs/test_pages.py` tests its commands and its links."""
 
 from __future__ import annotations
 

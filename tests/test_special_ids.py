@@ -1,4 +1,4 @@
-"""Special ids: the ids that are allowed, and models that respect them in every form."""
+"""Tests which special ids are allowed, and that models respect them in every form."""
 
 from __future__ import annotations
 

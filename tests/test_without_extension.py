@@ -1,4 +1,4 @@
-"""A CPU that the C++ extension doesn't support, or a machine without a compiler: everything works, with one warning."""
+"""Without the C++ extension (an old CPU, or no compiler) everything works, with one warning."""
 
 from __future__ import annotations
 

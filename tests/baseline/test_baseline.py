@@ -1,4 +1,4 @@
-"""The baseline is the paper's model: the fast one with its weights agrees; the LSTM scores as its formulas say."""
+"""The baseline is the paper's model, and the fast model agrees with it; the LSTM follows its formulas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What no test of the benchmarks may leave behind."""
+"""Checks that the tests of the benchmarks leave nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A chat's turns: as many as asked for, with a time for each way, and the answers agree."""
+"""The benchmark of chat turns times the requested number of turns in both ways, and the answers agree."""
 
 from __future__ import annotations
 

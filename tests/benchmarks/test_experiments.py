@@ -1,4 +1,4 @@
-"""Experiments: the verdict is what the figures say, and curves are those of the training."""
+"""The verdict of an experiment follows from its figures, and its curves are those of the training."""
 
 from __future__ import annotations
 

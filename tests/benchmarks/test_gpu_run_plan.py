@@ -1,4 +1,4 @@
-"""The plan for a GPU, without one: order, resuming, detaching, logs, failures that don't stop the others."""
+"""Tests the plan for a GPU without one: order, resuming, detaching, logs, and failures that don't stop it."""
 
 from __future__ import annotations
 

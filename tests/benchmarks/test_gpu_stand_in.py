@@ -1,4 +1,4 @@
-"""A device's tests, its timed cases and the whole plan run to their end without a GPU, and a typo in one is found."""
+"""A GPU's tests, its timed cases and the whole plan run without a GPU, so that a typo in them is found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of calls: every case runs on the stub, and a line is recorded."""
+"""The benchmark of the host's time runs every case on the stub, and records a row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of Python threads that share an encoder."""
+"""Tests the benchmark of Python threads that share an encoder."""
 
 from __future__ import annotations
 

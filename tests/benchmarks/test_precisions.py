@@ -1,4 +1,4 @@
-"""The rows of `python -m benchmarks.precisions`: each precision's own translations, or its perplexity."""
+"""Each row of `python -m benchmarks.precisions` has that precision's translations, or its perplexity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmarks of preparing a corpus: its lines, and that made-up text is what it says."""
+"""The benchmarks of preparing a corpus write valid rows, and make up the text that they describe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of a training by one process and by several: what it starts, what it reads, and lines of the schema."""
+"""The benchmark of training on several processes starts and reads the right ones, and writes valid rows."""
 
 from __future__ import annotations
 

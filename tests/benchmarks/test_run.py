@@ -1,4 +1,4 @@
-"""The runner: nothing wrong is timed, what is timed is interleaved, and a row says all that a reader needs."""
+"""The runner never times a wrong result, interleaves its measurements, and writes complete rows."""
 
 from __future__ import annotations
 

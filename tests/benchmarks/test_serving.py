@@ -1,4 +1,4 @@
-"""Servers under load: each that is installed gives a line for each number of clients."""
+"""The benchmark of serving writes a row for each installed server and each number of clients."""
 
 from __future__ import annotations
 

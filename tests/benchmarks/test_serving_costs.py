@@ -1,4 +1,4 @@
-"""What HTTP costs beside the library: each part gives its lines, and answers are the library's."""
+"""The benchmark of HTTP's costs writes the rows of each part, and all answers equal the library's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times of tokens: each belongs to its position, the first holds what comes before it, medians are of a position."""
+"""Times of tokens belong to their positions, the first includes the prompt, and medians are per position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks with counted holders."""
+"""Tests the reference counts of blocks."""
 
 from __future__ import annotations
 

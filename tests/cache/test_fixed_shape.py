@@ -1,4 +1,4 @@
-"""A fixed-shape batch against lists of tokens: what a run writes and forks, the host knows of afterwards."""
+"""Compares a fixed-shape batch with lists of tokens; after a run, the host knows its writes and forks."""
 
 from __future__ import annotations
 

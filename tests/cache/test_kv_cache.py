@@ -1,4 +1,4 @@
-"""A cache held against lists of tokens in plain Python."""
+"""Compares the cache with lists of tokens in plain Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders of encoders as transformers saves them, one of each kind of tokenizer."""
+"""Makes folders of encoders as transformers saves them, one for each kind of tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders as transformers saves them, one of each kind of tokenizer, with tiny models that say different things."""
+"""Makes folders as transformers saves them, one for each kind of tokenizer, with tiny models that all differ."""
 
 from __future__ import annotations
 

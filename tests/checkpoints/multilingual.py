@@ -1,4 +1,4 @@
-"""Folders of translators of many languages, as transformers saves them, one of each way to tell the languages."""
+"""Makes folders of multilingual translators, one for each way in which transformers selects the languages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that decode together have to share their tokenizer, and it is its contents that count."""
+"""Runs that decode together must have the same tokenizer, by its contents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders that transformers saved, one suite for all families: text in, text out, and what is wrong is named."""
+"""Reads folders that transformers saved, with one suite for all families; errors name what is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders of decoder-only models that transformers saved: text in, text out, and what is wrong is named."""
+"""Reads folders of decoder-only models that transformers saved; errors name what is wrong."""
 
 from __future__ import annotations
 

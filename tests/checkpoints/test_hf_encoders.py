@@ -1,4 +1,4 @@
-"""Folders of encoders that transformers saved: the same ids, hidden states and logits, without transformers."""
+"""Folders of encoders give the ids, hidden states and logits of transformers, without transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""config.json of every generation: as transformers reads it, and what is refused, by its name."""
+"""config.json of every generation is read as transformers reads it; errors name unsupported settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Translators of many languages: what they are told, what they say, and what is wrong with a language is named."""
+"""Multilingual translators use the languages of the caller, and errors name a wrong language."""
 
 from __future__ import annotations
 

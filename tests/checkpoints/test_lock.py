@@ -1,4 +1,4 @@
-"""Two trainings never share a folder, and a dead one holds nothing."""
+"""Two trainings never share a folder, and a dead one locks nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders that GPTQ and AWQ rounded: the weights are those of the formats' definitions, and decode as int4.
+"""Folders that GPTQ and AWQ quantised have the weights that the formats define, and decode as int4.
 
 The writers here follow the formats: words of eight nibbles, GPTQ's along the inputs with zeros less 1 ("gptq") or as
 they are ("gptq_v2"), AWQ's along the outputs in an order of their own.

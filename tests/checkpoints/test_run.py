@@ -1,4 +1,4 @@
-"""A run folder is loaded whole, or it is said what is wrong with it."""
+"""A run folder is loaded completely, or an error says what is wrong with it."""
 
 from __future__ import annotations
 

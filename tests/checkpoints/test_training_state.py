@@ -1,4 +1,4 @@
-"""Checkpoints: whole or noticed, no code in them, and the right ones stay."""
+"""A checkpoint is complete or refused, contains no code, and the right checkpoints are kept."""
 
 from __future__ import annotations
 

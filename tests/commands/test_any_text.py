@@ -1,4 +1,4 @@
-"""What is translated is what was given, whatever it looks like: as an argument, a prefix, a file, a pipe."""
+"""A text is translated unchanged, whatever it contains, from an argument, a prefix, a file or a pipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fastformer average`: what is averaged is said, and nothing but the run's own model is written."""
+"""`fastformer average` reports what it averages, and changes only the run's own model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fastformer chat`, and `fastformer generate` with the folders of language models that transformers saved."""
+"""Tests `fastformer chat`, and `fastformer generate` with folders of language models that transformers saved."""
 
 from __future__ import annotations
 

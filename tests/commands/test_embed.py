@@ -1,4 +1,4 @@
-"""`fastformer embed` and `fastformer rank`: what they write, and where to."""
+"""Tests what `fastformer embed` and `fastformer rank` write, and where."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fastformer generate`: samples by default, keeps the prompt as it was typed, and says what contradicts."""
+"""`fastformer generate` samples by default, keeps the prompt as typed, and refuses contradictory flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lines that a command reads."""
+"""Tests how commands read lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The flags of decoding, and a YAML file in their place, reach the search as fields of a `GenerationConfig`."""
+"""Decoding flags, or a YAML file instead, reach the search as fields of a `GenerationConfig`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fastformer quantize`: a folder that everything else takes."""
+"""`fastformer quantize` writes a folder that all other commands accept."""
 
 from __future__ import annotations
 

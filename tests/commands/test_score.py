@@ -1,4 +1,4 @@
-"""`fastformer score`: translations against references, and by what a model says of them."""
+"""Tests `fastformer score`, against references and by a model's log-probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fastformer serve`: which flags go before which, and on which addresses it listens without keys."""
+"""Tests the precedence of the flags of `fastformer serve`, and its addresses without keys."""
 
 from __future__ import annotations
 

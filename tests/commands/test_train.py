@@ -1,4 +1,4 @@
-"""`fastformer train` as a person or a scheduler runs it: going on, signals, what is refused."""
+"""Tests `fastformer train` as a user or a scheduler runs it: resuming, signals, refused settings."""
 
 from __future__ import annotations
 

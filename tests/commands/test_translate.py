@@ -1,4 +1,4 @@
-"""`fastformer translate`: a line out for each line in, at once where the reader waits, and contradictions are said."""
+"""`fastformer translate` answers each line in order, without delay on a pipe, and refuses contradictory flags."""
 
 from __future__ import annotations
 

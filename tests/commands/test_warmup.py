@@ -1,4 +1,4 @@
-"""`fastformer warmup`: what it has a model do, and what it says and writes. Its kernels need a GPU."""
+"""Tests the calls, the output and the files of `fastformer warmup`. Its kernels need a GPU."""
 
 from __future__ import annotations
 

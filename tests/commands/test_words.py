@@ -1,4 +1,4 @@
-"""What is meant by flags of other toolkits, and what the help says of texts."""
+"""Flags of other toolkits get a hint, and the help uses the same words everywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Large buffers of the C++ code are kept for the next ones, however many have gone before."""
+"""The C++ code reuses large buffers, however many it has freed before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the libraries need of others: the engine nothing of PyTorch, the ops its C functions, none a second OpenMP."""
+"""The engine's library needs nothing of PyTorch, the ops only its C functions, and none a second OpenMP."""
 
 from __future__ import annotations
 

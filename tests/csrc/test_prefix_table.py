@@ -1,4 +1,4 @@
-"""A table of prefixes compares tokens and what stands before them, however alike the hashes are."""
+"""The table of prefixes compares the tokens and everything before them, even if hashes are equal."""
 
 from __future__ import annotations
 

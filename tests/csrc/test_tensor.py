@@ -1,4 +1,4 @@
-"""What the ops' own tensors do in place of PyTorch's: views, copies and conversions, and no memory is left behind."""
+"""The ops' own tensors make views, copies and conversions like PyTorch's, and leak no memory."""
 
 from __future__ import annotations
 

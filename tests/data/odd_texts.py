@@ -1,4 +1,4 @@
-"""Texts that tokenizers are known to stumble over."""
+"""Texts that are known to be difficult for tokenizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches hold every example once, keep their budget, and depend on nothing but their arguments."""
+"""Batches contain every example once, keep their budget, and depend only on their arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The BPE of our own keeps texts and merges, and learns in time."""
+"""fastformer's own BPE keeps texts and merges, and learns in reasonable time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compact examples are the examples that went in, in their order."""
+"""Compact examples give back the original examples in their order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Filters of training pairs leave out what they say, and count it by reason."""
+"""Filters of training pairs drop the pairs that they describe, and count them by reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tokenizer for each side is one tokenizer to whoever translates, and one file."""
+"""For translators, a tokenizer pair (one for each side) is a single tokenizer in a single file."""
 
 from __future__ import annotations
 

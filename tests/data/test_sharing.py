@@ -1,4 +1,4 @@
-"""Who computes which batch: each one once, as many everywhere, and nearly the same work."""
+"""Each batch is computed by one process; all processes get the same number of batches and similar work."""
 
 from __future__ import annotations
 

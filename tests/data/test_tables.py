@@ -1,4 +1,4 @@
-"""A column of a table is a file of lines; a table as it stands is refused."""
+"""A column of a table is read like a file of lines; a table without a column is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Broken text is named by file and line."""
+"""An error about broken text names the file and the line."""
 
 from __future__ import annotations
 

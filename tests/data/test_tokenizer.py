@@ -1,4 +1,4 @@
-"""Tokenizers keep text, ids and files."""
+"""Tokenizers preserve texts, ids and files."""
 
 from __future__ import annotations
 

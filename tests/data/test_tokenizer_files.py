@@ -1,4 +1,4 @@
-"""Tokenizers of other programs work as they are, under our special ids, and a run needs no other file."""
+"""Tokenizers of other programs work under fastformer's special ids, and a run needs no other file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The code blocks of a page, and how they run."""
+"""Finds the code blocks of a page, and runs them."""
 
 from __future__ import annotations
 

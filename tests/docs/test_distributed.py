@@ -1,4 +1,4 @@
-"""The recipes for many machines, run as two launchers on this one."""
+"""Runs the recipes for many machines as two launchers on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of models says of every family what is true of it."""
+"""Checks that every row of the table of models is true."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder in which the documentation's examples run: small models under the names that pages use, and small texts.
+"""Makes the folder in which the documentation's examples run: small models and texts under the pages' names.
 
 A page says `from_pretrained("bert-base-uncased")`; here that is a folder beside it with random weights, so that nothing
 is downloaded.

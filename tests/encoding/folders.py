@@ -1,4 +1,4 @@
-"""Small folders of encoders, as sentence-transformers and transformers write them, and what has to come of them."""
+"""Makes small folders of encoders, as sentence-transformers and transformers write them, and expected results."""
 
 from __future__ import annotations
 

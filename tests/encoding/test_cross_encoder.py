@@ -1,4 +1,4 @@
-"""`CrossEncoder`: the logits of transformers, the activations and the results of sentence-transformers."""
+"""`CrossEncoder` has the logits of transformers, and the activations and results of sentence-transformers."""
 
 from __future__ import annotations
 

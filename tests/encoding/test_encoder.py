@@ -1,4 +1,4 @@
-"""`Encoder`: the embeddings of transformers and of sentence-transformers' modules, whatever the order and the batch."""
+"""`Encoder` gives the embeddings of transformers and sentence-transformers, in any order and any batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoders run for their results: the C++ call gives what the modules give, and notices when they would differ."""
+"""The C++ call of an encoder equals its modules, and is not used if it would differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders with something missing, damaged or unknown: each is named."""
+"""If a folder has something missing, damaged or unknown, the error names it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real encoder of sentences against transformers. The model is a wheel, which `make` does not install."""
+"""Compares a real sentence encoder with transformers. The model is a wheel that `make` does not install."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts of several callers in one step: the bits that each would get alone, budgets, cancellation, errors."""
+"""Texts of several callers share a step with the same bits as alone; budgets, cancellation and errors hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The encoder of a Transformer in one C++ call: what its `encode` gives in every family, and errors for all else."""
+"""The C++ encoder of a Transformer equals its `encode` in every family, and refuses everything else."""
 
 from __future__ import annotations
 

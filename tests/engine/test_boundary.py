@@ -1,4 +1,4 @@
-"""Whatever Python hands to the engine's objects: an error or a result, and never the end of the process."""
+"""Any Python value that is passed to the engine gives a result or an error, and never ends the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An encoder in one C++ call: what plain PyTorch computes, the same bits in any batch, and errors for anything else."""
+"""The C++ encoder equals plain PyTorch, has the same bits in any batch, and refuses wrong input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products with weights of 4 bits: the same bits as plain arithmetic gives, on every path, whatever the neighbours."""
+"""int4 products have the bits of plain arithmetic, on every path and next to any other rows."""
 
 from __future__ import annotations
 

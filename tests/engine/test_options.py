@@ -1,4 +1,4 @@
-"""Each option of a decoder-only model, alone and with others, in a session of the engine, against the plain model."""
+"""Tests options of decoder-only models, alone and combined, in an engine session, against the plain model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decoding engine's products: exact integers for int8, the house's rule for fp32 and bf16, each row on its own."""
+"""The engine's int8 products are exact, fp32 and bf16 follow the rule, and rows are independent."""
 
 from __future__ import annotations
 

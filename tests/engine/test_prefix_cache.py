@@ -1,4 +1,4 @@
-"""Prompts that begin alike share memory and are read once, and each row says what it says alone, bit for bit."""
+"""Prompts with a common beginning share memory and are computed once, with the same bits as alone."""
 
 from __future__ import annotations
 

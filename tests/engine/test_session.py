@@ -1,4 +1,4 @@
-"""A session's cache: rows come, fork, shrink and leave in little memory, and each says what it says alone."""
+"""Rows join, fork, shrink and leave a session in little memory, and each decodes as it would alone."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Stages of tasks on the thread team: each task once and in its stage, for many callers, behind a fork, and no more
-threads than were asked for."""
+"""The thread team runs each task once and in its stage, for many callers, after a fork, on no extra threads."""
 
 from __future__ import annotations
 

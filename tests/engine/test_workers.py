@@ -1,5 +1,4 @@
-"""Many rows are dealt to the threads, each of which decodes its own: the tokens stay the same, and what happens to one
-request happens to it alone."""
+"""If threads decode rows of their own, tokens don't change, and a request's failure affects no other request."""
 
 from __future__ import annotations
 

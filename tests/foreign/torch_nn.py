@@ -1,4 +1,4 @@
-"""PyTorch's own tests of its Transformer modules, run on ours.
+"""Runs PyTorch's own tests of its Transformer modules on fastformer's.
 
     python tests/foreign/torch_nn.py PYTORCH/test [--accelerate]
 

@@ -1,4 +1,4 @@
-"""transformers' own modelling tests, with every model accelerated as it is made.
+"""Runs transformers' own modelling tests, with every model accelerated when it is made.
 
     python tests/foreign/transformers_models.py TRANSFORMERS [family ...] [-k EXPRESSION]
 

@@ -1,4 +1,4 @@
-"""Lists what has changed for users of the public names since a tag, as griffe reads the sources of both.
+"""Lists changes of public names since a tag that can break a user's code, as griffe reads both sources.
 
     python -m tests.frozen.breaking            # since the last tag
     python -m tests.frozen.breaking v0.1.0     # since any revision of git

@@ -1,4 +1,4 @@
-"""Ways through the library that people take, each giving a few numbers and texts that must stay what they are.
+"""Programs that use the library as users do; each gives a few numbers and texts that must not change.
 
 Weights come from names (`models.fill`), ids and inputs from integers, so that nothing but the library's own
 computation is in the results. A tensor becomes its shape, its norm and its product with fixed weights.

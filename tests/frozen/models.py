@@ -1,4 +1,4 @@
-"""Tiny models of each class, with weights that depend on their names and not on any initialisation."""
+"""Makes tiny models of each class, whose weights depend on their names and not on an initialisation."""
 
 from __future__ import annotations
 

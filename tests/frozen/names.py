@@ -1,4 +1,4 @@
-"""What others rely on by name: public names with their signatures, and the state_dict of a tiny model of each class."""
+"""Lists the public names with their signatures, and the state_dict of a tiny model of each class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people do gives what it gave: texts and ids exactly, numbers up to the rounding of another CPU."""
+"""Journeys give the recorded results: texts and ids exactly, numbers up to the rounding of another CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names, signatures and state_dict keys that others rely on are there; new ones may come."""
+"""Public names, signatures and state_dict keys are still there; new ones may be added."""
 
 from __future__ import annotations
 

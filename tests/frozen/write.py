@@ -1,4 +1,4 @@
-"""Writes the frozen files anew: `python -m tests.frozen.write names`, `... journeys` or `... run`.
+"""Writes the frozen files again: `python -m tests.frozen.write names`, `... journeys` or `... run`.
 
 Do so only where a change of behaviour is meant; say which, and why, in the commit message. New public names need no
 writing, for only what is frozen is held. `run` trains the run folder again, which gives up the proof that folders of

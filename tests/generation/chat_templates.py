@@ -1,5 +1,5 @@
 # ruff: noqa: E501  # templates have long lines where models have them
-"""Chat templates in the manner of those that models come with, and conversations for them."""
+"""Chat templates like those of real models, and conversations for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small models of each kind that say more than one thing."""
+"""Small models of each kind whose outputs vary."""
 
 from __future__ import annotations
 

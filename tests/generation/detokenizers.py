@@ -1,4 +1,4 @@
-"""Tokenizers of every kind that text is streamed with, each small and learned from the same lines."""
+"""Small tokenizers of every kind that streaming supports, all trained on the same lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of small models share."""
+"""Helpers of the tests of small models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Alignments: which word each token belongs to, what is looked at, and what becomes of texts without words."""
+"""Tests alignments: the words of tokens, the attention that is used, and texts without words."""
 
 from __future__ import annotations
 

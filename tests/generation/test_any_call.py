@@ -1,4 +1,4 @@
-"""Whatever is asked of `generate` and a `Translator`: an answer or a clear error, the same from both engines."""
+"""Any call of `generate` and `Translator` gives a result or a clear error, the same from both engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`AsyncGenerator`: each task gets what `generate` gives it alone, with log-probabilities and alternatives."""
+"""`AsyncGenerator` gives each task the result of `generate` alone, with log-probabilities and alternatives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users get wrong is an error or the obvious result, and the same from the C++ engine as from the modules."""
+"""Mistakes of users give an error or the obvious result, the same from the C++ engine and the modules."""
 
 from __future__ import annotations
 

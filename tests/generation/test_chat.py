@@ -1,4 +1,4 @@
-"""Conversations: prompts by the template, answers piece by piece, what is kept, and what is read once."""
+"""Tests conversations: prompts by the template, answers in pieces, the history, and the reuse of its cache."""
 
 from __future__ import annotations
 

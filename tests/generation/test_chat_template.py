@@ -1,4 +1,4 @@
-"""Chat templates: what transformers renders, within bounds of what a template sees, and of its time and memory."""
+"""Chat templates render as in transformers, within limits on access, time and memory."""
 
 from __future__ import annotations
 

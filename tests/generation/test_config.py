@@ -1,4 +1,4 @@
-"""`GenerationConfig`: types, bounds and combinations of the options, and the doors that they are given through."""
+"""Tests types, bounds and combinations of `GenerationConfig`, and all ways to pass the options."""
 
 from __future__ import annotations
 

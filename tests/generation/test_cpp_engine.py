@@ -1,4 +1,4 @@
-"""The C++ engine computes what the model does, whatever the model's options, the batch, and the number of threads."""
+"""The C++ engine computes the model's results, for all options, batches and numbers of threads."""
 
 from __future__ import annotations
 

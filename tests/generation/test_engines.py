@@ -1,4 +1,4 @@
-"""One contract for all engines: each row is as if it were alone, whoever comes, moves and goes."""
+"""All engines follow one contract: each row decodes as if alone, whichever rows join, move and leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ensembles: what several models say together, against the mean computed plainly, through every search."""
+"""Compares ensembles in every search with the plain mean of the models' predictions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoding real models: against teacher forcing, a plain loop, the rungs, and each row alone."""
+"""Compares decoding of real models with teacher forcing, a plain loop, other engines, and each row alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `generate` is asked for besides a search: beginnings, time, streams, words, other ids, scores of tokens."""
+"""Tests other options of `generate`: prefixes, time limits, streamers, bad words, special ids, token scores."""
 
 from __future__ import annotations
 

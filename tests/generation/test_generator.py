@@ -1,4 +1,4 @@
-"""A Generator: calls after one another find what they find alone, and read what they have in common once."""
+"""Calls of a Generator get the results of separate calls, and compute common beginnings once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole steps as graphs: the tokens are those of recomputing everything, and the host waits for nothing in between.
+"""The engine "graph" gives the tokens of recomputation, and the host never waits between steps.
 
 On a CPU a graph is a tape here (tests/tape.py): what is decided while it is captured is decided for all replays.
 """

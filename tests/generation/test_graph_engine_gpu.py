@@ -1,4 +1,4 @@
-"""The engine "graph" with real CUDA graphs: they replay what the plain steps would do."""
+"""The engine "graph" with real CUDA graphs gives the results of plain steps."""
 
 from __future__ import annotations
 

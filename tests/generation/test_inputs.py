@@ -1,4 +1,4 @@
-"""Token ids of callers as rows: every form they come in, what is padding, and what is refused."""
+"""Token ids are accepted in every form, padding is recognised, and wrong ids are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoding never drops out, whichever threads decode a model that is in training, and leaves the modes as they were."""
+"""Decoding never applies dropout, even to a model in training mode, and restores the modes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Searches in C++ refuse what would break them, and a scheduler lets them take many steps at once."""
+"""Searches in C++ refuse unsafe arguments, and a scheduler lets them take many steps at once."""
 
 from __future__ import annotations
 

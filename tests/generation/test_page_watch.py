@@ -1,4 +1,4 @@
-"""Whatever is written into watched memory is noticed, and into a model's weights, whichever way it is done."""
+"""Any write into watched memory or a model's weights is noticed."""
 
 from __future__ import annotations
 

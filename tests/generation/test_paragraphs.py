@@ -1,4 +1,4 @@
-"""Paragraphs are translated sentence by sentence, in one batch, and keep the white space between."""
+"""Paragraphs are translated sentence by sentence, in one batch, and keep their white space."""
 
 from __future__ import annotations
 

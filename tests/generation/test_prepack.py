@@ -1,4 +1,4 @@
-"""Where a model isn't what its config makes, that is said by name; where its weights change, it is packed again."""
+"""An error names how a model differs from its config; a model whose weights change is packed again."""
 
 from __future__ import annotations
 

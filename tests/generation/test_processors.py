@@ -1,4 +1,4 @@
-"""The processors against their formulas, their order, and a user's own among the requests of others."""
+"""Tests the logits processors: their formulas, their order, and user-defined ones in shared batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that come and go: each finds what it finds alone, in its turn, within the memory, and leaves nothing."""
+"""Each request gets its result as if alone, in its turn and within the memory, and leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forced decoding against plain computation, and against what a search says of what it found."""
+"""Compares forced decoding with plain computation, and with the scores of a search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The searches, in Python, in C++ and on the device: against searches written the plain way, and against each other.
+"""Compares the searches in Python, in C++ and on the device with plain ones, and with each other.
 
 Those in Python and C++ are held to the plain ones and to all that there is to find. Step by step, those in C++ and on
 the device are held to those in Python, to the last tie.

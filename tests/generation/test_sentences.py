@@ -1,4 +1,4 @@
-"""Sentences of many scripts, whose texts and spaces are the text; what looks like an end and is none stays inside."""
+"""Sentences and the spaces between them add up to the text; abbreviations and the like don't end a sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A shortlist: nothing else is said, and its log-probabilities sum to one, with a fast path for it or without."""
+"""With a shortlist only its ids are generated, and their probabilities sum to one, on every path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoding ends where a stop text is complete, which no text holds, whichever tokens spell it."""
+"""Decoding ends when a stop string is complete, whichever tokens spell it, and outputs don't contain it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pieces of text are what the whole text is, and none is half a character or taken back."""
+"""Streamed pieces add up to the whole text; no piece is half a character or is revised later."""
 
 from __future__ import annotations
 

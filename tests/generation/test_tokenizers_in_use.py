@@ -1,4 +1,4 @@
-"""Tokenizers as translators use them: what they refuse, spaces, and tokens that the user defined."""
+"""Tests tokenizers in translators: refused input, spaces, and user-defined tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trained models say the same whichever engine decodes, in whatever batch, and whoever comes and goes beside them."""
+"""Trained models give the same tokens with any engine, in any batch, and next to any other requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts as people hold them keep their order, bad ones are named, batches fit in memory; pictures are drawn."""
+"""A Translator keeps the order of texts, names bad ones, and fits batches in memory; it draws pictures."""
 
 from __future__ import annotations
 

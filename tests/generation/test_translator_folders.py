@@ -1,4 +1,4 @@
-"""Translator.from_pretrained, and precisions that are asked for."""
+"""Tests Translator.from_pretrained and its precisions."""
 
 from __future__ import annotations
 

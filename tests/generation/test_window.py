@@ -1,4 +1,4 @@
-"""A language model goes on where its positions end, if it is asked to, from the last half of what it saw."""
+"""With window="slide", a language model continues after its last position, from the last half of its context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A language that is small enough to enumerate, and searches over it written the plain way."""
+"""A language that is small enough to enumerate, and plain searches over it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models whose every parameter matters: biases and norms that are no zeros and ones."""
+"""Makes models in which every parameter matters: no bias is zero, and no norm is one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several files ask of the engine under accelerated encoders."""
+"""Fixtures for the engine under accelerated encoders."""
 
 from __future__ import annotations
 

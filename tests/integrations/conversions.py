@@ -1,4 +1,4 @@
-"""Models of transformers that can be converted, in every variant, with weights of which every one matters."""
+"""Convertible encoder-decoders of transformers in every variant, in which every weight matters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoder-only models of transformers that can be converted, in every variant; each of their weights matters."""
+"""Convertible decoder-only models of transformers in every variant, in which every weight matters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pairs of a model of transformers as it is and accelerated, and what their `generate` gives for one call."""
+"""Runs `generate` of a model of transformers before and after acceleration."""
 
 from __future__ import annotations
 

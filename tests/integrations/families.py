@@ -1,4 +1,4 @@
-"""Small models in fp64 of the families of transformers that `accelerate` knows, and one call of each."""
+"""Small fp64 models of the families that `accelerate` knows, with a call of each."""
 
 from __future__ import annotations
 

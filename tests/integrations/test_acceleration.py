@@ -1,4 +1,4 @@
-"""`accelerate` and `restore` on models of torch.nn's modules."""
+"""Tests `accelerate` and `restore` on models made of torch.nn's modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers' attention led to ours behind its own name, and masks that are understood."""
+"""transformers' attention reaches fastformer's under its own name, and masks are understood."""
 
 from __future__ import annotations
 

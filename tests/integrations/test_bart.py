@@ -1,4 +1,4 @@
-"""transformers' BART and Marian, accelerated."""
+"""Tests accelerated BART and Marian."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers' BERT, accelerated."""
+"""Tests accelerated BERT."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers' GPT-2 and Llama, accelerated: what decoder-only families have in common."""
+"""Tests the common properties of accelerated decoder-only models, GPT-2 and Llama."""
 
 from __future__ import annotations
 

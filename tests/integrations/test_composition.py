@@ -1,4 +1,4 @@
-"""Accelerated models under what people wrap around models: compilers, checkpoints, parallelism, adapters, copies."""
+"""Accelerated models work with compilers, checkpoints, parallelism, adapters and copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Marian, BART, mBART, Pegasus, T5 and mT5 as models.Transformer and back: logits, losses, tokens of every engine."""
+"""Encoder-decoders convert to models.Transformer and back, with the same logits, losses and tokens."""
 
 from __future__ import annotations
 

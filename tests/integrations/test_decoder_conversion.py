@@ -1,4 +1,4 @@
-"""Decoder-only families as models.GPT and back: logits, losses and gradients by the rule, tokens of every engine."""
+"""Decoder-only models convert to models.GPT and back, with the same logits, losses, gradients and tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What accelerated models do otherwise on purpose, where no other file holds it: see fastformer/nn/DIFFERENCES.md."""
+"""Tests intended differences of accelerated models that no other file tests: see fastformer/nn/DIFFERENCES.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoder-only families as models.BERT and back: hidden states, logits, losses and gradients, padded on either side."""
+"""Encoder-only models convert to models.BERT and back, with the same hidden states, logits and gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoders of transformers on the C++ engine: what they compute, when they run there, and when their modules run."""
+"""Encoders of transformers on the C++ engine: their results, and which calls run there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`generate` of accelerated models on the C++ engine, against transformers' own on the models as they are."""
+"""`generate` of accelerated models on the C++ engine equals transformers' own on the original models."""
 
 from __future__ import annotations
 

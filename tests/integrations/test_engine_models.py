@@ -1,4 +1,4 @@
-"""When an accelerated model's `generate` runs on the engine, and when what was changed about the model keeps it off."""
+"""`generate` of an accelerated model runs on the engine unless the model was changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoders of encoder-decoders on the C++ engine: what they compute, and when they or their modules run."""
+"""Encoders of encoder-decoders on the C++ engine: their results, and which calls run there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for each family of transformers: accelerated, its models give what they gave."""
+"""Accelerated models of every family give the results of the original models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`accelerate(model, fused_loss=True)`: the loss and gradients of the model as it is, without logits."""
+"""`accelerate(model, fused_loss=True)` gives the original loss and gradients, without logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hooks on accelerated models: they see and change what they did before, and the report names them."""
+"""Hooks on accelerated models see and change the same tensors as before, and the report names them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""peft's LoRA on accelerated models: outputs, and what the adapters learn, are those of the models as they were."""
+"""peft's LoRA on accelerated models has the outputs and learns the adapters of the original models."""
 
 from __future__ import annotations
 

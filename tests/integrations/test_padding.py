@@ -1,4 +1,4 @@
-"""Stacks of transformers leave padding out where the model that was accelerated is known not to read what is there."""
+"""Stacks of transformers skip padding if the accelerated model is known not to read it."""
 
 from __future__ import annotations
 

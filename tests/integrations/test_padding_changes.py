@@ -1,4 +1,4 @@
-"""What may be changed of a model or around it besides its modules: padding is computed where it may be read, then."""
+"""If a change of a model, or around it, might read padding, padding is computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heads and models with something replaced, patched, hooked or wrapped: never silently other numbers than before."""
+"""Replaced, patched, hooked or wrapped heads and models never silently change results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Accelerated models, and the configs of such, in a process that has never heard of fastformer."""
+"""Pickled accelerated models and their configs load in a process that has not imported fastformer."""
 
 from __future__ import annotations
 

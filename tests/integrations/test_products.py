@@ -1,4 +1,4 @@
-"""The linear maps of transformers' models: swapped, by our kernels where there are any, or what the user put there."""
+"""Linear layers of transformers' models use fastformer's kernels, or the user's replacement."""
 
 from __future__ import annotations
 

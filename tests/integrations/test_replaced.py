@@ -1,4 +1,4 @@
-"""Forwards that a user replaced on classes of transformers: accelerated models call them, on padded batches."""
+"""Accelerated models call forwards that a user replaced on classes of transformers, with padded batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`scaled_dot_product_attention` by PyTorch's name, and `activate`."""
+"""Tests `scaled_dot_product_attention` under PyTorch's name, and `activate`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers' T5, accelerated."""
+"""Tests accelerated T5."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heads with a label for each token: labels at padding count like others, as they do in transformers."""
+"""In heads with a label for each token, labels at padding count like others, as in transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers' Trainer with accelerated models: the same losses and the same weights behind them."""
+"""transformers' Trainer gives the same losses and weights with accelerated models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Beam search by transformers' rules, against its own generate: random models of three families, with free ends."""
+"""Beam search by transformers' rules equals its own, for random models of three families."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that transformers' generate has too: the same tokens, of random models, whatever is asked for at once."""
+"""Options of transformers' generate give the same tokens, alone and combined, for random models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention calls for the Triton kernels' tests: one case, plain PyTorch's answer in any dtype, and the comparison."""
+"""Attention calls for the tests of the Triton kernels, with plain PyTorch's result and the comparison."""
 
 from __future__ import annotations
 

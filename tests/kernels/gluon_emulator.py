@@ -1,4 +1,4 @@
-"""Runs a Gluon kernel's own Python body on a CPU, with its asynchrony: Gluon has no interpreter.
+"""Runs a Gluon kernel's own Python body on a CPU, with its asynchrony, since Gluon has no interpreter.
 
 The functions under `@gluon.jit` are run as Python with stand-ins for the language (NumPy). What a GPU does at the same
 time happens here in an order that a schedule chooses, one step at a time:

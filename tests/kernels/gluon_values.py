@@ -1,4 +1,4 @@
-"""Numbers and memory of the Gluon emulator: NumPy arrays that keep to a GPU's types, pointers that know their end."""
+"""Values of the Gluon emulator: NumPy arrays with a GPU's types, and pointers that check their bounds."""
 
 from __future__ import annotations
 

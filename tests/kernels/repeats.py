@@ -1,4 +1,4 @@
-"""What a race shows by: a run that differs from the first."""
+"""Detects races: runs that differ from the first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only the Triton backend of add_layer_norm has: tiles, programs that share the rows, two-stage sums, strides."""
+"""Tests the Triton add_layer_norm: tiles, programs that share rows, two-stage sums, strides."""
 
 from __future__ import annotations
 

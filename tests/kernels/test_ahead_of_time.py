@@ -1,4 +1,4 @@
-"""Kernels that were compiled ahead of time: their files, and the launcher in C++ on a stub of CUDA's driver."""
+"""Tests kernels that were compiled ahead of time: their files, and the C++ launcher on a stub of CUDA's driver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton attention kernels: every option and every pair of options, in fp32 and fp16, forward and backward."""
+"""Tests the Triton attention kernels: every option and every pair of options, fp32 and fp16, both passes."""
 
 from __future__ import annotations
 

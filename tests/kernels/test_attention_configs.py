@@ -1,4 +1,4 @@
-"""Which tile a call of the attention kernels gets, and what of it reaches a launch."""
+"""Tests the choice of tiles for attention kernels, and what reaches a launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show of the attention kernels: bf16, the shipped tiles, torch.compile, CUDA graphs."""
+"""Tests the attention kernels on a GPU: bf16, the shipped tiles, torch.compile, CUDA graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels for sm_90, run by the emulator of Gluon: their numbers, and that no order of events makes them wrong."""
+"""Tests the kernels for sm_90 in the emulator of Gluon: their results, in any order of events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels for sm_90 on a device that has them: against fp64, beside the plain form, and the same every time."""
+"""Tests the kernels for sm_90 on a device: against fp64, against the plain kernels, and for repeatability."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Added masks whose numbers leave fp32 no room for scores, and masks in other dtypes and strides, in the kernels."""
+"""Tests added masks in the kernels: values that swallow fp32 scores, other dtypes and strides."""
 
 from __future__ import annotations
 

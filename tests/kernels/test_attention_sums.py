@@ -1,4 +1,4 @@
-"""dQ where blocks of keys add to it: a sum that starts at zero whatever the memory held, rounded once."""
+"""If blocks of keys add to dQ, the sum starts at zero, whatever the memory held, and is rounded once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only the Triton backend of decode_attention has: walks in shares, tiles of several rows, writes and edges."""
+"""Tests the Triton decode_attention: split walks, tiles of several rows, writes and edge cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show of decode_attention: bf16, shipped tiles, natural shares, CUDA graphs, far memory."""
+"""Tests decode_attention on a GPU: bf16, shipped tiles, default splits, CUDA graphs, large offsets."""
 
 from __future__ import annotations
 

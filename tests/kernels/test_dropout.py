@@ -1,4 +1,4 @@
-"""The Triton keep mask is the reference's, bit for bit, whatever the tile."""
+"""The Triton dropout mask equals the reference's, bit for bit, with any tile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only the Triton backend of embedding has: column blocks, runs of equal ids across chunks, strides, edges."""
+"""Tests the Triton embedding: column blocks, runs of equal ids across chunks, strides, edge cases."""
 
 from __future__ import annotations
 

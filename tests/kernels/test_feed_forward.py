@@ -1,4 +1,4 @@
-"""What only the Triton backend of feed_forward has: two ways to a product, tiles and their edges, sums in parts."""
+"""Tests the Triton feed_forward: both forms of a product, tiles and their edges, partial sums."""
 
 from __future__ import annotations
 

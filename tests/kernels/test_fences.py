@@ -1,4 +1,4 @@
-"""Kernels get the proxy fences that an older Triton leaves out, and products that it computes wrongly are refused."""
+"""Kernels get the proxy fences that an older Triton omits, and miscompiled products are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`launch` runs the binary of its arguments' signature, with the arguments of this call; what is compiled is a stub."""
+"""`launch` runs the binary for its arguments' signature, with this call's arguments; compilation is a stub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only the Triton backend of linear_cross_entropy has: tiles, padded rows, chunks of a buffer, an assertion."""
+"""Tests the Triton linear_cross_entropy: tiles, padded rows, chunks of a buffer, an assertion."""
 
 from __future__ import annotations
 

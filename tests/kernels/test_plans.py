@@ -1,4 +1,4 @@
-"""What has been decided for a call serves the next one of the same geometry, and no other; it keeps nothing alive."""
+"""A plan serves later calls of the same geometry only, and keeps no tensor alive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The check that the device's tests take for races notices one."""
+"""The check for races, which the GPU tests use, finds a race."""
 
 from __future__ import annotations
 

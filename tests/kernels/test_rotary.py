@@ -1,4 +1,4 @@
-"""What only the Triton backend of rotary has: views of a fused projection, heads that fill no tile, edges."""
+"""Tests the Triton rotary: views of a fused projection, heads that don't fill a tile, edge cases."""
 
 from __future__ import annotations
 

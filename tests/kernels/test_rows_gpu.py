@@ -1,4 +1,4 @@
-"""What only a GPU can show of the other kernels: half dtypes in tl.dot, the shipped tiles, many programs at once.
+"""Tests the other kernels on a GPU: half dtypes in tl.dot, the shipped tiles, many programs at once.
 
 The tests of each op run on a GPU too, in the small sizes that the interpreter bears (see tests/conftest.py); here are
 sizes that take many tiles, several rounds of programs and several chunks.

@@ -1,4 +1,4 @@
-"""The tuning run: what fails is left out with its reason, and the fastest so far is on disk at every moment."""
+"""The tuning run reports failing configurations, and always has the fastest so far on disk."""
 
 from __future__ import annotations
 

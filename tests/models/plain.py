@@ -1,4 +1,4 @@
-"""The Transformer once more, from the paper and from tensor2tensor, over a model's weights: no code is shared."""
+"""A second Transformer, from the paper and tensor2tensor, that uses a model's weights and shares no code."""
 
 from __future__ import annotations
 

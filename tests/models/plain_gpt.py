@@ -1,4 +1,4 @@
-"""A decoder-only model written plainly over the weights of a GPT, one sequence at a time, with every option of it."""
+"""A plain decoder-only model that uses a GPT's weights, one sequence at a time, with every option."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training step of a whole model, dropout included, by kernels and by the reference: one rule for loss and gradients.
+"""A training step of a whole model, with dropout, follows the rule with kernels and with the reference.
 
 What only shows where ops follow one another: strides that one op leaves to the next, masks and layouts as a model makes
 them, seeds in the order in which layers draw them.

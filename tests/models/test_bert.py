@@ -1,4 +1,4 @@
-"""BERT: padded and packed texts, pooling, labels, saving, quantising, and settings and calls that are wrong."""
+"""Tests BERT: padded and packed texts, pooling, labels, saving, quantising, and wrong settings and calls."""
 
 from __future__ import annotations
 

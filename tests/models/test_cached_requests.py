@@ -1,4 +1,4 @@
-"""Requests that come, fork, shrink and leave at any step decode as each would alone and without a cache."""
+"""Requests that join, fork, shrink and leave at any step decode as each would alone and without a cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPT: its loss, its first weights, presets, room in its cache, and calls that are wrong; see test_gpt_options.py."""
+"""Tests GPT: loss, initial weights, presets, room in its cache, and wrong calls; see test_gpt_options.py."""
 
 from __future__ import annotations
 

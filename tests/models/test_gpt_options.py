@@ -1,4 +1,4 @@
-"""GPT's options, alone and together, against the plain model: logits, loss, gradients; packed, cached, compiled."""
+"""Compares GPT's options, alone and combined, with the plain model: logits, loss and gradients."""
 
 from __future__ import annotations
 

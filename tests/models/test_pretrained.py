@@ -1,4 +1,4 @@
-"""Saving and loading, and what is said about folders that can't be loaded."""
+"""Tests saving and loading, and the errors about folders that can't be loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantised models: what is rounded, and what their folders give back."""
+"""Tests quantised models: the rounding, and their folders."""
 
 from __future__ import annotations
 

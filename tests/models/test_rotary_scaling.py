@@ -1,4 +1,4 @@
-"""The angular speeds of stretched rotary positions against transformers', and what is refused."""
+"""Compares the frequencies of scaled rotary positions with transformers'; unsupported types are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""models.Transformer against the same model written plainly, packed against padded, cached against uncached."""
+"""Compares models.Transformer with a plain one, packed with padded, and cached with uncached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of weights: what is asked of them before anything is allocated, several files for one, the same bytes again."""
+"""Weight files are checked before memory is allocated, may be split, and are written reproducibly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What both models' top_tokens have to do: choose from what `logits` gives, whoever wrote it."""
+"""The contract of `top_tokens` in both models: it chooses from the result of `logits`, even an overridden one."""
 
 from __future__ import annotations
 

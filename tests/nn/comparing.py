@@ -1,4 +1,4 @@
-"""Comparing modules with their torch.nn counterparts in fp64."""
+"""Compares modules with their torch.nn counterparts in fp64."""
 
 from __future__ import annotations
 

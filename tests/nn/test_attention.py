@@ -1,4 +1,4 @@
-"""MultiheadAttention against torch.nn.MultiheadAttention, and what it has beyond."""
+"""Compares MultiheadAttention with torch.nn's, and tests its extensions."""
 
 from __future__ import annotations
 

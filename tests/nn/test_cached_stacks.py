@@ -1,4 +1,4 @@
-"""Cached decoding gives what decoding without a cache gives."""
+"""Cached decoding gives the same results as decoding without a cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers of decoder-only models after surgery, and attention with heads, norms and scores of its own."""
+"""Tests layers of decoder-only models after surgery, and their options of attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Derivatives of every kind through whole modules, against torch.nn's; modules on "meta"."""
+"""Compares derivatives of every kind through whole modules with torch.nn's; tests modules on "meta"."""
 
 from __future__ import annotations
 

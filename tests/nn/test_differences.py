@@ -1,4 +1,4 @@
-"""The page of differences from torch.nn: that its tests exist, and the differences that no other file holds."""
+"""The tests that the page of differences names exist; tests the differences that no other file tests."""
 
 from __future__ import annotations
 

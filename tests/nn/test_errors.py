@@ -1,4 +1,4 @@
-"""Wrong input: torch.nn's modules and ours refuse the same calls, ours with an error that stands for all of torch's."""
+"""torch.nn's modules and fastformer's refuse the same calls; fastformer's error stands for all of torch's."""
 
 from __future__ import annotations
 

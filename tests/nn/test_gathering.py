@@ -1,5 +1,4 @@
-"""Layers whose hooks bring their parameters together for a call: called, computed as without the hooks, and no view
-comes out of them, for such a hook is behind their outputs' gradients."""
+"""Layers whose hooks gather parameters for a call compute as without hooks, and never return views."""
 
 from __future__ import annotations
 

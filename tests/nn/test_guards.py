@@ -1,4 +1,4 @@
-"""Guards hold for as long as nothing has changed, whatever the classes look like; and so do the plans under them."""
+"""Guards and plans hold as long as nothing has changed, whatever the classes look like."""
 
 from __future__ import annotations
 

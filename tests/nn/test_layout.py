@@ -1,4 +1,4 @@
-"""SequenceLayout: lengths, positions, packing."""
+"""Tests SequenceLayout: lengths, positions, packing."""
 
 from __future__ import annotations
 

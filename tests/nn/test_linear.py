@@ -1,4 +1,4 @@
-"""Products go to our kernel, what others than autograd have a say in to `F.linear`, and all are the same."""
+"""Products use fastformer's kernel, or `F.linear` under anything but plain autograd, with equal results."""
 
 from __future__ import annotations
 

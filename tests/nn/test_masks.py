@@ -1,4 +1,4 @@
-"""A key_padding_mask of right padding is lengths, any other stays a mask, and lengths beside one change nothing."""
+"""A key_padding_mask of right padding becomes lengths; any other stays a mask."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nested tensors, which attention, layers and stacks take as packed sequences, and give back."""
+"""Attention, layers and stacks take nested tensors as packed sequences, and return nested tensors."""
 
 from __future__ import annotations
 

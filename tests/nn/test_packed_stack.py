@@ -1,4 +1,4 @@
-"""Encoders on the engine: what their modules compute, whatever becomes of their weights."""
+"""Encoders on the engine give the results of their modules, also after their weights change."""
 
 from __future__ import annotations
 

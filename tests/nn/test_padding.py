@@ -1,4 +1,4 @@
-"""Padding that a mask names is left out by the stacks: the same results at real tokens, zeros elsewhere."""
+"""Stacks skip the padding that a mask names: the same results at real tokens, and zeros elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Embedding, PositionalEncoding, AddLayerNorm, FeedForward, LinearCrossEntropy: the parameters reach the right ops."""
+"""The parameters of the small modules (embeddings, norms, feed-forward, loss) reach the right ops."""
 
 from __future__ import annotations
 

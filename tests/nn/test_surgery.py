@@ -1,4 +1,4 @@
-"""What people do to a stack of layers has the effect that it has on torch.nn's: on ours, and on an accelerated one."""
+"""Changes to a stack of layers have the same effect as on torch.nn's, on fastformer's and accelerated stacks."""
 
 from __future__ import annotations
 

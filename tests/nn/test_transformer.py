@@ -1,4 +1,4 @@
-"""Layers and stacks against their torch.nn counterparts, and how the residual additions are fused."""
+"""Compares layers and stacks with their torch.nn counterparts; tests the fusion of residual additions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inputs and the plain comparator that the tests of attention share."""
+"""Inputs and the plain comparison for the tests of attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A right call of every op, as a function of how many tokens (or rows of a cache) it is for."""
+"""A valid call of every op, as a function of the number of tokens (or rows of a cache)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""add_layer_norm against F.dropout's formula, an addition and F.layer_norm (or RMSNorm written out)."""
+"""Compares add_layer_norm with dropout's formula, an addition and F.layer_norm (or a plain RMSNorm)."""
 
 from __future__ import annotations
 

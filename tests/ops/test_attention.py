@@ -1,4 +1,4 @@
-"""Attention on every backend against materialised attention: outputs, lse, every gradient."""
+"""Compares attention on every backend with materialised attention: outputs, lse and all gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""attention_weights against the materialised softmax."""
+"""Compares attention_weights with the materialised softmax."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""decode_attention on every backend: what enters the cache, and attention to what is in it."""
+"""Tests decode_attention on every backend: its writes to the cache, and its attention."""
 
 from __future__ import annotations
 

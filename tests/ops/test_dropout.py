@@ -1,4 +1,4 @@
-"""The definition of dropout: Philox's published vectors, the counter's layout, the rate and the scale."""
+"""Tests the definition of dropout: Philox's published vectors, the counter's layout, the rate and the scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plain call of an op goes past PyTorch's dispatcher; whatever surrounds, watches or traces a call sees it."""
+"""A plain call of an op bypasses PyTorch's dispatcher; modes, profilers and tracers still see every call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""embedding against F.embedding, a product, a sum and dropout's formula; the sinusoidal tables against theirs."""
+"""Compares embedding with F.embedding, a product, a sum and dropout's formula; tests sinusoidal tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for every op: what it refuses, and where its inputs may lie; compiled, under autocast, and of nothing."""
+"""Tests the rules for every op: refusals, memory layouts, torch.compile, autocast, and empty inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding the C++ extension: a module that does not load costs speed and a warning, never the import."""
+"""If a C++ extension does not load, there is a warning and less speed, but the import works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kernel takes attention on a GPU, and what PyTorch's are handed. The CPU's flash attention stands in."""
+"""Tests the choice of attention kernels on a GPU, and their arguments. The CPU's flash attention stands in."""
 
 from __future__ import annotations
 

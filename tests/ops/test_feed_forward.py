@@ -1,4 +1,4 @@
-"""feed_forward against F.linear, the activation, dropout's formula and F.linear."""
+"""Compares feed_forward with F.linear, the activation, dropout's formula and F.linear."""
 
 from __future__ import annotations
 

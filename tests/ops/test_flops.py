@@ -1,4 +1,4 @@
-"""What PyTorch's FlopCounterMode counts for the ops and for layers of them, beside what it counts for torch.nn's."""
+"""Compares FlopCounterMode's counts for ops and layers with those for torch.nn's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every op where a kernel is not enough: functorch, forward mode, double backward, tensors of subclasses."""
+"""Tests every op beyond its kernels: functorch, forward mode, double backward, tensor subclasses."""
 
 from __future__ import annotations
 

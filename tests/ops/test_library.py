@@ -1,4 +1,4 @@
-"""The dispatcher: which backend runs, what a refusal does, and that autocast stays out of a reference."""
+"""Tests the dispatcher: the choice of a backend, refusals, and autocast in the reference."""
 
 from __future__ import annotations
 

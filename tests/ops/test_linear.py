@@ -1,4 +1,4 @@
-"""linear against F.linear, and its C++ kernel at every size and layout that it is handed."""
+"""Compares linear with F.linear, and tests its C++ kernel at every size and layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""linear_cross_entropy against F.linear and F.cross_entropy on the whole matrix of logits."""
+"""Compares linear_cross_entropy with F.linear and F.cross_entropy on the whole matrix of logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""linear_topk against F.linear, log_softmax and topk on the whole matrix of logits."""
+"""Compares linear_topk with F.linear, log_softmax and topk on the whole matrix of logits."""
 
 from __future__ import annotations
 

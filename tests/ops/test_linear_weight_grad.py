@@ -1,4 +1,4 @@
-"""The gradient of a linear map's weight: a^T b by the C++ kernel, at every size and layout that autograd hands over."""
+"""Tests the C++ gradient of a linear layer's weight, a^T b, at every size and layout that autograd uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NaN and infinities go through every op as they go through plain PyTorch: none is swallowed, none spreads further.
+"""NaN and infinities pass through every op as through plain PyTorch: none is lost, and none spreads further.
 
 A NaN that a kernel turns into a number is an error that stays hidden: the loss stays finite while a weight is broken.
 """

@@ -1,4 +1,4 @@
-"""What an op gives is like what PyTorch's own give: it may be changed in place, and may have no gradient."""
+"""Outputs of ops behave like PyTorch's: they may be changed in place, and may have no gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""rotary against the rotation written with complex numbers."""
+"""Compares rotary with a rotation by complex numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The C++ functions take and give what the ops of the same names do: arguments are handed over by position."""
+"""The C++ functions have the arguments and results of the ops of the same names, by position."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""How ops share out their tasks among threads: each task once, on either kind of thread, for many callers, behind a
-fork, and with results that don't depend on it."""
+"""Each task of an op runs once, on either kind of thread, for many callers, after a fork, with equal results."""
 
 from __future__ import annotations
 

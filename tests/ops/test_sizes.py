@@ -1,4 +1,4 @@
-"""The C++ ops at every size around the widths of their vectors, pairs and panels: no tail is lost or written twice.
+"""Tests the C++ ops at every size around the widths of vectors and panels: no tail is lost or written twice.
 
 How exact the ops are is tested by the rule, op by op. Here a wrong element is an error of the order of the result, so
 the bound is loose and one draw of each size is enough.

@@ -1,4 +1,4 @@
-"""The C++ libraries read of tensors what Python does, with and without the one that is bound to this PyTorch."""
+"""The C++ libraries read tensors as Python does, with and without the library bound to this PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The C++ ops give the same bits on one, two and three threads: no race, no sum whose order depends on the threads.
+"""The C++ ops give the same bits on one, two and three threads: no races, and fixed orders of sums.
 
 The tests run with OMP_NUM_THREADS=1; here the number is set, and the sizes are large enough for the work to be split.
 """

@@ -1,4 +1,4 @@
-"""varlen_attention on every backend against materialised attention of each sequence alone."""
+"""Compares varlen_attention on every backend with materialised attention of each sequence alone."""
 
 from __future__ import annotations
 

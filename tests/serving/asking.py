@@ -1,4 +1,4 @@
-"""An application in the test's own event loop, and a client of it."""
+"""An application in the test's own event loop, and its client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A translator of random weights as a folder, and an application in the process's own event loop."""
+"""A folder of a translator with random weights, and an application in the process's own event loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client that means harm: bodies that are nearly right, bytes that are nearly HTTP, streams that it leaves.
+"""A malicious client: nearly valid bodies, nearly valid HTTP, and abandoned streams.
 
 It notes what a server must not do: answer 5xx, or not answer at all.
 """

@@ -1,4 +1,4 @@
-"""Small models of random weights as folders: a language model with a chat template, encoders, a classifier."""
+"""Makes folders of small random models: a language model with a chat template, encoders, a classifier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real server in a thread, on a port of its own."""
+"""Runs a real server in a thread, on its own port."""
 
 from __future__ import annotations
 

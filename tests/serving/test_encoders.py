@@ -1,4 +1,4 @@
-"""OpenAI's and TEI's routes of encoders through the official clients, against what the library itself gives."""
+"""OpenAI's and TEI's routes for encoders give the library's results to the official clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever clients send to a server of any kind: no 5xx, no request that stays, no memory that grows, no log."""
+"""Whatever clients send to a server, there is no 5xx, no stuck request, no memory growth and no log of texts."""
 
 from __future__ import annotations
 

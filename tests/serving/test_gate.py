@@ -1,4 +1,4 @@
-"""Keys for every route, bodies within their size, a full queue, an engine that has died, and what operators read."""
+"""Tests keys for every route, limits on bodies, a full queue, a dead engine, and the pages for operators."""
 
 from __future__ import annotations
 

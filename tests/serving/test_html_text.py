@@ -1,4 +1,4 @@
-"""Pages of HTML: what is text, what stays as it came, and pages that are made to take long."""
+"""Translates only the text of HTML pages, keeps the rest, and bounds the time for malicious pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LibreTranslate's routes: JSON and forms, texts and lists, HTML, alternatives, the language of a text."""
+"""Tests LibreTranslate's routes: JSON and forms, texts and lists, HTML, alternatives, detection of languages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scenario for locust, against a server."""
+"""Runs the locust scenario against a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's routes of a language model through OpenAI's client, against what the library itself gives."""
+"""OpenAI's routes of a language model give the library's results to OpenAI's client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server as its own process: what ends it, what its clients do to it, and what it costs beside the library."""
+"""Tests the server as a process of its own: signals, misbehaving clients, and its costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients do to a connection besides asking: heads without end, answers that they never read, pipelines."""
+"""Tests connections: endless headers, clients that never read, and pipelined requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ray: replicas of the application, one of which dies under load, and a corpus whose actor dies."""
+"""Tests Ray: a replica dies under load, and an actor dies while it translates a corpus."""
 
 from __future__ import annotations
 

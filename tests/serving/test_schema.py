@@ -1,4 +1,4 @@
-"""Requests that /openapi.json allows, and such as it doesn't: no answer is a 5xx, and each is as the schema says."""
+"""Requests inside and outside of /openapi.json never give a 5xx, and responses follow the schema."""
 
 from __future__ import annotations
 

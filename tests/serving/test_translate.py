@@ -1,4 +1,4 @@
-"""/v1/translate gives what the library gives."""
+"""/v1/translate returns the library's results."""
 
 from __future__ import annotations
 

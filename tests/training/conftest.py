@@ -1,4 +1,4 @@
-"""The settings of a tiny training."""
+"""Settings of a tiny training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torchrun starts in tests: `fastformer train` in fp64, with what a test wants to know, or to go wrong.
+"""The program that torchrun starts in tests: `fastformer train` in fp64, with records and planned failures.
 
     launched.py OPTIONS train RUN ...
 

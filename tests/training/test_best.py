@@ -1,4 +1,4 @@
-"""Which model is the best: the measure, and what is compared with what."""
+"""Tests the choice of the best model: the measure, and the comparison."""
 
 from __future__ import annotations
 

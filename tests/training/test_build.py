@@ -1,4 +1,4 @@
-"""A run begins, goes on, or takes over another's model; or it is said why it can't."""
+"""A run begins, continues, or starts from another run's model; if it can't, an error says why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings: what is refused, and how values of YAML are read."""
+"""Tests settings: refused values, and values from YAML."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of contents of a checkpoint in parts is read, and nothing that it names is run."""
+"""The table of contents of a sharded checkpoint is read without running any code that it names."""
 
 from __future__ import annotations
 

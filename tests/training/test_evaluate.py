@@ -1,4 +1,4 @@
-"""The scores of a validation against the same computed by hand."""
+"""Compares the scores of a validation with scores computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From files and settings to what a run trains on."""
+"""Tests how files and settings become a run's examples."""
 
 from __future__ import annotations
 

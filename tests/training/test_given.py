@@ -1,4 +1,4 @@
-"""What a person gives is used, or refused, or said to be unused; nothing is silently ignored."""
+"""Every setting of the user is used, or refused, or reported as unused; none is silently ignored."""
 
 from __future__ import annotations
 

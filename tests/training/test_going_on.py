@@ -1,4 +1,4 @@
-"""Stopping, breaking off and going on: a run ends as if nothing had happened, and loses nothing."""
+"""A run that was stopped or interrupted continues as if nothing had happened, and loses nothing."""
 
 from __future__ import annotations
 

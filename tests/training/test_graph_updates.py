@@ -1,4 +1,4 @@
-"""Updates as graphs: the same weights as without, from one replay each, and no Python in between.
+"""Updates as graphs give the same weights as plain ones, from one replay each, without Python in between.
 
 On CPU tensors a tape stands for the graph (tests/tape.py): it replays operations alone, and nothing in it may wait for
 a device.

@@ -1,4 +1,4 @@
-"""Updates as real CUDA graphs, and that ordinary ones never make the host wait."""
+"""Tests updates as real CUDA graphs; plain updates never make the host wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signals end a training with everything saved, and are never lost."""
+"""Signals end a training after everything is saved, and no signal is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which model a run keeps, which checkpoints stay, and what is averaged."""
+"""Tests which model and which checkpoints a run keeps, and what it averages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run goes on wherever its data, its tokenizer and the run that it began from are now; other content is refused."""
+"""A run continues if its data, tokenizer or first run were moved; other content is refused."""
 
 from __future__ import annotations
 

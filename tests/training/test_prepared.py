@@ -1,4 +1,4 @@
-"""A training reads what `fastformer prepare` made: the same examples, an exact resume."""
+"""A training reads the shards of `fastformer prepare`: the same examples, and an exact resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""metrics.jsonl: what is written, and what a run that goes on keeps of it."""
+"""Tests what is written to metrics.jsonl, and what a resumed run keeps of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""report.html shows what a run wrote down, needs nothing else, and escapes what it shows."""
+"""report.html shows the records of a run, needs no other file, and escapes its texts."""
 
 from __future__ import annotations
 

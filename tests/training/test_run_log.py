@@ -1,4 +1,4 @@
-"""A training outlives its terminal, and train.log has all that it said."""
+"""A training survives the loss of its terminal, and train.log has all its output."""
 
 from __future__ import annotations
 

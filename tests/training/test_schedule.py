@@ -1,4 +1,4 @@
-"""Learning rates by their formulas, update by update."""
+"""Compares learning rates with their formulas, update by update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's settings on disk, and which of them a run that goes on may change."""
+"""Tests a run's settings on disk, and which of them a resumed run may change."""
 
 from __future__ import annotations
 

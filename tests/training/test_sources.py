@@ -1,4 +1,4 @@
-"""The same data, whatever file they come from, train the same; a run goes on with them."""
+"""The same data give the same training from any kind of file; a run continues with another kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training with any special ids is the one with the default ids under other names, and goes on as it began."""
+"""A training with any special ids equals one with the default ids, and continues as it began."""
 
 from __future__ import annotations
 

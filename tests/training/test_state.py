@@ -1,4 +1,4 @@
-"""Every change of the examples is noticed, and named; a state keeps the values that it had."""
+"""Every change of the examples is noticed and named; a state keeps its values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop: what an update is, what a validation leaves alone, and that models learn."""
+"""Tests the training loop: updates, validations that change nothing, and models that learn."""
 
 from __future__ import annotations
 

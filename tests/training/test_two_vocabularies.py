@@ -1,4 +1,4 @@
-"""A vocabulary for each side, from training to everything that takes a run."""
+"""Tests a vocabulary for each side, from training to everything that reads a run."""
 
 from __future__ import annotations
 

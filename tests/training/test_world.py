@@ -1,4 +1,4 @@
-"""One process, and two that torchrun starts: the same training, and the same end."""
+"""Two processes that torchrun starts train like one, and end like one."""
 
 from __future__ import annotations
 

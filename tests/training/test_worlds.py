@@ -1,5 +1,4 @@
-"""Longer proofs of what several processes do that torchrun starts: the numbers of one, and a good end to all that
-may go wrong."""
+"""Long tests of several processes that torchrun starts: the numbers of one process, and failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""YAML files of settings: numbers as a person means them, and nothing that is silently another thing."""
+"""YAML files of settings are read as users mean them, or refused."""
 
 from __future__ import annotations
 

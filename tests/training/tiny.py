@@ -1,4 +1,4 @@
-"""A training of a second: forty pairs, a model of a few thousand weights, and what is read off a run."""
+"""A training of a second (forty pairs, a model of a few thousand weights), and readers of its run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainings of several processes on this machine, started by torchrun as a person starts them."""
+"""Starts trainings of several processes on this machine, with torchrun, as users do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a case may declare, and every case of the suites: all providers agree at a tiny shape, and costs are counted."""
+"""Checks the declarations of cases; in every case, all providers agree at a tiny shape, and costs are counted."""
 
 from __future__ import annotations
 

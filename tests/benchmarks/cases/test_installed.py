@@ -1,4 +1,4 @@
-"""Kernels of other packages: offered where they are installed, each asked for what the case is about."""
+"""Kernels of other packages are offered if they are installed, and each runs the case that it is offered for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines that recompute: the tokens of the one with a cache, and each keeps what its name says."""
+"""Engines that recompute give the tokens of the cached engine, and each caches only what its name says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each rule of the compile report takes what is right and catches what is planted, in PTX and SASS written by hand."""
+"""Each rule of the compile report accepts correct code and catches planted errors, in hand-written PTX and SASS."""
 
 from __future__ import annotations
 

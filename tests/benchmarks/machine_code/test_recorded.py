@@ -1,4 +1,4 @@
-"""What is committed of the machine code and of the host's time keeps within the limits that these were built to."""
+"""The committed figures of machine code and of the host's time stay within their limits."""
 
 from __future__ import annotations
 

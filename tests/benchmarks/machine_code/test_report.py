@@ -1,4 +1,4 @@
-"""The compile report is green, and what the machine code of attention must not lose.
+"""The compile report is green, and the machine code of attention keeps its important properties.
 
 By default each kernel is compiled once; slow are the other cases of a kernel, each with options of its own.
 The report runs in its own process: interpreted kernels can't be compiled.

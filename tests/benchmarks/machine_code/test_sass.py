@@ -1,4 +1,4 @@
-"""Machine code is read right: loops, what they count, programs an SM, bounds. On SASS written by hand."""
+"""The report reads hand-written SASS correctly: loops, instruction counts, programs per SM, and bounds."""
 
 from __future__ import annotations
 

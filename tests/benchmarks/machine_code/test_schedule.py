@@ -1,4 +1,4 @@
-"""The model of a loop's schedule, on a few instructions that one can follow by hand."""
+"""Checks the model of a loop's schedule on a few instructions that can be followed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of a run: ours against each rival, where it loses, what was not timed and what is missing."""
+"""The end of a run shows fastformer against each competitor, its losses, and the cases that were not timed."""
 
 from __future__ import annotations
 

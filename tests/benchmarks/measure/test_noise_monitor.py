@@ -1,4 +1,4 @@
-"""The watcher sees what others take, and a slow clock."""
+"""The noise monitor notices other processes and a slow clock."""
 
 from __future__ import annotations
 

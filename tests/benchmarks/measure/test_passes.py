@@ -1,4 +1,4 @@
-"""Cases are checked once and timed in passes over all; what disagrees between passes is taken further, or marked."""
+"""Cases are checked once and timed in passes; a case whose passes disagree gets more passes, or a mark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A provider that is 20 % slower is ranked so, in 10 runs of 10, beside a process that is busy half of the time."""
+"""Beside a process that is busy half of the time, a provider that is 20 % slower is ranked so in 10 runs of 10."""
 
 from __future__ import annotations
 

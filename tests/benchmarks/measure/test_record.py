@@ -1,4 +1,4 @@
-"""The schema of results: what breaks it is said, and every committed line keeps it."""
+"""A row that breaks the schema of results is refused by name, and every committed row follows the schema."""
 
 from __future__ import annotations
 

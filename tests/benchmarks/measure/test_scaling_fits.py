@@ -1,4 +1,4 @@
-"""Exponents: exact on exact power laws, near under noise, of the upper end alone, and never of too few points."""
+"""Fitted exponents are exact on power laws, close under noise, use the upper end only, and need enough points."""
 
 from __future__ import annotations
 

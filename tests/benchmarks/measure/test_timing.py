@@ -1,4 +1,4 @@
-"""Turns are interleaved, disturbed ones are taken again or marked, and passes that disagree make a ratio unsteady."""
+"""Turns are interleaved, disturbed turns are repeated or marked, and a ratio whose passes disagree is unsteady."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of the comparison: whose turn it is, which number of threads counts, against whom, and the floor."""
+"""Tests the comparison with other programs: order of turns, choice of thread count, and the floor of times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients of a server: how many answers came, in which time, and that each was the one that was asked for."""
+"""Clients of a server count the right answers and measure their time."""
 
 from __future__ import annotations
 

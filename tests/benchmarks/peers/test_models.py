@@ -1,4 +1,4 @@
-"""Other libraries' models: the work of a case, and the comparison of what comes out."""
+"""Tests the work of a case in other libraries' models, and the comparison of their outputs."""
 
 from __future__ import annotations
 

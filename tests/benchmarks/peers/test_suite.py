@@ -1,4 +1,4 @@
-"""The peers of a suite: who is started, checked and timed, and what becomes of one that is absent, wrong or broken."""
+"""The programs of a suite are started, checked and timed; absent, wrong and broken programs are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A peer has our weights: its tokens are ours, for models of which no weight, bias or norm is trivial."""
+"""Other programs get fastformer's weights and give its tokens, for models without trivial weights."""
 
 from __future__ import annotations
 

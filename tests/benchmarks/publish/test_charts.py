@@ -1,4 +1,4 @@
-"""Pictures and the report out of rows as they come: few, missing, of one provider, disturbed, or none at all."""
+"""Pictures and the report can be made from any rows: few, missing, of one provider, disturbed, or none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The published tables and pictures are those of the committed results, and a change of either shows."""
+"""The published tables and pictures match the committed results, and a change of either is noticed."""
 
 from __future__ import annotations
 

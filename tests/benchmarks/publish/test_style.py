@@ -1,4 +1,4 @@
-"""The look of pictures: same rows, same bytes; digests that notice; names that don't lie on each other."""
+"""The same rows give the same picture, byte for byte; digests notice changes; labels don't overlap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading shards takes memory for a few of them, however many there are."""
+"""Reading shards needs memory for only a few of them, however many there are."""
 
 from __future__ import annotations
 

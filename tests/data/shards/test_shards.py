@@ -1,4 +1,4 @@
-"""Shards on disk: fair, shuffled, without duplicates, whole or refused, and the same whatever happened meanwhile."""
+"""Shards are random samples without duplicates; a broken shard is refused; interruptions change nothing."""
 
 from __future__ import annotations
 

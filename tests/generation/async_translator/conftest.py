@@ -1,4 +1,4 @@
-"""A small translator, whose fronts leave no thread behind."""
+"""A small translator, whose AsyncTranslators leave no thread behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of AsyncTranslator share."""
+"""Helpers of the tests of AsyncTranslator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A front refuses when it is full, ends what is late with an error, and counts."""
+"""An AsyncTranslator refuses requests when it is full, ends late requests with an error, and counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many tasks, one batch: each gets what it would get alone, and whoever leaves gives its memory back."""
+"""Many tasks share a batch; each gets its result as if alone, and a cancelled task frees its memory."""
 
 from __future__ import annotations
 

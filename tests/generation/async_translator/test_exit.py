@@ -1,4 +1,4 @@
-"""A program that leaves an AsyncTranslator open ends, with its own exit status and without a word of C++."""
+"""A program that leaves an AsyncTranslator open exits with its own status and without messages from C++."""
 
 from __future__ import annotations
 

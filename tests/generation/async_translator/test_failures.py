@@ -1,4 +1,4 @@
-"""What goes wrong, in a request, in the model, in the thread or in a loop, is told to those whom it concerns."""
+"""A failure in a request, the model, the thread or a loop reaches the affected callers only."""
 
 from __future__ import annotations
 

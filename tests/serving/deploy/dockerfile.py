@@ -1,4 +1,4 @@
-"""A Dockerfile as its instructions, and what a machine without Docker can do with them."""
+"""Reads a Dockerfile's instructions, and runs them as far as a machine without Docker can."""
 
 from __future__ import annotations
 

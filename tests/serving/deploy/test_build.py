@@ -1,4 +1,4 @@
-"""The commands of the Dockerfile in a fresh venv: what they install serves a model, and the health check says so."""
+"""Runs the Dockerfile's commands in a fresh venv: the installation serves a model and passes the health check."""
 
 from __future__ import annotations
 

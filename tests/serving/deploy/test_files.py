@@ -1,4 +1,4 @@
-"""The Dockerfile and the compose file: what they promise, and that each flag and file they name exists."""
+"""The Dockerfile and the compose file keep their promises, and name flags and files that exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page in a real Chromium, on real servers. With FASTFORMER_SCREENSHOTS=FOLDER it leaves pictures to look at."""
+"""Tests the page in Chromium, on real servers. With FASTFORMER_SCREENSHOTS=FOLDER it saves screenshots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page is made of: it needs nothing from elsewhere, and the browser runs its script and style alone."""
+"""The page loads nothing from elsewhere, and the browser runs only its own script and style."""
 
 from __future__ import annotations
 
