@@ -2,8 +2,8 @@
 
     python examples/finetune_bert.py bert-base-uncased --steps 20
 
-The texts are made here: a text is positive if it has more good words than bad ones. Both trainings begin with the same
-weights and see the same batches; dropout is off, so their losses agree up to rounding.
+The script makes its own texts: a text is positive if it has more good words than bad ones. Both trainings start from
+the same weights and see the same batches. Dropout is off, so their losses agree up to rounding.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Texts(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 def train(folder: str, steps: int, *, accelerated: bool) -> tuple[float, float]:
-    """The last loss, and the seconds."""
+    """Returns the mean loss, and the seconds that the training took."""
     transformers.set_seed(0)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

@@ -2,8 +2,8 @@
 
     python examples/logits_processor.py MODEL "a text" --without e
 
-A processor gets the ids so far, (rows, length), and the logits of the next token, (rows, vocab_size), and gives logits.
-The search (greedy, beams or samples) goes on with what it returns.
+A processor gets the ids so far, (rows, length), and the logits of the next token, (rows, vocab_size). The search
+(greedy, beams or samples) continues with the logits that it returns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import fastformer
 
 
 class Without:
-    """Forbids the tokens that hold one of these letters.
+    """Forbids all tokens that contain one of the given letters.
 
     Args:
         tokens: the text of each id.

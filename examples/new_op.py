@@ -2,8 +2,8 @@
 
     python examples/new_op.py
 
-The op has no kernels, so it runs on its reference; `define_op` is where kernels for CUDA and CPU would be found, by the
-op's stem. In the library an op has five places: see "An op in five places" in CONTRIBUTING.md.
+The op has no kernels, so it runs on its reference. If there were modules with kernels, `define_op` would find them by
+the op's stem. docs/project/ops.md adds such a kernel, and says where the files of an op go.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def squared_relu(x: Tensor) -> Tensor:
         x: any shape, floating point.
 
     Raises:
-        ValueError: x is no floating-point tensor.
+        ValueError: x is not a floating-point tensor.
     """
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise ValueError(f"expected a floating-point tensor x, got {type(x).__name__}")
@@ -80,7 +80,7 @@ def main() -> int:
     assert torch.autograd.gradcheck(squared_relu, (x,))
     compiled = torch.compile(squared_relu, fullgraph=True, backend="eager")
     assert torch.equal(compiled(x), y)
-    print(f"squared_relu is right, its gradient too; it ran on {used}")
+    print(f"squared_relu and its gradient are right; it ran on {used}")
     return 0
 
 

@@ -1,9 +1,9 @@
-"""Serves a translation model on this machine, and calls it as a client would: whole, and piece by piece.
+"""Serves a translation model on this machine, and asks it for a translation: first whole, then as a stream.
 
     python examples/serve_and_call.py MODEL "a text"
 
-MODEL is a run of `fastformer train`, or a folder of a translation model as transformers saved it. A real server runs by
-`fastformer serve MODEL`; this script starts one on a free port and ends it.
+MODEL is a run of `fastformer train`, or a folder of a translation model as transformers saved it. You would normally
+start a server with `fastformer serve MODEL`; this script starts one on a free port and stops it at the end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def server(model: str) -> Iterator[str]:
-    """A running server's address."""
+    """Runs a server, and yields its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -33,15 +33,15 @@ def server(model: str) -> Iterator[str]:
         wait(f"http://127.0.0.1:{port}/ready", process)
         yield f"http://127.0.0.1:{port}"
     finally:
-        process.terminate()  # it ends the answers at work, then itself
+        process.terminate()  # the server finishes the running requests, then exits
         process.wait(30)
 
 
 def wait(url: str, process: subprocess.Popen[bytes], seconds: float = 120.0) -> None:
-    """Returns once the server takes requests.
+    """Returns as soon as the server accepts requests.
 
     Raises:
-        RuntimeError: it has ended, or takes too long.
+        RuntimeError: the server has exited, or is not ready in time.
     """
     end = time.monotonic() + seconds
     while process.poll() is None and time.monotonic() < end:
@@ -52,7 +52,7 @@ def wait(url: str, process: subprocess.Popen[bytes], seconds: float = 120.0) -> 
 
 
 def post(url: str, body: dict[str, Any]) -> Any:
-    """The open answer to a JSON body."""
+    """Posts a JSON body, and returns the open response."""
     data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
     return urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=60)
 

@@ -1,8 +1,8 @@
-"""Trains on two processes of this machine, then goes on alone: the number of processes may change between updates.
+"""Trains on two processes of this machine, then continues on one: their number may change between updates.
 
     python examples/train_on_two_processes.py RUN PAIRS.tsv --steps 8
 
-PyTorch's torchrun starts the processes; the command after it is the one of a training on one process.
+PyTorch's torchrun starts the processes. After it comes the same command as for a training on one process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     train = ["-m", "fastformer.cli", "train", options.run]
     settings = [
         "--train_tsv", options.pairs, "--vocab_size", "300", "--preset", "tiny", "--warmup", "2", "--device", "cpu",
-        "--accumulate", "2",  # batches of an update, over all processes
+        "--accumulate", "2",  # batches per update, over all processes
         "--steps", str(options.steps), "--val_every", str(options.steps), "--save_every", str(options.steps),
     ]  # fmt: skip
     subprocess.run([*torchrun, *train, *settings], check=True)

@@ -1,4 +1,4 @@
-"""Translates a file line by line in one batch that is kept full, and writes each line as soon as its turn comes.
+"""Translates a file line by line in one batch that is kept full, and writes the translations in order.
 
     python examples/translate_file.py MODEL IN OUT [--num_beams 4] [--precision int8]
 
@@ -16,7 +16,7 @@ import fastformer
 
 
 def lines(path: Path) -> Iterator[str]:
-    """The lines of a file, read as they are needed, so that its size doesn't matter."""
+    """Yields the lines of a file one by one, so that the file need not fit in memory."""
     with path.open(encoding="utf-8") as file:
         for line in file:
             yield line.rstrip("\n")
