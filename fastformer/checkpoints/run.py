@@ -23,6 +23,7 @@ from fastformer.special_ids import SpecialIds
 
 _ARCHITECTURE = {"seq2seq": "Transformer", "decoder": "GPT", "encoder": "BERT"}  # of each kind of family
 _COMMANDS = {"seq2seq": "translate", "decoder": "generate"}
+_ENCODER = "; it is an encoder: see `fastformer embed` and `fastformer rank`"
 ARCHITECTURES = ("Transformer", "GPT", "LSTMSeq2Seq")  # that are trained in runs
 
 
@@ -51,7 +52,7 @@ def load_model(
     tokenizer, architecture = load_tokenizer(run), read_architecture(run)
     if architecture not in (expected or ARCHITECTURES):
         hints = dict.fromkeys(ARCHITECTURES, "; see `fastformer translate`")
-        hints |= {"GPT": "; see `fastformer generate`", "BERT": "; it is an encoder: models.BERT"}
+        hints |= {"GPT": "; see `fastformer generate`", "BERT": _ENCODER}
         raise ValueError(
             f"expected a folder of {' or '.join(expected or ARCHITECTURES)}, got one of {architecture!r}: {run}"
             + hints.get(architecture, "")
@@ -111,12 +112,12 @@ def _load_foreign(
     known = ", ".join(f.name for f in FAMILIES.values() if f.read_tokenizer is not None and f.kind in wanted)
     why = ""
     if kind in UNSUPPORTED:
-        why = f"; {UNSUPPORTED[kind]}, which our models don't have"
+        why = f"; {UNSUPPORTED[kind]}, which fastformer's models don't have"
     elif family is not None and family.kind not in wanted:
-        why = f"; see `fastformer {_COMMANDS[family.kind]}`" if family.generates else "; it is an encoder: models.BERT"
+        why = f"; see `fastformer {_COMMANDS[family.kind]}`" if family.generates else _ENCODER
     elif family is not None:
         why = "; fastformer.integrations.from_huggingface converts it in memory"
-    raise ValueError(f"expected a run folder, or transformers' folder of a {known}, got one of {kind!r}: {folder}{why}")
+    raise ValueError(f"expected a run folder, or transformers' folder of a {known}, got a {kind!r}: {folder}{why}")
 
 
 def _load(

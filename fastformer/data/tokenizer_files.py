@@ -246,7 +246,10 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """
     file = Path(path)
     if not file.exists():
-        raise ValueError(f"expected a run folder, a model's folder or a {TOKENIZER} on disk, but there is no {file}")
+        raise ValueError(
+            f"expected a run folder, a model's folder or a {TOKENIZER} on disk, but there is no {file}; fastformer "
+            "downloads nothing: `hf download NAME --local-dir FOLDER` copies a model from the Hugging Face Hub"
+        )
     if file.is_dir():
         file = _in_folder(file)
     if not file.is_file():  # reading a named pipe could block forever

@@ -70,8 +70,8 @@ class Judge(ABC):
         for name, value in given.items():
             if value is not None:
                 raise ValueError(
-                    f"expected no {name} for this {type(self.model).__name__}, whose tokenizer knows no languages, got "
-                    f"{value!r:.40}"
+                    f"expected no {name}, because this {type(self.model).__name__}'s tokenizer has no language codes, "
+                    f"got {value!r:.40}"
                 )
 
     @overload  # a str is also an iterable of str: the first overload that fits counts

@@ -64,9 +64,9 @@ class Report:
         counts = Counter(self.swapped.values())
         lines = [f"swapped: {', '.join(f'{count} {name}' for name, count in counts.items()) or 'nothing'}"]
         if self.attention:
-            lines.append(f"attention on fastformer: {', '.join(name or 'the model' for name in self.attention)}")
+            lines.append(f"attention on fastformer's ops: {', '.join(name or 'the model' for name in self.attention)}")
         noted = {
-            "left as they are": self.left,
+            "not swapped": self.left,
             "hooked, and called as before": self.hooked,
             "padding": self.padding,
             "generate": self.generate,

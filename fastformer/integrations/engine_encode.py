@@ -456,7 +456,7 @@ def described(model: nn.Module) -> dict[str, str]:
             precision = setting.precision or plan.precision
             size = megabytes(_copy_bytes(module, precision))
             found[name] = (
-                f"on the C++ engine in {precision}, in evaluation without gradients, over a packed copy of {size}"
+                f"on the C++ engine in {precision}, in evaluation without gradients, with a packed copy of {size}"
             )
     return found
 

@@ -340,5 +340,5 @@ def _described(stack: PackingStack, rule: Rule, owner: nn.Module | None) -> str:
     if reason is not None:
         return f"padding is computed: {reason}"
     if owner is stack:
-        return "padding is left out, and zeros stand there"
-    return f"padding is left out, and zeros stand there, in calls of {type(owner).__name__} that don't read it"
+        return "padding is skipped, and the output is zero there"
+    return f"padding is skipped, and the output is zero there, in calls of {type(owner).__name__} that don't read it"

@@ -106,7 +106,7 @@ def described(model: nn.Module) -> dict[str, str]:
             continue
         matrices = sum(each.numel() for each in module.parameters() if each.dim() > 1)
         size = megabytes(copy_bytes(matrices, 0, precision))
-        found[name] = f"on the C++ engine in {precision}, in evaluation without gradients, over a packed copy of {size}"
+        found[name] = f"on the C++ engine in {precision}, in evaluation without gradients, with a packed copy of {size}"
     return found
 
 

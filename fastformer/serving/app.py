@@ -209,6 +209,8 @@ def schema_message(error: RequestValidationError | pydantic.ValidationError) -> 
     first = error.errors()[0]
     if first["type"] == "json_invalid":  # its place is a number of characters
         return f"expected JSON, got something else: {first['ctx']['error']}", ""
+    if first["type"] == "model_attributes_type" and tuple(first["loc"]) == ("body",):
+        return "expected a JSON object with the header Content-Type: application/json", ""
     named = itertools.takewhile(lambda part: not _BRANCH.fullmatch(str(part)), first["loc"])
     place = ".".join(str(part) for part in named if part != "body")
     return f"{place}: {first['msg']}" if place else str(first["msg"]), place

@@ -97,6 +97,8 @@ class Codes:
 
     def _expect_one(self, argument: str, code: str, expected: str) -> None:
         if code.strip().lower() != expected.lower():
+            if expected == UNKNOWN:
+                raise ValueError(f"expected no {argument}, since the server was started without it, got {code!r:.40}")
             raise ValueError(
                 f"expected {argument} to be {expected!r}: this model translates from {self.pair[0]} to {self.pair[1]}; "
                 f"got {code!r:.40}"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastformer.cache.block_pool import CacheFullError
-from fastformer.generation import Ensemble
+from fastformer.generation import Ensemble, engines
 from fastformer.generation.engines import ENGINES, Batch, Engine, Prompt, Sample, Selection, choose_engine
 from fastformer.generation.engines.cpp import CppEngine
 from fastformer.generation.engines.graph import GraphEngine
@@ -457,6 +457,28 @@ CLASSES: dict[str, type[Engine]] = {
     "recompute": RecomputeEngine,
     "recurrent": RecurrentEngine,
 }
+
+
+def test_a_registered_engine_decodes_if_its_name_is_given(gpt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "_REGISTERED", {})  # so that no other test sees the engine
+    opened = []
+
+    class Counting(RecomputeEngine):
+        name = "counting"
+
+        def open(self, max_rows: int, num_tokens: int) -> Batch:
+            opened.append(max_rows)
+            return super().open(max_rows, num_tokens)
+
+    engines.register(Counting)
+    options = {"num_beams": 2, "max_new_tokens": 4}
+    expected = gpt.generate([[3, 5]], **options)
+    assert not opened
+    assert torch.equal(gpt.generate([[3, 5]], engine="counting", **options), expected) and opened
+    Counting.name = "cpp"  # the name of another engine
+    for wrong in (Counting, Engine, "counting", RecomputeEngine):
+        with pytest.raises(ValueError, match=r"\bengine\b"):
+            engines.register(wrong)
 
 
 def test_each_pair_of_an_engine_and_a_model_works_or_says_why_not(model, gpt, lstm) -> None:

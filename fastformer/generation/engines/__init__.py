@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastformer.generation.engines.base import Batch as Batch
 from fastformer.generation.engines.base import Candidates as Candidates
 from fastformer.generation.engines.base import Engine as Engine
@@ -23,6 +25,26 @@ _ENGINES: tuple[type[CppEngine | KVCacheEngine | RecurrentEngine | RecomputeEngi
 _ENGINES = (CppEngine, GraphEngine, KVCacheEngine, RecurrentEngine, RecomputeEngine)
 _BY_NAME = (GraphEngine,)
 ENGINES = tuple(engine.name for engine in _ENGINES)
+_REGISTERED: dict[str, type[Engine]] = {}
+
+
+def register(engine: type[Engine]) -> None:
+    """Makes an engine of your own available by its name, as `engine=` of `generate`, `Translator` and others.
+
+    It decodes only if a call names it. Registering another class of the same name replaces the first one.
+
+    Args:
+        engine: the class. It is called as `engine(model, precision)`, if its `why_unsupported` returns None.
+
+    Raises:
+        ValueError: not a subclass of `Engine`, or without a name, or with the name of one of fastformer's engines.
+    """
+    if not isinstance(engine, type) or not issubclass(engine, Engine):
+        raise ValueError(f"expected engine to be a subclass of Engine, got {engine!r:.80}")
+    name = getattr(engine, "name", None)
+    if not isinstance(name, str) or not name or name in ENGINES:
+        raise ValueError(f"expected engine to have a name other than {', '.join(ENGINES)}, got {name!r:.80}")
+    _REGISTERED[name] = engine
 
 
 def choose_engine(model: Model, name: str | None = None, precision: str | None = None) -> Engine:
@@ -33,7 +55,8 @@ def choose_engine(model: Model, name: str | None = None, precision: str | None =
 
     Args:
         model: the model to decode.
-        name: one of ENGINES; None: the fastest engine that can decode the model, except "graph".
+        name: one of ENGINES, or a registered engine; None: the fastest engine that can decode the model, except
+            "graph" and registered engines.
         precision: the precision to compute in: "fp32", "bf16", "fp16", "int8" or "int4". None: the model's own, which
             is "int8" or "int4" for a quantised model, else its dtype or autocast's. An engine without int8 and int4
             decodes a quantised model with its rounded weights in their dtype.
@@ -41,17 +64,19 @@ def choose_engine(model: Model, name: str | None = None, precision: str | None =
     Raises:
         ValueError: the engine or the precision doesn't exist, or no engine can decode this model in that precision.
     """
-    if name is not None and name not in ENGINES:
-        raise ValueError(f"expected an engine out of {', '.join(ENGINES)}, got {name!r}")
+    if name is not None and name not in ENGINES and name not in _REGISTERED:
+        raise ValueError(f"expected an engine out of {', '.join((*ENGINES, *_REGISTERED))}, got {name!r}")
     check_precision(precision)
     if is_ensemble(model):
         return EnsembleEngine(model, lambda member: choose_engine(as_model(member), name, precision))
     reasons: dict[str, list[str]] = {}
-    for engine in _ENGINES:
-        if name == engine.name or (name is None and engine not in _BY_NAME):
+    candidates: tuple[Any, ...] = (*_ENGINES, *_REGISTERED.values())
+    for engine in candidates:
+        if name == engine.name or (name is None and engine in _ENGINES and engine not in _BY_NAME):
             reason = engine.why_unsupported(model, precision)
             if reason is None:
-                return engine(model, precision)
+                chosen: Engine = engine(model, precision)
+                return chosen
             reasons.setdefault(reason, []).append(repr(engine.name))
     what = type(model).__name__ + ("" if precision is None else f" in {precision}")
     raise ValueError(
