@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +66,7 @@ class AsItIs(Runtime):
     """PyTorch, with attention "sdpa": the baseline of all other ways."""
 
     name = "as it is"
-    precisions = ("bf16", "fp32")
+    precisions: ClassVar[tuple[str, ...]] = ("bf16", "fp32")
 
     def prepare(self, work: Work) -> nn.Module:
         return work.model
@@ -79,10 +79,15 @@ class Accelerated(AsItIs):
     """The model after `fastformer.accelerate`."""
 
     name = "accelerated"
+    precisions: ClassVar[tuple[str, ...]] = ("int8", "bf16", "fp32")
     fused_loss = False
 
     def prepare(self, work: Work) -> nn.Module:
-        report = fastformer.report(fastformer.accelerate(work.model, fused_loss=self.fused_loss))
+        if self.precision == "int8" and work.learns:
+            raise Missing("int8 is a precision of evaluation")
+        precision: Any = "int8" if self.precision == "int8" else None  # the model has its dtype already
+        model = fastformer.accelerate(work.model, fused_loss=self.fused_loss, precision=precision)
+        report = fastformer.report(model)
         if not report.swapped:
             raise ValueError(f"expected that accelerate takes the model, but it left all of it: {report}")
         return work.model
@@ -107,11 +112,13 @@ class Compiled(AsItIs):
 class AcceleratedCompiled(Compiled, Accelerated):
     """torch.compile of the accelerated model."""
 
+    precisions = AsItIs.precisions
     name = "accelerated, torch.compile"
 
 
 class FusedLoss(Accelerated):
     """The accelerated model in training, without logits."""
 
+    precisions = AsItIs.precisions
     name = "accelerated, fused loss"
     fused_loss = True

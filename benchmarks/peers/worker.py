@@ -6,6 +6,7 @@ initial size, and while one works the others sleep.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -70,8 +71,9 @@ class Worker:
             Failed: it raised an error, or its process ended.
         """
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asdict(job)) + "\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # the answer says that it ended
+            self._process.stdin.write(json.dumps(asdict(job)) + "\n")
+            self._process.stdin.flush()
         answer = self._answer()
         if "missing" in answer:
             raise Missing(answer["missing"])
@@ -79,8 +81,9 @@ class Worker:
 
     def close(self) -> None:
         """Ends the process."""
-        if self._process.stdin is not None and not self._process.stdin.closed:
-            self._process.stdin.close()
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
@@ -89,10 +92,15 @@ class Worker:
         if self._process.stdout is not None:
             self._process.stdout.close()
 
+    def _end(self) -> str:
+        """Waits for the end of a process that closed its output; returns how it ended."""
+        code = self._process.wait()
+        return f"its process was ended by signal {-code}" if code < 0 else f"its process ended with status {code}"
+
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        answer: dict[str, Any] = json.loads(line) if line else {"failed": "its process ended"}
+        answer: dict[str, Any] = json.loads(line) if line else {"failed": self._end()}
         if "failed" in answer:
             raise Failed(f"{self.place.peer} in {self.place.precision}: {answer['failed']}")
         return answer

@@ -26,6 +26,7 @@ class Panel(NamedTuple):
 
 
 FP32 = Panel("fp32", {"dtype": ("float32", "fp32")}, {"dtype": ("float32", "fp32")})
+INT8 = Panel("int8", {"dtype": "int8"}, {"dtype": "int8"})
 BF16 = Panel("bf16", {"dtype": ("bfloat16", "bf16")}, {"dtype": ("bfloat16", "bf16")})
 
 
@@ -232,6 +233,11 @@ DROP_IN = (
         for seqlen in ("128", "1 to 128", "512", "1 to 512")
         for what, mode in (("", "forward"), ("training step, ", "training"))
     ),
+)
+
+ENCODERS_INT8 = tuple(
+    _model(f"BERT-base, 8 sequences of {seqlen} tokens", "bert_base", seqlen, "onnxruntime, openvino", (INT8,))
+    for seqlen in ("32 to 128", "512")
 )
 
 # One of the rivals, the converted model, is fastformer's, without transformers.

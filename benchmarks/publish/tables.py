@@ -28,6 +28,7 @@ from benchmarks.publish.summary import (
     AVX2,
     AVX2_PEERS,
     DROP_IN,
+    ENCODERS_INT8,
     GENERATE,
     LLAMA,
     MODELS,
@@ -203,7 +204,7 @@ def losses(numbers: Numbers) -> str:
     slower = sorted(
         (
             found
-            for case in (*OPS, *MODULES, *MODELS, *DROP_IN, *GENERATE, *PEERS, *small)
+            for case in (*OPS, *MODULES, *MODELS, *DROP_IN, *ENCODERS_INT8, *GENERATE, *PEERS, *small)
             for found in case.comparisons(numbers.results.rows)
             if float(two_digits(found.ratio).replace(",", "")) < 1
         ),
@@ -505,6 +506,7 @@ TABLES: dict[str, Callable[[Numbers], str]] = {
     "preparing": preparing,
     "large_corpus": large_corpus,
     "accelerated": functools.partial(times_faster, DROP_IN),
+    "accelerated_int8": functools.partial(beside_engines, ENCODERS_INT8),
     "accelerated_generate": accelerated_generate,
     "accelerated_full_rate": functools.partial(elsewhere, AT_FULL_RATE, functools.partial(_measured, DROP_IN)),
     "ops": functools.partial(times_faster, OPS),
