@@ -18,49 +18,74 @@ using python::Released;
 // Models are shared with the sessions and encoders that use them.
 using SharedModel = std::shared_ptr<const PackedModel>;
 
-template <typename T>
-T option(PyObject* options, const char* name) {
-  PyObject* const found = PyDict_GetItemString(options, name);
-  if (found == nullptr) {
-    PyErr_SetString(PyExc_KeyError, name);
-    throw python::Raised{};
+// Reads the options of a dictionary by name, and counts them: a name that nothing reads is an error.
+class OptionReader {
+ public:
+  explicit OptionReader(PyObject* options) : options_(options) {}
+
+  template <typename T>
+  T required(const char* name) {
+    PyObject* const found = PyDict_GetItemString(options_, name);
+    if (found == nullptr) {
+      PyErr_SetString(PyExc_KeyError, name);
+      throw python::Raised{};
+    }
+    read_.emplace_back(name);
+    try {
+      return python::Cast<T>::from(found);
+    } catch (const python::Unexpected& why) {
+      PyErr_Format(PyExc_TypeError, "options: expected %s for '%s'", why.wanted, name);
+      throw python::Raised{};
+    }
   }
-  try {
-    return python::Cast<T>::from(found);
-  } catch (const python::Unexpected& why) {
-    PyErr_Format(PyExc_TypeError, "options: expected %s for '%s'", why.wanted, name);
-    throw python::Raised{};
+  template <typename T>
+  void optional(const char* name, T& value) {
+    if (PyDict_GetItemString(options_, name) != nullptr) value = required<T>(name);
   }
-}
+  void expect_end() const {
+    PyObject *name = nullptr, *value = nullptr;
+    Py_ssize_t next = 0;
+    while (PyDict_Next(options_, &next, &name, &value)) {
+      if (std::find(read_.begin(), read_.end(), python::Cast<std::string>::from(name)) != read_.end()) continue;
+      PyErr_Format(PyExc_TypeError, "options: got %R, which no model has", name);
+      throw python::Raised{};
+    }
+  }
+
+ private:
+  PyObject* options_;
+  std::vector<std::string> read_;
+};
 
 ModelOptions options_of(PyObject* d) {
-  const auto integer = [&](const char* name) { return option<int64_t>(d, name); };
-  const auto flag = [&](const char* name) { return option<bool>(d, name); };
-  const auto number = [&](const char* name) { return option<float>(d, name); };
-  const auto text = [&](const char* name) { return option<std::string>(d, name); };
-  return {.precision = precision_named(text("precision")),
-          .d_model = integer("d_model"),
-          .num_heads = integer("num_heads"),
-          .num_kv_heads = integer("num_kv_heads"),
-          .head_dim = integer("head_dim"),
-          .num_encoder_layers = integer("num_encoder_layers"),
-          .num_decoder_layers = integer("num_decoder_layers"),
-          .norm_placement = norm_placement_named(text("norm_placement")),
-          .rms_norm = flag("rms_norm"),
-          .rotary_interleaved = flag("rotary_interleaved"),
-          .parallel_residual = flag("parallel_residual"),
-          .skips_first_norm = PyDict_GetItemString(d, "skips_first_norm") != nullptr && flag("skips_first_norm"),
-          .is_bare = PyDict_GetItemString(d, "is_bare") != nullptr && flag("is_bare"),
-          .eps = number("eps"),
-          .scale = number("scale"),
-          .attention_scale = number("attention_scale"),
-          .attention_softcap = number("attention_softcap"),
-          .logit_softcap = number("logit_softcap"),
-          .padding_idx = integer("padding_idx"),
-          .encoder_windows = option<std::vector<int64_t>>(d, "encoder_windows"),
-          .decoder_windows = option<std::vector<int64_t>>(d, "decoder_windows"),
-          .max_len = integer("max_len"),
-          .activation = activation_named(text("activation"))};
+  OptionReader reader(d);
+  const auto integer = [&](const char* name) { return reader.required<int64_t>(name); };
+  const auto number = [&](const char* name) { return reader.required<float>(name); };
+  const auto text = [&](const char* name) { return reader.required<std::string>(name); };
+  ModelOptions o{.precision = precision_named(text("precision")),
+                 .d_model = integer("d_model"),
+                 .num_heads = integer("num_heads"),
+                 .num_kv_heads = integer("num_kv_heads"),
+                 .head_dim = integer("head_dim"),
+                 .norm_placement = norm_placement_named(text("norm_placement")),
+                 .eps = number("eps"),
+                 .attention_scale = number("attention_scale"),
+                 .max_len = integer("max_len"),
+                 .activation = activation_named(text("activation"))};
+  reader.optional("num_encoder_layers", o.num_encoder_layers);
+  reader.optional("num_decoder_layers", o.num_decoder_layers);
+  reader.optional("rms_norm", o.rms_norm);
+  reader.optional("parallel_residual", o.parallel_residual);
+  reader.optional("skips_first_norm", o.skips_first_norm);
+  reader.optional("is_bare", o.is_bare);
+  reader.optional("scale", o.scale);
+  reader.optional("attention_softcap", o.attention_softcap);
+  reader.optional("logit_softcap", o.logit_softcap);
+  reader.optional("padding_idx", o.padding_idx);
+  reader.optional("encoder_windows", o.encoder_windows);
+  reader.optional("decoder_windows", o.decoder_windows);
+  reader.expect_end();
+  return o;
 }
 
 ModelTensors tensors_of(PyObject* arrays) {

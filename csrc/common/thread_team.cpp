@@ -304,7 +304,7 @@ class ThreadTeam {
   const std::vector<Stage>* stages_ = nullptr;
   std::atomic<int> wanted_{0};  // helpers, in the run that goes on; 0 between runs
   std::atomic<bool> is_finished_{false};
-  std::atomic<bool> has_thrown_{false};  // a task of this run; what, stands in thrown_
+  std::atomic<bool> has_thrown_{false};  // set if a task threw; its exception is in thrown_
   std::exception_ptr thrown_;
   std::array<Core, kMostThreads> cores_;  // that the caller and the helpers were on when they took their last task
 

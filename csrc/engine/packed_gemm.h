@@ -7,8 +7,7 @@
 //
 //   fp32   FMA
 //   bf16   x and W are bf16, sums fp32: vdpbf16ps where the CPU has AVX512_BF16, else widened to FMA
-//   int8   W has a scale per column: symmetric, largest magnitude 127. A row of x, when it is stored, gets a scale and
-//   a
+//   int8   W has a scale per column: symmetric, largest magnitude 127. A row of x, when it is stored, gets a scale and a
 //          zero, so that its bytes from 0 to 255 are used whole, also where nothing is below zero, as behind ReLU:
 //          x ~ scale * (byte - zero). The sum of a column times the zero puts sums of bytes right.
 //          AVX512_VNNI, AVX-VNNI, or multiplications of bytes without them: all give the same integers.
@@ -126,7 +125,7 @@ class PackedRows {
 // out[r * ld + c - 64 * begin] = x[r] . W[c] + b[c] for the first `rows` rows and the columns c of panels [begin, end).
 // All 64 columns of a panel are written: ld >= 64 * (end - begin). x has the weight's k and precision,
 // or int4 for a weight of int8.
-// Best at 1 to 64 rows, for which W is read once; more work as well.
+// Fastest for 1 to 64 rows, which read W once; larger numbers also work.
 void gemm(const PackedRows& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out, int64_t ld);
 
 // About how long a thread takes for all panels, in the bytes that it could read meanwhile. From about 12 rows on (7 of

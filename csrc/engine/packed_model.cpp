@@ -169,6 +169,8 @@ const ModelOptions& checked(const ModelOptions& o) {
     throw std::invalid_argument("expected an encoder alone, where there are no embeddings");
   if (o.parallel_residual && (o.norm_placement != NormPlacement::pre || o.has_encoder()))
     throw std::invalid_argument("expected norms in front, and no encoder, of layers with a parallel residual");
+  if (o.has_norms_behind() && o.has_encoder() && o.has_decoder())  // cross-attention has no norm of its output
+    throw std::invalid_argument("expected norms of outputs only in a model without cross-attention");
   return o;
 }
 
@@ -220,22 +222,19 @@ void PositionBias::add_to(int64_t head, int64_t query, int64_t key, int64_t coun
   add_one(far, count, row[reach_]);
 }
 
-RotaryTable::RotaryTable(const ModelTensor& cos, const ModelTensor& sin, bool interleaved)
-    : interleaved_(interleaved), dim_(2 * cos.shape[1]) {
+RotaryTable::RotaryTable(const ModelTensor& cos, const ModelTensor& sin) : dim_(2 * cos.shape[1]) {
   const int64_t positions = cos.shape[0], half = dim_ / 2;
   cos_.resize(positions * dim_), sin_.resize(positions * dim_);
   std::vector<float> c(half), s(half);
   for (int64_t position = 0; position < positions; ++position) {
     for (int64_t i = 0; i < half; ++i) c[i] = at(cos, position * half + i), s[i] = at(sin, position * half + i);
-    lay_out_angles(c.data(), s.data(), half, interleaved, false, cos_.data() + position * dim_,
+    lay_out_angles(c.data(), s.data(), half, false, false, cos_.data() + position * dim_,
                    sin_.data() + position * dim_);
   }
 }
 
 void RotaryTable::turn(int64_t position, float* head) const {
-  const float *cos = cos_.data() + position * dim_, *sin = sin_.data() + position * dim_;
-  if (interleaved_) rotate_neighbours<float>(head, cos, sin, dim_ / 2, head);
-  else rotate_halves<float>(head, cos, sin, dim_ / 2, head);
+  rotate_halves<float>(head, cos_.data() + position * dim_, sin_.data() + position * dim_, dim_ / 2, head);
 }
 
 PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : options(checked(o)) {
@@ -280,7 +279,7 @@ PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : o
     const ModelTensor& sin = names.table(prefix + "sin", cos.shape[1]);
     if (cos.shape[1] < 1 || 2 * cos.shape[1] > o.head_dim || sin.shape != cos.shape)
       throw std::invalid_argument("expected rotary tables of half a head, or of less where a part of it is turned");
-    return {cos, sin, o.rotary_interleaved};
+    return {cos, sin};
   };
   rotary_ = rotary(""), local_rotary_ = rotary("local_");
   if (rotary_) max_len_ = max_len_ ? std::min(max_len_, rotary_.rows()) : rotary_.rows();

@@ -37,21 +37,25 @@ enum class NormPlacement {
 NormPlacement norm_placement_named(std::string_view name);
 
 // The options that don't follow from the tensors. A window below zero: no window. A soft cap of 0: no cap.
+// An option with a value here may be missing in the dictionary that Python gives (`options_of` in
+// bindings/decoder.cpp).
 struct ModelOptions {
   Precision precision;
   int64_t d_model, num_heads, num_kv_heads, head_dim;
-  int64_t num_encoder_layers;  // below zero: a decoder-only model
-  int64_t num_decoder_layers;  // 0: an encoder alone
+  int64_t num_encoder_layers = -1;  // below zero: a decoder-only model
+  int64_t num_decoder_layers = 0;   // 0: an encoder alone
   NormPlacement norm_placement;
-  bool rms_norm, rotary_interleaved;
-  bool parallel_residual;  // x + attention(norm1(x)) + feed_forward(norm2(x)), with norms in front alone
-  bool skips_first_norm;   // the first layer of the encoder reads the embeddings as they are
-  bool is_bare;            // layers alone, and maybe a norm behind them: the embeddings come with each call
-  float eps, scale;
-  float attention_scale, attention_softcap, logit_softcap;
-  int64_t padding_idx;                                    // whose embedding is zero; -1: none
-  std::vector<int64_t> encoder_windows, decoder_windows;  // of each layer
-  int64_t max_len;                                        // of a model without a table of positions
+  bool rms_norm = false;
+  bool parallel_residual = false;  // x + attention(norm1(x)) + feed_forward(norm2(x)), with norms in front alone
+  bool skips_first_norm = false;   // the first layer of the encoder reads the embeddings as they are
+  bool is_bare = false;            // layers alone, and maybe a norm behind them: the embeddings come with each call
+  float eps;
+  float scale = 1;  // of embeddings
+  float attention_scale;
+  float attention_softcap = 0, logit_softcap = 0;                   // 0: none
+  int64_t padding_idx = -1;                                         // whose embedding is zero; -1: none
+  std::vector<int64_t> encoder_windows = {}, decoder_windows = {};  // of each layer; -1: none
+  int64_t max_len;                                                  // of a model without a table of positions
   Activation activation;
 
   int64_t q_dim() const { return num_heads * head_dim; }
@@ -75,7 +79,7 @@ struct Norm {
 struct PackedLayer {
   PackedWeight qkv, out, cross_q, cross_kv, cross_out, ff1, ff2;
   Norm norm1, norm2, norm3;          // in front of its sub-layers, or of the sums behind them
-  Norm post_norm1, post_norm2;       // of what attention and the feed-forward network give
+  Norm post_norm1, post_norm2;       // of the outputs of attention and of the feed-forward network
   std::vector<Norm> q_norm, k_norm;  // one or none: of each head, or of all heads together
   int64_t window;
 
@@ -128,16 +132,15 @@ class RotaryTable {
  public:
   RotaryTable() = default;
   // cos, sin: (positions, dim / 2).
-  RotaryTable(const ModelTensor& cos, const ModelTensor& sin, bool interleaved);
+  RotaryTable(const ModelTensor& cos, const ModelTensor& sin);
   explicit operator bool() const { return dim_ > 0; }
   int64_t rows() const { return dim_ ? static_cast<int64_t>(cos_.size()) / dim_ : 0; }
   // Rotates one head of queries or keys.
   void turn(int64_t position, float* head) const;
 
  private:
-  bool interleaved_ = false;
   int64_t dim_ = 0;
-  std::vector<float> cos_, sin_;  // as rotate_halves or rotate_neighbours read them; see lay_out_angles
+  std::vector<float> cos_, sin_;  // as rotate_halves reads them; see lay_out_angles
 };
 
 // The tensors' names are those of the model's state_dict, except for "source_embedding", "target_embedding" and

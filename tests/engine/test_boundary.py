@@ -43,6 +43,11 @@ def model_of(which: str) -> Any:
     )  # fmt: skip
 
 
+# Options that a dictionary need not have: see ModelOptions in csrc/engine/packed_model.h.
+OPTIONAL = (
+    "num_encoder_layers", "num_decoder_layers", "rms_norm", "parallel_residual", "skips_first_norm", "is_bare", "scale",
+    "attention_softcap", "logit_softcap", "padding_idx", "encoder_windows", "decoder_windows",
+)  # fmt: skip
 MODELS = {which: model_of(which) for which in ("gpt", "transformer")} if EXT is not None else {}
 
 
@@ -78,7 +83,7 @@ def packs_or_says_why_not(
 ) -> None:
     options, tensors = parts(which, precision)
     names = sorted(tensors)
-    options |= {name: value for name, value in wrong.items() if name in options}
+    options |= wrong
     tensors |= {names[place % len(names)]: value for place, value in other.items()}
     if left_out >= 0:
         tensors.pop(names[left_out % len(names)])
@@ -93,7 +98,7 @@ def packs_or_says_why_not(
 shapes = given(
     st.sampled_from(["gpt", "transformer"]),
     st.sampled_from(["fp32", "bf16", "int8", "int4"]),
-    st.dictionaries(st.sampled_from(sorted(parts("gpt")[0])) if MODELS else st.text(), odd, max_size=2),
+    st.dictionaries(st.sampled_from(sorted({*parts("gpt")[0], *OPTIONAL})) if MODELS else st.text(), odd, max_size=2),
     st.dictionaries(st.integers(0, 60), arrays, max_size=2),
     st.integers(-20, 60),
 )
@@ -113,6 +118,26 @@ def test_sizes_that_make_no_model_are_refused(name, value) -> None:
     options, tensors = parts("transformer")
     with pytest.raises(ValueError):
         EXT.PackedModel({**options, name: value}, tensors)
+
+
+def test_options_that_may_be_missing_and_names_that_no_model_has() -> None:
+    options, tensors = parts("gpt")
+    for name in options.keys() - OPTIONAL:
+        with pytest.raises(KeyError, match=name):
+            EXT.PackedModel({other: value for other, value in options.items() if other != name}, tensors)
+    with pytest.raises(TypeError, match="window_size"):
+        EXT.PackedModel({**options, "window_size": 3}, tensors)
+    given = {"num_encoder_layers": -1, "is_bare": False, "skips_first_norm": False, "encoder_windows": []}
+    for each in (options, {**options, **given}):
+        session = EXT.Session(EXT.PackedModel(each, tensors), 32)
+        session.admit([[]], [[3, 4, 5]], 1)
+
+
+@pytest.mark.parametrize("placement", ["post", "both"])
+def test_cross_attention_has_no_norm_of_its_output(placement) -> None:
+    options, tensors = parts("transformer")
+    with pytest.raises(ValueError, match="norms"):
+        EXT.PackedModel({**options, "norm_placement": placement}, tensors)
 
 
 @pytest.mark.parametrize("which", ["gpt", "transformer"])

@@ -279,7 +279,6 @@ def pack_options(model: Transformer | GPT, precision: str) -> dict[str, object]:
         "head_dim": attention.head_dim,
         "num_decoder_layers": len(model.decoder.layers),
         "rms_norm": config.norm == "rms",
-        "rotary_interleaved": False,
         "eps": config.layer_norm_eps,
         "scale": embedding.acting_scale,
         "attention_scale": attention.head_dim**-0.5,
@@ -297,9 +296,6 @@ def _transformer_options(model: Transformer) -> dict[str, object]:
     return {
         "num_encoder_layers": len(encoder),
         "norm_placement": "pre" if decoder[0].norm_first else "sum",
-        "parallel_residual": False,
-        "attention_softcap": 0.0,
-        "logit_softcap": 0.0,
         "encoder_windows": [-1 if encoder_window is None else encoder_window] * len(encoder),
         "decoder_windows": [-1 if window is None else window] * len(decoder),
     }
@@ -308,12 +304,10 @@ def _transformer_options(model: Transformer) -> dict[str, object]:
 def _gpt_options(config: GPTConfig) -> dict[str, object]:
     scale = {} if config.attention_scale is None else {"attention_scale": config.attention_scale}
     return {
-        "num_encoder_layers": -1,
         "norm_placement": config.norm_placement,
         "parallel_residual": config.parallel_residual,
         "attention_softcap": config.attention_softcap or 0.0,
         "logit_softcap": config.logit_softcap or 0.0,
-        "encoder_windows": [],
         "decoder_windows": [config.window_size if has_window else -1 for has_window in config.windows],
         **scale,
     }
