@@ -14,8 +14,9 @@ from fastformer.special_ids import SpecialIds
 class SequenceLayout:
     """The lengths of a batch and whether it is padded (batch, max_seqlen, ...) or packed (total, ...).
 
-    Build one with `padded`, `packed` or `from_ids`, not by hand. Modules take it as `layout=` (their own sequence) and
-    `memory_layout=` (the other sequence of cross-attention); the weights and the mathematics are the same either way.
+    Build one with `padded`, `packed`, `from_ids` or `from_mask`, not by hand. Modules take it as `layout=` (their own
+    sequence) and `memory_layout=` (the other sequence of cross-attention); the weights and the mathematics are the same
+    either way.
 
     Attributes:
         seqlens: (batch,) int32, the real tokens of each sequence.
@@ -80,6 +81,32 @@ class SequenceLayout:
         if not isinstance(ids, Tensor) or not isinstance(pad_id, int):
             raise ValueError(f"expected ids as a tensor and pad_id as an id, got {type(ids).__name__} and {pad_id!r}")
         return cls.padded((ids != pad_id).sum(-1), ids.shape[-1])
+
+    @classmethod
+    def from_mask(cls, mask: Tensor) -> SequenceLayout:
+        """Makes the layout of right-padded rows from a mask, without a host sync.
+
+        Args:
+            mask: (batch, seqlen), True or 1 at real tokens, as a tokenizer of Hugging Face returns it.
+
+        Raises:
+            ValueError: a mask of another shape or dtype; on a CPU also numbers other than 0 and 1, and a token after
+                padding, since a layout has no place for padding on the left.
+        """
+        if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.is_floating_point() or mask.is_complex():
+            got = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+            raise ValueError(f"expected a mask (batch, seqlen) of booleans or integers, got {got}")
+        real = mask != 0
+        if _readable(mask):
+            if mask.dtype != torch.bool and bool((mask != real).any()):
+                raise ValueError("expected a mask of 0 and 1, got other numbers")
+            rows = (real[:, 1:] & ~real[:, :-1]).any(1)
+            if bool(rows.any()):
+                raise ValueError(
+                    f"expected a mask of rows padded on the right, got a token after padding in row "
+                    f"{int(rows.nonzero()[0])}"
+                )
+        return cls.padded(real.sum(-1), mask.shape[1])
 
     @property
     def is_packed(self) -> bool:

@@ -40,6 +40,31 @@ def test_pack_and_unpack_are_inverse_with_gradients():
     assert torch.equal(grad, layout.pack(dy))
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8])
+def test_from_mask(dtype):
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 0, 0]]).to(dtype)
+    layout = SequenceLayout.from_mask(mask)
+    assert layout.seqlens.tolist() == [2, 1, 3, 0] and layout.max_seqlen == 3 and not layout.is_packed
+    assert SequenceLayout.from_mask(mask[:, :0]).max_seqlen == 0
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.tensor([[1, 1], [0, 1]]),  # padding on the left
+        torch.tensor([[1, 0, 1]]),  # a hole
+        torch.tensor([[0, -1]]),
+        torch.tensor([[2, 1]]),
+        torch.ones(1, 2),
+        torch.ones(3, dtype=torch.bool),
+        [[True]],
+    ],
+)
+def test_from_mask_takes_padding_on_the_right_alone(mask):
+    with pytest.raises(ValueError, match="mask"):
+        SequenceLayout.from_mask(mask)
+
+
 def test_padded_and_from_ids():
     layout = SequenceLayout.from_ids(torch.tensor([[5, 6, 0], [7, 0, 0], [0, 0, 0]]))
     assert layout.seqlens.tolist() == [2, 1, 0] and layout.max_seqlen == 3
