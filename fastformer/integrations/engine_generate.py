@@ -168,7 +168,9 @@ class OnEngine:
         return _run(self, "_beam_search", super()._beam_search, input_ids, kwargs)  # type: ignore[misc]
 
 
-def _encoding(name: str) -> Any:
+def _encoding_later(name: str) -> Any:
+    """Makes a method by which `generate` gets the encoder's output only if something reads it: the engine encodes."""
+
     def method(self: Any, inputs_tensor: Tensor, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         encode = getattr(super(OnEngine, self), name)
         call = _call_of(self)
@@ -182,10 +184,18 @@ def _encoding(name: str) -> Any:
     return method
 
 
-# The method's names in different versions of transformers.
-for _name in ("_prepare_encoder_decoder_kwargs_for_generation", "_prepare_text_encoder_decoder_kwargs_for_generation"):
-    if hasattr(GenerationMixin, _name):
-        setattr(OnEngine, _name, _encoding(_name))
+# The method of transformers' `generate` that runs the encoder has different names in its versions. `Seq2SeqModel` in
+# heads.py has the same method behind this one, which calls it.
+ENCODING_METHODS = tuple(
+    name
+    for name in (
+        "_prepare_encoder_decoder_kwargs_for_generation",
+        "_prepare_text_encoder_decoder_kwargs_for_generation",
+    )
+    if hasattr(GenerationMixin, name)
+)
+for _name in ENCODING_METHODS:
+    setattr(OnEngine, _name, _encoding_later(_name))
 
 
 def _call_of(model: object) -> Call | None:

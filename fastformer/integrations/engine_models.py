@@ -15,8 +15,7 @@ import torch
 import transformers
 from torch import nn
 
-from fastformer.checkpoints.hf import FAMILIES, UNSUPPORTED
-from fastformer.checkpoints.hf.bart import FORMS
+from fastformer.checkpoints.hf import FAMILIES, UNSUPPORTED, bart
 from fastformer.checkpoints.hf.rope import beyond_original, original_length
 from fastformer.encoding.engine import PackedEncoder
 from fastformer.encoding.source_engine import encoder_of
@@ -261,7 +260,7 @@ ENGINE_MODELS = FoundModels("_fastformer_engine_plan", EngineModel, _why_not)
 
 def counts_words(model: Any) -> bool:
     """Returns whether a model's positions count the ids that are not PAD, regardless of the mask."""
-    form = FORMS.get(model.config.model_type)
+    form = bart.FORMS.get(model.config.model_type)
     return form is not None and form.behind_pad
 
 

@@ -20,10 +20,9 @@ from typing import Any, TypeVar
 
 import transformers
 from torch import Tensor, nn
-from transformers import GenerationMixin
 from transformers.loss import loss_utils
 
-from fastformer.integrations.engine_generate import OnEngine
+from fastformer.integrations.engine_generate import ENCODING_METHODS, OnEngine
 from fastformer.integrations.engine_models import is_convertible
 from fastformer.integrations.fused_loss import are_losses_known
 from fastformer.integrations.known import record_outputs_of
@@ -114,7 +113,7 @@ def _labels_count_at_padding(mask: Any, labels: Any) -> bool:
     return bool(((labels != -100) & (mask == 0)).any())
 
 
-def _encoding(name: str) -> Any:
+def _encoding_without_padding(name: str) -> Any:
     """Makes a method by which transformers' `generate` runs the encoder, whose padding it masks in each step.
 
     Only this part of `generate` may omit padding: the rest also calls the user's code, which may read an encoder.
@@ -127,10 +126,8 @@ def _encoding(name: str) -> Any:
     return method
 
 
-# The method's names in different versions of transformers.
-for _name in ("_prepare_encoder_decoder_kwargs_for_generation", "_prepare_text_encoder_decoder_kwargs_for_generation"):
-    if hasattr(GenerationMixin, _name):
-        setattr(Seq2SeqModel, _name, _encoding(_name))
+for _name in ENCODING_METHODS:
+    setattr(Seq2SeqModel, _name, _encoding_without_padding(_name))
 
 
 def replacements(

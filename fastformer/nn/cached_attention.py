@@ -20,11 +20,11 @@ from fastformer.ops.attention import attention
 from fastformer.ops.decode_attention import decode_attention
 from fastformer.ops.varlen_attention import varlen_attention
 
-Scores = Mapping[str, Any]
-_BY_DEFAULT: Scores = MappingProxyType({})
+ScoreOptions = Mapping[str, Any]
+_BY_DEFAULT: ScoreOptions = MappingProxyType({})
 
 
-def attend_cached(cache: AttentionCache, q: Tensor, scores: Scores = _BY_DEFAULT) -> Tensor:
+def attend_cached(cache: AttentionCache, q: Tensor, scores: ScoreOptions = _BY_DEFAULT) -> Tensor:
     """Computes cross-attention of q (rows, seqlen_q, num_heads, head_dim), or packed (total, num_heads, head_dim)."""
     packed, index = q.dim() == 3, cache.batch_index
     if packed and index is not None:
@@ -51,7 +51,7 @@ def append_cached(
     packed: SequenceLayout | None,
     position_bias: Tensor | None = None,
     rotary: RotaryPositions | None = None,
-    scores: Scores = _BY_DEFAULT,
+    scores: ScoreOptions = _BY_DEFAULT,
 ) -> Tensor:
     """Stores k and v, and attends from q to them and to the earlier tokens of the rows.
 
@@ -118,7 +118,7 @@ def _write(cache: AttentionCache, slots: Tensor, k: Tensor, v: Tensor) -> None:
 
 def _append_and_gather(
     cache: AttentionCache, q: Tensor, k: Tensor, v: Tensor, window_left: int | None, position_bias: Tensor,
-    scores: Scores,
+    scores: ScoreOptions,
 ) -> Tensor:  # fmt: skip
     # No kernel for a cache takes a bias, so the keys and values of each row are gathered.
     rows, seqlen, until = q.shape[0], q.shape[1], position_bias.shape[-1]
@@ -147,7 +147,7 @@ def attention_unpacked(
     position_bias: Tensor,
     window_size: tuple[int | None, int | None],
     dropout_p: float = 0.0,
-    scores: Scores = _BY_DEFAULT,
+    scores: ScoreOptions = _BY_DEFAULT,
 ) -> Tensor:
     """Computes self-attention of packed sequences with a bias, on a padded batch: no packed kernel supports a bias.
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from fastformer.checkpoints.hf import FAMILIES, FORMS
+from fastformer.checkpoints.hf import DECODER_FORMS, FAMILIES
 from fastformer.checkpoints.hf.decoder import special_ids
 from fastformer.models import GPT, GPTConfig
 
@@ -87,7 +87,7 @@ OLD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 def options_of(kind: str, settings: dict[str, Any]) -> GPTConfig:
-    return GPTConfig(60, **FORMS[kind].options(settings))
+    return GPTConfig(60, **DECODER_FORMS[kind].options(settings))
 
 
 @pytest.mark.parametrize("kind, settings, expected", OLD)
@@ -102,7 +102,7 @@ def test_old_settings_are_read_as_transformers_reads_them(kind, settings, expect
     assert options_of(kind, theirs.to_dict()) == found
 
 
-@pytest.mark.parametrize("kind", sorted(FORMS.keys() - {"gpt2"}))
+@pytest.mark.parametrize("kind", sorted(DECODER_FORMS.keys() - {"gpt2"}))
 def test_what_the_settings_leave_out_is_as_in_transformers(kind) -> None:
     if IS_OLD and kind == "olmo3":
         pytest.skip("version 4 has another base where the settings don't say")
@@ -179,7 +179,7 @@ def test_ids_of_a_decoder_that_mean_nothing_are_left_out() -> None:
 @pytest.mark.parametrize("kind", ["gemma", "gemma3_text"])
 def test_the_norms_of_a_gemma_are_rounded_once(kind) -> None:
     torch.manual_seed(0)
-    form, config = FORMS[kind], GPTConfig(60, d_model=16, num_heads=2, num_layers=1, max_len=8)
+    form, config = DECODER_FORMS[kind], GPTConfig(60, d_model=16, num_heads=2, num_layers=1, max_len=8)
     weight = torch.randn(16).bfloat16() * 0.1
     ours = form.convert("decoder.layers.0.norm1.weight", weight, config)
     assert torch.equal(ours, (weight.double() + 1).bfloat16())

@@ -35,13 +35,13 @@ from fastformer.checkpoints.hf.t5 import t5_from_transformer, transformer_from_t
 from fastformer.models import BERT, GPT, Transformer
 
 # The families that a `GPT` may be saved as, by model_type. The first that has the model's options is taken.
-FORMS: dict[str, Form] = {"gpt2": gpt2.FORM, **llama.FORMS, **gemma.FORMS, **neox.FORMS}
+DECODER_FORMS: dict[str, Form] = {"gpt2": gpt2.FORM, **llama.FORMS, **gemma.FORMS, **neox.FORMS}
 # The families that a `BERT` may be saved as, likewise.
 ENCODER_FORMS: dict[str, EncoderForm] = {**bert.FORMS, **bert_kin.FORMS, "modernbert": modernbert.FORM}
 
 
 def _decoder(kind: str, config_class: str, model_class: str, package: str | None = None) -> Family:
-    form = FORMS[kind]
+    form = DECODER_FORMS[kind]
     return Family(form.name, config_class, model_class, form.to_model, prompts.read_tokenizer, "decoder", package)
 
 
@@ -122,7 +122,7 @@ def from_model(model: Transformer | GPT | BERT) -> tuple[dict[str, Any], dict[st
     if isinstance(model, Transformer):
         return t5_from_transformer(model) if model.config.positions == "relative" else bart_from_transformer(model)
     reasons = []
-    forms: Any = ENCODER_FORMS if isinstance(model, BERT) else FORMS
+    forms: Any = ENCODER_FORMS if isinstance(model, BERT) else DECODER_FORMS
     for form in forms.values():
         try:
             found: tuple[dict[str, Any], dict[str, Tensor]] = form.from_model(model)
