@@ -77,7 +77,7 @@ def check_places(folder: Path, names: Iterable[str]) -> None:
     for name in names:
         path = folder / name
         if os.path.lexists(path) and not path.is_symlink() and not is_plain_file(path):
-            raise ValueError(f"expected {path} to be a file, got a folder, a pipe or a device: take it away")
+            raise ValueError(f"expected {path} to be a file, got a folder, a pipe or a device: remove it")
 
 
 def read_small(path: Path) -> bytes:

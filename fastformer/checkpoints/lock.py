@@ -50,7 +50,7 @@ class RunLock:
         if self._descriptor is not None or fcntl is None:
             return
         if os.path.lexists(self._file) and not is_plain_file(self._file):
-            raise ValueError(f"expected {self._file} to be a file, got a link, a folder or a pipe: take it away")
+            raise ValueError(f"expected {self._file} to be a file, got a link, a folder or a pipe: remove it")
         # O_NOFOLLOW: a symbolic link with this name could redirect the write to another file.
         descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
@@ -67,7 +67,7 @@ class RunLock:
             ) from error
         if not _HOLDER.fullmatch(os.pread(descriptor, 1000, 0)):
             os.close(descriptor)
-            raise ValueError(f"expected {self._file} to be the lock of a run, got another file: take it away")
+            raise ValueError(f"expected {self._file} to be the lock of a run, got another file: remove it")
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         self._descriptor = descriptor

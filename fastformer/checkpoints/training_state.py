@@ -164,7 +164,7 @@ def checkpoint_folder(run: Path) -> Path:
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         found = "a link" if folder.is_symlink() else "something else"
         raise ValueError(
-            f"expected {folder} to be a folder, got {found} of that name: take it away. To keep a run on another disk, "
+            f"expected {folder} to be a folder, got {found} of that name: remove it. To keep a run on another disk, "
             "make the whole run folder a link"
         )
     return folder

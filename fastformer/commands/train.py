@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -159,6 +160,7 @@ def _add_model(parser: ArgumentParser) -> dict[str, Any]:
     return hints
 
 
+@functools.cache
 def _defaults(architecture: str) -> dict[str, Any]:
     """Returns the values of a model's settings without flags: those of the default preset."""
     config_class, presets = ARCHITECTURES[cast(Architecture, architecture)]

@@ -186,6 +186,6 @@ def trailing_padding(ids: Tensor, pad_id: int, name: str) -> SequenceLayout:
         if bool(rows.any()):
             raise ValueError(
                 f"expected {name} ids padded on the right, got id {pad_id} (PAD) before a token in row "
-                f"{int(rows.nonzero()[0])}: move the padding behind the tokens, or give a layout"
+                f"{int(rows.nonzero()[0])}: move the padding behind the tokens"
             )
     return SequenceLayout.from_ids(ids, pad_id)

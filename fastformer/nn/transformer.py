@@ -68,7 +68,8 @@ class TransformerEncoder(Stack):
         encoder_layer: a `TransformerEncoderLayer` (fastformer's or torch.nn's), copied num_layers times.
         num_layers: number of layers.
         norm: applied to the output.
-        enable_nested_tensor, mask_check: only complete torch.nn's signature; here `layout=` omits padding.
+        enable_nested_tensor, mask_check: only complete torch.nn's signature. A `src_key_padding_mask` omits
+            padding without them, and a packed `layout=` has none.
 
     Attributes:
         gradient_checkpointing: recompute each layer in the backward pass, to save memory while training.

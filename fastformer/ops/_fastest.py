@@ -168,9 +168,16 @@ def why_not(
     attn_mask: Tensor | None = None,
     seqlens_k: Tensor | None = None,
     softcap: float = 0.0,
-    **_: object,
+    dropout_seed: Tensor | None = None,
+    needs_mask_grad: bool = False,
+    dout: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> str | None:
-    """Returns why no PyTorch kernel can compute a call of attention_fwd or attention_bwd; None if one can."""
+    """Returns why no PyTorch kernel can compute a call of attention_fwd or attention_bwd; None if one can.
+
+    All arguments are named: one that the ops get later must not be left out silently.
+    """
     options = {
         "a mask": attn_mask is not None, "lengths of keys": seqlens_k is not None, "dropout": dropout_p > 0.0,
         "a cap on scores": bool(softcap), "grouped heads": q.shape[2] != k.shape[2],

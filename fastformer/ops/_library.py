@@ -327,9 +327,8 @@ def define_op(
     Args:
         schema: "name(Tensor x, ...) -> ...". The Triton launcher `fastformer.kernels.<stem>.<name>` and the C++
             function `torch.ops.fastformer_cpp.<name>` have the same positional arguments. So has `plan_<name>`, if the
-            Triton
-            module has it: it returns a prepared launch for calls of the same geometry (see `_plans`). `why_unsupported`
-            of the Triton module has them as keywords.
+            Triton module has it: it returns a prepared launch for calls of the same geometry (see `_plans`). The Triton
+            module's `why_unsupported` has them as keywords.
         reference: plain PyTorch, correct in every dtype up to fp64.
         stem: the file name of the op in kernels/, csrc/ops/, ops/, tests/ops/ and benchmarks/.
         fake: the shapes, dtypes and strides of the outputs; reads no data.
@@ -343,9 +342,8 @@ def define_op(
         torch_is_faster: (device type) -> why PyTorch's own function is faster on this machine, or None. If it is
             faster, the documented function calls it instead of the op.
         formula: the same results, from operations that PyTorch can differentiate any number of times in both
-            directions,
-            batch, and pass to subclasses: nothing is written in place or read on the host. An op without gradients has
-            no formula.
+            directions, batch, and pass to subclasses: nothing is written in place or read on the host. An op without
+            gradients has no formula.
         has_faster: whether PyTorch may have a faster kernel on a GPU: see `_fastest`.
 
     Returns:

@@ -118,7 +118,7 @@ class Progress:
         self._lacks_end = False  # a line of metrics.jsonl could not be written, or not to its end
         self._metrics = run / METRICS
         if os.path.lexists(self._metrics) and (self._metrics.is_symlink() or not self._metrics.is_file()):
-            raise ValueError(f"expected {self._metrics} to be a file, got a link, a folder or a pipe: take it away")
+            raise ValueError(f"expected {self._metrics} to be a file, got a link, a folder or a pipe: remove it")
         self._bar = _progress_bar(steps, done)
         self._board = _tensorboard(run, done)
         self._steps, self._done = steps, done

@@ -215,7 +215,8 @@ class Trainer:
             if saving and not last:
                 with self.meter.paused():
                     self.save()
-            if last or self._end():
+            # Without a validation or a checkpoint in between, the next update's question comes soon enough.
+            if last or ((validating or saving) and self._end()):
                 break
         return scores
 

@@ -92,7 +92,7 @@ def test_a_model_encodes_by_the_rule_and_a_source_has_its_bits_alone(name: str) 
     if model.encoder_position_bias is None:  # else the modules add a bias, and products of torch have other bits
         for row, source in zip(found, ids, strict=True):
             assert torch.equal(model.encode(torch.tensor([source]))[0], row[: len(source)])
-    with pytest.raises(ValueError, match=r"\blayout\b"):
+    with pytest.raises(ValueError, match=r"\bsource\b"):
         model.encode(batch.flip(1))  # PADs before a token
 
 
