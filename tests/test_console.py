@@ -28,7 +28,7 @@ def dropped(stream: io.TextIOWrapper) -> None:
         stream.close()
 
 
-def test_work_goes_on_without_its_output_and_says_so_once(caplog) -> None:
+def test_work_continues_without_its_output_with_one_warning(caplog) -> None:
     stream = widowed()
     output = Output(stream, "standard output", outlived=True)
     for _ in range(3):

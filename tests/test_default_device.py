@@ -31,7 +31,7 @@ def test_padded_batches_of_transformers_models(family: str) -> None:
     assert torch.equal(found, expected)
 
 
-def test_a_padded_batch_of_ours() -> None:
+def test_a_padded_batch_on_the_default_device() -> None:
     torch.manual_seed(0)
     layer = TransformerEncoderLayer(24, 3, 40, batch_first=True)
     assert isinstance(layer, nn.Module)

@@ -40,7 +40,7 @@ def project(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("out", [".", "", "../project", "absolute"])
-def test_a_persons_folder_stays_as_it_is(project, out, monkeypatch, capsys) -> None:
+def test_a_users_folder_is_not_changed(project, out, monkeypatch, capsys) -> None:
     before = contents(project)
     monkeypatch.chdir(project)
     assert main(["demo", "--out", str(project) if out == "absolute" else out]) == 1
@@ -55,7 +55,7 @@ def test_a_file_is_no_folder(tmp_path, capsys) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_second_demo_replaces_its_own_files_alone(tmp_path) -> None:
+def test_a_second_demo_replaces_only_its_own_files(tmp_path) -> None:
     folder = tmp_path / "demo"
     demo.run_demo(folder)
     written = set(contents(folder))

@@ -58,7 +58,7 @@ def test_every_op_runs_where_the_report_says() -> None:
         assert backends == {shown[name]}, name
 
 
-def test_without_the_extension_the_fallback_runs_and_says_why(no_extension) -> None:
+def test_without_the_extension_the_fallback_is_reported_with_its_reason(no_extension) -> None:
     shown = table("cpu")
     assert shown == {
         name: "torch" if name in ("attention", "linear", "varlen_attention") else "reference" for name in calls()
@@ -70,7 +70,7 @@ def test_without_the_extension_the_fallback_runs_and_says_why(no_extension) -> N
     assert "the C++ extension is not built" in doctor.report()
 
 
-def test_it_says_what_the_decoding_engine_has_or_why_there_is_none(monkeypatch) -> None:
+def test_the_doctor_describes_the_decoding_engine_or_why_it_is_missing(monkeypatch) -> None:
     module = types.SimpleNamespace(cpu_features=lambda: ["avx512_vnni", "amx_int8"], Session=object)
     monkeypatch.setattr(_extension, "load", lambda: "avx512")
     monkeypatch.setattr(_extension, "module", lambda: module)
@@ -86,7 +86,7 @@ def test_it_says_what_the_decoding_engine_has_or_why_there_is_none(monkeypatch) 
     assert all("engine 'cpp'" in line and "int8" not in line for line in (older, missing))
 
 
-def test_it_says_how_much_a_packed_copy_takes(monkeypatch) -> None:
+def test_the_doctor_reports_the_size_of_a_packed_copy(monkeypatch) -> None:
     monkeypatch.setattr(_extension, "why_missing", lambda name: None)
     text = " ".join(doctor.encoding())
     numbers = 12 * 7_077_888  # in the matrices of a BERT-base's layers
@@ -96,7 +96,7 @@ def test_it_says_how_much_a_packed_copy_takes(monkeypatch) -> None:
     assert "encode=False" in text
 
 
-def test_it_says_that_graphs_have_to_be_asked_for(monkeypatch) -> None:
+def test_the_doctor_says_how_to_enable_graphs(monkeypatch) -> None:
     for has_gpu, module, expected in (
         (False, object(), "without a GPU"),
         (True, None, "without the C++ extension"),

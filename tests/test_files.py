@@ -50,7 +50,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monke
     assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_bytes() == b"old"
 
 
-def test_left_overs_of_a_kill_are_removed_and_nothing_else(tmp_path) -> None:
+def test_only_leftovers_of_a_kill_are_removed(tmp_path) -> None:
     end = "0123456789abcdef.tmp"
     kept = [".mine.tmp", ".a.pt.0123456789abcde.tmp", f"a.pt.{end}", ".hidden", f".thesis.{end}", f".link.pt.{end}"]
     for name in (*kept[:-1], f".a.pt.{end}", f".b.json.{end}"):

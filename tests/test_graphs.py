@@ -231,7 +231,7 @@ except CaptureError as error:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_what_cannot_be_captured_says_so() -> None:
+def test_code_that_cannot_be_captured_is_an_error() -> None:
     # In a process of its own: PyTorch's allocator takes a broken capture for one that goes on.
     done = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "refused\nrefused\n"), done.stderr

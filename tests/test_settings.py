@@ -107,7 +107,7 @@ def test_a_model_refuses_settings_that_it_cannot_have(config, values, named) -> 
         config(**{"vocab_size": 9, **values})
 
 
-def test_settings_in_a_saved_model_are_held_too(tmp_path) -> None:
+def test_settings_in_a_saved_model_are_checked_too(tmp_path) -> None:
     GPT(GPTConfig(9, d_model=8, num_heads=2, num_layers=1)).save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     saved = json.loads(file.read_text())

@@ -118,7 +118,7 @@ def test_plain_values() -> None:
     assert Transformer.from_preset("tiny", **SIZES, special_ids={"pad": 3}).config.special_ids == SpecialIds(pad=3)
 
 
-def test_any_config_says_its_ids() -> None:
+def test_any_config_reports_its_ids() -> None:
     assert SpecialIds.of(TransformerConfig(20, special_ids=OTHER)) == OTHER
     assert SpecialIds.of(LSTMConfig(20, pad=3, eos=[7, 9], unk=4, start=5)) == OTHER
     assert SpecialIds.of(object()) == SpecialIds.of(LSTMConfig(20)) == SpecialIds.of(GPTConfig(20)) == SpecialIds()

@@ -14,7 +14,7 @@ from tests.generation.small import needs_cpp
 
 
 @needs_cpp
-def test_each_turn_reads_what_is_new(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_turn_reads_only_new_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "turns.jsonl"
     sizes = ["--turns", "3", "--system", "40", "--question", "8", "--answer", "5", "--layers", "1", "--dim", "64"]
     assert main([*sizes, "--out", str(out), "--threads", str(torch.get_num_threads())]) == 0

@@ -154,7 +154,7 @@ def test_norm_order_takes_the_better_rate_of_each():
         ([100, 140, 200, 400, 4000, 5000, 6000], 0.99, "contradicts"),  # other tokens in fp32
     ],
 )
-def test_each_stage_is_held_against_the_one_below(speeds, agreement, verdict):
+def test_each_stage_is_compared_with_the_one_below(speeds, agreement, verdict):
     rows = [
         {"provider": name, "value": speed, "shape": {"agreement": agreement if name == "cpp fp32" else 1.0}}
         for name, speed in zip(ladder.STAGES, speeds, strict=True)
@@ -163,7 +163,7 @@ def test_each_stage_is_held_against_the_one_below(speeds, agreement, verdict):
 
 
 @pytest.mark.parametrize(("random", "verdict"), [(250.0, "supports"), (150.0, "contradicts"), (101.0, "contradicts")])
-def test_padding_is_held_against_its_slots(random, verdict):
+def test_padding_is_compared_with_its_slots(random, verdict):
     rows = [
         {"provider": name, "value": value, "shape": {"padding": ratio}}
         for name, value, ratio in (("random", random, 0.6), ("bucketed", 100.0, 0.05), ("packed", 95.0, 0.0))

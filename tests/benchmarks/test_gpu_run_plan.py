@@ -260,7 +260,7 @@ def test_what_counts_fits_a_short_lease(tmp_path: Path, capsys: pytest.CaptureFi
         main(["run", "--out", str(tmp_path)])
 
 
-def test_the_runner_knows_what_is_timed(tmp_path: Path) -> None:
+def test_the_runner_knows_the_timed_cases(tmp_path: Path) -> None:
     """Each command fits cases, and asks for kernels that are off by default by a variable that is read."""
     sources = "".join(path.read_text() for path in (ROOT / "kernels").glob("*.py"))
     known: set[str] = set()
@@ -277,7 +277,7 @@ def test_the_runner_knows_what_is_timed(tmp_path: Path) -> None:
         known.add(each.key)
 
 
-def test_each_command_parses_and_names_what_there_is(tmp_path: Path) -> None:
+def test_each_command_parses_and_names_existing_cases(tmp_path: Path) -> None:
     """A typo in an option, a shape, a provider, a file or a pattern of names would waste its step."""
     all_files = " ".join(TESTS.values()).split()
     for each in steps(tmp_path):

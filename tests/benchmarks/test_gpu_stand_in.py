@@ -47,7 +47,7 @@ def on_the_stand_in(*command: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_a_typo_is_told_from_a_wrong_value(tmp_path: Path) -> None:
+def test_a_typo_is_distinguished_from_a_wrong_value(tmp_path: Path) -> None:
     file = tmp_path / "test_of_a_device.py"
     file.write_text(TESTS)
     done = on_the_stand_in("pytest", "-q", "-c", "/dev/null", "--rootdir", str(tmp_path), str(file))

@@ -129,7 +129,7 @@ def test_what_is_wrong_is_not_timed() -> None:
         (one_more, "2 tensors in place of 1"),
     ],
 )
-def test_each_way_of_being_wrong_is_told_before_anything_is_timed(
+def test_wrong_results_are_reported_before_anything_is_timed(
     provider: Provider, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed: list[set[str]] = []
@@ -186,7 +186,7 @@ def test_rounded_weights_may_have_some_other_integers() -> None:
     assert list(run(dataclasses.replace(rival, agreement={}), "fwd").wrong) == ["half", "more", "short"]
 
 
-def test_a_rival_may_refuse_and_ours_may_not() -> None:
+def test_a_rival_may_refuse_and_fastformer_may_not() -> None:
     rival = dataclasses.replace(TOY, providers={**TOY.providers, "rival": refuses})
     outcome = run(rival)
     assert "not this shape" in outcome.refused["rival"] and len(outcome.rows) == 2
@@ -213,7 +213,7 @@ def test_a_row_names_the_backends_that_ran() -> None:
     assert outcome.rows == [] and "only the reference of add_layer_norm_bwd" in outcome.refused["fastformer"]
 
 
-def test_a_rival_without_dropout_is_left_out_where_there_is_some() -> None:
+def test_a_rival_without_dropout_is_omitted_if_the_case_has_dropout() -> None:
     """Rivals draw masks of their own and are checked without, and they may refuse either."""
     shape = {"rows": 64, "dropout_p": 0.1}
     rival = dataclasses.replace(TOY, providers={**TOY.providers, "rival": refuses})
@@ -248,7 +248,7 @@ def test_a_rival_with_a_mask_of_its_own_has_to_be_right_without() -> None:
     assert not run_case(elsewhere, shape, "fwdbwd").wrong
 
 
-def test_ours_with_dropout_has_to_be_as_its_reference() -> None:
+def test_fastformer_with_dropout_must_equal_its_reference() -> None:
     def ours(x: Inputs, shape: Shape) -> torch.Tensor:
         seed = torch.tensor([1, 2]) if forced_backend() == "reference" else torch.tensor([1, shape["other"]])
         return add_layer_norm(x["x"], dropout_p=shape["dropout_p"], dropout_seed=seed)[0]
@@ -261,7 +261,7 @@ def test_ours_with_dropout_has_to_be_as_its_reference() -> None:
 
 
 @pytest.mark.parametrize("role, times, is_wrong", [("ours", 5, True), ("rival", 9, False), ("rival", 12, True)])
-def test_how_far_ours_and_rivals_may_err(role: str, times: float, is_wrong: bool) -> None:
+def test_limits_on_the_errors_of_fastformer_and_rivals(role: str, times: float, is_wrong: bool) -> None:
     """In units of what the baseline errs: ours by three, rivals by ten."""
 
     def off(factor: float) -> Provider:
@@ -279,7 +279,7 @@ def test_how_far_ours_and_rivals_may_err(role: str, times: float, is_wrong: bool
     assert list(run(staged, "fwd").wrong) == ["rival"]  # all are ours there
 
 
-def test_what_is_not_installed_is_a_row_that_says_how_to_get_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_package_is_a_row_that_says_how_to_install_it(capsys: pytest.CaptureFixture[str]) -> None:
     needs = {"there": Need("torch", "no"), "absent": Need("no_such_module", "pip install it")}
     providers = {**TOY.providers, "there": square, "absent": refuses}
     rival = dataclasses.replace(TOY, providers=providers, needs=needs)
@@ -360,7 +360,7 @@ def test_command_and_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "line 1: expected a JSON object" in capsys.readouterr().err
 
 
-def test_compare_holds_ours_to_each_rival(tmp_path: Path) -> None:
+def test_compare_shows_fastformer_against_each_rival(tmp_path: Path) -> None:
     """Both may be as far from the baseline as before, within 15 %, and from one another not."""
     paths = [tmp_path / "old", tmp_path / "new"]
     for path, ours, rival, ratio in zip(paths, (2.0, 2.2), (1.0, 0.9), (2.0, 2.44), strict=True):
@@ -396,7 +396,7 @@ def options(**fields: object) -> argparse.Namespace:
     return argparse.Namespace(**{**given, "device": "cpu", **fields})
 
 
-def test_a_run_that_is_stopped_keeps_and_sums_up_what_it_has(
+def test_a_stopped_run_keeps_and_summarises_its_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = {"suite": "ops", "op": "rotary", "mode": "fwd", "dtype": "float32", "shape": {}, "provider": "eager",
@@ -485,9 +485,7 @@ def test_list_measures_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: 
         ("--op attenshun", "attenshun"),
     ],
 )
-def test_a_filter_that_matches_nothing_says_what_there_is(
-    command: str, says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_filter_without_a_match_lists_the_cases(command: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main([*command.split(), "--device", "cpu"])
     assert says in capsys.readouterr().err

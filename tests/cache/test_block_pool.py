@@ -22,7 +22,7 @@ def test_a_block_is_free_when_its_last_holder_releases_it():
     assert pool.num_free == 4 and len(set(pool.take(4))) == 4
 
 
-def test_the_null_block_is_never_taken_and_what_is_not_there_is_not_taken():
+def test_neither_the_null_block_nor_a_missing_block_is_taken():
     pool = BlockPool(4)
     with pytest.raises(CacheFullError):
         pool.take(4)

@@ -96,7 +96,7 @@ class Walk:
 
 @pytest.mark.parametrize("is_host", [True, False], ids=["host", "device"])
 @pytest.mark.parametrize("seed", range(4))
-def test_runs_leave_what_lists_hold(seed: int, is_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_equal_operations_on_lists(seed: int, is_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KVCache, "_is_host", staticmethod(lambda device: is_host))
     dice, walk = random.Random(seed), Walk()
     everything, batch = walk.cache.free_blocks, walk.batch()
@@ -135,7 +135,7 @@ def test_the_sources_of_groups_are_where_their_rows_look() -> None:
     torch.testing.assert_close(attend_cached(cross, q), attend_cached(alone, q))
 
 
-def test_blocks_that_are_not_there_are_not_taken() -> None:
+def test_missing_blocks_are_not_taken() -> None:
     walk = Walk(num_blocks=14)
     walk.add(2, 3, 30)
     batch, before = walk.batch(1), walk.cache.free_blocks

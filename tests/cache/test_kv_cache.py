@@ -134,7 +134,7 @@ def step_randomly(oracle, choice, rng):
 
 @pytest.mark.parametrize("is_host", [True, False], ids=["host", "device"])
 @pytest.mark.parametrize("seed", range(5))
-def test_random_walks_hold_what_lists_hold(seed, is_host, monkeypatch):
+def test_random_operations_equal_those_on_lists(seed, is_host, monkeypatch):
     """Also with tables of its own on the device, as on a GPU, which lacks nothing at any look."""
     monkeypatch.setattr(KVCache, "_is_host", staticmethod(lambda device: is_host))
     rng = random.Random(seed)

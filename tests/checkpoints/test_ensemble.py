@@ -9,7 +9,7 @@ from fastformer.data import ByteTokenizer, Tokenizer, train_bpe
 from fastformer.models import Transformer
 
 
-def test_tokenizers_are_compared_by_what_they_hold(tmp_path) -> None:
+def test_tokenizers_are_compared_by_their_contents(tmp_path) -> None:
     texts = ["the old man", "an old hat", "the cat"]
     tokenizers: dict[str, Tokenizer] = {
         "a": train_bpe(texts, 24),

@@ -62,7 +62,7 @@ def translated(saved: Saved, tmp_path: Path, capsys, *flags: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_says_what_transformers_says(kind, made, tmp_path, capsys) -> None:
+def test_outputs_equal_transformers(kind, made, tmp_path, capsys) -> None:
     saved = made(kind)
     expected = saved.said(no_repeat_ngram_size=2)
     assert translated(saved, tmp_path, capsys) == [text.replace("\n", " ") for text in expected]
@@ -79,7 +79,7 @@ def test_says_what_transformers_says(kind, made, tmp_path, capsys) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bart", "marian", "t5", "t5-spiece"])
-def test_a_folder_of_ours_is_made_of_it(kind, made, tmp_path) -> None:
+def test_a_folder_converts_to_fastformers_format(kind, made, tmp_path) -> None:
     saved = made(kind)
     translator = Translator.from_pretrained(saved.folder)
     expected = translator.translate(saved.texts, max_new_tokens=16)
@@ -225,7 +225,7 @@ def test_merges_come_in_their_order(has_space) -> None:
     assert backend.decode([0, 4, 8, 2], skip_special_tokens=True) == "abc"
 
 
-def test_what_is_forced_is_said_first_and_last(made) -> None:
+def test_forced_tokens_come_first_and_last(made) -> None:
     saved = made("bart")
     options = {"forced_bos_token_id": 0, "forced_eos_token_id": 2}
     found = Translator.from_pretrained(saved.folder).translate(saved.texts, max_new_tokens=16, **options)
@@ -248,7 +248,7 @@ def test_scores_are_the_log_probabilities_of_transformers(made) -> None:
 
 
 @pytest.mark.parametrize("stopping", [False, True, "never"])
-def test_beams_are_those_of_transformers_by_its_rules(stopping, made, tmp_path, capsys) -> None:
+def test_beams_by_transformers_rules_equal_its_own(stopping, made, tmp_path, capsys) -> None:
     saved = made("marian")
     options = {"num_beams": 4, "length_penalty": 2.0, "early_stopping": stopping}
     # What may not be said has no part in our softmax.
@@ -258,7 +258,7 @@ def test_beams_are_those_of_transformers_by_its_rules(stopping, made, tmp_path, 
     assert len(set(expected)) > 2
 
 
-def test_pad_may_be_said_if_nothing_forbids_it(made, tmp_path) -> None:
+def test_pad_may_be_generated_if_nothing_forbids_it(made, tmp_path) -> None:
     for saved, bias in ((made("marian"), -30_000), (families.marian(tmp_path / "model", bad_words=False), 0)):
         model, _ = loaded(saved.folder)
         assert model.output_bias[model.config.special_ids.pad] == bias

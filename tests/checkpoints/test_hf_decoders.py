@@ -52,7 +52,7 @@ def ids_of(folder: Path, kind: str, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
-def test_says_what_transformers_says(kind, made, capsys) -> None:
+def test_outputs_equal_transformers(kind, made, capsys) -> None:
     folder = made(kind)
     model, tokenizer = loaded(folder)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -73,7 +73,7 @@ def test_says_what_transformers_says(kind, made, capsys) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama3", "pieces"])
-def test_a_folder_of_ours_is_made_of_it(kind, made, tmp_path) -> None:
+def test_a_folder_converts_to_fastformers_format(kind, made, tmp_path) -> None:
     model, tokenizer = loaded(made(kind))
     model.save_pretrained(tmp_path, tokenizer)
     again, other = loaded(tmp_path)
@@ -105,7 +105,7 @@ def test_special_tokens_are_known_in_what_a_template_writes(made) -> None:
     assert pieces.tokens([last, last + 1, 1]) == ["<|im_end|>", "<note>", "<s>"]
 
 
-def test_the_search_of_the_folder_is_told(made) -> None:
+def test_the_search_settings_of_the_folder_are_reported(made) -> None:
     folder = made("llama3")
     settings = generation_settings(folder)
     assert (settings["do_sample"], settings["temperature"], settings["max_length"]) == (True, 0.6, 40)

@@ -40,7 +40,7 @@ def load(folder: Path) -> tuple[BERT, EncoderTokenizer]:
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
-def test_a_folder_says_what_transformers_says(kind, saved) -> None:
+def test_a_folder_gives_transformers_outputs(kind, saved) -> None:
     folder = saved(kind)
     model, tokenizer = load(folder)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)

@@ -34,7 +34,7 @@ def made(tmp_path_factory) -> Make:
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_says_what_transformers_says(kind, made, tmp_path, capsys) -> None:
+def test_outputs_equal_transformers(kind, made, tmp_path, capsys) -> None:
     spoken = made(kind)
     expected = spoken.said(no_repeat_ngram_size=2)
     file = tmp_path / "in.txt"
@@ -54,7 +54,7 @@ def test_says_what_transformers_says(kind, made, tmp_path, capsys) -> None:
 
 
 @pytest.mark.parametrize("kind, penalty", [("nllb", 0.0), ("nllb", 2.0), ("mbart", 1.0), ("madlad", 1.0)])
-def test_beams_are_those_of_transformers_by_its_rules(kind, penalty, made) -> None:
+def test_beams_by_transformers_rules_equal_its_own(kind, penalty, made) -> None:
     spoken = made(kind)
     options = {"num_beams": 4, "length_penalty": penalty, "early_stopping": "never", "max_new_tokens": 12}
     translator = Translator.from_pretrained(spoken.saved.folder, **spoken.languages)
@@ -77,7 +77,7 @@ def test_the_language_counts_in_the_length_of_beams_that_end(penalty, ends, made
 
 
 @pytest.mark.parametrize("kind", ["nllb", "m2m100", "madlad"])
-def test_a_folder_of_ours_is_made_of_it(kind, made, tmp_path) -> None:
+def test_a_folder_converts_to_fastformers_format(kind, made, tmp_path) -> None:
     spoken = made(kind)
     translator = Translator.from_pretrained(spoken.saved.folder, **spoken.languages)
     expected = translator.translate(spoken.saved.texts, max_new_tokens=8)

@@ -18,7 +18,7 @@ from tests.training.tiny import contents
 pytest.importorskip("fcntl", reason="locks of this kind are POSIX")
 
 
-def test_a_second_one_is_told_who_trains(tmp_path) -> None:
+def test_a_second_training_is_refused_with_the_holder(tmp_path) -> None:
     with RunLock(tmp_path), pytest.raises(ValueError, match=rf"\b{os.getpid()}\b"):
         RunLock(tmp_path).acquire()
     with RunLock(tmp_path) as again:

@@ -223,7 +223,7 @@ def test_numbers_of_more_than_eight_digits_are_sorted_as_numbers(tmp_path) -> No
     assert stems(tmp_path) == [99_999_999, 100_000_000]
 
 
-def test_a_full_disk_keeps_what_was_there(tmp_path, monkeypatch) -> None:
+def test_a_full_disk_keeps_the_old_checkpoint(tmp_path, monkeypatch) -> None:
     path = save_checkpoint(tmp_path, 2, state(2), keep_last=1)
     before = path.read_bytes()
 

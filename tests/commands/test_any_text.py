@@ -139,7 +139,7 @@ def test_a_thousand_lines_of_a_file_and_of_standard_input(echo, tmp_path, monkey
     assert echo.given == [(text, "~") for text in texts]
 
 
-def test_a_terminal_that_waits_says_so(echo, monkeypatch, capsys) -> None:
+def test_a_command_that_waits_for_a_terminal_says_so(echo, monkeypatch, capsys) -> None:
     class Keyboard(io.TextIOWrapper):
         def isatty(self) -> bool:
             return True

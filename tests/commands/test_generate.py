@@ -53,7 +53,7 @@ def expected(model: GPT, prompt: str, **options) -> list[str]:
     ],
     ids=str,
 )
-def test_it_says_what_the_library_says(run, model, flags, options, capsys) -> None:
+def test_generate_prints_the_librarys_output(run, model, flags, options, capsys) -> None:
     prompt = "two lines\nof a prompt "
     assert main(["generate", run, prompt, *flags, *FEW]) == 0
     out = capsys.readouterr().out
@@ -74,7 +74,7 @@ def test_sampling_is_the_default_and_the_help_says_so(run, capsys) -> None:
     assert re.search(r"--greedy [^-]*\bwithout sampling\b.*?default: false", text)
 
 
-def test_what_is_drawn_is_printed_as_it_comes(run, monkeypatch) -> None:
+def test_samples_are_printed_at_once(run, monkeypatch) -> None:
     class Screen(io.StringIO):
         def __init__(self) -> None:
             super().__init__()
@@ -94,7 +94,7 @@ def test_what_is_drawn_is_printed_as_it_comes(run, monkeypatch) -> None:
     monkeypatch.undo()
 
 
-def test_a_prompt_that_the_tokenizer_does_not_hold_is_kept_and_said(tmp_path, capsys, caplog) -> None:
+def test_a_prompt_that_the_tokenizer_changes_is_kept_and_reported(tmp_path, capsys, caplog) -> None:
     tokenizers = pytest.importorskip("tokenizers", reason="a BPE needs the tokenizers library")
     vocabulary = {token: i for i, token in enumerate(("<pad>", "</s>", "<unk>", *"abc"))}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="<unk>"))
@@ -170,7 +170,7 @@ def test_prompts_of_a_file_are_answered_line_by_line(run, model, file, capsys, m
         )
 
 
-def test_what_is_wrong_with_a_line_is_said_with_its_number(run, tmp_path, capsys, caplog) -> None:
+def test_an_error_about_a_line_names_its_number(run, tmp_path, capsys, caplog) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("good\n" + "x" * 50 + "\nlast\n")
     assert main(["generate", run, "--file", str(path), "--greedy"]) == 1
@@ -216,7 +216,7 @@ def test_a_stop_text_ends_it_and_is_not_printed(run, model, tmp_path, capsys) ->
         assert capsys.readouterr().out == "\n---\n".join(cut) + "\n"
 
 
-def test_a_text_goes_on_past_the_window_where_that_is_asked_for(run, model, capsys, caplog) -> None:
+def test_a_text_continues_past_the_window_on_request(run, model, capsys, caplog) -> None:
     options = {"max_new_tokens": 90, "window": "slide", "min_new_tokens": 90}
     out = generate(model, [TOKENIZER.encode("a")], **options)[0].tolist()
     flags = ["--greedy", "--window", "slide", "--max_new_tokens", "90", "--min_new_tokens", "90"]

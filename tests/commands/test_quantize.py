@@ -80,7 +80,7 @@ def test_int8_is_asked_for_on_the_command_line(run, capsys) -> None:
         assert missing in said.err
 
 
-def test_what_is_there_stays(run, tmp_path, capsys) -> None:
+def test_existing_files_stay(run, tmp_path, capsys) -> None:
     (tmp_path / "mine").write_text("x")
     for out in (run, str(tmp_path), str(tmp_path / "mine")):
         assert main(["quantize", run, out]) == 1

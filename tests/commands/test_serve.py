@@ -55,7 +55,7 @@ def test_flags_go_before_the_file_and_the_file_before_defaults(translator_folder
         ("- port", "settings"),
     ],
 )
-def test_a_file_with_a_mistake_in_it_is_told(started, tmp_path, capsys, text, named) -> None:
+def test_a_mistake_in_a_file_is_an_error(started, tmp_path, capsys, text, named) -> None:
     (config := tmp_path / "serve.yaml").write_text(text)
     assert main(["serve", str(tmp_path), "--config", str(config)]) == 1
     said = capsys.readouterr().err
@@ -63,7 +63,7 @@ def test_a_file_with_a_mistake_in_it_is_told(started, tmp_path, capsys, text, na
 
 
 @pytest.mark.parametrize("flag", ["--port=65536", "--max_waiting=0", "--nope=1", "--num_beams=x", "--precision=int7"])
-def test_a_flag_with_a_mistake_in_it_is_told(started, tmp_path, capsys, flag) -> None:
+def test_a_mistake_in_a_flag_is_an_error(started, tmp_path, capsys, flag) -> None:
     assert main(["serve", str(tmp_path), flag]) != 0
     assert flag[2:].partition("=")[0] in capsys.readouterr().err and not started
 
@@ -72,7 +72,7 @@ LOCAL = ["127.0.0.1", "127.0.0.9", "localhost", "::1", "[::1]"]
 OPEN = ["0.0.0.0", "::", "192.168.1.2", "server.example", ""]
 
 
-def test_other_machines_reach_it_with_keys_alone(
+def test_other_machines_need_a_key(
     translator_folder, started, tmp_path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, keys, config = str(translator_folder), tmp_path / "keys", tmp_path / "serve.yaml"
@@ -98,6 +98,6 @@ def test_other_machines_reach_it_with_keys_alone(
     assert "FASTFORMER_API_KEYS" in capsys.readouterr().err and not started
 
 
-def test_a_file_of_keys_that_is_not_there_is_told(started, tmp_path: Path, capsys) -> None:
+def test_a_missing_file_of_keys_is_an_error(started, tmp_path: Path, capsys) -> None:
     assert main(["serve", str(tmp_path), "--keys_file", str(tmp_path / "nowhere")]) == 1
     assert "nowhere" in capsys.readouterr().err and not started

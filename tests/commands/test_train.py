@@ -62,7 +62,7 @@ def help_of(words: list[str], capsys) -> str:
 
 
 @pytest.mark.parametrize("kind", ["transformer", "gpt", "lstm"])
-def test_the_help_says_what_a_model_is_by_default(kind, capsys) -> None:
+def test_the_help_names_the_default_model(kind, capsys) -> None:
     settings = TrainConfig(model=kind, batching="bucketed").model_config(99)
     shown, presets = help_of(["--model.help", kind], capsys).split("presets (--preset):")
     everything = help_of(["--help"], capsys)
@@ -78,7 +78,7 @@ def test_the_help_says_what_a_model_is_by_default(kind, capsys) -> None:
         assert re.search(r"tiny d_model 128, .*num_encoder_layers 2", presets)
 
 
-def test_epochs_are_told_as_a_person_counts(command, caplog) -> None:
+def test_epochs_are_counted_from_one(command, caplog) -> None:
     caplog.set_level(logging.INFO)
     for epochs, said in (("1", "1 epoch is "), ("0.01", "0.01 epochs are 1 update")):
         caplog.clear()
@@ -110,7 +110,7 @@ def test_a_corpus_is_not_dropped_by_a_second_flag_of_its_kind(command, tmp_path,
     assert step(command[1]) == 1
 
 
-def test_nothing_is_written_or_deleted_behind_a_link(command, tmp_path, capsys) -> None:
+def test_nothing_is_written_or_deleted_through_a_link(command, tmp_path, capsys) -> None:
     run, other = tmp_path / "run", tmp_path / "other"
     line = [*command, "--steps", "3", "--save_every", "1", "--keep_last", "1"]
     assert main(line) == 0
@@ -220,7 +220,7 @@ def test_fine_tuning(command, tmp_path, capsys) -> None:
     assert "has d_model 16, got 32: leave d_model out" in capsys.readouterr().err
 
 
-def test_average_says_what_the_model_is_and_leaves_a_training_alone(command, capsys) -> None:
+def test_average_describes_the_model_and_does_not_affect_a_training(command, capsys) -> None:
     assert main([*command, "--steps", "4", "--save_every", "1"]) == 0
     with RunLock(Path(command[1])):
         assert main(["average", command[1], "--last", "2"]) == 1

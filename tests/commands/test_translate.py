@@ -92,7 +92,7 @@ def test_who_writes_a_line_and_waits_gets_the_answer(run, expected) -> None:
         killer.cancel()
 
 
-def test_ctrl_c_ends_in_one_word_behind_the_answers(run, expected, capsys, monkeypatch) -> None:
+def test_ctrl_c_prints_one_word_after_the_answers(run, expected, capsys, monkeypatch) -> None:
     wait_for, waits = select.select, []
 
     def interrupted(readers, writers, others, timeout):
@@ -111,7 +111,7 @@ def test_ctrl_c_ends_in_one_word_behind_the_answers(run, expected, capsys, monke
         assert out == shown(expected("one")) + "\n" and err == "interrupted\n"
 
 
-def test_lines_are_told_as_they_come() -> None:
+def test_lines_are_answered_as_they_come() -> None:
     reading, writing = os.pipe()
     with os.fdopen(reading, "rb") as stream, os.fdopen(writing, "wb", buffering=0) as sink:
         lines = PipeLines(stream.fileno())
@@ -396,7 +396,7 @@ def test_several_runs_translate_and_score_together(run, tmp_path, capsys) -> Non
         assert expected in capsys.readouterr().err
 
 
-def test_alignments_stand_behind_the_translations(run, tmp_path, capsys) -> None:
+def test_alignments_follow_the_translations(run, tmp_path, capsys) -> None:
     texts = ["one two", "", "a longer  line", "three"]
     file = tmp_path / "in.txt"
     file.write_text("\n".join(texts) + "\n")

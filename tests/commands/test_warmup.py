@@ -37,7 +37,7 @@ def test_each_kind_of_model_is_used_as_it_will_be(kind: str) -> None:
     assert all(parameter.grad is None for parameter in used.parameters())
 
 
-def test_it_says_and_writes_what_was_made_ready(tmp_path: Path) -> None:
+def test_warmup_reports_and_writes_the_prepared_kernels(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     from fastformer.kernels._binaries import Binary, BinaryFile
     from fastformer.kernels._launch import Resolved

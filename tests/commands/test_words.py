@@ -35,7 +35,7 @@ def test_the_help_says_how_a_text_is_given(capsys) -> None:
     assert "behind --" in text and "--FLAG=TEXT" in text and "--FLAG=false" in text
 
 
-def test_a_message_has_nothing_of_the_parsers_insides(capsys) -> None:
+def test_messages_do_not_expose_the_parser(capsys) -> None:
     for words in (
         "train r --seed 1.5",
         "train r --model.d_model 1e",

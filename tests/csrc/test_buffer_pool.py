@@ -48,7 +48,7 @@ def test_many_small_buffers_leave_room_for_a_large_one() -> None:
 
 
 @pytest.mark.usefixtures("small_pages")
-def test_a_buffer_is_kept_however_many_have_gone() -> None:
+def test_a_buffer_is_reused_after_any_number_of_frees() -> None:
     """Each call has a buffer of 8 MiB for its logits: 40 of them are far more than are kept at a time."""
     check_that_large_buffers_are_kept()
 

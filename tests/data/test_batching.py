@@ -37,7 +37,7 @@ def test_neighbouring_seeds_and_epochs_share_no_order(batching) -> None:
 
 
 @pytest.mark.parametrize("batching", BATCHINGS)
-def test_the_order_of_batches_says_nothing_of_their_length(batching) -> None:
+def test_the_order_of_batches_does_not_depend_on_length(batching) -> None:
     lengths = torch.arange(1, 801)[:, None].expand(-1, 2)  # sorted, as some corpora are
     for epoch in range(2):
         batches = plan_epoch(lengths, max_tokens=1000, batching=batching, seed=0, epoch=epoch)
@@ -75,7 +75,7 @@ def test_batches_are_filled_to_the_last_token(batching, max_tokens) -> None:
 
 @pytest.mark.parametrize(("batching", "fits"), [("random", False), ("packed", True)])
 @pytest.mark.parametrize("side", [0, 1])
-def test_budgets_count_padding_where_there_is_padding(batching, fits, side) -> None:
+def test_budgets_include_padding(batching, fits, side) -> None:
     # 6 + 2 + 2 real tokens, 18 padded ones, on one side; the other has next to nothing.
     lengths = torch.ones(3, 2, dtype=torch.long)
     lengths[:, side] = torch.tensor([6, 2, 2])
@@ -163,7 +163,7 @@ def test_errors() -> None:
 
 
 @pytest.mark.parametrize("batching", BATCHINGS)
-def test_weights_say_how_often_an_epoch_has_an_example(batching) -> None:
+def test_weights_are_the_number_of_times_an_epoch_has_an_example(batching) -> None:
     lengths = torch.randint(1, 9, (900, 2), generator=torch.Generator().manual_seed(0))
     weights = torch.tensor([2.0, 1.0, 0.25]).repeat_interleave(300)
     options = {"max_tokens": 64, "batching": batching, "seed": 3}

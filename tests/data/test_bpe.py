@@ -116,7 +116,7 @@ def test_what_the_normal_form_changes_is_a_choice() -> None:
     assert train_bpe([text], 60, normalization="nfkc_lower").normalize("ÄﬁX") == "äfix"
 
 
-def test_spaces_that_say_nothing_are_no_tokens() -> None:
+def test_meaningless_spaces_are_not_tokens() -> None:
     bpe = train_bpe(TEXTS, 200, spaces="collapse")
     ids = bpe.encode("one hundred")
     for text in (" one hundred", "one hundred  ", "one   hundred", "one\thundred\n", "\u3000one hundred"):
@@ -155,7 +155,7 @@ def test_ten_megabytes_in_one_line() -> None:
         assert bpe.decode(bpe.encode(text)) == text
 
 
-def test_words_are_the_same_tokens_wherever_they_stand() -> None:
+def test_words_have_the_same_tokens_everywhere() -> None:
     bpe = train_bpe(TEXTS, 200)
     word = bpe.encode("hundred")
     assert bpe.tokens(word)[0].startswith("▁")
@@ -165,7 +165,7 @@ def test_words_are_the_same_tokens_wherever_they_stand() -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [20, 60, 200])
-def test_bytes_stand_beside_the_vocabulary(vocab_size) -> None:
+def test_bytes_are_added_to_the_vocabulary(vocab_size) -> None:
     bpe = train_bpe(TEXTS, vocab_size)
     assert bpe.vocab_size == vocab_size + 256
     assert bpe.tokens([3, 3 + 0xAB, 258]) == ["<0x00>", "<0xAB>", "<0xFF>"]

@@ -75,7 +75,7 @@ def test_what_is_no_text_is_named(tmp_path, data, message) -> None:
             read_text(tmp_path / "a", skip_bad=True)
 
 
-def test_text_that_only_begins_as_if_it_were_compressed(tmp_path) -> None:
+def test_text_that_only_looks_compressed(tmp_path) -> None:
     for data in (b"BZh9 is a word\n", b"B", b"BZ\n", b"PK, what is that?\n", b"(\n", b"PAR 1\n"):
         (tmp_path / "a").write_bytes(data)
         assert read_bytes(tmp_path / "a") == data

@@ -25,7 +25,7 @@ def test_each_batch_is_dealt_once_and_counts_are_equal(costs, world) -> None:
 
 
 @given(COSTS.filter(len), st.integers(2, 9))
-def test_turns_are_alike_and_no_share_is_far_above_the_mean(costs, world) -> None:
+def test_work_is_similar_and_no_share_is_far_above_the_mean(costs, world) -> None:
     shares = share_out(costs, world)
     for share in shares:
         assert [costs[place] for place in share] == sorted((costs[place] for place in share), reverse=True)

@@ -134,7 +134,7 @@ def test_bad_lines_of_a_text(tmp_path, caplog) -> None:
     assert "1 of 5 lines" in caplog.text and "1 not UTF-8 (line 4)" in caplog.text
 
 
-def test_a_folder_holds_a_document_a_file(tmp_path) -> None:
+def test_each_file_of_a_folder_is_a_document(tmp_path) -> None:
     for name, text in (("b.txt", "two\n"), ("a.txt", "one\n\nx"), ("c.md", "no")):
         write(tmp_path / name, text.encode())
     assert read_documents(tmp_path) == ["one\n\nx", "two\n"]

@@ -41,7 +41,7 @@ def test_every_family_has_a_row(rows: dict[str, list[str]]) -> None:
 
 
 @pytest.mark.parametrize("kind", list(FAMILIES))
-def test_its_row_says_what_accelerate_and_the_engine_do(rows: dict[str, list[str]], kind: str) -> None:
+def test_a_row_matches_accelerate_and_the_engine(rows: dict[str, list[str]], kind: str) -> None:
     family = FAMILIES[kind]
     config = getattr(transformers, family.config_class)(**_SIZES)
     report = fastformer.report(fastformer.accelerate(getattr(transformers, family.model_class)(config).eval()))

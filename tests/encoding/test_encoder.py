@@ -116,7 +116,7 @@ def test_poolings_are_those_of_sentence_transformers(folder, plain) -> None:
     assert encoder.get_embedding_dimension() == 3 * D_MODEL
 
 
-def test_layers_behind_the_pooling(folder, plain) -> None:
+def test_layers_after_the_pooling(folder, plain) -> None:
     place = modules(folder, ("Pooling", MEAN), ("Dense", {}), ("Normalize", {}))[1]
     weights = dense(place, D_MODEL, 12)
     encoder = fastformer.Encoder(folder)
@@ -132,7 +132,7 @@ def test_layers_behind_the_pooling(folder, plain) -> None:
     check(short, *(F.normalize(expected(dtype)[:, :5]) for dtype in (torch.float32, torch.float64)))
 
 
-def test_a_prompt_stands_in_front_of_each_text(folder, plain) -> None:
+def test_a_prompt_precedes_each_text(folder, plain) -> None:
     modules(folder, ("Pooling", MEAN))
     settings = {"prompts": {"query": "query : ", "passage": "answer : "}, "default_prompt_name": None}
     write(folder / "config_sentence_transformers.json", {**settings, "similarity_fn_name": "dot"})
@@ -156,7 +156,7 @@ def test_a_prompt_stands_in_front_of_each_text(folder, plain) -> None:
     torch.testing.assert_close(torch.from_numpy(found), mean(exact).float(), atol=2e-5, rtol=0)
 
 
-def test_a_long_text_is_cut_counted_and_said_once(plain, caplog) -> None:
+def test_a_long_text_is_cut_counted_and_reported_once(plain, caplog) -> None:
     encoder = fastformer.Encoder(plain[0])
     long = "bird " * 50
     found = encoder.encode([long, "a", long])

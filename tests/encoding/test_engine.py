@@ -59,7 +59,7 @@ def by_modules(model: Any, ids: list[list[int]], types: list[list[int]] | None, 
 
 @needs_cpp
 @pytest.mark.parametrize("name", CONFIGS)
-def test_each_family_gives_what_its_modules_give(name: str) -> None:
+def test_each_family_equals_its_modules(name: str) -> None:
     model = model_of(name)
     ids, types = texts_of(model, [1, 7, 40, 130])
     exact_model = copy.deepcopy(model).double()
@@ -89,7 +89,7 @@ def test_neighbours_change_no_bit_of_a_label(name: str) -> None:
 
 
 @needs_cpp
-def test_int4_computes_what_the_rounded_weights_do() -> None:
+def test_int4_computes_with_the_rounded_weights() -> None:
     model = model_of("bert").quantize("int4")
     ids, types = texts_of(model, [1, 7, 40, 130])
     engine = EncoderEngine(model)

@@ -72,7 +72,7 @@ def test_weights_that_are_not_finite(folder, plain) -> None:
         ' {"type": "sentence_transformers.models.Normalize", "path": ""}]',
     ],
 )  # fmt: skip
-def test_modules_that_are_none_or_unknown(folder, listed) -> None:
+def test_missing_and_unknown_modules(folder, listed) -> None:
     (folder / "modules.json").write_text(listed)
     refused(folder, "modules.json")
 
@@ -125,12 +125,12 @@ def test_layers_that_do_not_fit(folder) -> None:
         ("sentence_bert_config.json", {"do_lower_case": "yes"}, "do_lower_case"),
     ],
 )
-def test_settings_that_are_none(folder, file, settings, named) -> None:
+def test_invalid_settings(folder, file, settings, named) -> None:
     write(folder / file, settings)
     refused(folder, named)
 
 
-def test_what_a_folder_says(folder) -> None:
+def test_the_settings_of_a_folder(folder) -> None:
     modules(folder, POOLING, ("Dropout", {}), ("Normalize", {}))
     write(folder / "sentence_bert_config.json", {"max_seq_length": 99, "do_lower_case": True})
     said = {"prompts": {"query": "q: "}, "default_prompt_name": "query", "similarity_fn_name": "euclidean"}

@@ -61,7 +61,7 @@ def test_each_caller_gets_the_bits_of_the_library(step_tokens, encoder, classifi
     np.testing.assert_array_equal(requests[6].results, classifier.predict(pairs[:2], apply_softmax=True))
 
 
-def test_what_waits_shares_a_step_and_a_step_has_its_budget(encoder) -> None:
+def test_waiting_texts_share_a_step_within_its_budget(encoder) -> None:
     requests = [embed_request(encoder, [text]) for text in MANY[:20]]
     assert run(EncodingScheduler(10_000), requests) == 1
     total = sum(request.num_tokens for request in requests)

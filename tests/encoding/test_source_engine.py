@@ -63,7 +63,7 @@ def by_modules(model: Any, ids: list[list[int]]) -> Tensor:
 
 @needs_cpp
 @pytest.mark.parametrize("name", CONFIGS)
-def test_each_family_gives_what_its_modules_give(name: str) -> None:
+def test_each_family_equals_its_modules(name: str) -> None:
     model = model_of(name)
     ids = sources_of(model, [1, 7, 40, 130])
     ids[1][3] = model.config.special_ids.pad  # in the middle it is a token like others, whose embedding may be zero

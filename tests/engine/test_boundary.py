@@ -341,7 +341,7 @@ products = given(arrays, arrays, arrays, st.sampled_from(["fp32", "bf16", "int8"
 test_arrays_are_multiplied_or_refused = FEW(products(multiplies_or_says_why_not))
 
 
-def test_two_threads_on_one_session_are_told() -> None:
+def test_two_threads_on_one_session_get_an_error() -> None:
     session = EXT.Session(EXT.PackedModel(*parts("gpt")), 200 * 32)
     session.admit([], [[3 + i % 8] for i in range(200)], 1)
     told: list[str] = []
@@ -390,7 +390,7 @@ print("alike")
 """
 
 
-def test_a_child_of_fork_goes_on_with_its_own_copy_while_helpers_run(tmp_path) -> None:
+def test_a_forked_child_continues_with_its_own_copy_while_helpers_run(tmp_path) -> None:
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     environment = {**os.environ, "PYTHONPATH": root}
     done = subprocess.run(
@@ -401,7 +401,7 @@ def test_a_child_of_fork_goes_on_with_its_own_copy_while_helpers_run(tmp_path) -
 
 @pytest.mark.parametrize("where", ["embedding.weight", "decoder.layers.0.linear1.weight", "output.weight"])
 @pytest.mark.parametrize("number", [math.nan, math.inf])
-def test_rows_with_broken_numbers_say_so_and_their_neighbours_do_not(number, where) -> None:
+def test_only_rows_with_broken_numbers_are_errors(number, where) -> None:
     model = drawn(GPT, **SIZES, num_layers=1, tie_embeddings=False)
     options, tensors = dict(pack_options(model, "fp32")), dict(pack_tensors(model, "fp32"))
     plain = EXT.Session(EXT.PackedModel(options, tensors), 64)

@@ -92,7 +92,7 @@ def test_bits_of_a_text_depend_on_nothing_else(name: str, precision: str) -> Non
             assert hidden.shape == (len(ids[order[0]]), o["d_model"])
 
 
-def test_callers_on_many_threads_get_what_one_gets() -> None:
+def test_many_threads_get_the_same_results() -> None:
     o, t = drawn(d_model=96, heads=3, head_dim=32, d_ff=300)
     encoder = packed(EXT, o, t)
     batches = [texts_of(random.Random(seed), o, t, [seed + 1, 40, 7, 90])[0] for seed in range(8)]

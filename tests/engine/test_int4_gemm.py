@@ -122,7 +122,7 @@ def test_scales_far_apart() -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_stays_where_it_is(value: float) -> None:
+def test_nonfinite_values_stay_in_place(value: float) -> None:
     x, (q, scales, zeros) = draw(14, 131), weight(70, 131, True)
     clean = linear(x, q, scales, zeros)
     for column in (0, 64, 130):
@@ -139,7 +139,7 @@ def test_what_is_not_finite_stays_where_it_is(value: float) -> None:
         np.testing.assert_array_equal(np.delete(ours, 65, 1), np.delete(clean, 65, 1))
 
 
-def test_nothing_is_nothing() -> None:
+def test_empty_products_are_empty() -> None:
     x, (q, scales, zeros), bias = draw(3, 40), weight(65, 40, True), draw(65, seed=2)
     x[1], scales[64] = 0, 0
     ours = linear(x, q, scales, zeros, bias)

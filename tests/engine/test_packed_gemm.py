@@ -177,7 +177,7 @@ def test_a_quantised_weight_packs_to_itself() -> None:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_stays_in_its_row(precision: str, value: float) -> None:
+def test_nonfinite_values_stay_in_their_row(precision: str, value: float) -> None:
     x, weight = draw(14, 131), draw(70, 131, seed=1)
     clean = packed_linear()(x, weight, None, precision)
     for column in (0, 64, 130):
@@ -204,7 +204,7 @@ def test_nan_in_the_weight_stays_in_its_column(precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_nothing_is_nothing(precision: str) -> None:
+def test_empty_products_are_empty(precision: str) -> None:
     x, weight, bias = draw(3, 40), draw(65, 40, seed=1), draw(65, seed=2)
     x[1], weight[64] = 0, 0
     ours = packed_linear()(x, weight, bias, precision)

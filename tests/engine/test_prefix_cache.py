@@ -48,7 +48,7 @@ def ids(dice: random.Random, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("precision", "threads"), [("fp32", 1), ("bf16", 2), ("int8", 3), ("int4", 2)])
-def test_a_long_beginning_is_read_once_for_those_who_come_together_and_later(precision, threads) -> None:
+def test_a_long_prefix_is_read_once_for_concurrent_and_later_prompts(precision, threads) -> None:
     packed, dice = packed_gpt(precision, max_len=1100, positions="rotary"), random.Random(0)
     common = ids(dice, 1000)
     prompts = [common + ids(dice, 1 + i % 5 * 9) for i in range(16)]
@@ -101,7 +101,7 @@ def test_prompts_that_wait_for_a_step_are_read_before_anything_needs_them(precis
             assert np.array_equal(row, expected[place][number + (place != 3)]), (place, number)
 
 
-def test_what_one_prompt_of_an_admission_needs_of_another_is_there_before() -> None:
+def test_shared_blocks_of_an_admission_are_read_before_they_are_needed() -> None:
     packed, dice = packed_gpt(), random.Random(1)
     stem = ids(dice, 112)
     # Each needs what the one before it reads, but for the first and the last.
@@ -114,7 +114,7 @@ def test_what_one_prompt_of_an_admission_needs_of_another_is_there_before() -> N
         assert all(np.array_equal(row, alone(packed, p)[0]) for row, p in zip(found, chosen, strict=True)), order
 
 
-def test_no_thread_reads_what_another_has_yet_to_write() -> None:
+def test_no_thread_reads_unwritten_blocks() -> None:
     packed, dice = packed_gpt(d_model=64, num_heads=8, max_len=400), random.Random(6)
     for _ in range(20):
         stem = ids(dice, 320)
@@ -125,7 +125,7 @@ def test_no_thread_reads_what_another_has_yet_to_write() -> None:
         assert np.array_equal(found[1], alone(packed, prompts[1])[0])
 
 
-def test_tokens_alike_behind_another_beginning_are_other_tokens() -> None:
+def test_equal_tokens_after_different_prefixes_are_not_shared() -> None:
     packed, dice = packed_gpt(), random.Random(2)
     first, second, same = ids(dice, 16), ids(dice, 16), ids(dice, 32)
     session = new_session(packed)
@@ -137,7 +137,7 @@ def test_tokens_alike_behind_another_beginning_are_other_tokens() -> None:
     assert session.known((first + same)[:47]) == (32, 32)  # in whole blocks
 
 
-def test_behind_an_encoder_nothing_is_shared() -> None:
+def test_encoder_decoders_share_no_prefixes() -> None:
     sizes = {"vocab_size": VOCAB, "d_model": 12, "num_heads": 2, "d_ff": 8, "max_len": 60}
     session = new_session(pack(drawn(Transformer, **sizes), "fp32"))
     prompt = ids(random.Random(3), 40)
@@ -145,7 +145,7 @@ def test_behind_an_encoder_nothing_is_shared() -> None:
     assert session.known(prompt) == (0, 0) and session.shared_tokens() == 0
 
 
-def test_an_admission_that_fails_leaves_nothing_that_could_be_taken_for_read() -> None:
+def test_a_failed_admission_leaves_no_cached_blocks() -> None:
     packed, dice = packed_gpt(), random.Random(4)
     old, stem = ids(dice, 33), ids(dice, 48)
     session = new_session(packed, 10)
@@ -190,7 +190,7 @@ class Mirrored:
 
 # Slow: more draws of the same.
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 44))])
-def test_each_row_says_what_it_says_alone_while_beginnings_come_and_go(seed) -> None:
+def test_each_row_decodes_as_if_alone_while_prefixes_come_and_go(seed) -> None:
     dice = random.Random(seed)
     capped = {"window_size": 21, "window_layers": (True, False), "attention_softcap": 4.0, "qk_norm": "head"}
     options: dict[str, Any] = dice.choice([{}, {"positions": "rotary", "num_kv_heads": 1}, {"window_size": 21}, capped])

@@ -56,7 +56,7 @@ def alone(wide: Any, groups: Sequence[Group]) -> np.ndarray:
 @pytest.mark.parametrize(
     ("kind", "options"), [(Transformer, {}), (GPT, {"num_kv_heads": 1}), (GPT, {"window_size": 7})]
 )
-def test_each_row_says_what_it_says_alone_in_little_memory(kind, options, seed) -> None:
+def test_each_row_decodes_as_if_alone_in_little_memory(kind, options, seed) -> None:
     model, dice = small(kind, **options), random.Random(seed)
     wide = copy.deepcopy(model).double()
     blocks = dice.choice([6, 9, 14])
@@ -166,7 +166,7 @@ def test_a_row_takes_a_block_when_its_last_one_is_full(length) -> None:
     assert session.free_tokens() == 10 * BLOCK
 
 
-def test_a_block_that_nobody_names_is_found_when_it_is_the_one_that_lacks() -> None:
+def test_an_unnamed_block_is_found_if_it_is_the_missing_one() -> None:
     session = _extension.module().Session(pack(small(GPT), "fp32"), 2 * BLOCK)
     session.admit([[]], [[]], 1)
     session.reorder([[0, 0]])

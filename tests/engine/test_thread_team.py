@@ -37,7 +37,7 @@ def expected(sizes: list[int], rounds: int) -> list[int]:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 4, 2])
-def test_each_task_runs_once_and_behind_all_of_the_stage_before(threads: int) -> None:
+def test_each_task_runs_once_and_after_the_previous_stage(threads: int) -> None:
     dice = random.Random(threads)
     for _ in range(40):
         sizes = [dice.choice([0, 1, 1, 2, 3, 7, 40]) for _ in range(dice.randint(1, 9))]
@@ -198,7 +198,7 @@ def test_helpers_come_when_they_are_asked_for_no_more_than_that_and_sleep_in_bet
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_what_a_task_throws_reaches_the_caller_and_nobody_else(threads) -> None:
+def test_an_error_of_a_task_reaches_only_its_caller(threads) -> None:
     sizes = [7, 1, 12]
     for _ in range(50):
         with pytest.raises(RuntimeError, match="a task broke"):

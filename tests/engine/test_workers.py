@@ -82,7 +82,7 @@ def test_in_little_memory_all_find_the_same() -> None:
         assert decode(requests(3), 2, max_bytes=blocks * 16 * token_bytes) == alone
 
 
-def test_what_is_broken_or_cancelled_leaves_the_others_alone() -> None:
+def test_broken_and_cancelled_requests_do_not_affect_others() -> None:
     alone, bad = decode(requests(1), 1), (3, 40, 50)
     for threads in (1, 2, 3):
         found = decode(requests(1, bad=bad), threads)
@@ -126,7 +126,7 @@ def test_each_takes_a_step_and_as_many_as_it_has_tokens() -> None:
 
 
 @pytest.mark.parametrize("limits, min_rows", [([2] * 20 + [36] * 20, 0), ([2, 36] * 20, 40), ([2, 36] * 20, 22)])
-def test_a_run_ends_when_one_half_is_done_or_when_others_may_come(limits, min_rows) -> None:
+def test_a_run_ends_when_half_is_done_or_others_may_join(limits, min_rows) -> None:
     torch.set_num_threads(2)
 
     def ends_early() -> bool:

@@ -14,7 +14,7 @@ FROZEN = json.loads(NAMES.read_text())
 
 
 @pytest.mark.parametrize("package", FROZEN)
-def test_what_was_public_is_there(package) -> None:
+def test_public_names_still_exist(package) -> None:
     module = importlib.import_module(package)
     gone = [name for name in FROZEN[package] if not hasattr(module, name)]
     assert not gone, f"{package} has no {', '.join(gone)} any more"

@@ -47,7 +47,7 @@ def test_the_tokens_of_a_word_spell_it(tokenizer, text) -> None:
         assert all(len(mine) <= 1 and (not mine or mine[0] < len(words)) for mine in places)
 
 
-def test_what_no_token_stands_for_moves_no_word() -> None:
+def test_text_without_tokens_does_not_shift_words() -> None:
     def encode(text: str) -> list[int]:  # a word is a token; 9 begins a text; some words have none
         known = {"one": 5, "two": 6, "three": 7}
         return [9, *(known[word] for word in text.split() if word in known)]
@@ -80,7 +80,7 @@ def looking() -> Translator:
     return Translator(Looking.from_preset("tiny", vocab_size=259, **sizes), ByteTokenizer())
 
 
-def test_each_word_is_aligned_with_what_its_tokens_look_at(looking) -> None:
+def test_each_word_is_aligned_by_the_attention_of_its_tokens(looking) -> None:
     assert looking.align("aaa kkk zzz", "zz aa kk zz") == [(2, 0), (0, 1), (1, 2), (2, 3)]
     assert looking.align(["kk  aa", "b"], [" a", "b b"]) == [[(1, 0)], [(0, 0), (0, 1)]]
     # The tokens of a source word are added up: two that are near outweigh one that is nearer.
@@ -114,7 +114,7 @@ def test_texts_without_words_and_bad_ones(looking, caplog) -> None:
 
 
 @pytest.mark.parametrize("kind", [Transformer, LSTMSeq2Seq])
-def test_what_a_pair_is_aligned_by_does_not_depend_on_its_neighbours(kind, monkeypatch) -> None:
+def test_the_alignment_of_a_pair_does_not_depend_on_its_neighbours(kind, monkeypatch) -> None:
     torch.manual_seed(0)
     if kind is Transformer:
         model: Any = Transformer.from_preset("tiny", vocab_size=259, d_model=32, d_ff=64, num_heads=4, max_len=64)
@@ -138,7 +138,7 @@ def test_what_a_pair_is_aligned_by_does_not_depend_on_its_neighbours(kind, monke
 
 
 @pytest.mark.parametrize("unit", ["words", "tokens"])
-def test_what_was_just_translated_is_aligned_as_if_it_were_given(unit) -> None:
+def test_a_new_translation_is_aligned_like_a_given_one(unit) -> None:
     torch.manual_seed(0)
     sizes = {"d_model": 32, "d_ff": 64, "num_heads": 4, "max_len": 40, "tie_embeddings": False}
     model = Transformer.from_preset("tiny", vocab_size=259, **sizes)

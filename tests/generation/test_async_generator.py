@@ -32,7 +32,7 @@ def lm() -> GPT:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_each_task_gets_what_generate_gives(lm, engine) -> None:
+def test_each_task_gets_the_result_of_generate(lm, engine) -> None:
     asks: list[tuple[str, dict[str, Any]]] = [
         ("ab", GREEDY), ("a longer one", DRAWN | {"seed": 5}), ("c", DRAWN | {"seed": 5, "num_return_sequences": 3}),
         ("ab", GREEDY | {"repetition_penalty": 1.3}), ("ab", DRAWN | {"seed": 6}),
@@ -100,7 +100,7 @@ async def idle(front: AsyncGenerator) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_a_full_queue_a_deadline_and_what_leaves_it(lm) -> None:
+def test_a_full_queue_a_deadline_and_cancelled_requests(lm) -> None:
     long = {"max_new_tokens": 400, "min_new_tokens": 400}
 
     async def main() -> None:

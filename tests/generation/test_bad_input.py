@@ -56,7 +56,7 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
 
 @pytest.mark.skipif(not HAS_CPP, reason="there is no decoding engine in C++ here")
 @pytest.mark.parametrize("name", CASES)
-def test_both_engines_answer_alike(name, request) -> None:
+def test_both_engines_give_the_same_answer(name, request) -> None:
     which, ids, options = CASES[name]
     model = request.getfixturevalue(which)
     options = {"max_new_tokens": 5, **options}
@@ -140,7 +140,7 @@ def test_cancelled_and_failing_requests_leave_the_others_as_they_are_in_little_m
 
 
 @BOTH
-def test_who_stops_listening_stops_the_decoding_and_can_ask_again(engine) -> None:
+def test_a_caller_that_stops_listening_stops_the_decoding_and_may_call_again(engine) -> None:
     torch.manual_seed(0)
     model = Transformer.from_preset("tiny", vocab_size=259, d_model=32, d_ff=64, num_heads=4, max_len=64)
     translator = Translator(model, ByteTokenizer(), max_batch_size=4)

@@ -60,7 +60,7 @@ def ids_by_transformers(folder: Path, messages: list[dict[str, Any]]) -> list[in
 
 
 @pytest.mark.parametrize("kind", ["llama3", "llama2"])
-def test_an_answer_is_what_transformers_generates(kind, folders) -> None:
+def test_an_answer_equals_transformers_output(kind, folders) -> None:
     folder = folders(kind)
     chat = Chat.from_pretrained(folder, system="be brief", do_sample=False, max_new_tokens=12)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -153,7 +153,7 @@ def test_every_end_ends_an_answer(folders) -> None:
     assert chat.messages[-1]["content"] == whole[: whole.index(stop)]
 
 
-def test_an_answer_that_is_ended_stays_as_far_as_it_was_said(folders) -> None:
+def test_an_answer_that_is_stopped_stays_in_the_conversation(folders) -> None:
     chat = Chat.from_pretrained(folders("llama3"), do_sample=False, max_new_tokens=16)
     whole = chat.ask("the dog reads a book")
     chat.reset()

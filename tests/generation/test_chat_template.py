@@ -27,7 +27,7 @@ def rendered_by_transformers(source: str, messages: list[dict[str, Any]], **opti
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_renders_what_transformers_renders(name) -> None:
+def test_templates_render_as_in_transformers(name) -> None:
     source, cases = CASES[name]
     template = ChatTemplate(source, NAMES)
     for messages, options in cases:
@@ -41,7 +41,7 @@ def test_the_time_is_known() -> None:
     assert ChatTemplate("{{ strftime_now('%Y-%m') }}").render([]) == time.strftime("%Y-%m")
 
 
-def test_what_a_template_refuses_is_said() -> None:
+def test_the_refusal_of_a_template_is_reported() -> None:
     for source, messages, named in (
         (GEMMA, [SYSTEM, *TURNS], "System role not supported"),
         (MISTRAL, [TURNS[0], TURNS[0]], "must alternate"),
@@ -145,7 +145,7 @@ def test_the_clock_stops_a_slow_template(monkeypatch) -> None:
         "{{ 1 / 0 }}",
     ],
 )
-def test_a_template_sees_what_it_is_given_and_nothing_else(source) -> None:
+def test_a_template_sees_only_its_arguments(source) -> None:
     messages = [{"role": "user", "content": "x"}]
     with pytest.raises(ValueError, match="chat template"):
         ChatTemplate(source).render(messages)

@@ -173,7 +173,7 @@ def test_options_that_go_together() -> None:
         torch.Generator().manual_seed(GenerationConfig(seed=seed, do_sample=True).seed)
 
 
-def test_a_config_keeps_what_it_was_given() -> None:
+def test_a_config_keeps_its_values() -> None:
     ends = [3, 4]
     config = GenerationConfig(eos_token_id=ends, logits_processor=Chain([keep]))
     ends.append(6)
@@ -246,7 +246,7 @@ def test_a_foreign_config_that_does_not_fit(given, words, model) -> None:
             GenerationConfig.from_options(options)
 
 
-def test_one_config_goes_through_every_door(model, translator) -> None:
+def test_a_config_is_accepted_everywhere(model, translator) -> None:
     config = GenerationConfig(num_beams=3, max_new_tokens=6, num_return_sequences=2)
     due = generate(model, [[5, 6]], num_beams=3, max_new_tokens=6, num_return_sequences=2)
     assert torch.equal(generate(model, [[5, 6]], config), due)

@@ -101,7 +101,7 @@ def test_each_option_of_a_model_is_honoured(name) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_int4_computes_what_the_rounded_weights_do(name) -> None:
+def test_int4_computes_with_the_rounded_weights(name) -> None:
     model, dice = configured(name).quantize("int4"), random.Random(0)
     prompts = [prompt_of(model, dice, length, before) for length, before in ((1, 0), (9, 3), (33, 18))]
     new = [ids(dice, 4, model.config.vocab_size) for _ in prompts]
@@ -110,7 +110,7 @@ def test_int4_computes_what_the_rounded_weights_do(name) -> None:
         assert distance(one, exact(model, prompt, [prompt.tokens[-1], *row])) < 0.1
 
 
-def test_distances_go_by_the_prompt_where_it_is_cut() -> None:
+def test_relative_distances_count_from_the_whole_prompt_if_it_is_split() -> None:
     """Of 512 tokens that go through the decoder together, the last prompt gets what is left."""
     kind, options = CONFIGS["t5"]
     model, dice = (
@@ -261,7 +261,7 @@ def test_a_batch_that_begins_sees_weights_that_were_loaded_since() -> None:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_each_batch_of_one_engine_sees_the_weights_of_its_beginning(precision) -> None:
+def test_each_batch_uses_the_weights_at_its_beginning(precision) -> None:
     model = configured(next(iter(CONFIGS)))
     prompt, size = prompt_of(model, random.Random(1), 6), model.config.vocab_size
     engine = CppEngine(model, precision)
@@ -286,7 +286,7 @@ def test_each_batch_of_one_engine_sees_the_weights_of_its_beginning(precision) -
 
 @pytest.mark.parametrize("kind", [Transformer, GPT])
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_beams": 2, "beam_rules": "transformers"}], ids=str)
-def test_words_that_may_not_be_said_lie_in_many_panels(kind, options) -> None:
+def test_suppressed_tokens_may_be_in_many_panels(kind, options) -> None:
     model = drawn(kind, vocab_size=300)
     prompts = [[5, 6, 7], [8, 9], [10]]
     orders = (list(range(10, 290)), list(range(289, 9, -1)), random.Random(2).sample(range(300), 280))
@@ -299,7 +299,7 @@ def test_words_that_may_not_be_said_lie_in_many_panels(kind, options) -> None:
             assert not torch.isin(new, torch.tensor(suppressed)).logical_and(new != 0).any()
 
 
-def test_neither_default_dtype_nor_modes_change_what_is_found() -> None:
+def test_default_dtype_and_modes_do_not_change_results() -> None:
     model = configured(next(iter(CONFIGS)))
     options: dict[str, Any] = {"engine": "cpp", "do_sample": True, "seed": 1, "max_new_tokens": 5}
     due = generate(model, [[5, 6, 7]], **options)

@@ -132,7 +132,7 @@ def fork(batch: Batch, groups: list[Group], dice: random.Random, widest: int) ->
 
 # What comes, moves and goes is drawn; the other seeds draw more of the same.
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-def test_each_row_is_as_if_it_were_alone(driven, seed) -> None:
+def test_each_row_decodes_as_if_alone(driven, seed) -> None:
     dice = random.Random(seed)
     engine = driven.engine
     groups: list[Group] = []
@@ -232,7 +232,7 @@ def test_processing_reaches_the_rows_in_their_order_and_draws_are_where_they_poi
 @torch.inference_mode()
 @pytest.mark.parametrize("asked", [[2], [0, 3], [1, 2, 3], [0, 1, 2, 3]], ids=str)
 @pytest.mark.parametrize("pair", [("kv_cache", "model"), ("kv_cache", "gpt"), ("recompute", "gpt")], ids="-".join)
-def test_in_16_bits_a_row_finds_no_other_values_because_its_neighbours_draw(pair, asked, request) -> None:
+def test_in_16_bits_a_row_has_the_same_values_if_its_neighbours_are_sampled(pair, asked, request) -> None:
     model = copy.deepcopy(request.getfixturevalue(pair[1])).bfloat16()
     engine, found = choose_engine(model, pair[0]), []
     draws = [Sample(1.0, 0, 1.0, 0.5)] * len(asked)
@@ -269,7 +269,7 @@ def test_the_best_without_log_probs_are_the_same(driven) -> None:
 @torch.inference_mode()
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair[0] in COUNTED], ids="-".join)
-def test_memory_is_counted_and_what_was_said_to_be_enough_is_enough(pair, seed, request) -> None:
+def test_the_estimated_memory_is_sufficient(pair, seed, request) -> None:
     model = request.getfixturevalue(pair[1])
     driven, dice = Driven(choose_engine(model, named(pair[0])), model), random.Random(seed)
     engine = driven.engine
@@ -322,7 +322,7 @@ def test_a_long_source_or_prompt_is_counted_once_and_not_much_too_high(pair, req
 @torch.inference_mode()
 @pytest.mark.parametrize("same", [True, False], ids=["one parent", "each its own"])
 @pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair[0] in ("cpp", "kv_cache")], ids="-".join)
-def test_a_step_finds_the_memory_that_it_was_said_to_take_and_no_more(pair, same, request) -> None:
+def test_a_step_takes_the_memory_of_its_estimate(pair, same, request) -> None:
     engine = choose_engine(request.getfixturevalue(pair[1]), pair[0])
     batch = engine.open(4, (9 if pair[0] == "cpp" else 8) * 16)
     batch.prefill([Prompt(None if pair[1] == "gpt" else [5, 6], [0])])
@@ -397,7 +397,7 @@ def varied(request) -> Driven:
 
 
 @pytest.mark.parametrize("search", SEARCHES)
-def test_who_joins_midway_finds_what_it_finds_alone(varied, search) -> None:
+def test_a_row_that_joins_midway_decodes_as_if_alone(varied, search) -> None:
     driven, dice = varied, random.Random(3)
     # PyTorch's own products in 16 bits may depend on the number of rows, in their last bits.
     is_narrow = driven.model is not None and next(driven.model.parameters()).dtype == torch.bfloat16
@@ -430,7 +430,7 @@ def test_who_joins_midway_finds_what_it_finds_alone(varied, search) -> None:
             assert found.score == pytest.approx(due.score, abs=5e-3 if is_narrow else 1e-3)
 
 
-def test_the_memory_of_a_batch_that_is_dropped_is_there_for_the_next(model, monkeypatch) -> None:
+def test_the_memory_of_a_dropped_batch_is_free_for_the_next(model, monkeypatch) -> None:
     engine = choose_engine(model, "kv_cache")
     kept: list[weakref.ref[Tensor]] = []
     held: list[int] = []  # by all caches, each time that there is a new one

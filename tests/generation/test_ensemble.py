@@ -36,7 +36,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: ",".join(o) or "greedy")
 @pytest.mark.parametrize("mean", ["probabilities", "log_probabilities"])
-def test_one_model_twice_says_what_it_says(model, mean, options) -> None:
+def test_an_ensemble_of_one_model_twice_equals_the_model(model, mean, options) -> None:
     options = {"max_new_tokens": 9, "return_dict_in_generate": True, **options}
     sources = mixed_sources(4)
     alone = generate(model, sources, **options)
@@ -62,7 +62,7 @@ def plain(models: list[Any], weights: list[float], mean: str, source: list[int],
 
 
 @pytest.mark.parametrize(("mean", "engine"), [("probabilities", "kv_cache"), ("log_probabilities", None)])
-def test_two_models_say_the_mean_of_what_they_say(ensemble, lstm, mean, engine) -> None:
+def test_an_ensemble_of_two_models_predicts_their_mean(ensemble, lstm, mean, engine) -> None:
     sources = [row[row != 0].tolist() for row in mixed_sources(3)]
     members = [*ensemble.members, *([lstm] if engine is None else [])]
     weights = [0.5, 0.3, 0.2] if engine is None else [0.25, 0.75]

@@ -164,7 +164,7 @@ def test_rungs_agree_on_200_sources(model, num_beams) -> None:
     assert ties <= 6
 
 
-def test_gpt_gives_its_prompts_back(gpt) -> None:
+def test_gpt_returns_its_prompts_with_the_output(gpt) -> None:
     prompts = mixed_sources(4, 6)
     for returned in (1, 2):
         out = generate(gpt, prompts, num_beams=2, num_return_sequences=returned, max_new_tokens=3)
@@ -198,7 +198,7 @@ def test_sampling_from_one_token_is_greedy(any_model, options) -> None:
     assert not torch.equal(generate(any_model, sources, max_new_tokens=8, do_sample=True), greedy)
 
 
-def test_samples_of_one_input_differ_and_stand_side_by_side(model) -> None:
+def test_samples_of_one_input_differ_and_are_adjacent(model) -> None:
     sources = mixed_sources(3)
     out = generate(model, sources, do_sample=True, num_return_sequences=8, max_new_tokens=6, seed=0, top_k=2)
     assert out.shape[0] == 24 and len({tuple(row) for row in out[:8].tolist()}) > 1
@@ -279,7 +279,7 @@ def test_what_does_not_fit(model, gpt) -> None:
         ("model", [[5] * 129], {}, "max_len .*129"),
     ],
 )
-def test_inputs_are_held_against_the_model_before_an_engine_has_them(
+def test_inputs_are_checked_against_the_model_before_an_engine_gets_them(
     kind, ids, options, message, request, monkeypatch
 ) -> None:
     def reached(*_: object) -> None:
@@ -314,7 +314,7 @@ def test_no_model_and_broken_weights(gpt) -> None:
 
 
 @pytest.mark.parametrize("reads", [lambda m, s: m.encode(s), lambda m, s: m(s, s)], ids=["encode", "forward"])
-def test_padding_in_front_is_said_and_not_read_wrongly(reads, model, lstm) -> None:
+def test_padding_on_the_left_is_reported_and_not_misread(reads, model, lstm) -> None:
     for which in (model, lstm):
         for row in ([0, 5, 6], [5, 0, 6]):
             with pytest.raises(ValueError, match="source .*right"):

@@ -42,7 +42,7 @@ def plain_greedy(which, source, limit: int, *, prefix=(), start: int = 0, ends=(
 # Beginnings.
 
 
-def test_what_was_said_greedily_is_said_again_behind_its_own_beginning(reader) -> None:
+def test_greedy_output_is_repeated_after_its_own_prefix(reader) -> None:
     sources = mixed_sources(5, 6)
     whole = generate(reader, sources, max_new_tokens=10, eos_token_id=39)
     rows = [row[: row.index(39) + 1] if 39 in row else row for row in whole.tolist()]
@@ -60,7 +60,7 @@ def test_what_was_said_greedily_is_said_again_behind_its_own_beginning(reader) -
     ids=["greedy", "beams", "samples"],
 )
 @pytest.mark.parametrize("rung", [CPP, "kv_cache", "recompute", "recurrent"])
-def test_scores_behind_a_beginning_are_those_of_the_new_tokens(rung, options, request) -> None:
+def test_scores_after_a_prefix_are_those_of_the_new_tokens(rung, options, request) -> None:
     which = request.getfixturevalue("lstm" if rung == "recurrent" else "model")
     sources, prefixes = mixed_sources(4, 6), [[5, 6, 7], [], [8], list(range(10, 30))]
     given = {"decoder_input_ids": prefixes, "max_new_tokens": 6, "return_dict_in_generate": True}
@@ -117,7 +117,7 @@ def test_beginnings_come_in_all_forms(reader) -> None:
         ([[5], [-1, 5]], f"expected .*target.* ids from 0 to {VOCAB - 1}"),
     ],
 )
-def test_beginnings_that_are_none(reader, given, message) -> None:
+def test_invalid_prefixes_are_refused(reader, given, message) -> None:
     with pytest.raises(ValueError, match=message):
         generate(reader, mixed_sources(2), decoder_input_ids=given, max_new_tokens=4)
 
@@ -139,7 +139,7 @@ def test_beginnings_that_do_not_fit(model, gpt) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2, "num_return_sequences": 2}], ids=["greedy", "beams"])
-def test_time_cuts_what_is_found(any_model, options, monkeypatch) -> None:
+def test_a_time_limit_cuts_the_output(any_model, options, monkeypatch) -> None:
     steps = itertools.count()
     clock = SimpleNamespace(now=0.0)
     step = Scheduler.step
@@ -165,7 +165,7 @@ def test_time_cuts_what_is_found(any_model, options, monkeypatch) -> None:
         assert torch.equal(cut.sequences, short)
 
 
-def test_inputs_that_had_no_time_give_nothing(model, monkeypatch) -> None:
+def test_inputs_without_time_left_give_empty_outputs(model, monkeypatch) -> None:
     monkeypatch.setattr(requests_module, "time", SimpleNamespace(monotonic=lambda: 0.0))
     monkeypatch.setattr(scheduler_module, "time", SimpleNamespace(monotonic=lambda: 9.0))
     for options in ({}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2, "seed": 1}):
@@ -196,7 +196,7 @@ class Listener:
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "seed": 4}], ids=str)
-def test_a_streamer_is_told_the_prompt_and_then_each_token(any_model, options) -> None:
+def test_a_streamer_gets_the_prompt_and_then_each_token(any_model, options) -> None:
     listener = Listener()
     prefix = {} if isinstance(any_model, GPT) else {"decoder_input_ids": [8, 9]}
     out = generate(any_model, [5, 6, 7], streamer=listener, max_new_tokens=7, **prefix, **options)
@@ -230,7 +230,7 @@ def test_streams_that_cannot_be_are_refused_and_errors_of_a_streamer_surface(mod
 # Words.
 
 
-def test_words_that_must_and_words_that_must_not_be_said(any_model) -> None:
+def test_forced_and_suppressed_tokens(any_model) -> None:
     sources = mixed_sources(4, 6)
     free = new_tokens(any_model, sources, generate(any_model, sources, max_new_tokens=8))
     banned, pair = free[0][0], free[1][:2]
@@ -344,7 +344,7 @@ def test_ids_engines_and_processors_that_do_not_fit_the_model(model, options, me
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "seed": 4}], ids=str)
-def test_lengths_may_count_what_an_output_begins_with(any_model, options) -> None:
+def test_lengths_may_include_the_prefix(any_model, options) -> None:
     is_prompted = isinstance(any_model, GPT)
     inputs, prefix = [[5, 6, 7], [8, 9]], None if is_prompted else [[4, 3], [5]]
     # Prompts count as long as the longest one is; else each counts its own ids and the start token.
@@ -510,7 +510,7 @@ def test_all_engines_find_the_same(model, options) -> None:
     assert torch.equal(generate(model, sources, use_cache=False, max_new_tokens=8, **options), outs[0])
 
 
-def test_groups_of_beams_say_different_things(any_model) -> None:
+def test_groups_of_beams_give_different_outputs(any_model) -> None:
     sources = mixed_sources(3, 6)
     options = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 4, "min_new_tokens": 4}
     out = generate(any_model, sources, num_beam_groups=4, diversity_penalty=1000.0, **options)

@@ -42,7 +42,7 @@ def same(one: Any, other: Any) -> bool:
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "seed": 5, "num_return_sequences": 2}])
 @needs_cpp
-def test_each_turn_of_a_chat_reads_what_is_new(chatty, options, precision) -> None:
+def test_each_turn_of_a_chat_reads_only_new_tokens(chatty, options, precision) -> None:
     dice, generator = random.Random(0), Generator(chatty, precision=precision, max_bytes=MEGABYTE)
     text, before, read = ids(dice, 200), 0, 0
     for _ in range(5):
@@ -98,7 +98,7 @@ def test_weights_that_have_changed_are_read_anew(chatty) -> None:
 
 
 @needs_cpp
-def test_a_stream_that_is_left_keeps_its_prompt_and_a_failure_nothing_wrong(chatty) -> None:
+def test_an_abandoned_stream_keeps_its_prompt_and_a_failure_caches_nothing(chatty) -> None:
     generator, prompt = Generator(chatty, max_bytes=MEGABYTE), ids(random.Random(3), 60)
     whole = generate(chatty, prompt, max_new_tokens=40, min_new_tokens=40)[0, 60:].tolist()
     assert list(generator.stream(prompt, max_new_tokens=40, min_new_tokens=40)) == whole
@@ -161,7 +161,7 @@ def test_models_that_read_a_source_decode_as_in_generate() -> None:
     assert generator.stats().cached_tokens == 0
 
 
-def test_calls_that_make_no_sense_say_so(chatty) -> None:
+def test_calls_that_make_no_sense_are_errors(chatty) -> None:
     options: dict[str, Any]
     for options in ({"precision": "fp8"}, {"engine": "fast"}, {"max_bytes": 0}, {"max_rows": -1}):
         with pytest.raises(ValueError, match=rf"\b{next(iter(options))}\b"):
@@ -226,7 +226,7 @@ def test_a_prompt_beyond_the_budget_stays_until_the_budget_is_enough(chatty) -> 
 # Slow: more draws of the same.
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 30))])
 @needs_cpp
-def test_requests_in_too_little_memory_find_what_they_find_alone(chatty, seed) -> None:
+def test_requests_in_too_little_memory_get_the_results_of_each_alone(chatty, seed) -> None:
     dice, engine = random.Random(seed), choose_engine(chatty, None, ("fp32", "int8")[seed % 2])
     blocks = dice.choice([12, 16, 24])
     scheduler = Scheduler(engine, max_rows=8, max_bytes=blocks * 16 * engine.token_bytes, is_endless=True)

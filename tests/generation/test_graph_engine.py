@@ -205,7 +205,7 @@ def test_a_longer_row_gets_a_wider_table(gpt, watched) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_whoever_comes_and_goes_each_finds_what_it_finds_alone(seed, model, gpt, watched, monkeypatch) -> None:
+def test_each_row_decodes_as_if_alone_while_others_come_and_go(seed, model, gpt, watched, monkeypatch) -> None:
     monkeypatch.setattr(requests_module, "_EXPECTED", 2)  # memory runs out, and some begin anew
     dice, which = random.Random(seed), (model, gpt)[seed % 2]
     options: list[dict[str, Any]] = [
@@ -295,7 +295,7 @@ def test_searches_of_several_kinds_go_step_by_step(model, watched) -> None:
     assert watched.single > 5
 
 
-def test_who_listens_is_told_each_token_at_once(model, watched) -> None:
+def test_a_streamer_gets_each_token_at_once(model, watched) -> None:
     told: list[int] = []
 
     class Streamer:
@@ -354,7 +354,7 @@ def test_the_least_recently_used_go(model, watched) -> None:
 
 
 @pytest.mark.parametrize("what", ["capture", "hook"])
-def test_what_cannot_be_captured_goes_on_plainly_and_says_so_once(what, model, watched, monkeypatch, caplog) -> None:
+def test_an_uncapturable_step_runs_plainly_with_one_warning(what, model, watched, monkeypatch, caplog) -> None:
     expected, hooked = decode(GraphEngine(model), model, 3, 4), copy.deepcopy(model)
     calls: list[int] = []
     if what == "hook":
@@ -414,7 +414,7 @@ def test_the_next_engine_of_a_model_finds_the_graphs(model, watched, monkeypatch
     assert kept() is None and not graph_module._kept
 
 
-def test_a_shape_is_a_little_larger_than_what_it_is_for() -> None:
+def test_a_shape_is_a_little_larger_than_needed() -> None:
     sizes = [bucket(count) for count in range(1, 400)]
     assert all(count <= size <= max(2 * count - 1, 1) for count, size in enumerate(sizes, 1))
     assert sorted(set(sizes)) == [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
@@ -449,7 +449,7 @@ def test_few_words_leave_lanes_without_a_hypothesis(steps_per_look, num_beams, m
     assert watched.single == 0
 
 
-def test_beams_go_on_behind_steps_that_somebody_else_took_part_in(model, watched, monkeypatch) -> None:
+def test_beams_continue_after_steps_with_other_requests(model, watched, monkeypatch) -> None:
     monkeypatch.setattr(scheduler_module, "_RUN_SECONDS", 0.0)
     engine, plain = GraphEngine(model), RecomputeEngine(model)
     scheduler = Scheduler(engine, max_rows=64, max_bytes=2**24, is_endless=True)
@@ -471,7 +471,7 @@ def test_beams_go_on_behind_steps_that_somebody_else_took_part_in(model, watched
     assert watched.single > 0  # the scores of its beams are known on the host alone
 
 
-def test_log_probabilities_are_there_where_somebody_wants_them(model) -> None:
+def test_log_probabilities_are_available_on_request(model) -> None:
     for wanted in (False, True):
         engine = GraphEngine(model)
         builder = RequestBuilder(model, GenerationConfig(max_new_tokens=5), engine=engine, log_probs=wanted)

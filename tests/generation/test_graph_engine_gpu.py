@@ -84,7 +84,7 @@ def assert_same(found: GenerateOutput, expected: GenerateOutput) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["transformer", "post-norm", "windows", "two vocabularies", "llama", "rotary windows"])
-def test_replays_find_what_calls_find(name, way, watched) -> None:
+def test_replays_give_the_results_of_calls(name, way, watched) -> None:
     kind, options = CONFIGS[name]
     model = drawn(kind, **options)
     inputs = ids(3, 9, 14, 1, 6)
@@ -158,7 +158,7 @@ def test_graphs_read_weights_where_they_are_and_are_made_anew_where_they_are_not
     assert watched.captures > captures
 
 
-def test_graphs_that_come_and_go_leave_no_memory_behind(watched) -> None:
+def test_dropped_graphs_leave_no_memory_behind(watched) -> None:
     model = drawn(GPT, d_model=128, num_layers=4).cuda()
     engine = GraphEngine(model)
     engine.open(64, 4000)

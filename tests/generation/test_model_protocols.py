@@ -78,7 +78,7 @@ def test_generate_decodes_in_evaluation(kind) -> None:
     assert all(module.training for module in model.modules())
 
 
-def test_the_last_to_leave_sets_back_what_was_in_training() -> None:
+def test_the_last_decoder_restores_training_mode() -> None:
     shared = nn.Dropout(0.5)
     one, other = nn.Sequential(shared, nn.Linear(2, 2)), nn.Sequential(shared, nn.Linear(2, 2).eval())
     with evaluating(one):
@@ -115,7 +115,7 @@ def test_a_module_that_is_put_into_a_model_later_is_seen() -> None:
     assert dtype_precision(model) == "fp32"
 
 
-def test_who_trains_meanwhile_gets_his_way_behind_it() -> None:
+def test_a_mode_that_is_set_during_decoding_takes_effect_afterwards() -> None:
     model = transformer().eval()
     with evaluating(model) as mode:
         model.train()

@@ -59,7 +59,7 @@ def test_the_score_of_greedy_is_the_exact_sum() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("row", [0, 1])
-def test_values_that_are_no_numbers_end_it_with_an_error(value: float, beams: int, row: int) -> None:
+def test_nan_ends_a_search_with_an_error(value: float, beams: int, row: int) -> None:
     search = NativeSearch.beams(5, ENDS, beams) if beams > 1 else NativeSearch.greedy(5, ENDS)
     assert len(search.advance([[4, 3, 2, 5, 6, 7]], [[-1.0] * 6], 0)) == beams
     values = [[-1.0] * 6 for _ in range(beams)]
@@ -70,13 +70,13 @@ def test_values_that_are_no_numbers_end_it_with_an_error(value: float, beams: in
     assert places_of_done([search]) == [0]
 
 
-def test_a_nan_behind_the_best_is_seen_too() -> None:
+def test_a_nan_after_the_best_is_noticed_too() -> None:
     search = NativeSearch.beams(5, ENDS, 2)
     with pytest.raises(ValueError, match="NaN"):
         search.advance([[4, 3, 2, 5]], [[-1.0, -2.0, -3.0, math.nan]], 0)
 
 
-def test_rows_that_are_not_there_are_refused() -> None:
+def test_rows_that_do_not_exist_are_refused() -> None:
     search = NativeSearch.beams(5, ENDS, 2)
     search.advance([[4, 3, 2, 5]], [[-1.0, -2.0, -3.0, -4.0]], 0)
     for row in (2, -1):
@@ -84,7 +84,7 @@ def test_rows_that_are_not_there_are_refused() -> None:
             search.tokens(row)
 
 
-def test_what_would_read_memory_that_is_not_there_is_refused() -> None:
+def test_arguments_that_would_read_out_of_bounds_are_refused() -> None:
     with pytest.raises(ValueError, match="begun"):
         NativeSearch.greedy(5, ENDS).last_tokens()
     for returned in (0, 3):
@@ -120,7 +120,7 @@ def found(requests: list[Request]) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_whoever_comes_and_goes_each_finds_what_python_finds_alone(seed: int, monkeypatch) -> None:
+def test_each_search_equals_python_alone_while_others_come_and_go(seed: int, monkeypatch) -> None:
     monkeypatch.setattr(requests_module, "_EXPECTED", 2)  # memory runs out, and some begin anew
     dice = random.Random(seed)
     count = 12
@@ -195,7 +195,7 @@ def test_a_request_alone_takes_one_call() -> None:
         (8, (1, 2, 3, 4, 5, 6, 7, 8, 9, 9), [2, 9], [[0, 1], [2, 3, 4, 5, 6, 7, 8, 9]]),  # two are a quarter
     ],
 )
-def test_a_call_ends_when_others_may_come_in_and_else_with_the_last(max_rows, limits, runs, ends) -> None:
+def test_a_call_ends_when_waiting_requests_can_join_or_with_the_last_search(max_rows, limits, runs, ends) -> None:
     engine = engine_of(len(limits), eos=-9.0)
     requests = [ask(i, native_greedy(limit)) for i, limit in enumerate(limits)]
     scheduler = Scheduler(engine, max_rows=max_rows, max_bytes=1000, is_endless=True)
@@ -209,7 +209,7 @@ def test_a_call_ends_when_others_may_come_in_and_else_with_the_last(max_rows, li
         assert request.length == 1 + request.search.limit
 
 
-def test_where_memory_lacks_the_end_of_any_lets_others_in() -> None:
+def test_if_memory_is_short_a_request_joins_when_any_other_ends() -> None:
     engine = engine_of(3, eos=-9.0)
     requests = [ask(i, native_greedy(limit)) for i, limit in enumerate((3, 7, 2))]
     scheduler = Scheduler(engine, max_rows=8, max_bytes=16 * engine.token_bytes)
@@ -220,7 +220,7 @@ def test_where_memory_lacks_the_end_of_any_lets_others_in() -> None:
     assert engine.runs == [3, 4] and ended == [[0], [1, 2]]
 
 
-def test_a_listener_is_told_the_first_tokens_one_by_one_and_the_others_after_each_run() -> None:
+def test_a_listener_gets_the_first_tokens_one_by_one_and_later_ones_after_each_run() -> None:
     engine = engine_of(2, eos=-9.0)
     told: list[int] = []
     scheduler = Scheduler(engine, max_rows=2, max_bytes=1000)
@@ -248,7 +248,7 @@ def test_a_listener_that_fails_ends_its_own_request() -> None:
     assert tuple(requests[1].results[0].tokens) == plain_greedy(engine, 1, 5)
 
 
-def test_time_and_cancellation_end_those_whose_search_goes_on(monkeypatch) -> None:
+def test_time_limits_and_cancellation_end_running_searches(monkeypatch) -> None:
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     engine = engine_of(3, eos=-9.0, patience=2)
@@ -265,7 +265,7 @@ def test_time_and_cancellation_end_those_whose_search_goes_on(monkeypatch) -> No
     assert tuple(requests[2].results[0].tokens) == plain_greedy(engine, 2, 9)
 
 
-def test_log_probabilities_are_asked_for_where_somebody_wants_them(monkeypatch) -> None:
+def test_log_probabilities_are_computed_only_on_request(monkeypatch) -> None:
     asked: list[bool] = []
     plain_run = RunningEngine.run_searches
 
@@ -296,7 +296,7 @@ def test_log_probabilities_are_asked_for_where_somebody_wants_them(monkeypatch) 
     ],
     ids=str,
 )
-def test_requests_of_such_an_engine_search_in_cpp_where_that_is_known_there(model, settings, is_native) -> None:
+def test_requests_search_in_cpp_if_it_supports_their_options(model, settings, is_native) -> None:
     told = [7, 8][: settings.get("told", 0)]
     wanted = GenerationConfig(max_new_tokens=6, **{name: value for name, value in settings.items() if name != "told"})
     makers = [RequestBuilder(model, wanted, engine=engine(1, vocab=40)) for engine in (RunningEngine, ToyEngine)]

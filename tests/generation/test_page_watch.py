@@ -75,7 +75,7 @@ def test_each_byte_is_watched_and_reading_is_not_writing(tmp_path) -> None:
 
 
 @needs_watch
-def test_one_that_begins_takes_nothing_from_another() -> None:
+def test_a_new_watch_takes_nothing_from_another_one() -> None:
     tensor = torch.zeros(40 * PAGE // 4)
     elsewhere = torch.zeros(8 * PAGE)
     whole, part, other = watch_of(tensor), watch_of(tensor[15 * PAGE // 4 :]), watch_of(elsewhere)
@@ -89,7 +89,7 @@ def test_one_that_begins_takes_nothing_from_another() -> None:
 
 @needs_watch
 @pytest.mark.parametrize("has_id_of_its_own", [True, False])
-def test_a_child_and_its_parent_write_apart(has_id_of_its_own, monkeypatch) -> None:
+def test_a_child_and_its_parent_notice_only_their_own_writes(has_id_of_its_own, monkeypatch) -> None:
     mine = os.getpid()
     if not has_id_of_its_own:
         monkeypatch.setattr(os, "getpid", lambda: mine)  # as in two containers, one in the other
@@ -109,7 +109,7 @@ def test_a_child_and_its_parent_write_apart(has_id_of_its_own, monkeypatch) -> N
 
 
 @needs_watch
-def test_memory_that_others_may_write_is_watched_for_what_this_process_writes(tmp_path) -> None:
+def test_shared_memory_is_watched_for_writes_of_this_process(tmp_path) -> None:
     file = tmp_path / "weights"
     file.write_bytes(bytes(8 * PAGE))
     own, copied, changed = torch.zeros(8 * PAGE), np.memmap(file, np.float32, "c"), np.memmap(file, np.float32, "r+")
@@ -229,7 +229,7 @@ def test_a_change_of_weights_in_a_file_or_in_shared_memory_is_noticed(tmp_path, 
 @needs_watch
 @needs_cpp
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
-def test_the_next_call_says_what_a_model_of_the_new_weights_says(precision) -> None:
+def test_the_next_call_uses_the_new_weights(precision) -> None:
     dice, said = random.Random(4), set()
     model = drawn(Transformer, **SIZES)
     options = {"precision": precision, "max_new_tokens": 6, "engine": "cpp"}
@@ -287,7 +287,7 @@ def test_without_the_system_vectors_and_counted_changes_are_noticed() -> None:
 
 @needs_cpp
 @pytest.mark.usefixtures("blind")
-def test_repack_packs_again_what_was_changed_unnoticed() -> None:
+def test_repack_packs_changes_that_went_unnoticed() -> None:
     for kind in (Transformer, GPT):
         model = drawn(kind, **SIZES)
         first = [packed(model, precision, lambda: object()) for precision in ("int8", "fp32")]

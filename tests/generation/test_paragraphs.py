@@ -99,7 +99,7 @@ def test_an_error_on_the_way_names_its_sentence(translator) -> None:
     asyncio.run(main())
 
 
-def test_what_does_not_go_with_it(translator) -> None:
+def test_options_that_cannot_be_combined_with_split(translator) -> None:
     for options, words in (
         ({"num_beams": 2, "num_return_sequences": 2}, r"\bsplit\b"),
         ({"return_scores": True}, r"\bsplit\b"),

@@ -195,7 +195,7 @@ def test_each_change_is_named(change, reason) -> None:
     assert re.search(reason, found), found
 
 
-def test_an_activation_that_is_a_module_is_the_one_that_it_is() -> None:
+def test_an_activation_may_be_a_module() -> None:
     model = fresh()
     model.encoder.layers[0].activation = nn.ReLU()
     model.decoder.layers[1].activation = torch.relu
@@ -235,7 +235,7 @@ def test_other_models() -> None:
         why_not_supported(fresh(), "int2")
 
 
-def test_what_is_on_around_it(monkeypatch) -> None:
+def test_modes_around_a_call_do_not_change_the_packing(monkeypatch) -> None:
     model = fresh()
     for backend, packs in (("reference", False), ("triton", False), ("cpp", True)):
         with use_backend(backend):
@@ -349,7 +349,7 @@ def test_a_model_that_is_no_longer_supported_is_an_error() -> None:
             packed(model, "int8", lambda: 2)
 
 
-def test_a_precision_has_its_own_and_a_failure_leaves_nothing() -> None:
+def test_each_precision_has_its_own_copy_and_a_failure_leaves_none() -> None:
     model = fresh()
     assert packed(model, "int8", lambda: "a") == "a" and packed(model, "fp32", lambda: "b") == "b"
     assert packed(model, "int8", lambda: "c") == "a" and packed(copy.deepcopy(model), "int8", lambda: "c") == "c"
@@ -367,7 +367,7 @@ class Kept:
     """Something that can be watched going away."""
 
 
-def test_what_was_packed_goes_with_its_model_and_before_the_next_is_packed() -> None:
+def test_a_packed_copy_is_freed_with_its_model_and_before_the_next_one() -> None:
     model = fresh()
     first = weakref.ref(packed(model, "int8", Kept))
     assert first() is not None
@@ -383,7 +383,7 @@ def test_what_was_packed_goes_with_its_model_and_before_the_next_is_packed() -> 
     assert gone() is None and second() is None
 
 
-def test_threads_get_the_same_and_it_is_packed_once() -> None:
+def test_threads_share_a_copy_that_is_packed_once() -> None:
     model, made = fresh(), []
     barrier = threading.Barrier(4)
 

@@ -75,12 +75,12 @@ def test_the_smallest_temperatures_draw_the_best(temperature, top_k, top_p) -> N
     assert warp(nothing, temperature, top_k, 1.0).isneginf().all()
 
 
-def test_what_lies_close_together_far_below_the_best_is_told_apart() -> None:
+def test_close_logits_far_below_the_best_are_distinguished() -> None:
     logits = torch.tensor([[1e4, 1e-4, 2e-4, 3e-4]])  # less the best they would be equal
     assert forbidden(warp(logits, 1.0, 2, 1.0)) == [[1, 2]]
 
 
-def test_top_p_counts_what_top_k_has_left() -> None:
+def test_top_p_applies_after_top_k() -> None:
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
     # Of the two best .4 is 57 %: enough for a half, where of all four it isn't.
     assert forbidden(warp(logits, 1.0, 2, 0.5)) == [[1, 2, 3]]
@@ -119,7 +119,7 @@ def test_bad_words() -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1, 3, 4, 5, 6])
-def test_bad_words_may_be_longer_than_what_was_said(length) -> None:
+def test_bad_words_may_be_longer_than_the_output(length) -> None:
     word = (5, 6, 7, 8, 9, 10)
     ids = torch.tensor([[*word[5 - length : 5]], [3] * length]).long()  # what stands right before the last one
     found = BadWords((word, (4,)))(ids, torch.zeros(2, 11))
@@ -135,13 +135,13 @@ def test_suppressed_tokens_and_the_least_number() -> None:
         assert forbidden(least(torch.zeros(2, length, dtype=torch.long), logits)) == [expected] * 2
 
 
-def test_an_end_where_nothing_follows() -> None:
+def test_an_end_without_candidates() -> None:
     logits = torch.tensor([[NEVER, NEVER, NEVER], [NEVER, NEVER, 0.5]])
     found = EndWhereNothingFollows((1, 2))(torch.zeros(2, 1, dtype=torch.long), logits)
     assert found.tolist() == [[NEVER, 0.0, NEVER], [NEVER, NEVER, 0.5]]
 
 
-def test_a_forced_token_stands_at_its_place_alone() -> None:
+def test_a_forced_token_appears_only_at_its_position() -> None:
     logits = torch.randn(2, 5)
     forced = ForcedToken(3, 4)
     for length in (3, 5):
@@ -190,7 +190,7 @@ def greedy(limit: int = 5):
     return RowSearch(limit, frozenset({EOS}))
 
 
-def test_a_users_own_sees_what_the_decoder_has_behind_it() -> None:
+def test_a_users_processor_sees_the_decoders_ids() -> None:
     # Hugging Face's convention: (rows, length) ids, the start token and the prefix included, and (rows, vocab) scores.
     engine, seen = ToyEngine(3, eos=-5.0), []
 
@@ -214,7 +214,7 @@ def test_a_users_own_sees_what_the_decoder_has_behind_it() -> None:
     assert [tuple(found[i][0].tokens) for i in (0, 2)] == [plain_greedy(engine, i, 5) for i in (0, 2)]
 
 
-def test_processors_come_one_after_another_and_the_choice_is_made_of_what_they_give() -> None:
+def test_processors_run_in_order_before_the_choice() -> None:
     def add(input_ids: Tensor, scores: Tensor) -> Tensor:
         return torch.zeros_like(scores).index_fill(1, torch.tensor([3, 4]), 1.0)
 
@@ -259,7 +259,7 @@ def narrows(input_ids: Tensor, scores: Tensor) -> Tensor:
         (lambda ids, scores: scores.numpy().astype(str), ValueError, r"\bndarray\b"),
     ],
 )
-def test_one_that_fails_hits_its_own_request_only(processor, kind, message) -> None:
+def test_a_failing_processor_affects_only_its_own_request(processor, kind, message) -> None:
     engine = ToyEngine(3, eos=-9.0)
     requests: list[Request] = [
         ask(0, greedy),

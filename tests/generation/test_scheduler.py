@@ -91,7 +91,7 @@ def assert_empty(scheduler: Scheduler, engine: MeteredEngine, *, opens: bool = F
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_each_request_finds_what_it_finds_alone_whoever_else_is_there(seed, few_expected) -> None:
+def test_each_request_gets_its_result_as_if_alone(seed, few_expected) -> None:
     dice = random.Random(seed)
     count = 12
     eos = dice.choice([-2.0, 0.5, 2.0])
@@ -148,7 +148,7 @@ def test_each_request_finds_what_it_finds_alone_whoever_else_is_there(seed, few_
 @pytest.mark.parametrize(
     "make", [greedy, samples, partial(samples, count=3), beams], ids=["greedy", "one", "n", "beams"]
 )
-def test_who_gives_memory_back_finds_the_same_later_and_is_told_nothing_twice(make, few_expected) -> None:
+def test_a_request_that_gives_memory_back_gets_the_same_result_and_streams_nothing_twice(make, few_expected) -> None:
     engine = MeteredEngine(5, vocab=VOCAB, eos=-9.0)
     told: list[list[int]] = [[] for _ in range(5)]
     rows = make(10)().peak_rows
@@ -169,7 +169,7 @@ def test_who_gives_memory_back_finds_the_same_later_and_is_told_nothing_twice(ma
     assert_empty(scheduler, engine)
 
 
-def test_the_youngest_gives_way_and_stands_first_in_the_queue(few_expected) -> None:
+def test_the_youngest_request_gives_way_and_waits_first_in_the_queue(few_expected) -> None:
     engine = MeteredEngine(4, vocab=VOCAB, eos=-9.0)
     requests = [ask(i, greedy(8)) for i in range(4)]
     scheduler = Scheduler(engine, max_rows=8, max_bytes=14)
@@ -198,7 +198,7 @@ def test_a_request_larger_than_the_budget_runs_alone_and_its_memory_is_not_kept(
     assert_empty(scheduler, engine)
 
 
-def test_one_that_was_let_in_beside_others_gets_its_own_memory_when_it_needs_more(few_expected) -> None:
+def test_a_request_that_shared_memory_gets_its_own_when_it_needs_more(few_expected) -> None:
     engine = MeteredEngine(2, vocab=VOCAB, eos=-9.0)
     told: list[int] = []
     requests = [ask(0, greedy(3)), ask(1, greedy(20), on_token=told.append)]
@@ -208,7 +208,7 @@ def test_one_that_was_let_in_beside_others_gets_its_own_memory_when_it_needs_mor
     assert told == requests[1].results[0].tokens == list(plain_greedy(engine, 1, 20))
 
 
-def test_a_request_that_needs_more_than_was_said_gets_twice_as_much() -> None:
+def test_a_request_that_needs_more_memory_than_estimated_gets_twice_as_much() -> None:
     class Modest(MeteredEngine):
         def tokens_needed(self, prompt: Prompt, num_rows: int, new_tokens: int) -> int:
             return 4
@@ -222,7 +222,7 @@ def test_a_request_that_needs_more_than_was_said_gets_twice_as_much() -> None:
     assert engine.starts[3:] == [(1, 6)]  # the others are content with the budget
 
 
-def test_who_comes_later_finds_the_rows_that_are_there() -> None:
+def test_a_later_request_joins_the_existing_rows() -> None:
     engine = MeteredEngine(9, vocab=VOCAB, eos=-9.0)
     requests = [ask(i, greedy(4)) for i in range(9)]
     scheduler = Scheduler(engine, max_rows=8, max_bytes=1000)
@@ -233,7 +233,7 @@ def test_who_comes_later_finds_the_rows_that_are_there() -> None:
     assert engine.starts == [(1, 6), (8, 48)] and engine.admitted == list(range(9))
 
 
-def test_where_others_will_come_all_of_the_memory_is_there_from_the_first() -> None:
+def test_if_more_requests_will_come_all_memory_is_allocated_at_first() -> None:
     engine = MeteredEngine(4, vocab=VOCAB, eos=-9.0)
     requests = [ask(0, greedy(9)), ask(1, greedy(3)), ask(2, beams(40)), ask(3, greedy(2))]
     scheduler = Scheduler(engine, max_rows=2, max_bytes=50, is_endless=True)
@@ -264,7 +264,7 @@ def test_more_is_wanted_while_fewer_rows_wait_than_a_batch_has() -> None:
     assert scheduler.wants_more
 
 
-def test_memory_that_was_promised_is_not_given_to_who_comes_later() -> None:
+def test_reserved_memory_is_not_given_to_later_requests() -> None:
     engine = MeteredEngine(3, vocab=VOCAB, eos=-9.0)
     requests = [ask(i, greedy(10)) for i in range(3)]  # of twelve tokens, of which most are free for now
     scheduler = Scheduler(engine, max_rows=3, max_bytes=30, is_endless=True)
@@ -276,7 +276,7 @@ def test_memory_that_was_promised_is_not_given_to_who_comes_later() -> None:
     assert engine.admitted == [0, 1, 2] and all(request.results for request in requests)
 
 
-def test_memory_that_is_taken_beyond_what_was_promised_is_not_given_again(few_expected) -> None:
+def test_memory_beyond_the_reservation_is_not_given_twice(few_expected) -> None:
     engine = MeteredEngine(2, vocab=VOCAB, eos=-9.0)
     requests = [ask(0, greedy(12)), ask(1, greedy(2))]
     scheduler = Scheduler(engine, max_rows=2, max_bytes=14, is_endless=True)
@@ -338,7 +338,7 @@ def test_cancelled_requests_give_their_room_back_before_the_next_step() -> None:
     assert_empty(scheduler, engine)
 
 
-def test_time_ends_those_that_run_with_what_they_have_and_those_that_wait_with_nothing(clock) -> None:
+def test_at_the_time_limit_running_requests_return_partial_results_and_waiting_ones_none(clock) -> None:
     engine = MeteredEngine(6, vocab=VOCAB, eos=-9.0)
     limit = {"max_time": 5.0}
     requests = [
@@ -366,7 +366,7 @@ def test_time_ends_those_that_run_with_what_they_have_and_those_that_wait_with_n
     assert_empty(scheduler, engine)
 
 
-def test_what_was_told_counts_when_time_ends_a_second_beginning(clock, few_expected) -> None:
+def test_streamed_tokens_count_when_time_ends_a_restarted_request(clock, few_expected) -> None:
     engine = MeteredEngine(2, vocab=VOCAB, eos=-9.0)
     told: list[int] = []
     requests = [ask(0, greedy(9)), ask(1, greedy(9), max_time=10.0, on_token=told.append)]
@@ -465,7 +465,7 @@ def test_what_could_not_be_admitted_still_waits() -> None:
     assert_empty(scheduler, engine)
 
 
-def test_the_queue_is_looked_through_while_somebody_has_a_deadline(clock, few_expected, monkeypatch) -> None:
+def test_the_queue_is_checked_while_a_request_has_a_deadline(clock, few_expected, monkeypatch) -> None:
     looks: list[Request] = []
     is_late = Request.is_late
 
@@ -514,7 +514,7 @@ def decode_with(scheduler: Scheduler, requests: list[Request]) -> list[Request]:
     return requests
 
 
-def test_only_one_row_can_be_told_token_by_token() -> None:
+def test_only_one_row_can_be_streamed() -> None:
     for search in (beams(4), samples(4, 2)):
         with pytest.raises(ValueError, match=r"\bone row\b"):
             ask(0, search, on_token=print)
@@ -522,5 +522,5 @@ def test_only_one_row_can_be_told_token_by_token() -> None:
 
 
 @pytest.mark.parametrize(("limit", "length", "expected"), [(5, 1, 5), (100, 1, 32), (100, 40, 40), (36, 40, 36)])
-def test_memory_is_promised_for_what_is_likely(limit, length, expected) -> None:
+def test_memory_is_reserved_for_the_likely_length(limit, length, expected) -> None:
     assert ask(0, greedy(limit), length=length).expected_tokens == expected

@@ -48,7 +48,7 @@ def test_each_token_as_computed_alone(any_model, max_tokens) -> None:
         assert row == pytest.approx(expected, abs=2e-5)
 
 
-def test_what_greedy_decoding_found_has_the_score_that_it_gave(any_model) -> None:
+def test_the_score_of_a_greedy_result_is_that_of_the_search(any_model) -> None:
     out = generate(any_model, SOURCES, max_new_tokens=20, return_dict_in_generate=True)
     for number, source in enumerate(SOURCES):
         sequence = real(out.sequences[number])
@@ -81,7 +81,7 @@ def test_other_precisions_and_logits_of_the_models_own(kind, model, gpt) -> None
 
 
 @pytest.mark.parametrize("context", [1, 7, 16, None])
-def test_a_long_text_is_read_in_windows_that_know_what_stands_before(gpt, context) -> None:
+def test_a_long_text_is_scored_in_overlapping_windows(gpt, context) -> None:
     small = GPT(type(gpt.config)(**{**vars(gpt.config), "max_len": 16})).eval()
     small.load_state_dict({k: v[:16] if "position" in k else v for k, v in gpt.state_dict().items()})
     for length in (1, 2, 16, 17, 33):
@@ -107,7 +107,7 @@ def test_a_model_in_training_is_scored_without_dropout(model) -> None:
     assert all(module.training for module in dropping.modules())
 
 
-def test_what_can_not_be_scored_is_said(model, gpt, lstm) -> None:
+def test_texts_that_cannot_be_scored_are_reported(model, gpt, lstm) -> None:
     for arguments, expected in (
         ((model, [[5]]), "target_ids.*Transformer"),
         ((gpt, [[5]], [[6]]), "target_ids.*GPT"),

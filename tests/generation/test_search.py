@@ -85,7 +85,7 @@ def test_wide_beam_finds_what_brute_force_finds(alpha, kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_cut_hypotheses_stand_behind_the_finished_with_their_scores(kind) -> None:
+def test_cut_hypotheses_follow_the_finished_ones_with_their_scores(kind) -> None:
     # EOS may follow the token 3 alone: five hypotheses finish, and the best of those cut fill the rest.
     engine = ToyEngine(2)
     engine.table[..., EOS] = -math.inf
@@ -142,7 +142,7 @@ def test_several_ends_and_a_vocabulary_of_which_little_is_seen(ends, early_stopp
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize(("beams", "returned"), [(2, 1), (3, 3), (4, 2)])
 @pytest.mark.parametrize("alpha", [-0.3, 0.0, 0.6, 2.0])
-def test_transformers_rules_are_the_plain_ones(beams, returned, early_stopping, alpha, kind) -> None:
+def test_transformers_rules_equal_the_plain_ones(beams, returned, early_stopping, alpha, kind) -> None:
     options = {"alpha": alpha, "num_return": returned, "early_stopping": early_stopping}
     for ends, begun in (((EOS,), 0), ((3, 5), 0), ((EOS,), 2)):
         for lift in (-1.0, 1.0, 4.0):
@@ -160,7 +160,7 @@ def test_transformers_rules_are_the_plain_ones(beams, returned, early_stopping, 
     ("early_stopping", "alpha", "length"), [(False, 1.0, 2), ("never", 1.0, 4), (False, -1.0, 2), ("never", -1.0, 2)]
 )
 @pytest.mark.parametrize(("mean", "goes_on"), [(-2.0, False), (-1.875, True)])
-def test_by_transformers_rules_what_is_only_as_good_is_not_waited_for(
+def test_by_transformers_rules_a_search_does_not_wait_for_equal_scores(
     mean, goes_on, early_stopping, alpha, length, kind
 ) -> None:
     search = kind(4, frozenset({EOS}), 2, alpha=alpha, early_stopping=early_stopping)
@@ -187,7 +187,7 @@ def test_what_can_only_become_as_good_is_dropped(kind, last, early_stopping, goe
     ("last", "early_stopping", "goes_on"),
     [(-2.875, "never", [0, 0]), (-3.0, "never", [0]), (-3.0, False, []), (-3.0, True, [])],
 )
-def test_by_transformers_rules_it_must_be_no_better_than_the_worst(kind, last, early_stopping, goes_on) -> None:
+def test_by_transformers_rules_a_search_ends_at_the_best_possible(kind, last, early_stopping, goes_on) -> None:
     search = kind(4, frozenset({EOS, 2}), 2, alpha=1.0, early_stopping=early_stopping)
     assert search.advance([[EOS, 2, 3, 4, 5, 6]], [[-0.25, -0.75, -1.0, last, -9.0, -9.0]], 0) == goes_on
 
@@ -224,7 +224,7 @@ def test_diverse_beam_search_is_the_plain_one(beams, groups, returned, diversity
             assert_found(found, expected)
 
 
-def test_groups_that_cost_nothing_find_the_same_and_those_that_cost_avoid_each_other() -> None:
+def test_groups_without_a_penalty_agree_and_groups_with_one_differ() -> None:
     engine = ToyEngine(5, vocab=24)
     same = beams_of(engine, [5] * 5, 4, num_groups=2, num_return=4)
     for source, found in enumerate(same):
@@ -265,7 +265,7 @@ def test_the_length_penalty_is_the_formula() -> None:
     assert length_penalty(13, 2.0) == pytest.approx(9.0) and length_penalty(7, -1.0) == 0.5
 
 
-def test_a_beam_of_four_finds_the_best_where_it_keeps_it() -> None:
+def test_a_beam_of_four_finds_the_best_if_it_keeps_its_prefix() -> None:
     engine, hits = ToyEngine(8), 0
     for source, (found,) in enumerate(beams_of(engine, [5] * 8, 4)):
         best, sequence = every_hypothesis(engine, source, 5, 0.6)[0]
@@ -342,7 +342,7 @@ def test_min_new_tokens_is_kept_exactly(least, beams) -> None:
 
 
 @pytest.mark.parametrize("beams", [1, 2])
-def test_nothing_left_to_say_ends_the_row(beams) -> None:
+def test_a_row_without_candidates_ends(beams) -> None:
     # Without repeating a token there are four to say; then even min_new_tokens can't keep it from ending.
     def search():
         return BeamSearch(8, frozenset({EOS}), beams) if beams > 1 else RowSearch(8, frozenset({EOS}))
@@ -352,7 +352,7 @@ def test_nothing_left_to_say_ends_the_row(beams) -> None:
         assert sorted(found[0].tokens[:4]) == [0, 2, 3, 4] and found[0].tokens[4:] == [EOS]
 
 
-def test_where_nothing_may_follow_a_row_ends_with_what_it_has() -> None:
+def test_a_row_ends_with_its_tokens_if_nothing_may_follow() -> None:
     engine = ToyEngine(2)
     engine.table[:, :, 2] = -math.inf  # behind a 2 stands nothing
     engine.table[0, 0, 0] = torch.tensor([-math.inf, -math.inf, 0.0, -math.inf, -math.inf])
@@ -382,7 +382,7 @@ def test_a_model_that_gives_nan_is_named(value, log_probs, beams, sampling) -> N
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, VOCAB])
-def test_of_equal_tokens_the_lowest_comes_first_whoever_else_is_asked_for(count) -> None:
+def test_the_lowest_of_equal_tokens_comes_first_for_any_request(count) -> None:
     # In 16 bits equal logits are common; a neighbour that asks for more candidates changes nothing.
     logits = torch.randint(0, 3, (50, 40), generator=torch.Generator().manual_seed(0)).float()
     logits[::2, 7] = -math.inf

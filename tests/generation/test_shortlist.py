@@ -29,7 +29,7 @@ def engines_of(model) -> list[str]:
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "seed": 5}], ids=str)
-def test_only_what_is_on_it_is_said_and_its_log_probs_are_among_it(any_model, options) -> None:
+def test_only_listed_ids_are_generated_and_their_probabilities_sum_to_one(any_model, options) -> None:
     prompts = mixed_sources(4)
     settings = {"max_new_tokens": 7, "return_dict_in_generate": True, **options}
     free = generate(any_model, prompts, **settings)
@@ -48,7 +48,7 @@ def test_only_what_is_on_it_is_said_and_its_log_probs_are_among_it(any_model, op
                 assert tokens == masked.argmax(-1).tolist(), name
 
 
-def test_less_on_it_than_beams_are_candidates(gpt) -> None:
+def test_a_shortlist_may_be_shorter_than_the_number_of_beams(gpt) -> None:
     prompts = [[5, 6, 7], [9, 8]]
     options = {"max_new_tokens": 4, "num_beams": 4, "num_return_sequences": 4, "return_dict_in_generate": True}
     for name in engines_of(gpt):
@@ -59,7 +59,7 @@ def test_less_on_it_than_beams_are_candidates(gpt) -> None:
         assert out.scores.isfinite().all() and len({*found[:4]}) == len({*found[4:]}) == 4, name
 
 
-def test_it_goes_with_the_other_options(model) -> None:
+def test_a_shortlist_combines_with_other_options(model) -> None:
     source, allowed = mixed_sources(3), {*ALLOWED, EOS, 0}
     for name in ("cpp", "kv_cache"):
         if name not in engines_of(model):
@@ -75,7 +75,7 @@ def test_it_goes_with_the_other_options(model) -> None:
         assert {token for row in ends.tolist() for token in row} <= allowed - {EOS} | {3}
 
 
-def test_an_engine_that_can_keep_to_it_gets_no_processor(model) -> None:
+def test_an_engine_that_supports_shortlists_gets_no_processor(model) -> None:
     settings = GenerationConfig(shortlist=(9, 4, 9))
     assert settings.shortlist == (4, 9)
     asked: list[list[int]] = []
@@ -113,7 +113,7 @@ def test_what_is_no_shortlist(model) -> None:
     )
 
 
-def test_a_translator_takes_it() -> None:
+def test_a_translator_accepts_a_shortlist() -> None:
     from fastformer.data import ByteTokenizer
     from fastformer.models import Transformer
 

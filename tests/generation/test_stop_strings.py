@@ -68,7 +68,7 @@ def test_each_row_ends_with_the_token_that_completes_one(gpt, way, engine) -> No
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_a_translation_ends_before_it(translator, way) -> None:
+def test_a_translation_ends_before_the_stop_string(translator, way) -> None:
     texts = ["ab", "c", "a longer one"]
     options = {**MANY, **way}
     full = translator.translate(texts, target_prefix=["", "xe", "de"], **options)
@@ -134,7 +134,7 @@ def test_many_tasks_have_stop_texts_of_their_own(translator) -> None:
     asyncio.run(main())
 
 
-def test_a_streamer_holds_back_what_may_become_one(gpt, capsys) -> None:
+def test_a_streamer_holds_back_text_that_may_become_a_stop_string(gpt, capsys) -> None:
     whole = TOKENIZER.decode(generate(gpt, PROMPTS[:1], **MANY)[0].tolist())
     for stop in stops_of(whole[2:]):
         streamer = TextStreamer(TOKENIZER, stop=[stop])
@@ -143,7 +143,7 @@ def test_a_streamer_holds_back_what_may_become_one(gpt, capsys) -> None:
         assert capsys.readouterr().out == whole[: place if place >= 0 else None] + "\n"
 
 
-def test_it_goes_with_a_window_that_slides(gpt) -> None:
+def test_stop_strings_work_with_a_sliding_window(gpt) -> None:
     options = {"window": "slide", "max_new_tokens": 150, "suppress_tokens": [1, *LETTERS], "do_sample": True, "seed": 1}
     whole = TOKENIZER.decode(generate(gpt, PROMPTS[:1], **options)[0].tolist())[2:]
     stop = whole[98:104]

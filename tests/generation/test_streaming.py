@@ -40,7 +40,7 @@ def pieces_of(tokenizer, ids, begin=(), **options) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe", "byte level", "sentencepiece"])
-def test_real_text_comes_as_it_is(kind, folder) -> None:
+def test_real_text_is_streamed_unchanged(kind, folder) -> None:
     tokenizer = detokenizer(kind, folder)
     ids = tokenizer.encode(TEXT)
     pieces = pieces_of(tokenizer, ids)
@@ -105,7 +105,7 @@ def test_a_long_beginning_is_not_decoded_for_each_token(kind, folder) -> None:
     assert sum(map(bool, pieces)) > 20 or "and" not in tokenizer.decode(new)
 
 
-def test_a_tokenizer_whose_text_depends_on_all_tokens_is_slow_and_right() -> None:
+def test_a_tokenizer_whose_text_depends_on_all_tokens_is_slow_but_right() -> None:
     class Numbering:
         """Numbers its words, so that no window of them says what the whole does."""
 
@@ -122,7 +122,7 @@ def test_a_tokenizer_whose_text_depends_on_all_tokens_is_slow_and_right() -> Non
     assert sum(map(bool, pieces)) > 100 and counted.decoded < 100 * len(ids)
 
 
-def test_what_is_told_already_is_not_said_again(bpe) -> None:
+def test_streamed_text_is_not_repeated(bpe) -> None:
     begin, new = bpe.encode("the then "), bpe.encode("and another")
     assert "".join(pieces_of(bpe, new, begin, is_told=True)) == bpe.decode([*begin, *new])[len("the then ") :]
     # Here the first byte of a character makes one broken run with the bytes before it, which were text.
@@ -130,7 +130,7 @@ def test_what_is_told_already_is_not_said_again(bpe) -> None:
     assert "".join(pieces_of(bpe, byte[:1], byte, is_told=True)) == "\N{REPLACEMENT CHARACTER}"
 
 
-def test_a_tokenizer_that_takes_back_what_it_said_is_an_error() -> None:
+def test_a_tokenizer_that_revises_its_text_is_an_error() -> None:
     class Backwards:
         def encode(self, text: str) -> list[int]:
             raise ValueError("it can't")
@@ -156,7 +156,7 @@ def stopped(tokenizer, ids, stop, begin=()) -> list[str]:
 @pytest.mark.parametrize(
     "stop", [["lost"], ["isn't l", "zzz"], ["\n\n"], ["日本"], ["x", "é"], [" "], [TEXT], ["café's  "]]
 )
-def test_what_stands_behind_a_stop_text_and_itself_are_left_out(tokenizer, stop) -> None:
+def test_a_stop_text_and_all_text_after_it_are_omitted(tokenizer, stop) -> None:
     ids = tokenizer.encode(TEXT)
     said = tokenizer.decode(ids)
     places = [place for one in stop if (place := said.find(one)) >= 0]
@@ -167,7 +167,7 @@ def test_what_stands_behind_a_stop_text_and_itself_are_left_out(tokenizer, stop)
         assert len(found) - 1 == next(n for n, text in enumerate(shown) if any(one in text for one in stop))
 
 
-def test_a_stop_text_that_does_not_come_is_shown_as_late_as_it_must_be() -> None:
+def test_the_beginning_of_an_incomplete_stop_text_is_shown_late() -> None:
     tokenizer = ByteTokenizer()
     assert stopped(tokenizer, tokenizer.encode("a#b##c#"), ["##!", "x"]) == ["a", "", "#b", "", "", "##c", "", "#"]
     # What stands before the text is no part of it.
@@ -218,7 +218,7 @@ def test_a_streamer_of_hugging_faces_kind_hears_each_token(model) -> None:
 
 
 @pytest.mark.parametrize("prompt", [None, "as it was typed "])
-def test_a_text_streamer_prints_what_decoding_says(model, prompt, capsys) -> None:
+def test_a_text_streamer_prints_the_output(model, prompt, capsys) -> None:
     tokenizer = ByteTokenizer()
     streamer, ids = TextStreamer(tokenizer, prompt=prompt), tokenizer.encode("ab ")
     for seed in range(4):  # one after another

@@ -23,7 +23,7 @@ def translator_of(tokenizer) -> Translator:
     return Translator(model.eval(), tokenizer)
 
 
-def test_a_regular_expression_that_gives_up_is_an_error_of_its_text(tmp_path) -> None:
+def test_a_regular_expression_that_gives_up_is_an_error_for_its_text(tmp_path) -> None:
     backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2, "</s>": 3}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated")
     backend.decoder = decoders.WordPiece()
@@ -43,7 +43,7 @@ def test_a_regular_expression_that_gives_up_is_an_error_of_its_text(tmp_path) ->
     asyncio.run(main())
 
 
-def test_a_prefix_with_a_space_behind_brings_no_second_one() -> None:
+def test_a_prefix_that_ends_with_a_space_gets_no_second_space() -> None:
     for spaces in ("keep", "collapse"):
         translator = translator_of(train_bpe(LINES, 60, spaces=spaces))
         for options in ({}, {"num_beams": 2}):

@@ -105,7 +105,7 @@ def test_threads_change_no_bit(trained, num_beams) -> None:
     assert_same(found[0][0], decode(model, inputs, num_beams, engine="kv_cache"))
 
 
-def test_whoever_else_is_there(trained) -> None:
+def test_tokens_do_not_depend_on_other_requests(trained) -> None:
     # Greedy and beams beside samples and diverse beams, which arrive step by step in too little memory; some leave.
     model, inputs = trained
     rng, engine = random.Random(1), choose_engine(model)

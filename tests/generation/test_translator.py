@@ -149,7 +149,7 @@ def test_sampling_is_seeded_once_for_all_batches(model) -> None:
         assert list(translator.stream(["same text"] * 4, read_ahead=read_ahead, **options)) == found
 
 
-def test_no_more_hypotheses_than_there_are() -> None:
+def test_there_are_no_more_hypotheses_than_found() -> None:
     # This model says EOS and nothing else.
     model = LSTMSeq2Seq(vocab_size=259, d_model=32)
     model.output.weight.data.zero_()
@@ -241,7 +241,7 @@ def test_attention_and_its_picture(translator, tmp_path) -> None:
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_translation_begins_as_it_is_told_to(model, translator) -> None:
+def test_a_translation_begins_with_its_prefix(model, translator) -> None:
     tokenizer, texts = ByteTokenizer(), ["a", "a longer text", "mid size"]
     prefixes = ["Ähm", None, "so "]
     rows = [[0, *tokenizer.encode(prefix or "")] for prefix in prefixes]
@@ -260,7 +260,7 @@ def test_a_translation_begins_as_it_is_told_to(model, translator) -> None:
     assert all(answer.startswith(p or "") for row, p in zip(several, prefixes, strict=True) for answer in row)
 
 
-def test_a_start_token_of_its_own_is_no_part_of_the_translation() -> None:
+def test_a_special_start_token_is_not_part_of_the_translation() -> None:
     torch.manual_seed(0)
     start = SpecialIds(start=ord("S") + 3)
     model = Transformer.from_preset(
@@ -386,7 +386,7 @@ def test_the_batch_is_full_while_there_is_input(model, engine, draws, monkeypatc
 
 
 @pytest.mark.parametrize("read_ahead", [1, 3, 7])
-def test_no_more_texts_are_held_than_asked_for(translator, read_ahead) -> None:
+def test_a_stream_holds_no_more_texts_than_requested(translator, read_ahead) -> None:
     read = 0
 
     def endless():
@@ -423,7 +423,7 @@ def test_what_has_not_come_is_not_waited_for_while_requests_run(translator) -> N
     assert found == translator.translate(TEXTS, **FEW)
 
 
-def test_a_stream_answers_what_comes_before_an_error(translator) -> None:
+def test_a_stream_yields_the_results_before_an_error(translator) -> None:
     def texts():
         yield from TEXTS
         raise OSError("the line is dead")
@@ -438,7 +438,7 @@ def test_a_stream_answers_what_comes_before_an_error(translator) -> None:
         next(answers)
 
 
-def test_what_fails_on_its_way_is_named(translator) -> None:
+def test_a_text_that_fails_is_named(translator) -> None:
     def processor(input_ids, scores):
         if input_ids.shape[1] > 2 and input_ids[0, 1] == ord("z") + 3:
             raise error

@@ -42,7 +42,7 @@ def test_from_pretrained_needs_the_folder_alone(kind, precision, tmp_path) -> No
     assert translator.attention("a")[2].dtype == torch.float32
 
 
-def test_a_precision_is_asked_of_the_engine_and_never_another_one_in_its_place(model, tmp_path, monkeypatch) -> None:
+def test_an_engine_never_replaces_the_requested_precision(model, tmp_path, monkeypatch) -> None:
     made: list[tuple[str, str | None]] = []
     choose = choose_engine
 
@@ -87,7 +87,7 @@ def test_a_precision_is_asked_of_the_engine_and_never_another_one_in_its_place(m
         Translator(model, ByteTokenizer(), precision="int2")
 
 
-def test_from_pretrained_says_what_is_wrong(tmp_path) -> None:
+def test_errors_of_from_pretrained_say_what_is_wrong(tmp_path) -> None:
     GPT.from_preset("tiny", vocab_size=259).save_pretrained(tmp_path, ByteTokenizer())
     with pytest.raises(ValueError, match="'GPT'"):
         Translator.from_pretrained(tmp_path)

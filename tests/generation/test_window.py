@@ -56,7 +56,7 @@ def options_of(engine: str) -> dict[str, object]:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
-def test_it_says_what_it_would_say_to_the_end_of_the_text(positions, engine) -> None:
+def test_a_sliding_window_continues_as_on_the_end_of_the_text(positions, engine) -> None:
     model, options = make(positions), options_of(engine)
     for prompt in PROMPTS:
         out = generate(model, [prompt], suppress_tokens=[1], **SLIDE, **options)[0].tolist()
@@ -79,7 +79,7 @@ def test_neighbours_change_nothing(model, engine) -> None:
             torch.testing.assert_close(together.scores[place], alone.scores[0], rtol=1e-4, atol=1e-4)
 
 
-def test_where_there_is_room_it_changes_nothing(model) -> None:
+def test_a_sliding_window_changes_nothing_if_there_is_room(model) -> None:
     prompt = [[7, 8, 9]]
     for options in ({}, {"do_sample": True, "seed": 3, "num_return_sequences": 3}):
         usual = generate(model, prompt, max_new_tokens=9, **options)
@@ -111,7 +111,7 @@ def test_little_memory_delays_it_and_changes_nothing(model) -> None:
         assert request.results[0].tokens == expected.tolist()
 
 
-def test_who_does_not_ask_is_told_how(model) -> None:
+def test_the_error_at_the_last_position_names_the_option(model) -> None:
     for prompt, more in (([[5] * WINDOW], {}), ([[5]], {"max_new_tokens": WINDOW}), ([[5]], {"min_new_tokens": 99})):
         with pytest.raises(ValueError, match="max_len.*window='slide'"):
             generate(model, prompt, **more)

@@ -174,7 +174,7 @@ def test_restore_after_further_surgery():
 
 
 @pytest.mark.parametrize("name", ["self_attn.forward", "forward", "_sa_block", "_ff_block"])
-def test_restore_leaves_no_method_that_calls_ours(name):
+def test_restore_leaves_no_method_that_calls_fastformer(name):
     """Whoever put another in front of one of ours would call it on a module that is ours no more."""
     model = randomised(Classifier())
     x = model(IDS)
@@ -265,7 +265,7 @@ def test_what_was_replaced_before_we_came_is_called():
 
 
 @pytest.mark.parametrize("name", ["window_size", "_fastformer_swapped"])
-def test_attributes_of_the_users_own_stay_theirs(name):
+def test_attributes_of_the_user_stay(name):
     model = nn.MultiheadAttention(E, H, batch_first=True)
     setattr(model, name, (0, 0))
     report = fastformer.report(fastformer.accelerate(model))
@@ -377,7 +377,7 @@ def test_what_is_replaced_of_torch_is_called_as_without_us(owner, name, comes, n
 
 
 @pytest.mark.parametrize(("owner", "name"), PATCHES, ids=lambda each: getattr(each, "__name__", each))
-def test_nested_tensors_go_to_what_is_replaced_as_without_us(owner, name, monkeypatch):
+def test_nested_tensors_reach_a_replaced_forward(owner, name, monkeypatch):
     layer = nn.TransformerEncoderLayer(12, 2, FF, **ARGS)
     plain = randomised(nn.TransformerEncoder(layer, 2)).eval()
     model = copy.deepcopy(plain)
@@ -401,7 +401,7 @@ def ran(model: nn.Module) -> set[str]:
     return {name for name, _ in backends}
 
 
-def test_attention_of_ours_is_none_that_was_replaced(monkeypatch):
+def test_fastformers_attention_is_not_taken_for_a_replacement(monkeypatch):
     model = randomised(nn.Transformer(E, H, 2, 2, FF, **ARGS))
     fastformer.accelerate(model)
     fast = ran(model)

@@ -116,7 +116,7 @@ def masked(real: Tensor = RIGHT, **options: Any) -> Any:
     return make_mask(**{**sizes, "mask_function": causal_mask_function, "attention_mask": real, **options})
 
 
-def test_what_a_mask_means_is_known_until_it_changes():
+def test_the_meaning_of_a_mask_is_remembered_until_it_changes():
     mask = masked()
     meaning = _known(mask)
     assert meaning is not None and meaning.is_causal and meaning.seqlens_k.tolist() == [9, 4, 2, 7]
@@ -173,7 +173,7 @@ def test_masks_of_inference_are_understood_too():
 
 
 @pytest.mark.skipif(RETURNS_TUPLES, reason="before 5 transformers' function knows neither")
-def test_what_the_ops_do_not_compute_goes_to_transformers():
+def test_calls_that_the_ops_do_not_support_go_to_transformers():
     model = make("llama")
     patch_attention(model)
     attention = model.model.layers[0].self_attn
@@ -199,7 +199,7 @@ SPARSE = SMALL | {
 
 
 @pytest.mark.parametrize("family, options", [("Falcon", SMALL), ("DeepseekV32", SPARSE), ("GlmMoeDsa", SPARSE)])
-def test_code_that_asks_for_the_name_sdpa_finds_it(family, options):
+def test_code_that_looks_up_the_name_sdpa_finds_it(family, options):
     """By another name it would add a mask of trues to the scores, or see all keys."""
     if not hasattr(transformers, f"{family}Config"):
         pytest.skip("of late versions of transformers 5")
@@ -222,7 +222,7 @@ class _Asking(LlamaForCausalLM):  # type: ignore[misc]
         return super().forward(*args, **options)
 
 
-def test_code_of_your_own_that_asks_finds_it_too():
+def test_your_own_code_that_looks_up_sdpa_finds_it_too():
     model = _Asking(make("llama").config)
     assert fastformer.report(fastformer.accelerate(model)).attention == [""]
     assert ran(lambda: model(IDS))

@@ -77,7 +77,7 @@ def test_a_decoder_stays_padded_where_a_call_looks(what, family):
 
 
 @families
-def test_a_row_without_memory_is_what_it_was(family):
+def test_a_row_without_memory_is_unchanged(family):
     """Before transformers 5 it attends to all keys that are ignored, since then to none."""
     decoder = make(family).model.decoder.eval()
     memory, mask = torch.randn(4, 9, 24, dtype=torch.float64), RIGHT & (torch.arange(4) != 2)[:, None]

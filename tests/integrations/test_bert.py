@@ -56,7 +56,7 @@ class Running(torch.nn.Linear):
 
 
 @pytest.mark.parametrize("what", ["answers", "chunks", "other tokens", "no token"])
-def test_padding_stays_where_it_is_seen(what):
+def test_padding_is_computed_if_it_is_read(what):
     """A softmax over the sequence, chunks of it, a module that looks at other tokens, a row without any."""
     model = (
         make(BertForQuestionAnswering) if what == "answers" else make(chunk_size_feed_forward=3 * (what == "chunks"))
@@ -99,7 +99,7 @@ def test_what_looks_at_one_token_is_packed_through(activation):
     torch.nn.LocalResponseNorm(3), torch.nn.CrossMapLRN2d(3), torch.nn.LayerNorm((9, 40)), torch.nn.GroupNorm(3, 9),
     torch.nn.Dropout1d(0.5), torch.nn.Sequential(torch.nn.Softmax(1)), Mixing(),
 ], ids=str)  # fmt: skip
-def test_what_looks_at_others_sees_the_batch(activation):
+def test_a_module_that_reads_other_positions_sees_the_batch(activation):
     if isinstance(activation, torch.nn.CrossMapLRN2d):
         activation = torch.nn.Sequential(torch.nn.Unflatten(2, (8, 5)), activation, torch.nn.Flatten(2))
     assert PACKED not in with_activation(activation)
@@ -122,7 +122,7 @@ def with_activation(activation: torch.nn.Module) -> set[str]:
 
 
 @pytest.mark.parametrize("mask", [None, RIGHT], ids=["no mask", "right"])
-def test_a_scale_of_ones_own(mask):
+def test_a_custom_scale(mask):
     model = make().eval()
     for layer in model.encoder.layer:
         if not hasattr(layer.attention.self, "scaling"):

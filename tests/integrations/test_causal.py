@@ -72,7 +72,7 @@ def test_labels_at_padding_count_as_before(family):
 
 
 @families
-def test_a_loss_of_ones_own_sees_padding(family):
+def test_a_loss_of_the_user_sees_padding(family):
     """It may count whatever it likes there."""
     model = make(family)
     model.loss_function = lambda logits, labels, **options: logits.square().mean()
@@ -90,7 +90,7 @@ def test_a_loss_of_ones_own_sees_padding(family):
 
 @families
 @pytest.mark.parametrize("order", [[0, 1, 0, 1], [0, 0], [0, 0, 1]], ids=str)
-def test_layers_that_are_there_several_times(order, family):
+def test_layers_that_occur_several_times(order, family):
     model = make(family)
     stack = model.base_model
     name = "h" if family == "gpt2" else "layers"
@@ -126,7 +126,7 @@ def test_a_hooked_attention_drops_once():
     "family, name",
     [("gpt2", "resid_pdrop"), ("gpt2", "embd_pdrop"), ("gpt2", "attn_pdrop"), ("llama", "attention_dropout")],
 )
-def test_what_is_dropped_wholly_is_gone(family, name, mask):
+def test_dropout_of_everything_gives_zeros(family, name, mask):
     """With a probability of one nothing is left to chance: each dropout acts, and where transformers' acts."""
     model = make(family, **{name: 1.0})
     real = 1.0 if mask is None else mask[..., None]

@@ -323,7 +323,7 @@ def test_weights_that_are_made_are_made_as_often(family, comes):
 
 
 @pytest.mark.parametrize("family", ["bert", "marian"])
-def test_what_is_saved_knows_nothing_of_us(family, tmp_path):
+def test_saved_models_do_not_mention_fastformer(family, tmp_path):
     model = accelerated(family)
     expected = Step(model)
     model.save_pretrained(tmp_path)

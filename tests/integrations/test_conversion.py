@@ -109,7 +109,7 @@ def test_a_model_goes_there_and_back(case, tmp_path) -> None:
 
 
 @some(*(f"{family} {variant}" for family in ("Bart", "MBart", "Pegasus") for variant in ("scaled, bias", "untied")))
-def test_scores_are_the_log_probabilities_of_theirs(case) -> None:
+def test_scores_are_transformers_log_probabilities(case) -> None:
     theirs, (source, target) = case.make(), case.batch
     targets = [[*row[1:], case.ids[1]] for row in target.tolist()]  # behind the start token
     expected = case.logits(theirs).log_softmax(-1)
@@ -449,7 +449,7 @@ def test_torchs_transformer_takes_the_layers() -> None:
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("num_buckets, max_distance", [(32, 128), (8, 5), (11, 40), (4, 1000), (64, 33)])
-def test_the_buckets_are_theirs(num_buckets, max_distance, is_causal):
+def test_the_buckets_are_transformers(num_buckets, max_distance, is_causal):
     distances = torch.arange(-3 * max_distance, 3 * max_distance + 1)
     ours = RelativePositionBias(2, num_buckets, max_distance, is_causal)
     expected = T5Attention._relative_position_bucket(distances, not is_causal, num_buckets, max_distance)
@@ -502,7 +502,7 @@ def test_pieces_of_a_target_are_one_target(sizes):
         torch.testing.assert_close(found[row], expected[row, length : length + 4], rtol=1e-10, atol=1e-10)
 
 
-def test_what_it_looks_at_sums_to_one():
+def test_attention_weights_sum_to_one():
     ours = from_huggingface(t5())
     maps = ours.attention_maps(*CASES["T5 1.0"].batch)
     for name, depth in (("encoder", 3), ("decoder", 2), ("cross", 2)):

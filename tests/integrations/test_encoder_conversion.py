@@ -195,7 +195,7 @@ def test_settings_that_its_kin_do_not_have_are_named(case, settings, name) -> No
         ENCODER_FORMS[case].to_model({**theirs.config.to_dict(), **settings}, theirs.state_dict())
 
 
-def test_settings_of_version_4_say_the_same() -> None:
+def test_settings_of_version_4_give_the_same_outputs() -> None:
     theirs = CASES["modernbert"].make()
     form, settings = ENCODER_FORMS["modernbert"], theirs.config.to_dict()
     expected = form.to_model(settings, theirs.state_dict()).config

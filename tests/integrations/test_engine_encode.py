@@ -110,7 +110,7 @@ def read_of(batch: dict[str, Tensor]) -> Tensor:
 
 
 @names
-def test_every_family_computes_what_its_modules_do(name: str, calls: list[int]) -> None:
+def test_every_family_equals_its_modules(name: str, calls: list[int]) -> None:
     case = CASES[name]
     batch = batch_of(case)
     check(case, batch, batch["attention_mask"].bool())
@@ -173,7 +173,7 @@ def test_padding_may_lie_anywhere(name: str, side: str, calls: list[int]) -> Non
     assert (calls[0] == 0) == sees_nothing
 
 
-def test_a_row_without_tokens_goes_the_modules_way(calls: list[int]) -> None:
+def test_a_row_without_tokens_runs_the_modules(calls: list[int]) -> None:
     plain, ours = pair("bert")
     agree(plain, ours, inputs() | {"attention_mask": torch.tensor([[0] * 9, [1] * 9, [0] * 4 + [1] * 5])})
     assert calls == [0]
@@ -250,7 +250,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("change", "served"), CHANGES)
-def test_a_changed_model_computes_what_it_says(change: Any, served: int, calls: list[int]) -> None:
+def test_a_changed_model_computes_its_changes(change: Any, served: int, calls: list[int]) -> None:
     plain, ours = pair("bert types")
     before = ours(**inputs())[0].detach()
     agree(plain, ours)
@@ -328,7 +328,7 @@ def test_training_and_gradients_go_the_modules_way(calls: list[int]) -> None:
     assert calls == [2]
 
 
-def test_what_a_call_asks_for_beside_the_states_is_there(calls: list[int]) -> None:
+def test_requested_outputs_beside_the_states_are_returned(calls: list[int]) -> None:
     plain, ours = pair()
     for options in (
         {"output_hidden_states": True}, {"output_attentions": True},

@@ -112,7 +112,7 @@ SERVED: dict[str, dict[str, Any]] = {
 
 # Slow: the other number of beams. What an option does to scores knows nothing of the model.
 @pytest.mark.parametrize("name, beams", by_turns(["Marian real", "gpt2 plain"], [3, 1]))
-def test_options_mean_what_they_mean_to_transformers(name, beams):
+def test_options_have_transformers_meaning(name, beams):
     pair = pair_of(name, left=name == "gpt2 plain")
     for key, options in SERVED.items():
         is_sampled = "do_sample" in options
@@ -173,7 +173,7 @@ class Listener:
 
 
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.2}], ids=["whole", "by steps"])
-def test_a_streamer_is_told_the_same(options):
+def test_a_streamer_gets_the_same_tokens(options):
     pair = pair_of("gpt2 plain", left=True)
     inputs = {name: value[1:2] for name, value in pair.inputs.items()}
     told = []
@@ -199,7 +199,7 @@ UNSERVED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("reason, options", UNSERVED.items())
-def test_what_the_engine_lacks_goes_transformers_way(reason, options, caplog):
+def test_unsupported_options_use_transformers_code(reason, options, caplog):
     pair = pair_of("llama grouped heads", left=True)
     pair.inputs = {name: value[:1] for name, value in pair.inputs.items()}
     if "position_ids" in options:
@@ -283,7 +283,7 @@ def test_a_source_padded_on_the_left_errs_as_its_weights_round():
 
 
 @pytest.mark.parametrize("length", [1, 11])
-def test_a_mask_of_ones_for_other_ids_goes_transformers_way(length):
+def test_a_mask_of_ones_for_other_ids_uses_transformers_code(length):
     pair = pair_of("llama grouped heads", left=True)
     ids, mask = pair.inputs["input_ids"][:1], torch.ones(1, length, dtype=torch.long)
     outcomes = []
@@ -296,7 +296,7 @@ def test_a_mask_of_ones_for_other_ids_goes_transformers_way(length):
     assert outcomes[0] == outcomes[1] and opened == [0]
 
 
-def test_options_that_nobody_has_heard_of_are_transformers_errors():
+def test_unknown_options_are_transformers_errors():
     pair = pair_of("Marian real")
     for options in ({"beam_size": 3}, {"max_length": 1}, {"streamer": Listener(), "num_beams": 2}):
         with pytest.raises(ValueError) as expected:

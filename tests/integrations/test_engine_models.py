@@ -127,7 +127,7 @@ def other_place(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [other_table, other_window, other_class, other_function, other_place])
-def test_what_changed_in_place_goes_transformers_way(change):
+def test_changes_in_place_use_transformers_code(change):
     pair = pair_of("gemma3_text two bases", left=True)
     for is_served in (True, False):
         if not is_served:
@@ -157,7 +157,7 @@ def test_a_resized_vocabulary_stays_on_the_engine(name):
 
 @pytest.mark.parametrize("is_late", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["later", "before"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_model_goes_transformers_way(pair, change, is_late):
+def test_a_changed_model_uses_transformers_code(pair, change, is_late):
     if is_late:
         agree(pair, is_served=True)
     else:
@@ -249,7 +249,7 @@ def test_copies_and_wrappers_decode_on_the_engine(name, how):
     agree(pair, is_served=True)
 
 
-def test_what_is_saved_knows_nothing_of_it(pair, tmp_path):
+def test_saved_models_do_not_mention_the_engine(pair, tmp_path):
     keys, config = [*pair.plain.state_dict()], pair.plain.config.to_dict()
     agree(pair, is_served=True)
     assert [*pair.ours.state_dict()] == keys and pair.ours.config.to_dict() == config
@@ -260,7 +260,7 @@ def test_what_is_saved_knows_nothing_of_it(pair, tmp_path):
     agree(pair, is_served=True)
 
 
-def test_restore_takes_it_off(pair):
+def test_restore_removes_the_engine(pair):
     agree(pair, is_served=True)
     restore(pair.ours)
     assert type(pair.ours) is type(pair.plain) and vars(pair.ours).keys() == vars(pair.plain).keys()

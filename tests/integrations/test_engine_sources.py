@@ -89,7 +89,7 @@ def check(case: Case, batch: dict[str, Tensor]) -> None:
     "name",
     [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in NAMES],
 )
-def test_every_family_computes_what_its_modules_do(name: str, calls: list[int]) -> None:
+def test_every_family_equals_its_modules(name: str, calls: list[int]) -> None:
     case = CASES[name]
     source, target = case.batch
     mask = (source != case.ids[0]).long()
@@ -127,7 +127,7 @@ def test_an_encoder_of_which_padding_may_be_read_computes_it(calls: list[int]) -
 
 
 @pytest.mark.parametrize("name", ["Marian real", "MBart real"])
-def test_what_else_is_asked_for_is_there(name: str, calls: list[int]) -> None:
+def test_other_requested_outputs_are_returned(name: str, calls: list[int]) -> None:
     plain, ours = pair(name, fused_loss=False)
     asked = {"output_attentions": True, "output_hidden_states": True}
     plain.set_attn_implementation("eager"), ours.set_attn_implementation("eager")  # the other gives no attentions
@@ -185,7 +185,7 @@ def another_decoder(model: Any) -> None:
     ("change", "served"),
     [(hooked, 0), (other_activation, 0), (fewer_layers, 0), (other_table, 0), (written, 1), (another_decoder, 1)],
 )
-def test_a_changed_model_computes_what_it_says(change: Any, served: int, calls: list[int]) -> None:
+def test_a_changed_model_computes_its_changes(change: Any, served: int, calls: list[int]) -> None:
     plain, ours = pair("Marian real")
     agree(plain, ours, whole(inputs()))
     assert calls == [1]

@@ -115,7 +115,7 @@ def test_generates_the_same(family, num_beams, mask):
 
 
 @pytest.mark.parametrize(("family", "side", "use_cache"), covering(SEQ2SEQ, ["right", "left"], [True, False]))
-def test_generates_the_same_behind_padded_beginnings(family, side, use_cache):
+def test_generates_the_same_after_padded_prompts(family, side, use_cache):
     """`generate` reads the logits of the last position, even where that is padding."""
     model = make(family).eval()
     real = torch.arange(4) < torch.tensor([[4], [2], [1], [3]])
@@ -220,7 +220,7 @@ def test_packs_again_when_nothing_is_recorded(family):
 
 @pytest.mark.parametrize("how", ["told", "configured"])
 @pytest.mark.parametrize("family", [*CAUSAL, "bart", "marian"])
-def test_a_tuple_holds_what_a_dict_does(family, how):
+def test_a_tuple_equals_its_dict(family, how):
     model = make(family).eval()
     fastformer.accelerate(model, padding="skip")
     stack = model.base_model if family in CAUSAL else model.base_model.encoder

@@ -82,7 +82,7 @@ def test_the_loss_of_the_plain_model(mask, family):
 
 
 @families
-def test_what_is_behind_the_last_label_is_left_out(family):
+def test_positions_after_the_last_label_are_skipped(family):
     """Without a mask, too: nothing that the loss reads depends on it."""
     model = make(family)
     fastformer.accelerate(model, fused_loss=True)
@@ -111,7 +111,7 @@ def test_a_loss_by_num_items_in_batch(family):
 
 
 @decoders
-def test_documents_that_stand_in_one_row(family):
+def test_several_documents_in_one_row(family):
     """Without a mask transformers reads them from the positions."""
     labels = IDS.masked_fill(torch.arange(9) > 6, -100)
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]]).expand(4, -1)
@@ -140,7 +140,7 @@ def test_inputs_of_the_decoder_that_are_given(family):
 
 
 @families
-def test_a_loss_of_nothing_is_nan(family):
+def test_a_loss_without_labels_is_nan(family):
     model = make(family)
     fastformer.accelerate(model, fused_loss=True)
     loss = run(model, family, labels=torch.full_like(labels_of(family, None), -100)).loss
@@ -216,7 +216,7 @@ LOSSES = ("cross_entropy", "fixed_cross_entropy", "forward", "__call__", "CrossE
     # A decoder's code knows no class of a loss.
     [(family, name) for family in HEADS for name in LOSSES if name != "CrossEntropyLoss" or family not in DECODERS],
 )
-def test_what_somebody_put_in_place_of_the_loss(family, name, monkeypatch):
+def test_a_users_loss_is_called(family, name, monkeypatch):
     """It acts as without us, and is fast again when it has gone."""
     owner = {"cross_entropy": F, "fixed_cross_entropy": loss_utils, "CrossEntropyLoss": source(family)}
     place = owner.get(name, nn.CrossEntropyLoss)
@@ -276,7 +276,7 @@ for model, loss in zip((marian, gpt2), expected):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["function", "class", "nothing"])
-def test_what_somebody_put_there_before_we_came(what):
+def test_a_users_loss_from_before_acceleration_is_called(what):
     """In a process of its own, where the library is imported after it; above, what comes later is noticed."""
     subprocess.run([sys.executable, "-c", EARLY, what], check=True)
 
@@ -342,7 +342,7 @@ def test_logits_that_are_asked_for(family):
 
 
 @families
-def test_is_undone(family):
+def test_accelerate_is_undone_by_restore(family):
     model = make(family)
     fastformer.accelerate(model, fused_loss=True)
     before = fastformer.report(model)
@@ -373,7 +373,7 @@ def test_memory(family):
     assert sizes and not any(size.numel() == rows * 60 and size[-1] == 60 for size in sizes)
 
 
-def test_what_has_no_such_loss():
+def test_models_without_a_fused_loss():
     bert = BertModel(BertConfig(vocab_size=60, hidden_size=24, num_hidden_layers=1, num_attention_heads=3))
     with pytest.raises(ValueError, match=r"\bhead\b"):
         fastformer.accelerate(bert, fused_loss=True)
@@ -390,7 +390,7 @@ def test_asked_for_too_late(family):
 
 @pytest.mark.skipif(RETURNS_TUPLES, reason="before transformers 5 attention is written out in the model")
 @pytest.mark.parametrize("is_scaled", [True, False])
-def test_t5_keeps_no_cache_that_nobody_asked_for(is_scaled):
+def test_t5_keeps_a_cache_only_on_request(is_scaled):
     """Its config asks for one in each call. What a head reads is scaled where it is tied to the embedding."""
     model, plain = (small.make("t5", use_cache=True, tie_word_embeddings=is_scaled).train() for _ in range(2))
     assert model.config.scale_decoder_outputs == is_scaled

@@ -156,7 +156,7 @@ QUICK = ("forward that changes", "pre", "backward")
     "kind", [pytest.param(kind, marks=[] if kind in QUICK else [pytest.mark.slow]) for kind in KINDS]
 )
 @pytest.mark.parametrize(("family", "place"), CASES)
-def test_a_hook_sees_and_changes_what_it_did(family, place, kind):
+def test_a_hook_sees_and_changes_the_same_tensors(family, place, kind):
     said, register = KINDS[kind]
     plain, model = make(family), make(family)
     kept = register(model.get_submodule(place), [])
@@ -176,7 +176,7 @@ def test_a_hook_sees_and_changes_what_it_did(family, place, kind):
 
 
 @pytest.mark.parametrize("family", PLACES)
-def test_what_a_hook_hindered_goes_on_behind_it(family):
+def test_fusion_continues_after_a_hook_is_removed(family):
     model = make(family)
     handles = [model.get_submodule(place).register_forward_hook(lambda *args: None) for place in PLACES[family]]
     fastformer.accelerate(model)

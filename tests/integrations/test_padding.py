@@ -487,7 +487,7 @@ def test_more_layers_than_the_config_says():
 
 
 @pytest.mark.parametrize("padding", ["auto", "compute"])
-def test_no_value_of_a_mask_is_looked_at_where_nothing_can_be_left_out(padding):
+def test_no_mask_is_read_if_padding_cannot_be_skipped(padding):
     """On a GPU the host would wait for it, in each step."""
     model = make("GPT2LMHeadModel")
     fastformer.accelerate(model, padding=padding)

@@ -224,7 +224,7 @@ class Reading(LogitsProcessor):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("name", SEQ2SEQ)
-def test_generate_leaves_padding_out_and_what_it_calls_does_not(name):
+def test_generate_skips_padding_and_the_functions_it_calls_do_not(name):
     plain, ours = make(name), make(name)
     fastformer.accelerate(ours)
     read, tokens = [], []

@@ -114,7 +114,7 @@ def test_a_fresh_process_loads_them_all(kinds, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_config_says_nothing_of_us(tmp_path):
+def test_a_config_does_not_mention_fastformer(tmp_path):
     model, _ = make("bert")
     before = copy.deepcopy(model.config)
     fastformer.accelerate(model)

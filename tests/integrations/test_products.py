@@ -110,7 +110,7 @@ def test_a_model_whose_family_is_not_known() -> None:
     torch.testing.assert_close(model(pixels).logits, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_only_those_of_transformers_models_and_none_of_their_kind() -> None:
+def test_only_linear_layers_of_transformers_models_are_swapped() -> None:
     class Doubled(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return 2 * super().forward(x)
@@ -125,7 +125,7 @@ def test_only_those_of_transformers_models_and_none_of_their_kind() -> None:
     torch.testing.assert_close(inner(IDS).logits, expected)
 
 
-def test_what_somebody_put_there_is_called(monkeypatch: pytest.MonkeyPatch, counted: list[tuple[int, ...]]) -> None:
+def test_a_users_replacement_is_called(monkeypatch: pytest.MonkeyPatch, counted: list[tuple[int, ...]]) -> None:
     model = make("gpt2")
     model.lm_head.forward = lambda x: x
     report = fastformer.report(fastformer.accelerate(model))
@@ -170,7 +170,7 @@ def test_a_patched_conv1d_is_honoured_in_the_fused_network(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("rows", [4, 64], ids=["few rows", "many rows"])
 @pytest.mark.parametrize(("place", "name"), [(F, "linear"), (torch, "addmm")])
-def test_a_function_that_somebody_put_there_acts_as_without_us(place, name, rows, monkeypatch):
+def test_a_users_replacement_of_a_function_acts_as_without_acceleration(place, name, rows, monkeypatch):
     """transformers multiplies Conv1D's by torch.addmm, and all else by F.linear."""
     model, plain = make("gpt2"), make("gpt2")
     fastformer.accelerate(model)

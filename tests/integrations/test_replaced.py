@@ -229,7 +229,7 @@ def test_what_was_replaced_before_we_came():
     subprocess.run([sys.executable, "-c", EARLY], check=True)
 
 
-def test_a_function_that_names_no_module_is_registered_like_others() -> None:
+def test_a_function_without_a_module_is_registered_like_others() -> None:
     source = ModuleType("transformers.models.made_up.modeling_made_up")
     source.unnamed = lambda: None  # type: ignore[attr-defined]
     source.unnamed.__module__ = None  # as of functions that are made from code at run time

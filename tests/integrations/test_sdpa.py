@@ -82,7 +82,7 @@ def of_every_fourth(x: Tensor, order: tuple[int, ...]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_output_lies_in_memory_as_pytorchs(name):
+def test_an_output_has_pytorchs_strides(name):
     """In query's order, whatever that of the others."""
     q, *others = (each.detach() for each in inputs(grouped=name == "grouped"))
     options = dict(CASES[name])
@@ -127,7 +127,7 @@ def test_an_output_is_copied_only_for_heads_apart_that_share_keys_or_masks(order
     assert out.stride() == query.stride()
 
 
-def test_dropout_drops_the_same_however_its_input_lies():
+def test_dropout_does_not_depend_on_strides():
     data = inputs(seqlens=(32, 32))
     outs = []
     for order in ((0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)):
@@ -254,7 +254,7 @@ CAUSAL = band((S, S), None, 0)
         CAUSAL[:, :1],
     ],
 )
-def test_masks_that_say_more_are_masks(mask, masks_given):
+def test_masks_that_are_not_padding_stay_masks(mask, masks_given):
     q, k, v = inputs(seqlens=(S, S))
     expected = F.scaled_dot_product_attention(q, k, v, mask)
     out = FF.scaled_dot_product_attention(q, k, v, mask)
@@ -452,7 +452,7 @@ def test_activate_under_autocast_computes_in_its_dtype():
 
 
 @pytest.mark.usefixtures("_deactivated")
-def test_torch_nns_modules_run_on_ours_when_active():
+def test_torch_nns_modules_run_on_fastformers_ops_when_active():
     layer = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True, dtype=torch.float64)
     x = torch.randn(2, 5, 16, dtype=torch.float64)
     expected = layer(x)

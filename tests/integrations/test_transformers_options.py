@@ -97,7 +97,7 @@ def compare(name: str, engine: str, options: dict[str, Any]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name, engine", PAIRS)
-def test_random_calls_say_what_transformers_says(name, engine):
+def test_random_calls_equal_transformers(name, engine):
     numbers = random.Random(f"{name} {engine}")
     _, _, eos = family(name)
     total = near = 0
@@ -109,7 +109,7 @@ def test_random_calls_say_what_transformers_says(name, engine):
 
 @pytest.mark.slow  # 60 calls of each engine: what the few above might miss
 @pytest.mark.parametrize("name, engine", PAIRS)
-def test_many_random_calls_say_what_transformers_says(name, engine):
+def test_many_random_calls_equal_transformers(name, engine):
     numbers = random.Random(f"many {name} {engine}")
     _, _, eos = family(name)
     total = near = 0
@@ -123,7 +123,7 @@ def test_many_random_calls_say_what_transformers_says(name, engine):
 @pytest.mark.parametrize(
     "name, engine", [("BART", "cpp"), ("BART", "kv_cache"), ("T5", "cpp"), ("Marian", "recompute")]
 )
-def test_beams_that_repeat_are_punished_as_there(name, engine, renormalize):
+def test_repeating_beams_are_penalised_as_in_transformers(name, engine, renormalize):
     for penalty, beams in ((1.5, 3), (2.5, 4)):
         options = {"num_beams": beams, "repetition_penalty": penalty, "max_new_tokens": 8}
         assert compare(name, engine, {**options, "renormalize_logits": renormalize})[1] <= 1
@@ -143,7 +143,7 @@ def below(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("engine", ["cpp", "kv_cache", "recompute"])
 @pytest.mark.parametrize("processor", [above, below])
-def test_processors_of_ones_own_get_the_scores_that_they_get_there(processor, engine):
+def test_user_processors_get_transformers_scores(processor, engine):
     for name, beams, penalty in (("T5", 3, 2.0), ("BART", 2, 1.0), ("Marian", 1, 1.0)):
         options = {"max_new_tokens": 9, "logits_processor": [processor], "renormalize_logits": False}
         if beams > 1:
@@ -160,7 +160,7 @@ def ends_at(*tokens: int) -> Any:
 
 @pytest.mark.parametrize("engine", ["cpp", "kv_cache"])
 @pytest.mark.parametrize("beams", [1, 3])
-def test_criteria_stop_where_they_stop_there(beams, engine):
+def test_criteria_stop_as_in_transformers(beams, engine):
     listed = transformers.StoppingCriteriaList
     for name in ("T5", "BART"):
         _, _, eos = family(name)
@@ -180,7 +180,7 @@ def test_criteria_stop_where_they_stop_there(beams, engine):
     {"temperature": 0.3, "top_k": 4, "no_repeat_ngram_size": 1},
     {"max_length": 9, "num_beams": 4, "early_stopping": "never", "length_penalty": 2.0, "suppress_tokens": [5, 6, 9]},
 ])  # fmt: skip
-def test_a_config_of_theirs_is_understood(stated):
+def test_a_config_of_transformers_is_accepted(stated):
     model, pad, eos = family("T5")
     ids = sources(pad, eos)[:ROWS]
     config = transformers.GenerationConfig(

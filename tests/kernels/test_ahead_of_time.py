@@ -142,7 +142,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 BINARY = Binary("kernel", 128, 1024, "pif(iip)00", ((3, 2, 9, (1, 64)),), b"\x7fELF machine code")
 
 
-def test_a_file_gives_back_what_was_written(folder: Path) -> None:
+def test_a_file_returns_its_contents(folder: Path) -> None:
     path = folder / _binaries.file_name(90)
     _binaries.write(path, 90, {"one": BINARY, "two": BINARY._replace(cubin=b"other"), "same": BINARY})
     file = BinaryFile(path)

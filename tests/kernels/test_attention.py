@@ -313,7 +313,7 @@ WINDOWS = [(None, 0), (40, 0), (61, 0), (64, -10), (33, 31), (31, 34), (32, None
     [*((window, (32, 32)) for window in [(None, None), *WINDOWS]), ((70, 0), (64, 16)), ((31, 1), (16, 64))],
     ids=str,
 )
-def test_who_sees_whom(
+def test_visibility_of_keys(
     window: tuple[int | None, int | None], tile: tuple[int, int], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Equal scores, K = V = identity: out is P itself and dq is dS, element by element, in all three kernels."""

@@ -43,7 +43,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
         ],
     ),
 )
-def test_in_memory_that_held_anything(case: Case, dtype: torch.dtype, device: str) -> None:
+def test_sums_in_memory_with_arbitrary_contents(case: Case, dtype: torch.dtype, device: str) -> None:
     check(case, dtype, device)
 
 

@@ -129,7 +129,7 @@ def test_rotary_of_strided_tensors(device: str) -> None:
     torch.testing.assert_close(run(step, inputs | half), run(step, inputs | rounded), rtol=tolerance, atol=tolerance)
 
 
-def test_turned_keys_are_what_the_op_gives(device: str) -> None:
+def test_rotated_keys_equal_the_ops(device: str) -> None:
     """To the bit, where no compiler contracts products and sums: whoever turns them, a cache holds the same."""
     if device != "cpu":
         pytest.skip("a GPU's compiler contracts as it likes")

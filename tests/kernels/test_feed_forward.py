@@ -176,7 +176,7 @@ def test_infinities_and_nan(activation: str, path: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_inference_gives_what_learning_gives(activation: str, path: str, device: str) -> None:
+def test_inference_equals_training(activation: str, path: str, device: str) -> None:
     x, weight1, bias1, weight2, bias2 = make_inputs((40, 16), 72, activation, device).values()
     seed = torch.tensor(SEED, device=device)
     (out, saved), (out_alone, nothing) = (
@@ -188,7 +188,7 @@ def test_inference_gives_what_learning_gives(activation: str, path: str, device:
 
 
 @pytest.mark.parametrize("activation", ["relu", "swiglu"])
-def test_gradients_that_lie_otherwise(activation: str, path: str, device: str) -> None:
+def test_gradients_with_other_strides(activation: str, path: str, device: str) -> None:
     """Of columns, of every other column, and one number for all, as `sum` gives it."""
     leaves = {name: value.requires_grad_() for name, value in make_inputs((40, 16), 72, activation, device).items()}
     for dout in (torch.randn(16, 40, device=device).T, torch.randn(40, 32, device=device)[:, ::2],

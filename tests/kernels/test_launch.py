@@ -248,7 +248,7 @@ def _scale_kernel(x_ptr, y_ptr, count, scale, strides, TWICE: tl.constexpr, BLOC
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="launches on a device")
-def test_a_device_runs_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_runs_the_cached_binary(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also on a side stream, in a graph, and unaligned, where 16-byte loads would fault."""
     ordinary = _launch._resolve
     runs: list[int] = []

@@ -135,9 +135,7 @@ def run(call: Call, backend: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("name", "extension"), [*((name, True) for name in CALLS), ("add_layer_norm", False)])
-def test_each_call_gets_what_is_decided_for_it(
-    name: str, extension: bool, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_call_gets_its_own_plan(name: str, extension: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second call of each geometry runs on what the first one left, with the others between them.
 
     The geometry of a call is read in C++, and in Python where there is no extension.

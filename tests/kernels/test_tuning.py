@@ -44,7 +44,7 @@ def test_what_fails_is_left_out() -> None:
     assert _tuning.measured("k", CALL) == (4,)
 
 
-def test_an_interruption_keeps_what_was_found() -> None:
+def test_an_interruption_keeps_the_results_so_far() -> None:
     forget()
 
     def run(config: tuple) -> None:
@@ -57,7 +57,7 @@ def test_an_interruption_keeps_what_was_found() -> None:
     assert _tuning.measured("k", CALL) == (3,)
 
 
-def test_nothing_runs_nothing_is_recorded() -> None:
+def test_if_nothing_runs_nothing_is_recorded() -> None:
     forget()
 
     def run(config: tuple) -> None:

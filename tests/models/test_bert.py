@@ -110,7 +110,7 @@ def test_a_quantised_model_is_saved_small(precision, tmp_path) -> None:
     assert torch.equal(loaded(ids, token_types=types), rounded(ids, token_types=types))
 
 
-def test_pooling_is_what_it_says() -> None:
+def test_pooling_follows_its_definition() -> None:
     model = made(OPTIONS["bert"])
     ids, _, layout = batch(model)
     hidden = model.encode(ids)

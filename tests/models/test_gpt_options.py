@@ -238,7 +238,7 @@ def test_exports(options):
 
 
 @families
-def test_engines_say_the_same(options):
+def test_engines_give_the_same_tokens(options):
     model = model_of(torch.float32, **options).eval()
     prompts = torch.randint(3, V, (4, 5))
     prompts[1, 3:] = prompts[2, 1:] = 0
@@ -334,7 +334,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "named"), OPTIONS, ids=lambda part: str(part))
-def test_what_a_config_cannot_be(options, named):
+def test_invalid_configs(options, named):
     with pytest.raises(ValueError, match=rf"\b{named}\b"):
         GPTConfig(**{**SMALL, "num_heads": 4, **options})
 

@@ -104,7 +104,7 @@ def test_beams_share_their_sources_keys():
 
 @torch.inference_mode()
 @pytest.mark.parametrize("change", ["fork", "free"])
-def test_rows_go_on_from_what_they_were(change):
+def test_rows_continue_from_their_parents(change):
     """The cache after fork or free decodes as one that had seen the rows in that order."""
     stack, beams = decoder(), 3
     memory, x = torch.randn(N, S, E, **DOUBLE), torch.randn(N * beams, T, E, **DOUBLE)

@@ -112,7 +112,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "place"), cases())
-def test_surgery_has_the_effect_that_it_has_where_modules_are_called(name, place):
+def test_surgery_has_the_same_effect_as_in_called_modules(name, place):
     stack, x = stack_of(place), torch.randn(2, 5, E, dtype=torch.float64)
     with torch.no_grad():
         before = stack(x, is_causal=True)
@@ -145,7 +145,7 @@ def test_a_norm_that_is_called_sees_padding(name):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_what_the_hook_of_a_head_norm_changes_counts_from_there_on(place):
+def test_changes_by_a_hook_of_a_head_norm_take_effect(place):
     results = []
     for watch in (True, False):
         stack = stack_of(place)

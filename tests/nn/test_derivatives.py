@@ -119,7 +119,7 @@ def test_dropout_is_the_same_in_every_derivative(norm_first: bool) -> None:
     assert torch.autograd.gradgradcheck(seeded, X[:1].clone().requires_grad_(), fast_mode=True)
 
 
-def test_every_sample_may_drop_its_own() -> None:
+def test_every_sample_may_have_its_own_dropout() -> None:
     """vmap's `randomness`, as for torch.nn."""
     module = fast.TransformerEncoderLayer(8, 2, 12, 0.4, batch_first=True).double()
     same = torch.stack((X, X))

@@ -34,7 +34,7 @@ def seeded(module: nn.Module, *inputs: Tensor) -> Any:
     return module(*inputs)
 
 
-def test_every_line_names_tests_that_there_are() -> None:
+def test_every_line_names_tests_that_exist() -> None:
     lines = re.split(r"^- ", PAGE.read_text(), flags=re.MULTILINE)[1:]
     assert len(lines) > 10
     for line in lines:
@@ -148,7 +148,7 @@ def test_torchs_private_fast_path_is_not_called() -> None:
     ],
     ids=lambda each: getattr(each, "__name__", each),
 )
-def test_what_is_replaced_is_called_where_it_was(owner: Any, name: str) -> None:
+def test_a_replaced_function_is_called_as_before(owner: Any, name: str) -> None:
     theirs = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
     swapped, ours = copy.deepcopy(theirs), fast.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
     fastformer.accelerate(swapped)
@@ -189,7 +189,7 @@ def test_a_parametrised_weight_is_made_once() -> None:
 
 
 @pytest.mark.parametrize("option", ["add_bias_kv", "add_zero_attn"])
-def test_extra_keys_are_behind_no_triangle(option: str) -> None:
+def test_extra_keys_are_not_causally_masked(option: str) -> None:
     ours, theirs = (each.MultiheadAttention(8, 2, batch_first=True, **{option: True}) for each in (fast, nn))
     ours.load_state_dict(theirs.state_dict())
     x, triangle = torch.randn(2, 3, 8), torch.ones(3, 3, dtype=torch.bool).triu(1)

@@ -145,7 +145,7 @@ KINDS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("mask", [None, "causal", "band", "padding"])
 @pytest.mark.parametrize("options", KINDS, ids=str)
-def test_one_call_in_evaluation_gives_what_the_ops_give(options, mask):
+def test_one_call_in_evaluation_equals_the_ops(options, mask):
     stack, x = encoder(**options)
     given: dict[str, Any] = {}
     if mask == "causal":

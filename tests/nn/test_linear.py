@@ -83,7 +83,7 @@ class Mode(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_who_has_a_say_meets_the_usual_function(products: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modes_and_subclasses_see_f_linear(products: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, bias = inputs(20, 24)
     leaf = weight.clone().requires_grad_()
     for args in [
@@ -132,7 +132,7 @@ def test_who_has_a_say_meets_the_usual_function(products: list[int], monkeypatch
     assert linear(x, weight, bias) is x and not products
 
 
-def test_bf16_is_our_kernels_where_onednn_has_none(products: Products) -> None:
+def test_bf16_uses_fastformers_kernel_if_onednn_has_none(products: Products) -> None:
     x, weight, bias = (t.bfloat16() for t in inputs(3, 50, 24))
     found = linear(x, weight, bias)
     assert products == [150]
@@ -170,7 +170,7 @@ def test_autocast_to_bf16_is_that_of_the_usual_function(dtype: torch.dtype, prod
 
 
 @pytest.mark.parametrize("has_bf16", [True, False], ids=["bf16", "none"])
-def test_bf16_is_onednns_where_it_has_products(
+def test_bf16_uses_onednn_if_it_has_products(
     has_bf16: bool, products: Products, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
@@ -269,7 +269,7 @@ def keeping() -> Iterator[set[int]]:
         yield kept
 
 
-def test_only_what_learns_has_a_gradient_and_is_kept(learns_small: None, products: list[int]) -> None:
+def test_only_trainable_inputs_get_gradients_and_are_saved(learns_small: None, products: list[int]) -> None:
     x, weight, bias = plainly_contiguous()
     for which in range(1, 8):
         tensors = [t.clone().requires_grad_(bool(which >> i & 1)) for i, t in enumerate((x, weight, bias))]
@@ -329,7 +329,7 @@ def test_small_products_go_the_usual_way(products: list[int], monkeypatch: pytes
     assert products == [rows]
 
 
-def test_what_it_gives_may_be_changed_and_no_gradient_is_none(learns_small: None, products: list[int]) -> None:
+def test_outputs_may_be_changed_in_place(learns_small: None, products: list[int]) -> None:
     x, weight, bias = (t.requires_grad_() for t in plainly_contiguous())
     for shape in ((-1, 24), (10, 10, 24)):
         products.clear()
@@ -385,7 +385,7 @@ def test_a_changed_weight_is_noticed_and_a_checkpoint_computes_again(learns_smal
         torch.testing.assert_close(t.grad, plain, rtol=1e-4, atol=1e-4)
 
 
-def test_a_linear_map_runs_what_replaced_torchs_forward(products: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_linear_layer_runs_a_replaced_forward_of_torch(products: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(20, 24)
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: x)
     with torch.no_grad():

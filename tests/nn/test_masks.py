@@ -109,7 +109,7 @@ def test_lengths_first_read_in_inference_mode_serve_training() -> None:
 
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_lengths_give_what_the_mask_gives(need_weights: bool, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_equal_their_mask(need_weights: bool, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The output, the weights and every gradient, a row of nothing but padding too; and lengths is what is used."""
     module = MultiheadAttention(16, 2, dtype=torch.float64)
     query = torch.randn(6, 4, 16, dtype=torch.float64, requires_grad=True)

@@ -89,7 +89,7 @@ def check(module: Any, call: Callable[[Any], Tensor], keep: Tensor | None = None
     + [{"window_size": (2, 2)}],
     ids=str,
 )
-def test_the_engine_computes_what_the_layers_do(options: dict[str, Any], dtype: torch.dtype, runs: list[bool]) -> None:
+def test_the_engine_equals_the_layers(options: dict[str, Any], dtype: torch.dtype, runs: list[bool]) -> None:
     module = made(**options).to(dtype)
     # Tokens on both sides of a hole are neighbours to a window of packed ones: these go by the layers.
     paddings = [None, *(MASKS[name] for name in ("right", "left", *([] if "window_size" in options else ["holes"])))]
@@ -103,7 +103,7 @@ def test_the_engine_computes_what_the_layers_do(options: dict[str, Any], dtype: 
     assert runs == [True] * len(paddings)
 
 
-def test_what_the_engine_does_not_know_goes_by_the_layers(runs: list[bool]) -> None:
+def test_calls_that_the_engine_does_not_support_use_the_layers(runs: list[bool]) -> None:
     x, causal = inputs(), nn.Transformer.generate_square_subsequent_mask(SEQLEN)
     module = made()
     check(module, lambda m: m(x.to(m.layers[0].linear1.weight.dtype), mask=causal.to(m.layers[0].linear1.weight.dtype)))
@@ -197,7 +197,7 @@ def test_torch_nns_encoder_of_any_size(seed: int, runs: list[bool]) -> None:
 
 
 @torch.no_grad()
-def test_a_copy_goes_with_its_stack() -> None:
+def test_a_copy_is_freed_with_its_stack() -> None:
     module, x = made(), inputs()
     out = module(x)
     assert torch.equal(copy.deepcopy(module)(x), out) and torch.equal(pickle.loads(pickle.dumps(module))(x), out)

@@ -169,7 +169,7 @@ def test_a_sequence_of_padding_alone_gives_zeros():
     assert torch.isfinite(dx).all() and not dx[1].any()
 
 
-def test_a_batch_of_padding_alone_or_of_nothing():
+def test_a_batch_of_only_padding_or_no_rows():
     ours, _ = encoders(True, True)
     x = tensor(L, True)
     assert not ours(x, src_key_padding_mask=torch.ones(N, L, dtype=torch.bool)).any()
@@ -276,7 +276,7 @@ def test_checkpointing_and_packing():
         assert torch.equal(a, b)
 
 
-def test_a_mask_of_another_length_is_no_causal_mask():
+def test_a_mask_of_another_length_is_not_causal():
     ours, theirs = encoders(True, True)
     for module in (ours, theirs):
         with pytest.raises((ValueError, RuntimeError)):

@@ -152,7 +152,7 @@ def test_linear_cross_entropy(reduction):
     compare(ours, theirs, lambda x: ours(x, target), plain, [torch.randn(2, 3, 6, **DOUBLE)])
 
 
-def test_linear_cross_entropy_smooths_over_the_others_and_keeps_logits_small():
+def test_linear_cross_entropy_smooths_and_keeps_logits_small():
     module = randomised(fnn.LinearCrossEntropy(6, 9, label_smoothing=0.2, smooth_others=True, z_loss=0.1, **DOUBLE))
     x, target = torch.randn(5, 6, **DOUBLE), torch.tensor([1, 4, 8, 0, 2])
     logits = F.linear(x, module.weight, module.bias)

@@ -326,7 +326,7 @@ LATER: dict[str, Callable[[Any], Any]] = {
 @both_orders
 @kinds
 @pytest.mark.parametrize("name", LATER)
-def test_what_a_hook_changes_counts_from_there_on(name, kind, norm_first):
+def test_changes_by_a_hook_take_effect(name, kind, norm_first):
     ours, theirs = pair(kind, norm_first)
     x = torch.randn(N, L, E, dtype=torch.float64), torch.randn(N, S, E, dtype=torch.float64)
     before = run(ours, kind, *x)

@@ -267,7 +267,7 @@ FINAL_NORMS = {
 @both_orders
 @pytest.mark.parametrize("where", ["a lone layer", *FINAL_NORMS])
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
-def test_what_is_dropped_whole_adds_nothing(kind, where, norm_first):
+def test_dropout_of_everything_adds_nothing(kind, where, norm_first):
     """Each dropout of p = 1, in a lone layer and in the last of a stack, is its sub-layer's output set to zero."""
     memory = () if kind == "encoder" else (torch.randn(N, S, E, **DOUBLE),)
     x = torch.randn(N, L, E, **DOUBLE)

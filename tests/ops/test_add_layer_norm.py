@@ -97,7 +97,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize(("places", "rms_norm"), by_turns([*PLACES], [False, True]))  # slow: each with both norms
-def test_wherever_the_rows_lie(places: str, rms_norm: bool, backend: str, device: str) -> None:
+def test_rows_with_any_strides(places: str, rms_norm: bool, backend: str, device: str) -> None:
     """The same bits as of rows side by side, the gradients too."""
     if (backend, places) == ("reference", "columns"):
         pytest.skip("PyTorch sums up columns in another order")

@@ -169,7 +169,7 @@ def test_rows_that_see_nothing_are_zero(backend, device) -> None:
     assert (gradients["dq"].transpose(1, 2)[empty] == 0).all()
 
 
-def test_rows_that_see_nothing_do_not_see_what_the_memory_held(backend: str, device: str) -> None:
+def test_rows_that_see_nothing_do_not_read_stale_memory(backend: str, device: str) -> None:
     """A call after one of NaN alone, whose scratch memory it is likely to be given."""
     q, k, v = (torch.randn(1, 24, 1, 64, device=device) for _ in range(3))
     for _ in range(3):
@@ -180,7 +180,7 @@ def test_rows_that_see_nothing_do_not_see_what_the_memory_held(backend: str, dev
 
 @pytest.mark.parametrize("lowest", [0.7, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
-def test_a_row_under_the_lowest_number_is_no_row_that_sees_nothing(dtype, lowest, backend, device) -> None:
+def test_a_row_masked_by_the_lowest_number_is_not_an_empty_row(dtype, lowest, backend, device) -> None:
     # Masks that are added hide padding by it, and where they hide all PyTorch takes the mean.
     if backend == "triton" and dtype == torch.float64:
         pytest.skip("the kernels take no fp64")
@@ -239,7 +239,7 @@ def test_empty(seqlen_q, seqlen_k, batch, backend, device) -> None:
 
 
 @pytest.mark.parametrize("window_size", [(None, None), (40, 3)])
-def test_dropout_drops_what_the_definition_drops(window_size, backend, device) -> None:
+def test_dropout_follows_its_definition(window_size, backend, device) -> None:
     # Where q is 0 the scores are equal, and with v the identity the output is the weights themselves; with dout the
     # identity so is dv, transposed. Several blocks of keys, of which a window's begin anywhere, and a cut last one.
     n, heads, dropout_p = 171, 2, 0.3
@@ -298,7 +298,7 @@ MASKS = {
 @pytest.mark.parametrize("layout", MASKS)
 @pytest.mark.parametrize("kind", ["bool", "float"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_wherever_the_values_of_a_mask_lie(dtype, kind, layout, backend, device) -> None:
+def test_a_mask_may_have_any_strides(dtype, kind, layout, backend, device) -> None:
     """The same bits as of a mask that is written out, in the output and in the gradients."""
     if backend == "triton" and device == "cpu":
         pytest.skip("tests/kernels has the masks")
@@ -317,7 +317,7 @@ def test_wherever_the_values_of_a_mask_lie(dtype, kind, layout, backend, device)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_cpp_says_what_it_can_not_take() -> None:
+def test_cpp_names_what_it_does_not_support() -> None:
     if reason := missing_backend("cpp", "attention"):
         pytest.skip(reason)
     q = torch.randn(1, 4, 1, 8)
@@ -344,7 +344,7 @@ FALLBACKS = {
 
 
 @pytest.mark.parametrize("name", FALLBACKS)
-def test_where_there_is_no_extension_pytorch_takes_what_it_can(name: str, no_extension: None) -> None:
+def test_without_the_extension_pytorchs_attention_runs(name: str, no_extension: None) -> None:
     with record_backends() as ran:
         run(BY_NAME[name], make_inputs(BY_NAME[name], torch.float32), torch.float32, "cpu", plain=False)
     forward, backward = FALLBACKS[name]

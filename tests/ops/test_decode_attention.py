@@ -452,7 +452,7 @@ def test_a_window_that_hides_the_first_keys_of_a_full_row(
 TABLES = {"cos": torch.zeros(40, 8), "sin": torch.zeros(40, 8)}
 
 
-def test_blocks_that_lie_apart(backend: str, device: str) -> None:
+def test_scattered_blocks(backend: str, device: str) -> None:
     """One block, and blocks of one token, flatten whatever the other stride is."""
     q, lengths = torch.randn(1, 1, 4, 16, device=device), torch.tensor([3], device=device, **INT32)
     table = torch.tensor([[2, 0, 1]], device=device, **INT32)

@@ -229,7 +229,7 @@ SURROUNDINGS: list[Callable[[Tensor], Tensor | None]] = [
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("call", SURROUNDINGS, ids=lambda call: call.__name__)
-def test_whatever_surrounds_a_call_sees_it(call: Callable[[Tensor], Tensor | None]) -> None:
+def test_modes_around_a_call_see_it(call: Callable[[Tensor], Tensor | None]) -> None:
     x = torch.randn(4, 4)
     norm(x)  # what a plain call leaves behind serves no other
     out = call(x.clone())

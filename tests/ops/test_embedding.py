@@ -57,7 +57,7 @@ def make_inputs(
 
 
 @pytest.mark.parametrize("of_table", [False, True])
-def test_rows_that_lie_in_one_place_are_read_there(of_table: bool, backend: str, device: str) -> None:
+def test_expanded_rows_are_read_in_place(of_table: bool, backend: str, device: str) -> None:
     """An expanded weight or table, of 64 MiB if it were copied: no kernel needs it as large as it looks."""
     ids = torch.tensor([[7, 3, 2**17]], device=device)
     row, rows = torch.randn(1, 64, device=device), torch.randn(9, 64, device=device)

@@ -241,7 +241,7 @@ def views(tensor: Tensor) -> list[Tensor]:
 
 @every_call
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_wherever_its_inputs_lie(call: Call, dtype: torch.dtype, forced: str) -> None:
+def test_inputs_may_have_any_strides(call: Call, dtype: torch.dtype, forced: str) -> None:
     """Columns of wider tensors and transposed ones; integers too. A cache has to be contiguous in head_dim."""
     if forced == "triton" and dtype == torch.bfloat16 and not HAS_GPU:
         pytest.skip("Triton's interpreter multiplies bfloat16 wrongly")
@@ -281,7 +281,7 @@ def test_integers_may_be_of_either_size(call: Call, forced: str) -> None:
 
 
 @every_call
-def test_of_nothing_comes_nothing(call: Call, forced: str) -> None:
+def test_empty_inputs_give_empty_outputs(call: Call, forced: str) -> None:
     for name, value in results(call, 0, call.tensors(0)).items():
         assert not value.numel() or not value.any(), name
 

@@ -61,7 +61,7 @@ def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records]
 
 
-def test_none_is_there(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_extension_exists(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     (warning,) = _warnings(caplog)
     assert warning.startswith("no C++ extension for this CPU (AVX512)")
 
@@ -107,7 +107,7 @@ def test_one_that_is_too_much_for_the_cpu_is_left_alone(
     assert loaded == ["_ops_avx2.so"] and not _extension.failures
 
 
-def test_the_engine_is_there_without_the_ops(folder: Path) -> None:
+def test_the_engine_loads_without_the_ops(folder: Path) -> None:
     (folder / "_engine_avx512.py").write_text("class Session: ...\ndef memory_digest(): ...\n")
     assert _extension.load() is None
     assert _extension.why_missing("Session") is None and _extension.host_function("memory_digest") is not None

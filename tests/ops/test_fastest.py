@@ -68,9 +68,7 @@ def assert_close(name: str, value: Tensor, ours: Tensor, exact: Tensor) -> None:
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_a_kernel_of_pytorchs_gives_what_ours_gives(
-    is_causal: bool, stand_in: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pytorchs_kernels_equal_fastformers(is_causal: bool, stand_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """out, lse in its units and layout, and gradients, which the forward pass of either can have left lse for."""
     dout = torch.randn(2, 48, 2, 64).bfloat16()
 
@@ -91,7 +89,7 @@ def test_a_kernel_of_pytorchs_gives_what_ours_gives(
         assert_close(name, value, ours[name], exact[name])
 
 
-def test_only_calls_that_it_computes_alike_go_there(stand_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_calls_with_the_same_result_use_pytorchs_kernel(stand_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert backends() == {("attention_fwd", "cpp"), ("attention_bwd", "cpp")} or not is_built()
     monkeypatch.setenv("FASTFORMER_ATTENTION_KERNELS", stand_in)
     there = {("attention_fwd", stand_in), ("attention_bwd", stand_in)}
@@ -154,7 +152,7 @@ def test_a_wrong_name_is_an_error(stand_in: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("name", ["cudnn", "flash2"])
-def test_pytorchs_ops_take_what_we_hand_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pytorchs_ops_accept_the_arguments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By their own shape functions, on fake CUDA tensors: their numbers need a GPU."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -182,7 +180,9 @@ def _on_a_gpu(any_order: None) -> Iterator[None]:
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", list(_fastest.KERNELS))
-def test_a_device_computes_ours(name: str, head_dim: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_runs_fastformers_kernel(
+    name: str, head_dim: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """out, the units of lse, and each backward pass behind each forward pass."""
     if (missing := _fastest.KERNELS[name].why_missing()) is not None:
         pytest.skip(missing)

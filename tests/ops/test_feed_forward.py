@@ -189,7 +189,7 @@ def test_relu_keeps_only_the_hidden_layer(device: str) -> None:
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_backward_needs_is_written_where_it_is_asked_for(
+def test_backwards_inputs_are_written_only_on_request(
     dtype: torch.dtype, activation: str, dropout_p: float, backend: str, device: str
 ) -> None:
     inputs = make_inputs((37, 48), 40, activation, device, dtype)

@@ -93,7 +93,7 @@ def test_a_callers_own_formula_goes_first() -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
-def test_the_loss_counts_what_is_wanted(reduction: str, wanted: tuple[bool, bool]) -> None:
+def test_the_loss_counts_only_the_wanted_gradients(reduction: str, wanted: tuple[bool, bool]) -> None:
     x, weight = torch.randn(6, DIM, requires_grad=wanted[0]), torch.randn(9, DIM, requires_grad=wanted[1])
     target, product = torch.arange(6), 2 * 6 * DIM * 9
     again = reduction == "none"  # it computes the logits a second time

@@ -151,7 +151,7 @@ def test_the_formula_is_the_op(call: Call, inputs: Inputs) -> None:
 @pytest.mark.parametrize(("call", "inputs"), CALLS)
 def test_double_backward(call: Call, inputs: Inputs) -> None:
     if call is CASES["linear_cross_entropy, mean"][0]:
-        pytest.skip("it says no: test_a_mean_loss_says_no_to_double_backward")
+        pytest.skip("it says no: test_a_mean_loss_refuses_double_backward")
     assert gradgradcheck(call, leaves(inputs), fast_mode=True)
 
 
@@ -241,7 +241,7 @@ def test_tangents_of_gradients_of_an_earlier_graph() -> None:
         close(forward_ad.unpack_dual(dx).tangent, expected)
 
 
-def test_a_mean_loss_says_no_to_double_backward() -> None:
+def test_a_mean_loss_refuses_double_backward() -> None:
     """It has kept gradients in place of inputs. First derivatives are right under create_graph all the same."""
     call, inputs = CASES["linear_cross_entropy, mean"]
     own = leaves(inputs)
@@ -262,7 +262,7 @@ def _decode(q: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("call", [_topk, _decode])
-def test_what_is_for_inference_says_no(call: Callable[[Tensor], Tensor]) -> None:
+def test_ops_for_inference_refuse_gradients(call: Callable[[Tensor], Tensor]) -> None:
     """Instead of zeros. A call inside a transform that differentiates by something else is answered."""
     x = torch.randn(2, 4)
 
@@ -315,7 +315,7 @@ class Wrapped(Tensor):
 
 
 @pytest.mark.parametrize("kind", [Asked, Wrapped])
-def test_a_subclass_is_asked_in_words_that_it_knows(kind: type[Tensor]) -> None:
+def test_a_subclass_sees_only_pytorchs_operations(kind: type[Tensor]) -> None:
     for name in ("attention", "add_layer_norm", "feed_forward, gelu"):
         call, inputs = CASES[name]
         wrap: Any = {Asked: lambda x: x.as_subclass(Asked), Wrapped: Wrapped}[kind]
@@ -409,7 +409,7 @@ def expected_loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return ops.attention(q, k, v, softmax_scale=0.5).square().sum()
 
 
-def test_inductor_keeps_an_op_where_it_is_strict_about_decompositions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inductor_keeps_an_op_if_it_is_strict_about_decompositions(monkeypatch: pytest.MonkeyPatch) -> None:
     # Inductor raises in continuous integration, which it knows by this variable, when it sees a decomposition that it
     # does not use.
     monkeypatch.setenv("CI", "true")

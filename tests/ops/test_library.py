@@ -180,7 +180,7 @@ def test_a_refusal_is_logged_once_and_strict_forbids_it(
         toy(x)
 
 
-def test_what_all_ops_share_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_shared_reason_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A model in fp16 on a CPU says so by the first of its ops; the others are in the log of a debugger."""
     if _extension.load() is None:
         pytest.skip("the C++ extension is not built: the loader speaks for all ops")

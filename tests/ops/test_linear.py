@@ -70,7 +70,7 @@ def test_a_vocabulary_is_taken_some_rows_after_the_others(dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_tensors_may_lie_as_they_like(dtype: torch.dtype) -> None:
+def test_tensors_may_have_any_strides(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     weight, bias = torch.randn(40, 24), torch.randn(40)
     for x in (
@@ -120,7 +120,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_nothing_to_add_up_gives_the_bias_and_nan_stays_where_it_is(dtype: torch.dtype) -> None:
+def test_empty_sums_give_the_bias_and_nan_stays_in_its_row(dtype: torch.dtype) -> None:
     bias = torch.randn(7).to(dtype)
     assert _product(torch.empty(0, 5, dtype=dtype), torch.empty(7, 5, dtype=dtype), bias).shape == (0, 7)
     assert _product(torch.empty(4, 5, dtype=dtype), torch.empty(0, 5, dtype=dtype)).shape == (4, 0)
@@ -167,14 +167,14 @@ def test_layouts_and_their_gradients(backend: str) -> None:
     assert gradient.stride() == weight.stride(), "a gradient lies as its weight"
 
 
-def test_compiled_it_is_pytorchs() -> None:
+def test_a_compiled_product_is_pytorchs() -> None:
     compiled = torch.compile(linear, fullgraph=True, dynamic=True, backend="aot_eager")
     with record_backends() as ran:
         assert_op_accurate(compiled, F.linear, make_inputs((3, 5, 24), 40))
     assert not ran
 
 
-def test_a_product_is_recorded_where_pytorch_makes_it_too() -> None:
+def test_a_product_is_recorded_if_pytorch_computes_it() -> None:
     inputs = make_inputs((5, 16), 24)
     for forced in (None, "triton"):  # there is no kernel for GPUs
         with use_backend(forced), record_backends() as ran:

@@ -161,7 +161,7 @@ def test_large_logits(log_probs: bool, backend: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 20])
-def test_one_class_far_above_or_below_the_others(rows: int, backend: str, device: str) -> None:
+def test_one_class_far_above_or_below_the_rest(rows: int, backend: str, device: str) -> None:
     """Wherever it stands it is found first, or not at all, and counts once in the sum of the exponentials."""
     x = torch.rand(rows, 8, device=device)
     for place in PLACES:
@@ -280,7 +280,7 @@ def test_capped_logits(log_probs: bool, dtype: torch.dtype, backend: str, device
     torch.testing.assert_close(exact.gather(-1, indices), exact.topk(5).values, rtol=1e-5, atol=1e-5)
 
 
-def test_capped_logits_that_are_equal_stand_by_their_index(backend: str, device: str) -> None:
+def test_equal_capped_logits_are_ordered_by_index(backend: str, device: str) -> None:
     """A cap of 1 leaves no difference between logits of 20 and more, infinite ones among them, and breaks no row."""
     x, weight = torch.ones(2, 1, device=device), torch.full((300, 1), 20.0, device=device)
     weight[5], weight[7], weight[200] = 30.0, -1.0, torch.inf

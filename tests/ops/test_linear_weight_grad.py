@@ -51,7 +51,7 @@ def test_it_is_the_product(rows: int, m: int, n: int, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize(("m", "n"), [(150, 40), (40, 150)])
-def test_rows_may_lie_as_they_like(m: int, n: int) -> None:
+def test_rows_may_have_any_strides(m: int, n: int) -> None:
     torch.manual_seed(m)
     for a, b in [
         (torch.randn(50, m + 3)[:, 2:-1], torch.randn(50, n + 9)[:, :-9]),
@@ -70,7 +70,7 @@ def test_what_does_not_fit_is_refused() -> None:
             _product(a, b)
 
 
-def test_no_rows_give_zeros_and_nan_stays_where_it_is() -> None:
+def test_no_rows_give_zeros_and_nan_stays_in_its_column() -> None:
     assert torch.equal(_product(torch.empty(0, 20), torch.empty(0, 150)), torch.zeros(20, 150))
     assert _product(torch.empty(9, 0), torch.empty(9, 150)).shape == (0, 150)
     a, b = torch.randn(30, 50), torch.randn(30, 200)

@@ -87,7 +87,7 @@ class Stop(torch.autograd.Function):
 
 @pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.parametrize("name", CALLS)
-def test_what_has_no_gradient_gives_none(name: str, create_graph: bool, way: None) -> None:
+def test_an_input_without_gradient_gets_none(name: str, create_graph: bool, way: None) -> None:
     learning.clear()
     out = CALLS[name](SHAPES[1])
     other = torch.zeros_like(out, requires_grad=True)
@@ -98,7 +98,7 @@ def test_what_has_no_gradient_gives_none(name: str, create_graph: bool, way: Non
 
 
 @pytest.mark.parametrize("backend", [None, "reference"])
-def test_a_norm_that_nobody_reads_learns_nothing(backend: str | None, way: None) -> None:
+def test_a_norm_whose_output_is_unused_gets_no_gradient(backend: str | None, way: None) -> None:
     x, weight, bias = drawn(3, 64), drawn(64), drawn(64)
     with ops.use_backend(backend):
         ops.add_layer_norm(x, drawn(3, 64), weight, bias)[1].sum().backward()

@@ -52,7 +52,7 @@ def test_accuracy(dtype: torch.dtype, rotary_dim: int, interleaved: bool, backen
     compare(x, rotary_tables(50, rotary_dim, device=device), interleaved=interleaved)
 
 
-def test_tables_whose_rows_lie_in_one_place_are_read_there(backend: str, device: str) -> None:
+def test_expanded_tables_are_read_in_place(backend: str, device: str) -> None:
     """Expanded ones, of 32 MiB each if they were copied."""
     x, row = torch.randn(1, 3, 2, 64, device=device), torch.rand(2, 1, 32, device=device)
     cos, sin = row.expand(2, 2**18, 32)

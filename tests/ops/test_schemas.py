@@ -61,7 +61,7 @@ def test_equals_the_op(name: str) -> None:
     assert _described(CPP[name]) == ([each for each in arguments if each[0] not in left_out], results)
 
 
-def test_every_op_with_sources_is_there() -> None:
+def test_every_op_with_sources_exists() -> None:
     """A function that is not registered would be a silent fallback."""
     from pathlib import Path
 

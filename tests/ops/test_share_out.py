@@ -80,7 +80,7 @@ def test_each_task_runs_once_on_no_more_threads_than_pytorch_has(sharing: str) -
 
 
 @pytest.mark.parametrize("sharing", SHARINGS)
-def test_what_a_task_throws_reaches_the_caller_and_the_next_call_is_as_ever(sharing: str) -> None:
+def test_an_error_of_a_task_reaches_the_caller_and_the_next_call_works(sharing: str) -> None:
     CHECKS.set_sharing(sharing)
     torch.set_num_threads(2)
     for _ in range(5):
@@ -109,7 +109,7 @@ def test_the_team_works_in_a_child_of_fork() -> None:
     in_child(check)
 
 
-def test_no_thread_is_bound_to_a_core_behind_a_call() -> None:
+def test_no_thread_is_bound_to_a_core_after_a_call() -> None:
     """A helper moves away from the caller's core by binding itself to others, for that moment alone."""
     CHECKS.set_sharing("team")
     torch.set_num_threads(3)  # more than many machines have cores: some share one
@@ -183,7 +183,7 @@ assert until(lambda ms: ms > 2), "it doesn't spin again"
 
 @pytest.mark.slow  # a process of its own: any other thread's region changes what OpenMP's threads do
 @pytest.mark.skipif("libgomp" not in Path("/proc/self/maps").read_text(), reason="another OpenMP library than libgomp")
-def test_openmps_threads_sleep_between_their_regions_as_long_as_they_are_told_to() -> None:
+def test_openmps_threads_sleep_between_regions_while_requested() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     subprocess.run([sys.executable, "-c", _SPINS], check=True, env=environment, timeout=60)
 

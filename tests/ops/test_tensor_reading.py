@@ -88,7 +88,7 @@ def _moved(tensors: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("change", [_swapped, _of_another_dtype, _transposed, _moved, list.pop])
-def test_a_layout_tells_which_tensors_and_how_they_lie(change: Callable[[list[Tensor]], Any]) -> None:
+def test_a_layout_describes_tensors_and_strides(change: Callable[[list[Tensor]], Any]) -> None:
     for function in functions("tensor_layout"):
         tensors = [torch.nn.Parameter(torch.ones(3, 3)), torch.ones(4)]
         before = function(tensors)

@@ -229,7 +229,7 @@ def test_no_sequences_and_no_tokens(backend: str, device: str) -> None:
     assert out.shape == (0, 2, 16) and torch.autograd.grad(out.sum(), q)[0].shape == q.shape
 
 
-def test_the_bounds_of_k_are_checked_where_q_has_the_same_ones() -> None:
+def test_the_bounds_of_k_are_checked_if_q_shares_them() -> None:
     q, k = torch.randn(5, 2, 16), torch.randn(4, 2, 16)
     cu = torch.tensor([0, 2, 5], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"\bcu_seqlens_k\b"):

@@ -144,7 +144,7 @@ WRONG: list[tuple[str, dict[str, Any], int, str]] = [
 
 
 @pytest.mark.parametrize("path, body, status, kind", WRONG, ids=[str(i) for i in range(len(WRONG))])
-def test_what_is_wrong_is_said_as_tei_does(path, body, status, kind, server) -> None:
+def test_errors_have_teis_format(path, body, status, kind, server) -> None:
     headers = {"content-type": "application/json"}
     answer = httpx.post(f"{server.url}/{path}", content=json.dumps(body), headers=headers)
     assert answer.status_code == status and answer.json()["error_type"] == kind and answer.json()["error"], answer.text

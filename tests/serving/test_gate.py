@@ -68,7 +68,7 @@ def test_libretranslates_clients_send_the_key_in_the_body(translator_folder) -> 
     asked(open_service(translator_folder), work, keys=KEYS)
 
 
-def test_what_is_public_is_said(translator_folder) -> None:
+def test_public_paths_are_documented(translator_folder) -> None:
     async def work(client) -> None:
         for path in ("/", "/metrics"):
             assert (await client.get(path)).status_code == 200
@@ -202,7 +202,7 @@ def test_an_error_of_the_model_is_500_and_names_no_text(translator_folder, caplo
     assert "no room at all" in caplog.text and "secret" not in caplog.text
 
 
-def test_what_no_route_expects_is_500_in_its_format(translator_folder, caplog) -> None:
+def test_unexpected_errors_are_500_in_the_routes_format(translator_folder, caplog) -> None:
     service: Any = open_service(translator_folder)
 
     def fails(texts):
@@ -223,7 +223,7 @@ def test_what_no_route_expects_is_500_in_its_format(translator_folder, caplog) -
     assert "KeyError" in caplog.text and "fails" in caplog.text and "secret" not in caplog.text
 
 
-def test_a_path_with_a_slash_behind_it_is_another(translator_folder) -> None:
+def test_a_path_with_a_trailing_slash_is_another(translator_folder) -> None:
     async def work(client) -> None:
         for path in ("/v1/translate/", "/translate/", "/health/"):
             answer = await client.post(path, json={"text": "a"}, headers={"Host": "elsewhere"})

@@ -35,7 +35,7 @@ def test_texts_are_found(page, texts) -> None:
     assert HtmlPage(with_others).texts == ["<&"] * len(texts)
 
 
-def test_all_but_the_texts_stays_as_it_came() -> None:
+def test_everything_but_the_texts_is_unchanged() -> None:
     draw = random.Random(0)
     for _ in range(2000):
         page = "".join(draw.choices(PIECES, k=draw.randrange(1, 14)))

@@ -192,7 +192,7 @@ def test_a_stop_text_ends_an_answer_and_its_work(client, server, library) -> Non
     assert cut.usage.completion_tokens < chat.usage.completion_tokens
 
 
-def test_penalties_and_biases_change_what_is_said(client, library) -> None:
+def test_penalties_and_biases_change_the_output(client, library) -> None:
     options: dict[str, Any] = {"model": "tiny", "prompt": PROMPTS[1], "temperature": 0, "max_tokens": 12}
     token = library[1].encode("d")[0]
     forced = client.completions.create(**options, logit_bias={str(token): 100})
@@ -256,7 +256,7 @@ def test_what_is_wrong_is_named(path, body, param, server) -> None:
     assert str(error["param"]).partition(".")[0] == param and error["message"] and "code" in error and error["type"]
 
 
-def test_fields_that_ask_for_nothing_and_unknown_ones_are_taken(client) -> None:
+def test_unknown_fields_and_neutral_values_are_accepted(client) -> None:
     neutral = {"tools": [], "response_format": {"type": "text"}, "store": False, "user": "me", "tool_choice": "auto"}
     found = client.chat.completions.create(**CHAT, extra_body=neutral | {"newest_field": {"a": 1}})
     assert found.choices
@@ -295,7 +295,7 @@ def open_request(url: str, path: str, body: dict[str, Any]) -> socket.socket:
 @pytest.mark.parametrize(
     "stream, times", [(False, 2), (True, 2), pytest.param(True, 50, marks=pytest.mark.slow)]
 )  # the slow one: each of 50 times, not in the mean
-def test_a_client_that_leaves_takes_its_request_along(stream, times, tmp_path) -> None:
+def test_the_request_of_a_client_that_disconnects_is_cancelled(stream, times, tmp_path) -> None:
     # So many layers and positions that an answer takes seconds.
     folder = models.generator(tmp_path / "slow", num_layers=16, max_len=2048)
     limits = Limits(max_new_tokens=2000)
@@ -310,7 +310,7 @@ def test_a_client_that_leaves_takes_its_request_along(stream, times, tmp_path) -
         assert found.service.stats().cancelled == times
 
 
-def test_a_full_queue_and_a_deadline_are_said_in_the_format(folder) -> None:
+def test_a_full_queue_and_a_deadline_are_errors_in_openais_format(folder) -> None:
     with running(folder, Limits(max_waiting=2)) as found, httpx.Client(base_url=found.url, timeout=60) as http:
         body = {"prompt": "the dog", "max_tokens": 400, "min_tokens": 400}
 

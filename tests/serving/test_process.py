@@ -247,7 +247,7 @@ def test_a_client_that_never_reads_leaves_the_batch(tmp_path) -> None:
             print(f"its request left the batch after {seconds:.1f} s")
 
 
-def test_rude_clients_hold_nothing_up(folder) -> None:
+def test_rude_clients_block_nothing(folder) -> None:
     with served(folder, "--body_s", "1") as (process, url):
         place: Any = (httpx.URL(url).host, httpx.URL(url).port)
         sockets = [socket.create_connection(place) for _ in range(20)]

@@ -239,7 +239,7 @@ def test_another_protocol_is_not_spoken(served, protocol) -> None:
     ],
     ids=range(11),
 )
-def test_what_is_no_http_is_told(served, wrong) -> None:
+def test_invalid_http_gets_an_error(served, wrong) -> None:
     with served.connected() as client:
         client.sendall(wrong)
         assert everything(client).startswith(b"HTTP/1.1 400")

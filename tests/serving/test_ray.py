@@ -184,7 +184,7 @@ def test_every_row_of_a_corpus_once_though_an_actor_dies(
     assert table["translation"] == [said[text] for text in table["text"]]
 
 
-def test_a_row_that_is_there_twice_is_told(cluster: None, translator_folder: Path, tmp_path: Path) -> None:
+def test_a_duplicate_row_is_an_error(cluster: None, translator_folder: Path, tmp_path: Path) -> None:
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
 
     from fastformer.serving.ray_data import translate_corpus

@@ -114,7 +114,7 @@ RAW = {
 }
 
 
-def test_bad_input_is_told_and_costs_nothing(translator_folder) -> None:
+def test_bad_input_is_an_error_and_costs_nothing(translator_folder) -> None:
     limits = Limits(max_texts=3, max_text_chars=200)
     service = open_service(translator_folder, limits=limits)
     headers = {"Content-Type": "application/json"}

@@ -26,7 +26,7 @@ def test_config_errors(changes, named) -> None:
         TrainConfig.from_dict(changes)
 
 
-def test_a_config_is_what_its_dict_says() -> None:
+def test_a_config_equals_its_dict() -> None:
     config = TrainConfig(model="gpt", preset="small", settings={"dropout": 0.1}, lr=1)
     assert isinstance(config.lr, float)
     assert config.to_dict()["model"] == {"name": "gpt", "preset": "small", "dropout": 0.1}
@@ -34,7 +34,7 @@ def test_a_config_is_what_its_dict_says() -> None:
     assert TrainConfig.from_dict({"model": "gpt", "preset": "small"}).preset == "small"
 
 
-def test_a_task_brings_what_suits_it_behind_what_is_given() -> None:
+def test_a_task_sets_defaults_that_the_user_may_override() -> None:
     numbers = TrainConfig.from_dict({"task": "numbers", "lr": 1e-3, "model": {"dropout": 0.1}})
     suits = {name: value for name, value in TASKS["numbers"].items() if name not in ("lr", "model")}
     assert {name: getattr(numbers, name) for name in suits} == suits
@@ -69,7 +69,7 @@ A, B, C = {"train_tsv": "a", "val_tsv": "b"}, {"train_source": "c", "train_targe
         (A | dict.fromkeys(("task", "train_text")), B, B),
     ],
 )
-def test_a_change_takes_away_what_it_contradicts(values, changes, expected) -> None:
+def test_a_change_resets_contradicting_settings(values, changes, expected) -> None:
     found = merged(values, changes)
     assert {name: value for name, value in found.items() if value is not None} == expected
     TrainConfig.from_dict(found)

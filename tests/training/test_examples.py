@@ -36,7 +36,7 @@ def texts_of(data: Data, part: str) -> list[tuple[str, str]]:
     return [(decode(example.source), decode(example.target)) for example in getattr(data, part)]
 
 
-def test_what_is_held_out_is_not_trained_on(tmp_path, caplog) -> None:
+def test_held_out_examples_are_not_trained_on(tmp_path, caplog) -> None:
     pairs = [(f"s{i}", f"t{i}") for i in range(250)]
     tsv = lines(tmp_path / "a", ["\t".join(pair) for pair in pairs])
     source, target = (lines(tmp_path / name, [pair[i] for pair in pairs]) for i, name in enumerate("st"))
@@ -314,7 +314,7 @@ def test_a_bar_on_a_terminal(capsys, monkeypatch) -> None:
         assert ("tokenizing training text" in capsys.readouterr().err) == terminal
 
 
-def test_reading_says_what_it_came_to(tmp_path, caplog) -> None:
+def test_reading_reports_its_counts(tmp_path, caplog) -> None:
     file = lines(tmp_path / "a", ["abc\tde", "f\tg"])
     with caplog.at_level(logging.INFO):
         load_data(TrainConfig(train_tsv=file, val_tsv=file, tokenizer="bytes"))

@@ -92,6 +92,6 @@ def test_data_that_fits_is_taken(given) -> None:
         ({}, {"drop_user_tokens": True, "max_token_length": 9}, ["drop_user_tokens"]),
     ],
 )
-def test_what_changes_nothing_is_said(config, given, said) -> None:
+def test_settings_without_effect_are_reported(config, given, said) -> None:
     sentences = unused(TrainConfig(**config, **given), given)
     assert [sentence.partition(" ")[0] for sentence in sentences] == said

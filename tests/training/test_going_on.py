@@ -158,7 +158,7 @@ def test_values_that_no_training_leaves(config, tmp_path) -> None:
     ("path", "value"),
     [("config", "[" * 100_000), ("config", "{}"), ("counters/epoch", -1), ("trained_seconds", math.inf)],
 )
-def test_a_run_with_such_values_stays_as_it_is(config, tmp_path, capsys, path, value) -> None:
+def test_a_run_with_special_values_does_not_change(config, tmp_path, capsys, path, value) -> None:
     run = tmp_path / "run"
     start(changed(config, steps=2, log_every=2), run).train()
     state = load_checkpoint(checkpoints(run)[-1])
@@ -263,7 +263,7 @@ def test_nan_before_any_checkpoint_does_not_advise_to_resume(config, tmp_path) -
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="file size limits are POSIX")
-def test_a_write_that_ends_midway_keeps_what_was_there(config, tmp_path) -> None:
+def test_an_interrupted_write_keeps_the_old_file(config, tmp_path) -> None:
     import resource
 
     trainer = start(changed(config, steps=2), tmp_path / "run")

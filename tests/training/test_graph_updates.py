@@ -190,7 +190,7 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(graphs, tmp_path) -> None:
     assert_same_lines(tmp_path / "parts", tmp_path / "whole", *KEYS)
 
 
-def test_a_trainer_that_is_put_back_forgets_its_graphs(graphs, tmp_path) -> None:
+def test_a_restored_trainer_drops_its_graphs(graphs, tmp_path) -> None:
     trainer = start(changed(graphs, save_every=6), tmp_path / "run")
     trainer.train()
     first = weights(trainer)
@@ -383,7 +383,7 @@ HOOKS: dict[str, Callable[[Trainer], Any]] = {
 
 
 @pytest.mark.parametrize("where", HOOKS)
-def test_a_hook_is_refused_for_no_replay_would_run_it(graphs, tmp_path, where) -> None:
+def test_a_hook_is_refused_because_no_replay_would_run_it(graphs, tmp_path, where) -> None:
     trainer = start(changed(graphs, steps=2), tmp_path / "run")
     handle = HOOKS[where](trainer)
     try:

@@ -100,7 +100,7 @@ def test_graphs_train_as_calls_do(config, tmp_path, changes) -> None:
         assert int(captured.state_dict()["ema"]["n_averaged"]) == config.steps
 
 
-def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(config, tmp_path) -> None:
+def test_a_killed_run_resumes_exactly(config, tmp_path) -> None:
     config = changed(config, save_every=10, ema=0.9)
     whole = start(config, tmp_path / "whole")
     before = weights(whole)

@@ -57,7 +57,7 @@ def test_each_signal_ends_after_the_update_at_work(config, tmp_path, signum, cod
     assert torch.equal(model.output_weight, trainer.model.output_weight)
 
 
-def test_an_interrupted_run_ends_as_if_it_had_not_been(config, tmp_path) -> None:
+def test_an_interrupted_run_ends_like_an_uninterrupted_one(config, tmp_path) -> None:
     config = changed(config, val_every=4, save_every=5, average_last=2, keep_last=2)
     whole = start(config, tmp_path / "whole")
     whole.train()
@@ -106,7 +106,7 @@ def test_a_signal_while_data_is_read_ends_at_once() -> None:
     assert isinstance(caught.value, KeyboardInterrupt)
 
 
-def test_a_second_signal_ends_at_once_and_what_was_saved_stays(config, tmp_path) -> None:
+def test_a_second_signal_ends_at_once_and_keeps_checkpoints(config, tmp_path) -> None:
     trainer = start(changed(config, save_every=2), tmp_path / "run")
     at_step(trainer, 5, signal.SIGINT, signal.SIGINT)
     with pytest.raises(Interrupted):
@@ -116,7 +116,7 @@ def test_a_second_signal_ends_at_once_and_what_was_saved_stays(config, tmp_path)
     start(config, tmp_path / "run", resume=True).train()  # nothing is locked any more
 
 
-def test_what_the_process_was_told_to_ignore_stays_ignored() -> None:
+def test_ignored_signals_stay_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
     try:
         with Interrupts() as interrupts:

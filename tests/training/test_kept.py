@@ -90,7 +90,7 @@ def test_a_better_likelihood_is_kept_after_a_run_with_bleu(config, tmp_path) -> 
 
 
 @pytest.mark.parametrize("keep_last", [1, 5])
-def test_average_last_is_what_the_folder_holds(config, tmp_path, capsys, keep_last) -> None:
+def test_average_last_is_the_model_in_the_folder(config, tmp_path, capsys, keep_last) -> None:
     run = tmp_path / "run"
     trainer = start(changed(config, save_every=2, val_every=4, keep_last=keep_last, average_last=3), run)
     nll = {4: 1.0, 8: 2.0, 12: 3.0}  # the best single update is an early one: the average was asked for all the same

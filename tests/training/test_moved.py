@@ -75,7 +75,7 @@ def test_data_on_another_mount(form, data, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_an_edited_config_yaml_says_where_the_data_are_too(data, tmp_path) -> None:
+def test_an_edited_config_yaml_may_move_the_data(data, tmp_path) -> None:
     assert run("run", FORMS["tsv"], data, 1) == 0
     data.rename(tmp_path / "mount")
     file = tmp_path / "run" / "config.yaml"
@@ -89,7 +89,7 @@ def test_the_same_data_as_files_of_another_kind(data) -> None:
     assert main(["train", "run", "--resume", "--steps", "3"]) == 0
 
 
-def test_data_that_are_gone_are_asked_for(data, tmp_path, capsys) -> None:
+def test_missing_data_are_an_error(data, tmp_path, capsys) -> None:
     for form, flag in (("parallel", "train_source"), ("text", "train_text")):
         assert run(form, FORMS[form], data, 1) == 0
         data.rename(tmp_path / "mount")

@@ -55,7 +55,7 @@ def test_a_resumed_run_is_the_run(shards, tmp_path) -> None:
     assert (parts.epoch, parts.window, parts.batch) == (whole.epoch, whole.window, whole.batch)
 
 
-def test_one_window_trains_on_what_the_files_hold(shards, config, tmp_path) -> None:
+def test_one_window_trains_on_the_examples_of_the_files(shards, config, tmp_path) -> None:
     of_shards = load_data(shards)
     of_files = load_data(changed(config, train_tsv=str(tmp_path / "many.tsv"), val_tsv=None))
     everything = [

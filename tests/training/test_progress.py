@@ -13,7 +13,7 @@ from fastformer.training.progress import Meter, Progress, duration
 from tests.training.tiny import changed, lines
 
 
-def test_lines_that_come_again_are_dropped_and_damaged_ones_too(tmp_path) -> None:
+def test_repeated_and_damaged_lines_are_dropped(tmp_path) -> None:
     kept = [
         '{"step": 1, "kind": "train", "loss": 3.0}',
         '{"step": 2, "kind": "validation", "nll": 3.0}',

@@ -36,7 +36,7 @@ def test_the_page_of_a_run(config, tmp_path, capsys) -> None:
     assert float(titles[-1][1]) == pytest.approx(last["loss"], rel=1e-3)
 
 
-def test_what_a_run_says_is_text(tmp_path) -> None:
+def test_the_texts_of_a_run_are_escaped(tmp_path) -> None:
     evil = "<script>alert(1)</script>"
     rows = [
         {"step": 1, "kind": "train", "loss": 2.0, "lr": 1e-3, "tokens_per_second": 9.0, "padding": 0.1},
@@ -59,7 +59,7 @@ def test_a_run_that_goes_on_or_has_nothing(tmp_path) -> None:
         write_report(tmp_path)
 
 
-def test_a_missing_library_is_said_before_anything_is_trained(config, tmp_path, monkeypatch) -> None:
+def test_a_missing_library_is_reported_before_the_training(config, tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ImportError, match=r"fastformer\[chat\]"):
         start(changed(config, report=True), tmp_path / "run")
@@ -77,7 +77,7 @@ def test_a_line_goes_from_end_to_end(log) -> None:
     assert found[1][1] == pytest.approx(116 if log else 220 - 208 / 11, abs=0.1)
 
 
-def test_points_that_are_none_and_very_many() -> None:
+def test_no_points_and_very_many() -> None:
     assert chart([Line("a", [])], "y") == chart([Line("a", [(1, float("nan"))])], "y") == ""
     assert "nan" not in chart([Line("a", [(1, 1.0), (2, float("inf")), (3, 2.0)])], "y")
     many = places(chart([Line("a", [(i, float(i)) for i in range(100_000)])], "y"))

@@ -93,7 +93,7 @@ def test_closed_streams(config, tmp_path, monkeypatch) -> None:
     assert same_model(tmp_path / "run", tmp_path / "whole") and same_model(tmp_path / "library", tmp_path / "whole")
 
 
-def test_what_no_run_wrote_stays_as_it_is(config, tmp_path) -> None:
+def test_files_of_no_run_are_not_changed(config, tmp_path) -> None:
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     run.mkdir()
     (run / "train.log").write_text("mine\n")
@@ -106,7 +106,7 @@ def test_what_no_run_wrote_stays_as_it_is(config, tmp_path) -> None:
     assert "update      2/2" in (run / "train-3.log").read_text() and not (run / "train-4.log").exists()
 
 
-def test_a_log_that_cannot_be_written_ends_nothing(config, tmp_path, monkeypatch, caplog) -> None:
+def test_an_unwritable_log_does_not_end_a_training(config, tmp_path, monkeypatch, caplog) -> None:
     trainer = start(changed(config, steps=2), tmp_path / "run")
     original = os.open
 
@@ -120,7 +120,7 @@ def test_a_log_that_cannot_be_written_ends_nothing(config, tmp_path, monkeypatch
     assert trainer.finished and caplog.text.count("(No space left)") == 1
 
 
-def test_an_error_stands_in_the_log(config, tmp_path, monkeypatch) -> None:
+def test_an_error_is_written_to_the_log(config, tmp_path, monkeypatch) -> None:
     trainer = start(config, tmp_path / "run")
 
     def broken(*_: object) -> None:
@@ -144,7 +144,7 @@ def test_a_mistake_leaves_no_log(config, tmp_path) -> None:
     assert contents(tmp_path / "run").keys() == before.keys()
 
 
-def test_a_full_disk_under_metrics_ends_nothing(config, tmp_path, monkeypatch, caplog) -> None:
+def test_a_full_disk_for_metrics_does_not_end_a_training(config, tmp_path, monkeypatch, caplog) -> None:
     import builtins
 
     trainer = start(changed(config, steps=4), tmp_path / "run")

@@ -78,7 +78,7 @@ def test_a_warmup_that_never_ends_is_mentioned(settings, said) -> None:
         ({"steps": 2000, "warmup": 19}, {}, False),
     ],
 )
-def test_a_rate_that_jumps_where_a_run_goes_on_is_mentioned(before, after, jumps) -> None:
+def test_a_jump_of_the_rate_on_resume_is_reported(before, after, jumps) -> None:
     settings = {"steps": 20, "warmup": 5} | before
     last = rate_of(config_of(**settings), 20, 64)
     found = surprises(config_of(**(settings | after)), 64, 20, last)

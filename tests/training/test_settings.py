@@ -62,7 +62,7 @@ def test_what_the_weights_and_the_order_depend_on_is_kept(config, name) -> None:
         check_unchanged(other, saved, "step-1.pt")
 
 
-def test_what_may_change_is_said(config, caplog) -> None:
+def test_allowed_changes_are_reported(config, caplog) -> None:
     with caplog.at_level(logging.INFO):
         check_unchanged(changed(config, lr=1e-4, steps=40), json.dumps(config.to_dict()), "step-1.pt")
     for said in (r"\blr\b.*\b0.0001\b.*\b0.002\b", r"\bsteps\b.*\b40\b.*\b12\b"):
@@ -71,12 +71,12 @@ def test_what_may_change_is_said(config, caplog) -> None:
 
 
 @pytest.mark.parametrize("saved", ["", "[]", "3", "null", '{"lr": "x"}', '{"no": 1}'])
-def test_settings_in_a_checkpoint_that_are_none(config, saved) -> None:
+def test_invalid_settings_in_a_checkpoint(config, saved) -> None:
     with pytest.raises(ValueError, match=r"step-1\.pt"):
         check_unchanged(config, saved, "step-1.pt")
 
 
-def test_an_edited_file_is_held_against_the_checkpoint(config, tmp_path, caplog) -> None:
+def test_an_edited_file_is_compared_with_the_checkpoint(config, tmp_path, caplog) -> None:
     run = tmp_path / "run"
     start(changed(config, steps=2), run).train()
     file = run / "config.yaml"

@@ -88,7 +88,7 @@ def test_renamed_ids_change_no_loss(any_config, tmp_path, monkeypatch, before, a
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
-def test_the_run_says_its_ids_and_goes_on(config, tmp_path, monkeypatch) -> None:
+def test_the_run_reports_its_ids_and_resumes(config, tmp_path, monkeypatch) -> None:
     config = changed(config, steps=4, val_examples=0)
     tokenizer = RenamedBytes(OTHER)
     whole = begin(changed(config, steps=6), tmp_path / "whole", tokenizer, monkeypatch)

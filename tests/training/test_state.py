@@ -37,7 +37,7 @@ def test_other_content_of_the_same_size_is_called_so() -> None:
         check_same(fingerprint(Examples(EXAMPLES)), fingerprint(Examples(EXAMPLES[::-1])), "run")
 
 
-def test_what_is_written_later_is_of_its_own_update() -> None:
+def test_a_state_that_is_written_later_belongs_to_its_update() -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 

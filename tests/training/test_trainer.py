@@ -154,7 +154,7 @@ def test_batchings_train(config, tmp_path, batching) -> None:
 
 
 @pytest.mark.parametrize("ema", [0.999, 0.05])
-def test_ema_forgets_the_random_weights_and_is_what_is_saved(config, tmp_path, ema) -> None:
+def test_ema_forgets_the_random_weights_and_is_saved(config, tmp_path, ema) -> None:
     config = changed(config, ema=ema, steps=4, schedule="constant")
     trainer = start(config, tmp_path / "run")
     expected = trainer.model.output_weight.detach().clone()
@@ -205,7 +205,7 @@ def test_validation_leaves_training_as_it_was(config, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(("val_examples", "expected"), [(0, None), (3, 3), (99, 8)])
-def test_as_many_are_translated_as_val_examples_says(config, tmp_path, monkeypatch, val_examples, expected) -> None:
+def test_val_examples_limits_the_translations(config, tmp_path, monkeypatch, val_examples, expected) -> None:
     counts = []
 
     def count(translator, pairs, nll, num_samples, **options):
@@ -217,7 +217,7 @@ def test_as_many_are_translated_as_val_examples_says(config, tmp_path, monkeypat
     assert counts == ([] if expected is None else [expected])
 
 
-def test_a_validation_says_of_how_many_lines_it_is(config, tmp_path, capsys) -> None:
+def test_a_validation_reports_its_number_of_lines(config, tmp_path, capsys) -> None:
     references = [(f"{i}", "一个 句子" if i > 2 else "一个句子") for i in range(8)]
     config = changed(config, val_tsv=write_pairs(tmp_path / "val.tsv", references), steps=1, bleu_tokenize="char")
     for count, said in ((3, "first 3 of 8 lines"), (99, "all lines")):

@@ -52,7 +52,7 @@ def test_a_run_has_both(run, config) -> None:
     assert max(map(len, (tokenizer.encode("ab"), tokenizer.encode_target("ab")))) <= 3
 
 
-def test_all_that_takes_a_run_takes_it(run, tmp_path, capsys) -> None:
+def test_everything_that_reads_a_run_accepts_it(run, tmp_path, capsys) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
     options = {"max_new_tokens": 6}
@@ -73,7 +73,7 @@ def test_all_that_takes_a_run_takes_it(run, tmp_path, capsys) -> None:
     assert len(Translator.from_pretrained(copy).translate(texts, **options)) == 5
 
 
-def test_it_goes_on_and_is_fine_tuned(run, config, tmp_path) -> None:
+def test_a_run_with_two_vocabularies_resumes_and_is_fine_tuned(run, config, tmp_path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
     again = start(run_config(copy, {"steps": 5}, True), copy, resume=True)

@@ -49,7 +49,7 @@ def test_values(text, value, tmp_path) -> None:
 @pytest.mark.parametrize(
     "text", ["steps: 3\nlr: 1\nsteps: 4\n", "model: {d_ff: 3, d_ff: 3}\n", "model:\n  d_ff: 1\n  'd_ff': 2\n"]
 )
-def test_a_name_that_is_there_twice(text, tmp_path) -> None:
+def test_a_duplicate_name_is_refused(text, tmp_path) -> None:
     (tmp_path / "twice.yaml").write_text(text)
     with pytest.raises(ValueError, match=r"(?s)twice\.yaml.*'(steps|d_ff)'"):
         read_yaml(tmp_path / "twice.yaml")
@@ -93,7 +93,7 @@ def test_settings(text, expected, tmp_path) -> None:
         ("steps: 2020-01-01\n", "steps"),
     ],
 )
-def test_what_is_another_thing_is_refused(text, said, tmp_path) -> None:
+def test_values_of_another_type_are_refused(text, said, tmp_path) -> None:
     (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(ValueError, match=rf"\b{said}\b"):
         TrainConfig.from_dict(read_settings(str(tmp_path / "a.yaml")))

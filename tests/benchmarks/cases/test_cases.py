@@ -52,7 +52,7 @@ def test_a_case_may_ask_several_questions() -> None:
     assert list(run(dataclasses.replace(both, oracles={"cube": cube, "baseline": cube})).wrong) == ["baseline"]
 
 
-def test_what_is_left_out_of_a_shape_is_named_with_its_reason() -> None:
+def test_an_omitted_provider_is_named_with_its_reason() -> None:
     def left_out(provider: str, shape: Shape) -> str | None:
         return "4 GiB of scores" if provider == "plain" and shape["rows"] > 4 else None
 
@@ -166,13 +166,13 @@ def counted(name: str, provider: str, shape: dict[str, Any], mode: str) -> float
     ],
     ids=str,
 )
-def test_arithmetic_is_what_a_counter_counts(name: str, shape: dict[str, Any]) -> None:
+def test_arithmetic_equals_a_counters_result(name: str, shape: dict[str, Any]) -> None:
     case = benchmarks()[name]
     for mode in {"fwd", "fwdbwd", "step"} & set(case.modes):
         assert case.flops(shape, mode) == counted(name, "fastformer", shape, mode), mode
 
 
-def test_arithmetic_leaves_out_what_is_of_no_use() -> None:
+def test_arithmetic_omits_useless_work() -> None:
     """The triangle that a causal mask hides, targets that are ignored, padding."""
     known = benchmarks()
     attention = {"batch": 1, "seqlen": 3, "heads": 1, "head_dim": 1, "causal": True, "dropout_p": 0.0}
@@ -222,7 +222,7 @@ def test_bytes_are_those_of_the_tensors() -> None:
         assert moved(shape, "fwdbwd", 4) == moved(shape, "fwd", 4) + moved(shape, "bwd", 4)
 
 
-def test_what_keeps_all_scores_ends_where_the_shape_says() -> None:
+def test_providers_that_keep_all_scores_stop_at_a_length() -> None:
     case = benchmarks()["scaling"]
     *_, longest = case.shapes["cpu"]
     assert longest["seqlen"] == 8192 and case.left_out("baseline", longest) == (

@@ -70,7 +70,7 @@ PLANTED_ORDERS |= {
 
 
 @pytest.mark.parametrize("name", PLANTED_ORDERS)
-def test_an_order_that_nothing_keeps_is_found(name: str) -> None:
+def test_an_unenforced_order_is_found(name: str) -> None:
     planted, expected = PLANTED_ORDERS[name]
     assert planted not in (LOOP, STORED) and orders(planted) == expected
     assert orders(LOOP) == orders(STORED) == []
@@ -103,7 +103,7 @@ def test_roles_of_a_specialised_kernel_are_followed() -> None:
 
 
 @pytest.mark.parametrize("wait", ["cp.async.wait_group \t0;", "cp.async.wait_group 2;", "cp.async.wait_all;"])
-def test_fences_are_put_behind_every_wait(wait: str) -> None:
+def test_fences_follow_every_wait(wait: str) -> None:
     """Once, and where products read shared memory alone."""
     bare = LOOP.replace(FENCED, "").replace("cp.async.wait_group \t1;", wait)
     mended = fenced(bare)

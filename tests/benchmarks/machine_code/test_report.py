@@ -178,7 +178,7 @@ def test_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "TRITON_INTERPRET" in capsys.readouterr().err
 
 
-def test_a_file_keeps_what_was_not_compiled_again(tmp_path: Path) -> None:
+def test_a_file_keeps_kernels_that_were_not_compiled_again(tmp_path: Path) -> None:
     """--out replaces the rows of this compiler, architecture and op, and keeps the others."""
     import triton
 

@@ -51,7 +51,7 @@ def test_lines_are_parsed() -> None:
     assert code[1].operands == "R24, gdesc[UR12], R24, gsb0" and code[1].predicate == "" and code[1].target is None
 
 
-def test_a_loop_is_what_lies_between_a_backward_branch_and_its_target() -> None:
+def test_a_loop_lies_between_a_backward_branch_and_its_target() -> None:
     """Neither what comes before nor the endless branch behind EXIT."""
     assert opcodes(LOOP) == [["FFMA", "BRA"]]
 

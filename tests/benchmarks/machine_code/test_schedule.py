@@ -45,7 +45,7 @@ def test_a_shuffle_does_not_wait_for_queued_products() -> None:
     assert shares(parse(listing(loop)), 1).tensor == pytest.approx(1, abs=0.1)
 
 
-def test_what_others_read_from_shared_memory_the_products_lack() -> None:
+def test_reads_of_shared_memory_delay_products() -> None:
     loads = "LDS.128 R4, [R1]\n" * 8  # 16 clocks each; with the product's own, 176 to its 64
     assert shares(parse(listing(PRODUCT + loads + WAIT)), 1).tensor == pytest.approx(64 / 176, abs=0.05)
 

@@ -34,7 +34,7 @@ def test_ours_against_each_rival() -> None:
     )
 
 
-def test_peers_are_summed_up_by_what_ours_is_measured_against() -> None:
+def test_peers_are_summarised_by_rival() -> None:
     peer = {"suite": "decoding", "op": "peers", "model": "base", "shape": {"batch": 1}, "precision": "int8"}
     rows = [
         peer | {"provider": "fastformer", "speedup": 4.0, "baseline": "ctranslate2 int8"},
@@ -43,7 +43,7 @@ def test_peers_are_summed_up_by_what_ours_is_measured_against() -> None:
     assert summary(rows).splitlines()[2].split() == ["peers", "base", "batch=1", "4.00x"]
 
 
-def test_stages_are_compared_with_the_plainest_and_lose_to_nobody() -> None:
+def test_stages_are_compared_with_the_plainest_and_never_lose() -> None:
     case = {"suite": "decoding", "op": "decoding", "shape": {"batch": 8}, "baseline": "recompute", "quiet": True}
     speedups = {"kv_cache": 6.0, "cpp": 16.0, "recompute": 1.0}
     text = summary([case | {"provider": name, "speedup": speedup} for name, speedup in speedups.items()])
@@ -52,7 +52,7 @@ def test_stages_are_compared_with_the_plainest_and_lose_to_nobody() -> None:
     assert line.split() == ["decoding", "batch=8", "6.00x", "16.00x"]
 
 
-def test_a_row_shows_what_it_reaches_of_the_roofline() -> None:
+def test_a_row_shows_its_share_of_the_roofline() -> None:
     times = {"ms_p50": 2.0, "ms_p20": 1.5, "ms_p80": 3.0, "tflop_s": 0.12, "gb_s": 7.0, "share": 0.42}
     assert "120 GFLOP/s (42%)" in table(row("eager", 1.0, bound="compute", **times))
     memory = table(row("eager", 1.0, bound="memory", quiet=False, disturbed=0.75, rounds=12, **times))

@@ -63,7 +63,7 @@ def machine(tmp_path: Path) -> Machine:
         (2, {"own": 1.0}, False),  # we waited for something, and no process had it
     ],
 )
-def test_what_others_take_of_the_cores_that_we_need(
+def test_the_load_of_other_processes_on_needed_cores(
     machine: Machine, threads: int, took: dict[str, float], disturbed: bool
 ) -> None:
     watcher = machine.watcher(threads)
@@ -132,7 +132,7 @@ def test_the_best_time_of_the_machine_outlives_a_process(machine: Machine, monke
         assert slow_turns_of_a_process(4.0, 6.0) == [False, True]
 
 
-def test_elsewhere_nobody_knows(tmp_path: Path) -> None:
+def test_on_other_systems_the_load_is_unknown(tmp_path: Path) -> None:
     for proc in (None, tmp_path):
         watcher = NoiseMonitor(1, proc=proc)
         watcher.begin()
@@ -143,7 +143,7 @@ def test_elsewhere_nobody_knows(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_what_this_process_has_started_is_ours() -> None:
+def test_child_processes_count_as_this_process() -> None:
     """A child's time counts while it runs and after it."""
     code = "import time\nend = time.process_time() + 0.3\nwhile time.process_time() < end: pass\nprint(1, flush=True)\n"
     before = noise_monitor.own_seconds()

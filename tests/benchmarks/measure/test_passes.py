@@ -121,7 +121,7 @@ def test_passes_go_over_all_cases(clock: Clock) -> None:
         assert (rows[name]["passes"], rows[name]["rounds"]) == (3, 3) and rows[name]["uncertainty"] < 1e-6
 
 
-def test_a_case_whose_passes_disagree_gets_further_ones_alone_until_they_say_enough(clock: Clock) -> None:
+def test_a_case_whose_passes_disagree_gets_more_until_they_agree(clock: Clock) -> None:
     work = Work(clock)
     rows = work.run(
         work.case("steady", lambda number: 2.0),
@@ -136,7 +136,7 @@ def test_a_case_whose_passes_disagree_gets_further_ones_alone_until_they_say_eno
     assert work.told[-1] == ("pass 24", "unsteady")
 
 
-def test_ours_against_a_rival_has_an_uncertainty_of_its_own(clock: Clock) -> None:
+def test_each_ratio_has_its_own_uncertainty(clock: Clock) -> None:
     """Both may lie steadily from the baseline, and by opposite jitter not from one another."""
     rows = {}
     for seconds in (45.0, 1000.0):
@@ -157,7 +157,7 @@ def test_ours_against_a_rival_has_an_uncertainty_of_its_own(clock: Clock) -> Non
 
 
 @pytest.mark.parametrize("stops_at", ["pass 2", "pass 5"])
-def test_who_stops_it_gets_what_has_passes_enough(clock: Clock, stops_at: str) -> None:
+def test_a_stopped_run_returns_cases_with_enough_passes(clock: Clock, stops_at: str) -> None:
     work = Work(clock)
 
     def stop(number: int) -> float:
@@ -189,7 +189,7 @@ def test_the_seconds_end_it_after_three_passes(clock: Clock) -> None:
     assert work.passes("long") == 3 and rows["long"]["quiet"] is True and rows["long"]["rounds"] == 3
 
 
-def test_passes_over_a_lone_short_case_lie_apart(clock: Clock) -> None:
+def test_passes_over_a_single_short_case_are_spaced(clock: Clock) -> None:
     """By three seconds, but in no more time than it may take."""
     for seconds, apart in ((1000.0, 3.0), (8.0, 1.0), (0.0, None)):
         work, began = Work(clock), clock.now

@@ -64,7 +64,7 @@ def test_report() -> None:
     assert lines[6].strip().startswith("causal over full at n = 8192: 0.55 of the time") and len(lines) == 7
 
 
-def test_a_provider_that_is_missing_or_too_short_says_so_and_the_others_stand() -> None:
+def test_missing_and_short_providers_are_reported() -> None:
     text = report(rows("fastformer", 2.0, 1.0) + rows("baseline", 2.0, 2.0, longest=256))
     assert "no fit: expected at least 3 lengths" in next(line for line in text.splitlines() if "baseline" in line)
     assert "causal" not in text and " 2.00 " in text
@@ -84,7 +84,7 @@ def test_machines_and_dtypes_are_not_mixed() -> None:
     assert providers["fastformer"][8192]["ms_p50"] == pytest.approx(1e-6 * 8192)
 
 
-def test_what_was_measured_grows_as_it_has_to() -> None:
+def test_measured_costs_grow_as_expected() -> None:
     """The committed lines of a CPU in fp32: linear memory, a window's linear time, and half of the time for half."""
     found = groups(Results().find(suite="scaling", dtype="float32"))
     assert found, "no line of the suite is committed"

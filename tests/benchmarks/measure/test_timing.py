@@ -174,7 +174,7 @@ def test_who_never_had_a_full_clock_is_not_quiet() -> None:
     assert rounds.ratio("a", "b") == Ratio(2.0, True, 6, 0.0) and rounds.slow("a") == 0.5
 
 
-def test_passes_are_told_apart_and_turn_about(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_are_separate_and_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass has a round at least, one more where it was disturbed, and the last goes backwards after the first."""
     monkeypatch.setattr(timing, "_TURN", 0.0)
     order: list[str] = []

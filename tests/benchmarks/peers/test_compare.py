@@ -114,7 +114,7 @@ def test_jobs_are_the_same_in_each_process_and_never_end() -> None:
         cases.make_job({"name": "gpt-tiny"}, 2, 1)
 
 
-def test_worker_answers_orders_and_says_what_it_cannot() -> None:
+def test_a_worker_answers_orders_and_reports_errors() -> None:
     job = cases.make_job({"name": "tiny"}, 2, 1)
     place = worker.Place("fastformer", "fp32", torch.get_num_threads(), {"name": "tiny"}, {})
     answers = io.StringIO()

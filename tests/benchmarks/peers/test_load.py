@@ -73,7 +73,7 @@ def test_clients_ask_at_once_and_answers_are_counted_in_their_time(port: int) ->
 
 
 @pytest.mark.parametrize(("body", "expected"), [({"words": 3, "status": 503}, 3), ({"words": 2}, 3)])
-def test_an_answer_that_is_none_is_told(body: dict[str, int], expected: int, port: int) -> None:
+def test_an_invalid_answer_is_an_error(body: dict[str, int], expected: int, port: int) -> None:
     with pytest.raises(Refused, match="503" if "status" in body else "2"):
         put_under_load(port, "/any", [(body, expected)], words, clients=2, seconds=0.2, warm_up=0.0)
 

@@ -140,7 +140,7 @@ def test_sentences_are_measured_in_each_order() -> None:
     assert sum("as it is" in turn for turn in Fake.turns) == 3 * 4  # a check, two turns and one that counts
 
 
-def test_int8_alone_stands_beside_fp32() -> None:
+def test_only_int8_is_shown_beside_fp32() -> None:
     found = rows(Plan(models.QUICK[0], ("int8",), (1,), only=("openvino",)))
     assert set(found) == {("as it is", "fp32"), ("openvino", "int8")}
 
@@ -175,7 +175,7 @@ def test_int8_that_lost_the_weights_is_wrong() -> None:
 
 
 @pytest.mark.parametrize("matter", ["broken", "breaks", "refuses"])
-def test_a_broken_rival_is_a_row_and_ours_an_error(matter: str) -> None:
+def test_a_broken_rival_is_a_row_and_a_broken_fastformer_an_error(matter: str) -> None:
     Fake.says = {"torch.compile": matter, "onnxruntime int8": matter}
     found = rows(BERT)
     assert found["torch.compile", "fp32"]["missing"] and found["onnxruntime", "int8"]["missing"]

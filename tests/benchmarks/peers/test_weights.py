@@ -92,7 +92,7 @@ def next_log_probs(model: Transformer) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_probabilities_of_ctranslate2_are_ours(options: dict) -> None:
+def test_probabilities_of_ctranslate2_equal_fastformers(options: dict) -> None:
     model = transformer(**options)
     theirs = peer("ctranslate2", model)
     targets = [list(map(str, row)) for row in TARGETS]
@@ -101,7 +101,7 @@ def test_probabilities_of_ctranslate2_are_ours(options: dict) -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_probabilities_of_transformers_are_ours(options: dict) -> None:
+def test_probabilities_of_transformers_equal_fastformers(options: dict) -> None:
     model = transformer(**options)
     theirs = peer("transformers", model).model
     for source, target, expected in zip(SOURCES, TARGETS, next_log_probs(model), strict=True):
@@ -113,7 +113,7 @@ def test_probabilities_of_transformers_are_ours(options: dict) -> None:
 
 @pytest.mark.parametrize("name", ["ctranslate2", "transformers"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_tokens_are_ours(name: str, options: dict) -> None:
+def test_tokens_equal_fastformers(name: str, options: dict) -> None:
     model = transformer(**options)
     ours = Ours(model, "fp32", torch.get_num_threads(), {})
     with torch.no_grad():

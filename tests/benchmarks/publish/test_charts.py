@@ -66,9 +66,7 @@ def run(folder: Path, *names: str) -> int:
     return main([*names, "--results", str(folder), "--out", str(folder / "pictures")])
 
 
-def test_what_has_rows_is_drawn_and_the_rest_says_what_makes_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pictures_without_rows_name_their_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(write(tmp_path, ROWS)) == 0
     assert {path.stem for path in (tmp_path / "pictures").iterdir()} == DRAWN
     out = capsys.readouterr().out
@@ -98,7 +96,7 @@ def test_one_provider_alone_gives_no_bars(tmp_path: Path) -> None:
     assert not CHARTS["ops"].select(results)
 
 
-def test_exponents_stand_behind_the_names(tmp_path: Path) -> None:
+def test_exponents_follow_the_names(tmp_path: Path) -> None:
     rows = [*ROWS, scaling("sdpa", 128, 1.0)]
     time, memory = CHARTS["scaling"].draw(CHARTS["scaling"].select(Results(write(tmp_path, rows)))).axes
     assert {text.get_text() for text in time.texts} == {"fastformer: n^2.0", "lstm: n^1.0", "sdpa"}
@@ -173,7 +171,7 @@ def test_rows_are_escaped(tmp_path: Path) -> None:
     assert "&lt;b&gt;" in text and "a &lt;i&gt; &amp; b" in text and "<i>" not in text
 
 
-def test_what_does_different_things_loses_to_nobody(tmp_path: Path) -> None:
+def test_providers_of_different_work_are_not_ranked(tmp_path: Path) -> None:
     results = Results(write(tmp_path, [scaling("fastformer", 128, 9.0), scaling("fastformer window", 128, 1.0)]))
     assert not list(report.slower(results))
     faster = [rotary("fastformer", 2.0), rotary("eager", 1.0, ours=1.1)]  # in turns of the same rounds

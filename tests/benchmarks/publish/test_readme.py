@@ -31,7 +31,7 @@ def test_every_table_is_that_of_the_results(results: Results) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_shows_pictures_that_there_are(page: Path) -> None:
+def test_a_page_shows_only_pictures_that_exist(page: Path) -> None:
     for found in re.findall(r"\((\S*benchmarks/pictures/\w+\.svg)\)", TEXTS[page]):
         path = (page.parent / found).resolve()
         assert path.parent == PICTURES.resolve() and path.is_file()
@@ -115,7 +115,7 @@ def test_small_work_is_shown_as_far_as_it_was_measured(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), [(WITHOUT_AVX512, "avx2"), (AT_FULL_RATE, "accelerated_full_rate")])
-def test_what_was_measured_elsewhere_stands_apart(folder: Path, kind: str, name: str) -> None:
+def test_results_of_other_machines_are_separate(folder: Path, kind: str, name: str) -> None:
     """Though it is newer, and of the same case."""
     lacking = Numbers(Results(folder))
     assert TABLES[name](lacking) == "" and len(lacking.missing) == 1
@@ -132,7 +132,7 @@ def test_what_was_measured_elsewhere_stands_apart(folder: Path, kind: str, name:
     assert numbers.figures[0].origin == f"{kind}.jsonl:1, {kind}.jsonl:2"
 
 
-def test_accelerated_generate_stands_beside_what_it_is_held_against(folder: Path) -> None:
+def test_accelerated_generate_is_shown_beside_its_baseline(folder: Path) -> None:
     table = TABLES["accelerated_generate"]
     assert table(Numbers(Results(folder))) == ""
     same = {"op": "accelerated_generate", "shape": {"batch": 1, "num_beams": 4}, "dtype": "float32",
@@ -175,7 +175,7 @@ def test_the_latest_run_counts_as_a_whole(folder: Path) -> None:
     assert f"{NOT_MEASURED} times" in (folder / "README.md").read_text()
 
 
-def test_decoding_beside_another_engine_is_no_later_run(tmp_path: Path) -> None:
+def test_decoding_beside_another_engine_is_not_a_later_run(tmp_path: Path) -> None:
     beside = [
         [line(each, ms, op="peers", time=time, baseline=f"{engine} fp32", threads=2) for each, ms in speeds.items()]
         for time, engine, speeds in (
@@ -190,7 +190,7 @@ def test_decoding_beside_another_engine_is_no_later_run(tmp_path: Path) -> None:
     assert [numbers.ratio(case, "fp32", rival) for rival in case.against] == ["3.0", "5.0"]
 
 
-def test_a_missing_line_is_said_and_listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_line_is_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(
         folder, [LINES[0], SHARED | {"op": "toy", "mode": "fwd", "provider": "eager", "missing": "pip install eager"}]
     )

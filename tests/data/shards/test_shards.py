@@ -100,7 +100,7 @@ def test_each_shard_is_a_fair_sample_and_shuffled(tmp_path) -> None:
     assert abs(numpy.corrcoef(x, numpy.arange(len(x)))[0, 1]) < 0.25  # in the file they ascend
 
 
-def test_the_first_of_duplicates_stays_and_none_is_in_validation(tmp_path) -> None:
+def test_only_the_first_duplicate_stays_and_none_in_validation(tmp_path) -> None:
     one, other = pairs_of("x", 300), pairs_of("y", 200)
     again = other + one[::3] + other[:50]
     files = [tsv(tmp_path / "0.tsv", one), tsv(tmp_path / "1.tsv", again)]
@@ -115,7 +115,7 @@ def test_the_first_of_duplicates_stays_and_none_is_in_validation(tmp_path) -> No
     assert sorted(found) == sorted(pair for pair in one + again if pair not in validation)
 
 
-def test_pairs_that_only_look_alike_joined_are_none(tmp_path) -> None:
+def test_pairs_with_equal_concatenations_are_not_duplicates(tmp_path) -> None:
     file = tsv(tmp_path / "a.tsv", [("a", "bc"), ("ab", "c"), ("a", "bc"), ("1 a", "b"), ("1", "a b")])
     assert made(config_of(file, drop_duplicates=True), tmp_path / "out", 1).sources[0].left_out == {"duplicate": 1}
 

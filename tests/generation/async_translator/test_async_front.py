@@ -174,7 +174,7 @@ def test_what_is_late_ends_with_an_error(translator) -> None:
     play(main())
 
 
-def test_a_stream_that_is_never_read_leaves_when_it_is_deleted(translator) -> None:
+def test_a_stream_that_is_never_read_leaves_the_batch_when_it_is_deleted(translator) -> None:
     async def main() -> None:
         front, engine = watched(translator)
         engine.gate = threading.Semaphore(0)
@@ -242,7 +242,7 @@ def test_long_texts_are_read_beside_the_event_loop(translator, monkeypatch) -> N
     assert threads[0] == threads[1] == threads[3] == threading.current_thread().name != threads[2]
 
 
-def test_it_is_alive_as_long_as_its_thread(translator) -> None:
+def test_a_front_is_alive_as_long_as_its_thread(translator) -> None:
     async def main() -> None:
         front = AsyncTranslator(translator)
         assert not front.front.is_alive

@@ -24,7 +24,7 @@ from tests.generation.async_translator.front import (
 )
 
 
-def test_it_is_where_people_look_for_it() -> None:
+def test_async_translator_is_exported_at_the_root() -> None:
     assert fastformer.AsyncTranslator is AsyncTranslator
 
 
@@ -80,7 +80,7 @@ def test_pieces_come_before_the_end(translator) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_cancelled_leave_nothing_behind(translator, seed) -> None:
+def test_cancelled_tasks_leave_nothing_behind(translator, seed) -> None:
     async def main() -> None:
         front, engine = watched(translator, max_waiting=5)
         chance = random.Random(seed)
@@ -230,7 +230,7 @@ def test_a_second_loop_and_two_at_once(translator) -> None:
     play(host())
 
 
-def test_the_model_is_in_evaluation_while_it_works_and_then_as_it_was(translator) -> None:
+def test_the_model_is_in_evaluation_mode_only_while_it_decodes(translator) -> None:
     model, modes = translator.model, []
 
     def processor(input_ids, scores):

@@ -21,7 +21,7 @@ from tests.generation.async_translator.front import (
 )
 
 
-def test_an_error_reaches_its_task_alone(translator) -> None:
+def test_an_error_reaches_only_its_task(translator) -> None:
     def broken(input_ids, scores):
         if input_ids.shape[1] > 3:
             raise KeyError("broken on purpose")
@@ -46,7 +46,7 @@ def test_an_error_reaches_its_task_alone(translator) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no memory"), SystemExit(1)], ids=repr)
-def test_an_error_of_the_model_ends_what_runs_and_nothing_else(translator, error) -> None:
+def test_an_error_of_the_model_ends_only_running_requests(translator, error) -> None:
     async def main() -> None:
         front, engine = watched(translator)
         engine.gate, engine.error = threading.Semaphore(0), error
@@ -66,7 +66,7 @@ def test_an_error_of_the_model_ends_what_runs_and_nothing_else(translator, error
     play(main())
 
 
-def test_one_that_cannot_begin_fails_and_lets_others_in(translator) -> None:
+def test_a_request_that_cannot_begin_fails_and_does_not_block_others(translator) -> None:
     async def main() -> None:
         front, engine = watched(translator)
         begun = []
@@ -109,7 +109,7 @@ def test_ids_that_the_model_does_not_have_are_an_error_of_their_own_task(transla
     play(main())
 
 
-def test_after_an_error_of_the_model_the_device_is_not_asked_again(translator, monkeypatch) -> None:
+def test_after_a_model_error_the_device_is_not_queried_again(translator, monkeypatch) -> None:
     async def main() -> None:
         front, engine = watched(translator)
         made = []
@@ -136,7 +136,7 @@ def test_after_an_error_of_the_model_the_device_is_not_asked_again(translator, m
     play(main())
 
 
-def test_when_the_thread_cannot_go_on_no_task_waits_for_it(translator, monkeypatch) -> None:
+def test_no_task_waits_for_a_dead_thread(translator, monkeypatch) -> None:
     def fails(*_, **__):
         raise SystemExit("nothing works any more")
 
@@ -166,7 +166,7 @@ def test_when_the_thread_cannot_go_on_no_task_waits_for_it(translator, monkeypat
     play(main())
 
 
-def test_a_thread_that_cannot_begin_tells_who_comes(translator, monkeypatch) -> None:
+def test_if_the_thread_cannot_start_each_caller_gets_an_error(translator, monkeypatch) -> None:
     def fails(*_, **__):
         raise MemoryError("no device")
 
@@ -181,7 +181,7 @@ def test_a_thread_that_cannot_begin_tells_who_comes(translator, monkeypatch) -> 
     play(main())
 
 
-def test_an_error_inside_of_the_block_cancels_what_runs(translator) -> None:
+def test_an_error_inside_the_block_cancels_running_requests(translator) -> None:
     async def main() -> None:
         front, engine = watched(translator)
         engine.gate = gate = threading.Semaphore(0)
@@ -197,7 +197,7 @@ def test_an_error_inside_of_the_block_cancels_what_runs(translator) -> None:
     play(main())
 
 
-def test_a_loop_that_is_gone_holds_nobody_up(translator) -> None:
+def test_a_loop_that_is_gone_blocks_no_other_loop(translator) -> None:
     front, engine = watched(translator)
     orphans = []
 
@@ -221,7 +221,7 @@ def test_a_loop_that_is_gone_holds_nobody_up(translator) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of the tasks, when they are deleted
-def test_a_loop_that_is_closed_with_its_tasks_holds_nobody_up(translator) -> None:
+def test_a_loop_that_is_closed_with_its_tasks_blocks_no_other_loop(translator) -> None:
     front, engine = watched(translator, max_waiting=1)
     orphans = []
     engine.gate = gate = threading.Semaphore(0)

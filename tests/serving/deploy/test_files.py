@@ -18,7 +18,7 @@ SERVICE = COMPOSE["services"]["fastformer"]
 ENTRY = json.loads(FINAL.of("ENTRYPOINT")[0])
 
 
-def test_the_image_holds_what_was_built_and_no_more() -> None:
+def test_the_image_contains_only_the_build() -> None:
     assert BUILD.name == "build" and BUILD.image == FINAL.image
     assert FINAL.of("COPY") == ["--from=build /opt/fastformer /opt/fastformer"]
     assert "g++" not in " ".join(FINAL.of("RUN"))
