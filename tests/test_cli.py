@@ -34,7 +34,7 @@ def test_summaries_are_the_first_lines_of_the_docstrings() -> None:
         assert function.__doc__.partition("\n")[0] == summary
 
 
-def test_a_command_collects_little_garbage_and_leaves_the_threshold_as_it_was(monkeypatch) -> None:
+def test_a_command_collects_little_garbage_and_restores_the_threshold(monkeypatch) -> None:
     before, seen = gc.get_threshold(), []
 
     def command() -> None:

@@ -106,7 +106,7 @@ def test_a_text_for_a_terminal() -> None:
     assert printable("x" * 10, 10) == "x" * 10 and printable("x" * 11, 10) == "x" * 9 + "…"
 
 
-def test_a_closed_stream_is_no_terminal() -> None:
+def test_a_closed_stream_is_not_a_terminal() -> None:
     stream = io.StringIO()
     assert not console.is_terminal(stream) and not console.is_terminal(None)
     stream.close()

@@ -48,7 +48,7 @@ def test_a_users_folder_is_not_changed(project, out, monkeypatch, capsys) -> Non
     assert contents(project) == before
 
 
-def test_a_file_is_no_folder(tmp_path, capsys) -> None:
+def test_a_file_is_not_a_folder(tmp_path, capsys) -> None:
     (tmp_path / "file").write_text("mine")
     assert main(["demo", "--out", str(tmp_path / "file")]) == 1
     assert "got the file" in capsys.readouterr().err

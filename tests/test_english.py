@@ -12,7 +12,7 @@ def test_the_actor_is_named() -> None:
     assert not places, "\n".join(f"{place.path}:{place.line}: {place.text}" for place in places)
 
 
-def test_the_count_notices(tmp_path: Path) -> None:
+def test_the_count_finds_planted_words(tmp_path: Path) -> None:
     """The count includes each kind of text, and excludes code and clauses that are nouns."""
     (tmp_path / "fastformer").mkdir()
     (tmp_path / "csrc").mkdir()

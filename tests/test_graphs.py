@@ -102,7 +102,7 @@ class StubCuda:
         raise RuntimeError("not permitted when stream is capturing")
 
 
-def test_a_capture_that_broke_is_the_last_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_broken_capture_the_process_captures_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     stub = StubCuda(monkeypatch)
     graphs = Graphs("cuda")
     graphs.capture(lambda: None)
@@ -117,7 +117,7 @@ def test_a_capture_that_broke_is_the_last_of_its_process(monkeypatch: pytest.Mon
     assert stub.alive() == [False, True]
 
 
-def test_a_function_that_raises_of_itself_breaks_no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_that_raises_does_not_break_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     stub = StubCuda(monkeypatch)
     graphs = Graphs("cuda")
 

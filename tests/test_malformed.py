@@ -262,7 +262,7 @@ def test_damaged_models(name, damage, said, folder, capsys) -> None:
         ("config.yaml", lambda file: file.write_text("- 1\n...\n") and None, ("config.yaml", "list")),
     ],
 )
-def test_damaged_runs_do_not_go_on(name, damage, said, folder, capsys) -> None:
+def test_damaged_runs_do_not_resume(name, damage, said, folder, capsys) -> None:
     damage(folder / "run" / name)
     refused(["train", "run", "--resume"], 1, said, folder, capsys)
 
@@ -282,14 +282,14 @@ def test_a_slip_of_the_finger_is_recognised(tmp_path, monkeypatch, capsys) -> No
 
 
 @pytest.mark.parametrize("name", ["config.json", "config.yaml", "tokenizer.json", "metrics.jsonl"])
-def test_a_new_run_overwrites_no_file_of_a_person(name, folder, capsys) -> None:
+def test_a_new_run_overwrites_no_file_of_the_user(name, folder, capsys) -> None:
     (folder / "new").mkdir()
     (folder / "new" / name).write_text("mine")
     command = "train new --train_tsv pairs.tsv --tokenizer bytes"
     refused(command.split(), 1, (name,), folder, capsys)
 
 
-def test_metrics_are_written_into_no_other_file(folder, capsys) -> None:
+def test_metrics_are_written_only_to_their_file(folder, capsys) -> None:
     (folder / "run" / "metrics.jsonl").rename(folder / "elsewhere.jsonl")
     for put in (
         lambda path: path.symlink_to("../elsewhere.jsonl"),

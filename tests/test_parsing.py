@@ -154,7 +154,7 @@ def test_the_models_settings_are_nested_flags() -> None:
 
 
 @pytest.mark.parametrize("config_first", [True, False])
-def test_flags_win_over_the_file_wherever_they_stand(tmp_path, monkeypatch, config_first) -> None:
+def test_flags_override_the_file_in_any_order(tmp_path, monkeypatch, config_first) -> None:
     (tmp_path / "a.yaml").write_text(
         "model: {name: gpt, preset: small, d_model: 48, num_heads: 4}\nlr: 2e-3\nsteps: 5\nclip: 1\nprecision: bf16\n"
     )
@@ -173,7 +173,7 @@ def test_flags_win_over_the_file_wherever_they_stand(tmp_path, monkeypatch, conf
     assert (config.steps, config.lr, config.clip, config.precision, config.seed) == (1000, 2e-3, 1.0, "bf16", 7)
 
 
-def test_a_file_may_name_the_model_alone(tmp_path) -> None:
+def test_a_file_may_name_only_the_model(tmp_path) -> None:
     (tmp_path / "a.yaml").write_text("model: lstm\npreset: tiny\nbatching: random\nsmooth_others: yes\nval_tsv: null\n")
     assert train.read_settings(str(tmp_path / "a.yaml")) == {
         "model": {"name": "lstm", "preset": "tiny"},
@@ -231,5 +231,5 @@ def test_the_help_explains_every_flag_in_plain_words(name, capsys) -> None:
         (["--skip_bad_lines=true"], {"skip_bad_lines": True}),
     ],
 )
-def test_a_setting_that_is_a_switch_may_stand_alone(words, given) -> None:
+def test_a_boolean_flag_needs_no_value(words, given) -> None:
     assert settings(*words) == given

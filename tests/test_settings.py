@@ -55,7 +55,7 @@ def test_what_does_not_fit_is_refused(name, wrong) -> None:
         {"share": math.nextafter(1, 0), "part": 0, "size": None, "kind": "two", "on": False},
     ],
 )
-def test_what_fits_is_taken_up_to_the_bounds(values) -> None:
+def test_sizes_up_to_the_bounds_are_accepted(values) -> None:
     example = Example(**values)
     check_settings(example)
     assert {name: getattr(example, name) for name in values} == values

@@ -169,7 +169,7 @@ def train(model: torch.nn.Module, *batch: torch.Tensor) -> list[float]:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_pad_alone_is_the_zero_vector(tied) -> None:
+def test_only_pad_is_the_zero_vector(tied) -> None:
     model = Transformer.from_preset("tiny", **SIZES, tie_embeddings=tied, special_ids=OTHER).eval()
     for embedding in {model.embedding} if tied else {model.source_embedding, model.target_embedding}:
         rows = embedding(torch.arange(VOCAB)[:, None])[:, 0]

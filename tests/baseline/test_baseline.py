@@ -64,7 +64,7 @@ def renamed(model: torch.nn.Module, twin: torch.nn.Module, names: torch.Tensor) 
 
 @pytest.mark.parametrize("start", [0, 4])
 @pytest.mark.parametrize("kind", ["transformer", "lstm"])
-def test_renamed_special_ids_change_no_loss(kind, start) -> None:
+def test_renamed_special_ids_do_not_change_the_loss(kind, start) -> None:
     def make(**special):
         if kind == "lstm":
             return LSTMSeq2Seq(vocab_size=10, d_model=16, unk=None, **special).double().eval()

@@ -83,7 +83,7 @@ def test_there_is_a_line_for_each_module():
 LOW, HIGH, WIDE = [0.1, 0.2], [0.3, 0.4], [0.0, 0.5]
 
 
-def test_a_spread_is_below_only_with_all_of_its_values():
+def test_a_range_is_below_another_only_if_all_its_values_are():
     rows = lines({"a": [1.0, 2.0], "b": [2.5, 3.0], "c": [1.9, 9.0]})
     a, b, c = (Spread.of(rows, name, final) for name in "abc")
     assert (a.mean, a.low, a.high) == (1.5, 1.0, 2.0)
@@ -108,7 +108,7 @@ def test_a_spread_is_below_only_with_all_of_its_values():
         (lstm, ([0.1], [0.3]), ([0.3], [0.1]), "undecided"),
     ],
 )
-def test_two_kinds_are_apart_where_all_seeds_are(module, losses, exact, verdict):
+def test_two_kinds_differ_only_if_all_seeds_do(module, losses, exact, verdict):
     names = {positions: positions.LAYOUTS, label_smoothing: label_smoothing.SMOOTHING, lstm: lstm.MODELS}[module]
     assert module.judge(lines(dict(zip(names, losses, strict=True)), dict(zip(names, exact, strict=True)))) == verdict
 
@@ -222,7 +222,7 @@ def test_a_training_that_diverges_is_a_row(few_numbers):
     assert xs == row["curve"]["x"] and ys == pytest.approx(row["curve"]["y"])
 
 
-def test_a_training_that_a_signal_ends_is_no_row(monkeypatch, few_numbers):
+def test_a_training_that_a_signal_ends_gives_no_row(monkeypatch, few_numbers):
     """The trainer saves and returns as if it were done."""
     trainer: Any = fastformer.training.trainer
     collate = trainer.collate
@@ -369,7 +369,7 @@ def test_bad_arguments_are_named(module, arguments, message, capsys):
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_a_recorded_verdict_is_that_of_its_figures(name):
+def test_a_recorded_verdict_matches_its_figures(name):
     rows = last_run(record.read(RESULTS), name)
     assert rows and {row["verdict"] for row in rows} == {load(name).judge(rows)}
     assert not any(row.get("quick") or row["dirty"] for row in rows)

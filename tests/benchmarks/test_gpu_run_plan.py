@@ -36,7 +36,7 @@ def step(key: str, *codes: str, seconds: float = 1.0, **fields: Any) -> Step:
     return Step(key, [(python(code), {"NUMBER": str(i)}) for i, code in enumerate(codes)], seconds, **fields)
 
 
-def test_a_run_resumes_and_goes_on_after_a_failure(tmp_path: Path) -> None:
+def test_a_run_resumes_and_continues_after_a_failure(tmp_path: Path) -> None:
     ran: list[str] = []
 
     def run(step: Step, out: Path, limit: float) -> dict[str, Any]:
@@ -101,7 +101,7 @@ assert hanging.wait(0.0) == -9 and time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize("forks", ["works", "does not"])
-def test_steps_are_forks_where_those_can_use_the_device(forks: str, tmp_path: Path) -> None:
+def test_steps_run_in_forks_if_these_can_use_the_device(forks: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", FORKS, str(tmp_path), forks]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -182,7 +182,7 @@ def test_a_detached_run_is_polled(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(list(copies.iterdir())) == 2
 
 
-def test_the_newest_assembler_of_the_machine_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_assembler_of_the_machine_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     versions = {str(tmp_path / "bin" / "ptxas"): (13, 0, 88)}
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
@@ -368,7 +368,7 @@ def test_flops_of_the_published_charts() -> None:
     assert attention.flops(causal, "bwd") == attention.flops(full, "fwd") * 1.25
 
 
-def test_the_tests_of_a_step_exist_and_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tests_of_a_step_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every file is there; the shards of a run are a partition; on a GPU the ops' tests are marked, others are not."""
     for files in (*TESTS.values(), other_tests()):
         assert all((ROOT / path).exists() for path in files.split())

@@ -35,7 +35,7 @@ def test_other_bits_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert many_callers.main([*given, "--rounds", "1", *GIVEN]) == 1
 
 
-def test_every_caller_takes_all_texts() -> None:
+def test_every_caller_gets_all_its_texts() -> None:
     engine = EncoderEngine(BERT(BERTConfig(**SIZES)).eval())
     texts = many_callers.draw_texts(5, 60)
     _, found = many_callers.seconds_of(engine, texts, 2, 3)

@@ -230,7 +230,7 @@ def wrong_where_nothing_is_dropped(x: Inputs, shape: Shape) -> torch.Tensor:
     return dropped(x, shape) + 1e-3
 
 
-def test_a_rival_with_a_mask_of_its_own_has_to_be_right_without() -> None:
+def test_a_rival_with_its_own_dropout_mask_is_checked_without_dropout() -> None:
     shapes: list[float] = []
 
     def ours(x: Inputs, shape: Shape) -> torch.Tensor:
@@ -294,7 +294,7 @@ def test_a_missing_package_is_a_row_that_says_how_to_install_it(capsys: pytest.C
     assert "toy: fastformer, power, there" in text and "without absent: pip install it" in text
 
 
-def test_a_shape_says_how_many_threads() -> None:
+def test_a_shape_sets_the_number_of_threads() -> None:
     """They are taken back afterwards, also where ours fails."""
     seen, before = set(), torch.get_num_threads()
 

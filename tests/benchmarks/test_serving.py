@@ -24,7 +24,7 @@ def test_requests_are_mixed_and_the_same_in_each_run() -> None:
 @pytest.mark.slow  # proves that servers start, answer in full and give lines of the schema; each takes seconds to start
 @needs_cpp
 @pytest.mark.parametrize("case", ["tiny", "llama-tiny"])
-def test_every_server_gives_its_lines(case: str, tmp_path: Path) -> None:
+def test_every_server_writes_its_rows(case: str, tmp_path: Path) -> None:
     out = tmp_path / "serving.jsonl"
     sizes = ["--clients", "1", "3", "--rounds", "2", "--seconds", "1", "--warm_up", "0.3", "--threads", "1"]
     assert main(["--case", case, *sizes, "--out", str(out)]) == 0

@@ -14,7 +14,7 @@ from tests.generation.small import needs_cpp
 
 @pytest.mark.slow  # proves that 64 clients get the texts of the library, and that a full queue is empty afterwards
 @needs_cpp
-def test_every_part_gives_its_lines(tmp_path: Path) -> None:
+def test_every_part_writes_its_rows(tmp_path: Path) -> None:
     out = tmp_path / "costs.jsonl"
     turns = ["--rounds", "2", "--many_rounds", "2", "--seconds", "0.5", "--threads", "1", "--out", str(out)]
     assert main(["--case", "tiny", *turns]) == 0

@@ -117,7 +117,7 @@ def test_runs_equal_operations_on_lists(seed: int, is_host: bool, monkeypatch: p
     assert walk.cache.free_blocks == everything
 
 
-def test_the_sources_of_groups_are_where_their_rows_look() -> None:
+def test_the_rows_of_a_group_find_its_source() -> None:
     walk = Walk()
     for length in (3, 9, 1):
         walk.add(2, length, 9)

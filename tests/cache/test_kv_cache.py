@@ -226,7 +226,7 @@ def test_a_full_cache_takes_nothing():
 
 
 @pytest.mark.parametrize("change", ["free", "fork", "resize", "rewind", "add", "begin", "commit", "set_memory", "tail"])
-def test_a_step_that_is_not_committed_changes_no_length(change):
+def test_an_uncommitted_step_changes_no_length(change):
     oracle = Oracle(cache := new_cache())
     oracle.add(3, 2)
     oracle.append(6, counts=[1, 1, 6, 6, 3, 3])
@@ -300,7 +300,7 @@ class Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_step_inside_of_a_block_uploads_lengths_alone(monkeypatch):
+def test_a_step_inside_a_block_uploads_only_lengths(monkeypatch):
     monkeypatch.setattr(KVCache, "_is_host", staticmethod(lambda device: False))
     oracle = Oracle(cache := new_cache())
     oracle.add(2, 2)
@@ -319,7 +319,7 @@ def test_a_step_inside_of_a_block_uploads_lengths_alone(monkeypatch):
 
 
 @pytest.mark.parametrize("recorder", ["compiler", "graph"])
-def test_a_step_that_is_recorded_sees_all_columns_and_leaves_the_host_alone(recorder, monkeypatch):
+def test_a_recorded_step_uses_all_columns_and_not_the_host(recorder, monkeypatch):
     oracle = Oracle(cache := new_cache())
     oracle.add(2, 2)
     oracle.set_memory([2, 3])
@@ -341,7 +341,7 @@ def test_a_step_that_is_recorded_sees_all_columns_and_leaves_the_host_alone(reco
     assert cache.lengths == [3, 3]
 
 
-def test_a_device_without_values_is_never_asked():
+def test_values_on_the_meta_device_are_never_read():
     """On meta nothing can be read back, so this is what holds without a host sync."""
     cache = new_cache(device="meta", dtype=torch.bfloat16)
     cache.add(2, 2)

@@ -189,7 +189,7 @@ def test_a_damaged_tokenizer_is_named(kind, change, made, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_the_tokenizer_keeps_to_its_vocabulary(kind, made) -> None:
+def test_the_tokenizer_stays_within_its_vocabulary(kind, made) -> None:
     tokenizer = loaded(made(kind).folder)[1]
     ids, text = tokenizer.special_ids, GERMAN[2] if kind.startswith("marian") else "two birds"
     encoded = getattr(tokenizer, "encode_target", tokenizer.encode)(text)
@@ -411,7 +411,7 @@ NORM = "model.encoder.layernorm_embedding.weight"
         setting("config.json", encoder_ffn_dim=10**11, decoder_ffn_dim=10**11),
     ],
 )
-def test_what_is_no_model_is_named(damage, copy, capsys) -> None:
+def test_invalid_models_are_named(damage, copy, capsys) -> None:
     folder = copy("bart")
     said = damage(folder)
     assert main(["translate", str(folder), "two birds"]) == 1

@@ -149,7 +149,7 @@ def test_a_shard_that_is_missing_cut_or_too_many_is_named(copy) -> None:
     loaded(folder)
 
 
-def test_a_folder_without_its_tokenizer_says_which_files_would_do(copy) -> None:
+def test_the_error_about_a_missing_tokenizer_lists_the_possible_files(copy) -> None:
     folder = copy("llama3")
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match=r"tokenizer\.json.*tokenizer\.model.*vocab\.json"):

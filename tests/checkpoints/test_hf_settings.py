@@ -166,7 +166,7 @@ def test_options_that_no_family_has_are_named(options, named) -> None:
     assert options.get("positions") == "sinusoidal" or others[options.get("norm", "layer")] not in str(raised.value)
 
 
-def test_ids_of_a_decoder_that_mean_nothing_are_left_out() -> None:
+def test_unused_ids_of_a_decoder_are_omitted() -> None:
     assert special_ids({"eos_token_id": [3, 70, 3]}, 60, None).eos == (3,)
     assert special_ids({"eos_token_id": 5, "pad_token_id": -1}, 60, 5).unk is None
     assert special_ids({"eos_token_id": 5, "pad_token_id": 99}, 60, 4).pad == 5
@@ -189,7 +189,7 @@ def test_the_norms_of_a_gemma_are_rounded_once(kind) -> None:
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_each_family_is_where_the_table_says(kind) -> None:
+def test_each_family_is_listed_in_the_table(kind) -> None:
     source = importlib.util.find_spec(FAMILIES[kind].source(kind))
     assert source is not None and source.origin is not None
     text = Path(source.origin).read_text(encoding="utf-8")

@@ -184,7 +184,7 @@ def test_what_is_wrong_with_a_language_is_named(kind, languages, named, made, tm
         Translator.from_pretrained(folder, **languages).translate("two birds")
 
 
-def test_the_command_says_what_is_wrong_with_a_language(made, capsys) -> None:
+def test_the_command_reports_a_wrong_language(made, capsys) -> None:
     words = ["translate", str(made("nllb").saved.folder), "two birds", "--device", "cpu", "--source_lang", "en"]
     assert main([*words, "--target_lang", "klingon"]) == 1
     said = capsys.readouterr().err
@@ -205,7 +205,7 @@ def test_a_text_whose_language_is_unknown_may_be_skipped(made, caplog) -> None:
         translator.translate("two", target_lang="de", max_new_tokens=1, beam_rules="transformers")
 
 
-def test_a_folder_says_its_languages(made, tmp_path, caplog) -> None:
+def test_a_folder_lists_its_languages(made, tmp_path, caplog) -> None:
     folder = shutil.copytree(made("nllb").saved.folder, tmp_path / "model")
     expected = Translator.from_pretrained(folder).translate("two birds", source_lang="en", target_lang="fr")
     settings = json.loads((folder / "generation_config.json").read_text())
@@ -226,7 +226,7 @@ def test_a_folder_says_its_languages(made, tmp_path, caplog) -> None:
         path.write_text(before)
 
 
-def test_marians_of_many_targets_are_asked(tmp_path) -> None:
+def test_marians_with_many_targets_need_a_language(tmp_path) -> None:
     saved = families.marian(tmp_path / "model")
     translator = Translator.from_pretrained(saved.folder)
     expected = translator.translate(">>deu<< two birds", max_new_tokens=8)

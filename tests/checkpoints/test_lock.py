@@ -26,7 +26,7 @@ def test_a_second_training_is_refused_with_the_holder(tmp_path) -> None:
     RunLock(tmp_path).acquire()
 
 
-def test_a_killed_process_holds_nothing(tmp_path) -> None:
+def test_a_killed_process_holds_no_lock(tmp_path) -> None:
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:  # nothing but system calls from here to its end
@@ -45,7 +45,7 @@ def test_a_killed_process_holds_nothing(tmp_path) -> None:
         assert (tmp_path / "sub" / LOCK).read_text().startswith(f"process {os.getpid()} on ")
 
 
-def test_the_file_names_its_last_holder_alone(tmp_path) -> None:
+def test_the_file_names_only_its_last_holder(tmp_path) -> None:
     (tmp_path / LOCK).write_text(
         "process 12345678 on a machine with a name that is longer than ours, whatever that is\n"
     )
@@ -71,7 +71,7 @@ def test_a_planted_link_is_not_followed(tmp_path) -> None:
     assert (tmp_path / "victim").read_text() == "precious"
 
 
-def test_a_file_of_that_name_that_is_no_lock_stays(tmp_path) -> None:
+def test_a_file_of_that_name_that_is_not_a_lock_stays(tmp_path) -> None:
     (tmp_path / LOCK).write_text("my notes\nprocess 3 on a host\n")
     with pytest.raises(ValueError, match=LOCK):
         RunLock(tmp_path).acquire()

@@ -35,7 +35,7 @@ def stems(run) -> list[int]:
     return [step_of(path) for path in checkpoints(run)]
 
 
-def test_plain_torch_opens_it_and_so_does_any_archiver(tmp_path) -> None:
+def test_torch_load_and_zip_can_read_a_checkpoint(tmp_path) -> None:
     path = save_checkpoint(tmp_path, 3, state(3), keep_last=1)
     assert path.name == "step-00000003.pt"
     for found in (torch.load(path, weights_only=True), load_checkpoint(path), latest_checkpoint(tmp_path)[1]):
@@ -157,7 +157,7 @@ def test_a_checkpoint_under_the_name_of_another_update(tmp_path) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="links need no rights on POSIX alone")
-def test_only_files_of_our_own_go(tmp_path) -> None:
+def test_only_files_of_fastformer_are_deleted(tmp_path) -> None:
     folder = save_checkpoint(tmp_path, 7, state(7), keep_last=1).parent
     others = ["step-1.pt", "step-00000001.pt.bak", "step-٠٠٠٠٠٠٠١.pt", "step-000000001.pt"]
     for name in others:
@@ -200,7 +200,7 @@ def test_which_checkpoints_stay(tmp_path) -> None:
     assert stems(tmp_path) == [10] and (tmp_path / "checkpoints" / "step-best.pt").exists()
 
 
-def test_those_of_an_interruption_go_with_the_next(tmp_path) -> None:
+def test_files_of_an_interruption_are_removed_by_the_next_run(tmp_path) -> None:
     def regular(step: int) -> bool:
         return step % 5 == 0
 
@@ -251,7 +251,7 @@ def test_the_average_is_the_mean_in_each_dtype(tmp_path) -> None:
         average_weights([*paths, other])
 
 
-def test_the_average_is_summed_in_more_digits_than_it_has(tmp_path) -> None:
+def test_the_average_is_summed_in_a_wider_dtype(tmp_path) -> None:
     paths = [save_checkpoint(tmp_path, i, state(i, scale), keep_last=9) for i, scale in enumerate((256.0, 1, 1, 1, 1))]
     assert average_weights(paths)["b"].item() == 52.0  # in bf16 256 + 1 is 256
 

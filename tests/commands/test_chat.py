@@ -164,7 +164,7 @@ def test_it_continues_as_transformers_does(folder, capsys, tmp_path) -> None:
     assert capsys.readouterr().out.split("\n")[:-1] == [re.sub("\n", r"\\n", line) for line in expected]
 
 
-def test_it_samples_where_the_folder_does(folder, tmp_path, capsys) -> None:
+def test_sampling_follows_the_folders_settings(folder, tmp_path, capsys) -> None:
     def said(where: Path, *flags: str) -> set[str]:
         found = set()
         for seed in range(3):
@@ -182,7 +182,7 @@ def test_it_samples_where_the_folder_does(folder, tmp_path, capsys) -> None:
     assert len(said(greedy, "--num_beams", "2", *FEW)) == 1
 
 
-def test_without_a_limit_it_ends_somewhere(folder, tmp_path, capsys, monkeypatch, caplog) -> None:
+def test_without_a_limit_a_chat_ends(folder, tmp_path, capsys, monkeypatch, caplog) -> None:
     monkeypatch.setattr("fastformer.commands.generate._MANY", 5)
     endless = shutil.copytree(folder, tmp_path / "endless")
     (endless / "generation_config.json").write_text(json.dumps({"eos_token_id": None}))

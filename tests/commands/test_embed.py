@@ -52,7 +52,7 @@ def test_lines_become_an_array(encoder, tmp_path, monkeypatch, capfdbinary) -> N
     assert f"{len(TEXTS)} texts" in said.err.decode()
 
 
-def test_more_lines_than_are_held_at_a_time(encoder, tmp_path, monkeypatch) -> None:
+def test_more_lines_than_fit_in_memory_at_a_time(encoder, tmp_path, monkeypatch) -> None:
     given(monkeypatch, [*TEXTS, *["a"] * READ_AHEAD])
     assert main(["embed", str(encoder), "--out", str(tmp_path / "v.npy")]) == 0
     rows = np.load(tmp_path / "v.npy")

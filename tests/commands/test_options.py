@@ -70,7 +70,7 @@ def test_each_flag_reaches_the_search(command, options, folders, searched) -> No
 
 
 @pytest.mark.parametrize("command", ["translate", "generate"])
-def test_a_file_of_options_is_read_and_flags_go_before_it(command, folders, searched, tmp_path, capsys) -> None:
+def test_a_file_of_options_is_read_and_flags_override_it(command, folders, searched, tmp_path, capsys) -> None:
     file = tmp_path / "decoding.yaml"
     file.write_text("num_beams: 4\nmax_new_tokens: 5\nsuppress_tokens: [7, 8]\nnum_return_sequences: 2\n")
     run = [command, folders[command], "one", "--config", str(file)]

@@ -67,7 +67,7 @@ def test_int4_too(run, tmp_path, capsys) -> None:
     assert "int4" in capsys.readouterr().err and not (tmp_path / "none").exists()
 
 
-def test_int8_is_asked_for_on_the_command_line(run, capsys) -> None:
+def test_int8_is_a_flag_of_the_command(run, capsys) -> None:
     missing = why_no_cpp_engine()
     words = ["translate", run, "abc", "--precision", "int8", "--max_new_tokens", "6"]  # on the CPU, GPU or not
     assert main(words) == (0 if missing is None else 1)

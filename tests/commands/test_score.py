@@ -168,7 +168,7 @@ def test_the_perplexity_of_a_text_is_that_of_a_validation(language_model, tmp_pa
     assert rows_of(capsys.readouterr().out)[0] == pytest.approx(other, rel=1e-5)
 
 
-def test_each_line_of_a_text_by_itself(language_model, tmp_path, capsys, caplog) -> None:
+def test_each_line_of_a_text_is_read_by_itself(language_model, tmp_path, capsys, caplog) -> None:
     file = tmp_path / "text"
     file.write_bytes(b"one\n\nx\nmore than sixteen bytes\n\xff\none\n")
     given = ["score", language_model, "--file", str(file), "--by_line"]

@@ -22,7 +22,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def test_flags_go_before_the_file_and_the_file_before_defaults(translator_folder, started, tmp_path) -> None:
+def test_flags_override_the_file_and_the_file_overrides_defaults(translator_folder, started, tmp_path) -> None:
     config = tmp_path / "serve.yaml"
     config.write_text(
         "port: 9000\nmax_waiting: 7\nmax_texts: 9\nnum_beams: 3\nlength_penalty: 0.5\ntimeout_s: 5\nsource_lang: en\n"

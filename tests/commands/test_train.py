@@ -88,7 +88,7 @@ def test_epochs_are_counted_from_one(command, caplog) -> None:
         assert said in caplog.text and "1 updates" not in caplog.text
 
 
-def test_a_text_with_fewer_tokens_than_asked_for(command, caplog) -> None:
+def test_a_text_with_fewer_tokens_than_requested(command, caplog) -> None:
     caplog.set_level(logging.INFO)
     command[command.index("bytes")] = "bpe"
     assert main([*command, "--vocab_size", "4000", "--steps", "1"]) == 0
@@ -140,7 +140,7 @@ def test_nothing_is_written_or_deleted_through_a_link(command, tmp_path, capsys)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="pipes are POSIX")
-def test_what_is_no_file_under_a_name_of_the_run_is_refused_at_once(command, tmp_path, capsys) -> None:
+def test_a_folder_under_a_files_name_is_refused_at_once(command, tmp_path, capsys) -> None:
     run = tmp_path / "run"
     assert main([*command, "--steps", "1"]) == 0
     for name in ("config.yaml", "model.safetensors", "config.json", "tokenizer.json", ".lock"):

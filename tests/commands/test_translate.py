@@ -263,7 +263,7 @@ def test_memory_of_a_batch(run, expected, tmp_path, capsys) -> None:
     assert "max_batch_bytes" in capsys.readouterr().err
 
 
-def test_a_bar_where_a_person_watches(run, tmp_path, capsys, monkeypatch) -> None:
+def test_a_progress_bar_on_a_terminal(run, tmp_path, capsys, monkeypatch) -> None:
     pytest.importorskip("tqdm", reason="the bar is tqdm's")
 
     class Terminal(io.StringIO):

@@ -57,7 +57,7 @@ def test_warmup_reports_and_writes_the_prepared_kernels(tmp_path: Path) -> None:
     assert set(BinaryFile(tmp_path / "sm_90.kernels").keys()) == {"a", "b", "d"}  # beside what was there
 
 
-def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_without_a_gpu_warmup_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["warmup", str(tmp_path), "--device", "cpu"]) == 1
     assert "GPU" in capsys.readouterr().err
     assert main(["warmup", str(tmp_path), "--batch_size", "0"]) == 1

@@ -43,7 +43,7 @@ def test_the_engine_serves_every_pytorch(isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ["avx2", "avx512"])
-def test_the_ops_take_c_functions_of_pytorch_alone(isa: str) -> None:
+def test_the_ops_use_only_c_functions_of_pytorch(isa: str) -> None:
     path = library(f"_ops_{isa}")
     taken = undefined(path)
     assert any(name.startswith(("aoti_torch_", "torch_")) for name in taken)
@@ -51,7 +51,7 @@ def test_the_ops_take_c_functions_of_pytorch_alone(isa: str) -> None:
     assert "libfastformer_common.so" in needed(path)  # one team of threads in a process
 
 
-def test_what_a_process_has_once_needs_the_c_libraries_alone() -> None:
+def test_process_wide_state_needs_only_the_c_libraries() -> None:
     path = library("libfastformer_common")
     assert not [
         name

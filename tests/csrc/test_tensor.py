@@ -40,7 +40,7 @@ def test_strides_of_any_order(order: tuple[int, ...], step: int) -> None:
 
 
 @pytest.mark.parametrize("bias", [None, torch.arange(8.0)[::2]])
-def test_without_features_the_bias_is_left(bias: Tensor | None) -> None:
+def test_without_features_only_the_bias_remains(bias: Tensor | None) -> None:
     expected = torch.zeros(2, 3, 4) if bias is None else bias.expand(2, 3, 4)
     assert torch.equal(CPP.linear(torch.empty(2, 3, 0), torch.empty(4, 0), bias), expected)
 

@@ -48,7 +48,7 @@ def test_the_order_of_batches_does_not_depend_on_length(batching) -> None:
         assert 0.3 * len(means) < rises < 0.7 * len(means)
 
 
-def test_bucketed_batches_hold_neighbours_in_length() -> None:
+def test_bucketed_batches_contain_similar_lengths() -> None:
     spread = [int(LENGTHS[b].max(1).values.max() - LENGTHS[b].max(1).values.min()) for b in plan("bucketed")]
     random = [int(LENGTHS[b].max(1).values.max() - LENGTHS[b].max(1).values.min()) for b in plan("random")]
     assert sum(spread) < 0.2 * sum(random)

@@ -58,7 +58,7 @@ QUICK = {("nfkc", "keep"), ("nfc_lower", "collapse"), ("none", "keep"), ("lower"
         for form in itertools.product(NORMALIZATIONS, ("keep", "collapse"))
     ],
 )
-def test_every_text_comes_back_in_its_normal_form(normalization, spaces, tmp_path) -> None:
+def test_every_text_is_decoded_in_its_normal_form(normalization, spaces, tmp_path) -> None:
     # The alphabet of the second one holds line ends, "<" and what special tokens are spelled with.
     chooser, options = random.Random(0), {"normalization": normalization, "spaces": spaces}
     count = 600 if (normalization, spaces) == ("nfkc", "keep") else 40
@@ -124,7 +124,7 @@ def test_meaningless_spaces_are_not_tokens() -> None:
     assert bpe.encode("  ") == [] and bpe.decode(bpe.encode("a \n\n b")) == "a\n\nb"
 
 
-def test_no_token_is_longer_than_asked() -> None:
+def test_no_token_is_longer_than_the_limit() -> None:
     url = "https://www.example.com/a/page?of=some&length=unknown"
     for longest in (2, 3, 5, 32):
         bpe = train_bpe([f"see {url} or not"] * 50, 400, max_token_length=longest)

@@ -35,7 +35,7 @@ def test_none() -> None:
     assert not Examples() and Examples().lengths.shape == (0, 2)
 
 
-def test_the_fingerprint_sees_every_id_and_its_place() -> None:
+def test_the_fingerprint_covers_every_id_and_its_place() -> None:
     fingerprint = Examples(LIST).fingerprint()
     assert fingerprint == Examples(LIST).fingerprint() and len(fingerprint) == 64
     swapped = [LIST[1], LIST[0], *LIST[2:]]

@@ -68,7 +68,7 @@ def test_zstandard_without_its_library(tmp_path, monkeypatch) -> None:
         (b"a.txt".ljust(257, b"\0") + b"ustar\x0000" + b"\0" * 300, "tar archive"),
     ],
 )
-def test_what_is_no_text_is_named(tmp_path, data, message) -> None:
+def test_values_that_are_not_text_are_named(tmp_path, data, message) -> None:
     for packed in (data, gzip.compress(data)):
         (tmp_path / "a").write_bytes(packed)
         with pytest.raises(ValueError, match=message):

@@ -32,7 +32,7 @@ def test_each_side_has_its_own(tmp_path) -> None:
             call([size])
 
 
-def test_what_makes_no_pair(tmp_path) -> None:
+def test_invalid_pairs(tmp_path) -> None:
     pair = PairTokenizer(ByteTokenizer(), ByteTokenizer())
     for sides in ((pair, ByteTokenizer()), (ByteTokenizer(), pair)):
         with pytest.raises(ValueError, match=r"\bvocabular"):

@@ -45,7 +45,7 @@ def test_json_lines(jsonl, tmp_path) -> None:
     assert read_lines(f"{jsonl}:en") == ["a file of this name"]
 
 
-def test_rows_without_text_are_named_or_left_out(tmp_path, caplog) -> None:
+def test_rows_without_text_are_named_or_skipped(tmp_path, caplog) -> None:
     file = tmp_path / "p.jsonl"
     rows = ['{"en": "one", "de": "eins"}', '{"en": "two"}', '{"en": null, "de": "x"}', '{"en": 4, "de": "x"}']
     rows += ["{oops", '{"en": "\\ud800", "de": "x"}', '{"en": " ", "de": "x"}', "[1]"]
@@ -87,7 +87,7 @@ def test_csv_and_tsv(tmp_path) -> None:
         read_lines(f"{tatoeba}:1")
 
 
-def test_a_table_is_not_learned_as_it_stands(jsonl, tmp_path, caplog) -> None:
+def test_a_table_without_a_column_is_refused(jsonl, tmp_path, caplog) -> None:
     csv = tmp_path / "p.CSV"
     csv.write_text("en,de\none,eins\n")
     for read in (read_lines, read_text, read_documents, read_tsv):

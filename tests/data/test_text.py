@@ -74,7 +74,7 @@ def test_text(tmp_path) -> None:
 STRANGE = "a\x00b\x0bc\x0cd\x1ce\x1df\x85g\u2028h\u2029i\rj"  # str.splitlines would make ten lines of it
 
 
-def test_lines_end_at_line_feeds_alone(tmp_path) -> None:
+def test_lines_end_only_at_line_feeds(tmp_path) -> None:
     data = f"{STRANGE}\nend\r\n".encode()
     file = write(tmp_path / "a", data)
     assert read_lines(file) == [STRANGE, "end"]
@@ -99,7 +99,7 @@ def test_all_bad_lines_are_named_at_once(tmp_path) -> None:
     assert [line.number for line in lines if isinstance(line, BadLine)] == [13, 16]
 
 
-def test_bad_lines_are_left_out_on_both_sides_and_counted(tmp_path, caplog) -> None:
+def test_bad_lines_are_dropped_on_both_sides_and_counted(tmp_path, caplog) -> None:
     good = "".join(f"{i}\n" for i in range(1, 11)).encode()
     source = write(tmp_path / "s", BAD)
     target = write(tmp_path / "t", good.replace(b"4\n", b"\n").replace(b"5\n", b"\n"))
@@ -144,7 +144,7 @@ def test_each_file_of_a_folder_is_a_document(tmp_path) -> None:
         read_documents(tmp_path / "empty")
 
 
-def test_odd_files_of_a_folder_are_left_out_and_counted(tmp_path, caplog) -> None:
+def test_odd_files_of_a_folder_are_skipped_and_counted(tmp_path, caplog) -> None:
     for name, data in {
         "b.txt": b"two\n", "A.TXT": b"one", "c.txt.gz": gzip.compress(b"three"), "empty.txt": b"",
         "blank.txt": b" \n\n", "._a.txt": b"\x00\x05\x16\x07\xff", ".B.TXT": b"hidden", "notes.md": b"no",

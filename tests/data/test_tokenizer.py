@@ -84,7 +84,7 @@ def test_lone_surrogates_are_refused(tokenizer) -> None:
             call("ab\udcff")
 
 
-def test_what_is_no_id_is_refused(tokenizer) -> None:
+def test_invalid_ids_are_refused(tokenizer) -> None:
     size = tokenizer.vocab_size
     for ids in ([size], [9, -1], [2**40], [9.0], ["9"], [None], [torch.tensor([9, 9])], "9", b"9", 9, torch.tensor(9)):
         for call in (tokenizer.decode, tokenizer.tokens):
@@ -129,7 +129,7 @@ def test_user_tokens_are_neither_split_nor_normalised(kind, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bytes", "keep", "collapse"])
-def test_user_tokens_may_be_left_out_of_texts(kind, tmp_path) -> None:
+def test_user_tokens_may_be_omitted_from_texts(kind, tmp_path) -> None:
     tokenizer = user_defined(kind, ["<2de>", "<2fr>"], drop=True)
     tokenizer.save(tmp_path)
     for each in (tokenizer, load_tokenizer(tmp_path)):

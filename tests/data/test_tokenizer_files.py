@@ -321,7 +321,7 @@ def test_a_file_of_gigabytes_is_not_read(name, tmp_path) -> None:
         load_tokenizer(tmp_path / name if name == "spiece.model" else tmp_path)
 
 
-def test_ids_with_gaps_are_taken(tmp_path) -> None:
+def test_ids_with_gaps_are_accepted(tmp_path) -> None:
     backend = json.loads(byte_level(["</s>"]).to_str())
     backend["model"]["vocab"]["zzz"] = 1000
     (tmp_path / "tokenizer.json").write_text(json.dumps(backend))
@@ -331,7 +331,7 @@ def test_ids_with_gaps_are_taken(tmp_path) -> None:
     )  # and two special ids
 
 
-def test_what_is_no_id_is_refused(tmp_path, sentencepiece_model) -> None:
+def test_invalid_ids_are_refused(tmp_path, sentencepiece_model) -> None:
     (tmp_path / "a.model").write_bytes(sentencepiece_model)
     import sentencepiece
 

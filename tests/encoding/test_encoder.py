@@ -46,7 +46,7 @@ def check(found, plain_rows, exact) -> None:
     assert_accurate(torch.as_tensor(found), plain_rows, exact)
 
 
-def test_a_folder_of_transformers_gives_means_of_states_and_says_so(plain, caplog) -> None:
+def test_a_folder_of_transformers_uses_mean_pooling_with_a_warning(plain, caplog) -> None:
     caplog.set_level(logging.INFO, logger="fastformer")
     encoder = fastformer.Encoder.from_pretrained(plain[0])
     assert "mean" in caplog.text and (encoder.max_seq_length, encoder.get_embedding_dimension()) == (MAX_LEN, D_MODEL)

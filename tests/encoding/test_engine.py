@@ -79,7 +79,7 @@ def test_each_family_equals_its_modules(name: str) -> None:
 
 @needs_cpp
 @pytest.mark.parametrize("name", ["bert", "roberta"])
-def test_neighbours_change_no_bit_of_a_label(name: str) -> None:
+def test_neighbours_do_not_change_the_bits_of_a_label(name: str) -> None:
     # So wide that products of another number of rows add up in another order.
     engine = EncoderEngine(model_of(name, d_model=256, num_layers=1, num_heads=4, d_ff=64))
     ids, types = texts_of(engine.model, [5, 9, 3, 17, 8, 2, 11])
@@ -136,7 +136,7 @@ def test_another_gate_is_noticed_at_once() -> None:
 
 
 @pytest.mark.parametrize("backend", [pytest.param("cpp", marks=needs_cpp), "modules"])
-def test_what_no_text_is_gets_an_error(backend: str) -> None:
+def test_values_that_are_not_texts_get_an_error(backend: str) -> None:
     model = model_of("bert")
     if backend == "modules":
         model.register_forward_hook(lambda *_: None)

@@ -70,7 +70,7 @@ def test_waiting_texts_share_a_step_within_its_budget(encoder) -> None:
     assert 4 <= run(scheduler, again) <= 7 and scheduler.load().read_tokens == total
 
 
-def test_a_request_that_is_cancelled_or_late_is_left_out(encoder) -> None:
+def test_cancelled_and_late_requests_are_skipped(encoder) -> None:
     scheduler = EncodingScheduler(1)
     long, other = embed_request(encoder, MANY[:9]), embed_request(encoder, TEXTS[:2])
     late = embed_request(encoder, TEXTS[:2], max_time=1e-6)
@@ -85,7 +85,7 @@ def test_a_request_that_is_cancelled_or_late_is_left_out(encoder) -> None:
     assert scheduler.load()[:3] == (0, 0, 0)
 
 
-def test_what_fails_in_one_callers_layers_fails_for_this_one_alone(classifier) -> None:
+def test_an_error_in_one_callers_layers_affects_only_this_caller(classifier) -> None:
     def broken(logits: torch.Tensor) -> torch.Tensor:
         raise ValueError("no")
 

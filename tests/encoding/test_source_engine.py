@@ -122,7 +122,7 @@ def test_a_model_that_is_hooked_is_not_packed() -> None:
 
 
 @needs_cpp
-def test_what_no_source_is_gets_an_error() -> None:
+def test_invalid_sources_get_an_error() -> None:
     encoder = packed(model_of("tensor2tensor"))
     for ids in ([[1], []], [[1, 70]], [[-1]], [[1] * 301]):
         with pytest.raises(ValueError):

@@ -114,7 +114,7 @@ WRONG_SIZES = [(name, value) for name in SIZES_OF for value in (0, -1, 2**62)]
     ("name", "value"),
     [*WRONG_SIZES, ("num_heads", 5), ("num_kv_heads", 3), ("num_encoder_layers", 2), ("precision", "fp64")],
 )
-def test_sizes_that_make_no_model_are_refused(name, value) -> None:
+def test_sizes_that_do_not_make_a_model_are_refused(name, value) -> None:
     options, tensors = parts("transformer")
     with pytest.raises(ValueError):
         EXT.PackedModel({**options, name: value}, tensors)
@@ -284,7 +284,7 @@ def test_arrays_that_could_not_be_written_to_are_refused() -> None:
             session.step([3], 1, True, [0], logits, 1)
 
 
-def test_a_row_ends_at_max_len_and_the_others_can_go_on() -> None:
+def test_a_row_ends_at_max_len_and_others_continue() -> None:
     session = new_session("gpt")
     session.admit([], [[3] * 19, [4]], 1)
     good_step(session, 2)

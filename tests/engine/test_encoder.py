@@ -121,7 +121,7 @@ def test_many_threads_get_the_same_results() -> None:
         ([[1, 2]], [[0, 0], [1]], "token_types"),
     ],
 )
-def test_what_no_text_is_gets_an_error(ids: Any, types: Any, named: str) -> None:
+def test_values_that_are_not_texts_get_an_error(ids: Any, types: Any, named: str) -> None:
     encoder = packed(EXT, *drawn(types=2))
     with pytest.raises(ValueError, match=rf"\b{named}\b"):
         encoder.encode(ids, types, "mean", False, 1)
@@ -213,7 +213,7 @@ def test_a_nan_stays_one() -> None:
         assert np.isnan(found[0]).all() and not np.isnan(found[1]).any()
 
 
-def test_other_threads_of_python_go_on_meanwhile() -> None:
+def test_other_python_threads_run_meanwhile() -> None:
     o, t = drawn(d_model=264, heads=6, head_dim=44, d_ff=700)
     encoder, ids = packed(EXT, o, t), [[1] * 100] * 40
     caller = threading.Thread(target=lambda: encoder.encode(ids, None, "mean", False, 1))
@@ -356,7 +356,7 @@ sys.stdout.buffer.write(encoded_in_int8().tobytes())
 
 @pytest.mark.slow  # a process more for what test_packed_gemm.py holds of each product: a whole model without VNNI
 @pytest.mark.parametrize("features", ["", "avx512_vnni"])
-def test_int8_gives_the_same_without_instructions_for_it(features: str) -> None:
+def test_int8_gives_the_same_without_its_instructions(features: str) -> None:
     environment = os.environ | {"FASTFORMER_CPU_FEATURES": features}
     done = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, check=True)
     found, due = np.frombuffer(done.stdout, np.float32), encoded_in_int8().ravel()

@@ -151,7 +151,7 @@ def test_empty_products_are_empty() -> None:
     np.testing.assert_array_equal(none, np.tile(bias, (3, 1)))
 
 
-def test_weights_of_int8_take_the_same_rows() -> None:
+def test_weights_of_int8_have_the_same_rows() -> None:
     """What has no groups in a model in int4 is packed as int8."""
     x, matrix, bias = draw(21, 77), draw(66, 77, seed=1), draw(66, seed=2)
     as_int4 = extension().packed_linear(x, matrix, bias, "int8", True)

@@ -193,7 +193,7 @@ def test_a_window_is_all_that_a_layer_reads() -> None:
         ({"head_dim": 12}, "shape"),
     ],
 )
-def test_options_that_make_no_model_are_refused(wrong, what) -> None:
+def test_options_that_do_not_make_a_model_are_refused(wrong, what) -> None:
     made = Made(["llama"])
     with pytest.raises(ValueError, match=rf"\b{what}\b"):
         EXT.PackedModel(made.options | wrong, made.tensors)

@@ -108,14 +108,14 @@ def windows_alone(together: int, alone: int, waits: bool, by_one: int, count: in
     return "".join("TA"[mode] for mode in modes[::3])
 
 
-def test_callers_go_on_alone_while_that_is_faster_and_only_then() -> None:
+def test_callers_continue_alone_only_while_that_is_faster() -> None:
     """And ask again, less and less often as the answer stays, as long as threads wait long for each other."""
     assert windows_alone(10, 20, False, 20, 99) == windows_alone(10, 20, True, 30, 99) == 99 * "T"
     assert windows_alone(20, 10, True, 29, 99) == "TA" + 17 * "T" + "A" + 33 * "T" + "A" + 33 * "T" + "A" + 11 * "T"
     assert windows_alone(10, 20, True, 20, 60) == "TA" + 9 * "A" + "T" + 17 * "A" + "T" + 30 * "A"
 
 
-def test_two_threads_that_both_work_are_not_asked() -> None:
+def test_two_busy_threads_are_not_queried() -> None:
     """They wait a little at the end of each stage, on a quiet machine too."""
     assert windows_alone(10, 20, True, 15, 99, threads=2) == 99 * "T"
     assert windows_alone(10, 20, True, 14, 9, threads=2) == "T" + 8 * "A"
@@ -173,7 +173,7 @@ def cpu_time(task: str) -> list[str]:
     return read(task, "stat").rsplit(")")[1].split()[11:13]
 
 
-def test_helpers_come_when_they_are_asked_for_no_more_than_that_and_sleep_in_between() -> None:
+def test_helpers_start_on_demand_and_sleep_between_runs() -> None:
     def check() -> None:
         before = set(os.listdir("/proc/self/task"))
         assert MODULE._stages_threads(16, 1, 1) == 1

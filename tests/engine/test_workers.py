@@ -76,7 +76,7 @@ def test_tokens_and_scores_are_those_of_one_thread(num_beams) -> None:
         assert decode(requests(num_beams), threads) == alone
 
 
-def test_in_little_memory_all_find_the_same() -> None:
+def test_results_are_the_same_in_little_memory() -> None:
     alone, token_bytes = decode(requests(3), 1), CppEngine(large_enough()).token_bytes
     for blocks in (60, 110):
         assert decode(requests(3), 2, max_bytes=blocks * 16 * token_bytes) == alone
@@ -103,7 +103,7 @@ def begun(prompts: Sequence[Prompt], limits: Sequence[int]) -> tuple[CppBatch, l
     return batch, [NativeSearch.greedy(limit, frozenset([EOS]), min_tokens=limit) for limit in limits]
 
 
-def test_each_takes_a_step_and_as_many_as_it_has_tokens() -> None:
+def test_each_search_takes_at_least_one_step() -> None:
     torch.set_num_threads(2)
     limits = [2] * 20 + [30] * 20
     batch, searches = begun([Prompt([9, 10 + i], [0]) for i in range(40)], limits)

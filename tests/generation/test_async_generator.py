@@ -150,7 +150,7 @@ def test_wrong_calls_are_errors_at_once(prompt, options, lm) -> None:
     asyncio.run(main())
 
 
-def test_it_is_for_language_models() -> None:
+def test_a_sliding_window_is_for_language_models() -> None:
     sizes = {"d_model": 16, "d_ff": 16, "num_heads": 2, "num_encoder_layers": 1, "num_decoder_layers": 1}
     with pytest.raises(ValueError, match="language model"):
         AsyncGenerator(Transformer.from_preset("tiny", vocab_size=259, max_len=32, **sizes), TOKENIZER)

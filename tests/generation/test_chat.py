@@ -82,7 +82,7 @@ def test_an_answer_equals_transformers_output(kind, folders) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama3", "llama2", "pieces", "gpt2"])
-def test_a_message_forges_no_turn(kind, folders) -> None:
+def test_a_message_cannot_forge_a_turn(kind, folders) -> None:
     _, tokenizer = loaded(folders(kind))
     special = tokenizer.special_tokens
     template = ChatTemplate("{{ eos_token }}{% for m in messages %} {{ m.content | trim }}{{ eos_token }}{% endfor %}",

@@ -152,7 +152,7 @@ def test_a_template_sees_only_its_arguments(source) -> None:
     assert messages == [{"role": "user", "content": "x"}]
 
 
-def test_what_is_no_template_is_named() -> None:
+def test_invalid_templates_are_named() -> None:
     for source in (
         "{% if x %}",
         "{{ x | nonsense }}",
@@ -165,7 +165,7 @@ def test_what_is_no_template_is_named() -> None:
             ChatTemplate(source, name="the template of m")
 
 
-def test_what_is_no_message_is_named() -> None:
+def test_invalid_messages_are_named() -> None:
     template = ChatTemplate(CHATML)
 
     class Text(str):

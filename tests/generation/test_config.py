@@ -159,7 +159,7 @@ def test_options_that_contradict_each_other(options, names, model) -> None:
         assert all(re.search(rf"\b{name}\b", str(refused.value)) for name in names), refused.value
 
 
-def test_options_that_go_together() -> None:
+def test_combined_options() -> None:
     GenerationConfig(num_beams=6, num_beam_groups=3, diversity_penalty=1, num_return_sequences=6)
     GenerationConfig(beam_rules="transformers", early_stopping="never", renormalize_logits=False, num_beams=2)
     GenerationConfig(do_sample=True, temperature=2, top_k=3, top_p=0.5, num_return_sequences=9)

@@ -208,7 +208,7 @@ def test_bits_depend_neither_on_the_batch_nor_on_the_number_of_threads(kind, pos
 
 # Slow: what holds no new pair of a model, a window and a precision.
 @pytest.mark.parametrize(("kind", "window", "precision"), covering([Transformer, GPT], [None, 40], PRECISIONS))
-def test_bits_do_not_depend_on_where_a_long_prompt_is_cut(kind, window, precision) -> None:
+def test_bits_do_not_depend_on_the_split_of_a_long_prompt(kind, window, precision) -> None:
     model, dice = long_model(kind, window), random.Random(4)
     long = prompt_of(model, dice, 60, 560)
     engine = CppEngine(model, precision)

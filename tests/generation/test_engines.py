@@ -184,9 +184,7 @@ def test_rows_of_very_different_lengths_stay_right_across_the_ends_of_blocks(dri
 @pytest.mark.parametrize("is_processed", [True, False], ids=["processed", "as they are"])
 @pytest.mark.parametrize("log_probs", [True, False])
 @pytest.mark.parametrize("asks", ["all", "some"])
-def test_processing_reaches_the_rows_in_their_order_and_draws_are_where_they_point(
-    driven, asks, log_probs, is_processed
-) -> None:
+def test_processed_and_sampled_rows_are_in_order(driven, asks, log_probs, is_processed) -> None:
     dice = random.Random(1)
     engine = driven.engine
     batch = engine.open(16, 10_000)
@@ -512,7 +510,7 @@ def test_without_a_wish_the_fastest_decodes(model, gpt, lstm) -> None:
         choose_engine(torch.nn.Linear(2, 2))
 
 
-def test_an_engine_that_calls_the_modules_has_their_precision_and_no_other(model, gpt, lstm) -> None:
+def test_an_engine_that_calls_the_modules_only_has_their_precision(model, gpt, lstm) -> None:
     for name, engine in CLASSES.items():
         if engine is CppEngine:
             continue

@@ -77,7 +77,7 @@ def test_an_ensemble_of_two_models_predicts_their_mean(ensemble, lstm, mean, eng
     assert [tokens for tokens, _ in alone] != [plain(members[:1], [1], mean, source, 8)[0] for source in sources]
 
 
-def test_language_models_go_on_together(gpt) -> None:
+def test_language_models_decode_in_one_batch(gpt) -> None:
     torch.manual_seed(3)
     other = copy.deepcopy(gpt)
     for parameter in other.parameters():
@@ -90,7 +90,7 @@ def test_language_models_go_on_together(gpt) -> None:
     assert math.fsum(score(both, out.sequences[:1])[0][2:]) == pytest.approx(total, abs=1e-4)
 
 
-def test_models_that_take_unlike_memory_find_room_together(lstm) -> None:
+def test_models_with_different_memory_needs_decode_together(lstm) -> None:
     large = Transformer.from_preset("tiny", vocab_size=VOCAB, d_model=32, d_ff=64, num_heads=4, max_len=128).eval()
     config = GenerationConfig(num_beams=2, max_new_tokens=20, min_new_tokens=17)
     builder = RequestBuilder(Ensemble([large, lstm]), config)
@@ -112,7 +112,7 @@ class Memory(ToyEngine):
         self.free_tokens, self.step_tokens = (lambda: free), (lambda: step)
 
 
-def test_there_is_room_for_a_step_where_each_model_has_room(ensemble) -> None:
+def test_there_is_room_for_a_step_if_each_model_has_room(ensemble) -> None:
     for pairs in ([(100, 16), (5, 0)], [(16, 16), (40, 40)], [(10, 16), (5, 0)], [(100, 16), (5, 6)], [(0, 0), (9, 0)]):
         memories = [Memory(*pair) for pair in reversed(pairs)]
         engine: Any = EnsembleEngine(ensemble, cast(Any, lambda _, left=memories: left.pop()))
@@ -123,7 +123,7 @@ def test_there_is_room_for_a_step_where_each_model_has_room(ensemble) -> None:
 
 
 @needs_cpp
-def test_a_precision_and_an_engine_are_asked_of_each_model(ensemble) -> None:
+def test_precision_and_engine_apply_to_each_model(ensemble) -> None:
     sources = mixed_sources(3)
     small = generate(ensemble, sources, max_new_tokens=6, precision="int8", return_dict_in_generate=True)
     full = generate(ensemble, sources, max_new_tokens=6, return_dict_in_generate=True)
@@ -132,7 +132,7 @@ def test_a_precision_and_an_engine_are_asked_of_each_model(ensemble) -> None:
         generate(ensemble, sources, precision="int8", engine="kv_cache")
 
 
-def test_what_makes_no_ensemble_is_named(model, gpt, lstm, ensemble) -> None:
+def test_invalid_ensembles_are_named(model, gpt, lstm, ensemble) -> None:
     larger = Transformer.from_preset("tiny", vocab_size=VOCAB + 1, d_model=32, d_ff=64, num_heads=4)
     special = Transformer.from_preset(
         "tiny", vocab_size=VOCAB, d_model=32, d_ff=64, num_heads=4, special_ids=SpecialIds(start=3)

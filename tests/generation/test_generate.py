@@ -143,7 +143,7 @@ def test_rungs_agree(kind, num_beams, request) -> None:
 
 @pytest.mark.parametrize("num_beams", [1, 3])
 @pytest.mark.parametrize("kind", ["model", "gpt"])
-def test_rungs_agree_where_sources_leave_one_by_one(kind, num_beams, request) -> None:
+def test_engines_agree_when_sources_leave_one_by_one(kind, num_beams, request) -> None:
     # What they say ends with a token that comes early in some and late in others.
     which = request.getfixturevalue(kind)
     sources = mixed_sources(8, 8)
@@ -251,7 +251,7 @@ def test_the_result_can_enter_a_graph(model) -> None:
         ({"attention_mask": torch.zeros(2, 12)}, "input"),
     ],
 )
-def test_what_the_model_has_no_room_for_and_masks_of_other_shapes(model, options, name) -> None:
+def test_prompts_without_room_and_masks_of_other_shapes(model, options, name) -> None:
     with pytest.raises(ValueError, match=rf"\b{name}\b"):
         generate(model, mixed_sources(2), **options)
 

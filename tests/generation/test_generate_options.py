@@ -373,7 +373,7 @@ def test_lengths_may_include_the_prefix(any_model, options) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "seed": 4}], ids=str)
-def test_a_least_above_the_most_ends_there_and_an_end_may_be_named_twice(any_model, options, caplog) -> None:
+def test_a_minimum_above_the_maximum_and_a_duplicate_end(any_model, options, caplog) -> None:
     inputs = [[5, 6, 7], [8, 9]]
     found = generate(any_model, inputs, min_new_tokens=9, max_new_tokens=4, **options)
     assert "min_new_tokens 9 is above max_new_tokens 4" in caplog.text
@@ -437,7 +437,7 @@ def test_one_id_may_end_a_row_and_fill_it(any_model) -> None:
     assert torch.equal(masked.scores, short.scores) and not torch.equal(masked.scores, whole.scores)
 
 
-def test_a_beginning_may_hold_what_fills_and_ends(reader) -> None:
+def test_a_prefix_may_contain_pad_and_end_ids(reader) -> None:
     options = {"eos_token_id": 6, "pad_token_id": 6, "max_new_tokens": 3}
     for form in (torch.tensor([[5, 6]]), [[5, 6]]):
         out = generate(reader, [[7, 8]], decoder_input_ids=form, **options)
@@ -458,7 +458,7 @@ def test_log_probs_of_tokens_sum_to_the_scores(any_model) -> None:
             assert (out.token_log_probs[i, : len(tokens)] < 0).all() and not out.token_log_probs[i, len(tokens) :].any()
 
 
-def test_hypotheses_that_do_not_exist_are_padding_alone(model) -> None:
+def test_missing_hypotheses_are_padding(model) -> None:
     # Everything but two tokens is forbidden: of a limit of two, two hypotheses of four exist.
     allowed = [EOS, 5]
     out = generate(
@@ -478,7 +478,7 @@ def test_hypotheses_that_do_not_exist_are_padding_alone(model) -> None:
         assert not out.token_log_probs[4 * source + 3].any()
 
 
-def test_samples_depend_on_the_seed_and_their_place_alone(any_model) -> None:
+def test_samples_depend_only_on_the_seed_and_their_place(any_model) -> None:
     sources = mixed_sources(6, 6)
     options = {"do_sample": True, "seed": 9, "max_new_tokens": 6, "num_return_sequences": 2, "eos_token_id": 39}
     whole = new_tokens(any_model, sources, generate(any_model, sources, **options))
@@ -500,7 +500,7 @@ def test_samples_depend_on_the_seed_and_their_place_alone(any_model) -> None:
     ],
     ids=["groups", "samples", "processors", "beginnings"],
 )
-def test_all_engines_find_the_same(model, options) -> None:
+def test_all_engines_give_the_same_results(model, options) -> None:
     sources = mixed_sources(4, 6)
     outs = [
         generate(model, sources, engine=name, max_new_tokens=8, **options)
@@ -519,7 +519,7 @@ def test_groups_of_beams_give_different_outputs(any_model) -> None:
         assert len(set(first)) == 4
 
 
-def test_scores_are_computed_where_they_are_asked_for(model, monkeypatch) -> None:
+def test_scores_are_computed_on_request(model, monkeypatch) -> None:
     asked: list[bool] = []
     best = Transformer.top_tokens
 

@@ -154,7 +154,7 @@ UNWATCHED: list[dict[str, Any]] = [*WAYS[:3], {"do_sample": True, "seed": 3, "nu
 
 @pytest.mark.parametrize("name", ["rms gelu gqa", "two vocabularies", "rotary windows", "gpt windows"])
 @pytest.mark.parametrize("way", range(len(UNWATCHED)), ids=["greedy", "beams", "beams with rules", "sampling"])
-def test_a_step_never_waits_for_the_device_and_finds_the_same(name, way, monkeypatch) -> None:
+def test_a_step_never_waits_for_the_device_and_gives_the_same_tokens(name, way, monkeypatch) -> None:
     """Each whole step, its search included, where nothing may be read: the tokens are those of recomputing."""
     step, steps = GraphBatch._step_once, []
 
@@ -339,7 +339,7 @@ def decode(engine: GraphEngine, model: Any, *lengths: int, **options: Any) -> li
     return [request.results[0].tokens for request in requests]
 
 
-def test_the_least_recently_used_go(model, watched) -> None:
+def test_the_least_recently_used_are_freed(model, watched) -> None:
     engine = GraphEngine(model)
     engine.open(8, 1000)  # the cache that all of them find
     expected = decode(engine, model, 3, 4)
@@ -378,7 +378,7 @@ def test_an_uncapturable_step_runs_plainly_with_one_warning(what, model, watched
     assert len(calls) == (24 if what == "hook" else 0)
 
 
-def test_graphs_go_when_the_model_has_other_weights(model, watched) -> None:
+def test_graphs_are_dropped_when_the_model_gets_other_weights(model, watched) -> None:
     own = copy.deepcopy(model)
     engine = GraphEngine(own)
     before = decode(engine, own, 3, 4)
@@ -490,7 +490,7 @@ class OwnLogits(Transformer):
         return super().logits(hidden)
 
 
-def test_steps_of_triton_kernels_find_the_same(watched) -> None:
+def test_steps_of_triton_kernels_give_the_same_tokens(watched) -> None:
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("with a GPU kernels are compiled: test_graph_engine_gpu.py")
@@ -513,7 +513,7 @@ class OwnLogitsGPT(GPT):
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_steps_of_triton_kernels_rotate_where_they_attend(interleaved: bool, watched) -> None:
+def test_steps_of_triton_kernels_rotate_within_attention(interleaved: bool, watched) -> None:
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("with a GPU kernels are compiled: test_graph_engine_gpu.py")

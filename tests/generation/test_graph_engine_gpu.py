@@ -142,7 +142,7 @@ def test_groups_that_leave_and_come_move_between_graphs(watched) -> None:
     assert all(isinstance(captured.graph, torch.cuda.CUDAGraph) for captured in engine._state.captured.values())
 
 
-def test_graphs_read_weights_where_they_are_and_are_made_anew_where_they_are_not(watched) -> None:
+def test_graphs_read_weights_in_place_and_are_remade_if_these_move(watched) -> None:
     model = drawn(GPT).cuda()
     inputs = ids(4, 7)
     options: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": 69}

@@ -56,7 +56,7 @@ def test_other_values_are_refused(ids, message) -> None:
         input_rows(ids, None, 0)
 
 
-def test_empty_inputs_are_found() -> None:
+def test_empty_inputs_are_noticed() -> None:
     empty: tuple[object, ...] = ([], [[]], [[5], []], [[0, 0], [5, 6]], torch.zeros(1, 2, dtype=torch.long))
     for ids in empty:
         with pytest.raises(ValueError, match="empty"):

@@ -33,7 +33,7 @@ def often():
 
 
 @pytest.mark.parametrize("engine", ["kv_cache", None])
-def test_threads_that_come_and_go_never_drop_out(engine, often) -> None:
+def test_concurrent_threads_never_apply_dropout(engine, often) -> None:
     model = transformer()
     translator, texts = Translator(model.eval(), ByteTokenizer()), ["ab", "c", "def"]
     options = {"max_new_tokens": 6} | ({"engine": engine} if engine else {})
@@ -128,7 +128,7 @@ def test_a_mode_that_is_set_during_decoding_takes_effect_afterwards() -> None:
     assert all(module.training for module in model.modules())
 
 
-def test_a_thread_that_trains_is_held_back_at_each_step(often) -> None:
+def test_a_training_thread_waits_for_each_decoding_step(often) -> None:
     model = transformer()
     translator, steps = Translator(model.eval(), ByteTokenizer()), []
     due = translator.translate(["ab", "c"], max_new_tokens=8, engine="kv_cache")

@@ -92,7 +92,7 @@ def test_arguments_that_would_read_out_of_bounds_are_refused() -> None:
             NativeSearch.beams(5, ENDS, 2, num_return=returned)
 
 
-def test_several_searches_are_asked_at_once() -> None:
+def test_several_searches_run_at_once() -> None:
     three, one = NativeSearch.beams(5, ENDS, 3), NativeSearch.greedy(1, ENDS)
     three.advance([[4, 3, 2, 5, 6, 7]], [[-1.0, -2.0, -3.0, -4.0, -5.0, -6.0]], 0)
     assert last_tokens([three]) == [4, 3, 2] and places_of_done([three, one]) == []

@@ -82,7 +82,7 @@ def test_a_long_text_is_no_longer_too_long(translator, caplog) -> None:
     assert "1 of 3" in caplog.text
 
 
-def test_an_error_on_the_way_names_its_sentence(translator) -> None:
+def test_an_error_names_its_sentence(translator) -> None:
     def broken(input_ids, scores):
         raise KeyError("on purpose")
 

@@ -298,7 +298,7 @@ GIVEN = {
     "engine",  # slow: the engines in Python, which take scores by the same function
     [CPP, *(pytest.param(name, marks=pytest.mark.slow) for name in ("kv_cache", "recompute"))],
 )
-def test_scores_of_any_numbers_are_taken(kind, engine, model) -> None:
+def test_scores_may_be_any_numbers(kind, engine, model) -> None:
     def numbers(input_ids: Tensor, scores: Tensor) -> Tensor:
         return (scores - scores.amin(-1, keepdim=True)).round()  # which all of the types hold
 

@@ -184,7 +184,7 @@ def test_the_youngest_request_gives_way_and_waits_first_in_the_queue(few_expecte
     assert [request.is_done for request in requests] == [True] * 4
 
 
-def test_a_request_larger_than_the_budget_runs_alone_and_its_memory_is_not_kept() -> None:
+def test_a_request_larger_than_the_budget_runs_alone_and_frees_its_memory() -> None:
     engine = MeteredEngine(6, vocab=VOCAB, eos=-9.0)
     requests = [ask(i, beams(12) if i == 2 else greedy(4)) for i in range(6)]
     scheduler = Scheduler(engine, max_rows=2, max_bytes=20)
@@ -397,7 +397,7 @@ def test_of_several_beginnings_the_longest_counts() -> None:
     assert begun(3, 4) == begun(4) == [2, 3, 4, 5]
 
 
-def test_an_error_ends_the_others_and_leaves_nothing_behind() -> None:
+def test_an_error_ends_all_requests_and_leaves_nothing_behind() -> None:
     engine = MeteredEngine(4, vocab=VOCAB, eos=-9.0)
     told: list[int] = []
 
@@ -492,7 +492,7 @@ def test_the_queue_is_checked_while_a_request_has_a_deadline(clock, few_expected
     assert all(request.is_done for request in requests)
 
 
-def test_who_listens_costs_no_results() -> None:
+def test_a_streamer_does_not_change_results() -> None:
     class Counting(RowSearch):
         asked = 0
 

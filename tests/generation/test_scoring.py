@@ -36,7 +36,7 @@ def plain(model: Any, source: list[int], target: list[int]) -> list[float]:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 60, 10_000])
-def test_each_token_as_computed_alone(any_model, max_tokens) -> None:
+def test_each_token_equals_the_token_alone(any_model, max_tokens) -> None:
     if isinstance(any_model, GPT):
         found = score(any_model, SOURCES, max_tokens=max_tokens)
         due = [plain(any_model, row[:1], row[1:]) for row in SOURCES]

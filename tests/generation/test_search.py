@@ -77,7 +77,7 @@ def assert_found(found: list[Found], expected: list[Hypothesis]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
-def test_wide_beam_finds_what_brute_force_finds(alpha, kind) -> None:
+def test_a_wide_beam_equals_brute_force(alpha, kind) -> None:
     # A beam as wide as all that there is misses nothing: 21 hypotheses that finish, and 43 of those that are cut.
     engine = ToyEngine(3)
     for source, found in enumerate(beams_of(engine, [3] * 3, 64, kind=kind, alpha=alpha, num_return=64)):
@@ -193,7 +193,7 @@ def test_by_transformers_rules_a_search_ends_at_the_best_possible(kind, last, ea
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_fewer_rows_go_on_as_more_becomes_hopeless(kind, monkeypatch) -> None:
+def test_hopeless_rows_are_dropped(kind, monkeypatch) -> None:
     rows: Counter[int] = Counter()
     advance = Request.advance
 

@@ -45,7 +45,7 @@ ODD = "ab AB.!?。！？؟।…\"'()[]«»„“”「」 \t\n\r\u3000\u00a0\u2
 
 @settings(max_examples=80, deadline=None)
 @given(st.one_of(st.text(ODD, max_size=80), st.text(max_size=60)))
-def test_the_pieces_are_the_text(text) -> None:
+def test_the_pieces_add_up_to_the_text(text) -> None:
     found = split_sentences(text)
     assert "".join(sentence.text + sentence.space for sentence in found) == text
     for place, (sentence, space) in enumerate(found):

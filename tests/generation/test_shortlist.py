@@ -98,7 +98,7 @@ def test_an_engine_that_supports_shortlists_gets_no_processor(model) -> None:
         assert len(asked) == 1
 
 
-def test_what_is_no_shortlist(model) -> None:
+def test_invalid_shortlists(model) -> None:
     for bad, message in (
         ([VOCAB], f"expected shortlist from 0 to {VOCAB - 1}, as the model's vocabulary has, got {VOCAB}"),
         ([-1], "expected shortlist from 0"),

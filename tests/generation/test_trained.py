@@ -87,7 +87,7 @@ def test_engines_and_batches(trained, num_beams) -> None:
 
 
 @pytest.mark.parametrize("num_beams", [1, 4])
-def test_threads_change_no_bit(trained, num_beams) -> None:
+def test_threads_do_not_change_bits(trained, num_beams) -> None:
     """The C++ engine sums whole: one thread gives the tokens and scores of two, in whatever batch."""
     model, inputs = trained
     if not HAS_CPP or type(model).__name__ == "LSTMSeq2Seq":

@@ -73,7 +73,7 @@ def test_a_text_gives_a_text_and_texts_give_a_list(translator) -> None:
     assert translator.translate([]) == [] and list(translator.stream([])) == []
 
 
-def test_what_is_no_text_is_named(translator) -> None:
+def test_values_that_are_not_text_are_named(translator) -> None:
     for wrong in (b"bytes", {"a": "b"}, None, 7):
         with pytest.raises(ValueError, match=type(wrong).__name__):
             translator.translate(wrong)
@@ -196,7 +196,7 @@ def test_many_skipped_texts_do_not_flood_the_log(translator, caplog) -> None:
     assert len(caplog.records) == 11 and "50 of 50" in caplog.records[-1].getMessage()
 
 
-def test_each_module_is_left_in_its_mode(model) -> None:
+def test_each_module_keeps_its_mode(model) -> None:
     translator = Translator(model.train(), ByteTokenizer())
     model.encoder.eval()
     modes = [module.training for module in model.modules()]
@@ -273,7 +273,7 @@ def test_a_special_start_token_is_not_part_of_the_translation() -> None:
     assert "".join(Translator(model, tokenizer).stream("a", target_prefix="b", **FEW)) == found
 
 
-def test_prefixes_that_do_not_go_with_the_texts(translator) -> None:
+def test_prefixes_that_do_not_match_the_texts(translator) -> None:
     for texts, prefix, message in (
         ("a", ["b"], "target_prefix.*list"),
         (["a"], "b", "target_prefix.*str"),
@@ -325,7 +325,7 @@ def test_scores_of_tokens(translator) -> None:
 
 
 @pytest.mark.parametrize("engine", [None, "kv_cache"])
-def test_log_probabilities_are_computed_for_scores_alone(model, engine, monkeypatch) -> None:
+def test_log_probabilities_are_computed_only_for_scores(model, engine, monkeypatch) -> None:
     calls = watch_steps(monkeypatch)
 
     def asked() -> set[tuple[str, bool]]:

@@ -25,7 +25,7 @@ def model() -> Transformer:
 
 @pytest.mark.parametrize("precision", [None, "fp32", "bf16"])
 @pytest.mark.parametrize("kind", [Transformer, LSTMSeq2Seq])
-def test_from_pretrained_needs_the_folder_alone(kind, precision, tmp_path) -> None:
+def test_from_pretrained_needs_only_the_folder(kind, precision, tmp_path) -> None:
     model: Transformer | LSTMSeq2Seq
     if kind is Transformer:
         model = Transformer.from_preset("tiny", vocab_size=259, d_model=32, d_ff=64, num_heads=4)

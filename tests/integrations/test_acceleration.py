@@ -280,7 +280,7 @@ class Mine(nn.TransformerEncoderLayer):
         return 2 * super().forward(src, *args, **options)
 
 
-def test_what_is_left_and_why():
+def test_unswapped_modules_and_reasons():
     model = nn.Sequential(Mine(E, H, FF, **ARGS), nn.TransformerEncoderLayer(E, H, FF, **ARGS), nn.Linear(E, E))
     model.double()
     model[1].self_attn.forward = model[1].self_attn.forward
@@ -300,7 +300,7 @@ def test_what_is_left_and_why():
 
 
 @pytest.mark.parametrize("name", ["MultiheadAttention", "TransformerEncoderLayer", "TransformerEncoder", "Transformer"])
-def test_a_class_whose_forward_was_replaced_is_left(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_with_a_replaced_forward_is_not_swapped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, calls = getattr(nn, name), []
     theirs = kind.forward
 

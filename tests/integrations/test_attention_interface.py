@@ -143,7 +143,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("seqlen", [8, 9])
-def test_no_write_into_a_mask_passes_unseen(seqlen, write):
+def test_every_write_into_a_mask_is_noticed(seqlen, write):
     """Whatever way it takes: most of them count no version."""
     real = torch.arange(seqlen) < torch.tensor([[seqlen], [4], [2], [7]])
     mask = masked(real)
@@ -238,11 +238,11 @@ class _Guarded(torch.nn.Module):
         raise RuntimeError("not to be asked for")
 
 
-def test_properties_are_left_alone():
+def test_properties_are_not_changed():
     assert fastformer.report(fastformer.accelerate(_Guarded())).attention == []
 
 
-def test_a_part_is_led_without_the_parts_in_it():
+def test_a_part_is_routed_without_its_own_parts():
     config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(
         transformers.BertConfig(**SMALL, intermediate_size=40),
         transformers.BertConfig(**SMALL, intermediate_size=40, is_decoder=True, add_cross_attention=True),
@@ -255,7 +255,7 @@ def test_a_part_is_led_without_the_parts_in_it():
     assert model.encoder.config._attn_implementation == "eager"
 
 
-def test_another_model_of_the_same_config_is_left_alone():
+def test_another_model_of_the_same_config_is_not_changed():
     model = make("llama")
     other = LlamaForCausalLM(model.config).double()
     fastformer.accelerate(model)
@@ -265,7 +265,7 @@ def test_another_model_of_the_same_config_is_left_alone():
     assert not ran(lambda: model(IDS))
 
 
-def test_a_copy_is_led_and_its_masks_are_understood():
+def test_a_copy_is_routed_and_its_masks_are_understood():
     model = fastformer.accelerate(make("mistral"))
     other = copy.deepcopy(model)
     with torch.no_grad():

@@ -54,7 +54,7 @@ def test_a_decoder_leaves_padding_out(mask, own, fused_loss, family):
 
 @families
 @pytest.mark.parametrize("what", ["labels", "cache", "hook", "hidden states"])
-def test_a_decoder_stays_padded_where_a_call_looks(what, family):
+def test_a_decoder_stays_padded_if_a_call_reads_padding(what, family):
     model = make(family).eval()
     options: dict[str, Any] = {}
     if what == "labels":

@@ -73,7 +73,7 @@ def test_logits_are_the_same(dtype, tolerance, case) -> None:
 
 
 @cases
-def test_a_model_goes_there_and_back(case, tmp_path) -> None:
+def test_a_model_survives_the_conversion_and_back(case, tmp_path) -> None:
     theirs = case.make()
     ours = from_huggingface(theirs)
     back = to_huggingface(ours)
@@ -279,7 +279,7 @@ def test_generates_the_same_tokens(name, search, options, engine) -> None:
         },
     }.items(),
 )  # fmt: skip
-def test_every_end_of_a_sequence_goes_there_and_back(kind, options, eos) -> None:
+def test_every_end_id_survives_the_conversion(kind, options, eos) -> None:
     special = SpecialIds(pad=0, eos=eos, unk=None, start=0)
     sizes = {"vocab_size": 40, "d_model": 16, "num_heads": 2, "d_ff": 24, "max_len": 12, "special_ids": special}
     torch.manual_seed(0)
@@ -340,7 +340,7 @@ def test_an_accelerated_model_is_converted(case, fused_loss) -> None:
     torch.testing.assert_close(from_huggingface(theirs)(*case.batch), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_what_is_no_relative_is_refused() -> None:
+def test_other_families_are_refused() -> None:
     sizes = {"vocab_size": 20, "d_model": 8, "d_ff": 8, "d_kv": 4, "num_heads": 2, "num_layers": 1}
     subclass = type("Subclass", (transformers.MarianMTModel,), {})  # may do something else
     for model, named in (
@@ -514,7 +514,7 @@ def test_attention_weights_sum_to_one():
     assert not torch.allclose(ours.attention_maps(*CASES["T5 1.0"].batch)["encoder"], maps["encoder"])
 
 
-def test_engines_that_add_no_bias_say_so():
+def test_engines_without_a_bias_refuse_the_model():
     ours = from_huggingface(t5(dtype=torch.float32))
     with pytest.raises(ValueError, match=r"'graph'.*\brelative\b"):
         ours.generate(CASES["T5 1.0"].batch[0], engine="graph", max_new_tokens=2)

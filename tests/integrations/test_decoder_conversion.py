@@ -101,7 +101,7 @@ def test_random_configs_compute_and_say_the_same(kind, seed) -> None:
 
 
 @cases
-def test_a_model_goes_there_and_back(case, tmp_path) -> None:
+def test_a_model_survives_the_conversion_and_back(case, tmp_path) -> None:
     theirs = case.make()
     ours = from_huggingface(theirs)
     back = to_huggingface(ours)

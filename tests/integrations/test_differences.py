@@ -34,7 +34,7 @@ def test_an_encoder_gives_zeros_at_padding(mode, family):
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "marian"])
-def test_a_seed_repeats_itself_and_not_transformers(family):
+def test_a_seed_is_reproducible_but_differs_from_transformers(family):
     model = make(family, **dict.fromkeys(DROPOUTS[family], 0.5)).base_model
     model = (model.encoder if family == "marian" else model).train()
 

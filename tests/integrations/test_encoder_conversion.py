@@ -121,7 +121,7 @@ def test_fp32_errs_by_the_rule(name) -> None:
 
 
 @cases
-def test_a_model_goes_there_and_back(case, tmp_path) -> None:
+def test_a_model_survives_the_conversion_and_back(case, tmp_path) -> None:
     theirs = case.make()
     ours = from_huggingface(theirs)
     back = to_huggingface(ours)
@@ -151,7 +151,7 @@ def test_a_model_goes_there_and_back(case, tmp_path) -> None:
     )
 
 
-def test_a_head_that_is_left_out_is_named(caplog) -> None:
+def test_an_omitted_head_is_named(caplog) -> None:
     from_huggingface(CASES["bert words"].make())
     assert "cls.predictions" in caplog.text
 
@@ -168,7 +168,7 @@ def test_a_head_that_is_left_out_is_named(caplog) -> None:
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
     ],
 )
-def test_settings_that_it_does_not_have_are_named(settings, name) -> None:
+def test_unsupported_settings_are_named(settings, name) -> None:
     theirs = CASES["bert"].make()
     with pytest.raises(ValueError, match=name):
         ENCODER_FORMS["bert"].to_model({**theirs.config.to_dict(), **settings}, theirs.state_dict())
@@ -189,7 +189,7 @@ def test_settings_that_it_does_not_have_are_named(settings, name) -> None:
         ("electra", {"embedding_size": 8}, "embedding"),
     ],
 )
-def test_settings_that_its_kin_do_not_have_are_named(case, settings, name) -> None:
+def test_unsupported_settings_of_relatives_are_named(case, settings, name) -> None:
     theirs = CASES[case].make()
     with pytest.raises(ValueError, match=name):
         ENCODER_FORMS[case].to_model({**theirs.config.to_dict(), **settings}, theirs.state_dict())

@@ -73,7 +73,7 @@ def check_bits(call: Any, batch: dict[str, Tensor]) -> int:
 
 @encoder_cases
 @torch.no_grad()
-def test_a_text_has_the_bits_that_it_has_alone(kind: str, side: str, calls: list[int]) -> None:
+def test_a_text_has_the_same_bits_as_alone(kind: str, side: str, calls: list[int]) -> None:
     case = encoders.Case(kind, encoders.BASE, {"local_attention": 6} if kind == "modernbert" else {})
     model = accelerate(case.make(torch.float32, attn_implementation="eager" if kind == "mpnet" else "sdpa"))
     count = check_bits(lambda batch: model(**batch)[0], encoder_batch(model, side))
@@ -82,7 +82,7 @@ def test_a_text_has_the_bits_that_it_has_alone(kind: str, side: str, calls: list
 
 @source_cases
 @torch.no_grad()
-def test_a_source_has_the_bits_that_it_has_alone(name: str, side: str, calls: list[int]) -> None:
+def test_a_source_has_the_same_bits_as_alone(name: str, side: str, calls: list[int]) -> None:
     model = accelerate(CASES[name].make(torch.float32))
     count = check_bits(lambda batch: model(**whole(batch)).encoder_last_hidden_state, padded(side))
     assert calls[0] >= 2 + count

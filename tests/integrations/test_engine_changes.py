@@ -108,7 +108,7 @@ def test_the_bias_of_a_t5_that_is_replaced_is_computed(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
-def test_another_pad_id_in_the_config_moves_no_position(kind: str, calls: list[int]) -> None:
+def test_another_pad_id_in_the_config_does_not_move_positions(kind: str, calls: list[int]) -> None:
     """As where a tokenizer's id is written into a config: the modules count from the one that they were made with."""
     plain, ours = pair(kind)
     batch = inputs() | {"attention_mask": MASK}
@@ -262,7 +262,7 @@ def test_inference_mode(calls: list[int]) -> None:
     alike(*models)
 
 
-def test_gradients_are_asked_for_by_an_input(calls: list[int]) -> None:
+def test_gradients_are_computed_if_an_input_requires_them(calls: list[int]) -> None:
     plain, ours = pair()
     embedded = torch.randn(3, 9, 24)
     alike(plain, ours, lambda model: model(inputs_embeds=embedded.clone().requires_grad_())[0])
@@ -287,7 +287,7 @@ def test_a_precision_ends_with_restore(calls: list[int]) -> None:
     assert calls == [3]
 
 
-def test_a_shallow_copy_goes_by_its_own_hooks() -> None:
+def test_a_shallow_copy_uses_its_own_hooks() -> None:
     plain, ours = pair()
     twin = copy.copy(ours)
     alike(plain, twin)

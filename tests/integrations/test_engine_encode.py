@@ -161,7 +161,7 @@ def test_heads_read_the_engines_states(kind: str, end: str, calls: list[int]) ->
         if not (IS_OLD and case.kind == "distilbert")
     ],
 )
-def test_padding_may_lie_anywhere(name: str, side: str, calls: list[int]) -> None:
+def test_padding_may_be_anywhere(name: str, side: str, calls: list[int]) -> None:
     case = CASES[name]
     batch = batch_of(case, side, (13, 12, 11))  # so that a window reaches from the first position to a token
     check(case, batch, read_of(batch))
@@ -278,7 +278,7 @@ def test_what_is_replaced_of_torch_is_called(owner: Any, name: str, monkeypatch:
     agree(plain, ours)
 
 
-def test_a_derivative_through_a_weight_that_stands_in_for_one_is_not_lost() -> None:
+def test_a_derivative_through_a_substituted_weight_is_not_lost() -> None:
     plain = made(TYPED, attn_implementation="eager")  # which has forward derivatives
     ours, weight = accelerate(copy.deepcopy(plain)), torch.ones(24)
     with torch.no_grad(), forward_ad.dual_level():
@@ -305,7 +305,7 @@ def test_arguments_by_position(calls: list[int]) -> None:
     assert calls == [1]
 
 
-def test_training_and_gradients_go_the_modules_way(calls: list[int]) -> None:
+def test_training_and_gradients_run_the_modules(calls: list[int]) -> None:
     plain, ours = pair()
     assert ours(**inputs())[0].requires_grad
     with torch.no_grad():
@@ -360,7 +360,7 @@ def test_requested_outputs_beside_the_states_are_returned(calls: list[int]) -> N
     assert calls == [3]
 
 
-def test_padding_is_computed_where_you_ask_for_it(calls: list[int]) -> None:
+def test_padding_is_computed_on_request(calls: list[int]) -> None:
     plain, ours = pair("bert types", padding="compute")
     batch = inputs() | {"attention_mask": torch.tensor([[1] * 9, [1] * 4 + [0] * 5, [1] + [0] * 8])}
     agree(plain, ours, batch)
@@ -392,7 +392,7 @@ def test_bad_ids_are_named() -> None:
             ours(**batch)
 
 
-def test_no_text_and_longer_texts_are_the_modules_affair(calls: list[int]) -> None:
+def test_empty_and_longer_texts_run_the_modules(calls: list[int]) -> None:
     plain, ours = pair()
     with torch.no_grad():
         assert ours(input_ids=torch.zeros(0, 4).long())[0].shape == (0, 4, 24)

@@ -145,7 +145,7 @@ def test_a_beginning_of_the_output_and_a_config():
     assert torch.equal(found, expected)
 
 
-def test_a_lone_prompt_and_ids_alone():
+def test_a_single_prompt_and_plain_ids():
     pair = pair_of("llama grouped heads", left=True)
     ids = pair.inputs["input_ids"]
     for model in (pair.plain, pair.ours):
@@ -258,7 +258,7 @@ def test_longrope_beyond_the_original_length(name):
 
 
 @pytest.mark.slow
-def test_a_source_padded_on_the_left_errs_as_its_weights_round():
+def test_a_left_padded_source_errs_within_the_rounding_of_its_weights():
     """Proves that the scores of a BART with padding on the left err no more than the same model with weights that were
     rounded to fp32 in another way, computed in fp64: its scores are that sensitive, up to 1e-3."""
     pair = pair_of("Bart zero pad", left=True)

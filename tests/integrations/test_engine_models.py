@@ -171,7 +171,7 @@ def test_a_changed_model_uses_transformers_code(pair, change, is_late):
         assert not torch.equal(unchanged(), pair.ours.generate(**pair.inputs, **MOST))
 
 
-def test_a_hook_that_is_gone_and_a_mode_that_is_over(pair):
+def test_a_removed_hook_and_a_mode_that_has_ended(pair):
     handle = pair.ours.model.encoder.register_forward_hook(lambda *args: None)
     agree(pair, is_served=False)
     handle.remove()
@@ -195,7 +195,7 @@ def test_a_function_of_transformers_that_was_replaced(pair, monkeypatch):
     assert torch.equal(found, expected) and not found.any()
 
 
-def test_a_subclass_is_left_alone():
+def test_a_subclass_is_not_swapped():
     class Mine(transformers.MarianMTModel):  # type: ignore[misc]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             out = super().forward(*args, **kwargs)

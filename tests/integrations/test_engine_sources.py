@@ -110,12 +110,12 @@ def test_every_family_equals_its_modules(name: str, calls: list[int]) -> None:
     "name",
     [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in NAMES],
 )
-def test_padding_may_lie_anywhere(name: str, side: str, calls: list[int]) -> None:
+def test_padding_may_be_anywhere(name: str, side: str, calls: list[int]) -> None:
     check(CASES[name], whole(padded(side)))
     assert calls == [1]
 
 
-def test_an_encoder_of_which_padding_may_be_read_computes_it(calls: list[int]) -> None:
+def test_an_encoder_whose_padding_may_be_read_computes_it(calls: list[int]) -> None:
     plain, ours = pair()
     agree(plain, ours, padded())  # not by a call of the model
     assert calls == [0]

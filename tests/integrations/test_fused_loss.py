@@ -130,7 +130,7 @@ def test_another_index_that_is_ignored(family):
 
 
 @families
-def test_hidden_states_that_are_asked_for(family):
+def test_requested_hidden_states(family):
     assert_same_as_plain(family, output_hidden_states=True)
 
 
@@ -149,7 +149,7 @@ def test_a_loss_without_labels_is_nan(family):
 
 
 @families
-def test_logits_where_no_loss_is_trained(family):
+def test_logits_are_returned_if_no_loss_is_trained(family):
     model = make(family)
     fastformer.accelerate(model, fused_loss=True)
     assert run(model, family, labels=None, **decoder_inputs(family)).logits is not None
@@ -335,7 +335,7 @@ def test_a_loss_has_the_dtype_of_the_plain_one(dtype, cast, family):
 
 
 @decoders
-def test_logits_that_are_asked_for(family):
+def test_requested_logits(family):
     model = make(family)
     fastformer.accelerate(model, fused_loss=True)
     assert run(model, family, labels=IDS[:, -3:], logits_to_keep=3).logits.shape == (4, 3, 60)
@@ -381,7 +381,7 @@ def test_models_without_a_fused_loss():
 
 
 @decoders
-def test_asked_for_too_late(family):
+def test_requested_too_late(family):
     model = make(family)
     fastformer.accelerate(model)
     with pytest.raises(ValueError):

@@ -239,7 +239,7 @@ def test_each_module_is_named_with_all_of_its_hooks_by_every_call():
 
 @pytest.mark.skipif(RETURNS_TUPLES, reason="before 5 transformers records by other means than hooks")
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "marian"])
-def test_what_transformers_records_by_is_no_hook_of_yours(family):
+def test_transformers_recording_is_not_a_users_hook(family):
     model = make(family)
     options = {"decoder_input_ids": TARGETS} if family == "marian" else {}
     model(input_ids=IDS, output_hidden_states=True, **options)

@@ -139,7 +139,7 @@ def mean_error(values: Tensor, exact: Tensor) -> float:
 @families
 @pytest.mark.parametrize("first", ["accelerate", "LoRA"])
 @pytest.mark.parametrize("how", ["merge_and_unload", "merge_adapter", "unload"])
-def test_merged_and_taken_off_again(family, first, how):
+def test_adapters_are_merged_and_removed(family, first, how):
     """Merging writes into the weights, and what is unloaded is the model as it was: fused and packed, or restored."""
     expected, model = prepared(family, ""), prepared(family, first)
     with exactly(family):

@@ -406,7 +406,7 @@ def test_a_part_compiles_with_its_head():
         assert_equal(compiled(IDS, attention_mask=MASK).logits, theirs)
 
 
-def test_a_locals_dictionary_around_a_call_is_left_alone():
+def test_a_locals_dictionary_around_a_call_is_not_changed():
     bert = make("BertModel")
 
     class Own(nn.Module):

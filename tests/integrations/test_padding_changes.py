@@ -111,7 +111,7 @@ EDITS: list[tuple[str, Callable[[Any], None]]] = [
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("name", "edit"), EDITS)
-def test_a_function_where_a_module_was_may_read_padding(name, edit, order):
+def test_a_function_in_place_of_a_module_may_read_padding(name, edit, order):
     model = check(name, edit, order)
     assert not packs(lambda: model(IDS, attention_mask=MASK))
 
@@ -257,7 +257,7 @@ def test_hidden_states_that_the_config_asks_for_later(name):
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("name", ["BertModel", "GPT2Model", "LlamaForCausalLM", "BartModel"])
-def test_checkpointing_that_is_asked_for_later(name, use_reentrant):
+def test_checkpointing_that_is_enabled_later(name, use_reentrant):
     plain, ours = make(name), make(name)
     fastformer.accelerate(ours)
     call(ours)

@@ -217,7 +217,7 @@ def test_a_parameter_that_is_made_is_made_once(name: str, rows: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_is_quantised_first_is_called_and_later_is_left() -> None:
+def test_modules_that_are_quantised_first_are_called() -> None:
     from torch.ao.nn.quantized.dynamic import Linear as Quantised
     from torch.ao.quantization import quantize_dynamic
 

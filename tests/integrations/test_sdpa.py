@@ -293,7 +293,7 @@ def test_blocks_on_the_diagonal():
         FF.scaled_dot_product_attention(q, k, v, blocks, is_causal=True)
 
 
-def test_what_is_left_to_pytorch():
+def test_calls_that_pytorch_computes():
     q, k, v = inputs()
     half = [each.detach().half() for each in (q, k, v)]
     other = torch.randn(B, H, S, D + 3, dtype=torch.float64)

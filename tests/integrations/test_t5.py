@@ -134,7 +134,7 @@ def test_a_row_without_tokens_stays(monkeypatch):
 
 @pytest.mark.skipif(RETURNS_TUPLES, reason="before transformers 5 attention is written out in the model")
 @pytest.mark.parametrize("what", ["hidden states", "a hook", "checkpointing", "another attention"])
-def test_the_encoder_stays_padded_where_a_call_looks(what, monkeypatch):
+def test_the_encoder_stays_padded_if_a_call_reads_padding(what, monkeypatch):
     model = make("t5").train()
     options: dict[str, Any] = {}
     if what == "hidden states":
@@ -264,7 +264,7 @@ def test_a_cache_of_a_packed_decoder_goes_on():
     "what",
     ["labels at padding", "a cache", "hidden states", "a hook", "checkpointing", "another attention", "no tokens"],
 )
-def test_the_decoder_stays_padded_where_a_call_looks(what, monkeypatch):
+def test_the_decoder_stays_padded_if_a_call_reads_padding(what, monkeypatch):
     model, mask = make("t5").train(), RIGHT
     options: dict[str, Any] = {}
     attention = model.decoder.block[1].layer[1].EncDecAttention

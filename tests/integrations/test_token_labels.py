@@ -67,7 +67,7 @@ def test_labels_at_padding_count_as_before(how, mask, name):
 
 
 @heads
-def test_a_batch_is_packed_where_none_counts(name):
+def test_a_batch_is_packed_if_no_label_is_at_padding(name):
     model = make(name)
     options = options_of(name, IDS)
     options["labels"] = options["labels"].masked_fill(~RIGHT, -100)

@@ -77,7 +77,7 @@ def test_dims(dim: int, dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("parts", [("residual", "weight", "bias"), ("weight",), ("residual", "bias"), ()])
 @pytest.mark.parametrize("rms_norm", [False, True])
-def test_wide_rows_go_by_columns(
+def test_wide_rows_are_split_by_columns(
     rms_norm: bool, parts: tuple[str, ...], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "WIDEST_SUMMED", 64)
@@ -87,7 +87,7 @@ def test_wide_rows_go_by_columns(
 
 @pytest.mark.slow
 def test_rows_wider_than_the_sums(device: str) -> None:
-    """The real bound, which test_wide_rows_go_by_columns lowers."""
+    """The real bound, which test_wide_rows_are_split_by_columns lowers."""
     seed = draw_seed(device)
     dim = kernels.WIDEST_SUMMED + 9
     inputs = make_inputs((2, dim), device)

@@ -346,7 +346,7 @@ def test_visibility_of_keys(
 
 
 @pytest.mark.skipif(HAS_GPU, reason="counts the interpreter's atomics")
-def test_deterministic_form_has_no_atomics(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_deterministic_form_has_no_atomics(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """dq, and the gradient of a bias however it is shared: nothing is added in an order of chance."""
     from triton.runtime.interpreter import InterpreterBuilder
 

@@ -96,7 +96,7 @@ def test_every_call_has_a_tile() -> None:
                 assert config.block_m >= 16 and config.block_n >= 16 and (call.is_fp32 or not config.exact)
 
 
-def test_registers_are_a_launch_option_where_they_are_set() -> None:
+def test_registers_are_a_launch_option_if_set() -> None:
     problem = problem_of()
     assert "maxnreg" not in tile_of(Config(128, 64, 8, 3), problem)
     assert tile_of(Config(128, 64, 8, 3, maxnreg=128), problem)["maxnreg"] == 128

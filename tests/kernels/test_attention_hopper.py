@@ -129,7 +129,7 @@ def test_any_order_of_events(dropout_p: float, schedule: str) -> None:
     check(case, torch.bfloat16, SCHEDULES[schedule], programs=3)
 
 
-def test_program_that_owns_no_tile() -> None:
+def test_a_program_without_a_tile() -> None:
     """More programs than tiles: the rest end without touching a barrier."""
     check(replace(BASE, batch=1, heads=1, seqlen_q=40), torch.bfloat16, shuffled(2), programs=3)
 
@@ -415,7 +415,7 @@ def test_tensors_that_tma_cannot_address() -> None:
     assert fits(batch=2, q=q[:1].expand(q.shape))  # one sequence for all
 
 
-def test_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accepted_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """On sm_90 alone, and where a device has shown the kernels to be faster."""
     case = replace(BASE, window=(None, 0))
     for head_dim in (40, 64, 72, 128):

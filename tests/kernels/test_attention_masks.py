@@ -61,7 +61,7 @@ def test_weights_under_any_number(seqlen_k: int, fused: None, device: str) -> No
     torch.testing.assert_close(lse[0, 0].double(), exact, rtol=2**-23, atol=2**-20)
 
 
-def test_lse_has_no_rounding_but_its_own(fused: None, device: str) -> None:
+def test_lse_is_rounded_only_once(fused: None, device: str) -> None:
     """Weights in units of a rounded peak: what the rounding did to their sum is taken back."""
     far = -1e6 * (1 + torch.rand(256, device=device))
     values = torch.zeros(1, 64, 1, 16, dtype=torch.float16, device=device)

@@ -47,7 +47,7 @@ def test_sums_in_memory_with_arbitrary_contents(case: Case, dtype: torch.dtype, 
     check(case, dtype, device)
 
 
-def test_rows_of_no_sequence(device: str) -> None:
+def test_rows_outside_of_all_sequences(device: str) -> None:
     q, k, dout = (torch.randn(90, 2, 16, device=device).half() for _ in range(3))
     cu = cumulative([40, 33], device)
     rest = (cu, cu, 40, 40, 0.25, None, 0, 0.0, None)

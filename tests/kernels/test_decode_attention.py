@@ -163,7 +163,7 @@ def test_rows_that_read_one_source(
     check(step, torch.float32, device, table=rows != 8)
 
 
-def test_a_source_with_infinities_stays_alone(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_infinities_stay_in_their_source(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of other sources share its tile, and take part in its products with weight 0."""
     force(monkeypatch, 1, 4)
     step = Step("beams", (20, 20), seqlen_new=None, cache_batch_idx=(0, 0, 1, 1))
@@ -198,7 +198,7 @@ def test_each_source_is_loaded_once(device: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("shares", [1, 3])
-def test_nothing_beyond_its_own(
+def test_no_write_outside_the_rows(
     shares: int, device: str, guarded: list[Tensor], monkeypatch: pytest.MonkeyPatch  # noqa: F811
 ) -> None:  # fmt: skip
     """The caches, out and the partial results lie amid other memory, which stays as it was."""

@@ -203,7 +203,7 @@ def test_gradients_with_other_strides(activation: str, path: str, device: str) -
 
 @pytest.mark.parametrize("bias1", [True, False])
 @pytest.mark.parametrize("bias2", [True, False])
-def test_a_bias_that_is_not_there_costs_no_sum(bias1: bool, bias2: bool, path: str, device: str) -> None:
+def test_a_missing_bias_costs_no_sum(bias1: bool, bias2: bool, path: str, device: str) -> None:
     """Its gradient is empty, as the op's schema tells a compiler."""
     x, weight1, b1, weight2, b2 = make_inputs((40, 16), 72, "relu", device).values()
     biases = (b1 if bias1 else None, b2 if bias2 else None)

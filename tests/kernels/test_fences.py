@@ -43,7 +43,7 @@ def compiled_ptx() -> str:
 
 @pytest.mark.parametrize("is_watched", [True, False])
 @pytest.mark.parametrize("is_old", [True, False])
-def test_a_launch_compiles_with_fences_where_triton_leaves_them_out(
+def test_a_launch_compiles_with_fences_if_triton_omits_them(
     is_old: bool, is_watched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where Triton itself launches, for a hook has to see it."""

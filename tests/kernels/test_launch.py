@@ -144,7 +144,7 @@ def test_each_call_runs_the_binary_of_its_arguments(kernel: Any, ran: list[Ran])
             assert (ours[one] is not ours[other]) == told_apart, (calls[one], calls[other])
 
 
-def test_what_is_not_specialised_makes_no_binary(ran: list[Ran]) -> None:
+def test_unspecialised_arguments_make_no_new_binary(ran: list[Ran]) -> None:
     """Inside of tuples, too, where Triton's own launch specialises all the same; and alignment alone, where asked."""
     x = torch.zeros(64)
     counted = JITFunction(_kernel, do_not_specialize=["strides", "count"])

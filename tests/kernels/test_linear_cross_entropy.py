@@ -68,9 +68,7 @@ def test_chunk_rows() -> None:
         (128_000, 4096, torch.float32, 2048),  # dweight is of fp32 in any case
     ],
 )
-def test_few_rows_are_one_chunk_where_that_holds_no_more(
-    vocab_size: int, dim: int, dtype: torch.dtype, due: int
-) -> None:
+def test_few_rows_are_one_chunk_if_it_is_not_larger(vocab_size: int, dim: int, dtype: torch.dtype, due: int) -> None:
     rows = 4096
     with FakeTensorMode():
         x, weight = torch.empty(rows, dim, dtype=dtype), torch.empty(vocab_size, dim, dtype=dtype)

@@ -28,7 +28,7 @@ def forget() -> None:
     _tuning.measured.cache_clear()
 
 
-def test_what_fails_is_left_out() -> None:
+def test_failing_configurations_are_skipped() -> None:
     forget()
     failures = {(1,): PTXASError("no registers"), (2,): OutOfResources(9, 8, "shared"), (3,): RuntimeError("a pass")}
 

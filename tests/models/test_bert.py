@@ -140,7 +140,7 @@ def test_pooling_follows_its_definition() -> None:
 
 
 @pytest.mark.parametrize("kind", ["bert", "mpnet", "electra", "modernbert", "pre-norm"])
-def test_heads_drop_out_where_they_are_to(kind) -> None:
+def test_heads_apply_their_dropout(kind) -> None:
     own = {"dropout": 0.0, "attention_dropout": 0.0, "head_dropout": 0.5}
     model = made({**OPTIONS[kind], **own})
     ids, types, _ = batch(model)

@@ -169,7 +169,7 @@ def test_packed_and_cached_equal_padded(options):
 
 
 @families
-def test_training_goes_the_same_ways(options):
+def test_training_uses_the_same_paths(options):
     """With gradient checkpointing, and with modules that are called because something looks at them."""
     model = model_of(**options)
     tokens, following = batch()

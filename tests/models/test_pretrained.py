@@ -86,7 +86,7 @@ def test_a_failed_save_keeps_the_old_model(model, folder, monkeypatch):
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_a_flipped_bit_is_noticed_wherever_it_is(folder):
+def test_a_flipped_bit_is_noticed_anywhere(folder):
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
     key = whole.index(b'"sha256":"')  # the name of the checksum is the one place where nothing depends on it
@@ -114,7 +114,7 @@ def test_notes_come_back(model, folder):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_weights_that_are_no_numbers(model, folder, bad):
+def test_weights_that_are_not_numbers(model, folder, bad):
     with torch.no_grad():
         model.encoder.norm.weight[3] = bad
     model.save_pretrained(folder)

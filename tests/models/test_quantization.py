@@ -41,7 +41,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.
 
 @DTYPES
 @pytest.mark.parametrize("spread", [1.0, 1e-5, 1e4])
-def test_a_row_keeps_its_largest_and_nothing_moves_by_more_than_half_a_step(dtype, spread) -> None:
+def test_rounding_keeps_the_largest_weight_and_errs_by_at_most_half_a_step(dtype, spread) -> None:
     torch.manual_seed(0)
     weight = (torch.randn(2000, 33) * torch.rand(2000, 1) * spread).to(dtype)
     weight[5] = 0.0
@@ -59,7 +59,7 @@ def test_a_row_keeps_its_largest_and_nothing_moves_by_more_than_half_a_step(dtyp
         assert torch.equal(again, q)
 
 
-def test_a_scale_is_found_again_whatever_the_mantissa() -> None:
+def test_a_scale_is_recovered_for_any_mantissa() -> None:
     largest = torch.arange(2**23, 2**24, 7, dtype=torch.int32).float()
     scale = largest / 127
     assert torch.equal(scale * 127 / 127, scale)
@@ -96,7 +96,7 @@ def test_matrices_are_rounded_and_nothing_else(kind) -> None:
         assert copied.precision == "int8"
 
 
-def test_a_state_dict_holds_the_weights_alone() -> None:
+def test_a_state_dict_contains_only_the_weights() -> None:
     model, found = make("tied"), make("tied").quantize()
     model.load_state_dict(found.state_dict())
     assert model.precision is None
@@ -132,7 +132,7 @@ def test_a_folder_has_about_a_quarter_of_the_bytes(tmp_path) -> None:
     assert sizes[1] < 0.32 * sizes[0]  # its learned positions stay in fp32
 
 
-def test_saving_rounds_what_training_has_moved(tmp_path) -> None:
+def test_saving_rounds_weights_that_were_trained(tmp_path) -> None:
     model = make("tied").quantize()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -234,7 +234,7 @@ def test_groups_of_32_are_rounded_on_their_own(dtype, spread) -> None:
     assert (error[:, :32].square().sum(1) <= plain.square().sum(1) * (1 + 1e-5)).all()
 
 
-def test_nibbles_lie_as_they_are_documented() -> None:
+def test_nibbles_have_the_documented_order() -> None:
     nibbles, scale = torch.arange(16, dtype=torch.uint8)[None] * 17, torch.tensor([[0.5]], dtype=torch.float16)
     q = torch.arange(16).repeat_interleave(2)[:31]
     assert torch.equal(from_groups(Groups(nibbles, scale), 31, torch.float32)[0], (q - 8) * 0.5)
@@ -327,7 +327,7 @@ def test_a_damaged_int4_folder_is_named(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e7])
-def test_what_int4_cannot_hold_is_not_quantised(bad) -> None:
+def test_weights_that_int4_cannot_represent_are_not_quantised(bad) -> None:
     model = make("gpt")
     model.decoder.layers[1].linear2.weight.data[3, 2] = bad
     with pytest.raises(ValueError, match=r"\bdecoder\.layers\.1\.linear2\.weight\b"):

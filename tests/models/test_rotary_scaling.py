@@ -156,7 +156,7 @@ def test_what_a_scaling_cannot_be(scaling, named):
         GPTConfig(9, d_model=32, num_heads=4, positions="rotary", rotary_scaling=scaling)
 
 
-def test_pairs_that_turn_alike_cannot_be_told_apart_by_yarn():
+def test_yarn_refuses_indistinguishable_pairs():
     """Which finds them by the logarithm of the base, and would divide by it."""
     sizes: dict[str, Any] = {"d_model": 32, "num_heads": 4, "positions": "rotary", "rotary_base": 1.0}
     with pytest.raises(ValueError, match=r"\brotary_base\b"):

@@ -114,7 +114,7 @@ def test_packed_equals_padded(options):
 
 
 @pytest.mark.parametrize("totals", [(None, 16), (16, None), (16, 16)], ids=["target", "source", "both"])
-def test_rows_behind_a_packed_batch_change_nothing(totals):
+def test_rows_after_a_packed_batch_change_nothing(totals):
     model = model_of()
     source, shifted, target = batch()
     lengths = torch.tensor(SOURCE_LENGTHS), torch.tensor(TARGET_LENGTHS)
@@ -173,7 +173,7 @@ def test_beams_decode_over_one_memory():
     assert_same(last, expected[:, 3:], "after reordering")
 
 
-def test_the_layout_of_the_source_is_found_and_respected():
+def test_the_layout_of_the_source_is_detected():
     model = model_of()
     source, shifted, _ = batch()
     found = model(source, shifted)
@@ -277,7 +277,7 @@ def test_what_is_learned_of_positions_is_drawn_anew():
     assert (model.source_embedding_norm.weight == 1).all()
 
 
-def test_embeddings_are_dropped_behind_their_norm():
+def test_dropout_of_embeddings_follows_their_norm():
     model = model_of(embedding_norm=True, positions="learned", dropout=0.5)
     seen = []
     for stack in (model.encoder, model.decoder):

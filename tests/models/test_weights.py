@@ -132,13 +132,13 @@ def rewritten(folder: Path, dtype: str, old: str = "F32") -> None:
 
 
 @pytest.mark.parametrize("dtype", ["I32", "U32", "XYZ", "C64"])
-def test_weights_that_are_no_floating_point_numbers_are_named(folder, dtype) -> None:
+def test_weights_that_are_not_floating_point_are_named(folder, dtype) -> None:
     rewritten(folder, dtype)
     with pytest.raises(ValueError, match=rf"\bmodel\.safetensors\b.*{dtype[-2:]}"):
         Transformer.from_pretrained(folder)
 
 
-def test_integers_of_the_right_size_are_not_taken_as_weights(model, folder) -> None:
+def test_integers_of_the_right_size_are_not_accepted_as_weights(model, folder) -> None:
     state = model.state_dict()
     for wrong in (torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e5m2):
         changed = state | {"encoder.norm.weight": state["encoder.norm.weight"].to(wrong)}
@@ -174,7 +174,7 @@ def test_settings_of_a_huge_model_allocate_nothing(folder, sizes, monkeypatch) -
 
 
 @pytest.mark.parametrize("positions", ["sinusoidal", "rotary"])
-def test_tables_of_positions_are_held_against_the_weights(positions, tmp_path) -> None:
+def test_tables_of_positions_are_compared_with_the_weights(positions, tmp_path) -> None:
     GPT.from_preset("tiny", vocab_size=20, d_model=32, num_layers=1, num_heads=2, positions=positions).save_pretrained(
         tmp_path
     )

@@ -199,7 +199,7 @@ def test_a_query_with_nothing_to_attend_to_gives_zeros():
         assert grad.isfinite().all() and (grad[0] == 0).all() and (grad[1] != 0).any()
 
 
-def test_shared_kv_heads_equal_repeated_ones():
+def test_shared_kv_heads_equal_repeated_heads():
     ours = randomised(fnn.MultiheadAttention(E, 6, num_kv_heads=2, batch_first=True, **DOUBLE))
     theirs = fnn.MultiheadAttention(E, 6, batch_first=True, **DOUBLE)
     assert ours.in_proj_weight.shape == (E + 2 * 4, E)
@@ -264,7 +264,7 @@ def test_packed_cross_attention_equals_padded():
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_rotary_scores_depend_on_the_distance_alone(interleaved):
+def test_rotary_scores_depend_only_on_the_distance(interleaved):
     module = randomised(fnn.MultiheadAttention(E, H, batch_first=True, bias=False, **DOUBLE))
     table = fnn.RotaryEmbedding(E // H, 50, interleaved=interleaved, **DOUBLE)
     x = torch.randn(2, 6, E, **DOUBLE)
@@ -318,7 +318,7 @@ def test_errors():
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_dropout_acts_in_training_alone(packed):
+def test_dropout_applies_only_in_training(packed):
     """Of weights that are all dropped nothing is left but the output projection's bias."""
     module, plain = (fnn.MultiheadAttention(8, 2, dropout=p, batch_first=True, **DOUBLE) for p in (1.0, 0.0))
     plain.load_state_dict(randomised(module).state_dict())

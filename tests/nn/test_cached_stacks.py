@@ -249,7 +249,7 @@ class Fails(torch.nn.Module):
 
 
 @torch.inference_mode()
-def test_a_step_that_fails_leaves_the_lengths_and_can_be_taken_again():
+def test_a_failed_step_keeps_the_lengths_and_can_be_repeated():
     stack, cache = decoder(), new_cache()
     x, memory = torch.randn(N, T, E, **DOUBLE), torch.randn(N, S, E, **DOUBLE)
     expected = stack(x, memory, tgt_is_causal=True)

@@ -198,7 +198,7 @@ ATTENTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", ATTENTIONS, ids=str)
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_attention_with_options_of_its_own(options, batch_first):
+def test_attention_with_its_own_options(options, batch_first):
     attention = randomised(fnn.MultiheadAttention(E, H, batch_first=batch_first, dtype=torch.float64, **options))
     query, size = torch.randn(2, 5, E, dtype=torch.float64), {"key": attention.kdim, "value": attention.vdim}
     key, value = (torch.randn(2, 4, each, dtype=torch.float64) for each in size.values())

@@ -90,7 +90,7 @@ def test_gradients_that_are_zero_are_so_up_to_rounding() -> None:
     assert dx.abs().max() <= 2**-20 * norm.eps**-0.5
 
 
-def test_a_seed_repeats_itself_and_not_torch() -> None:
+def test_a_seed_is_reproducible_but_differs_from_torch() -> None:
     ours, theirs = attentions(0.5)
     x = torch.randn(2, 5, 8)
     first, again, other = (seeded(module, x, x, x)[0] for module in (ours, ours, theirs))

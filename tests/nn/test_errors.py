@@ -95,7 +95,7 @@ def test_a_layer_of_another_size(library: Any, name: str, norm_first: bool) -> N
 
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
-def test_an_integer_is_no_padding_mask(library: Any, training: bool, dtype: torch.dtype) -> None:
+def test_an_integer_is_not_a_padding_mask(library: Any, training: bool, dtype: torch.dtype) -> None:
     layer = library.TransformerEncoderLayer(DIM, HEADS, 8, batch_first=True)
     encoder = library.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(training)
     x = torch.randn(1, 4, DIM)

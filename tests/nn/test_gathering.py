@@ -28,7 +28,7 @@ class Gatherer:
 
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("decodes", [False, True])
-def test_no_view_comes_out(norm_first, decodes, monkeypatch) -> None:
+def test_outputs_are_not_views(norm_first, decodes, monkeypatch) -> None:
     torch.manual_seed(0)
     sizes = (16, 2, 32, 0.1)
     options = {"norm_first": norm_first, "batch_first": True, "dtype": torch.float64}

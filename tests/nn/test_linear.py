@@ -67,7 +67,9 @@ def inputs(*shape: int, out: int = 40) -> tuple[Tensor, Tensor, Tensor]:
         lambda: (torch.randn(1, 20, 24).expand(3, 20, 24), *(t[8:32] for t in inputs(1, 24)[1:])),
     ],
 )
-def test_it_is_the_product(make: Callable[[], tuple[Tensor, Tensor, Tensor | None]], products: list[int]) -> None:
+def test_the_op_equals_the_product(
+    make: Callable[[], tuple[Tensor, Tensor, Tensor | None]], products: list[int]
+) -> None:
     x, weight, bias = make()
     found = linear(x, weight, bias)
     assert len(products) == 1 and found.shape == (*x.shape[:-1], len(weight)) and found.is_contiguous()
@@ -179,7 +181,7 @@ def test_bf16_uses_onednn_if_it_has_products(
     assert bool(products) != has_bf16
 
 
-def test_an_extension_without_the_kernel_is_no_error(products: Products, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_extension_without_the_kernel_is_not_an_error(products: Products, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was built before the kernel was written, or there is none."""
     x, weight, bias = inputs(20, 24)
     monkeypatch.setattr(_extension, "function", lambda name: None)
@@ -315,7 +317,7 @@ def test_a_backward_pass_that_is_watched_gives_the_same(learns_small: None, prod
     assert not products
 
 
-def test_small_products_go_the_usual_way(products: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_products_use_f_linear(products: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     rows = linear_op.MIN_PRODUCT_TRAINING // (64 * 64)
     weight = torch.randn(64, 64, requires_grad=True)
     monkeypatch.setattr(linear_op, "MIN_PRODUCT", 20 * 64 * 64)

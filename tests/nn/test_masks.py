@@ -50,7 +50,7 @@ def test_a_mask_written_in_place_is_read_again(inference: bool) -> None:
 
 
 @pytest.mark.parametrize("way", ["data", "numpy", "in place"])
-def test_no_answer_is_remembered_beyond_a_write(way: str) -> None:
+def test_no_result_is_cached_after_a_write(way: str) -> None:
     """Writes that leave no trace in a tensor's version are seen, too."""
     causal, padding = square_subsequent_mask(7), right_padded()
     assert is_causal_mask(causal) and right_padding_lengths(padding) is not None
@@ -195,7 +195,7 @@ def test_lengths_beside_a_mask_change_nothing(
         torch.testing.assert_close(ours, masked)
 
 
-def test_where_no_lengths_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layouts_without_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, which reads masks, and where there are few keys."""
     long = torch.zeros(2, masks.LEAST_KEYS, dtype=torch.bool)
     assert attended_lengths(long) is None

@@ -64,7 +64,7 @@ def test_each_sequence_is_as_alone(name, layout, is_causal):
 
 
 @pytest.mark.parametrize("name", modules())
-def test_jagged_ones_have_gradients(name):
+def test_jagged_tensors_have_gradients(name):
     module, rows = modules()[name].train(), sequences(requires_grad=True)
     dy = [torch.randn_like(row) for row in rows]
     nested = torch.nested.as_nested_tensor(rows, layout=torch.jagged)

@@ -258,7 +258,7 @@ def test_windows_count_positions():
         assert_same(out[row][~padding], ours(sequence[~padding][None])[0], f"row {row}")
 
 
-def test_dropout_is_on_in_training_alone():
+def test_dropout_is_on_only_in_training():
     layer = fnn.TransformerEncoderLayer(E, H, FF, 0.5, batch_first=True, norm_first=True, **DOUBLE)
     stack = randomised(fnn.TransformerEncoder(layer, 2))
     x, options = tensor(L, True), {"src_key_padding_mask": RIGHT}

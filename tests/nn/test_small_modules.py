@@ -97,7 +97,7 @@ def test_norm_equals_torch(options):
 
 
 @pytest.mark.parametrize("rms_norm", [False, True])
-def test_norm_takes_in_dropout_and_addition(rms_norm, fixed_seed):
+def test_the_norm_fuses_dropout_and_addition(rms_norm, fixed_seed):
     module = randomised(fnn.AddLayerNorm(6, dropout=0.5, rms_norm=rms_norm, **DOUBLE))
     x, residual = torch.randn(4, 6, **DOUBLE), torch.randn(4, 6, **DOUBLE)
 

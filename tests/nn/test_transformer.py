@@ -174,7 +174,7 @@ def test_same_seed_gives_torchs_weights(make):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_dropout_falls_where_torch_has_it(monkeypatch):
+def test_dropout_is_in_the_same_places_as_in_torch(monkeypatch):
     """Each dropout gets a probability of its own; the expected value is computed by hand from the same seed."""
     monkeypatch.setattr("fastformer.ops._dropout.draw_seed", lambda device: torch.tensor([7, 9]))
     seed = torch.tensor([7, 9])

@@ -362,7 +362,7 @@ def test_a_mask_is_not_rounded_for_pytorch(no_extension: None) -> None:
 
 
 @pytest.mark.parametrize("window_size", [(None, 3), (None, 4), (5, None), (6, None), (5, 3)], ids=str)
-def test_a_window_that_hides_one_corner_alone(window_size: Any, backend: str, device: str) -> None:
+def test_a_window_that_hides_only_one_corner(window_size: Any, backend: str, device: str) -> None:
     """With 5 queries and 7 keys the widest windows that still hide a key: the last of the first row, or the reverse."""
     q, k, v = (torch.randn(1, seqlen, 1, 16, device=device) for seqlen in (5, 7, 7))
     left, right = window_size

@@ -66,7 +66,7 @@ def test_each_coordinate_and_each_seed_draws_anew() -> None:
             assert same == 1 if place == 1 and bit >= 32 else abs(float(same) - 0.5) < 5 * 0.5 / 4096**0.5
 
 
-def test_threshold_is_the_nearest_of_256ths_and_ends_at_the_ends_alone() -> None:
+def test_the_threshold_is_the_nearest_of_256ths_and_exact_at_0_and_1() -> None:
     given = {
         0.0: 0,
         1e-9: 1,
@@ -103,7 +103,7 @@ def test_drop_is_the_formula_on_flattened_rows() -> None:
     assert drop(values, 0.0, None) is values
 
 
-def test_resolve_dropout_draws_only_where_it_must() -> None:
+def test_resolve_dropout_draws_only_if_necessary() -> None:
     state = torch.get_rng_state()
     assert resolve_dropout(0.0, None, torch.device("cpu")) == (0.0, None)
     seed = draw_seed("cpu")

@@ -190,7 +190,7 @@ def test_an_index_outside_its_table(name: str, tensor: str, size: int, bad: int,
 
 
 @every_call
-def test_what_cpp_takes(call: Call) -> None:
+def test_calls_that_cpp_supports(call: Call) -> None:
     """Other tests skip what a backend refuses; this one says what it may refuse."""
     if reason := missing_backend("cpp", call.stem):
         pytest.skip(reason)

@@ -66,7 +66,7 @@ def test_no_extension_exists(folder: Path, caplog: pytest.LogCaptureFixture) -> 
     assert warning.startswith("no C++ extension for this CPU (AVX512)")
 
 
-def test_who_only_wants_to_be_faster_is_not_warned(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_automatic_precision_gives_no_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "fastformer"):
         assert _extension.host_function("geometry") is None
     assert not caplog.records
@@ -87,7 +87,7 @@ def test_one_that_does_not_load_is_passed_over(folder: Path, caplog: pytest.LogC
     assert any("avx512 does not load" in line for line in doctor.machine())
 
 
-def test_the_next_best_is_taken(folder: Path, loaded: list[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_the_next_best_is_chosen(folder: Path, loaded: list[str], caplog: pytest.LogCaptureFixture) -> None:
     (folder / "_ops_avx512.so").write_bytes(b"")
     (folder / "_ops_avx2.so").write_bytes(b"a library")
     with caplog.at_level(logging.WARNING, "fastformer"):
@@ -97,7 +97,7 @@ def test_the_next_best_is_taken(folder: Path, loaded: list[str], caplog: pytest.
     assert set(_extension.failures) == {"_ops_avx512"}
 
 
-def test_one_that_is_too_much_for_the_cpu_is_left_alone(
+def test_a_case_that_is_too_much_for_the_cpu_is_skipped(
     folder: Path, loaded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for isa in ("avx512", "avx2"):
@@ -114,7 +114,9 @@ def test_the_engine_loads_without_the_ops(folder: Path) -> None:
     assert _extension.why_missing("Encoder") is not None
 
 
-def test_what_reads_pytorchs_objects_is_of_this_pytorch_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_that_reads_pytorchs_objects_is_for_one_pytorch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (folder / "_host_torch2_99.py").write_text("geometry = print\n")
     assert _extension.host_function("geometry") is None
     _extension._host.cache_clear()

@@ -201,7 +201,7 @@ def test_backwards_inputs_are_written_only_on_request(
 
 
 @pytest.mark.parametrize("learns", [None, "x", "weight1", "bias1", "weight2", "bias2"])
-def test_backward_is_asked_for_where_something_learns(
+def test_backward_is_requested_if_an_input_is_trainable(
     learns: str | None, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = sys.modules["fastformer.ops.feed_forward"]

@@ -54,7 +54,7 @@ def test_attention_counts_as_torchs_fused_attention() -> None:
     assert count(lambda: ops.attention(q, k, k, is_causal=True), backward=True) == forward + backward
 
 
-def test_packed_attention_counts_pairs_of_a_sequence_alone() -> None:
+def test_packed_attention_counts_only_pairs_within_a_sequence() -> None:
     q, k = torch.randn(5, 4, 8, requires_grad=True), torch.randn(9, 2, 8)
     cu_q, cu_k = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 2, 5], [0, 5, 9]))
     pairs = 2 * 5 + 3 * 4
@@ -83,7 +83,7 @@ def test_a_linear_map_that_is_an_op() -> None:
         assert count(lambda: ops.linear(x, weight, bias), backward=True) == 3 * 2 * 6 * DIM * 9
 
 
-def test_a_callers_own_formula_goes_first() -> None:
+def test_a_callers_own_formula_takes_precedence() -> None:
     q = torch.randn(1, 3, 2, 4)
     mapping = {torch.ops.fastformer.attention_fwd: lambda *args, **options: 7}
     with FlopCounterMode(display=False, custom_mapping=mapping) as counter:

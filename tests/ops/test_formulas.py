@@ -165,7 +165,7 @@ def test_every_derivative_numerically(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["attention, mask, dropout", "add_layer_norm", "embedding", "linear_cross_entropy"])
-def test_some_inputs_alone_are_differentiated_twice(name: str) -> None:
+def test_only_some_inputs_are_differentiated_twice(name: str) -> None:
     call, inputs = CASES[name]
     for i in range(len(inputs)):
 
@@ -338,7 +338,7 @@ def names_of(graph: torch.fx.Graph) -> set[str]:
 
 
 @pytest.mark.parametrize(("call", "inputs"), CALLS)
-def test_a_graph_can_be_taken_apart(call: Call, inputs: Inputs) -> None:
+def test_a_graph_can_be_decomposed(call: Call, inputs: Inputs) -> None:
     whole = make_fx(call)(*inputs)
     assert names_of(whole.graph)
     apart = make_fx(call, decomposition_table=decompositions())(*inputs)
@@ -347,7 +347,7 @@ def test_a_graph_can_be_taken_apart(call: Call, inputs: Inputs) -> None:
     close(apart(*others), call(*others))
 
 
-def test_an_exported_program_is_taken_apart_on_request_alone() -> None:
+def test_an_exported_program_is_decomposed_only_on_request() -> None:
     class Attending(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor) -> Tensor:
             return ops.attention(q, k, k, is_causal=True)

@@ -89,7 +89,7 @@ def test_a_missing_kernel_is_logged_once_and_strict_forbids_it(
     assert message.startswith("toy runs on the reference, not on cpp: the C++ extension lacks this op")
 
 
-def test_an_op_that_is_the_reference_by_design_is_no_fallback(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_op_without_kernel_by_design_is_not_a_fallback(caplog: pytest.LogCaptureFixture) -> None:
     x = torch.randn(2, 2)
     assert torch.equal(plain_toy(x), x @ x) and not caplog.records
     with use_backend("cpp"), pytest.raises(NotImplementedError, match="can't run on cpp"):
@@ -127,7 +127,7 @@ def test_what_ran_is_recorded(cpp_toy: None) -> None:
 
 
 @pytest.mark.parametrize("forced", [None, "reference", "cpp"])
-def test_backward_runs_where_forward_was_forced_to_run(cpp_toy: None, forced: str | None) -> None:
+def test_backward_runs_on_the_backend_of_forward(cpp_toy: None, forced: str | None) -> None:
     """Also in another thread, such as the one in which autograd runs a GPU's backward pass, and after the block."""
     x = torch.randn(2, 2, requires_grad=True)
     with use_backend(forced):
@@ -146,7 +146,7 @@ def test_backward_runs_where_forward_was_forced_to_run(cpp_toy: None, forced: st
     assert ran == {("doubled_bwd", forced or "cpp")}
 
 
-def test_a_kernel_is_asked_by_the_names_of_the_schema(cpp_toy: None) -> None:
+def test_a_kernel_gets_arguments_by_the_schemas_names(cpp_toy: None) -> None:
     with pytest.raises(NotImplementedError, match="can't run on cpp: named 0.5 7"):
         named(torch.zeros(1), 2.0, None, 0.5, 7)
     assert TOYS["named"].arguments == ("x", "first", "y", "softmax_scale", "left")

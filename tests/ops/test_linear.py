@@ -35,7 +35,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("is_transposed", [False, True], ids=["weight", "transposed"])
-def test_it_is_the_product(rows: int, features: int, out: int, is_transposed: bool, dtype: torch.dtype) -> None:
+def test_the_op_equals_the_product(rows: int, features: int, out: int, is_transposed: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(rows)
     x, bias = torch.randn(rows, features).to(dtype), torch.randn(out).to(dtype)
     weight = (torch.randn(features, out).t() if is_transposed else torch.randn(out, features)).to(dtype)
@@ -52,7 +52,7 @@ def test_it_is_the_product(rows: int, features: int, out: int, is_transposed: bo
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("features", [192, 700, 1025])
-def test_a_row_depends_on_no_other(features: int, dtype: torch.dtype) -> None:
+def test_a_row_does_not_depend_on_other_rows(features: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((300, features), (90, features), (90,)))
     whole = _product(x, weight, bias)
@@ -61,7 +61,7 @@ def test_a_row_depends_on_no_other(features: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_a_vocabulary_is_taken_some_rows_after_the_others(dtype: torch.dtype) -> None:
+def test_a_vocabulary_is_processed_in_chunks_of_rows(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(260, 64).to(dtype), torch.randn(66_000, 64).to(dtype)
     assert weight.numel() > 2**22

@@ -227,7 +227,7 @@ def test_same_loss_without_gradients(options: dict, reduction: str, backend: str
 
 @pytest.mark.parametrize("learns", ["x", "weight", "bias"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_each_input_may_learn_alone(reduction: str, learns: str, backend: str, device: str) -> None:
+def test_each_input_may_be_the_only_trainable_one(reduction: str, learns: str, backend: str, device: str) -> None:
     inputs = make_inputs((5, 8), 12, device)
     frozen = {name: value for name, value in inputs.items() if name != learns}
     assert_op_accurate(
@@ -250,7 +250,7 @@ def test_fp16_gradients_under_a_gradient_scaler(backend: str, device: str) -> No
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_never_holds_all_logits(reduction: str, backend: str, device: str) -> None:
+def test_the_whole_logits_are_never_in_memory(reduction: str, backend: str, device: str) -> None:
     if backend == "triton" and device == "cpu":
         pytest.skip("too slow in Triton's interpreter")
     rows, vocab_size = 16384, 500
@@ -283,7 +283,7 @@ MASKS = list(itertools.product([True, False], repeat=3))
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_frozen_gets_no_gradient(dtype: torch.dtype, reduction: str, backend: str, device: str) -> None:
+def test_frozen_parameters_get_no_gradient(dtype: torch.dtype, reduction: str, backend: str, device: str) -> None:
     """A frozen head, features that are detached: the other gradients are those of a call where all learn."""
     inputs = make_inputs((5, 16), 40, device, dtype)
     dloss = torch.randn(() if reduction == "mean" else 5, device=device)

@@ -224,7 +224,7 @@ def test_nan_and_inf_are_never_silent(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
-def test_other_rows_change_no_bit(dtype: torch.dtype, backend: str, device: str) -> None:
+def test_other_rows_do_not_change_bits(dtype: torch.dtype, backend: str, device: str) -> None:
     """A request decodes to the same tokens whoever else is in the batch, however many."""
     if backend != "cpp":
         pytest.skip("of the C++ code; PyTorch's products depend on the number of rows")
@@ -236,7 +236,7 @@ def test_other_rows_change_no_bit(dtype: torch.dtype, backend: str, device: str)
 
 
 @pytest.mark.parametrize("k", [1, 6])
-def test_the_best_of_logits_are_found_without_a_look_at_a_value(k: int) -> None:
+def test_the_best_logits_are_chosen_without_a_sync(k: int) -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, -0.0, 0.0, 3.0, -torch.inf, -2.0], [0.0] * 8, [5.0, torch.nan] * 4])
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         with NoSync():
@@ -248,7 +248,7 @@ def test_the_best_of_logits_are_found_without_a_look_at_a_value(k: int) -> None:
         assert found.indices[1].tolist() == list(range(k)) and found.values[2].isnan().all()
 
 
-def test_never_holds_all_logits(backend: str, device: str) -> None:
+def test_the_whole_logits_are_never_in_memory(backend: str, device: str) -> None:
     rows, vocab_size = 8192, 600
     x, weight = make_inputs((rows, 4), vocab_size, device)
     assert peak_bytes(lambda: linear_topk(x, weight, 2), device) < rows * vocab_size * 4 / 2

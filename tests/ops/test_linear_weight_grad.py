@@ -38,7 +38,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
         (41, 140, 150),
     ],  # fmt: skip
 )
-def test_it_is_the_product(rows: int, m: int, n: int, dtype: torch.dtype) -> None:
+def test_the_op_equals_the_product(rows: int, m: int, n: int, dtype: torch.dtype) -> None:
     torch.manual_seed(rows)
     a, b = torch.randn(rows, m).to(dtype), torch.randn(rows, n).to(dtype)
     exact = a.double().t() @ b.double()

@@ -255,7 +255,7 @@ def test_as_in_plain_pytorch(op: Op, backend: str, dtype: torch.dtype, device: s
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
 @pytest.mark.parametrize("backend", ["reference", "fallback", "cpp", "triton"])
-def test_what_no_query_sees_may_hold_anything(backend: str, dtype: torch.dtype, device: str) -> None:
+def test_keys_that_no_query_sees_may_contain_anything(backend: str, dtype: torch.dtype, device: str) -> None:
     """NaN keys that a mask or a length hides change nothing in the output."""
     if reason := missing_backend(backend, "attention"):
         pytest.skip(reason)
@@ -274,7 +274,7 @@ def test_what_no_query_sees_may_hold_anything(backend: str, dtype: torch.dtype, 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("backend", ["reference", "cpp", "triton"])
-def test_an_ignored_row_may_hold_anything(backend: str, reduction: str, device: str) -> None:
+def test_an_ignored_row_may_contain_anything(backend: str, reduction: str, device: str) -> None:
     """A NaN in a row of padding leaves the loss and the other rows' gradients alone."""
     if reason := missing_backend(backend, "linear_cross_entropy"):
         pytest.skip(reason)

@@ -120,7 +120,7 @@ def test_not_contiguous(view: Callable[[Tensor], Tensor], interleaved: bool, bac
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_scores_depend_on_distance_alone(interleaved: bool, backend: str, device: str) -> None:
+def test_scores_depend_only_on_the_distance(interleaved: bool, backend: str, device: str) -> None:
     """What rotary is for: <R_m q, R_n k> is a function of m - n."""
     cos, sin = rotary_tables(40, 16, device=device)
     q, k = (torch.randn(1, 1, 16, device=device) for _ in range(2))

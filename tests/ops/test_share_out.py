@@ -56,7 +56,7 @@ def gradients(threads: int, sharing: str) -> list[Tensor]:
     return [out, *torch.autograd.grad(out, [x, *layer.parameters()], torch.randn_like(out))]
 
 
-def test_the_kind_of_threads_and_their_number_change_no_bit() -> None:
+def test_neither_the_kind_nor_the_number_of_threads_changes_bits() -> None:
     due = gradients(1, "by_load")
     for sharing in SHARINGS:
         for threads in (2, 3):
@@ -128,7 +128,7 @@ def test_an_unknown_sharing_is_an_error() -> None:
         CHECKS.set_sharing("both")
 
 
-def test_the_team_takes_over_after_two_long_waits_and_for_longer_where_they_come_again() -> None:
+def test_the_team_takes_over_after_two_long_waits_and_longer_if_they_recur() -> None:
     """In microseconds: (when, worked, waited). A wait is long for itself, and beside what the caller worked."""
     assert waits_check([(0, 900, 499), (10, 900, 499), (20, 9000, 2000), (30, 9000, 2000)]) == [0] * 4
     assert waits_check([(0, 900, 600), (99_999, 900, 600)]) == [0, 250]

@@ -63,7 +63,7 @@ TENSORS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", TENSORS)
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_where_the_tensors_of_a_call_are(name: str, place: int) -> None:
+def test_places_of_the_tensors_of_a_call(name: str, place: int) -> None:
     args: list[Any] = [torch.ones(2, 2), torch.ones(2, 2), None]
     args[place] = TENSORS[name]()
     due = _eager.device_of(tuple(args), PLACES)
@@ -99,7 +99,7 @@ def test_a_layout_describes_tensors_and_strides(change: Callable[[list[Tensor]],
         assert function(tensors) != before
 
 
-def test_what_has_no_layout_in_cpp_has_one_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layouts_that_cpp_lacks_are_read_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [torch.ones(2, 2, device="meta"), torch.ones(2)]
     monkeypatch.setattr(_extension, "host_function", lambda name: getattr(_extension.module(), name))
     found = layout_of(tensors)

@@ -184,7 +184,7 @@ def test_when_the_thread_has_died_all_is_503(translator_folder) -> None:
     asked(service, work)
 
 
-def test_an_error_of_the_model_is_500_and_names_no_text(translator_folder, caplog) -> None:
+def test_an_error_of_the_model_is_500_and_contains_no_text(translator_folder, caplog) -> None:
     service: Any = open_service(translator_folder)
 
     def fails(*_):
@@ -248,7 +248,7 @@ def test_the_access_log_has_no_text(translator_folder, caplog) -> None:
     assert "secret" not in caplog.text
 
 
-def test_metrics_have_no_labels_of_clients(translator_folder) -> None:
+def test_metrics_have_no_labels_from_clients(translator_folder) -> None:
     async def work(client) -> None:
         for path in ("/a", "/b", "/v1/translate/x", "/%00", "/" + "y" * 3000):
             await client.get(path)

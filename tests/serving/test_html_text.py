@@ -26,7 +26,7 @@ PIECES = [
         ("<!-- a --><?b?><!DOCTYPE c>", []),
     ],
 )
-def test_texts_are_found(page, texts) -> None:
+def test_prose_is_found(page, texts) -> None:
     found = HtmlPage(page)
     assert found.texts == texts
     if "unknown" not in page:  # an ampersand that stands for itself is escaped
@@ -47,7 +47,7 @@ def test_everything_but_the_texts_is_unchanged() -> None:
             place = page.index(kept, place) + len(kept)
 
 
-def test_a_page_takes_time_by_its_length_alone() -> None:
+def test_the_time_for_a_page_depends_only_on_its_length() -> None:
     def seconds(count: int) -> float:
         began = time.process_time()
         for page in ("<b>x" * count, "<b>" * count + "</i>" * count, "<" * count, "&" * count):

@@ -79,7 +79,7 @@ def test_languages_and_the_language_of_a_text(translator_folder) -> None:
 
 
 @pytest.mark.parametrize("as_form", [False, True], ids=["json", "form"])
-def test_errors_have_its_shape(translator_folder, as_form) -> None:
+def test_errors_have_libretranslates_format(translator_folder, as_form) -> None:
     wrong = [
         {},
         ASK,

@@ -265,7 +265,7 @@ def test_unknown_fields_and_neutral_values_are_accepted(client) -> None:
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"\xff\xfe{}", b"[" * 100_000, b'{"prompt": 1e999}', b'{"n": ' + b"9" * 5000 + b"}", b"null"]
 )
-def test_what_is_no_body_is_an_error_of_the_format(body, server) -> None:
+def test_an_invalid_body_is_an_error_in_the_routes_format(body, server) -> None:
     headers = {"content-type": "application/json"}
     answer = httpx.post(f"{server.url}/v1/completions", content=body, headers=headers, timeout=20)
     assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error", answer.text

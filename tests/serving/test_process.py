@@ -128,7 +128,7 @@ def test_sigterm_lets_eight_streams_end(folder) -> None:
         assert len(set(said)) == 1 and process.wait(30) == 0
 
 
-def test_sigterm_at_any_moment_cuts_no_answer(folder) -> None:
+def test_sigterm_never_cuts_a_response(folder) -> None:
     dice = random.Random(0)
     for _ in range(10):
         begun = threading.Semaphore(0)
@@ -164,7 +164,7 @@ def test_sigterm_at_any_moment_cuts_no_answer(folder) -> None:
             assert log and {line["status"] for line in log} <= {200, 503}
 
 
-def test_a_second_signal_ends_at_once_and_a_drain_has_its_time(folder) -> None:
+def test_a_second_signal_ends_at_once_and_a_drain_is_limited(folder) -> None:
     for flags, signals in ((("--drain_s", "0", "--drain_delay_s", "0"), 1), (("--drain_delay_s", "60"), 2)):
         with served(folder, *flags) as (process, url):
             with httpx.stream("POST", f"{url}/v1/translate", json={**LONG, "stream": True}) as answer:
@@ -203,7 +203,7 @@ def test_a_full_queue_answers_at_once_and_is_empty_afterwards(folder) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["answer", "stream"])
-def test_a_client_that_is_gone_leaves_the_batch(folder, stream) -> None:
+def test_the_request_of_a_disconnected_client_leaves_the_batch(folder, stream) -> None:
     body = json.dumps({**LONG, "stream": stream}).encode()
     fields = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     head = f"POST /v1/translate HTTP/1.1\r\n{fields}\r\n\r\n"

@@ -132,7 +132,7 @@ def test_a_client_that_never_reads_is_given_up(served) -> None:
             served.app.ended.clear()
 
 
-def test_a_client_that_reads_slowly_gets_all_of_it(served) -> None:
+def test_a_slow_client_gets_the_whole_response(served) -> None:
     with served.connected(SO_RCVBUF=65536) as client:
         client.sendall(get("/large", "Connection: close"))
         count, last = 0, time.monotonic() + 1.2  # four times as long as one that doesn't read at all may take
@@ -202,7 +202,7 @@ def test_requests_in_one_piece_are_answered_in_order_and_all_leave(served) -> No
     assert "/b" not in served.app.paths
 
 
-def test_a_connection_that_is_half_closed_is_gone(served) -> None:
+def test_a_half_closed_connection_counts_as_closed(served) -> None:
     with served.connected() as client:
         client.sendall(get("/wait"))
         until(lambda: "/wait" in served.app.paths)

@@ -33,7 +33,7 @@ def test_the_measure_fits_the_task(settings, measure) -> None:
 CHINESE = ["我喜欢吃苹果。", "他昨天去北京了。", "one of four spaced words"]
 
 
-def test_where_bleu_finds_no_words_chrf_decides(caplog) -> None:
+def test_chrf_decides_if_bleu_finds_no_words(caplog) -> None:
     for given, measure in (
         ({}, "chrf"),
         ({"best_by": "bleu"}, "bleu"),
@@ -56,7 +56,7 @@ def test_without_sacrebleu(monkeypatch) -> None:
         choose_measure(TrainConfig(train_tsv="x", best_by="bleu"))
 
 
-def test_a_measure_that_was_asked_for_and_cannot_be() -> None:
+def test_a_requested_measure_that_is_impossible() -> None:
     with pytest.raises(ValueError, match=r"\bbest_by\b.*\bval_examples\b"):
         choose_measure(TrainConfig(train_tsv="x", best_by="chrf", val_examples=0))
     with pytest.raises(ValueError, match=r"\bbest_by\b.*\bgpt\b"):

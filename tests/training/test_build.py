@@ -85,7 +85,7 @@ def test_going_on_from_another_folder(config, tmp_path, monkeypatch) -> None:
     start(changed(load_config("../run"), steps=2), "../run", resume=True).train()
 
 
-def test_what_a_kill_left_of_a_write_is_removed(config, tmp_path) -> None:
+def test_the_remains_of_a_killed_write_are_removed(config, tmp_path) -> None:
     run = tmp_path / "run"
     start(changed(config, steps=1), run).train()
     left = [run / ".model.safetensors.0123456789abcdef.tmp", run / "checkpoints" / ".step-2.pt.0123456789abcdef.tmp"]
@@ -152,7 +152,7 @@ def test_init_from_begins_with_the_other_model_on_other_data(config, tmp_path, s
     resumed.train()
 
 
-def test_init_from_takes_dropout_anew_and_refuses_other_sizes(config, tmp_path, source) -> None:
+def test_init_from_accepts_another_dropout_and_refuses_other_sizes(config, tmp_path, source) -> None:
     trainer = start(
         changed(plain(config, init_from=str(source)), settings={"dropout": 0.25, "d_model": 16}), tmp_path / "a"
     )
@@ -173,7 +173,7 @@ def test_init_from_takes_dropout_anew_and_refuses_other_sizes(config, tmp_path, 
         assert contents(source) == before and not (tmp_path / "b").exists()
 
 
-def test_init_from_keeps_to_the_positions_that_are_there(config, tmp_path, source, caplog) -> None:
+def test_init_from_keeps_the_number_of_positions(config, tmp_path, source, caplog) -> None:
     longest = load_model(source)[0].config.max_len
     with caplog.at_level(logging.INFO):
         trainer = start(plain(config, init_from=str(source), max_len=longest + 5), tmp_path / "run")

@@ -89,7 +89,7 @@ def test_scores_of_translations() -> None:
 
 
 @pytest.mark.parametrize(("reference", "has_bleu"), [("eine Million drei", False), ("eine Million drei mal", True)])
-def test_bleu_is_asked_of_sentences_only(reference, has_bleu) -> None:
+def test_bleu_is_computed_only_for_sentences(reference, has_bleu) -> None:
     pairs = [("a", "eins"), ("b", "zwei"), ("c", "drei"), ("d", reference)]
     scores = translate_and_score(Fixed([target for _, target in pairs]), pairs, 0.0, 0)
     assert (scores.bleu is not None) == has_bleu == ("bleu_signature" in scores.signatures)

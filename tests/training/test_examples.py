@@ -57,7 +57,7 @@ def test_held_out_examples_are_not_trained_on(tmp_path, caplog) -> None:
     assert 6 <= len(drawn) <= 8  # by the seed, and the same for the same lines in other files
 
 
-def test_the_random_split_is_what_it_always_was(tmp_path) -> None:
+def test_the_random_split_has_not_changed(tmp_path) -> None:
     # A run that goes on asks for its held-out lines again, under another version perhaps.
     file = lines(tmp_path / "a", [f"s{i}\tt{i}" for i in range(400)])
     data = load_data(TrainConfig(train_tsv=file, tokenizer="bytes", seed=5))
@@ -145,7 +145,7 @@ def test_settings_of_the_tokenizer_stay_with_the_run(tmp_path, tokenizer) -> Non
         assert loaded.decode(ids) == "one 10²" and max(map(len, loaded.tokens(range(259, loaded.vocab_size - 2)))) <= 2
 
 
-def test_spaces_are_text_for_a_language_model_alone(tmp_path) -> None:
+def test_spaces_are_text_only_for_a_language_model(tmp_path) -> None:
     pairs, text = lines(tmp_path / "a", ["a  b\tc "] * 40), lines(tmp_path / "t", ["a  b "] * 40)
     for spaces, of_pairs, of_text in (("auto", "a b", "a  b "), ("keep", "a  b ", "a  b ")):
         translator = load_data(TrainConfig(train_tsv=pairs, vocab_size=20, spaces=spaces)).tokenizer
@@ -176,7 +176,7 @@ def test_examples_of_exactly_max_len_stay(tmp_path, caplog) -> None:
     assert len([m for m in caplog.messages if re.search(r"\b2 (training|validation) .*\bmax_len 8\b", m)]) == 2
 
 
-def test_bad_lines_stop_or_are_left_out(tmp_path, caplog) -> None:
+def test_bad_lines_stop_or_are_dropped(tmp_path, caplog) -> None:
     file = tmp_path / "a"
     file.write_bytes(b"one\teins\n\ntwo\tzw\xff\n" + b"x\ty\n" * 5)
     config = TrainConfig(train_tsv=str(file), val_tsv=str(file), tokenizer="bytes")

@@ -64,7 +64,7 @@ def test_contradicting_data_is_refused_and_named(given, named) -> None:
         {"init_from": "run", "train_tsv": "a"},
     ],
 )
-def test_data_that_fits_is_taken(given) -> None:
+def test_data_that_fits_is_used(given) -> None:
     TrainConfig(**given)
 
 

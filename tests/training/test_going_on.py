@@ -59,7 +59,7 @@ def test_resume_after_a_crash_between_lines_and_checkpoints(config, tmp_path) ->
 
 
 @pytest.mark.parametrize("where", ["validate", "save_model"])
-def test_a_run_that_ends_in_its_first_validation_goes_on(config, tmp_path, monkeypatch, where) -> None:
+def test_a_run_that_ends_in_its_first_validation_resumes(config, tmp_path, monkeypatch, where) -> None:
     config = changed(config, val_every=3)
     start(config, tmp_path / "whole").train()
     trainer = start(config, tmp_path / "run")
@@ -142,7 +142,7 @@ BAD_VALUES: list[tuple[str, object]] = [
 ]
 
 
-def test_values_that_no_training_leaves(config, tmp_path) -> None:
+def test_values_that_training_never_produces(config, tmp_path) -> None:
     trainer = start(changed(config, steps=2, log_every=2), tmp_path / "run")
     trainer.train()
     good = copy.deepcopy(trainer.state_dict())

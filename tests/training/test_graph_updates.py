@@ -99,7 +99,7 @@ def test_the_size_of_an_update() -> None:
     assert size_of([batch_of(*[(1, 1)] * 33)], 64, 64).sequences == 40
 
 
-def test_what_is_padded_on_belongs_to_no_sequence_and_to_no_loss() -> None:
+def test_added_padding_belongs_to_no_sequence_and_no_loss() -> None:
     batch = batch_of((5, 3), (7, 9))
     padded = pad_batch(batch, Size(16, 24, 4, 32), pad=2)
     assert padded.source.tolist() == [*batch.source.tolist(), 2, 2, 2, 2]
@@ -176,7 +176,7 @@ def test_graphs_give_the_weights_of_the_ordinary_trainer(graphs, tmp_path, chang
     assert 0.0 < lines(tmp_path / "graphs", "train")[0]["padding"] < 0.5
 
 
-def test_a_run_that_is_killed_goes_on_bit_for_bit(graphs, tmp_path) -> None:
+def test_a_killed_run_resumes_bit_for_bit(graphs, tmp_path) -> None:
     config = changed(graphs, ema=0.9, log_every=3, save_every=9, accumulate=2, steps=16)
     whole = start(config, tmp_path / "whole")
     whole.train()
@@ -300,7 +300,7 @@ def test_each_size_is_captured_once_at_its_second_update(graphs, tmp_path) -> No
     assert counts.warm_ups == len(seen) > 1 and counts.replays == 40 - len(seen) > len(seen)
 
 
-def test_no_more_graphs_than_memory_is_meant_for(graphs, tmp_path, monkeypatch) -> None:
+def test_the_memory_of_graphs_is_limited(graphs, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(module, "MAX_GRAPHS", 1)
     config = changed(graphs, steps=12)
     trainer = start(config, tmp_path / "few")
@@ -312,7 +312,7 @@ def test_no_more_graphs_than_memory_is_meant_for(graphs, tmp_path, monkeypatch) 
     assert torch.equal(weights(trainer), weights(plain))
 
 
-def test_plain_calls_stand_in_for_graphs_too(graphs, tmp_path, monkeypatch) -> None:
+def test_plain_calls_can_replace_graphs(graphs, tmp_path, monkeypatch) -> None:
     tape = start(graphs, tmp_path / "tape")
     tape.train()
     monkeypatch.setattr(trainer_module, "Graphs", Graphs)
@@ -359,7 +359,7 @@ def test_a_loss_that_reads_a_value_is_noticed(graphs, tmp_path) -> None:
         trainer.train()
 
 
-def test_a_capture_that_fails_says_what_to_do(graphs, tmp_path, monkeypatch) -> None:
+def test_the_error_of_a_failed_capture_says_what_to_do(graphs, tmp_path, monkeypatch) -> None:
     def refuse(graphs, function):
         raise CaptureError("operation not permitted when stream is capturing")
 

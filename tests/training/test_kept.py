@@ -51,7 +51,7 @@ def test_numbers_are_kept_by_exact_match(tmp_path, monkeypatch) -> None:
     assert kept(tmp_path / "run") == [1, 2] and trainer.best.record.step == 2
 
 
-def test_a_bleu_of_zero_leaves_it_to_the_likelihood(config, tmp_path) -> None:
+def test_a_bleu_of_zero_is_decided_by_the_likelihood(config, tmp_path) -> None:
     trainer = start(changed(config, steps=3, val_every=1, val_examples=2), tmp_path / "run")
     scripted(trainer, {1: 3.0, 2: 2.0, 3: 2.5}, bleu=0.0, chrf=0.0, exact_match=0.0).train()
     assert trainer.best.measure == "bleu" and kept(tmp_path / "run") == [1, 2]

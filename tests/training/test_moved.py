@@ -156,7 +156,7 @@ def test_a_tokenizer_in_place_of_another_kind(data) -> None:
         assert main(["train", "bpe", "--resume", "--tokenizer", tokenizer, "--steps", "2"]) == code, tokenizer
 
 
-def test_the_run_that_it_began_from_moved(data, tmp_path, capsys) -> None:
+def test_the_run_of_init_from_was_moved(data, tmp_path, capsys) -> None:
     assert run("begin", FORMS["tsv"], data, 1) == 0
     assert run("other", FORMS["tsv"], data, 2) == 0
     tuned = ["train", "run", *TSV.format(data, data).split(), *FLAGS, "--resume", "auto"]

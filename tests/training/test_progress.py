@@ -56,7 +56,7 @@ def test_a_validation_in_words_and_in_numbers(tmp_path, capsys) -> None:
     assert "validation of the average at 3: nll 2.0000  (0.5000 a character)" in out
 
 
-def test_meter_counts_real_tokens_and_goes_on_after_a_checkpoint() -> None:
+def test_the_meter_counts_real_tokens_and_continues_after_a_checkpoint() -> None:
     batch = collate([Example([5, 6, 1], [7, 1]), Example([8, 1], [9, 9, 9, 1])], packed=False)
     meter = Meter()
 
@@ -86,7 +86,7 @@ class Clock:
         monkeypatch.setattr("fastformer.training.progress.time.perf_counter", lambda: self.now)
 
 
-def test_the_speed_behind_a_checkpoint_is_that_of_training(monkeypatch) -> None:
+def test_the_speed_after_a_checkpoint_is_that_of_training(monkeypatch) -> None:
     clock, batch = Clock(monkeypatch), collate([Example([5, 6, 1], [7, 1])], packed=False)
     meter = Meter()
     meter.count([batch])
@@ -102,7 +102,7 @@ def test_the_speed_behind_a_checkpoint_is_that_of_training(monkeypatch) -> None:
     assert other.report()["tokens_per_second"] == 2.0
 
 
-def test_what_is_no_training_does_not_count(monkeypatch) -> None:
+def test_other_folders_do_not_count_as_trainings(monkeypatch) -> None:
     clock, batch = Clock(monkeypatch), collate([Example([5, 6, 1], [7, 1])], packed=False)
     meter = Meter()
     meter.count([batch])
@@ -119,7 +119,7 @@ def test_what_is_no_training_does_not_count(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("what", ["validate", "save"])
-def test_the_line_behind_a_validation_or_a_save_has_the_speed_of_training(config, tmp_path, monkeypatch, what) -> None:
+def test_the_line_after_a_validation_or_a_save_has_the_speed_of_training(config, tmp_path, monkeypatch, what) -> None:
     clock = Clock(monkeypatch)
     config = changed(config, steps=9, log_every=4, **{f"{'val' if what == 'validate' else 'save'}_every": 3})
     trainer = start(config, tmp_path / "run")

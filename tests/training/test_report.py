@@ -48,7 +48,7 @@ def test_the_texts_of_a_run_are_escaped(tmp_path) -> None:
     assert evil not in heatmap([evil], [evil], [[0.5]], evil) + chart([Line(evil, [(1, 1)])], evil)
 
 
-def test_a_run_that_goes_on_or_has_nothing(tmp_path) -> None:
+def test_the_report_of_a_resumed_run_and_of_an_empty_one(tmp_path) -> None:
     for folder in (tmp_path, tmp_path / "none"):
         with pytest.raises(ValueError, match=r"metrics\.jsonl"):
             write_report(folder)
@@ -71,7 +71,7 @@ def places(picture: str) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("log", [False, True])
-def test_a_line_goes_from_end_to_end(log) -> None:
+def test_a_line_spans_the_whole_curve(log) -> None:
     found = places(chart([Line("a", [(0, 1.0), (50, 10.0), (100, 100.0)])], "y", log=log))
     assert found[0] == [62, 220] and found[2] == [468, 12] and found[1][0] == 265
     assert found[1][1] == pytest.approx(116 if log else 220 - 208 / 11, abs=0.1)

@@ -63,7 +63,7 @@ def test_the_log_has_what_the_terminal_has_and_the_time(config, tmp_path, capsys
      ValueError("I/O operation on closed file")],
     ids=lambda error: str(error),
 )  # fmt: skip
-def test_a_training_ends_as_it_would_have(config, tmp_path, monkeypatch, error) -> None:
+def test_a_training_ends_as_without_the_failure(config, tmp_path, monkeypatch, error) -> None:
     config = changed(config, steps=4)
     start(config, tmp_path / "whole").train()
     for number, (out, err) in enumerate(((Failing, io.StringIO), (Failing, FailingTerminal))):
@@ -133,7 +133,7 @@ def test_an_error_is_written_to_the_log(config, tmp_path, monkeypatch) -> None:
     assert not any(isinstance(handler, RunLog) for handler in logging.getLogger("fastformer").handlers)
 
 
-def test_a_mistake_leaves_no_log(config, tmp_path) -> None:
+def test_a_wrong_command_leaves_no_log(config, tmp_path) -> None:
     (tmp_path / "empty.tsv").write_text("")
     with pytest.raises(ValueError):
         start(changed(config, train_tsv=str(tmp_path / "empty.tsv")), tmp_path / "run")

@@ -54,7 +54,7 @@ def test_the_same_examples(config, files) -> None:
     assert len(found) == 1
 
 
-def test_a_run_goes_on_with_a_column(config, files, tmp_path) -> None:
+def test_a_run_resumes_with_a_column(config, files, tmp_path) -> None:
     source, target = files["columns"]
     config = changed(config, train_tsv=None, val_tsv=None, train_source=source, train_target=target, steps=1)
     start(config, tmp_path / "run").train()

@@ -69,7 +69,7 @@ def any_config(request, config, tmp_path) -> TrainConfig:
 
 
 @pytest.mark.parametrize(("before", "after"), RENAMED)
-def test_renamed_ids_change_no_loss(any_config, tmp_path, monkeypatch, before, after) -> None:
+def test_renamed_ids_do_not_change_the_loss(any_config, tmp_path, monkeypatch, before, after) -> None:
     names = renaming(before, after)
     one = begin(any_config, tmp_path / "one", RenamedBytes(before), monkeypatch)
     two = begin(any_config, tmp_path / "two", RenamedBytes(after, names), monkeypatch)

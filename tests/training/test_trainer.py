@@ -186,7 +186,7 @@ def test_ema_forgets_the_random_weights_and_is_saved(config, tmp_path, ema) -> N
 # Validation and what is kept.
 
 
-def test_validation_leaves_training_as_it_was(config, tmp_path) -> None:
+def test_validation_does_not_change_training(config, tmp_path) -> None:
     start(changed(config, val_every=0), tmp_path / "without").train()
     trainer = start(changed(config, val_every=1, val_examples=2), tmp_path / "with")
     modes = []

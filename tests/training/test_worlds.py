@@ -62,7 +62,7 @@ def test_fp32_that_people_train_in_is_summed_too(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp", "fsdp by layer"])
-def test_another_number_of_processes_goes_on(whole, tmp_path, sharding) -> None:
+def test_another_number_of_processes_resumes(whole, tmp_path, sharding) -> None:
     """Two save at update 10; one without torchrun and four go on: the same weights, and the same batches."""
     (tmp_path / "updates").mkdir()
     options = {"updates": str(tmp_path / "updates"), "by_layer": "layer" in sharding}
@@ -178,7 +178,7 @@ def test_parts_that_reach_the_disk_late_are_of_their_own_update(whole, tmp_path)
     assert worlds.difference(whole, run) <= TOLERANCE
 
 
-def test_a_damaged_part_is_named_and_the_checkpoint_before_it_is_taken(tmp_path) -> None:
+def test_a_damaged_shard_is_named_and_the_previous_checkpoint_is_used(tmp_path) -> None:
     run = tmp_path / "run"
     worlds.train(2, run, steps=4, save_every=2, sharding="fsdp")
     last = checkpoints(run)[-1]

@@ -234,7 +234,7 @@ def test_providers_that_keep_all_scores_stop_at_a_length() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rounding_turns_no_unit_of_relu_over(dtype: torch.dtype) -> None:
+def test_rounding_flips_no_unit_of_relu(dtype: torch.dtype) -> None:
     shape = {"batch": 4, "seqlen": 32, "dim": 512, "heads": 8, "padding": "none"}
     x = {name: torch.randn(4, 32, 512, dtype=dtype) for name in ("x", "memory")}
     for name in ("encoder_layer", "decoder_layer"):

@@ -70,7 +70,7 @@ def test_liger(monkeypatch: pytest.MonkeyPatch) -> None:
     agrees("linear_cross_entropy", "liger", {"rows": 20, "dim": 8, "vocab_size": 12})
 
 
-def test_what_is_not_installed_is_a_row_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_a_row_only_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("flash_attn", "xformers", "liger_kernel"):
         monkeypatch.setitem(sys.modules, name, None)
     for name, absent in {

@@ -80,7 +80,7 @@ def test_an_unenforced_order_is_found(name: str) -> None:
 
 
 @pytest.mark.parametrize("place", ["\twgmma.mma_async", "\twgmma.wait_group", "\tret"])
-def test_a_store_that_is_read_back_is_no_operand(place: str) -> None:
+def test_a_store_that_is_read_back_is_not_an_operand(place: str) -> None:
     """A tile changes its layout through shared memory, before a product or behind one."""
     load = "\tbar.sync \t2, 128;\n\tldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r1}, [%r8];\n\tbar.sync \t2, 128;\n"
     bare = STORED.replace(FENCED, "")

@@ -197,7 +197,7 @@ def test_a_file_keeps_kernels_that_were_not_compiled_again(tmp_path: Path) -> No
     assert [line["cases"] for line in lines if line not in others] == [["half"], ["full"]]
 
 
-def test_compare_wants_two_files(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_needs_two_files(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["compile_report", "--compare", "a.jsonl", "b.jsonl"])
     with pytest.raises(SystemExit, match="2"):
         report.main()

@@ -72,7 +72,7 @@ def test_only_inner_loops() -> None:
     assert opcodes(code) == [["FMUL", "BRA"], ["FFMA", "BRA"]]
 
 
-def test_a_wait_is_no_inner_loop() -> None:
+def test_a_wait_is_not_an_inner_loop() -> None:
     """A spin on a barrier, far behind the code, belongs to the loop that waits, and its way back is no loop."""
     code = """
         .L_x_0:
@@ -111,7 +111,7 @@ def test_a_part_that_a_jump_table_leads_to() -> None:
     assert opcodes(code) == [["FFMA", "BRA"]]
 
 
-def test_a_branch_over_a_part_stays_in_the_loop_and_one_out_of_it_does_not() -> None:
+def test_a_branch_within_the_loop_stays_and_one_out_of_it_does_not() -> None:
     code = """
         .L_x_0:
         FADD R1, R1, R2

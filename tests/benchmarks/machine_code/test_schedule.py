@@ -22,7 +22,7 @@ def test_clocks_of_an_instruction() -> None:
     assert nothing is None
 
 
-def test_the_order_of_a_wait_decides_whether_exponentials_hide() -> None:
+def test_the_order_of_a_wait_decides_if_exponentials_overlap() -> None:
     """One warp: 64 clocks of products and 64 of exp2 take as long as the longer, or as long as both."""
     hidden = shares(parse(listing(PRODUCT + EXPONENTIALS + WAIT)), 1)
     serial = shares(parse(listing(PRODUCT + WAIT + EXPONENTIALS)), 1)
@@ -50,7 +50,7 @@ def test_reads_of_shared_memory_delay_products() -> None:
     assert shares(parse(listing(PRODUCT + loads + WAIT)), 1).tensor == pytest.approx(64 / 176, abs=0.05)
 
 
-def test_copies_hold_no_warp_and_delay_no_product_that_comes_later() -> None:
+def test_copies_block_no_warp_and_delay_no_later_product() -> None:
     """They take 64 clocks of shared memory, under as many of exp2; a read of as many bytes holds the warp up."""
     copies = "LDGSTS.E.BYPASS.128 [R1], desc[UR4][R2.64]\n" * 4
     reads = "LDS.128 R4, [R1]\n" * 4

@@ -60,7 +60,7 @@ def test_a_row_shows_its_share_of_the_roofline() -> None:
     assert "is missing: pip install x" in table(CASE | {"provider": "x", "missing": "pip install x"})
 
 
-def test_a_row_says_why_it_is_not_quiet() -> None:
+def test_a_row_gives_the_reason_for_its_mark() -> None:
     fields = {"rounds": 12, "passes": 9, "disturbed": 0.25, "slow": 0.5, "uncertainty": 0.05}
     assert doubt(row("eager", 1.0, **fields)) is None and doubt(row("eager", 1.0, **fields | {"quiet": None})) is None
     fields["quiet"] = False

@@ -83,7 +83,7 @@ def test_a_short_turn_is_judged_by_the_last_quarter_of_a_second(machine: Machine
     assert not any(found[:40]) and all(found[44:56]) and not any(found[67:])
 
 
-def test_a_slow_clock_is_seen_until_it_is_over(machine: Machine) -> None:
+def test_a_slow_clock_is_noticed_until_it_ends(machine: Machine) -> None:
     """And it is none of what others take, which the turn is taken again for."""
     watcher, found = machine.watcher(1), []
     for machine.work in (1.0, 1.2, 1.4, 1.4, 1.2):
@@ -94,7 +94,7 @@ def test_a_slow_clock_is_seen_until_it_is_over(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("tries, slow", [((1.4, 1.4, 1.0), False), ((1.4, 1.4, 1.4), True)])
-def test_a_hiccup_is_no_slow_clock(tries: tuple[float, ...], slow: bool, machine: Machine) -> None:
+def test_a_hiccup_is_not_a_slow_clock(tries: tuple[float, ...], slow: bool, machine: Machine) -> None:
     works = iter((1.0, *tries))
     watcher = NoiseMonitor(1, proc=machine.folder, clock=lambda: machine.now, own=lambda: machine.own,
                       fixed_work=lambda: next(works), cores=2)  # fmt: skip

@@ -19,7 +19,7 @@ def test_a_power_law_has_its_exponent(exponent: float) -> None:
     assert found.lengths == (1024, 2048, 4096, 8192)
 
 
-def test_the_upper_end_alone_counts() -> None:
+def test_only_the_upper_end_counts() -> None:
     """A fixed cost rules the short lengths; the longest of a provider, not of all, is where its upper end is."""
     bent = {n: max(float(n), 1024.0) for n in LENGTHS}
     assert fit(bent).exponent == pytest.approx(1.0)
@@ -34,7 +34,7 @@ def test_too_few_lengths_are_an_error(lengths: list[int]) -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-def test_what_has_no_logarithm_is_an_error(value: float) -> None:
+def test_values_without_a_logarithm_are_errors(value: float) -> None:
     with pytest.raises(ValueError, match="expected positive lengths and finite positive values, got {4096"):
         fit({2048: 1.0, 4096: value, 8192: 4.0})
 

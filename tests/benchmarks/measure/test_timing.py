@@ -187,7 +187,7 @@ def test_passes_are_separate_and_alternate(monkeypatch: pytest.MonkeyPatch) -> N
     assert order == ["a", "b", "b", "a"]  # a call of each without the clock, and the fourth round
 
 
-def test_a_pass_over_short_calls_goes_on_for_a_while() -> None:
+def test_a_pass_over_short_calls_has_a_minimum_time() -> None:
     timer = Interleaved("cpu")
     functions = {"a": lambda: None}
     timer.take(functions, rounds=1, seconds=9.0, watcher=Script())

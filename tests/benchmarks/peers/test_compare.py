@@ -65,7 +65,7 @@ def test_steps_and_tokens() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc")
-def test_neighbours_go_when_the_turn_ends() -> None:
+def test_busy_processes_end_with_the_turn() -> None:
     before = set(children())
     with busy_neighbours(2):
         assert len(set(children()) - before) == 2
@@ -87,7 +87,7 @@ def test_bytes_of_a_step() -> None:
     assert bytes_per_step(gpt, "fp32") == 4 * (500 * d + 4 * (4 * d * d + 2 * d * 4 * d))
 
 
-def test_a_row_says_how_near_the_floor_it_is() -> None:
+def test_a_row_shows_its_distance_from_the_floor() -> None:
     job = Job([[[3], [4]]], 4, 10)
     row = rates(OURS, 0.5, job, None, {"int8": 1000}, {DRAM: 40_000.0, 1000: 80_000.0})
     assert row["tokens_s"] == 40

@@ -63,7 +63,7 @@ def words(answer: dict[str, str]) -> int:
     return len(answer["text"].split())
 
 
-def test_clients_ask_at_once_and_answers_are_counted_in_their_time(port: int) -> None:
+def test_clients_send_requests_at_once_and_count_answers_in_time(port: int) -> None:
     bodies = [({"words": 3}, 3), ({"words": 5}, 5)]
     found = put_under_load(port, "/any", bodies, words, clients=4, seconds=0.4, warm_up=0.1)
     assert Handler.most == 4 and Handler.running == 0  # what was begun was waited for

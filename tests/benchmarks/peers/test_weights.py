@@ -149,7 +149,7 @@ def test_gpts(make) -> None:
         torch.testing.assert_close(theirs.model(tokens).logits, model(tokens), atol=1e-4, rtol=1e-4)
 
 
-def test_gguf_holds_each_weight_once(tmp_path: Path) -> None:
+def test_gguf_contains_each_weight_once(tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf", reason="not installed: pip install gguf")
     model = gpt()
     for kind, error in (("F32", 0.0), ("Q8_0", 0.02)):

@@ -91,7 +91,7 @@ def test_bars_are_ratios_and_losses_go_to_the_left(tmp_path: Path) -> None:
         assert [text.get_text() for text in axes.texts] == [style.two_digits(ratio)]
 
 
-def test_one_provider_alone_gives_no_bars(tmp_path: Path) -> None:
+def test_a_single_provider_gives_no_bars(tmp_path: Path) -> None:
     results = Results(write(tmp_path, [rotary("fastformer", 2.0), rotary("eager", None, missing="pip install eager")]))
     assert not CHARTS["ops"].select(results)
 
@@ -103,7 +103,7 @@ def test_exponents_follow_the_names(tmp_path: Path) -> None:
     assert {text.get_text() for text in memory.texts} == {"fastformer: n^1.0", "lstm: n^1.0", "sdpa"}
 
 
-def test_threads_and_batches_are_told_apart(tmp_path: Path) -> None:
+def test_threads_and_batches_are_distinguished(tmp_path: Path) -> None:
     rows = [*ROWS, *(decoding("cpp", batch, 15.0, threads=1) for batch in (1, 8))]
     (axes,) = (
         CHARTS["decoding_throughput"].draw(CHARTS["decoding_throughput"].select(Results(write(tmp_path, rows)))).axes

@@ -43,7 +43,7 @@ def test_every_picture_is_shown() -> None:
 
 
 @pytest.mark.parametrize("name", charts())
-def test_a_picture_is_that_of_its_rows(name: str, results: Results) -> None:
+def test_a_picture_matches_its_rows(name: str, results: Results) -> None:
     rows, path = charts()[name].select(results), PICTURES / f"{name}.svg"
     assert path.is_file() == bool(rows), STALE
     if rows:
@@ -248,7 +248,7 @@ def test_all_blocks_can_be_written_without_any_result(tmp_path: Path) -> None:
     assert {name for name, block in TABLES.items() if NOT_MEASURED in block(numbers)} >= {"models", "ops", "decoding"}
 
 
-def test_a_quick_run_has_tables_of_its_own_and_no_published_figure(
+def test_a_quick_run_has_its_own_tables_and_no_published_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     norm = {"op": "add_layer_norm", "mode": "fwdbwd", "shape": {"rows": 4096, "dim": 512, "dropout_p": 0.1}}

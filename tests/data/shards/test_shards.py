@@ -120,7 +120,7 @@ def test_pairs_with_equal_concatenations_are_not_duplicates(tmp_path) -> None:
     assert made(config_of(file, drop_duplicates=True), tmp_path / "out", 1).sources[0].left_out == {"duplicate": 1}
 
 
-def test_what_is_left_out_is_counted_by_reason(tmp_path) -> None:
+def test_dropped_lines_are_counted_by_reason(tmp_path) -> None:
     file = tmp_path / "a.tsv"
     lines = [f"{source}\t{target}" for source, target in pairs_of("x", 100)]
     bad = ["only one", "a\t", "a\tb\tc", "same here\tsame here", f"short\t{'long ' * 40}", f"{'w' * 90}\t{'v' * 90}"]
@@ -225,7 +225,7 @@ def test_lengths_of_any_examples(folder) -> None:
     assert examples.lengths_at(some).tolist() == [list(examples[i].lengths) for i in some]
 
 
-def test_few_shards_are_open_and_their_arrays_are_no_copies(folder) -> None:
+def test_few_shards_are_open_and_their_arrays_are_not_copies(folder) -> None:
     examples = ShardedExamples(folder, window=2)
     for batch in planned(examples, 0):
         _ = [examples[i] for i in batch]
@@ -270,7 +270,7 @@ class Ended(Exception):
 
 
 @pytest.mark.parametrize("stage", ["block", "shard", "index"])
-def test_the_same_call_goes_on_and_leaves_the_same_bytes(tmp_path, monkeypatch, stage) -> None:
+def test_the_same_command_continues_and_writes_the_same_bytes(tmp_path, monkeypatch, stage) -> None:
     files = [tsv(tmp_path / f"{name}.tsv", pairs_of(name, 300)) for name in "xy"]
     config = config_of(*files, drop_duplicates=True)
     made(config, tmp_path / "whole")

@@ -138,7 +138,7 @@ def test_many_sentences_cost_the_event_loop_little(translator) -> None:
     play(main())
 
 
-def test_sentences_take_their_places_together(translator) -> None:
+def test_sentences_of_a_text_are_queued_together(translator) -> None:
     text = "One. Two. Three. Four. Five."
 
     async def main() -> None:

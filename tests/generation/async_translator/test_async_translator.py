@@ -28,7 +28,7 @@ def test_async_translator_is_exported_at_the_root() -> None:
     assert fastformer.AsyncTranslator is AsyncTranslator
 
 
-def test_many_tasks_get_what_each_would_get_alone(translator) -> None:
+def test_many_tasks_get_the_results_of_each_alone(translator) -> None:
     expected = [translator.translate(text_of(n), **options_of(n)) for n in range(50)]
 
     async def main() -> None:
@@ -281,7 +281,7 @@ def test_max_time_counts_while_a_task_waits_for_a_place(translator) -> None:
     play(main())
 
 
-def test_who_has_found_a_place_is_ended_by_the_scheduler(translator) -> None:
+def test_a_running_request_is_ended_by_the_scheduler(translator) -> None:
     async def main() -> None:
         errors: list[object] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))

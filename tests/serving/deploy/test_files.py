@@ -31,7 +31,7 @@ def test_it_does_not_run_as_root() -> None:
     assert words.index("USER") < words.index("ENTRYPOINT")
 
 
-def test_the_server_is_started_as_the_command_understands_it() -> None:
+def test_the_image_starts_the_server_with_valid_flags() -> None:
     assert ENTRY[:2] == ["fastformer", "serve"]
     module = importlib.import_module("fastformer.commands.serve")
     values = _parsing.parse(module, "serve", [*ENTRY[2:], *SERVICE["command"]])
@@ -39,7 +39,7 @@ def test_the_server_is_started_as_the_command_understands_it() -> None:
     assert f":{values['port']}/health" in health_command(FINAL)[-1]
 
 
-def test_its_keys_are_a_secret_and_nothing_of_it_can_be_written() -> None:
+def test_the_container_has_secret_keys_and_a_read_only_file_system() -> None:
     (name,) = SERVICE["secrets"]
     assert f"/run/secrets/{name}" in SERVICE["command"] and "file" in COMPOSE["secrets"][name]
     assert not any("KEY" in variable for variable in SERVICE["environment"])

@@ -45,7 +45,7 @@ def digest(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def test_its_policy_lets_its_own_script_and_style_run_and_nothing_else(elements: Elements) -> None:
+def test_the_policy_allows_only_the_pages_own_script_and_style(elements: Elements) -> None:
     app = FastAPI()
     app.include_router(page.router(None, None))
     answer = TestClient(app).get("/")
@@ -60,7 +60,7 @@ def test_another_script_would_have_another_hash() -> None:
     assert policy(TEXT.replace('"use strict"', '"use strict" ')) != policy(TEXT)
 
 
-def test_it_takes_nothing_from_another_host(elements: Elements) -> None:
+def test_the_page_loads_nothing_from_another_host(elements: Elements) -> None:
     for tag, attributes in elements.all:
         for name in ("src", "href", "action", "srcset"):
             value = attributes.get(name) or ""
