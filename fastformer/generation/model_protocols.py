@@ -236,8 +236,12 @@ def check_precision(precision: object) -> None:
         raise ValueError(f"expected precision fp32, bf16, fp16, int8 or int4, got {precision!r}")
 
 
-def dtype_precision(model: object) -> str:
+def dtype_precision(model: object, *, is_of_one_dtype: bool = False) -> str:
     """Returns the precision of a model's modules: autocast's dtype if it is on, else the dtype of the parameters.
+
+    Args:
+        model: any object.
+        is_of_one_dtype: the caller knows that all parameters have one dtype, so the first one tells it.
 
     Returns:
         One of `DTYPES`; for another dtype its name in PyTorch; "mixed" for parameters of several dtypes.
@@ -246,6 +250,8 @@ def dtype_precision(model: object) -> str:
     is_cast = {device: torch.is_autocast_enabled(device) for device in ("cpu", "cuda")}
     reads_device = any(is_cast.values())
     for module in modules_of(model) if isinstance(model, nn.Module) else []:
+        if found and is_of_one_dtype:
+            break
         for parameter in module._parameters.values():
             if parameter is None or not (dtype := parameter.dtype).is_floating_point:
                 continue
@@ -258,10 +264,10 @@ def dtype_precision(model: object) -> str:
     return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def own_precision(model: object) -> str:
+def own_precision(model: object, *, is_of_one_dtype: bool = False) -> str:
     """Returns a model's own precision: "int8" or "int4" if it is quantised, else `dtype_precision`."""
     precision: str | None = getattr(model, "precision", None)
-    return precision if precision in QUANTIZED else dtype_precision(model)
+    return precision if precision in QUANTIZED else dtype_precision(model, is_of_one_dtype=is_of_one_dtype)
 
 
 def asked_precision(model: object, precision: Precision | None) -> Precision | None:

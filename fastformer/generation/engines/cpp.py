@@ -103,7 +103,7 @@ class CppEngine(Engine):
 
     def __init__(self, model: Model, precision: str | None = None) -> None:
         assert isinstance(model, Transformer | GPT)
-        self.precision = precision or own_precision(model)
+        self.precision = precision or own_precision(model, is_of_one_dtype=True)
         self._model, self._config = model, model.config
         self._attention = _attention(model)
         self._shortlist: list[int] = []
