@@ -1,4 +1,37 @@
-"""Settings of a tiny training, for the tests of run folders."""
+"""Settings of a tiny training, for the tests of run folders, and folders that transformers saved."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.training.conftest import config as config
 from tests.training.conftest import no_tensorboard as no_tensorboard
+
+
+@pytest.fixture(scope="module")
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """A folder of a kind, or what the module's FOLDERS say of it, made once: not to be changed."""
+
+    @functools.cache
+    def get(kind: str) -> Any:
+        folder = tmp_path_factory.mktemp("saved") / "model"
+        return request.module.FOLDERS[kind](folder) or folder
+
+    return get
+
+
+@pytest.fixture
+def copy(made: Callable[[str], Any], tmp_path: Path) -> Callable[[str], Path]:
+    """A folder of a kind, to be changed."""
+
+    def get(kind: str) -> Path:
+        found = made(kind)
+        return shutil.copytree(getattr(found, "folder", found), tmp_path / "model")
+
+    return get

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 
+from tests.checkpoints.decoders import save
 from tests.checkpoints.families import ENGLISH, sentencepiece_model
 
 tokenizers = pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
@@ -26,16 +26,6 @@ SIZES: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
     "max_position_embeddings": 40, "num_labels": 2,
 }  # fmt: skip
-
-
-def save(folder: Path, model: Any, tokenizer: Any) -> None:
-    torch.manual_seed(6)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            is_norm = parameter.dim() == 1 and name.endswith("weight")
-            parameter.copy_(torch.randn(parameter.shape) * (0.3 if parameter.dim() == 2 else 0.2) + is_norm)
-    model.eval().save_pretrained(folder, max_shard_size="60KB")
-    tokenizer.save_pretrained(folder)
 
 
 def words(folder: Path, **options: Any) -> Any:

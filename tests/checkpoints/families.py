@@ -205,7 +205,7 @@ def without(whole: Saved, folder: Path, *names: str) -> Saved:
 
 
 # By the kind of folder.
-FAMILIES = {
+FOLDERS = {
     "bart": bart,
     "bart-merges": lambda folder: without(bart(folder.with_name("whole")), folder, "tokenizer.json"),
     "marian": marian,

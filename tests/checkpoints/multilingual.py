@@ -173,7 +173,7 @@ def only(spoken: Spoken, folder: Path, *names: str) -> Spoken:
 
 
 # By the kind of folder.
-FAMILIES: dict[str, Callable[[Path], Spoken]] = {
+FOLDERS: dict[str, Callable[[Path], Spoken]] = {
     "nllb": nllb,
     "nllb-legacy": lambda folder: nllb(folder, legacy_behaviour=True),
     "m2m100": m2m100,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import sys
 import zipfile
 from collections.abc import Callable
@@ -23,30 +22,10 @@ from fastformer.data import load_tokenizer
 from fastformer.data.model_tokenizers import byte_level_bpe
 from fastformer.generation import Translator
 from tests.checkpoints import families
-from tests.checkpoints.families import FAMILIES, GERMAN, Saved
+from tests.checkpoints.families import FOLDERS, GERMAN, Saved
 
 FEW = ["--max_new_tokens", "16", "--no_repeat_ngram_size", "2", "--device", "cpu"]
 plain = pytest.mark.parametrize("kind", ["bart", "marian", "t5"])
-Make = Callable[[str], Saved]
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Make:
-    """A folder of a kind, made once: not to be changed."""
-    found: dict[str, Saved] = {}
-
-    def get(kind: str) -> Saved:
-        if kind not in found:
-            found[kind] = FAMILIES[kind](tmp_path_factory.mktemp(kind) / "model")
-        return found[kind]
-
-    return get
-
-
-@pytest.fixture
-def copy(made, tmp_path) -> Callable[[str], Path]:
-    """A folder of a kind, to be changed."""
-    return lambda kind: shutil.copytree(made(kind).folder, tmp_path / "model")
 
 
 def loaded(folder: Path, **options: Any) -> Any:
@@ -61,7 +40,7 @@ def translated(saved: Saved, tmp_path: Path, capsys, *flags: str) -> list[str]:
     return capsys.readouterr().out.split("\n")[:-1]
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", FOLDERS)
 def test_outputs_equal_transformers(kind, made, tmp_path, capsys) -> None:
     saved = made(kind)
     expected = saved.said(no_repeat_ngram_size=2)
@@ -188,7 +167,7 @@ def test_a_damaged_tokenizer_is_named(kind, change, made, tmp_path) -> None:
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", FOLDERS)
 def test_the_tokenizer_stays_within_its_vocabulary(kind, made) -> None:
     tokenizer = loaded(made(kind).folder)[1]
     ids, text = tokenizer.special_ids, GERMAN[2] if kind.startswith("marian") else "two birds"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +16,6 @@ from fastformer.checkpoints import generation_settings, load_model
 from fastformer.cli import main
 from fastformer.data import load_tokenizer
 from tests.checkpoints.decoders import FOLDERS, TEXTS, sentencepiece_of
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Callable[[str], Path]:
-    """A folder of a kind, made once: not to be changed."""
-    found: dict[str, Path] = {}
-
-    def get(kind: str) -> Path:
-        if kind not in found:
-            found[kind] = tmp_path_factory.mktemp(kind) / "model"
-            FOLDERS[kind](found[kind])
-        return found[kind]
-
-    return get
-
-
-@pytest.fixture
-def copy(made, tmp_path) -> Callable[[str], Path]:
-    """A folder of a kind, to be changed."""
-    return lambda kind: shutil.copytree(made(kind), tmp_path / "model")
 
 
 def loaded(folder: Path, **options: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,19 +19,6 @@ from fastformer.models import BERT
 from tests.checkpoints.encoders import FOLDERS, PAIRS, TEXTS
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    found: dict[str, Path] = {}
-
-    def folder(kind: str) -> Path:
-        if kind not in found:
-            found[kind] = tmp_path_factory.mktemp("encoders") / "model"
-            FOLDERS[kind](found[kind])
-        return found[kind]
-
-    return folder
-
-
 def load(folder: Path) -> tuple[BERT, EncoderTokenizer]:
     model, tokenizer = load_folder(folder, FAMILIES[model_type(folder) or ""])
     assert isinstance(model, BERT) and isinstance(tokenizer, EncoderTokenizer)
@@ -40,8 +26,8 @@ def load(folder: Path) -> tuple[BERT, EncoderTokenizer]:
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
-def test_a_folder_gives_transformers_outputs(kind, saved) -> None:
-    folder = saved(kind)
+def test_a_folder_gives_transformers_outputs(kind, made) -> None:
+    folder = made(kind)
     model, tokenizer = load(folder)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     limit = tokenizer.max_len
@@ -72,8 +58,8 @@ def test_a_folder_gives_transformers_outputs(kind, saved) -> None:
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
-def test_a_tokenizer_is_saved_beside_its_model(kind, saved, tmp_path) -> None:
-    model, tokenizer = load(saved(kind))
+def test_a_tokenizer_is_saved_beside_its_model(kind, made, tmp_path) -> None:
+    model, tokenizer = load(made(kind))
     model.save_pretrained(tmp_path, tokenizer)
     again = load_tokenizer(tmp_path)
     assert isinstance(again, EncoderTokenizer)
@@ -86,8 +72,8 @@ def test_a_tokenizer_is_saved_beside_its_model(kind, saved, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
-def test_special_tokens_in_a_text_are_text(kind, saved) -> None:
-    _, tokenizer = load(saved(kind))
+def test_special_tokens_in_a_text_are_text(kind, made) -> None:
+    _, tokenizer = load(made(kind))
     plain, spelled = tokenizer.encode("the dog"), tokenizer.encode("the </s> [SEP] dog")
     if kind != "xlm-roberta":  # whose Unigram has </s> among its pieces
         assert spelled.count(plain[-1]) == 1
@@ -97,9 +83,9 @@ def test_special_tokens_in_a_text_are_text(kind, saved) -> None:
     assert len(tokenizer.tokens(plain)) == len(plain)
 
 
-def test_it_may_be_cut_on_the_left(saved, tmp_path) -> None:
+def test_it_may_be_cut_on_the_left(made, tmp_path) -> None:
     for kind in ("bert", "xlm-roberta pieces"):
-        folder = shutil.copytree(saved(kind), tmp_path / kind)
+        folder = shutil.copytree(made(kind), tmp_path / kind)
         named = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
         (folder / "tokenizer_config.json").write_text(json.dumps({**named, "truncation_side": "left"}))
         theirs = transformers.AutoTokenizer.from_pretrained(folder)
@@ -109,8 +95,8 @@ def test_it_may_be_cut_on_the_left(saved, tmp_path) -> None:
         assert tokenizer.encode(text, 6) != tokenizer.encode("the dog", 6)
 
 
-def test_bad_calls_are_named(saved) -> None:
-    _, tokenizer = load(saved("bert"))
+def test_bad_calls_are_named(made) -> None:
+    _, tokenizer = load(made("bert"))
     for call in (
         lambda: tokenizer.encode("the", 2),
         lambda: tokenizer.encode_pair("the", "dog", 3),
@@ -123,11 +109,11 @@ def test_bad_calls_are_named(saved) -> None:
     with pytest.raises(ValueError, match="surrogate"):
         tokenizer.encode("\ud800")
     with pytest.raises(ValueError, match="encoder"):
-        load_model(saved("bert"), ("GPT",))
+        load_model(made("bert"), ("GPT",))
 
 
-def test_missing_and_damaged_files_are_named(saved, tmp_path) -> None:
-    folder = shutil.copytree(saved("bert head"), tmp_path / "model")
+def test_missing_and_damaged_files_are_named(made, tmp_path) -> None:
+    folder = shutil.copytree(made("bert head"), tmp_path / "model")
     (folder / "vocab.txt").write_text("a\nb\n")
     with pytest.raises(ValueError, match=r"vocab\.txt"):
         load(folder)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,26 +13,12 @@ from fastformer.cli import main
 from fastformer.data import load_tokenizer
 from fastformer.generation import AsyncTranslator, Translator
 from tests.checkpoints import families
-from tests.checkpoints.multilingual import FAMILIES, Spoken
+from tests.checkpoints.multilingual import FOLDERS
 
-Make = Callable[[str], Spoken]
 FEW = {"max_new_tokens": 16, "no_repeat_ngram_size": 2, "beam_rules": "transformers"}
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Make:
-    """A folder of a kind, made once: not to be changed."""
-    found: dict[str, Spoken] = {}
-
-    def get(kind: str) -> Spoken:
-        if kind not in found:
-            found[kind] = FAMILIES[kind](tmp_path_factory.mktemp(kind) / "model")
-        return found[kind]
-
-    return get
-
-
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", FOLDERS)
 def test_outputs_equal_transformers(kind, made, tmp_path, capsys) -> None:
     spoken = made(kind)
     expected = spoken.said(no_repeat_ngram_size=2)
