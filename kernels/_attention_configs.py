@@ -74,12 +74,12 @@ class Row(NamedTuple):
     dropout: Config | None = None
     both: Config | None = None
     bare: Config | None = None
-    windowed_dropout: Config | None = None  # no mask, but a left window beside dropout
+    windowed_dropout: Config | None = None  # a left window beside dropout, and no `both` for a mask
 
     def config(self, call: Call) -> Config:
         if call.masked and call.dropout and self.both is not None:
             return self.both
-        if call.windowed and call.dropout and not call.masked and self.windowed_dropout is not None:
+        if call.windowed and call.dropout and self.windowed_dropout is not None:
             return self.windowed_dropout
         own = self.dropout if call.dropout else self.masked if call.masked else self.bare if call.bare else None
         return own or self.plain
@@ -98,7 +98,7 @@ FORWARD: Table = {
         Config(128, 64, 8, 3, maxnreg=128),
         Config(128, 64, 8, 3),
         both=Config(128, 64, 8, 3),
-        windowed_dropout=Config(128, 64, 8, 2, maxnreg=128),  # addresses of a third stage would spill 8 bytes
+        windowed_dropout=Config(128, 64, 8, 2, maxnreg=128),  # a third stage would spill 8 bytes
     ),
     (90, 128): Row(
         Config(128, 64, 8, 3),
@@ -175,7 +175,8 @@ BACKWARD_FP32: Table = {
 DQ: Table = {
     (80, 64): Row(Config(64, 64, 8, 1)),
     (80, 128): Row(Config(64, 32, 8, 1)),
-    (80, 256): Row(Config(64, 16, 8, 1)),
+    # 64 rows would spill on sm_86 and 89, and 32 too if ptxas kept to the 128 registers of two programs.
+    (80, 256): Row(Config(64, 16, 8, 1), windowed_dropout=Config(32, 16, 8, 1, maxnreg=240)),
     (90, 64): Row(Config(128, 64, 8, 2)),
     (90, 128): Row(Config(128, 64, 8, 2)),
     (90, 256): Row(Config(64, 16, 8, 2)),

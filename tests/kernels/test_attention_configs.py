@@ -76,6 +76,8 @@ def test_dropout_beside_a_left_window() -> None:
     assert chosen(dropout_p=0.1) == chosen(dropout_p=0.1, right=0) == DROPOUT
     assert chosen(left=70) == PLAIN
     assert chosen("bool", dropout_p=0.1, left=70) == chosen("bool_keys", dropout_p=0.1, left=70) == BOTH
+    bool_keys = call_of(90, problem_of(0.1, left=70), torch.bfloat16, "bool_keys")
+    assert Row(PLAIN, MASKED, windowed_dropout=BOTH).config(bool_keys) == BOTH
     assert Row(PLAIN, dropout=DROPOUT).config(call_of(90, problem_of(0.1, left=70), torch.bfloat16, "none")) == DROPOUT
 
 
