@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fastformer.checkpoints.hf import FAMILIES, FORMS
+from fastformer.checkpoints.hf import DECODER_FORMS, FAMILIES
 from fastformer.models import GPT
 
 IS_OLD = int(transformers.__version__.split(".")[0]) < 5
@@ -119,7 +119,7 @@ def gradients_of(ours: GPT, kind: str) -> dict[str, Tensor]:
             for parameter, own in zip(twin.parameters(), ours.parameters(), strict=True):
                 gradient = torch.zeros_like(own) if own.grad is None else own.grad
                 parameter.copy_(gradient if is_gradient else torch.zeros_like(own))
-        weights.append(FORMS[kind].from_model(twin)[1])
+        weights.append(DECODER_FORMS[kind].from_model(twin)[1])
     return {name: weights[0][name] - weights[1][name] for name in weights[0]}
 
 

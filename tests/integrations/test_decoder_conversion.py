@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastformer.checkpoints.hf import FORMS
+from fastformer.checkpoints.hf import DECODER_FORMS
 from fastformer.checkpoints.hf.rope import of_version
 from fastformer.integrations import from_huggingface, to_huggingface
 from fastformer.models import GPT
@@ -91,7 +91,7 @@ def test_each_family_computes_the_same(name) -> None:
 
 @pytest.mark.slow  # every option with every other, at unusual sizes
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize("kind", DECODER_FORMS)
 def test_random_configs_compute_and_say_the_same(kind, seed) -> None:
     if IS_OLD:
         pytest.skip("version 4 reads fewer of the settings that are drawn")
@@ -109,7 +109,7 @@ def test_a_model_survives_the_conversion_and_back(case, tmp_path) -> None:
     if type(back) is type(theirs):
         assert state.keys() == again.keys()
     # Of several families that have these options it becomes the first.
-    settings, own = FORMS[case.kind].from_model(ours)
+    settings, own = DECODER_FORMS[case.kind].from_model(ours)
     atol = 2e-7 if case.kind.startswith("gemma") else 0  # whose norms are stored less 1
     for found in (own, *([again] if type(back) is type(theirs) else [])):
         assert own.keys() == state.keys()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from fastformer.checkpoints.hf import FAMILIES, FORMS
+from fastformer.checkpoints.hf import DECODER_FORMS, FAMILIES
 from fastformer.integrations import report
 from tests.checks import assert_accurate
 from tests.covering import by_turns
@@ -65,7 +65,7 @@ def test_tokens_of_every_variant_on_either_side_of_padding(name):
 # By the model_type or the family's name.
 DRAWN: dict[str, Callable[[str, int], Any]] = {
     **dict.fromkeys(("Marian", "Bart", "MBart", "Pegasus", "M2M100", "T5", "MT5"), conversions.drawn),
-    **dict.fromkeys(FORMS, decoders.drawn),
+    **dict.fromkeys(DECODER_FORMS, decoders.drawn),
 }
 
 
@@ -80,7 +80,7 @@ def test_tokens_of_random_configs_on_either_side_of_padding(kind, seed):
     for is_left in (False, True):
         pair = pair_of(DRAWN[kind](kind, seed), left=is_left)
         for options in ({"max_new_tokens": 64, "do_sample": False}, *searches(kind)[1:]):
-            pair.check(is_served=is_left == (kind in FORMS) or kind in ("T5", "MT5", "M2M100"), **options)
+            pair.check(is_served=is_left == (kind in DECODER_FORMS) or kind in ("T5", "MT5", "M2M100"), **options)
         ties, rows = ties + pair.near_ties, rows + pair.rows
     print(f"{kind} {seed}: {ties} near ties in {rows} rows")
     assert ties <= rows // 10
