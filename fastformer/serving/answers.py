@@ -38,9 +38,15 @@ class ErrorBody(BaseModel):
     error: ErrorFields
 
 
-def error_schemas(body: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """Returns the `responses` of a route's schema for its errors, by status; `body` is the model of their bodies."""
-    return {status: {"model": body, "description": text} for status, text in _ERRORS.items()}
+def error_schemas(body: type[BaseModel], own: Mapping[int, str] | None = None) -> dict[int | str, dict[str, Any]]:
+    """Returns the `responses` of a route's schema for its errors, by status.
+
+    Args:
+        body: the model of their bodies.
+        own: descriptions of further statuses, or others than the usual ones.
+    """
+    texts = _ERRORS | {**(own or {})}
+    return {status: {"model": body, "description": texts[status]} for status in sorted(texts)}
 
 
 _ERRORS = {

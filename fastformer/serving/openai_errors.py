@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import Response
 from starlette.exceptions import HTTPException
 
-from fastformer.serving.answers import answer
+from fastformer.serving.answers import answer, error_schemas
 from fastformer.serving.openai_bodies import UNSUPPORTED, Body, ErrorBody
 
 _TYPES = {
@@ -23,17 +23,14 @@ _TYPES = {
 # The names that clients of Hugging Face send if they are configured with a URL and no model.
 _PLACEHOLDERS = ("dummy", "tgi")
 
-ERRORS: dict[int | str, dict[str, Any]] = {
-    400: {"model": ErrorBody, "description": "The request is wrong; `param` says where."},
-    401: {"model": ErrorBody, "description": "No key, or a wrong one."},
-    404: {"model": ErrorBody, "description": "Another model than the one that is served."},
-    408: {"model": ErrorBody, "description": "The body came too slowly."},
-    413: {"model": ErrorBody, "description": "The body is too large."},
-    422: {"model": ErrorBody, "description": "Not used: a body that breaks the schema is a 400."},
-    429: {"model": ErrorBody, "description": "There is no place in the queue; Retry-After says when there may be."},
-    503: {"model": ErrorBody, "description": "The server ends, or the model can't go on."},
-    504: {"model": ErrorBody, "description": "The request's time was over."},
-}
+ERRORS = error_schemas(
+    ErrorBody,
+    {
+        400: "The request is wrong; `param` says where.",
+        404: "Another model than the one that is served.",
+        413: "The body is too large.",
+    },
+)
 
 
 class ApiError(HTTPException):

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 
 from fastformer import __version__
 from fastformer.encoding.scheduler import STEP_TOKENS
-from fastformer.serving.answers import answer, until_gone
+from fastformer.serving.answers import answer, error_schemas, until_gone
 from fastformer.serving.encoder_service import NOTHING, SIGMOID, EmbedService, RankService
 from fastformer.serving.limits import Limits
 from fastformer.serving.service import Service
@@ -119,18 +119,16 @@ class Info(BaseModel):
     version: str
 
 
-ERRORS: dict[int | str, dict[str, Any]] = {
-    400: {"model": ErrorBody, "description": "The request is empty."},
-    401: {"model": ErrorBody, "description": "No key, or a wrong one."},
-    404: {"model": ErrorBody, "description": "There is no such route."},
-    408: {"model": ErrorBody, "description": "The body came too slowly."},
-    413: {"model": ErrorBody, "description": "The body is too large."},
-    422: {"model": ErrorBody, "description": "The request is wrong."},
-    424: {"model": ErrorBody, "description": "The model can't do that, or has failed."},
-    429: {"model": ErrorBody, "description": "There is no place in the queue; Retry-After says when there may be."},
-    503: {"model": ErrorBody, "description": "The server ends, or the model can't go on."},
-    504: {"model": ErrorBody, "description": "The request's time was over."},
-}
+ERRORS = error_schemas(
+    ErrorBody,
+    {
+        400: "The request is empty.",
+        404: "There is no such route.",
+        413: "The body is too large.",
+        422: "The request is wrong.",
+        424: "The model can't do that, or has failed.",
+    },
+)
 
 
 class TeiError(HTTPException):
