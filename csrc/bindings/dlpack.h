@@ -1,4 +1,4 @@
-// What DLPack 1 says of a tensor, and of the table by which a type of tensors tells it without Python calls
+// DLPack 1's description of a tensor, and the table of functions that give it without Python calls
 // (`__dlpack_c_exchange_api__`): https://dmlc.github.io/dlpack/latest/c_api.html. Its layout is the same in every
 // version 1.x, so a library that reads tensors by it is bound to no version of PyTorch.
 

@@ -1,4 +1,4 @@
-// Decides whether several threads pay off beside the other work on the machine; thread_team.cpp asks.
+// Decides whether several threads pay off beside the other work on the machine. Used by thread_team.cpp.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// Probes behind cpu_features.h.
+// Detects the features of cpu_features.h.
 
 #include "common/cpu_features.h"
 

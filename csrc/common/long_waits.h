@@ -1,4 +1,4 @@
-// Decides for how long the team runs all ops, by the waits of callers for OpenMP's threads; share_out.cpp asks.
+// Decides, from the callers' waits for OpenMP's threads, for how long the team runs all ops. Used by share_out.cpp.
 
 #pragma once
 

@@ -1,12 +1,12 @@
 // One vector type for all kernels: 16 floats with AVX-512, 8 with AVX2, and a "vector" of one double, which lets the
 // same code run in fp64 for gradcheck. Half dtypes live in memory only: they are widened on load and rounded on store.
 //
-// max(a, b) is b where either is NaN, as the instruction has it, so a bound stands on the left: max(bound, x) keeps the
-// NaN of x. A running maximum may lose one: it serves as a shift alone, and the NaN then comes out of the exponentials.
+// If a or b is NaN, max(a, b) is b, as in the instruction. So write a bound first: max(bound, x) keeps a NaN of x.
+// A running maximum may lose a NaN, but it is only used as a shift, and the exponentials then give the NaN.
 //
-// A tail is loaded and stored with a count; the lanes beyond it read as zero and are never written. A count of a whole
-// vector takes the plain instruction: the compiler sees it where the count is constant, and a masked store of AVX2
-// costs some AMD cores tens of cycles.
+// A tail is loaded and stored with a count: lanes beyond it read as zero and are never written. For a whole vector, the
+// plain instruction is used, since a masked store of AVX2 costs tens of cycles on some AMD cores. If the count is a
+// constant, the compiler chooses.
 
 #pragma once
 
@@ -53,9 +53,9 @@ struct Vec<double> {
   friend Vec fmadd(Vec a, Vec b, Vec c) { return a.v * b.v + c.v; }
   friend Vec max(Vec a, Vec b) { return a.v > b.v ? a.v : b.v; }
   friend Vec exp2(Vec a) { return std::exp2(a.v); }
-  // x where condition > 0 or NaN, else y.
+  // x if condition > 0 or NaN, else y.
   friend Vec where_positive(Vec condition, Vec x, Vec y) { return condition.v <= 0 ? y : x; }
-  // A bit for each lane of a that is above b's or NaN.
+  // A bit for each lane in which a is above b or NaN.
   friend uint32_t lanes_above(Vec a, Vec b) { return a.v <= b.v ? 0 : 1; }
   Vec first_lanes(int64_t) const { return v; }
   friend void store_sums(Vec a, Vec b, Vec c, Vec d, double* to) { to[0] = a.v, to[1] = b.v, to[2] = c.v, to[3] = d.v; }
@@ -122,7 +122,7 @@ struct Vec<float> {
   }
   friend Vec swap_neighbours(Vec a) { return _mm512_permute_ps(a.v, 0xB1); }  // 1, 0, 3, 2, ...
   friend Vec round(Vec a) { return _mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-  // a * 2**n for an integral n; goes to 0 and inf at the ends, as it should.
+  // a * 2**n for an integral n; underflows to 0 and overflows to inf.
   friend Vec scale_by_power(Vec a, Vec n) { return _mm512_scalef_ps(a.v, n.v); }
   Vec first_lanes(int64_t n) const { return n >= size ? *this : Vec(_mm512_maskz_mov_ps(first(n), v)); }  // zero beyond
   // The sums over the lanes of four vectors side by side, for less than four times one sum.
@@ -233,8 +233,8 @@ struct Vec<float> {
 #endif
 
 // 2**x to about 1 ulp: x = n + f with |f| <= 1/2, and a polynomial of degree 6 (Taylor, f ln 2) for 2**f. From -inf to
-// -126 it is 0, NaN stays, and what +inf gives depends on the CPU (inf or NaN). No denormal number is made here: hidden
-// scores would make many, and one stops an Intel CPU for a hundred cycles and more.
+// -126 it is 0, NaN stays NaN, and +inf gives inf or NaN, depending on the CPU. The result is never denormal: hidden
+// scores would give many denormals, and each costs an Intel CPU a hundred cycles or more.
 inline Vec<float> exp2(Vec<float> x) {
   const Vec<float> lowest(-126.f), above = max(lowest, x);
   const Vec<float> n = round(above), f = above - n;
@@ -248,8 +248,8 @@ inline Vec<float> exp2(Vec<float> x) {
   return where_above(x, lowest, scale_by_power(p, n));
 }
 
-// e**x. The product with log2(e) is split in two so that a large |x| keeps its last bits. Ends as above, with 0 up to
-// -87.33.
+// e**x. The product with log2(e) is split in two so that a large |x| keeps its last bits. The special values are as for
+// exp2, with 0 up to -87.33.
 inline Vec<float> exp(Vec<float> x) {
   constexpr float log2e = 1.44269504f;
   constexpr float ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;

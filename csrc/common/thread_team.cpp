@@ -158,7 +158,7 @@ class ThreadTeam {
     int64_t worked = 0;
     while (true) {
       int64_t task = next_.load(std::memory_order_relaxed);
-      // The order matters: wanted_ is what goes with end_, or it is newer, and then the task is taken already.
+      // The order matters: wanted_ belongs to the same run as end_, or is newer, and then the task is taken already.
       if (task >= end_.load(std::memory_order_acquire)) return worked;
       if (wanted_.load(std::memory_order_relaxed) < place) return worked;
       note_core(place);

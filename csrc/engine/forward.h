@@ -22,7 +22,7 @@ struct Span {
   const TokenCache::Row* row;
   bool is_prompt;  // else a step's one token
   // For an encoder's text from which padding was omitted:
-  const int32_t* places = nullptr;  // where its tokens stand, rising; null: 0, 1, 2 ...
+  const int32_t* places = nullptr;  // the positions of its tokens, rising; null: 0, 1, 2 ...
   int64_t unseen = 0;               // tokens at its beginning that attend, and that no token attends to
 };
 

@@ -1,4 +1,4 @@
-// The inner loops behind int4_gemm.cpp: some rows against some vectors of a panel of 4-bit weights.
+// The inner loops of int4_gemm.cpp: a few rows times a few vectors of a panel of 4-bit weights.
 //
 // A group is 32 inputs. A panel has, for each group, four blocks of 64 columns times 4 bytes, the 64 scales of the
 // group as fp16, and, if the weight has zeros, those as int8. The low half of a block's 4 bytes is one step of 4

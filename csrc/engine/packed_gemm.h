@@ -6,13 +6,13 @@
 // corrections) follows its last step.
 //
 //   fp32   FMA
-//   bf16   x and W are bf16, sums fp32: vdpbf16ps where the CPU has AVX512_BF16, else widened to FMA
-//   int8   W has a scale per column: symmetric, largest magnitude 127. A row of x, when it is stored, gets a scale and a
-//          zero, so that its bytes from 0 to 255 are used whole, also where nothing is below zero, as behind ReLU:
-//          x ~ scale * (byte - zero). The sum of a column times the zero puts sums of bytes right.
+//   bf16   x and W are bf16, sums fp32: vdpbf16ps if the CPU has AVX512_BF16, else widened to FMA
+//   int8   W has a scale per column: symmetric, largest magnitude 127. A row of x gets a scale and a zero
+//          point when it is stored: x ~ scale * (byte - zero). So all bytes from 0 to 255 are used even if no value is
+//          negative, as after ReLU. The sum of a column times the zero point corrects the sums of bytes.
 //          AVX512_VNNI, AVX-VNNI, or multiplications of bytes without them: all give the same integers.
 //   int4   rows as for int8, and W has a scale, and maybe a zero, for each 32 inputs of a column; int4_kernels.h
-//          says how it lies. Rows of int4 are multiplied with weights of int8 as well.
+//          describes the layout. Rows of int4 are multiplied with weights of int8 as well.
 //
 // A row's result depends only on the row and W: not on the number of rows, the panels or the threads, bit for bit. If
 // the CPU has AMX, int8 uses it from some number of rows on, with the same integers; bf16, whose sums AMX rounds in

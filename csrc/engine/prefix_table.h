@@ -1,5 +1,5 @@
-// Records the blocks of a TokenCache that have the beginnings of prompts: prompts that begin alike share them, even
-// after earlier prompts have left.
+// Records the blocks of a TokenCache with the beginnings of prompts. Prompts with a common beginning share its blocks,
+// even after earlier prompts have left.
 //
 // A block is identified by its tokens and by the block before it, hence by all tokens from the first one on. Tokens are
 // compared; a hash only finds them. The holders of a block are the groups that use it. Without a holder it is idle: it

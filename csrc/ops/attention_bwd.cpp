@@ -8,7 +8,7 @@
 // and dK; the gradient of a mask is dS itself.
 //
 // A task is one kv head of one sequence with all query heads of its group: it owns its dQ, dK and dV, so sums have one
-// order and the result does not depend on the threads. Where that makes few tasks a task is one query head, whose dK
+// order and the result does not depend on the threads. If that gives few tasks, a task is one query head, whose dK
 // and dV are added up in the order of the heads afterwards. Tasks that add to one gradient of a mask follow each other
 // in one of a few chains, each with a copy of it. Tiles are kKeys keys by one panel of queries, scores transposed (keys
 // are rows): then P^T and dS^T are row-major left operands of dV and dK as they come, and lse and delta lie along the
@@ -39,7 +39,7 @@ struct Inputs {
 template <typename acc>
 acc log_of_alike(const Problem& p, const Mask& mask, const Sequence& s, int64_t b, int64_t h, int64_t i, acc lse) {
   using V = Vec<acc>;
-  // From here on numbers are 32 apart.
+  // From here on, consecutive numbers differ by 32.
   constexpr acc kSwallows = std::is_same_v<acc, float> ? acc(1 << 28) : acc(int64_t(1) << 57);
   if (!(std::abs(lse) >= kSwallows) || std::isinf(lse)) return acc(0);
   const Interval seen = p.keys_of(s, i);

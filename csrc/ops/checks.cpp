@@ -43,7 +43,7 @@ std::tuple<Tensor, int64_t> tasks_check(int64_t tasks, int64_t rounds, int64_t b
   return {counts, most};
 }
 
-// For how many milliseconds the team is to run all ops after each of some regions of OpenMP; 0: it goes on as before.
+// For each of some OpenMP regions, for how many milliseconds the team should run all ops afterwards; 0: no change.
 // regions: int64 (n, 3), of microseconds: since the first one, those that the caller worked, those that it waited.
 Tensor waits_check(const Tensor& regions) {
   using std::chrono::microseconds;

@@ -217,7 +217,7 @@ Tensor decode_attention(const Tensor& q_in, Tensor k_cache, Tensor v_cache, cons
     check(!slot_table || cache.size(0) <= 1 || cache.size(1) <= 1 || cache.stride(0) == cache.size(1) * cache.stride(1),
           "the blocks of the caches must follow each other");
   }
-  // Without new tokens the cache stands in their place; none are read from it.
+  // Without new tokens, the cache is passed instead of them and is not read as new tokens.
   const Tensor k = k_in ? rows_of(*k_in) : k_cache, v = v_in ? rows_of(*v_in) : v_cache;
   Call call{{},
             Places(slot_table),

@@ -8,10 +8,10 @@
 //
 // A soft cap c makes z = c tanh(u / c) of the logits u in step 1, and du = (1 - (z / c)^2) dz in step 3.
 //
-// 6 rows dim vocab_size FLOPs where gradients are wanted, 2 rows dim vocab_size else (then a tile of logits is not kept
-// at all). W is packed tile by tile as it is read: no second copy of it exists. Tiles belong to groups, each with dx
-// sums of its own which are added in order, so a result depends on no thread's timing. Sums are fp32 (fp64 for fp64);
-// those of a bf16 dW lie in two bf16 numbers, the result's own and a correction, 16 bits in all.
+// 6 rows dim vocab_size FLOPs with gradients, 2 rows dim vocab_size without (then tiles of logits are not kept). W is
+// packed tile by tile as it is read, so there is no second copy of it. Each group of tiles has its own sums of dx, and
+// these are added in order, so a result does not depend on the timing of threads. Sums are fp32 (fp64 for fp64). A
+// sum of a bf16 dW is stored as two bf16 numbers, the result and a correction, with 16 bits together.
 
 #include <limits>
 #include <optional>
@@ -111,7 +111,7 @@ struct LinearCrossEntropy {
   acc softcap() const { return static_cast<acc>(options.softcap); }
   bool counts(int64_t row) const { return target[row] != options.ignore_index; }
 
-  // What the rows of one chunk come to.
+  // The results for the rows of one chunk.
   struct Chunk {
     int64_t first, rows;
     Buffer<TileSums<acc>> of_tile;  // (tiles, rows)

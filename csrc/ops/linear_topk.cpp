@@ -1,7 +1,7 @@
 // The last linear map and the choice of its best outputs: x W^T tile by tile; each row keeps its k best.
 //
-// The vocabulary is cut into tiles of kColumns, which the threads take in order. A tile of W is packed (a few rows
-// take it as it lies), all rows are multiplied by it while it is in the cache, and of a row's logits
+// The vocabulary is cut into tiles of kColumns, which the threads take in order. A tile of W is packed (for a few rows
+// it is read in place), and all rows are multiplied by it while it is in the cache. Of a row's logits
 //
 //   - those above the k-th best that this thread has seen for the row enter a heap of k. Few do: one comparison for a
 //     vector of logits is what most of them cost. The indices of a thread rise, so an equal value never enters.
