@@ -59,7 +59,7 @@ def test_translate_text_file_and_stdin(run, tmp_path, capsys, monkeypatch) -> No
     assert main(["translate", run, "--max_new_tokens", "5", "--num_beams", "2"]) == 0
 
 
-def test_empty_lines_stay_and_errors_count_them(run, tmp_path, capsys) -> None:
+def test_empty_lines_stay_and_are_counted_in_errors(run, tmp_path, capsys) -> None:
     (tmp_path / "in.txt").write_text("word 7\n\nword 8\n")
     assert main(["translate", run, "--file", str(tmp_path / "in.txt"), "--max-new-tokens", "1"]) == 0
     assert capsys.readouterr().out.split("\n")[1] == ""
@@ -78,7 +78,7 @@ def test_reference_prints_scores_with_signatures(run, tmp_path, capsys) -> None:
     assert "--file" in capsys.readouterr().err
 
 
-def test_a_flag_wins_over_the_file_even_as_the_default(run, tmp_path) -> None:
+def test_a_flag_overrides_the_file_even_with_the_default(run, tmp_path) -> None:
     from fastformer.training.settings import load_config
 
     (tmp_path / "settings.yaml").write_text("steps: 3\nbatching: random\nmodel: {d_model: 64, d_ff: 32}\nlr: 1e-3\n")
@@ -139,7 +139,7 @@ def test_each_error_is_one_line(error, code, message, monkeypatch, capsys) -> No
         assert message in said and "Traceback" in said and "in raising" not in said and "in command" in said
 
 
-def test_libraries_are_quiet_and_our_own_words_are_not(monkeypatch, capsys) -> None:
+def test_libraries_are_quiet_and_fastformers_messages_are_not(monkeypatch, capsys) -> None:
     from fastformer.commands import doctor
 
     def noisy() -> None:

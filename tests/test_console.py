@@ -72,14 +72,14 @@ def test_a_full_disk_is_an_error_of_a_command_that_prints(monkeypatch, capsys) -
     assert "standard output" in capsys.readouterr().err
 
 
-def test_an_error_without_standard_error_is_a_code_and_not_printed_elsewhere(monkeypatch, capsys) -> None:
+def test_an_error_without_standard_error_is_only_an_exit_code(monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "stderr", None)
     assert cli.main(["doctr"]) == 2
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
-def test_what_is_printed_is_utf8_whatever_the_locale(encoding, monkeypatch) -> None:
+def test_output_is_utf8_in_any_locale(encoding, monkeypatch) -> None:
     raw = io.BytesIO(), io.BytesIO()
     streams = [io.TextIOWrapper(buffer, encoding=encoding) for buffer in raw]
     monkeypatch.setattr(sys, "stdout", streams[0])
@@ -92,14 +92,14 @@ def test_what_is_printed_is_utf8_whatever_the_locale(encoding, monkeypatch) -> N
     assert [stream.encoding for stream in streams] == [encoding] * 2  # as they were
 
 
-def test_what_a_stream_cannot_spell_is_escaped() -> None:
+def test_unencodable_characters_are_escaped() -> None:
     raw = io.BytesIO()
     output = Output(io.TextIOWrapper(raw, encoding="ascii"), "standard output", outlived=False)
     print("zwölf", file=output, flush=True)
     assert raw.getvalue() == b"zw\\xf6lf\n"
 
 
-def test_a_text_for_a_terminal() -> None:
+def test_text_for_a_terminal() -> None:
     assert printable("a\x1b[2Jb\x00\r\n\x9b\u2028\u202ec") == "a\\x1b[2Jb\\x00\\r\\n\\x9b\\u2028\\u202ec"
     fine = "Straße \u4e2d\u6587 \u05e9\u05dc\u05d5\u05dd \u0645\u06cc\u200c\u062e \U0001f469\u200d\U0001f52c\u00a0x"
     assert printable(fine) == fine
@@ -115,7 +115,7 @@ def test_a_closed_stream_is_not_a_terminal() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell")
-def test_every_command_without_a_standard_stream(tmp_path) -> None:
+def test_every_command_works_without_a_standard_stream(tmp_path) -> None:
     """Runs each command as a process with one stream closed; commands that print must fail without their output."""
     import subprocess
 

@@ -153,13 +153,13 @@ SYNCS: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("name", SYNCS)
-def test_what_waits_for_the_device_is_noticed(name: str) -> None:
+def test_operations_that_wait_for_the_device_are_noticed(name: str) -> None:
     with pytest.raises(HostSync), NoSync():
         SYNCS[name]()
     SYNCS[name]()  # the mode restores everything
 
 
-def test_what_does_not_wait_is_let_through() -> None:
+def test_operations_that_do_not_wait_are_allowed() -> None:
     index = torch.tensor([1, 0])
 
     def check_range() -> float:  # the name of a function that asks for the device first

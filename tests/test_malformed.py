@@ -195,7 +195,7 @@ def test_flags_that_do_not_fit(command, said, tmp_path, monkeypatch, capsys) -> 
 
 
 @pytest.mark.parametrize(("command", "said"), VALUES, ids=[command for command, _ in VALUES])
-def test_values_that_cannot_be(command, said, folder, capsys) -> None:
+def test_impossible_values(command, said, folder, capsys) -> None:
     refused(shlex.split(command), 1, said, folder, capsys)
 
 
@@ -267,7 +267,7 @@ def test_damaged_runs_do_not_resume(name, damage, said, folder, capsys) -> None:
     refused(["train", "run", "--resume"], 1, said, folder, capsys)
 
 
-def test_a_slip_of_the_finger_is_recognised(tmp_path, monkeypatch, capsys) -> None:
+def test_a_typo_is_recognised(tmp_path, monkeypatch, capsys) -> None:
     """A flag with one letter doubled, dropped or swapped is refused, and the message names the correct flag."""
     monkeypatch.chdir(tmp_path)
     slips, names = random.Random(0), [name for name in TrainConfig().to_dict() if len(name) > 5]

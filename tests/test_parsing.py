@@ -186,7 +186,7 @@ def test_a_file_may_name_only_the_model(tmp_path) -> None:
     assert before == {"model": "gpt", "steps": 3}
 
 
-def test_what_a_run_wrote_down_can_be_given_again(tmp_path) -> None:
+def test_the_recorded_settings_of_a_run_can_be_reused(tmp_path) -> None:
     import yaml
 
     config = TrainConfig(model="gpt", preset="small", settings={"dropout": 0.1}, lr=3e-4, eps=1e-9, train_text="a")

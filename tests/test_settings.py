@@ -42,7 +42,7 @@ class Example:
         ("path", (3,)),
     ],
 )
-def test_what_does_not_fit_is_refused(name, wrong) -> None:
+def test_parts_that_do_not_fit_are_refused(name, wrong) -> None:
     for value in wrong:
         with pytest.raises(ValueError, match=rf"\b{name}\b.*{re.escape(repr(value))}"):
             check_settings(Example(**{name: value}))

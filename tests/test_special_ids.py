@@ -64,7 +64,7 @@ def test_the_defaults_and_one_end_as_a_number() -> None:
         ("eos", (None, "1", True, [1, -1], [1, "3"], (3, 1, 3), (1, 2))),
     ],
 )
-def test_ids_that_cannot_be(name, wrong) -> None:
+def test_impossible_ids(name, wrong) -> None:
     for value in wrong:
         with pytest.raises(ValueError, match=rf"\b{name}\b"):
             SpecialIds(**{name: value})
@@ -176,7 +176,7 @@ def test_only_pad_is_the_zero_vector(tied) -> None:
         assert ((rows - embedding.position.table[0]).abs().sum(1) == 0).nonzero().flatten().tolist() == [OTHER.pad]
 
 
-def test_padding_is_the_models_pad() -> None:
+def test_padding_uses_the_models_pad_id() -> None:
     model = Transformer.from_preset("tiny", **SIZES, special_ids=OTHER).eval()
     source, target = torch.randint(10, VOCAB, (2, 5)), torch.randint(10, VOCAB, (2, 4))
     source[:, 2] = 0  # a token like any other

@@ -41,7 +41,7 @@ def pairs(tmp_path: Path) -> str:
     return write_pairs(tmp_path / "train.tsv")
 
 
-def test_all_works_with_one_warning(tmp_path: Path, pairs: str) -> None:
+def test_everything_works_with_one_warning(tmp_path: Path, pairs: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path / "run"), pairs],
         capture_output=True,

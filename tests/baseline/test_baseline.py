@@ -41,7 +41,7 @@ def test_equals_the_fast_model(preset, norm_first, interleaved) -> None:
         assert (found[0][name] - found[1][name]).abs().max() < 1e-10, name
 
 
-def test_baseline_greedy_is_the_fast_models() -> None:
+def test_the_baselines_greedy_output_equals_the_fast_models() -> None:
     from fastformer.generation import generate
 
     fast = FastTransformer.from_preset("tiny", vocab_size=30, **{**SIZES, **NO_DROPOUT}).eval()
@@ -104,7 +104,7 @@ def test_greedy_begins_with_start_and_stops_at_any_eos(kind) -> None:
     assert fed == [[5, 5, 5], [12, 7, 11], [0, 3, 9], [1, 3, 3]]
 
 
-def test_lstm_ids_that_cannot_be() -> None:
+def test_impossible_ids_of_an_lstm() -> None:
     for special, said in (
         ({"pad": 12}, r"\bvocab_size 12\b.*\bpad 12"),
         ({"pad": -1}, "pad -1"),

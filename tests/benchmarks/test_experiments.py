@@ -186,7 +186,7 @@ def test_each_line_of_padding_reads_every_example_once():
     assert ratios == sorted(ratios, reverse=True) and ratios[0] > 0.45 and ratios[-1] == 0  # as Multi30k's
 
 
-def test_seconds_are_those_of_training(monkeypatch, few_numbers):
+def test_seconds_count_only_training(monkeypatch, few_numbers):
     """An update takes 1, a validation 100, which is left out."""
     now = 0.0
 

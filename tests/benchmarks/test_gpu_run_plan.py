@@ -121,7 +121,7 @@ def broken():
 def test_broken(broken):
     pass
 
-def test_that_might_hang():
+def test_calls_that_might_hang():
     with open(os.environ["PART"]) as file:
         said = file.read()
     assert "FAILED" in said and "ERROR" in said
@@ -235,7 +235,7 @@ def test_launches_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rotary.launch is no_launch and _launch.launch is no_launch
 
 
-def test_what_counts_fits_a_short_lease(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_important_steps_fit_a_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In 15 minutes: of each op one shape, what repeats, numerics, graphs; in two of 45 all that there is."""
     todo = list(steps(tmp_path))
     keys = [each.key for each in todo]
@@ -345,7 +345,7 @@ def test_device_tests_of_attention_take_several_blocks() -> None:
     assert masked == {False, True}  # each with the tile that it gets
 
 
-def test_what_is_checked_of_attention_fits_a_device() -> None:
+def test_the_checks_of_attention_fit_a_device() -> None:
     """The timed shapes, but for batch and heads, which no kernel's tile depends on: scores of 2 GiB in fp64."""
     for name in ("attention", "masked_attention", "packed_attention"):
         attention = benchmarks()[name]

@@ -87,7 +87,7 @@ raise SystemExit(rehearse(Path(sys.argv[1]), steps, "right|such"))
 """
 
 
-def test_a_step_with_a_typo_is_named(tmp_path: Path) -> None:
+def test_a_step_with_a_typo_is_reported(tmp_path: Path) -> None:
     """And the steps after it are rehearsed all the same."""
     done = subprocess.run(
         [sys.executable, "-c", PLANTED, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
@@ -115,7 +115,7 @@ def test_every_step_of_the_plan_runs_to_its_end(tmp_path: Path) -> None:
     assert all(line["binaries"] > 0 for line in lines), lines
 
 
-def test_what_a_step_launches_is_compiled_ahead(tmp_path: Path) -> None:
+def test_the_launches_of_a_step_are_compiled_ahead(tmp_path: Path) -> None:
     """Forward and backward at the size that is timed; what the file has is not compiled again."""
     from fastformer.kernels._binaries import BinaryFile
 

@@ -54,7 +54,7 @@ def test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 @pytest.mark.skipif(_extension.module() is None, reason="no C++ extension for this CPU")
-def test_a_perplexity_is_that_of_the_model(tmp_path: Path) -> None:
+def test_a_perplexity_equals_the_models(tmp_path: Path) -> None:
     torch.manual_seed(0)
     tokenizer = ByteTokenizer()
     special = {"vocab_size": tokenizer.vocab_size, "special_ids": tokenizer.special_ids}

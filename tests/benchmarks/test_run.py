@@ -108,7 +108,7 @@ def test_rows(mode: str) -> None:
     assert outcome.rows[1]["speedup"] == 1.0
 
 
-def test_what_is_wrong_is_not_timed() -> None:
+def test_wrong_providers_are_not_timed() -> None:
     rival = dataclasses.replace(TOY, providers={**TOY.providers, "rival": wrong_gradient})
     assert [row["provider"] for row in run(rival, "fwd").rows] == ["fastformer", "power", "rival"]
     outcome = run(rival)
@@ -150,7 +150,7 @@ def test_wrong_results_are_reported_before_anything_is_timed(
     "wrong, is_staged, status",
     [("rival", False, 0), ("rival", True, 1), ("fastformer", False, 1), ("power", False, 1), (None, False, 0)],
 )
-def test_who_has_to_be_right_for_the_command_to_succeed(
+def test_providers_that_must_be_right_for_the_command_to_succeed(
     wrong: str | None,
     is_staged: bool,
     status: int,
@@ -414,7 +414,7 @@ def test_a_stopped_run_keeps_and_summarises_its_rows(
     assert "ops: ours is faster than" in printed.out and "2.50x" in printed.out and "stopped: " in printed.err
 
 
-def test_which_suites_run() -> None:
+def test_the_choice_of_suites() -> None:
     known = {suite: dataclasses.replace(TOY, name=suite, suite=suite, quick=1) for suite in reversed(SUITES)}
 
     def names(**fields: object) -> list[str]:
@@ -492,7 +492,7 @@ def test_a_filter_without_a_match_lists_the_cases(command: str, says: str, capsy
 
 
 @pytest.mark.parametrize("times, is_right", [(2.9, True), (3.5, False), (4.5, False)])
-def test_a_provider_may_err_by_three_times_what_plain_errs(times: float, is_right: bool) -> None:
+def test_a_provider_may_err_three_times_as_much_as_plain_pytorch(times: float, is_right: bool) -> None:
     exact = torch.linspace(-1.0, 1.0, 64, dtype=torch.float64)
     error = torch.zeros(64)
     error[7] = 1e-3

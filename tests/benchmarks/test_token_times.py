@@ -46,7 +46,7 @@ def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("ms at the end") == 2
 
 
-def test_what_is_printed_leaves_the_encoders_token_out(
+def test_printed_scores_omit_the_encoders_token(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An eighth of the tokens at either end, the first token, which has the encoder's time, in neither."""

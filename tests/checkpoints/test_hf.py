@@ -99,7 +99,7 @@ def test_transformers_is_not_needed(kind, made, monkeypatch) -> None:
         ("t5-spiece", "spiece.model", False),
     ],
 )
-def test_what_is_missing_or_damaged_is_named(kind, name, does_without, copy, capsys) -> None:
+def test_missing_and_damaged_parts_are_named(kind, name, does_without, copy, capsys) -> None:
     folder = copy(kind)
     (folder / name).write_bytes(b"\xff{")
     assert main(["translate", str(folder), "two birds"]) == 1

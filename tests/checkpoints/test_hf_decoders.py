@@ -99,7 +99,7 @@ def test_transformers_is_not_needed(made, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("dtype, becomes", [(torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)])
-def test_the_dtype_of_the_folder_stays_but_for_fp16_on_a_cpu(dtype, becomes, copy) -> None:
+def test_the_dtype_of_the_folder_is_kept_except_fp16_on_a_cpu(dtype, becomes, copy) -> None:
     folder = copy("gpt2")
     for file in folder.glob("*.safetensors"):
         state = {name: tensor.to(dtype) for name, tensor in safetensors.torch.load_file(file).items()}

@@ -103,7 +103,7 @@ def test_old_settings_are_read_as_transformers_reads_them(kind, settings, expect
 
 
 @pytest.mark.parametrize("kind", sorted(DECODER_FORMS.keys() - {"gpt2"}))
-def test_what_the_settings_leave_out_is_as_in_transformers(kind) -> None:
+def test_omitted_settings_are_as_in_transformers(kind) -> None:
     if IS_OLD and kind == "olmo3":
         pytest.skip("version 4 has another base where the settings don't say")
     settings = SIZES | {"num_attention_heads": 32, "hidden_size": 1024}
@@ -140,7 +140,7 @@ def test_what_the_settings_leave_out_is_as_in_transformers(kind) -> None:
          "scale_attn_weights .*False"),
     ],
 )  # fmt: skip
-def test_settings_that_we_lack_are_named(kind, settings, named) -> None:
+def test_unsupported_settings_of_a_family_are_named(kind, settings, named) -> None:
     with pytest.raises(ValueError, match=named):
         options_of(kind, SIZES | settings)
 

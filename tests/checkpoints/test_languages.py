@@ -113,7 +113,7 @@ def test_languages_of_each_text(made) -> None:
     assert asyncio.run(at_once()) == [*each, each[2]]
 
 
-def test_scores_and_alignments_leave_the_languages_out(made, tmp_path, capsys) -> None:
+def test_scores_and_alignments_omit_the_language_tokens(made, tmp_path, capsys) -> None:
     spoken = made("nllb")
     translator = Translator.from_pretrained(spoken.saved.folder, **spoken.languages)
     text = spoken.saved.texts[0]
@@ -161,7 +161,7 @@ def test_scores_and_alignments_leave_the_languages_out(made, tmp_path, capsys) -
         ("t5", {"source_lang": "en"}, "source_lang"),
     ],
 )
-def test_what_is_wrong_with_a_language_is_named(kind, languages, named, made, tmp_path) -> None:
+def test_wrong_languages_are_named(kind, languages, named, made, tmp_path) -> None:
     folder = families.t5(tmp_path / "t5").folder if kind == "t5" else made(kind).saved.folder
     with pytest.raises(ValueError, match=named):
         Translator.from_pretrained(folder).translate("two birds", **languages)

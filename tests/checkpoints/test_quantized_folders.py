@@ -133,7 +133,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("method", "size", "options"), CASES)
-def test_weights_are_those_that_the_format_means(method, size, options, tmp_path) -> None:
+def test_weights_follow_the_formats_definition(method, size, options, tmp_path) -> None:
     settings, rounded, plain = checkpoint(method, size, **options)
     model = read(tmp_path, settings, rounded)
     expected = FAMILIES["llama"].to_model(SETTINGS, plain, dtype=torch.float32)
@@ -153,7 +153,7 @@ def test_weights_are_those_that_the_format_means(method, size, options, tmp_path
 
 @needs_cpp
 @pytest.mark.parametrize(("method", "size", "options"), [CASES[0], CASES[5], ("gptq", 32, {"shuffled": True})])
-def test_they_decode_in_int4(method, size, options, tmp_path) -> None:
+def test_quantised_folders_decode_in_int4(method, size, options, tmp_path) -> None:
     settings, rounded, plain = checkpoint(method, size, **options)
     model = read(tmp_path / "none", settings, rounded)
     exact = FAMILIES["llama"].to_model(SETTINGS, plain, dtype=torch.float64)
@@ -269,7 +269,7 @@ def test_layers_that_are_transposed(tmp_path) -> None:
         torch.testing.assert_close(model(ids), theirs(ids).logits, rtol=1e-4, atol=1e-5)
 
 
-def test_a_model_that_has_moved_is_rounded_anew(tmp_path) -> None:
+def test_a_moved_model_is_rounded_again(tmp_path) -> None:
     settings, rounded, _ = checkpoint("awq", 64)
     model = copy.deepcopy(read(tmp_path, settings, rounded))
     name = "decoder.layers.0.linear1.weight"

@@ -30,7 +30,7 @@ def architecture(request) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:.*to a meta parameter")
-def test_what_was_saved_comes_back(tmp_path, architecture) -> None:
+def test_saved_states_are_restored(tmp_path, architecture) -> None:
     model = MODELS[architecture]()
     save_model(model, tmp_path, ByteTokenizer())
     loaded, tokenizer = load_model(tmp_path)

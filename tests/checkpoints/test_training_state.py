@@ -144,7 +144,7 @@ def test_a_file_of_gigabytes_without_a_checksum_is_not_read(tmp_path) -> None:
         load_checkpoint(path)
 
 
-def test_the_same_state_is_the_same_bytes(tmp_path) -> None:
+def test_the_same_state_gives_the_same_bytes(tmp_path) -> None:
     paths = [save_checkpoint(tmp_path / name, 3, state(3), keep_last=1) for name in "ab"]
     assert paths[0].read_bytes() == paths[1].read_bytes()
 
@@ -191,7 +191,7 @@ def test_a_link_in_place_of_the_folder_is_refused(tmp_path) -> None:
     assert [path.name for path in path.parent.iterdir()] == [path.name]
 
 
-def test_which_checkpoints_stay(tmp_path) -> None:
+def test_checkpoints_that_are_kept(tmp_path) -> None:
     for step in (2, 4, 6, 8):
         save_checkpoint(tmp_path, step, state(step), keep_last=3)
     assert stems(tmp_path) == [4, 6, 8]
@@ -209,7 +209,7 @@ def test_files_of_an_interruption_are_removed_by_the_next_run(tmp_path) -> None:
         assert stems(tmp_path) == expected
 
 
-def test_a_run_that_went_back_drops_what_came_later(tmp_path) -> None:
+def test_a_run_that_goes_back_drops_later_checkpoints(tmp_path) -> None:
     for step in (2, 4, 6):
         save_checkpoint(tmp_path, step, state(step), keep_last=3)
     checkpoints(tmp_path)[-1].write_bytes(b"damaged")

@@ -36,7 +36,7 @@ def mean(paths: list[Path]) -> torch.Tensor:
     return torch.stack([load_checkpoint(path)["model"]["embedding.weight"] for path in paths]).double().mean(0).float()
 
 
-def test_how_many_are_averaged(run, capsys, caplog) -> None:
+def test_the_number_of_averaged_checkpoints(run, capsys, caplog) -> None:
     found = checkpoints(run)
     assert len(found) == 3  # what --keep_last keeps
     for words, paths in (([], found), (["--last", "2"], found[1:]), (["--last", "10"], found)):

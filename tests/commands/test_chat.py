@@ -129,7 +129,7 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_conversation(folder, answers, mon
         (CHATML, ["--num_beams", "2"], "num_beams"),
     ],
 )
-def test_what_is_wrong_is_one_line(template, flags, named, folder, typed, tmp_path, capsys, monkeypatch) -> None:
+def test_errors_are_one_line(template, flags, named, folder, typed, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr("fastformer.generation.chat_sandbox.MAX_ROUNDS", 5000)
     model = shutil.copytree(folder, tmp_path / "model")
     values = json.loads((folder / "tokenizer_config.json").read_text())

@@ -95,7 +95,7 @@ def test_passages_are_ranked(ranker, tmp_path, monkeypatch, capsys) -> None:
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == due[:3]
 
 
-def test_what_ranks_is_a_cross_encoder(encoder, ranker, monkeypatch, capsys) -> None:
+def test_ranking_needs_a_cross_encoder(encoder, ranker, monkeypatch, capsys) -> None:
     given(monkeypatch, TEXTS)
     assert main(["rank", str(encoder), "--query", "a"]) == 1
     assert "Encoder" in capsys.readouterr().err

@@ -52,7 +52,7 @@ def test_a_language_model_too(tmp_path, capsys) -> None:
     assert capsys.readouterr().out.splitlines()[1].startswith("a")
 
 
-def test_int4_too(run, tmp_path, capsys) -> None:
+def test_int4_works_too(run, tmp_path, capsys) -> None:
     out = str(tmp_path / "small")
     assert main(["quantize", run, out, "--precision", "int4"]) == 0
     model, tokenizer = load_model(out)

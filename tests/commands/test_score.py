@@ -68,7 +68,7 @@ def test_two_systems_are_compared(files, capsys) -> None:
     assert 0 < float(chrf[6]) < 0.2 and float(same[6]) == 1 and same[1] == same[3]
 
 
-def test_what_does_not_fit_is_named(files, tmp_path, capsys) -> None:
+def test_tensors_of_wrong_sizes_are_named(files, tmp_path, capsys) -> None:
     short, odd = write(tmp_path / "short", BETTER[:2]), tmp_path / "odd"
     odd.write_bytes(b"good\n\xffbad\n")
     empty = tmp_path / "empty"
@@ -110,7 +110,7 @@ def rows_of(out: str) -> list[list[float]]:
     return [[float(value) for value in line.split("\t")] for line in out.removesuffix("\n").split("\n")]
 
 
-def test_what_a_model_thinks_of_translations(translator, tmp_path, capsys) -> None:
+def test_the_log_probabilities_of_translations(translator, tmp_path, capsys) -> None:
     sources, targets = ["one", "", "two words", "three"], ["eins", "", "", "drei" * 3]
     given = ["score", translator, "--file", write(tmp_path / "s", sources), "--target", write(tmp_path / "t", targets)]
     assert main(given) == 0
@@ -132,7 +132,7 @@ def test_what_a_model_thinks_of_translations(translator, tmp_path, capsys) -> No
     assert sum(value for _, value in pairs) != pytest.approx(due[0].score, abs=1e-5)
 
 
-def test_bad_pairs_stop_or_leave_their_place(translator, tmp_path, capsys, caplog) -> None:
+def test_bad_pairs_stop_or_are_skipped_in_place(translator, tmp_path, capsys, caplog) -> None:
     source, target = tmp_path / "s", tmp_path / "t"
     source.write_bytes(b"one\n\xff\nthree\n" + b"x" * 50 + b"\nfive\n\n")
     target.write_bytes(b"1\n2\n\xff\n4\n5\n6\n")

@@ -157,7 +157,7 @@ def test_a_folder_under_a_files_name_is_refused_at_once(command, tmp_path, capsy
 
 
 @pytest.mark.skipif(os.name != "posix", reason="these signals are POSIX")
-def test_a_preempted_job_that_is_started_again_by_the_same_line(command, monkeypatch, capsys, caplog) -> None:
+def test_a_preempted_job_resumes_with_the_same_command(command, monkeypatch, capsys, caplog) -> None:
     line = [*command, "--steps", "6", "--resume", "auto"]
     update = Trainer.update
 

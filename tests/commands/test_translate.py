@@ -72,7 +72,7 @@ def test_a_line_for_each_line(run, expected, tmp_path, capsys, monkeypatch) -> N
     assert lines_of(capsys.readouterr().out) == [answers[2]]
 
 
-def test_who_writes_a_line_and_waits_gets_the_answer(run, expected) -> None:
+def test_each_line_of_an_interactive_user_is_answered_at_once(run, expected) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(translate.__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "fastformer.cli", "translate", run, *FEW]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
@@ -237,7 +237,7 @@ def test_a_bad_line_is_named_or_skipped(run, expected, tmp_path, capsys, caplog)
     assert lines_of(capsys.readouterr().out) == [shown(expected("one")), ""]
 
 
-def test_what_translations_begin_with(run, expected, tmp_path, capsys) -> None:
+def test_prefixes_of_translations(run, expected, tmp_path, capsys) -> None:
     assert main(["translate", run, "one", "--prefix", "Ein", *FEW]) == 0
     assert capsys.readouterr().out == shown(expected("one", target_prefix="Ein")) + "\n"
     texts, prefixes = tmp_path / "in.txt", tmp_path / "prefixes.txt"

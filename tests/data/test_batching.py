@@ -54,7 +54,7 @@ def test_bucketed_batches_contain_similar_lengths() -> None:
     assert sum(spread) < 0.2 * sum(random)
 
 
-def test_bucketed_examples_meet_others_in_each_epoch() -> None:
+def test_bucketed_batches_differ_in_each_epoch() -> None:
     # No two lengths are alike: sorted as one pool, every epoch would consist of the same batches.
     lengths = torch.randperm(2000, generator=torch.Generator().manual_seed(0))[:, None].expand(-1, 2) + 1
     first, second = (
@@ -93,7 +93,7 @@ def test_few_examples(batching, count) -> None:
     assert sorted(batches) == [[i] for i in range(count)]
 
 
-def test_padding_falls_from_random_to_bucketed_to_packed() -> None:
+def test_padding_decreases_from_random_to_bucketed_to_packed() -> None:
     random, bucketed = (padding_ratio(LENGTHS, plan(b, max_tokens=1024), packed=False) for b in ("random", "bucketed"))
     assert random > 0.35 and bucketed < 0.7 * random
     assert padding_ratio(LENGTHS, plan("packed"), packed=True) == 0.0

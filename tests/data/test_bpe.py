@@ -108,7 +108,7 @@ def test_a_tokenizer_of_an_earlier_version(tmp_path) -> None:
     assert json.loads((tmp_path / "tokenizer.json").read_text()) == json.loads(EARLIER.read_text())
 
 
-def test_what_the_normal_form_changes_is_a_choice() -> None:
+def test_the_normal_form_is_a_choice() -> None:
     text = "10² gibt´s，½™ 5\u00a0% 'ﬁ'"
     kept = train_bpe([text], 60, normalization="none")
     assert kept.decode(kept.encode(text)) == text

@@ -54,7 +54,7 @@ def test_no_window_predicts_nothing() -> None:
         assert [token for target in found for token in target[1:]] == list(range(1, count))
 
 
-def test_examples_are_put_together() -> None:
+def test_examples_are_collated() -> None:
     examples, others = Examples(LIST[:20]), Examples(LIST[20:])
     examples.extend(others)
     examples.extend(Examples())

@@ -17,7 +17,7 @@ COSTS = st.lists(st.floats(0, 1e6), max_size=40)
 
 
 @given(COSTS, st.integers(1, 9))
-def test_each_batch_is_dealt_once_and_counts_are_equal(costs, world) -> None:
+def test_each_batch_is_assigned_once_and_counts_are_equal(costs, world) -> None:
     shares = share_out(costs, world)
     assert sorted(place for share in shares for place in share) == [*range(len(costs))]
     counts = [len(share) for share in shares]
@@ -40,7 +40,7 @@ def test_the_longest_first_evens_out() -> None:
 
 
 @pytest.mark.parametrize(("batching", "world"), [("packed", 2), ("random", 4)])
-def test_the_slowest_of_an_update_is_hardly_above_the_mean(batching, world) -> None:
+def test_the_slowest_process_of_an_update_is_near_the_mean(batching, world) -> None:
     """Over 1,000 updates of sentences as long as Multi30k's; the same batches dealt in turn are further above it."""
     count, generator = 2 * world, torch.Generator().manual_seed(0)
     lengths = torch.tensor(MULTI30K)[torch.randint(len(MULTI30K), (29_000,), generator=generator)]

@@ -143,5 +143,5 @@ def test_parquet_without_its_library(tmp_path, monkeypatch) -> None:
         ("/dev/fd/63", None),
     ],
 )
-def test_which_paths_name_a_column(path, found) -> None:
+def test_paths_that_name_a_column(path, found) -> None:
     assert column_of(path) == found

@@ -142,7 +142,7 @@ def test_user_tokens_may_be_omitted_from_texts(kind, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("tokens", ["<2de>", [""], ["a b"], ["</s>"], ["<0x4a>"], ["x", "x"], ["\udcff"], [3]])
-def test_user_tokens_that_cannot_be(tokens) -> None:
+def test_impossible_user_tokens(tokens) -> None:
     for make in (ByteTokenizer, lambda tokens: train_bpe(TEXTS, 200, user_tokens=tokens)):
         with pytest.raises(ValueError, match="expected"):
             make(tokens)

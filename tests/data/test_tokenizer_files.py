@@ -221,7 +221,7 @@ def test_sentencepiece(tmp_path, sentencepiece_model) -> None:
         tokenizer.encode("\udcff")
 
 
-def test_what_is_missing_is_named(tmp_path, sentencepiece_model) -> None:
+def test_missing_parts_are_named(tmp_path, sentencepiece_model) -> None:
     with pytest.raises(ValueError, match="nothing"):
         load_tokenizer(tmp_path / "nothing")
     with pytest.raises(ValueError, match=r"\btokenizer\.json\b"):
@@ -254,7 +254,7 @@ def test_what_is_missing_is_named(tmp_path, sentencepiece_model) -> None:
             load_tokenizer(tmp_path)
 
 
-def test_ids_that_cannot_be(tmp_path) -> None:
+def test_impossible_ids(tmp_path) -> None:
     model = HuggingFaceModel(byte_level([]))
     size = model.size()
     for ids in (ForeignIds(1, 1, None), ForeignIds(None, size, None), ForeignIds(-1, None, None)):

@@ -47,7 +47,7 @@ def test_every_flag_is_on_the_page(generated: ModuleType, name: str) -> None:
         assert flag in {*hints, "help"} or "." in flag or name == "train", flag
 
 
-def test_every_setting_and_option_has_a_meaning(generated: ModuleType) -> None:
+def test_every_setting_and_option_has_a_description(generated: ModuleType) -> None:
     for page, config in ((generated.settings(), TrainConfig), (generated.decoding_options(), GenerationConfig)):
         rows = {row[0].strip(" `"): row for line in page.splitlines() if (row := line.strip("| ").split(" | "))[0]}
         for field in dataclasses.fields(config):

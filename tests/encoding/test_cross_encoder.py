@@ -62,7 +62,7 @@ def test_scores_of_pairs(one) -> None:
     check(raw, one, PAIRS)
 
 
-def test_ranking_is_sentence_transformers(one) -> None:
+def test_ranking_equals_sentence_transformers(one) -> None:
     ranker = fastformer.CrossEncoder(one[0])
     scores = torch.sigmoid(logits(one, [("a bird", text) for text in TEXTS])).flatten()
     order = sorted(range(len(TEXTS)), key=lambda place: -scores[place])

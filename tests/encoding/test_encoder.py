@@ -89,7 +89,7 @@ def test_a_folder_of_sentence_transformers(folder, plain, place) -> None:
     check(raw, *(mean(states(plain[1], plain[0], TEXTS, dtype, 7)) for dtype in (torch.float32, torch.float64)))
 
 
-def test_poolings_are_those_of_sentence_transformers(folder, plain) -> None:
+def test_poolings_equal_those_of_sentence_transformers(folder, plain) -> None:
     exact = states(plain[1], plain[0], TEXTS, torch.float64)
     weights = [torch.arange(1, len(each) + 1, dtype=torch.float64)[:, None] for each in exact]
     rows = {
@@ -230,7 +230,7 @@ def test_threads_share_an_encoder(plain) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
-def test_other_precisions_are_near(plain, precision) -> None:
+def test_other_precisions_are_close(plain, precision) -> None:
     exact = torch.from_numpy(fastformer.Encoder(plain[0]).encode(TEXTS))
     found = torch.from_numpy(fastformer.Encoder(plain[0], precision=precision).encode(TEXTS))
     assert not torch.equal(found, exact) and F.cosine_similarity(found, exact).min() > 0.98

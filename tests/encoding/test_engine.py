@@ -167,7 +167,7 @@ def test_values_that_are_not_texts_get_an_error(backend: str) -> None:
     assert engine.encode([[1]]).dtype == np.float32
 
 
-def test_what_a_model_lacks_gets_an_error() -> None:
+def test_unsupported_models_get_an_error() -> None:
     engine = EncoderEngine(model_of("mpnet"))
     with pytest.raises(ValueError, match=r"\bpooler\b"):
         engine.encode([[1]], pooling="pooler")

@@ -298,7 +298,7 @@ def test_a_row_ends_at_max_len_and_others_continue() -> None:
 
 
 @pytest.mark.parametrize("tokens", [-1, -(2**63), 2**31, 2**62, 2**63 - 1])
-def test_a_cache_that_cannot_be(tokens) -> None:
+def test_impossible_caches(tokens) -> None:
     with pytest.raises((ValueError, MemoryError)):
         EXT.Session(EXT.PackedModel(*parts("gpt")), tokens)
 

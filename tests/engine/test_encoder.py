@@ -129,7 +129,7 @@ def test_values_that_are_not_texts_get_an_error(ids: Any, types: Any, named: str
 
 
 @pytest.mark.parametrize("name", ["mpnet", "modernbert", "windows of one"])
-def test_gaps_between_tokens_are_those_of_a_longer_text_whose_tokens_are_hidden(name: str) -> None:
+def test_gaps_between_tokens_equal_hidden_tokens_of_a_longer_text(name: str) -> None:
     o, t = drawn(**CONFIGS[name])
     encoder = packed(EXT, o, t)
     places = [[0, 3, 4, 9, 30, 31, 77], [], [*range(2, 300, 3)]]
@@ -205,7 +205,7 @@ def test_nothing_to_encode_gives_nothing() -> None:
         assert encoder.encode([], None, pooling, True, 2).shape == (0, 32)
 
 
-def test_a_nan_stays_one() -> None:
+def test_nan_stays_nan() -> None:
     o, t = drawn()
     t["source_embedding"][3] = torch.nan
     for kind in POOLINGS:

@@ -162,7 +162,7 @@ def test_a_failed_admission_leaves_no_cached_blocks() -> None:
     assert all(np.array_equal(row, alone(packed, p)[0]) for row, p in zip(found, again, strict=True))
 
 
-def test_what_was_used_last_stays_longest() -> None:
+def test_the_most_recently_used_stays_longest() -> None:
     packed, dice = packed_gpt(), random.Random(5)
     session = new_session(packed, 8)
     first, second, third = (ids(dice, 48) for _ in range(3))

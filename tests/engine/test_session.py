@@ -179,7 +179,7 @@ def test_an_unnamed_block_is_found_if_it_is_the_missing_one() -> None:
 
 
 @pytest.mark.parametrize(("vocab", "threads"), [(5, 1), (64, 1), (257, 1), (1100, 1), (5000, 1), (5000, 2), (5000, 3)])
-def test_the_best_so_many_are_the_first_of_all(vocab, threads) -> None:
+def test_the_best_k_are_the_first_of_all(vocab, threads) -> None:
     # Equal ones too, in the order of their ids, wherever the parts of the vocabulary begin and whoever looks at them;
     # the largest is large enough for a second thread.
     model = drawn(

@@ -121,7 +121,7 @@ def test_two_busy_threads_are_not_queried() -> None:
     assert windows_alone(10, 20, True, 14, 9, threads=2) == "T" + 8 * "A"
 
 
-def test_callers_have_helpers_again_when_these_are_faster_again() -> None:
+def test_callers_get_helpers_again_if_these_are_faster_again() -> None:
     together, alone, again = (30, 10, 2, True, 20), (30, 20, 1, False, 30), (30, 40, 2, False, 60)
     assert MODULE._contention_check([together] + 10 * [alone] + 30 * [again]) == [False] + 10 * [True] + 30 * [False]
 

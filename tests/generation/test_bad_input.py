@@ -71,7 +71,7 @@ def test_both_engines_give_the_same_answer(name, request) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"num_beams": 3}, {"do_sample": True, "seed": 1}, {"min_new_tokens": 2}], ids=str
 )
-def test_broken_weights_are_an_error_of_the_request_that_meets_them(engine, options, model) -> None:
+def test_broken_weights_are_an_error_of_the_affected_request(engine, options, model) -> None:
     broken = copy.deepcopy(model)
     broken.source_embedding.weight.data[7] = math.nan
     options = {**options, "max_new_tokens": 4, "engine": engine}
@@ -91,7 +91,7 @@ SEARCHES: dict[str, Any] = {
 
 @pytest.mark.skipif(not HAS_CPP, reason="there is no decoding engine in C++ here")
 @pytest.mark.parametrize("seed", range(6))
-def test_cancelled_and_failing_requests_leave_the_others_as_they_are_in_little_memory(seed, model, gpt) -> None:
+def test_cancelled_and_failing_requests_do_not_affect_others_in_little_memory(seed, model, gpt) -> None:
     which, dice = (model, gpt)[seed % 2], random.Random(seed)
 
     def refuse(*_: Any) -> Any:

@@ -196,7 +196,7 @@ def test_a_conversation_that_is_full(folders, caplog) -> None:
         dropping.ask("the dog " * 400)
 
 
-def test_what_was_read_is_not_read_again(folders) -> None:
+def test_computed_tokens_are_not_computed_again(folders) -> None:
     """Twenty turns behind a system prompt of 1,000 tokens: it is read once."""
     _, tokenizer = loaded(folders("llama3"))
     torch.manual_seed(0)
@@ -225,7 +225,7 @@ def test_what_was_read_is_not_read_again(folders) -> None:
     assert fresh.ask("two birds 19") == chat.messages[-1]["content"]
 
 
-def test_what_is_wrong_is_named(folders, tmp_path) -> None:
+def test_errors_name_the_cause(folders, tmp_path) -> None:
     folder = folders("llama3")
     model, tokenizer = loaded(folder)
     for text in (3, None):

@@ -96,7 +96,7 @@ def test_the_refusal_of_a_template_is_reported() -> None:
         "{% for i in range(4000) %}{{ 'abcdefghijklmnopqrstuvwxyz' * 9999 }}{% endfor %}",
     ],
 )
-def test_a_template_without_end_is_stopped(source, monkeypatch) -> None:
+def test_an_endless_template_is_stopped(source, monkeypatch) -> None:
     monkeypatch.setattr("fastformer.generation.chat_sandbox.MAX_ROUNDS", 5000)
     began = time.process_time()
     with pytest.raises(ValueError, match="stopped|fails"):

@@ -215,7 +215,7 @@ def test_ids_and_beams_lie_within_the_vocabulary(name, value, model) -> None:
         ("inputs", "input_ids"),
     ],
 )
-def test_an_unknown_option_is_answered_with_the_nearest(name, nearest, model, translator) -> None:
+def test_an_unknown_option_gets_the_nearest_name(name, nearest, model, translator) -> None:
     calls: list[Callable[..., Any]] = [partial(generate, model, [[5]]), partial(model.generate, [[5]])]
     if nearest in OPTIONS:
         calls += [lambda **options: GenerationConfig.from_options(options), partial(translator.translate, "text")]

@@ -245,7 +245,7 @@ def test_modules_in_two_places_are_packed_in_both(name, share) -> None:
     assert torch.equal(ours, theirs)
 
 
-def test_a_batch_that_begins_sees_weights_that_were_loaded_since() -> None:
+def test_a_new_batch_sees_newly_loaded_weights() -> None:
     kind, options = CONFIGS[next(iter(CONFIGS))]
     model, other = drawn(kind, **options), drawn(kind, **options)
     with torch.no_grad():

@@ -338,7 +338,7 @@ def test_a_step_takes_the_memory_of_its_estimate(pair, same, request) -> None:
 
 
 @pytest.mark.parametrize("name", [CPP, "kv_cache"])
-def test_beams_that_fall_away_and_come_again_get_the_memory_that_they_need(name, model, monkeypatch) -> None:
+def test_beams_that_shrink_and_grow_again_get_enough_memory(name, model, monkeypatch) -> None:
     # At every other step only the last beam may go on.
     def gate(input_ids: Tensor, scores: Tensor) -> Tensor:
         if input_ids.shape[1] % 2:
@@ -500,7 +500,7 @@ def test_each_pair_of_an_engine_and_a_model_works_or_says_why_not(model, gpt, ls
                 choose_engine(which, name)
 
 
-def test_without_a_wish_the_fastest_decodes(model, gpt, lstm) -> None:
+def test_the_fastest_engine_is_the_default(model, gpt, lstm) -> None:
     assert [choose_engine(which).name for which in (model, gpt, lstm)] == [DEFAULT, DEFAULT, "recurrent"]
     # What the C++ engine can't do (a model's own logits, which it would not ask for) the cached modules do.
     assert choose_engine(coarse(model)).name == "kv_cache"

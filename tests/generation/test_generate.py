@@ -54,7 +54,7 @@ def test_scores_are_those_of_teacher_forcing(any_model, options) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"repetition_penalty": 1.7}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 6}], ids=str
 )
-def test_greedy_is_the_plain_loop(any_model, options) -> None:
+def test_greedy_equals_the_plain_loop(any_model, options) -> None:
     sources = mixed_sources(5, 6)
     found = new_tokens(any_model, sources, generate(any_model, sources, max_new_tokens=12, **options))
     for source, tokens in zip(sources, found, strict=True):
@@ -256,7 +256,7 @@ def test_prompts_without_room_and_masks_of_other_shapes(model, options, name) ->
         generate(model, mixed_sources(2), **options)
 
 
-def test_what_does_not_fit(model, gpt) -> None:
+def test_sizes_that_do_not_fit(model, gpt) -> None:
     with pytest.raises(ValueError, match=r"\bmax_len\b.*129"):
         generate(model, torch.full((1, 129), 5))
     with pytest.raises(ValueError, match=r"\bmax_len\b.*5000"):

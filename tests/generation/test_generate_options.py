@@ -81,7 +81,7 @@ def test_scores_after_a_prefix_are_those_of_the_new_tokens(rung, options, reques
         assert abs(out.scores[i] - expected.sum() / divisor) < 5e-4
 
 
-def test_beginnings_come_in_all_forms(reader) -> None:
+def test_prefixes_come_in_all_forms(reader) -> None:
     sources = mixed_sources(3, 6)
     plain = [[5, 6], [7], [8, 9]]
     expected = generate(reader, sources, decoder_input_ids=plain, max_new_tokens=5)
@@ -122,7 +122,7 @@ def test_invalid_prefixes_are_refused(reader, given, message) -> None:
         generate(reader, mixed_sources(2), decoder_input_ids=given, max_new_tokens=4)
 
 
-def test_beginnings_that_do_not_fit(model, gpt) -> None:
+def test_prefixes_that_do_not_fit(model, gpt) -> None:
     with pytest.raises(ValueError, match="expected a prefix of fewer tokens than the model's max_len 128, got 128"):
         generate(model, [[5]], decoder_input_ids=[5] * 128)
     with pytest.raises(ValueError, match="max_new_tokens of at most 8 behind a prefix of 120, for .* is 128; got 9"):
@@ -208,7 +208,7 @@ def test_a_streamer_gets_the_prompt_and_then_each_token(any_model, options) -> N
     assert torch.equal(out, generate(any_model, [5, 6, 7], max_new_tokens=7, **prefix, **options))
 
 
-def test_streams_that_cannot_be_are_refused_and_errors_of_a_streamer_surface(model) -> None:
+def test_impossible_streams_are_refused_and_errors_of_a_streamer_surface(model) -> None:
     for ids, options in (
         ([[5], [6]], {}),
         ([[5]], {"num_beams": 2}),

@@ -83,7 +83,7 @@ def test_sixteen_users_of_one_system_prompt_read_it_once() -> None:
 
 
 @needs_cpp
-def test_weights_that_have_changed_are_read_anew(chatty) -> None:
+def test_changed_weights_are_read_again(chatty) -> None:
     generator, prompt = Generator(chatty, max_bytes=MEGABYTE), ids(random.Random(2), 60)
     asked = {**LONG, "return_dict_in_generate": True}
     other = drawn(GPT, 7, positions="rotary", norm="rms", **SIZES).state_dict()

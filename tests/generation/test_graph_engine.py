@@ -173,7 +173,7 @@ def test_a_step_never_waits_for_the_device_and_gives_the_same_tokens(name, way, 
     assert_same(found, expected)
 
 
-def test_groups_that_leave_and_come_move_between_few_graphs(model, watched) -> None:
+def test_groups_that_leave_and_join_use_few_graphs(model, watched) -> None:
     engine = GraphEngine(model)
 
     def requests(own: Any) -> list[Request]:
@@ -261,7 +261,7 @@ def test_rows_reach_the_last_position(watched) -> None:
     assert watched.single == 0
 
 
-def test_what_the_host_chooses_is_replayed_too(model, watched) -> None:
+def test_choices_of_the_host_are_replayed_too(model, watched) -> None:
     engine, plain = GraphEngine(model), RecomputeEngine(model)
     settings: list[dict[str, Any]] = [
         {"do_sample": True, "seed": 3, "num_return_sequences": 3, "temperature": 1.5},

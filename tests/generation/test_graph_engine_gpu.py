@@ -121,7 +121,7 @@ def test_a_step_never_waits_for_the_device(monkeypatch, watched) -> None:
     assert watched.plain >= 6
 
 
-def test_groups_that_leave_and_come_move_between_graphs(watched) -> None:
+def test_groups_that_leave_and_join_switch_graphs(watched) -> None:
     model = drawn(*[CONFIGS["transformer"][0]]).cuda()
     engine = GraphEngine(model)
     results = []

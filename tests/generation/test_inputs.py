@@ -25,7 +25,7 @@ from fastformer.generation.inputs import as_batch, input_rows
     ],
     ids=str,
 )
-def test_ids_in_the_forms_that_callers_have(ids, expected) -> None:
+def test_all_forms_of_ids(ids, expected) -> None:
     batch = as_batch(ids, 9, torch.device("cpu"))
     assert batch.dtype == torch.long and batch.tolist() == expected
 
@@ -77,7 +77,7 @@ def test_empty_inputs_are_noticed() -> None:
     ],
     ids=str,
 )
-def test_what_is_padding_without_a_mask(ids, expected) -> None:
+def test_padding_without_a_mask(ids, expected) -> None:
     assert input_rows(ids, None, 0) == expected
     # Where no id marks padding, what a list or a tensor holds is all there is; a mask has the last word.
     given = ids if isinstance(ids, list) and isinstance(ids[0], list) else np.atleast_2d(np.asarray(ids)).tolist()

@@ -246,7 +246,7 @@ def test_the_next_call_uses_the_new_weights(precision) -> None:
 
 
 @needs_cpp
-def test_a_call_looks_once(monkeypatch) -> None:
+def test_a_call_reads_a_mask_once(monkeypatch) -> None:
     looks, look = [], prepack.fingerprint
 
     def counted(*args: Any, **options: Any) -> prepack.Fingerprint:

@@ -60,7 +60,7 @@ def fresh(kind: str = "tied", **options: Any) -> Any:
         ("gpt", {"positions": "sinusoidal", "window_size": 3}),
     ],
 )
-def test_what_the_config_makes_is_packable_in_each_precision(kind, options, dtype) -> None:
+def test_models_of_a_config_can_be_packed_in_each_precision(kind, options, dtype) -> None:
     state = torch.get_rng_state()
     model = fresh(kind, dtype=dtype, **options)
     drawn = torch.get_rng_state()
@@ -209,7 +209,7 @@ def test_an_activation_may_be_a_module() -> None:
     assert why_not_supported(other, None) is not None
 
 
-def test_what_decodes_all_the_same_decodes_as_the_modules_do() -> None:
+def test_changed_models_that_still_decode_equal_their_modules() -> None:
     for change, _ in (*CHANGES[:7], CHANGES[17], *CHANGES[19:21]):
         model = fresh()
         change(model)

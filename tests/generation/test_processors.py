@@ -149,7 +149,7 @@ def test_a_forced_token_appears_only_at_its_position() -> None:
     assert forced(torch.zeros(2, 4, dtype=torch.long), logits).tolist() == [[NEVER, NEVER, NEVER, 0.0, NEVER]] * 2
 
 
-def test_processors_leave_the_logits_as_they_were() -> None:
+def test_processors_do_not_change_the_models_logits() -> None:
     logits, history = torch.randn(2, 6), torch.tensor([[2, 3], [3, 3]])
     before = logits.clone()
     for processor in (
@@ -312,7 +312,7 @@ def test_scores_may_be_any_numbers(kind, engine, model) -> None:
         assert torch.equal(found.sequences, due.sequences) and torch.equal(found.scores, due.scores)
 
 
-def test_requests_that_ask_for_the_same_are_processed_at_once(monkeypatch) -> None:
+def test_requests_with_equal_options_are_processed_together(monkeypatch) -> None:
     # Of three that do, with one between them that only draws, and one that asks for something else.
     calls: list[tuple[int, ...]] = []
     plain = MinNewTokens.__call__

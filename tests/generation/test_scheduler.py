@@ -321,7 +321,7 @@ def test_sources_are_read_a_few_thousand_tokens_at_a_time(monkeypatch) -> None:
     assert engine.admitted == [0, 1, 2, 3, 4, 5] and all(request.results for request in requests)
 
 
-def test_cancelled_requests_give_their_room_back_before_the_next_step() -> None:
+def test_cancelled_requests_free_their_memory_before_the_next_step() -> None:
     engine = MeteredEngine(5, vocab=VOCAB, eos=-9.0)
     requests = [ask(i, beams(6) if i == 1 else greedy(6)) for i in range(5)]
     scheduler = Scheduler(engine, max_rows=5, max_bytes=10_000)
@@ -383,7 +383,7 @@ def test_streamed_tokens_count_when_time_ends_a_restarted_request(clock, few_exp
     assert tuple(requests[0].results[0].tokens) == plain_greedy(engine, 0, 9)
 
 
-def test_of_several_beginnings_the_longest_counts() -> None:
+def test_the_longest_of_several_prefixes_counts() -> None:
     def begun(*lengths: int) -> list[int]:
         request = ask(0, greedy(9))
         for length in lengths:
@@ -413,7 +413,7 @@ def test_an_error_ends_all_requests_and_leaves_nothing_behind() -> None:
     assert_empty(scheduler, engine, opens=True)
 
 
-def test_after_an_engine_has_failed_the_next_batch_begins_anew() -> None:
+def test_after_a_failed_engine_the_next_batch_starts_fresh() -> None:
     class Fails(MeteredEngine):
         fails = False
 
@@ -437,7 +437,7 @@ def test_after_an_engine_has_failed_the_next_batch_begins_anew() -> None:
     assert_empty(scheduler, engine)
 
 
-def test_what_could_not_be_admitted_still_waits() -> None:
+def test_requests_that_could_not_be_admitted_still_wait() -> None:
     class Fails(MeteredEngine):
         fails = True
 

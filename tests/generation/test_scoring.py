@@ -162,7 +162,7 @@ def test_texts_and_their_translations(translator) -> None:
     assert not translator.model.encoder.layers[0].linear1.weight.is_inference() and translator.model.training
 
 
-def test_pairs_that_can_not_be_scored_stay_in_their_places(translator, caplog) -> None:
+def test_pairs_that_cannot_be_scored_keep_their_places(translator, caplog) -> None:
     texts, translations = ["a", "", "b", "c" * 50, "", "d", "e"], ["x", "", "y" * 50, "z", "z", "", "\ud800"]
     for number, (text, translation) in enumerate(zip(texts, translations, strict=True), 1):
         if number in (1, 2, 6):

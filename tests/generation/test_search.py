@@ -98,7 +98,7 @@ def test_cut_hypotheses_follow_the_finished_ones_with_their_scores(kind) -> None
 
 
 @pytest.mark.parametrize("groups", [1, 3])
-def test_missing_hypotheses_are_not_made_up(groups) -> None:
+def test_missing_hypotheses_are_not_invented(groups) -> None:
     # Each row says 2, 3 and EOS, and nothing else: one hypothesis exists, for each group.
     engine = ToyEngine(1)
     engine.table[:] = torch.tensor([-math.inf, 0.0, -math.inf, -math.inf, -math.inf])
@@ -113,7 +113,7 @@ def test_missing_hypotheses_are_not_made_up(groups) -> None:
 @pytest.mark.parametrize("early_stopping", [False, True])
 @pytest.mark.parametrize(("beams", "returned"), [(2, 1), (2, 2), (3, 1), (4, 3)])
 @pytest.mark.parametrize("alpha", [-1.0, 0.0, 0.6, 2.0])
-def test_beam_search_is_the_plain_one(beams, returned, early_stopping, alpha, kind) -> None:
+def test_beam_search_equals_the_plain_one(beams, returned, early_stopping, alpha, kind) -> None:
     # Likely ends and unlikely ones, and limits that differ between the sources.
     options = {"kind": kind, "alpha": alpha, "num_return": returned, "early_stopping": early_stopping}
     for eos in (-1.0, 1.0):
@@ -175,7 +175,7 @@ def test_by_transformers_rules_a_search_does_not_wait_for_equal_scores(
 @pytest.mark.parametrize(
     ("last", "early_stopping", "goes_on"), [(-2.875, False, [0, 0]), (-3.0, False, [0]), (-3.0, True, [0, 0])]
 )
-def test_what_can_only_become_as_good_is_dropped(kind, last, early_stopping, goes_on) -> None:
+def test_beams_that_can_at_best_tie_are_dropped(kind, last, early_stopping, goes_on) -> None:
     # What has ended has -2. At the limit a sum is divided by (5 + 4) / 6.
     search = kind(4, frozenset({EOS}), 2, alpha=1.0, early_stopping=early_stopping)
     assert search.advance([[3, EOS, 4, 5]], [[-1.0, -2.0, last, -9.0]], 0) == goes_on
@@ -212,7 +212,7 @@ def test_hopeless_rows_are_dropped(kind, monkeypatch) -> None:
 @pytest.mark.parametrize("early_stopping", [False, True])
 @pytest.mark.parametrize(("beams", "groups", "returned"), [(4, 2, 1), (4, 4, 4), (6, 3, 6), (6, 2, 4)])
 @pytest.mark.parametrize("diversity", [0.3, 5.0])
-def test_diverse_beam_search_is_the_plain_one(beams, groups, returned, diversity, early_stopping) -> None:
+def test_diverse_beam_search_equals_the_plain_one(beams, groups, returned, diversity, early_stopping) -> None:
     options = {"num_return": returned, "num_groups": groups, "diversity_penalty": diversity}
     for eos in (-1.0, 0.5, 2.0):
         engine = ToyEngine(12, vocab=24, eos=eos)
@@ -246,7 +246,7 @@ def test_scores_are_the_sums_of_the_tokens(options, kind) -> None:
             assert hypothesis.score == pytest.approx(sum(hypothesis.log_probs) / divisor, abs=1e-5)
 
 
-def test_the_penalty_of_diversity_is_in_the_scores_and_not_in_the_tokens() -> None:
+def test_the_diversity_penalty_affects_only_the_search() -> None:
     engine = ToyEngine(4, vocab=24)
     lowered = 0
     for source, found in enumerate(
@@ -260,7 +260,7 @@ def test_the_penalty_of_diversity_is_in_the_scores_and_not_in_the_tokens() -> No
     assert lowered > 0
 
 
-def test_the_length_penalty_is_the_formula() -> None:
+def test_the_length_penalty_follows_the_formula() -> None:
     assert length_penalty(1, 0.6) == 1.0 and length_penalty(7, 1.0) == 2.0
     assert length_penalty(13, 2.0) == pytest.approx(9.0) and length_penalty(7, -1.0) == 0.5
 
@@ -421,7 +421,7 @@ def state(search: Search) -> tuple[list[int], list[list[int]], list[Found]]:
 
 @needs_cpp
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
-def test_each_step_in_cpp_is_that_in_python(values: list[float]) -> None:
+def test_each_step_in_cpp_equals_that_in_python(values: list[float]) -> None:
     dice, steps = random.Random(len(values)), 0
     for _ in range(100):
         vocab = dice.choice([3, 8, 40])
@@ -453,7 +453,7 @@ GROUPS, STEPS = 5, 4
 
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
 @pytest.mark.parametrize("beams", [0, 1, 3, 4])
-def test_each_step_on_the_device_is_that_in_python(beams: int, values: list[float]) -> None:
+def test_each_step_on_the_device_equals_that_in_python(beams: int, values: list[float]) -> None:
     dice, compared, slots = random.Random(beams), 0, max(1, beams)
     for _ in range(12):
         vocab, eos = dice.choice([6, 9, 40]), tuple(sorted(dice.sample(range(6), dice.choice([1, 1, 2, 3]))))

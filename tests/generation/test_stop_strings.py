@@ -151,7 +151,7 @@ def test_stop_strings_work_with_a_sliding_window(gpt) -> None:
     assert TOKENIZER.decode(found[0].tolist())[2:] == whole[: whole.index(stop) + len(stop)]
 
 
-def test_a_recurrent_model_ends_too() -> None:
+def test_a_recurrent_model_also_ends() -> None:
     model = LSTMSeq2Seq(vocab_size=259, d_model=32)  # says the same byte for ever
     model.output.weight.data.zero_()
     model.output.bias.data[ord("q") + 3] = 9.0
@@ -160,7 +160,7 @@ def test_a_recurrent_model_ends_too() -> None:
     assert translator.translate("a", max_new_tokens=3, stop_strings="qqqq") == "qqq"
 
 
-def test_what_cannot_be_a_stop_text(gpt, translator) -> None:
+def test_impossible_stop_texts(gpt, translator) -> None:
     for stop in ([""], "", [3], 3, ["a", None], b"a"):
         with pytest.raises(ValueError, match="stop_strings"):
             translator.translate("a", stop_strings=stop)

@@ -59,7 +59,7 @@ RUNS = st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.sampled_from([1,
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(RUNS, st.integers(0, 40), st.booleans(), st.randoms(use_true_random=False))
-def test_whatever_the_tokens_the_pieces_are_the_text(tokenizer, runs, cut, is_told, chance) -> None:
+def test_the_pieces_add_up_to_the_text_for_any_tokens(tokenizer, runs, cut, is_told, chance) -> None:
     odd = [i for i in range(tokenizer.vocab_size) if i != 1 and not tokenizer.decode([i]).isalpha()]
     ids: list[int] = []
     for place, times in runs:
@@ -75,7 +75,7 @@ def test_whatever_the_tokens_the_pieces_are_the_text(tokenizer, runs, cut, is_to
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text(st.sampled_from("ab 's.,\n\t日本語é́ä👩‍🚀 ि\u200d"), max_size=200))
-def test_the_pieces_of_text_are_the_text(tokenizer, text) -> None:
+def test_pieces_of_text_add_up_to_the_text(tokenizer, text) -> None:
     ids = tokenizer.encode(text)
     pieces = pieces_of(tokenizer, ids)
     assert "".join(pieces) == tokenizer.decode(ids)
@@ -210,7 +210,7 @@ def model() -> GPT:
     return GPT.from_preset("tiny", vocab_size=259, d_model=32, num_layers=1, num_heads=4, max_len=40).eval()
 
 
-def test_a_streamer_of_hugging_faces_kind_hears_each_token(model) -> None:
+def test_a_streamer_of_hugging_face_gets_each_token(model) -> None:
     recorder, ids = Recorder(), ByteTokenizer().encode("abc")
     out = generate(model, [ids], max_new_tokens=6, do_sample=True, seed=1, streamer=recorder)
     assert [value.shape for value in recorder.values] == [(1, 3), *[(1,)] * (out.shape[1] - 3)]

@@ -399,7 +399,7 @@ def test_a_stream_holds_no_more_texts_than_requested(translator, read_ahead) -> 
         assert 1 <= read - given <= read_ahead
 
 
-def test_what_has_not_come_is_not_waited_for_while_requests_run(translator) -> None:
+def test_running_requests_do_not_wait_for_new_ones(translator) -> None:
     class Chat:
         """Says a text, and the next when the first was answered; whoever waits for it before would wait for ever."""
 

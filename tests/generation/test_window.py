@@ -65,7 +65,7 @@ def test_a_sliding_window_continues_as_on_the_end_of_the_text(positions, engine)
 
 
 @pytest.mark.parametrize("engine", [ENGINES[0]])
-def test_neighbours_change_nothing(model, engine) -> None:
+def test_neighbours_do_not_change_results(model, engine) -> None:
     for way in ({}, {"do_sample": True, "seed": 3}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}):
         options: dict[str, Any] = {**way, **SLIDE, **options_of(engine), "return_dict_in_generate": True}
         together = generate(model, PROMPTS, **options)

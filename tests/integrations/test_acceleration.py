@@ -258,7 +258,7 @@ print(sorted(calls))
 """
 
 
-def test_what_was_replaced_before_we_came_is_called():
+def test_functions_that_were_replaced_before_acceleration_are_called():
     done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True, check=True)
     theirs, ours = map(eval, done.stdout.splitlines())
     assert "attention" in theirs and theirs == ours
@@ -347,7 +347,7 @@ def results_of(model: nn.Module) -> list[Tensor]:
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post-norm", "pre-norm"])
 @pytest.mark.parametrize("comes", ["before", "later"])
 @pytest.mark.parametrize(("owner", "name"), PATCHES, ids=lambda each: getattr(each, "__name__", each))
-def test_what_is_replaced_of_torch_is_called_as_without_us(owner, name, comes, norm_first, monkeypatch):
+def test_replaced_functions_of_torch_are_called_as_without_acceleration(owner, name, comes, norm_first, monkeypatch):
     plain = randomised(nn.Transformer(E, H, 2, 2, FF, norm_first=norm_first, **ARGS))
     model, fresh = copy.deepcopy(plain), copy.deepcopy(plain)
     theirs, calls = getattr(owner, name), []

@@ -57,7 +57,7 @@ def ran(call: Any) -> bool:
 
 @pytest.mark.parametrize("mask", [None, RIGHT, RIGHT.flip(1)], ids=["no mask", "right", "left"])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mistral"])
-def test_computes_the_same_at_real_tokens(family, mask):
+def test_outputs_are_the_same_at_real_tokens(family, mask):
     model = make(family)
     options = {} if mask is None else {"attention_mask": mask.long()}
     labels = IDS if mask is None else IDS.masked_fill(~mask, -100)
@@ -277,7 +277,7 @@ def test_a_copy_is_routed_and_its_masks_are_understood():
 
 @pytest.mark.slow  # it makes and compiles a cache of its own, twice
 @pytest.mark.skipif(RETURNS_TUPLES, reason="4.57 batches on a GPU alone")
-def test_continuous_batching_knows_the_name():
+def test_continuous_batching_accepts_the_name():
     model = make("llama").float().eval()
     options = {"max_new_tokens": 2, "do_sample": False, "eos_token_id": 2, "pad_token_id": 0}
     found = []

@@ -94,7 +94,7 @@ def test_a_row_without_memory_is_unchanged(family):
 
 
 @families
-def test_generates_on_from_a_cache(family):
+def test_generation_continues_from_a_cache(family):
     """transformers gives an encoder what its signature takes; before 5 that is no cache."""
     model = make(family).eval()
     options = {"attention_mask": RIGHT.long(), "max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}

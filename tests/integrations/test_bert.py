@@ -90,7 +90,7 @@ class Mixing(torch.nn.Module):
     torch.nn.Softmax(-1), torch.nn.LogSoftmax(-1), torch.nn.Sigmoid(), torch.nn.PReLU(), torch.nn.LayerNorm(40),
     torch.nn.Sequential(torch.nn.Tanh(), torch.nn.Dropout(0.0)),
 ], ids=str)  # fmt: skip
-def test_what_looks_at_one_token_is_packed_through(activation):
+def test_modules_that_read_one_token_stay_packed(activation):
     assert PACKED in with_activation(activation)
 
 

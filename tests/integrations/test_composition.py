@@ -302,7 +302,7 @@ class Counted(nn.Module):
 
 @pytest.mark.parametrize("comes", ["before", "later"])
 @pytest.mark.parametrize("family", ["bert", "marian", "gpt2", "llama", "t5"])
-def test_weights_that_are_made_are_made_as_often(family, comes):
+def test_computed_weights_are_computed_as_often(family, comes):
     counts = []
     for accelerated in (False, True):
         model = small.make("t5") if family == "t5" else make(family)

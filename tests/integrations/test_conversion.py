@@ -367,7 +367,7 @@ def test_other_families_are_refused() -> None:
         ("T5 1.0", {"relative_attention_max_distance": 4}, r"\bmax_distance\b.* 4"),
     ],
 )
-def test_settings_that_we_lack_are_refused(name, options, named) -> None:
+def test_unsupported_settings_of_a_family_are_refused(name, options, named) -> None:
     with pytest.raises(ValueError, match=named):
         from_huggingface(CASES[name].make(**options))
 
@@ -419,7 +419,7 @@ def test_changed_models_are_refused(name, damage, named) -> None:
         ("relative", {"tie_embeddings": False, "source_vocab_size": 30}, "one vocabulary"),
     ],
 )
-def test_options_that_they_lack_are_refused(positions, options, named) -> None:
+def test_options_that_a_library_lacks_are_refused(positions, options, named) -> None:
     form: dict[str, Any] = {"positions": positions, "norm_first": False, "layer_norm_eps": 1e-5}
     if positions == "relative":
         form = {"positions": "relative", "norm": "rms", "bias": False, "scale_embedding": False}
@@ -459,7 +459,7 @@ def test_the_buckets_are_transformers(num_buckets, max_distance, is_causal):
     assert torch.equal(bias[0, 1, 1], ours.table[ours.buckets(torch.arange(5) - 4), 1])
 
 
-def test_a_bias_on_packed_sequences_is_one_on_rows():
+def test_a_bias_on_packed_sequences_equals_one_on_rows():
     torch.manual_seed(5)
     module = MultiheadAttention(8, 2, bias=False, batch_first=True, dtype=torch.float64)
     bias, x = torch.randn(1, 2, 4, 4, dtype=torch.float64), torch.randn(9, 8, dtype=torch.float64)

@@ -122,7 +122,7 @@ def test_another_pad_id_in_the_config_does_not_move_positions(kind: str, calls: 
         alike(plain, ours)
 
 
-def test_memory_in_the_place_of_a_parameters(calls: list[int]) -> None:
+def test_memory_at_the_address_of_a_freed_parameter(calls: list[int]) -> None:
     plain, ours = pair()
     for number in range(4):
         for model in (plain, ours):
@@ -187,7 +187,7 @@ CHANGES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_after_accelerate_counts(name: str) -> None:
+def test_a_change_after_accelerate_takes_effect(name: str) -> None:
     plain, ours = pair()
     for model in (plain, ours):
         torch.manual_seed(0)

@@ -264,7 +264,7 @@ def test_a_changed_model_computes_its_changes(change: Any, served: int, calls: l
 
 
 @pytest.mark.parametrize(("owner", "name"), [(nn.Embedding, "forward"), (F, "embedding"), (F, "softmax")])
-def test_what_is_replaced_of_torch_is_called(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_functions_of_torch_are_called(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = made(TYPED, attn_implementation="eager")
     ours, theirs = accelerate(copy.deepcopy(plain)), getattr(owner, name)
     agree(plain, ours)
@@ -370,7 +370,7 @@ def test_padding_is_computed_on_request(calls: list[int]) -> None:
 
 
 @pytest.mark.parametrize("case", [CASES["roberta"], Case("mpnet", BASE, {"pad_token_id": 0})])
-def test_a_token_that_positions_do_not_count(case: Case, calls: list[int]) -> None:
+def test_a_token_without_a_position(case: Case, calls: list[int]) -> None:
     plain = made(case)
     ours = accelerate(copy.deepcopy(plain))
     batch = inputs()
@@ -432,7 +432,7 @@ def test_a_precision_is_that_of_evaluation(precision: Any, calls: list[int]) -> 
         assert torch.equal(ours(**inputs())[0], found[0])
 
 
-def test_bf16_is_that_of_autocast_and_of_the_parameters(calls: list[int]) -> None:
+def test_bf16_follows_autocast_and_the_parameters(calls: list[int]) -> None:
     plain, ours = pair()
     with torch.no_grad():
         with torch.autocast("cpu", torch.bfloat16):
@@ -453,7 +453,7 @@ def test_autocast_gives_electra_the_dtype_of_its_modules(name: str, calls: list[
     assert calls == [1]
 
 
-def test_an_option_does_without(calls: list[int], caplog: pytest.LogCaptureFixture) -> None:
+def test_an_option_turns_it_off(calls: list[int], caplog: pytest.LogCaptureFixture) -> None:
     plain, ours = pair("bert types", encode=False)
     assert "asked" in report(ours).encode[""]
     agree(plain, ours)

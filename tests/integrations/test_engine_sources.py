@@ -229,7 +229,7 @@ def test_decoding_and_encoding_share_their_weights(name: str, calls: list[int], 
     assert packs == [2] and 0.9 < float(cosine.min()) < 0.9999999
 
 
-def test_an_option_does_without(calls: list[int], caplog: pytest.LogCaptureFixture) -> None:
+def test_an_option_turns_it_off(calls: list[int], caplog: pytest.LogCaptureFixture) -> None:
     plain, ours = pair(encode=False)
     assert "asked" in report(ours).encode["model.encoder"]
     agree(plain, ours)
@@ -265,7 +265,7 @@ def test_a_copy_and_a_pickle_pack_their_own(calls: list[int]) -> None:
     assert freed() is None
 
 
-def test_ids_that_a_model_has_not(calls: list[int]) -> None:
+def test_ids_outside_of_the_vocabulary(calls: list[int]) -> None:
     _, ours = pair()
     with torch.no_grad(), pytest.raises(IndexError, match=r"\bids\b"):
         ours.get_encoder()(input_ids=torch.tensor([[5, 60]]))

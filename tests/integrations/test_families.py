@@ -59,7 +59,7 @@ def is_packed(family: str, mask: str) -> bool:
 @pytest.mark.parametrize(
     ("family", "mask", "mode", "use_cache"), covering(FAMILIES, list(MASKS), ["train", "eval"], [False, True])
 )
-def test_computes_the_same(family, mask, mode, use_cache):
+def test_outputs_are_the_same(family, mask, mode, use_cache):
     if use_cache and family == "bert":
         pytest.skip("an encoder keeps no cache")
     model, given = getattr(make(family), mode)(), MASKS[mask]
@@ -87,7 +87,7 @@ def test_computes_the_same(family, mask, mode, use_cache):
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in SEQ2SEQ])
-def test_padding_of_a_stack_comes_out_as_zeros(family):
+def test_a_stack_returns_zeros_at_padding(family):
     """Where you say so; called by itself, a stack of a model that was handed in whole may be read there."""
     model, given = make(family), {"input_ids": IDS, "attention_mask": RIGHT.long()}
     fastformer.accelerate(model)
@@ -98,7 +98,7 @@ def test_padding_of_a_stack_comes_out_as_zeros(family):
 
 
 @pytest.mark.parametrize(("family", "num_beams", "mask"), covering([*CAUSAL, *SEQ2SEQ], [1, 3], ["right", "left"]))
-def test_generates_the_same(family, num_beams, mask):
+def test_generated_tokens_are_the_same(family, num_beams, mask):
     model = make(family).eval()
     options = {"attention_mask": MASKS[mask].long(), "max_new_tokens": 12, "num_beams": num_beams, "do_sample": False}
     implementation = model.config._attn_implementation
@@ -174,7 +174,7 @@ MORE = ["hidden states", "weights", "checkpointing", "a tuple", "the last logits
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("what", MORE)
-def test_what_asks_for_more_is_answered(what, family):
+def test_a_request_for_more_is_answered(what, family):
     """Where a call looks inside, the batch isn't packed, and it sees what it saw; hooks are in test_hooks.py."""
     if what in MORE[4:] and family not in CAUSAL:
         pytest.skip("of decoders alone")
@@ -237,7 +237,7 @@ def test_a_tuple_equals_its_dict(family, how):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_dropout_acts_in_training(family):
+def test_dropout_works_in_training(family):
     for options in ({name: 0.4} for name in DROPOUTS[family]):
         model = make(family, **options).train()
         fastformer.accelerate(model)
@@ -308,7 +308,7 @@ def adapt(model: nn.Module, names: tuple[str, ...]) -> None:
     ("c_fc", "c_proj", "up_proj", "down_proj", "fc1", "fc2", "dense", "wi"),
 ], ids=["attention", "feed-forward"])  # fmt: skip
 @pytest.mark.parametrize("family", FAMILIES)
-def test_adapters_act(family, layers, first):
+def test_adapters_take_effect(family, layers, first):
     """Nothing is known of what they read, so they get the whole batch."""
     results = []
     for accelerated in (False, True):

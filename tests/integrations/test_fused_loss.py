@@ -135,7 +135,7 @@ def test_requested_hidden_states(family):
 
 
 @pytest.mark.parametrize("family", [name for name in HEADS if name not in DECODERS])
-def test_inputs_of_the_decoder_that_are_given(family):
+def test_given_inputs_of_the_decoder(family):
     assert_same_as_plain(family, decoder_input_ids=torch.randint(5, 60, (4, 6)))
 
 
@@ -162,7 +162,7 @@ def decoder_inputs(family: str) -> dict[str, Tensor]:
 
 @families
 @pytest.mark.parametrize("surgery", ["tuple", "hook", "class", "weight"])
-def test_what_the_fused_loss_would_pass_over(surgery, family):
+def test_code_that_the_fused_loss_would_skip(surgery, family):
     """Whoever reads the logits, or made the head another, gets transformers' own way."""
     results = []
     for fused in (False, True):

@@ -84,7 +84,7 @@ def exact_step(family: str, model: Any, mask: Tensor | None, **options: Any) -> 
 @pytest.mark.parametrize("first", ["accelerate", "LoRA"])
 @pytest.mark.parametrize("mask", [None, RIGHT, LEFT], ids=["no mask", "right", "left"])
 @pytest.mark.parametrize("where", ["attention", "everywhere"])
-def test_computes_and_learns_the_same(family, first, mask, where):
+def test_outputs_and_gradients_are_the_same(family, first, mask, where):
     """Padded batches are packed as without adapters, which look at one token at a time."""
     options = {"target_modules": ATTENTIONS[family]} if where == "attention" else {}
     expected = exact_step(family, prepared(family, "", **options), mask)
@@ -174,7 +174,7 @@ if hasattr(peft, "VeloraConfig"):  # no peft that takes transformers before 5 ha
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize("first", ["accelerate", "LoRA"])
 @pytest.mark.parametrize("what", WATCHED)
-def test_adapters_that_see_more_than_a_token_get_the_whole_batch(family, first, what):
+def test_adapters_that_see_several_tokens_get_the_whole_batch(family, first, what):
     plain, model = (prepared(family, which, **WATCHED[what]) for which in ("", first))
     options = {}
     if what == "rows":
@@ -199,7 +199,7 @@ def test_dora_is_packed(family, first):
 
 
 @families
-def test_what_is_trained_beside_the_adapters(family):
+def test_modules_that_are_trained_beside_the_adapters(family):
     """A whole copy of the head, in a wrapper of peft's, outside of the stack; and adapters on it and the embedding."""
     embedding = {"bert": "word_embeddings", "gpt2": "wte", "llama": "embed_tokens"}[family]
     for options in (
@@ -234,7 +234,7 @@ def test_the_fused_loss(family, on_the_head):
 
 
 @families
-def test_dropout_acts_in_the_adapters(family):
+def test_dropout_works_in_the_adapters(family):
     """With a probability of one the adapters say nothing in training, and all in evaluation."""
     model = prepared(family, "accelerate", lora_dropout=1.0)
     with torch.no_grad():

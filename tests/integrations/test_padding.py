@@ -339,7 +339,7 @@ def gpt2_that_crosses() -> Any:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_what_is_computed_again_in_the_backward_pass_stays_padded(use_reentrant):
+def test_layers_recomputed_in_the_backward_pass_stay_padded(use_reentrant):
     model = make("DPRReader")
     encoder = model.span_predictor.encoder.bert_model.encoder
 
@@ -371,7 +371,7 @@ def test_what_is_computed_again_in_the_backward_pass_stays_padded(use_reentrant)
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("name", ["GPT2ForSequenceClassification", "LlamaForSequenceClassification"])
-def test_what_is_computed_again_for_a_head_that_reads_padding_stays_padded(name, use_reentrant):
+def test_recomputed_layers_of_a_head_that_reads_padding_stay_padded(name, use_reentrant):
     model = make(name)
     base = model.base_model_prefix
     stack = getattr(model, base)
@@ -430,7 +430,7 @@ def test_another_word_for_padding_is_refused():
 
 
 @pytest.mark.parametrize("name", ["BertForTokenClassification", "GPT2LMHeadModel"])
-def test_mixed_precision_of_accelerate_keeps_leaving_padding_out(name):
+def test_padding_is_still_skipped_under_accelerates_mixed_precision(name):
     """Its wrapper is a forward on the instance, and what it unwraps is one, too."""
     model = make(name).float()
     with torch.no_grad():
@@ -451,7 +451,7 @@ def test_mixed_precision_of_accelerate_keeps_leaving_padding_out(name):
     AcceleratorState._reset_state(True)
 
 
-def test_padding_is_packed_again_once_a_call_has_failed():
+def test_padding_is_skipped_again_after_a_failed_call():
     """A lone layer, called afterwards, is in no run of its stack."""
     model = make("BertModel")
     fastformer.accelerate(model)

@@ -196,7 +196,7 @@ def test_a_users_replacement_of_a_function_acts_as_without_acceleration(place, n
 
 @pytest.mark.parametrize("rows", [1, 60])
 @pytest.mark.parametrize("name", ["weight", "bias"])
-def test_a_parameter_that_is_made_is_made_once(name: str, rows: int) -> None:
+def test_a_computed_parameter_is_computed_once(name: str, rows: int) -> None:
     model = make("gpt2")
     fastformer.accelerate(model)
     made: list[int] = []

@@ -90,7 +90,7 @@ IN_TURNS = [
 
 
 @pytest.mark.parametrize(("family", "name", "comes"), IN_TURNS)
-def test_a_replaced_forward_is_called_as_without_us(family, name, comes, monkeypatch):
+def test_a_replaced_forward_is_called_as_without_acceleration(family, name, comes, monkeypatch):
     kind = find(family, name)
     with monkeypatch.context() as patched:
         seen = replace(patched, kind)
@@ -147,7 +147,7 @@ def attended_alike(model: Any, family: str, mask: Tensor | None, calls: list[Any
 @pytest.mark.parametrize("mask", [None, RIGHT], ids=["no mask", "right"])
 @pytest.mark.parametrize("family", CLASSES)
 @pytest.mark.skipif(RETURNS_TUPLES, reason="before 5 not all families look their attention up")
-def test_what_is_registered_as_sdpa_is_called_as_without_us(family, mask, monkeypatch):
+def test_a_function_registered_as_sdpa_is_called_as_without_acceleration(family, mask, monkeypatch):
     model, calls = MAKE[family](), []
 
     def own(module: nn.Module, q: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
@@ -172,7 +172,7 @@ def test_a_chunk_of_bert_that_was_replaced_is_called(monkeypatch):
 
 @pytest.mark.parametrize("mask", [None, RIGHT], ids=["no mask", "right"])
 @pytest.mark.parametrize("family", CLASSES)
-def test_another_attention_is_called_as_without_us(family, mask, monkeypatch):
+def test_another_attention_is_called_as_without_acceleration(family, mask, monkeypatch):
     model, calls = MAKE[family](), []
     theirs = F.scaled_dot_product_attention
 
@@ -225,7 +225,7 @@ assert calls == [True, True], calls
 """
 
 
-def test_what_was_replaced_before_we_came():
+def test_functions_that_were_replaced_before_acceleration():
     subprocess.run([sys.executable, "-c", EARLY], check=True)
 
 

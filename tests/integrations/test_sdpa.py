@@ -211,7 +211,7 @@ BANDS = [
 
 @pytest.mark.parametrize("kind", ["bool", "-inf", "lowest", "four dimensions", "expanded"])
 @pytest.mark.parametrize(("seqlens", "left", "right", "window"), BANDS)
-def test_masks_that_are_windows_are_skipped_by(seqlens, left, right, window, kind, masks_given):
+def test_masks_that_are_windows_skip_work(seqlens, left, right, window, kind, masks_given):
     q, k, v = inputs(seqlens=seqlens)
     mask = band(seqlens, left, right)
     given = {
@@ -263,7 +263,7 @@ def test_masks_that_are_not_padding_stay_masks(mask, masks_given):
     assert_same(out, expected.masked_fill(empty.expand(*empty.shape[:-1], S).all(-1)[..., None], 0), "out")
 
 
-def test_a_mask_is_read_anew_and_a_short_one_not_at_all(masks_given, monkeypatch):
+def test_a_mask_is_read_in_each_call_and_a_short_one_never(masks_given, monkeypatch):
     (q, k, v), mask = inputs(seqlens=(S, S)), CAUSAL.clone()
     FF.scaled_dot_product_attention(q, k, v, mask)
     mask.data[4, 1] = False

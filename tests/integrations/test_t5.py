@@ -121,7 +121,7 @@ def test_the_first_block_decides_on_the_bias(mask):
 
 
 @pytest.mark.skipif(RETURNS_TUPLES, reason="before transformers 5 attention is written out in the model")
-def test_a_row_without_tokens_stays(monkeypatch):
+def test_a_row_without_tokens_is_kept(monkeypatch):
     """A decoder takes the mean of what stands there."""
     model, mask = make("t5"), RIGHT & (torch.arange(4) != 2)[:, None]
     with exactly("t5"), sdpa_kernel(SDPBackend.MATH):  # whose gradients are right under a mask that hides all
@@ -294,7 +294,7 @@ def test_the_decoder_stays_padded_if_a_call_reads_padding(what, monkeypatch):
 
 @packs
 @pytest.mark.parametrize("which", [0, 1], ids=["self", "memory"])
-def test_dropout_acts_in_a_packed_decoder(which):
+def test_dropout_works_in_a_packed_decoder(which):
     """That of an attention alone, whose rows are packed."""
     model = make("t5", dropout_rate=0.4).train()
     model.encoder.eval()

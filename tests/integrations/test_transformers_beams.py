@@ -108,7 +108,7 @@ def test_the_hypotheses_are_those_of_transformers(name, engine, beams):
 
 
 @pytest.mark.parametrize("name", ["Marian", "BART", "T5"])
-def test_the_models_tell_the_rules_apart(name):
+def test_the_models_distinguish_the_rules(name):
     by_stopping = [theirs(name, 16, num_beams=4, length_penalty=2.0, early_stopping=one)[0] for one in STOPPING]
     by_penalty = [theirs(name, 16, num_beams=4, length_penalty=one, early_stopping=False)[0] for one in PENALTIES]
     assert len({len(row) for found in by_stopping + by_penalty for row in found}) >= 6
@@ -120,7 +120,7 @@ def test_the_models_tell_the_rules_apart(name):
 
 
 @pytest.mark.parametrize("engine", ["cpp", "kv_cache"])
-def test_defaults_are_those_of_transformers(engine):
+def test_defaults_equal_transformers(engine):
     assert ours("T5", 16, engine=engine, num_beams=4)[0] == theirs("T5", 16, num_beams=4)[0]
 
 

@@ -152,7 +152,7 @@ def test_a_file_returns_its_contents(folder: Path) -> None:
     assert _binaries.find(90, "three") is None is _binaries.find(80, "one")
 
 
-def test_a_file_of_other_sources_is_passed_over(
+def test_a_file_for_other_sources_is_ignored(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = folder / _binaries.file_name(90)
@@ -241,7 +241,7 @@ def test_a_layout_follows_from_the_types() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", ["once", "quick"])
-def test_every_launch_is_tritons_to_the_byte(size: str, tmp_path: Path) -> None:
+def test_every_launch_equals_tritons_byte_for_byte(size: str, tmp_path: Path) -> None:
     """Each kernel that ships is compiled into a file, and launched from it and by Triton's own launcher on a stub."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "benchmarks.compile_kernels", "--size", size, "--check", "--out", str(tmp_path)]

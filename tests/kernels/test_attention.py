@@ -112,7 +112,7 @@ def test_options(case: Case, dtype: torch.dtype, device: str) -> None:
     check(case, dtype, device)
 
 
-def test_one_block_rounds_as_eager_does(device: str) -> None:
+def test_one_block_rounds_like_eager_pytorch(device: str) -> None:
     """With P from lse and delta from out, this case erred by over three times eager's error."""
     (case,) = (case for case in TRIPLES if name(case) == "causal-bias-one_block")
     check(case, torch.float32, device)
@@ -374,7 +374,7 @@ def test_the_deterministic_form_has_no_atomics(device: str, monkeypatch: pytest.
         assert not added, options
 
 
-def test_how_the_gradient_of_a_mask_is_written(device: str) -> None:
+def test_the_form_of_a_masks_gradient(device: str) -> None:
     """Atomics only where a mask is shared by batches or heads, and never in the deterministic form."""
     q = torch.zeros(2, 5, 3, 16, device=device)
     for shape, mode in (((2, 3, 5, 5), "store"), ((1, 3, 5, 5), "atomic"), ((2, 1, 1, 5), "store")):

@@ -44,7 +44,9 @@ def _remembers_nothing() -> Iterator[None]:
         (Row(PLAIN, MASKED, DROPOUT, BOTH), (PLAIN, MASKED, DROPOUT, BOTH)),
     ],
 )
-def test_a_mask_and_dropout_choose_apart(row: Row, chosen: tuple[Config, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_and_dropout_choose_separately(
+    row: Row, chosen: tuple[Config, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(configs, "FORWARD", {(90, 64): row})
     for (dropout, masked), config in zip(product((False, True), repeat=2), chosen, strict=True):
         call = call_of(90, problem_of(0.1 if dropout else 0.0), torch.bfloat16, "bool" if masked else "bool_keys")
@@ -52,7 +54,7 @@ def test_a_mask_and_dropout_choose_apart(row: Row, chosen: tuple[Config, ...], m
         assert configs.forward_config(call) == config
 
 
-def test_what_is_bare() -> None:
+def test_bare_models() -> None:
     """A call without anything that takes registers of its own may have a tile of its own, and no other call has it."""
     row = Row(PLAIN, bare=MASKED)
 

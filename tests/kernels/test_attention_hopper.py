@@ -393,7 +393,7 @@ def fits(**changes: Any) -> bool:
     return hopper.fits(problem_of(case, q, k), q, k, v, mask)
 
 
-def test_what_fits() -> None:
+def test_sizes_that_fit() -> None:
     assert fits() and fits(dtype=torch.float16) and fits(head_dim=40) and fits(head_dim=128)
     assert not fits(dtype=torch.float32)
     assert not fits(head_dim=32) and not fits(head_dim=136) and not fits(head_dim=68)
@@ -456,7 +456,7 @@ def test_descriptors_are_kept_and_keep_no_tensor() -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_a_plan_hands_over_each_calls_own_tensors(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_passes_each_calls_own_tensors(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is kept of a geometry is no tensor and no address; descriptors are found again by theirs."""
     launched: list[tuple[Any, ...]] = []
     monkeypatch.setattr(hopper, "Launch", lambda *_, **__: lambda *arguments: launched.append(arguments))

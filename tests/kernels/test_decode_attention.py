@@ -250,7 +250,7 @@ def test_calls_with_nothing_to_do(device: str) -> None:
     assert torch.equal(out, torch.zeros_like(q))
 
 
-def test_rows_that_are_chosen() -> None:
+def test_chosen_rows() -> None:
     """Beams fill a tile where there are programs enough without them; a tile has no more rows than it has room for."""
     assert configs.rows_together(1024, 1, 8, 64, 528) == 8
     assert configs.rows_together(4096, 1, 8, 64, 528) == 16
@@ -260,7 +260,7 @@ def test_rows_that_are_chosen() -> None:
     assert configs.rows_together(4096, 100, 1, 64, 1) == 1
 
 
-def test_shares_that_are_chosen() -> None:
+def test_chosen_shares() -> None:
     """Never idle SMs where there is work for them, never shares of less than two blocks, none where it can't pay."""
     assert configs.splits_of(8, 4, 264) == 1
     assert configs.splits_of(264, 1000, 264) == 1
@@ -287,7 +287,7 @@ def test_shares_that_are_chosen() -> None:
         ({"cache_batch_idx": [2**31 - 1, 1, 1, 1]}, [0]),
     ],
 )
-def test_what_the_cache_does_not_have_gives_nan(
+def test_tokens_outside_the_cache_give_nan(
     change: dict[str, list], rows: list[int], splits: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kernel can't raise: such rows, and no others, are NaN, and nothing is read or written outside the caches."""

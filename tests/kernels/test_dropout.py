@@ -43,7 +43,9 @@ TILES += [(m, n, not transposed) for m, n, transposed in TILES]
         for j, dropout_p in enumerate(PROBABILITIES)
     ],
 )
-def test_tile_is_the_reference(block_m: int, block_n: int, dropout_p: float, transposed: bool, device: str) -> None:
+def test_a_tile_equals_the_reference(
+    block_m: int, block_n: int, dropout_p: float, transposed: bool, device: str
+) -> None:
     rows, columns, planes = block_m + 3, 149, 2  # two groups of 64 and a part of one
     # Both halves of the seed and an offset beyond 32 bits: each word of key and counter matters.
     seed = torch.tensor([0x1234567_89ABCDEF, 0x0FEDCBA9_F7654321], device=device)
@@ -54,7 +56,7 @@ def test_tile_is_the_reference(block_m: int, block_n: int, dropout_p: float, tra
 
 
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5, 2**-18, 3 / 512, 5 / 512, 0.997, 1 - 2**-18, 1.0, 1])
-def test_arguments_are_the_references(dropout_p: float, device: str) -> None:
+def test_arguments_equal_the_references(dropout_p: float, device: str) -> None:
     """One rounding of p for all backends, to the ends at the ends alone; a seed's elements may lie apart."""
     seed = torch.tensor([[3, 0], [4, 0]], device=device)[:, 0]
     given, dropped, scale = dropout_arguments(dropout_p, seed)

@@ -80,7 +80,7 @@ def test_wide_tiles(activation: str, programs: int, device: str, monkeypatch: py
         for k, dtype in enumerate([torch.float32, torch.float16])
     ],
 )
-def test_a_fixed_grid_does_the_same(
+def test_a_fixed_grid_gives_the_same_results(
     rows: int, dim: int, hidden_dim: int, activation: str, dtype: torch.dtype, device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -108,7 +108,7 @@ def test_a_fixed_grid_does_the_same(
         torch.testing.assert_close(*outs)
 
 
-def test_which_calls_have_a_fixed_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_with_a_fixed_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     """None by default; switched on, the forward products whose loop compiles well that way."""
     half = torch.empty(0, dtype=torch.float16, device="meta")
     assert not configs.PERSISTENT
@@ -244,7 +244,7 @@ def test_peak_memory(activation: str, forward: int, backward: int, path: str, de
     assert peak <= backward * tensor + small
 
 
-def test_which_path(device: str) -> None:
+def test_the_choice_of_a_path(device: str) -> None:
     """The table's bounds, and no fused fp32 on a GPU."""
     row = configs.Row(1024, 256)
     half = torch.empty(0, dtype=torch.float16, device="meta")

@@ -93,7 +93,7 @@ def test_a_hook_of_the_users_is_called_too(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("arch, is_old, is_wrong", [(100, True, True), (100, False, False), (90, True, False)])
-def test_sm_100_is_refused_below_the_triton_that_multiplies_rightly(
+def test_sm_100_is_refused_with_a_triton_that_miscompiles(
     arch: int, is_old: bool, is_wrong: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_launch, "IS_OLD", is_old)

@@ -165,7 +165,7 @@ def test_nothing_is_kept_alive(name: str, device: str) -> None:
         assert not any(reference() is not None for reference in left)
 
 
-def test_the_deterministic_form_is_decided_anew(device: str) -> None:
+def test_the_deterministic_form_is_chosen_in_each_call(device: str) -> None:
     """Both ways of adding up are right; on a GPU only the deterministic one repeats itself to the bit."""
     call = next(iter(attention_calls(device)))
     usual = run(call, "triton")
@@ -179,7 +179,7 @@ def test_the_deterministic_form_is_decided_anew(device: str) -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_what_is_kept_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_kept_buffers_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_plans, "LARGEST", 3)
     plans = _plans.new_plans()
     for key in range(7):

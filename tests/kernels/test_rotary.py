@@ -66,7 +66,7 @@ def test_head_major_memory(interleaved: bool, device: str) -> None:
     assert torch.equal(out, kernels.rotary_fwd(x.contiguous(), cos, sin, None, interleaved, False))
 
 
-def test_nothing_of_x_is_saved(device: str) -> None:
+def test_x_is_not_saved(device: str) -> None:
     x = torch.randn(2, 5, 3, 16, device=device, requires_grad=True)
     cos, sin = rotary_tables(9, 16, device=device)
     saved: list[Tensor] = []

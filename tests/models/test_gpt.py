@@ -23,7 +23,7 @@ def model_of(**options: Any) -> GPT:
     return made(**{"num_heads": 4, **options})
 
 
-def test_each_option_of_the_loss_counts():
+def test_each_option_of_the_loss_takes_effect():
     model = model_of()
     tokens, following = batch()
     logits, target = model(tokens).flatten(0, 1), following.flatten()

@@ -193,7 +193,7 @@ def test_training_uses_the_same_paths(options):
 
 
 @families
-def test_dropout_acts_on_what_is_added(options):
+def test_dropout_applies_to_the_added_branch(options):
     """In fused and in called layers: with nearly everything dropped, little is added to the embeddings."""
     model = model_of(**{**options, "dropout": 0.996})
     tokens = torch.randint(0, V, (8, 12))

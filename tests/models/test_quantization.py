@@ -65,7 +65,7 @@ def test_a_scale_is_recovered_for_any_mantissa() -> None:
     assert torch.equal(scale * 127 / 127, scale)
 
 
-def test_rows_without_numbers_to_speak_of() -> None:
+def test_rows_of_tiny_numbers() -> None:
     weight = torch.tensor([[1e-44, -3e-45], [1e-37, 1e-36], [3e38, -3.4e38]])
     q, scale = to_grid(weight)
     assert q.tolist() == [[0, 0], [0, 0], [112, -127]] and scale[:2].tolist() == [0, 0]
@@ -186,7 +186,7 @@ def test_a_model_with_nan_is_not_quantised() -> None:
 
 @needs_cpp
 @pytest.mark.parametrize("tie_embeddings", [True, False])
-def test_embeddings_are_all_that_a_folder_differs_in_from_a_model_in_int8(tie_embeddings) -> None:
+def test_a_folder_differs_from_a_model_in_int8_only_in_embeddings(tie_embeddings) -> None:
     model = drawn(Transformer, tie_embeddings=tie_embeddings)
     source = torch.randint(3, 70, (12, 9), generator=torch.Generator().manual_seed(1))
 

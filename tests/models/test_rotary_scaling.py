@@ -151,7 +151,7 @@ WRONG += [
 
 
 @pytest.mark.parametrize(("scaling", "named"), WRONG, ids=lambda part: str(part)[:40])
-def test_what_a_scaling_cannot_be(scaling, named):
+def test_impossible_scalings(scaling, named):
     with pytest.raises(ValueError, match=rf"\b{named}\b"):
         GPTConfig(9, d_model=32, num_heads=4, positions="rotary", rotary_scaling=scaling)
 

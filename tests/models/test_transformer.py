@@ -267,7 +267,7 @@ def test_dropouts_of_the_config_arrive():
     assert torch.equal(model(source, shifted), model(source, shifted))
 
 
-def test_what_is_learned_of_positions_is_drawn_anew():
+def test_learned_positions_are_drawn_again():
     model = model_of(embedding_norm=True, positions="learned")
     for name in ("source_position.table", "target_position.table", "source_embedding_norm.weight"):
         nn.init.constant_(model.get_parameter(name), 7.0)

@@ -51,7 +51,7 @@ def shard(folder: Path, count: int = 3) -> Path:
     return index
 
 
-def test_the_same_weights_and_notes_are_the_same_bytes(model, tmp_path) -> None:
+def test_the_same_weights_and_notes_give_the_same_bytes(model, tmp_path) -> None:
     notes = {f"note {i}": 'of "ü" \x07\n' for i in range(9)}
     digests = set()
     for i in range(8):
@@ -63,7 +63,7 @@ def test_the_same_weights_and_notes_are_the_same_bytes(model, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Transformer", "GPT", "int8"])
-def test_several_files_are_as_good_as_one(kind, model, tmp_path) -> None:
+def test_several_files_equal_one(kind, model, tmp_path) -> None:
     model = {
         "Transformer": lambda: model,
         "GPT": lambda: GPT.from_preset("tiny", vocab_size=20, d_model=24, num_layers=2, num_heads=2),

@@ -331,7 +331,7 @@ def test_dropout_applies_only_in_training(packed):
 
 
 @pytest.mark.parametrize("average", [True, False])
-def test_a_learned_mask_learns_from_the_weights(average):
+def test_a_learned_mask_gets_gradients_from_the_weights(average):
     theirs = randomised(nn.MultiheadAttention(E, H, batch_first=True, **DOUBLE))
     ours = fnn.MultiheadAttention(E, H, batch_first=True, **DOUBLE)
     ours.load_state_dict(theirs.state_dict())

@@ -226,12 +226,12 @@ def test_attention_with_its_own_options(options, batch_first):
     ("options", "named"),
     [({"qk_norm": "heads"}, "qk_norm"), ({"head_dim": 0}, "head_dim"), ({"num_kv_heads": 2}, "num_kv_heads")],
 )
-def test_what_an_attention_cannot_be(options, named):
+def test_impossible_attentions(options, named):
     with pytest.raises(ValueError, match=rf"\b{named}\b"):
         fnn.MultiheadAttention(E, H, **options)
 
 
 @pytest.mark.parametrize("options", [{"norm_placement": "post", "parallel_residual": True}, {"norm_placement": "no"}])
-def test_what_a_layer_cannot_be(options):
+def test_impossible_layers(options):
     with pytest.raises(ValueError, match=r"\bnorm_placement\b"):
         DecoderOnlyLayer(E, H, 16, **options)

@@ -44,7 +44,7 @@ def test_every_line_names_tests_that_exist() -> None:
             assert re.search(rf"^def {name}\(", (TESTS / path).read_text(), re.MULTILINE), f"{path}::{name}"
 
 
-def test_weights_are_those_before_dropout() -> None:
+def test_returned_weights_are_from_before_dropout() -> None:
     ours, theirs = attentions(0.5)
     x = torch.randn(2, 5, 8)
     out, weights = ours(x, x, x)

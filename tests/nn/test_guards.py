@@ -223,7 +223,7 @@ def test_a_forward_of_the_librarys_own_class_that_was_replaced_is_called(monkeyp
             torch.testing.assert_close(after, before)
 
 
-def test_a_change_of_parameters_is_seen_in_evaluation():
+def test_a_change_of_parameters_takes_effect_in_evaluation():
     stack, x = encoder()
     with torch.no_grad():
         before = stack(x)

@@ -60,7 +60,7 @@ def test_from_mask(dtype):
         [[True]],
     ],
 )
-def test_from_mask_takes_padding_on_the_right_alone(mask):
+def test_from_mask_accepts_only_padding_on_the_right(mask):
     with pytest.raises(ValueError, match="mask"):
         SequenceLayout.from_mask(mask)
 

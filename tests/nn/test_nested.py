@@ -86,7 +86,7 @@ def test_jagged_tensors_have_gradients(name):
 @both_layouts
 @pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_attention_gives_weights_as_torch_does(layout, average, batch_first):
+def test_attention_returns_the_weights_of_torch(layout, average, batch_first):
     theirs = randomised(nn.MultiheadAttention(E, 2, batch_first=True, **DOUBLE)).eval()
     ours = fnn.MultiheadAttention(E, 2, batch_first=batch_first, **DOUBLE).eval()
     ours.load_state_dict(theirs.state_dict())
@@ -122,7 +122,7 @@ def test_the_causal_mask_is_the_only_one():
             module(*args, **{"src_key_padding_mask" if len(args) == 1 else "key_padding_mask": padding})
 
 
-def test_what_attention_refuses():
+def test_inputs_that_attention_refuses():
     attention = modules()["attention"]
     nested = [torch.nested.as_nested_tensor(sequences(), layout=torch.jagged) for _ in range(2)]
     padded = torch.randn(len(LENGTHS), 6, E, **DOUBLE)

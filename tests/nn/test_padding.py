@@ -176,7 +176,7 @@ def test_a_batch_of_only_padding_or_no_rows():
     assert ours(x[:0], src_key_padding_mask=RIGHT[:0]).shape == (0, L, E)
 
 
-def test_what_is_not_packed():
+def test_batches_that_are_not_packed():
     """Where a mask says more, or the user's code would see packed tokens, the batch stays padded."""
     torch.manual_seed(3)
     ours, theirs = encoders(True, True)
@@ -201,7 +201,7 @@ def test_what_is_not_packed():
     assert_alike(ours, theirs, (x,), real, zeros=False, **options)
 
 
-def test_a_mask_that_learns_is_not_packed():
+def test_a_trainable_mask_is_not_packed():
     torch.manual_seed(4)
     x, grads = tensor(L, True), []
     for stack in encoders(True, True):
@@ -221,7 +221,7 @@ class Running(nn.Linear):
 
 
 @pytest.mark.parametrize("part", ["activation", "out_proj"])
-def test_what_may_look_at_other_tokens_sees_the_batch(part):
+def test_modules_that_may_read_other_tokens_see_the_batch(part):
     """Packed tokens have no rows: whatever isn't known to work token by token gets the padded batch."""
     ours, _ = encoders(True, True)
     x, shapes = tensor(L, True), []

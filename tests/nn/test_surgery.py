@@ -345,7 +345,7 @@ def test_changes_by_a_hook_take_effect(name, kind, norm_first):
 
 @both_orders
 @kinds
-def test_hooks_see_what_torch_nns_see(kind, norm_first):
+def test_hooks_see_the_same_as_on_torch_nn(kind, norm_first):
     """Forward and backward hooks of every submodule are called as often, with the same tensors."""
     torch.manual_seed(7)
     ours, theirs = pair(kind, norm_first)
@@ -418,7 +418,7 @@ EVERYWHERE: dict[str, Callable[[], Any]] = {
 @both_orders
 @kinds
 @pytest.mark.parametrize("name", EVERYWHERE)
-def test_what_is_changed_everywhere_is_changed_here(name, kind, norm_first):
+def test_global_changes_of_modules_take_effect(name, kind, norm_first):
     ours, theirs = pair(kind, norm_first)
     x = torch.randn(N, L, E, dtype=torch.float64), torch.randn(N, S, E, dtype=torch.float64)
     before = run(ours, kind, *x)
@@ -430,7 +430,7 @@ def test_what_is_changed_everywhere_is_changed_here(name, kind, norm_first):
 
 @both_orders
 @kinds
-def test_the_blocks_are_seams(kind, norm_first):
+def test_the_edges_of_blocks(kind, norm_first):
     """Subclasses override them; instances get them patched."""
     blocks = ("_sa_block", "_ff_block", *(("_mha_block",) if kind == "decoder" else ()))
     ours, theirs = pair(kind, norm_first)
@@ -506,7 +506,7 @@ def attending_block(self: Any, x: Tensor, attn_mask: Any, key_padding_mask: Any,
 
 @both_orders
 @pytest.mark.parametrize("what", ["attention", "block", "layer", "hook"])
-def test_whoever_sees_a_mask_sees_torch_nns(what, norm_first):
+def test_hooks_see_torch_nns_masks(what, norm_first):
     """In an encoder it is added, whatever the caller gave: bool says the opposite to PyTorch's attention."""
     ours, theirs = pair("encoder", norm_first)
     seen: list[list[torch.dtype]] = []

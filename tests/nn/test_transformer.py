@@ -313,7 +313,7 @@ def test_every_addition_joins_a_norm(monkeypatch):
     stack(tensor(L, True))
 
 
-def test_layers_with_hooks_or_a_forward_of_their_own_get_plain_tensors():
+def test_layers_with_hooks_or_a_custom_forward_get_plain_tensors():
     args = {"norm_first": True, "batch_first": True, **SIZES}
     stack = randomised(fnn.TransformerEncoder(fnn.TransformerEncoderLayer(E, H, FF, **args), 2))
     x = tensor(L, True)

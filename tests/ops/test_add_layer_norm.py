@@ -174,7 +174,7 @@ def test_one_output_used(used: int, dropout_p: float, backend: str, device: str)
 
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5, 1.0])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dropout_is_the_formula(dtype: torch.dtype, dropout_p: float, backend: str, device: str) -> None:
+def test_dropout_equals_the_formula(dtype: torch.dtype, dropout_p: float, backend: str, device: str) -> None:
     seed = torch.tensor([2**61 + 12345, 2**33 + 77], device=device)
     inputs = make_inputs((5, 9, 27), device, dtype)
     keep = keep_mask(seed, dropout_p, 45, 27)[0].view(5, 9, 27)

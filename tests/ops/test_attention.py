@@ -107,7 +107,7 @@ def test_one_key_far_above_the_others(key, masked, backend, device) -> None:
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("size", [1e8, 1e10, 1e14])
-def test_scores_beyond_all_digits(size, masked, backend, device) -> None:
+def test_scores_too_large_for_their_digits(size, masked, backend, device) -> None:
     """A rounding of the largest score is a large number here, and mustn't become one beside the score itself."""
     generator = torch.Generator().manual_seed(3)
     own = (torch.eye(32) * (1 + torch.rand(32, generator=generator)))[None, :, None]

@@ -45,7 +45,7 @@ def test_accuracy(case: Case, dtype: torch.dtype, device: str) -> None:
         assert_op_accurate(ours, plain, {"q": q.detach(), "k": k.detach()})
 
 
-def test_an_additive_mask_counts(device: str) -> None:
+def test_an_additive_mask_takes_effect(device: str) -> None:
     case = next(case for case in CASES if case.name == "float-mask-all")
     inputs = make_inputs(case, torch.float32)
     q, k, v, mask = (x.detach() for x in inputs.cast(torch.float32, device))

@@ -51,7 +51,7 @@ def test_keep_mask_is_a_function_of_the_coordinates() -> None:
             assert bool(mask[plane, row, column]) == (call_bytes[2 * pair + odd] >= 77), (plane, row, column)
 
 
-def test_each_coordinate_and_each_seed_draws_anew() -> None:
+def test_each_coordinate_and_each_seed_draws_independently() -> None:
     """No plane, row, call or seed repeats another's mask, and none is its neighbour's shifted by a byte."""
     seed = torch.tensor([5, 6])
     mask = keep_mask(seed, 0.5, rows=8, columns=128, planes=4)
@@ -96,7 +96,7 @@ def test_rate_and_expectation() -> None:
     assert keep_scale(0.0) == 1.0 and keep_scale(1.0) == 0.0
 
 
-def test_drop_is_the_formula_on_flattened_rows() -> None:
+def test_dropout_equals_the_formula_on_flattened_rows() -> None:
     seed, values = draw_seed("cpu"), torch.randn(2, 3, 11)
     keep = keep_mask(seed, 0.4, 6, 11).view(2, 3, 11)
     assert torch.equal(drop(values, 0.4, seed), values * keep * keep_scale(0.4))
@@ -171,7 +171,7 @@ def test_a_forward_pass_draws_its_seeds_at_once_on_a_gpu(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("how", ["own", "not reentrant", "reentrant"])
-def test_what_is_computed_again_drops_the_same(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recomputed_layers_have_the_same_dropout(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer under activation checkpointing, among dropouts whose seeds were drawn together."""
     monkeypatch.setattr(_dropout, "_DEVICES", {"cpu"})
     seeds: list[Tensor] = []

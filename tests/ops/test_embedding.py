@@ -147,7 +147,7 @@ def test_fixed_table_in_another_dtype(backend: str, device: str) -> None:
     assert_op_accurate(partial(embedding, position_table=table), partial(plain, position_table=table), inputs)
 
 
-def test_padding_gives_zeros_and_learns_nothing(backend: str, device: str) -> None:
+def test_padding_gives_zeros_and_gets_no_gradient(backend: str, device: str) -> None:
     weight = torch.randn(5, 8, device=device, requires_grad=True)
     table = torch.randn(3, 8, device=device)
     ids = torch.tensor([[4, 2, 2]], device=device)
@@ -162,7 +162,7 @@ def test_padding_gives_zeros_and_learns_nothing(backend: str, device: str) -> No
 @pytest.mark.parametrize("positions", [False, True])
 @pytest.mark.parametrize("dropout_p", [0.1, 1.0])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dropout_is_the_formula(
+def test_dropout_equals_the_formula(
     dtype: torch.dtype, dropout_p: float, positions: bool, backend: str, device: str
 ) -> None:
     seed = torch.tensor([2**61 + 12345, 2**33 + 77], device=device)

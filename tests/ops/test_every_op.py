@@ -168,7 +168,7 @@ def test_a_wrong_argument_is_refused_by_name(op: str) -> None:
 
 @pytest.mark.parametrize("wrong", [(ops.sinusoidal_positions, 4, 8, "paper"), (ops.sinusoidal_positions, 4, 0),
                                    (ops.rotary_tables, 4, 7), (ops.rotary_tables, -1, 8)], ids=range(4))  # fmt: skip
-def test_tables_that_can_not_be(wrong: tuple[Any, ...]) -> None:
+def test_impossible_tables(wrong: tuple[Any, ...]) -> None:
     with pytest.raises(ValueError):
         wrong[0](*wrong[1:])
 
@@ -202,7 +202,7 @@ def test_calls_that_cpp_supports(call: Call) -> None:
 
 
 @every_call
-def test_what_triton_refuses(call: Call) -> None:
+def test_calls_that_triton_refuses(call: Call) -> None:
     """fp64, heads wider than a tile can be, and rows wider than one program can hold."""
     if reason := missing_backend("triton", call.stem):
         pytest.skip(reason)

@@ -73,13 +73,13 @@ def test_an_automatic_precision_gives_no_warning(folder: Path, caplog: pytest.Lo
     assert len(_warnings(caplog)) == 1
 
 
-def test_one_that_is_older_lacks_a_function(folder: Path, loaded: list[str]) -> None:
+def test_an_older_library_lacks_a_function(folder: Path, loaded: list[str]) -> None:
     (folder / "_ops_avx512.so").write_bytes(b"a library")
     assert _extension.host_function("geometry") is None and _extension.load() == "avx512"
     assert _extension.function("an op that no library has") is None
 
 
-def test_one_that_does_not_load_is_passed_over(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_library_that_does_not_load_is_skipped(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     (folder / "_ops_avx512.so").write_bytes(b"no library")
     broken, none = _warnings(caplog)
     assert broken.startswith("fastformer._ops_avx512 does not load") and "_ops_avx512" in broken.partition(": ")[2]

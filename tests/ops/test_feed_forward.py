@@ -143,7 +143,7 @@ def test_weights_that_are_views_of_their_transpose(
 
 
 @pytest.mark.parametrize("dtype, activation, dropout_p", covering(DTYPES, ACTIVATIONS, [0.1, 1.0]))
-def test_dropout_is_the_formula(
+def test_dropout_equals_the_formula(
     dtype: torch.dtype, activation: str, dropout_p: float, backend: str, device: str
 ) -> None:
     seed = torch.tensor([2**61 + 12345, 2**33 + 77], device=device)

@@ -73,7 +73,7 @@ def test_the_feed_forward_network(activation: str) -> None:
     assert count(call, backward=True) == 3 * products
 
 
-def test_a_linear_map_that_is_an_op() -> None:
+def test_a_linear_layer_that_is_an_op() -> None:
     x, weight, bias = (
         torch.randn(2, 3, DIM, requires_grad=True),
         torch.randn(9, DIM, requires_grad=True),

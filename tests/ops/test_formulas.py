@@ -126,7 +126,7 @@ def close(ours: Any, theirs: Any) -> None:
 
 
 @pytest.mark.parametrize(("call", "inputs"), CALLS)
-def test_the_formula_is_the_op(call: Call, inputs: Inputs) -> None:
+def test_the_formula_equals_the_op(call: Call, inputs: Inputs) -> None:
     """Values, gradients and tangents under functorch against the kernels' forward and backward passes."""
     own = leaves(inputs)
     outputs = as_tuple(call(*own))
@@ -391,7 +391,7 @@ def test_ordinary_calls_never_run_the_formula() -> None:
     assert {name for name, _ in ran} == {"attention_fwd"}
 
 
-def test_the_dispatchers_entry_knows_the_formula_too() -> None:
+def test_the_dispatchers_entry_uses_the_formula_too() -> None:
     """For whoever calls torch.ops.fastformer himself, as compiled code does."""
     q, k, v = (randn(1, 3, 2, 4) for _ in range(3))
     options = (None, None, 0.5, None, None, 0.0, None)

@@ -96,7 +96,7 @@ def test_an_op_without_kernel_by_design_is_not_a_fallback(caplog: pytest.LogCapt
         plain_toy(x)
 
 
-def test_which_ops_are_the_reference_by_design() -> None:
+def test_ops_without_kernels_by_design() -> None:
     """Whoever adds an op without a kernel has to say so here; every other op has one on each backend."""
     ops = _library.OPS
     assert {name: tuple(op.reference_only) for name, op in ops.items() if op.reference_only} == {
@@ -114,7 +114,7 @@ def test_which_ops_are_the_reference_by_design() -> None:
             assert backend in op.reference_only, f"{name} on {backend}: {missing}"
 
 
-def test_what_ran_is_recorded(cpp_toy: None) -> None:
+def test_backends_are_recorded(cpp_toy: None) -> None:
     x = torch.randn(2, 2)
     with record_backends() as outer:
         toy(x)
@@ -227,7 +227,7 @@ def test_autocast_stays_out_of_an_op(cpp_toy: None, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("name", ["reference", "cpp"])
-def test_a_backward_pass_under_autocast_is_the_one_without(name: str) -> None:
+def test_a_backward_pass_under_autocast_equals_one_without(name: str) -> None:
     """The tensors that forward kept are fp32, and products of them stay fp32."""
     if name == "cpp" and _extension.load() is None:
         pytest.skip("the C++ extension is not built")

@@ -104,7 +104,7 @@ def _like(t: Tensor, dtype: torch.dtype) -> Tensor:
     return memory.to(dtype).as_strided(t.shape, t.stride(), t.storage_offset())
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_parts_that_do_not_fit_are_refused() -> None:
     x, weight, bias = torch.randn(6, 5), torch.randn(7, 5), torch.randn(7)
     for args in (
         (x, weight.t(), bias),

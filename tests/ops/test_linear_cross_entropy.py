@@ -155,7 +155,7 @@ def test_one_class_far_above_the_others(best: int, backend: str, device: str) ->
     compare(inputs, label_smoothing=0.1)
 
 
-def test_classes_that_can_not_be(backend: str, device: str) -> None:
+def test_impossible_classes(backend: str, device: str) -> None:
     """A bias of -inf, over more classes than a kernel takes at once: their probability is 0."""
     inputs = make_inputs((8, 16), 1000, device)
     inputs["bias"][200:900] = float("-inf")

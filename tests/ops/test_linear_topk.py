@@ -173,7 +173,7 @@ def test_one_class_far_above_or_below_the_rest(rows: int, backend: str, device: 
 
 
 @pytest.mark.parametrize("rows", [2, 20])
-def test_classes_that_can_not_be(rows: int, backend: str, device: str) -> None:
+def test_impossible_classes(rows: int, backend: str, device: str) -> None:
     """-inf is a logit: the last to be chosen, without a share of the sum, and no NaN where a whole stretch has it."""
     x, weight = torch.rand(rows, 8, device=device) + 0.1, torch.randn(700, 8, device=device)
     weight[:300] = weight[350:690] = -torch.inf

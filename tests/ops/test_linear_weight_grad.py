@@ -63,7 +63,7 @@ def test_rows_may_have_any_strides(m: int, n: int) -> None:
         torch.testing.assert_close(_product(a, b), a.contiguous().t() @ b.contiguous(), rtol=1e-4, atol=1e-4)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_parts_that_do_not_fit_are_refused() -> None:
     a = torch.randn(6, 5)
     for b in (torch.randn(7, 5), torch.randn(6, 5, 1), torch.randn(6), torch.randn(6, 5).double()):
         with pytest.raises(RuntimeError, match=r"\bout_features\b"):

@@ -90,7 +90,7 @@ def test_inference_client_embeds(server, encoder) -> None:
     assert info["model_type"] == {"embedding": {"pooling": "mean"}} and info["max_input_length"] == 24
 
 
-def test_rerank_is_the_librarys(ranker) -> None:
+def test_rerank_equals_the_librarys(ranker) -> None:
     library = CrossEncoder(ranker.service.encoder._folder.path)
     ask: dict[str, Any] = {"query": "a bird", "texts": MANY[:12]}
     found = httpx.post(f"{ranker.url}/rerank", json=ask | {"return_text": True}).json()
@@ -102,7 +102,7 @@ def test_rerank_is_the_librarys(ranker) -> None:
     assert httpx.get(f"{ranker.url}/info").json()["model_type"].keys() == {"reranker"}
 
 
-def test_predict_is_the_librarys(classifier) -> None:
+def test_predict_equals_the_librarys(classifier) -> None:
     hub = pytest.importorskip("huggingface_hub", reason="the huggingface_hub library is not installed")
     library = CrossEncoder(classifier.service.encoder._folder.path)
     inputs = [["a bird"], ["the hills", "a bird sings"], ["two birds"]]
@@ -180,7 +180,7 @@ def test_wrong_predictions(inputs, classifier) -> None:
         ({"prompt_name": "other"}, "prompt_name"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_embeddings_is_named(change, param, server) -> None:
+def test_wrong_embeddings_are_named(change, param, server) -> None:
     answer = httpx.post(f"{server.url}/v1/embeddings", json={"model": "mini", "input": "a"} | change)
     assert answer.status_code == (404 if param == "model" else 400), answer.text
     assert str(answer.json()["error"]["param"]).partition(".")[0] == param

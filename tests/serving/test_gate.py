@@ -130,7 +130,7 @@ def test_a_full_queue_is_429_with_a_time(translator_folder) -> None:
     asked(service, work)
 
 
-def test_what_is_refused_is_not_read(translator_folder) -> None:
+def test_refused_bodies_are_not_read(translator_folder) -> None:
     # No more requests are begun than there are places, and the others end before their bodies are made into anything.
     service: Any = open_service(translator_folder, limits=Limits(max_waiting=3), max_batch_size=1)
     begun: list[int] = []
@@ -170,7 +170,7 @@ def test_what_is_refused_is_not_read(translator_folder) -> None:
     asked(service, work, keys=KEYS)
 
 
-def test_when_the_thread_has_died_all_is_503(translator_folder) -> None:
+def test_if_the_thread_has_died_every_request_is_503(translator_folder) -> None:
     service: Any = open_service(translator_folder)
 
     async def work(client) -> None:

@@ -58,7 +58,7 @@ def test_models(client) -> None:
     assert caught.value.code == "model_not_found"
 
 
-def test_completions_are_the_librarys(client, library) -> None:
+def test_completions_equal_the_librarys(client, library) -> None:
     found = client.completions.create(model="tiny", prompt=PROMPTS, temperature=0, max_tokens=9)
     expected = [said(library, prompt, max_new_tokens=9)[0] for prompt in PROMPTS]
     assert [choice.text for choice in found.choices] == [text for text, _ in expected]
@@ -71,7 +71,7 @@ def test_completions_are_the_librarys(client, library) -> None:
     assert client.completions.create(model="tiny", prompt=PROMPTS[0], temperature=0).usage.completion_tokens <= 16
 
 
-def test_samples_are_the_librarys_whatever_else_runs(client, server, library) -> None:
+def test_samples_equal_the_librarys_beside_other_requests(client, server, library) -> None:
     options = {"temperature": 0.7, "top_p": 0.9, "seed": 11}
     expected = said(library, PROMPTS[0], do_sample=True, max_new_tokens=9, num_return_sequences=3, **options)
 
@@ -130,7 +130,7 @@ def test_log_probabilities_are_those_of_the_model(client, library) -> None:
     assert entries == content
 
 
-def test_chats_are_those_of_the_library(client, folder) -> None:
+def test_chats_equal_the_librarys(client, folder) -> None:
     talk = Chat.from_pretrained(folder, system="be brief", do_sample=False, max_new_tokens=12)
     expected = talk.ask("two birds")
     options: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 12}
@@ -246,7 +246,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("path, body, param", WRONG, ids=[f"{param}-{i}" for i, (*_, param) in enumerate(WRONG)])
-def test_what_is_wrong_is_named(path, body, param, server) -> None:
+def test_errors_name_the_cause(path, body, param, server) -> None:
     text = json.dumps(body)  # NaN and lone surrogates too
     answer = httpx.post(
         f"{server.url}/v1/{path}", content=text, headers={"content-type": "application/json"}, timeout=20

@@ -123,7 +123,7 @@ def everything(client: socket.socket) -> bytes:
     return b"".join(parts)
 
 
-def test_a_client_that_never_reads_is_given_up(served) -> None:
+def test_a_client_that_never_reads_is_disconnected(served) -> None:
     for path in ("/large", "/large", "/small"):
         with served.connected(SO_RCVBUF=4096) as client:
             client.sendall(get(path, *(["Connection: close"] if path == "/small" else [])))
@@ -185,7 +185,7 @@ def test_an_answer_may_take_longer_than_a_head(served) -> None:
         assert everything(client).endswith(b"/again")
 
 
-def test_requests_in_one_piece_are_answered_in_order_and_all_leave(served) -> None:
+def test_pipelined_requests_are_answered_in_order(served) -> None:
     with served.connected() as client:
         client.sendall(b"".join(get(f"/{number}") for number in range(8)) + get("/last", "Connection: close"))
         bodies = [part.rpartition(b"\r\n\r\n")[2] for part in everything(client).split(b"HTTP/1.1 200 OK")[1:]]

@@ -133,7 +133,7 @@ async def _get(port: int, path: str) -> int:
         return (await http.get(f"http://127.0.0.1:{port}{path}")).status_code
 
 
-def test_every_row_of_a_corpus_once_though_an_actor_dies(
+def test_every_row_of_a_corpus_is_written_once_although_an_actor_dies(
     cluster: None, translator_folder: Path, tmp_path: Path
 ) -> None:
     # Proves that blocks which a dead actor had in hand are done again, and that no row is there twice.

@@ -136,7 +136,7 @@ def test_bad_input_is_an_error_and_costs_nothing(translator_folder) -> None:
     asked(service, work)
 
 
-def test_time_that_is_over_is_504(translator_folder) -> None:
+def test_a_timeout_is_504(translator_folder) -> None:
     service = open_service(translator_folder, limits=Limits(timeout_s=1e-6))
 
     async def work(client) -> None:

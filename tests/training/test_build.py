@@ -44,7 +44,7 @@ def test_errors(config, tmp_path) -> None:
         start(config, tmp_path / "run", resume="maybe")
 
 
-def test_a_folder_with_a_run_is_not_begun_anew(config, tmp_path) -> None:
+def test_a_folder_with_a_run_is_not_overwritten(config, tmp_path) -> None:
     run = tmp_path / "run"
     start(changed(config, steps=1), run).train()
     with pytest.raises(ValueError, match="--resume"):
@@ -114,7 +114,7 @@ def test_epochs_are_passes_over_the_data(config, tmp_path, caplog, epochs, accum
     assert (saved.steps, saved.epochs) == (trainer.config.steps, 0)
 
 
-def test_less_than_an_update_is_one(config) -> None:
+def test_less_than_an_update_counts_as_one(config) -> None:
     order = Order(Examples([Example([3], [3])]), max_tokens=64, batching="packed", seed=0)
     assert count_updates(changed(config, epochs=0.1), order) == 1
 

@@ -75,13 +75,13 @@ def test_a_change_resets_contradicting_settings(values, changes, expected) -> No
     TrainConfig.from_dict(found)
 
 
-def test_contradicting_changes_are_refused_still() -> None:
+def test_contradicting_changes_are_still_refused() -> None:
     for changes, named in (({"steps": 1, "epochs": 2}, "epochs"), (A | B, "train_tsv"), (A | C, "task")):
         with pytest.raises(ValueError, match=rf"\b{named}\b"):
             TrainConfig.from_dict(merged({"steps": 5}, changes))
 
 
-def test_lists_are_texts_with_commas() -> None:
+def test_lists_are_written_with_commas() -> None:
     given = {"train_tsv": ["a.tsv", "b.tsv"], "data_weights": [2, 0.5], "user_tokens": ["<2de>", "<2fr>"]}
     config = TrainConfig.from_dict(given)
     assert (config.train_tsv, config.user_tokens) == ("a.tsv,b.tsv", "<2de>,<2fr>") and config.weights() == [2, 0.5]

@@ -262,7 +262,7 @@ def foreign(folder: Path, texts: list[str]) -> str:
     return str(folder)
 
 
-def test_what_a_foreign_tokenizer_does_not_know_is_counted(tmp_path, caplog, monkeypatch) -> None:
+def test_characters_that_a_foreign_tokenizer_lacks_are_counted(tmp_path, caplog, monkeypatch) -> None:
     monkeypatch.setattr(examples, "ENCODED_AT_ONCE", 3)  # counts go on from batch to batch
     texts = [f"one {word}\tone" for word in ("one", "漢字", "漢", "one", "😀")]
     config = TrainConfig(

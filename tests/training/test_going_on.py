@@ -182,7 +182,7 @@ def test_more_batches_than_an_epoch_has(config, tmp_path) -> None:
         again.train()
 
 
-def test_options_of_the_optimizer_that_are_given_anew_count(config, tmp_path) -> None:
+def test_new_options_of_the_optimizer_take_effect(config, tmp_path) -> None:
     start(changed(config, steps=2), tmp_path / "run").train()
     new = changed(config, steps=3, beta1=0.5, beta2=0.7, eps=1e-3, weight_decay=0.25)
     (group,) = start(new, tmp_path / "run", resume=True).optimizer.param_groups

@@ -66,7 +66,7 @@ def on_padded_batches(trainer: Trainer) -> Trainer:
 # Sizes.
 
 
-def test_rounding_wastes_a_sixteenth_at_most_and_leaves_few_sizes() -> None:
+def test_rounding_wastes_at_most_a_sixteenth_and_gives_few_sizes() -> None:
     numbers = range(1, 20_000)
     rounded = [round_up(n, 5) for n in numbers]
     assert all(up - n >= 0 and (up - n < 8 or up / n < 1 + 1 / 16) for n, up in zip(numbers, rounded, strict=True))
@@ -202,7 +202,7 @@ def test_a_restored_trainer_drops_its_graphs(graphs, tmp_path) -> None:
     assert trainer.step == 12 and torch.equal(weights(trainer), first)
 
 
-def test_a_checkpoint_knows_nothing_of_graphs(graphs, tmp_path) -> None:
+def test_a_checkpoint_does_not_depend_on_graphs(graphs, tmp_path) -> None:
     def shape(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: shape(item) for key, item in value.items() if key not in ("config", "seconds")}

@@ -82,7 +82,7 @@ def assert_same_run(one: Trainer, other: Trainer, moved: float) -> None:
     [{}, {"precision": "bf16"}, {"accumulate": 2, "ema": 0.9, "label_smoothing": 0.1}],
     ids=["fp32", "bf16", "accumulate-average"],
 )
-def test_graphs_train_as_calls_do(config, tmp_path, changes) -> None:
+def test_graphs_train_like_calls(config, tmp_path, changes) -> None:
     config = changed(config, **changes)
     eager = plain(config, tmp_path / "eager")
     before = weights(eager)
@@ -153,7 +153,7 @@ def test_an_ordinary_update_never_waits(config, tmp_path, changes) -> None:
     assert bool(trainer.finite)
 
 
-def test_a_loss_that_reads_a_value_is_refused_in_words(config, tmp_path) -> None:
+def test_a_loss_that_reads_a_value_is_refused_with_a_reason(config, tmp_path) -> None:
     # In a process of its own: PyTorch's generator and allocator may take a broken capture for one that goes on.
     (tmp_path / "settings.json").write_text(json.dumps(config.to_dict()))
     code = f"""

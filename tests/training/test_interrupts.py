@@ -43,7 +43,7 @@ def at_step(trainer, step: int, *signals: int) -> None:
 @pytest.mark.parametrize(
     ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGUSR1, 138)]
 )
-def test_each_signal_ends_after_the_update_at_work(config, tmp_path, signum, code, caplog) -> None:
+def test_each_signal_ends_the_training_after_the_current_update(config, tmp_path, signum, code, caplog) -> None:
     before = [signal.getsignal(s) for s in SIGNALS]
     trainer = start(config, tmp_path / "run")
     at_step(trainer, 3, signum)

@@ -28,7 +28,7 @@ def shards(config, tmp_path) -> TrainConfig:
     return changed(config, train_tsv=None, val_tsv=None, train_data=str(tmp_path / "data"), shards_at_once=2)
 
 
-def test_a_resumed_run_is_the_run(shards, tmp_path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(shards, tmp_path) -> None:
     shards = changed(shards, steps=70, accumulate=2, save_every=0, schedule="constant")
     seen: list[tuple] = []
 
@@ -114,7 +114,7 @@ def test_two_kinds_of_data_and_validation_beside_shards(shards, config) -> None:
             changed(shards, **other)
 
 
-def test_what_the_shards_have_settled_is_not_used(shards) -> None:
+def test_settings_that_the_shards_fix_are_reported(shards) -> None:
     found = unused(changed(shards, min_chars=3), ["min_chars", "vocab_size", "train_data", "shards_at_once"])
     assert [line.partition(" ")[0] for line in found] == ["min_chars", "vocab_size"]
 

@@ -182,7 +182,7 @@ def test_a_full_disk_for_metrics_does_not_end_a_training(config, tmp_path, monke
         ("LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 PYTHONIOENCODING=ascii {}", 0, []),
     ],
 )
-def test_a_training_outlives_real_streams(config, tmp_path, how, status, streams) -> None:
+def test_a_training_survives_the_loss_of_real_streams(config, tmp_path, how, status, streams) -> None:
     """The command as a process of its own: same model, same checkpoints, an honest code, and a word in train.log."""
     import yaml
 

@@ -53,7 +53,7 @@ OTHER = {
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_what_the_weights_and_the_order_depend_on_is_kept(config, name) -> None:
+def test_settings_of_the_weights_and_the_order_are_kept(config, name) -> None:
     assert set(FIXED.split()) == OTHER.keys()
     saved = json.dumps(config.to_dict())
     other = copy.copy(config)  # not a new one, which would ask whether the settings fit together

@@ -121,7 +121,7 @@ def test_an_earlier_checkpoint_had_the_defaults(config, tmp_path) -> None:
         trainer.load_state_dict(state)
 
 
-def test_fine_tuning_keeps_the_ids_and_refuses_another_tokenizer(config, tmp_path, monkeypatch) -> None:
+def test_fine_tuning_keeps_the_ids_and_refuses_other_tokenizers(config, tmp_path, monkeypatch) -> None:
     config, tokenizer = changed(config, steps=2, val_examples=0), RenamedBytes(OTHER)
     begin(config, tmp_path / "first", tokenizer, monkeypatch).train()
     tuning = changed(config, init_from=str(tmp_path / "first"))

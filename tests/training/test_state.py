@@ -32,7 +32,7 @@ def test_the_same_examples_are_the_same() -> None:
     assert (whole["examples"], whole["source_tokens"], whole["target_tokens"]) == (3, 5, 6)
 
 
-def test_other_content_of_the_same_size_is_called_so() -> None:
+def test_other_content_of_the_same_size_is_reported() -> None:
     with pytest.raises(ValueError, match=r"\bcontent\b"):
         check_same(fingerprint(Examples(EXAMPLES)), fingerprint(Examples(EXAMPLES[::-1])), "run")
 

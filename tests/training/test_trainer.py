@@ -90,7 +90,7 @@ def test_each_update_has_the_learning_rate_of_its_number(config, tmp_path, sched
     assert [(line["step"], line["lr"]) for line in lines(tmp_path / "run", "train")] == list(enumerate(expected, 1))
 
 
-def test_label_smoothing_is_trained_with_and_not_validated_with(config, tmp_path) -> None:
+def test_label_smoothing_applies_to_training_and_not_to_validation(config, tmp_path) -> None:
     config = changed(config, settings=SIZES | NO_DROPOUT, clip=0.0, label_smoothing=0.5)
     trainer = start(config, tmp_path / "run")
     _, smoothed, _ = descend(trainer, range(20))
@@ -145,7 +145,7 @@ def test_bf16_autocast_trains(config, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("batching", ["random", "bucketed", "packed"])
-def test_batchings_train(config, tmp_path, batching) -> None:
+def test_all_batchings_train(config, tmp_path, batching) -> None:
     start(changed(config, steps=2, batching=batching), tmp_path / "run").train()
     assert all((line["padding"] == 0.0) == (batching == "packed") for line in lines(tmp_path / "run", "train"))
 
@@ -286,7 +286,7 @@ def test_the_result_translates(config, tmp_path) -> None:
     assert len(translator.translate(["aa 3"], max_new_tokens=4)) == 1
 
 
-def test_gpt_learns_a_text_by_heart(config, tmp_path) -> None:
+def test_a_gpt_memorises_a_text(config, tmp_path) -> None:
     (tmp_path / "text").write_text("abcdefgh" * 60)  # each letter follows from the one before, if from the right one
     gpt = TrainConfig(
         model="gpt",

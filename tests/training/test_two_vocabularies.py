@@ -114,7 +114,7 @@ def test_two_tokenizers_by_their_paths(run, config, tmp_path) -> None:
         start(run_config(tmp_path / "run", {"tokenizer": other}, True), tmp_path / "run", resume=True)
 
 
-def test_what_cannot_be(run, config, tmp_path) -> None:
+def test_impossible_arguments(run, config, tmp_path) -> None:
     plain = {"train_tsv": config.train_tsv, "val_tsv": config.val_tsv, "device": "cpu"}
     for changes, named in (
         ({"settings": {"tie_embeddings": True}}, r"\btie_embeddings\b"),

@@ -36,7 +36,7 @@ def test_one_process_is_the_identity(monkeypatch) -> None:
             world.first(lambda: {}["missing"])
 
 
-def test_half_a_launcher_is_named(monkeypatch) -> None:
+def test_an_incomplete_launcher_is_named(monkeypatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "two", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=r"\bLOCAL_RANK\b"):
@@ -57,7 +57,7 @@ def test_cuda_graphs_are_for_one_process(config, tmp_path) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=4, max_size=12), st.integers(2, 4))
-def test_all_processes_together_have_the_update_of_one(sides, size) -> None:
+def test_all_processes_together_make_the_update_of_one(sides, size) -> None:
     class Model:
         d_model, vocab_size, num_layers = 8, 10, 1
 
@@ -100,7 +100,7 @@ def test_without_a_launcher_dropout_follows_one_generator(config, tmp_path) -> N
     assert torch.equal(*ends)
 
 
-def test_nothing_else_talks_to_torch_distributed() -> None:
+def test_no_other_module_uses_torch_distributed() -> None:
     for path in (ROOT / "fastformer").rglob("*.py"):
         if path.name != "world.py" and "torch.distributed" in path.read_text():
             for node in ast.walk(ast.parse(path.read_text())):
@@ -108,7 +108,7 @@ def test_nothing_else_talks_to_torch_distributed() -> None:
                 assert not any(name.startswith("torch.distributed") for name in names), path
 
 
-def test_two_processes_are_one_run(tmp_path, capsys) -> None:
+def test_two_processes_make_one_run(tmp_path, capsys) -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

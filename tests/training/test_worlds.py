@@ -49,7 +49,7 @@ def test_fsdp_and_ddp_are_one_process(whole, tmp_path, changes) -> None:
         assert worlds.difference(whole, run) <= TOLERANCE, run
 
 
-def test_fp32_that_people_train_in_is_summed_too(tmp_path) -> None:
+def test_fp32_gradients_are_summed_too(tmp_path) -> None:
     """PyTorch sums gradients of fp32 in another way than those of fp64, which is not there on every backend."""
     runs = {name: tmp_path / name for name in ("plain", "ddp", "fsdp", "fsdp by layer")}
     for name, run in runs.items():
@@ -113,7 +113,7 @@ def test_a_file_of_ddp_is_read_by_fsdp_and_back(whole, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_nan_in_one_process_ends_all_in_the_same_update(tmp_path, seed) -> None:
+def test_nan_in_one_process_ends_all_processes_in_the_same_update(tmp_path, seed) -> None:
     chooser = random.Random(seed)
     rank, step, sharding = chooser.randrange(2), chooser.randrange(2, 15), ("ddp", "fsdp")[seed % 2]
     options = {"nan": [rank, step], "late": 1.0}  # a checkpoint that is being written then is not lost

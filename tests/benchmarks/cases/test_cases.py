@@ -192,7 +192,7 @@ def test_arithmetic_omits_useless_work() -> None:
     assert known["decoder_layer"].flops(half, "fwd") == 2 * 8 * 16 * 16**2 + 6 * (4 + 36) * 16
 
 
-def test_bytes_are_those_of_the_tensors() -> None:
+def test_bytes_equal_the_tensors() -> None:
     """Everything that goes in or comes out, once."""
     known = benchmarks()
 

@@ -35,7 +35,7 @@ def test_the_same_tokens_as_with_a_cache(num_beams: int) -> None:
 
 
 @pytest.mark.parametrize("engine", [*RECOMPUTING, "recompute"])
-def test_what_is_computed_again(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recomputed_layers(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The encoder for each token or once; what cross_cache keeps isn't asked of the memory again."""
     model = small()
     encode, plain = model.encode, model.decode

@@ -100,7 +100,7 @@ def test_exp2_once_a_score(rows: list[Row], options: str) -> None:
 
 
 @pytest.mark.parametrize("options", slow_but_for("causal+dropout", *ATTENTION))
-def test_products_are_of_warp_groups(rows: list[Row], options: str) -> None:
+def test_products_use_warp_groups(rows: list[Row], options: str) -> None:
     """No mma.sync, which has little more than half of wgmma's rate."""
     backward = ("_dkdv_kernel", "_dq_kernel") if options == "causal" else ("_dkdv_kernel",)
     for row in of_attention(rows, options, "_attention_fwd_kernel", *backward):
@@ -164,7 +164,7 @@ def test_nothing_but_a_mask_is_loaded_in_the_loop(rows: list[Row], options: str)
         ({"narrow": 1}, [16, 16]),
     ],
 )
-def test_what_must_not_be_is_a_problem(fields: dict[str, Any], products: list[int]) -> None:
+def test_forbidden_responses_are_problems(fields: dict[str, Any], products: list[int]) -> None:
     row = Compiled("attention", "_kernel", 90, "3.7.1", ("causal",), "64x64 w4 s2")
     assert len(list(report.problems_of(row._replace(**fields), products))) == 1
     assert not list(report.problems_of(row._replace(wide=len(products)), products))

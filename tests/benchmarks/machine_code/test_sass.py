@@ -93,7 +93,7 @@ def test_a_wait_is_not_an_inner_loop() -> None:
     assert opcodes(once) == []
 
 
-def test_a_part_that_a_jump_table_leads_to() -> None:
+def test_code_that_a_jump_table_reaches() -> None:
     """Its first instructions wait for registers and branch back to themselves: that makes them no less an entry."""
     code = """
         BRX R2 -0x1c0

@@ -105,7 +105,7 @@ def test_a_hiccup_is_not_a_slow_clock(tries: tuple[float, ...], slow: bool, mach
         assert watcher.is_slow == expected
 
 
-def test_the_best_time_of_the_machine_outlives_a_process(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_time_of_the_machine_persists(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who starts beside a neighbour, and never sees another hour, knows by an earlier run that this isn't all."""
 
     def slow_turns_of_a_process(*works: float) -> list[bool]:
@@ -155,7 +155,7 @@ def test_child_processes_count_as_this_process() -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_a_busy_process_is_seen() -> None:
+def test_a_busy_process_is_noticed() -> None:
     """As many as there are cores, none of which we have started: their parents have ended."""
     count = os.cpu_count() or 1
     command = f'for i in $(seq {count}); do "{sys.executable}" -c "while True: pass" >/dev/null 2>&1 & echo $!; done'

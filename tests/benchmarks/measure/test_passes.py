@@ -201,7 +201,7 @@ def test_passes_over_a_single_short_case_are_spaced(clock: Clock) -> None:
             assert len(clock.slept) == 7 and clock.now - began == pytest.approx(7 * apart, rel=0.25)
 
 
-def test_what_is_compiled_is_compiled_once() -> None:
+def test_kernels_are_compiled_once() -> None:
     """However many cases a function is for; torch.compile gives it up after eight by default."""
     graphs: list[torch.fx.GraphModule] = []
 

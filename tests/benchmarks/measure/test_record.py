@@ -25,7 +25,7 @@ TIMES = {"ms_p20": 1.0, "ms_p50": 2.0, "ms_p80": 2.0}
     "fields",
     [{}, TIMES, {**TIMES, "share": 0.5, "floor_ms": 1.0, "bound": "memory"}, {"missing": "pip install it"}, {"x": ...}],
 )
-def test_what_keeps_the_schema(fields: dict[str, Any]) -> None:
+def test_rows_that_follow_the_schema(fields: dict[str, Any]) -> None:
     record.check(line(**fields))
 
 
@@ -51,7 +51,7 @@ def test_what_keeps_the_schema(fields: dict[str, Any]) -> None:
         ({"curve": {"x": [1], "y": [], "x_label": "", "y_label": ""}}, "x_label"),
     ],
 )
-def test_what_breaks_the_schema_is_named(fields: dict[str, Any], named: str) -> None:
+def test_violations_of_the_schema_are_named(fields: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=rf"\b{named}\b"):
         record.check(line(**fields))
 

@@ -85,7 +85,7 @@ def test_a_disturbed_turn_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     assert watcher.waits == 1 and rounds.ratio("a", "b").quiet and rounds.disturbed("a") == 0.2
 
 
-def test_what_is_always_disturbed_is_kept_and_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_that_are_always_disturbed_are_kept_and_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "_TURN", 0.0)
     rounds = time_interleaved({"a": lambda: None}, rounds=4, device="cpu", watcher=Script(*[True] * 99))
     assert len(rounds.turns["a"]) == 12 and rounds.disturbed("a") == 1.0
@@ -152,7 +152,7 @@ def test_a_ratio_whose_passes_disagree_is_not_quiet() -> None:
         assert ratio.quiet is (None if disturbed is None else True) and 0.0 < (ratio.uncertainty or 0.0) <= STEADY
 
 
-def test_quiet_rounds_have_to_be_of_several_passes() -> None:
+def test_quiet_rounds_must_come_from_several_passes() -> None:
     rounds = in_passes(*[(2.0, 2.0)] * 2, *[(2.05, 2.05)] * 3)
     for number in range(4, 10):
         rounds.turns["b"][number] = rounds.turns["b"][number]._replace(disturbed=True)
@@ -163,7 +163,7 @@ def test_quiet_rounds_have_to_be_of_several_passes() -> None:
     assert ratio.quiet is True and (ratio.value, ratio.passes) == (2.0, 3)
 
 
-def test_who_never_had_a_full_clock_is_not_quiet() -> None:
+def test_a_provider_with_a_slow_clock_is_not_quiet() -> None:
     """The slow rounds count, since nearly all have a neighbour on a machine that is let to many."""
     rounds = in_passes(*[(2.0,)] * 6, slow=True)
     assert rounds.ratio("a", "b") == Ratio(2.0, False, 6, 0.0) and rounds.slow("a") == 1.0

@@ -95,7 +95,7 @@ def test_a_row_shows_its_distance_from_the_floor() -> None:
     assert row["ms_step"] == 50.0 and (row["share_of_dram"], row["share_of_cached"]) == (0.5, 0.25)
 
 
-def test_sources_have_a_length_each() -> None:
+def test_each_source_has_a_length() -> None:
     lines = [[5] * 9, [6] * 7, [7] * 7, *[[8] * 40] * 60]
     sources = cases.mixed_sources(lines, [1])
     assert sorted(map(len, sources)) == list(range(8, 61)) and [len(s) for s in sources] != list(range(8, 61))

@@ -32,7 +32,7 @@ def _threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("case", [BERT, ENCODER], ids=["bert", "encoder"])
-def test_an_accelerated_model_is_right_and_a_wrong_one_is_seen(
+def test_an_accelerated_model_is_right_and_a_wrong_one_is_noticed(
     case: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if case is BERT:
@@ -70,7 +70,7 @@ def test_encoders_of_sentences_are_right_in_each_order(tmp_path: Path, order: st
     assert found[0].values.shape == (MINILM["sentences"], 128)
 
 
-def test_a_fused_loss_is_one_and_right(tmp_path: Path) -> None:
+def test_a_fused_loss_is_correct(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="not installed: pip install transformers")
     expected = results(AsItIs, GPT2, tmp_path / "results.pt")
     assert results(FusedLoss, GPT2, tmp_path / "results.pt").error(expected) < 2e-3
@@ -88,7 +88,7 @@ def test_gradients_are_dropped_between_turns() -> None:
     assert any(isinstance(m, nn.Dropout) and m.p for m in peer.work.model.modules())  # it is timed with dropout
 
 
-def test_any_gradient_that_differs_is_seen() -> None:
+def test_any_different_gradient_is_noticed() -> None:
     work = make_work(ENCODER, torch.float32, drops=False)
     loss = work.step(work.model)
     parameters = list(work.model.parameters())

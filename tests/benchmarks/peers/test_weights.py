@@ -219,7 +219,7 @@ def test_gguf_of_another_form_is_refused(options: dict, tmp_path: Path) -> None:
         {"bias": False},
     ],
 )
-def test_what_is_not_mapped_is_refused(options: dict) -> None:
+def test_unmapped_memory_is_refused(options: dict) -> None:
     model = transformer(**options)
     for name in ("ctranslate2", "transformers"):
         with pytest.raises(Missing, match="conversion"):

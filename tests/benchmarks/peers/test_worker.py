@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="the models of the comparison are tra
 
 
 @pytest.mark.slow  # starts a process that imports transformers
-def test_a_killed_worker_is_told_and_closed() -> None:
+def test_a_killed_worker_is_reported_and_closed() -> None:
     case = {"name": "torch_nn_tiny", "batch": 2, "seqlen": "16", "mode": "forward"}
     worker = Worker(Place("as it is", "fp32", 1, case, {}))
     try:

@@ -157,7 +157,7 @@ def edit(folder: Path, old: str, new: str) -> None:
     (folder / "README.md").write_text(text.replace(old, new, 1))
 
 
-def test_a_figure_changed_by_hand_shows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_figure_changed_by_hand_is_noticed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     edit(folder, "2.5 times", "2.6 times")
     assert run(folder) == 1
     out = capsys.readouterr().out

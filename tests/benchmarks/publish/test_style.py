@@ -33,7 +33,7 @@ def test_the_same_rows_give_the_same_bytes(tmp_path: Path) -> None:
     ElementTree.fromstring(first)  # it is XML
 
 
-def test_the_digests_notice() -> None:
+def test_the_digests_notice_changes() -> None:
     text = style.svg(picture(), ROWS)
     assert style.stamp_of(text).rows == style.digest(ROWS)
     assert style.digest([ROWS[0], {**ROWS[1], "ms_p50": 3.1}]) != style.digest(ROWS) != style.digest(ROWS[:1])
@@ -55,7 +55,7 @@ def test_ink_adapts_and_nothing_is_black_or_white() -> None:
     assert 'style="fill' in drawn and "<text" not in drawn  # glyphs are paths
 
 
-def test_names_of_close_lines_keep_apart() -> None:
+def test_names_of_close_lines_do_not_overlap() -> None:
     fig = style.figure("close")
     (axes,) = fig.axes
     for index in range(6):

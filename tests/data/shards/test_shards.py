@@ -136,7 +136,7 @@ def test_dropped_lines_are_counted_by_reason(tmp_path) -> None:
     assert (source.read, source.examples + source.held_out) == (106, 100)
 
 
-def test_the_same_shards_of_every_form_of_the_text(tmp_path) -> None:
+def test_every_form_of_the_text_gives_the_same_shards(tmp_path) -> None:
     pairs, sides = pairs_of("x", 120), ["", ""]
     for pair in pairs:
         sides = [side + text + "\n" for side, text in zip(sides, pair, strict=True)]
@@ -235,7 +235,7 @@ def test_few_shards_are_open_and_their_arrays_are_not_copies(folder) -> None:
 
 
 @pytest.mark.parametrize("damage", ["changed", "cut short", "missing", "swapped"])
-def test_a_shard_that_is_not_what_was_prepared(folder, damage) -> None:
+def test_a_changed_shard(folder, damage) -> None:
     shard = folder / "shard-00003.arrow"
     data = bytearray(shard.read_bytes())
     if damage == "changed":
@@ -330,7 +330,7 @@ def test_a_complete_folder_of_other_text_is_refused(tmp_path) -> None:
     assert hashes(tmp_path / "out") == before
 
 
-def test_a_pipe_begins_anew(tmp_path, monkeypatch, caplog) -> None:
+def test_a_pipe_starts_over(tmp_path, monkeypatch, caplog) -> None:
     os.mkfifo(tmp_path / "pipe")
 
     def feed(name: str) -> Manifest:

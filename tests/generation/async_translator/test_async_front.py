@@ -84,7 +84,7 @@ def test_places_are_kept_for_requests_that_are_still_being_made(translator) -> N
     play(main())
 
 
-def test_how_long_requests_wait_is_counted(translator) -> None:
+def test_the_waiting_time_of_requests_is_counted(translator) -> None:
     async def main() -> None:
         front, engine = watched(translator)
         engine.gate = threading.Semaphore(0)
@@ -148,7 +148,7 @@ def test_sentences_of_a_text_are_queued_together(translator) -> None:
     play(main())
 
 
-def test_what_is_late_ends_with_an_error(translator) -> None:
+def test_late_requests_end_with_an_error(translator) -> None:
     async def main() -> None:
         front, engine = watched(translator, max_waiting=1)
         engine.gate = threading.Semaphore(0)

@@ -53,7 +53,7 @@ def test_it_gets_the_time_that_draining_takes() -> None:
     assert int(SERVICE["stop_grace_period"].removesuffix("s")) > limits.drain_delay_s + limits.drain_s
 
 
-def test_the_build_gets_all_that_the_package_is_made_of() -> None:
+def test_the_build_gets_all_files_of_the_package() -> None:
     build = (ROOT / "deploy" / SERVICE["build"]["context"]).resolve()
     assert build == ROOT and (build / SERVICE["build"]["dockerfile"]) == DOCKERFILE
     taken = copied(Path(f"{DOCKERFILE}.dockerignore").read_text(encoding="utf-8"), ROOT)
