@@ -291,21 +291,18 @@ ENCODER_TOKENIZERS = (BackendEncoderTokenizer.type, PieceEncoderTokenizer.type)
 
 
 def saved_encoder_tokenizer(file: Path, values: Mapping[str, Any]) -> EncoderTokenizer:
-    """Loads a tokenizer that `save` of one of these classes wrote.
+    """Loads a tokenizer that `save` of one of these classes wrote, whose type is one of `ENCODER_TOKENIZERS`.
 
     Args:
         file: tokenizer.json.
-        values: its contents; the type is one of `ENCODER_TOKENIZERS`.
+        values: its contents.
 
     Raises:
         ImportError: the library that the tokenizer needs is not installed.
-        ValueError: a damaged file.
+        KeyError, TypeError, ValueError, AttributeError: damaged contents; `load_tokenizer` names the file.
     """
-    try:
-        sizes = int(values["vocab_size"]), SpecialIds.from_dict(values["special_ids"]), int(values["max_len"])
-        options: dict[str, Any] = {"has_token_types": bool(values["has_token_types"]), "side": str(values["side"])}
-        if values["type"] == BackendEncoderTokenizer.type:
-            return BackendEncoderTokenizer(read_backend(file, values["backend"]), *sizes, str(file), **options)
-        return PieceEncoderTokenizer(read_piece_model(file, values["model"]), *sizes, **options)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{file} is damaged or no tokenizer ({error}): copy it again or convert anew") from error
+    sizes = int(values["vocab_size"]), SpecialIds.from_dict(values["special_ids"]), int(values["max_len"])
+    options: dict[str, Any] = {"has_token_types": bool(values["has_token_types"]), "side": str(values["side"])}
+    if values["type"] == BackendEncoderTokenizer.type:
+        return BackendEncoderTokenizer(read_backend(file, values["backend"]), *sizes, str(file), **options)
+    return PieceEncoderTokenizer(read_piece_model(file, values["model"]), *sizes, **options)

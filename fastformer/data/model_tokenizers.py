@@ -336,34 +336,31 @@ MODEL_TOKENIZERS = {
 
 
 def saved_model_tokenizer(file: Path, values: Mapping[str, Any]) -> ModelTokenizer:
-    """Loads a tokenizer that `ModelTokenizer.save` wrote.
+    """Loads a tokenizer that `ModelTokenizer.save` wrote, whose type is one of `MODEL_TOKENIZERS`.
 
     Args:
         file: tokenizer.json.
-        values: its contents; the type is one of `MODEL_TOKENIZERS`.
+        values: its contents.
 
     Raises:
         ImportError: the library that the tokenizer needs is not installed.
-        ValueError: a damaged file.
+        KeyError, TypeError, ValueError, AttributeError: damaged contents; `load_tokenizer` names the file.
     """
-    try:
-        sizes = int(values["vocab_size"]), SpecialIds.from_dict(values["special_ids"])
-        languages = None if values.get("languages") is None else Languages.from_dict(values["languages"])
-        if values["type"] == BackendTokenizer.type:
-            bos = None if values["bos"] is None else int(values["bos"])
-            return BackendTokenizer(read_backend(file, values["backend"]), *sizes, bos, str(file), languages)
-        if values["type"] == SentencePieceTokenizer.type:
-            return SentencePieceTokenizer(read_piece_model(file, values["model"]), *sizes, languages)
-        if values["type"] == PieceTokenizer.type:
-            vocab = check_vocab(file, values["vocab"])
-            return PieceTokenizer(read_piece_model(file, values["model"]), vocab, *sizes, languages)
-        source_vocab = check_vocab(file, values["source_vocab"])
-        target_vocab = values["target_vocab"]
-        target_vocab = source_vocab if target_vocab is None else check_vocab(file, target_vocab)
-        source, target = (read_piece_model(file, values[side]) for side in ("source", "target"))
-        return MarianTokenizer(source, target, source_vocab, target_vocab, *sizes, languages)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{file} is damaged or no tokenizer ({error}): copy it again or convert anew") from error
+    sizes = int(values["vocab_size"]), SpecialIds.from_dict(values["special_ids"])
+    languages = None if values.get("languages") is None else Languages.from_dict(values["languages"])
+    if values["type"] == BackendTokenizer.type:
+        bos = None if values["bos"] is None else int(values["bos"])
+        return BackendTokenizer(read_backend(file, values["backend"]), *sizes, bos, str(file), languages)
+    if values["type"] == SentencePieceTokenizer.type:
+        return SentencePieceTokenizer(read_piece_model(file, values["model"]), *sizes, languages)
+    if values["type"] == PieceTokenizer.type:
+        vocab = check_vocab(file, values["vocab"])
+        return PieceTokenizer(read_piece_model(file, values["model"]), vocab, *sizes, languages)
+    source_vocab = check_vocab(file, values["source_vocab"])
+    target_vocab = values["target_vocab"]
+    target_vocab = source_vocab if target_vocab is None else check_vocab(file, target_vocab)
+    source, target = (read_piece_model(file, values[side]) for side in ("source", "target"))
+    return MarianTokenizer(source, target, source_vocab, target_vocab, *sizes, languages)
 
 
 def byte_level_bpe(

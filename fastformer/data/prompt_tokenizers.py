@@ -210,23 +210,20 @@ PROMPT_TOKENIZERS = (PromptTokenizer.type, PiecePromptTokenizer.type)
 
 
 def saved_prompt_tokenizer(file: Path, values: Mapping[str, Any]) -> PromptTokenizer | PiecePromptTokenizer:
-    """Loads a tokenizer that `save` of one of these classes wrote.
+    """Loads a tokenizer that `save` of one of these classes wrote, whose type is one of `PROMPT_TOKENIZERS`.
 
     Args:
         file: tokenizer.json.
-        values: its contents; the type is one of `PROMPT_TOKENIZERS`.
+        values: its contents.
 
     Raises:
         ImportError: the library that the tokenizer needs is not installed.
-        ValueError: a damaged file.
+        KeyError, TypeError, ValueError, AttributeError: damaged contents; `load_tokenizer` names the file.
     """
-    try:
-        sizes = int(values["vocab_size"]), SpecialIds.from_dict(values["special_ids"])
-        bos = None if values["bos"] is None else int(values["bos"])
-        chat = {str(name): str(text) for name, text in values["chat"].items()}
-        if values["type"] == PromptTokenizer.type:
-            return PromptTokenizer(read_backend(file, values["backend"]), *sizes, bos, str(file), chat)
-        added = {str(token): (int(i), bool(special)) for token, (i, special) in values["added"].items()}
-        return PiecePromptTokenizer(read_piece_model(file, values["model"]), *sizes, bos, chat, added)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{file} is damaged or no tokenizer ({error}): copy it again or convert anew") from error
+    sizes = int(values["vocab_size"]), SpecialIds.from_dict(values["special_ids"])
+    bos = None if values["bos"] is None else int(values["bos"])
+    chat = {str(name): str(text) for name, text in values["chat"].items()}
+    if values["type"] == PromptTokenizer.type:
+        return PromptTokenizer(read_backend(file, values["backend"]), *sizes, bos, str(file), chat)
+    added = {str(token): (int(i), bool(special)) for token, (i, special) in values["added"].items()}
+    return PiecePromptTokenizer(read_piece_model(file, values["model"]), *sizes, bos, chat, added)

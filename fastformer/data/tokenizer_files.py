@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -271,15 +271,22 @@ def _in_folder(folder: Path) -> Path:
     raise ValueError(f"expected the file {folder / TOKENIZER}, which isn't there: {advice}")
 
 
+# The functions that load the tokenizers of models, by the type in tokenizer.json.
+_OF_MODELS: dict[str, Callable[[Path, dict[str, Any]], Tokenizer]] = {
+    **dict.fromkeys(MODEL_TOKENIZERS, saved_model_tokenizer),
+    **dict.fromkeys(PROMPT_TOKENIZERS, saved_prompt_tokenizer),
+    **dict.fromkeys(ENCODER_TOKENIZERS, saved_encoder_tokenizer),
+}
+
+
 def _tokenizer_json(file: Path, values: dict[str, Any]) -> Tokenizer:
     if values.get("type") == BYTES:
         return saved_bytes(file, values)
-    if values.get("type") in MODEL_TOKENIZERS:
-        return saved_model_tokenizer(file, values)
-    if values.get("type") in PROMPT_TOKENIZERS:
-        return saved_prompt_tokenizer(file, values)
-    if values.get("type") in ENCODER_TOKENIZERS:
-        return saved_encoder_tokenizer(file, values)
+    if (read := _OF_MODELS.get(values.get("type", ""))) is not None:
+        try:
+            return read(file, values)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"{file} is damaged or no tokenizer ({error}): copy it again or convert anew") from error
     if values.get("type") == "foreign":
         return _saved(file, values)
     if values.get("type") == pair.TYPE:
