@@ -52,8 +52,8 @@ report: $(INSTALLED)
 
 sanitize: sanitize-memory sanitize-threads
 
-# The C++ under AddressSanitizer and UBSan, with all that hypothesis finds to try, built in a copy of the sources: the
-# installed extension stays as it is.
+# The C++ under AddressSanitizer and UBSan, built in a copy of the sources: the installed extension stays as it is. Of the
+# slow tests those run in which hypothesis finds thousands of calls to try; others would count the sanitizer's own memory.
 SANITIZED := build/sanitize
 SANITIZERS := -fsanitize=address,undefined
 sanitize-memory: $(INSTALLED)
@@ -66,8 +66,9 @@ sanitize-memory: $(INSTALLED)
 	cd $(SANITIZED) && export LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 && ../../$(BIN)/pytest tests/ops \
 		-k 'cpp or weight_grad or threads or kilobytes or others or share_out' && \
-		../../$(BIN)/pytest -m "not gpu" tests/engine tests/encoding tests/generation/test_cpp_engine.py \
-		tests/generation/test_bad_input.py tests/generation/test_native_search.py tests/generation/test_any_call.py
+		../../$(BIN)/pytest tests/engine tests/encoding tests/generation/test_cpp_engine.py \
+		tests/generation/test_bad_input.py tests/generation/test_native_search.py tests/generation/test_any_call.py && \
+		../../$(BIN)/pytest -m slow -k many tests/engine
 
 # The engine's threads under ThreadSanitizer, without Python, whose own threads it doesn't know.
 RACES := $(addprefix engine/,decoder encoder forward forward_attention lm_head token_cache prefix_table packed_model \
