@@ -31,11 +31,11 @@ def labels_of(case: Case) -> Tensor:
 
 
 def learned(theirs: Any, case: Case) -> tuple[Tensor, Tensor]:
-    """The logits of a model of transformers, and the loss, whose gradients are in the parameters."""
+    """The logits of a model of transformers, and the loss of each token, whose gradients are in the parameters."""
     with case.exactly():
         logits = case.logits(theirs)
-        loss = F.cross_entropy(logits.flatten(0, 1), labels_of(case).flatten(), reduction="sum")
-        loss.backward()
+        loss = F.cross_entropy(logits.flatten(0, 1), labels_of(case).flatten(), reduction="none")
+        loss.sum().backward()
     return logits, loss
 
 
@@ -93,8 +93,8 @@ def test_random_configs_compute_and_learn_the_same(kind, seed) -> None:
         gradients: list[list[tuple[str, Tensor, Tensor]]] = []
         for model, mine in ((exact, from_huggingface(exact)), (plain, from_huggingface(plain))):
             assert isinstance(mine, Transformer)
-            logits, loss = mine(*case.batch), mine.loss(*case.batch, labels_of(case))
-            loss.backward()
+            logits, loss = mine(*case.batch), mine.loss(*case.batch, labels_of(case), reduction="none").flatten()
+            loss.sum().backward()
             gradients.append([*gradients_of(mine, model)])
             if model is exact:
                 assert_same(logits, expected, "logits", 1e-9)

@@ -80,6 +80,12 @@ def test_tokens_of_random_configs_on_either_side_of_padding(kind, seed):
     for is_left in (False, True):
         pair = pair_of(DRAWN[kind](kind, seed), left=is_left)
         for options in ({"max_new_tokens": 64, "do_sample": False}, *searches(kind)[1:]):
+            if (
+                kind == "M2M100"
+            ):  # a PAD among new tokens, or behind the end, has no position there: see the differences
+                config = pair.ours.config
+                ends = [] if "num_beams" in options else [config.eos_token_id]
+                options = options | {"suppress_tokens": [config.pad_token_id, *ends]}
             pair.check(is_served=is_left == (kind in DECODER_FORMS) or kind in ("T5", "MT5", "M2M100"), **options)
         ties, rows = ties + pair.near_ties, rows + pair.rows
     print(f"{kind} {seed}: {ties} near ties in {rows} rows")
