@@ -5,7 +5,7 @@
 
 - refusals: 200 requests at once to a server with room for 8 waiting requests, on open and on new connections: the time
   from a request's last byte to the first byte of its refusal. After each turn nothing runs or waits.
-- one: a request by HTTP, by `AsyncTranslator` and by `Translator.translate`, in turns, of the model of one process.
+- one: a request over HTTP, to `AsyncTranslator` and to `Translator.translate`, in turns, with one model in one process.
 - many: 64 clients that request 10 texts each, beside `Translator.translate` of the same texts at once. Each answer must
   be the library's translation. A text takes 20 ms or more of the whole machine.
 - stream: 16 clients, one of which streams, beside 16 that don't.

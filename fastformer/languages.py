@@ -175,7 +175,7 @@ class Languages:
         """Restores the languages from the result of `to_dict`.
 
         Raises:
-            ValueError, TypeError, KeyError: the values are no result of `to_dict`.
+            ValueError, TypeError, KeyError: the values are not a result of `to_dict`.
         """
         ids = {str(name): int(i) for name, i in values["ids"].items()}
         return cls(ids, values["places"], tuple(map(int, values["lead"])), values["source"], values["target"])

@@ -256,7 +256,7 @@ def describe_bounds(hint: Any) -> str:
 
 
 def choices(hint: Any) -> list[str]:
-    """Returns the words that a type allows; empty if it is no choice of words."""
+    """Returns the words that a type allows; empty if it is not a choice of words."""
     if get_origin(hint) is Literal:
         return [str(choice) for choice in get_args(hint)]
     return [word for option in get_args(hint) for word in choices(option)]

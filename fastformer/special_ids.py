@@ -1,4 +1,4 @@
-"""The ids that are no text: padding, the ends of a sequence, the unknown token, and a decoder's start.
+"""The ids that are not text: padding, the ends of a sequence, the unknown token, and a decoder's start.
 
 They belong to a model, which saves them in its config, and to the tokenizer that it was trained with. Only this module
 defines their defaults.
@@ -80,7 +80,7 @@ class SpecialIds:
 
         Args:
             vocab_size: the number of ids in the vocabulary.
-            reads_sources: whether the model is an encoder-decoder, whose pad is no text.
+            reads_sources: whether the model is an encoder-decoder, whose pad is not text.
 
         Raises:
             ValueError: the vocabulary lacks an id; or an encoder-decoder model has no eos, or pad as one.

@@ -1,9 +1,9 @@
 """Dropout by counter inside Triton kernels: the keep mask of a tile, bit for bit that of `fastformer.ops._dropout`.
 
-Philox4x32-7, one call for sixteen of 64 columns (the definition stands in ops/_dropout.py). The tile's mask is a
+Philox4x32-7, one call for sixteen of 64 columns (ops/_dropout.py has the definition). The tile's mask is a
 function of its coordinates alone, so forward and backward may cut the matrix into different tiles. A call's columns
-are those that one thread holds of a row where a matrix product left its tile (mma.sync and wgmma alike: of each eight
-columns the pair 2 * (lane % 4)), so that each thread runs Philox for its own elements and nothing is exchanged.
+are those of a row that one thread holds after a matrix product (for mma.sync and wgmma: the pair 2 * (lane % 4) of each
+eight columns). So each thread runs Philox for its own elements, and nothing is exchanged.
 
 The counter's four words depend on a column, a row, and two scalars. They are kept unbroadcast, (BLOCK_M, 1) and
 (1, BLOCK_N // 16), until the rounds mix them: the first two of the seven rounds cost next to nothing.

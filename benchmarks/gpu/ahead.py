@@ -1,10 +1,11 @@
-"""Compiles what the plan for a GPU launches before there is a GPU, so that its time goes to running, not to compiling.
+"""Compiles the kernels of the plan for a GPU without a GPU, so that no time on the GPU is spent on compiling.
 
     python -m benchmarks.gpu_run_plan compile --out FOLDER [--only PATTERN] [--arch 90] [--jobs 2]
 
-Each step runs on the stand-in (`stand_in.py`), which records its launches; timed cases run at their own shapes. What
-FOLDER/sm_90.kernels lacks is compiled and added. With FASTFORMER_KERNELS=FOLDER, launches take their binaries from it;
-a launch that it lacks is compiled as ever. The file is right for the Triton that made it and for these sources alone.
+Each step runs on the stand-in (`stand_in.py`), which records its launches; timed cases run at their own shapes.
+Kernels that are missing from FOLDER/sm_90.kernels are compiled and added. With FASTFORMER_KERNELS=FOLDER, launches take
+their binaries from this file; other launches are compiled as usual. The file is only valid for the Triton that made it,
+and for these sources.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Which ptxas turns PTX into machine code.
+"""Chooses the ptxas that turns PTX into machine code.
 
-Triton 3.6 and 3.7 bring that of CUDA 12.8, which in kernels of other projects overwrote registers of products in flight
-(Triton's issue 11781). `benchmarks/machine_code/hazards.py` finds no such place in ours; all the same a newer one of
-the machine takes its place in the plan for a GPU.
+Triton 3.6 and 3.7 contain that of CUDA 12.8. In kernels of other projects, its code overwrote registers that products
+in flight still used (Triton's issue 11781). `benchmarks/machine_code/hazards.py` finds no such place in fastformer's
+kernels. Nevertheless, the plan for a GPU uses the machine's ptxas if it is newer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs the commands of the plan on a GPU that is not there (`stand_in.py`), each in a fork of one process."""
+"""Runs the commands of the plan on the stand-in for a GPU (`stand_in.py`), each in a fork of one process."""
 
 from __future__ import annotations
 

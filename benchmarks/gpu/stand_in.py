@@ -1,4 +1,4 @@
-"""A stand-in for a GPU: tests and timed cases for a device run to their end, so that a typo can't waste a lease.
+"""A stand-in for a GPU, on which tests and timed cases for a device run to their end, to find typos beforehand.
 
     python -m benchmarks.gpu.stand_in pytest -m gpu tests/kernels
     python -m benchmarks.gpu.stand_in benchmarks.run --device cuda ...

@@ -1,8 +1,9 @@
-"""Starts `python -m MODULE ...` from a process that has already imported what takes seconds to import.
+"""Starts `python -m MODULE ...` from a process that has already imported the slow packages.
 
-A child is a fork: it begins where an interpreter would be after `import torch`. No fork can use CUDA after its parent
-has asked the driver anything, and packages may ask when they are imported. So few are imported here, whether there is a
-GPU, and which steps there are, is a question for a child, and where a fork can't use CUDA nothing is forked.
+A child is a fork: it begins where an interpreter would be after `import torch`. After a process has called CUDA's
+driver, its forks can't use CUDA, and packages may call the driver when they are imported. So few packages are imported
+here, and children find out whether there is a GPU, and which steps there are. If forks can't use CUDA, nothing is
+forked.
 """
 
 from __future__ import annotations

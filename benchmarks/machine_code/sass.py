@@ -71,7 +71,7 @@ def successors(instructions: list[Instruction]) -> list[list[int]]:
             meeting[register] = index[instruction.target]
         elif instruction.base == "BSYNC" and register in meeting:
             after.append(meeting[register])
-        elif instruction.target is not None:  # a branch; a call far away is how a long branch is spelled
+        elif instruction.target is not None:  # a branch; a long branch is written as a far call
             after.append(index[instruction.target])
         # A uniform branch carries its condition among the operands: BRA.U !UP0, `(...).
         always = not instruction.predicate and "UP" not in instruction.operands.split("`")[0]

@@ -33,7 +33,7 @@ def until_eos(ids: Iterable[int], special_ids: SpecialIds, vocab_size: int) -> l
     """Returns the ids before the first EOS of any kind, without PAD.
 
     Raises:
-        ValueError: something that is no id of the vocabulary.
+        ValueError: something that is not an id of the vocabulary.
     """
     kept = []
     for i in checked_ids(ids, vocab_size):
@@ -48,7 +48,7 @@ def checked_ids(ids: Iterable[int], vocab_size: int) -> Iterator[int]:
     """Yields each id as an int.
 
     Raises:
-        ValueError: something that is no id of the vocabulary.
+        ValueError: something that is not an id of the vocabulary.
     """
     kind = type(ids).__name__
     if isinstance(ids, str | bytes):

@@ -34,7 +34,7 @@ _MAGICS = {
 }
 _LONGEST = 10
 _BEGINNINGS = (b"\x1f\x8b\x08", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd")
-# First bytes of files that are no text, with the advice for each.
+# First bytes of files that are not text, with the advice for each.
 _OTHERS = {
     b"PK\x03\x04": "a zip archive: unpack it, and name the file in it",
     b"PAR1": "a Parquet file: name one of its columns, FILE.parquet:COLUMN",

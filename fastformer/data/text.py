@@ -230,7 +230,7 @@ class NothingError(ValueError):
 
 
 def why_no_document(file: Path) -> str | None:
-    """Returns why a file in a folder is no document, or None if it is one; macOS leaves "._a.txt" beside "a.txt"."""
+    """Returns why a file in a folder is not a document, or None if it is; macOS leaves "._a.txt" beside "a.txt"."""
     if file.is_dir():
         return "in a subfolder or more (give each folder a training of its own, or join them)"
     name = file.name.lower()

@@ -253,7 +253,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     if file.is_dir():
         file = _in_folder(file)
     if not file.is_file():  # reading a named pipe could block forever
-        raise ValueError(f"expected a {TOKENIZER} or a SentencePiece model, got {file}, which is no file")
+        raise ValueError(f"expected a {TOKENIZER} or a SentencePiece model, got {file}, which is not a file")
     return _sentencepiece(file) if file.suffix == ".model" else _tokenizer_json(file, _read_json(file))
 
 

@@ -87,7 +87,7 @@ class Reader:
             cuts: whether texts of more than max_len tokens are cut; if not, they are an error.
 
         Raises:
-            ValueError: a text contains a lone surrogate, which is no character, or is too long.
+            ValueError: a text contains a lone surrogate, which is not a character, or is too long.
         """
         if self._lowers:
             texts = [lowered(text) for text in texts]
@@ -109,7 +109,7 @@ class Reader:
             cuts: as for `texts`.
 
         Raises:
-            ValueError: a text contains a lone surrogate, which is no character, or a pair is too long.
+            ValueError: a text contains a lone surrogate, which is not a character, or a pair is too long.
         """
         if self._lowers:
             pairs = [(lowered(first), lowered(second)) for first, second in pairs]

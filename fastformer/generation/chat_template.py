@@ -163,7 +163,7 @@ class ChatTemplate:
         except TemplateRefusal as error:
             raise ValueError(f"{self._name} refuses these messages: {error}") from error
         except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"{self._name} is no template of jinja2: {error.message} (line {error.lineno})") from error
+            raise ValueError(f"{self._name} is not a jinja2 template: {error.message} (line {error.lineno})") from error
         except BoundExceeded as error:
             raise ValueError(f"{self._name} was stopped: {error}") from error
         except RecursionError as error:

@@ -100,7 +100,7 @@ class GenerationConfig:
             overrides this option.
         min_length: the number of tokens, counted as for max_length, before which an output can't end. min_new_tokens
             overrides this option.
-        num_beams: the number of hypotheses that a beam search follows; 1 is no beam search.
+        num_beams: the number of hypotheses that a beam search follows; 1 means no beam search.
         beam_rules: the rules of the beam search; transformers stands for those of Hugging Face's generate.
             "tensor2tensor" is `BeamSearch`, "transformers" is `TransformersBeamSearch`: they penalise lengths
             differently, and stop at different times.

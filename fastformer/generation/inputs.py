@@ -58,7 +58,7 @@ def _lists(ids: Any, name: str) -> list[list[int]]:
         values = row.tolist() if hasattr(row, "tolist") else list(row)
         try:
             if any(isinstance(value, bool) for value in values):
-                raise TypeError("True and False are no ids")
+                raise TypeError("True and False are not ids")
             found.append([operator.index(value) for value in values])
         except TypeError as error:
             raise ValueError(f"{wanted}; {name}[{number}] holds something else: {error}") from error

@@ -295,7 +295,7 @@ class _ByteRuns:
                 self._ids = tokenizer.encode(self._character)
             except ValueError:
                 continue
-            # A byte that is no text by itself.
+            # A byte that is not text by itself.
             self._byte = next((i for i in self._ids if tokenizer.decode([i]) == _BROKEN), None)
             if self._byte is not None:
                 self.are_whole = self.go_on_behind(self._byte)

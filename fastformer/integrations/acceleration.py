@@ -147,7 +147,7 @@ def accelerate(
         The model itself. A second call changes nothing but `generate`, `encode` and a precision that you name.
 
     Raises:
-        ValueError: `model` is no module, or has no head whose loss can be fused; `padding` or `precision` is unknown.
+        ValueError: `model` is not a module, or has no loss that can be fused; `padding` or `precision` is unknown.
     """
     _check_module(model)
     if padding not in get_args(Padding):
@@ -184,7 +184,7 @@ def report(model: nn.Module) -> Report:
         Hooks and patches since `accelerate` are included. `print` shows it in a few lines.
 
     Raises:
-        ValueError: `model` is no module.
+        ValueError: `model` is not a module.
     """
     _check_module(model)
     known, products = known_replacements(), _products(model)
@@ -230,7 +230,7 @@ def restore(model: nn.Module) -> list[str]:
         The names of the modules that were restored. A module whose class was changed since keeps the new class.
 
     Raises:
-        ValueError: `model` is no module; or a module inside was given, after `accelerate`, a class derived from
+        ValueError: `model` is not a module; or a module inside was given, after `accelerate`, a class derived from
             fastformer's, as by `fully_shard`, or a forward (or another method) of its own, which may call fastformer's.
     """
     _check_module(model)

@@ -157,7 +157,7 @@ def _why_not(model: Any) -> str | None:
     if is_source(kind) and model_type == model_type_of(kind):
         return why_not_as_made(model)
     if not is_encoder(kind) or model_type != model_type_of(kind):
-        return f"{kind.__name__} is no encoder that from_huggingface converts"
+        return f"{kind.__name__} is not an encoder that from_huggingface converts"
     if getattr(model.config, "is_causal", False):
         return "its config says is_causal"
     has_pooler = "add_pooling_layer" in inspect.signature(kind).parameters
@@ -300,13 +300,13 @@ def _why_not_call(model: Any, given: dict[str, Any]) -> str | None:
             return f"the engine doesn't know {name}"
     ids = given.get("input_ids")
     if type(ids) is not Tensor or ids.device.type != "cpu":
-        return "the ids are no tensor of the CPU"
+        return "the ids are not a tensor on the CPU"
     if ids.dim() != 2 or not ids.numel() or ids.dtype not in (torch.int64, torch.int32):
         return f"the ids are {ids.dtype} of shape {tuple(ids.shape)}"
     for name in ("attention_mask", "token_type_ids"):
         value = given.get(name)
         if value is not None and (type(value) is not Tensor or value.shape != ids.shape or value.device != ids.device):
-            return f"{name} is no tensor of the ids' shape"
+            return f"{name} is not a tensor of the ids' shape"
     config = model.config
     if not config.return_dict and given.get("return_dict", False) is None:
         return "return_dict is None, which some versions of transformers take for True, and its config says otherwise"

@@ -68,7 +68,7 @@ _SERVED_VALUES: dict[str, tuple[object, ...]] = {
     "token_healing": (False,), "is_assistant": (False,), "low_memory": (False,), "use_mtp": (False,),
 }  # fmt: skip
 _PLAIN = GenerationConfig()
-# The arguments of generate that are no options, and those of them that must be None or False.
+# The arguments of generate that are not options, and those of them that must be None or False.
 _ARGUMENTS = frozenset(
     {
         *("inputs", "input_ids", "attention_mask", "decoder_input_ids", "generation_config", "logits_processor"),
@@ -310,7 +310,7 @@ def _decoding(call: Call, name: str, input_ids: Tensor, kwargs: dict[str, Any]) 
         raise _DeclinedError(f"the call says use_cache={kwargs.get('use_cache')!r}")
     # If a mask is all ones, transformers passes on only its length.
     if getattr(config, "_mask_length", None) not in (None, input_ids.shape[1]):
-        raise _DeclinedError("the attention_mask is no mask of the ids")
+        raise _DeclinedError("the attention_mask does not fit the ids")
     precision = _precision(call)
     found = call.found.of_length(_longest(input_ids, kwargs.get("attention_mask")))
     engine = ForeignEngine(found.weights(call.model, precision), precision)
@@ -417,7 +417,7 @@ def _unpadded(rows: list[list[int]], mask: Any, *, left: bool, right: bool) -> l
     if mask is None:
         return rows
     if not isinstance(mask, Tensor) or mask.shape != (len(rows), len(rows[0])):
-        raise _DeclinedError("the attention_mask is no mask of the ids")
+        raise _DeclinedError("the attention_mask does not fit the ids")
     found = []
     for row, keep in zip(rows, mask.tolist(), strict=True):
         kept = [token for token, one in zip(row, keep, strict=True) if one == 1]

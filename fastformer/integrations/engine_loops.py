@@ -114,7 +114,7 @@ def whole_search(
             case logits_process.SuppressTokensLogitsProcessor:
                 suppressed |= {*one.suppress_tokens.tolist()}
             case logits_process.NoBadWordsLogitsProcessor if all(len(word) == 1 for word in one.bad_word_ids):
-                suppressed |= {word[0] for word in one.bad_word_ids} - {*ends}  # an end is no word
+                suppressed |= {word[0] for word in one.bad_word_ids} - {*ends}  # an end is not a word
             case logits_process.ForcedBOSTokenLogitsProcessor:
                 at_lengths.append(ForcedToken(one.bos_token_id, 1))
             case logits_process.ForcedEOSTokenLogitsProcessor if one.eos_token_id.numel() == 1:

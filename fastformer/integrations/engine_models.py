@@ -158,9 +158,9 @@ class EngineModel(FoundModel[PackedWeights]):
         self._beyond = None if self.original_length is None else _BeyondOriginal(model, guards)
 
     def of_length(self, length: int) -> FoundModel[PackedWeights]:
-        """Returns the weights that decode prompts of which the longest has a length.
+        """Returns the weights for prompts whose longest one has this length.
 
-        All tokens of a batch are turned alike in transformers, by the longest sequence.
+        transformers rotates all tokens of a batch by the angles of the longest sequence.
         """
         return self if self._beyond is None or length <= cast(int, self.original_length) else self._beyond
 
@@ -251,7 +251,7 @@ def _why_not(model: Any) -> str | None:
     kind, model_type = original_class(model), getattr(getattr(model, "config", None), "model_type", None)
     if not is_convertible(kind) or model_type != model_type_of(kind):
         lacks = f": {UNSUPPORTED[model_type]}" if model_type in UNSUPPORTED else ""
-        return f"{kind.__name__} is no class that from_huggingface converts{lacks}"
+        return f"{kind.__name__} is not a class that from_huggingface converts{lacks}"
     return why_not_as_made(model)
 
 

@@ -56,7 +56,7 @@ def fused_activation(activation: object) -> str | None:
     if not (isinstance(activation, nn.Module) and is_plain(activation, *_ACTIVATIONS)):
         return None
     name = _ACTIVATIONS[type(activation)]
-    # GELUActivation may hold a formula of its own in the place of PyTorch's function.
+    # GELUActivation may use a formula of its own instead of PyTorch's function.
     return None if name == "gelu" and getattr(activation, "act", F.gelu) is not F.gelu else name
 
 

@@ -380,7 +380,7 @@ class Transformer(PretrainedModel):
             (values (..., k), fp32 or fp64, downward; indices (..., k), int64). See `ops.linear_topk`.
 
         Raises:
-            ValueError: a k that is no integer from 1 to vocab_size.
+            ValueError: a k that is not an integer from 1 to vocab_size.
         """
         if type(self).logits is not Transformer.logits or "logits" in self.__dict__:
             return best_of_logits(self.logits(hidden), k, log_probs=log_probs)
@@ -492,7 +492,7 @@ class Transformer(PretrainedModel):
             num_blocks: see `KVCache`.
 
         Raises:
-            ValueError: sizes that are no integers of at least 1; sources that don't divide the rows.
+            ValueError: sizes that are not integers of at least 1; sources that don't divide the rows.
         """
         num_sources = batch_size
         if memory is not None:

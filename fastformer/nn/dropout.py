@@ -11,7 +11,7 @@ def check_dropout(dropout: float) -> float:
     """Checks a probability and returns it unchanged, in the form in which `nn.Dropout` holds it.
 
     Raises:
-        InputError: the probability is no number in [0, 1].
+        InputError: the probability is not a number in [0, 1].
     """
     if not isinstance(dropout, int | float) or not 0.0 <= dropout <= 1.0:
         raise InputError(f"expected dropout in [0, 1], got {dropout!r}")

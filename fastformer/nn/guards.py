@@ -299,7 +299,7 @@ class Guards:
             places += [(each, name) for name in ("_modules", *_HOOKS, *watched_names(each))]
             places += [(each, name) for name in ("forward", "_compiled_call_impl")]
         for kind in {kind for line in set(kinds) for kind in line.__mro__} - {object}:
-            # For a class that is no module and has no __call__, getattr returns a new object each time.
+            # For a class that is not a module and has no __call__, getattr returns a new object each time.
             methods = ("forward", "__call__") if issubclass(kind, nn.Module) else ("forward",)
             places += [(kind, name) for name in (*methods, *BLOCKS.get(kind, ()))]
         places += functions

@@ -237,7 +237,7 @@ def repack(model: nn.Module) -> None:
         model: the model that was changed, or a module that contains it.
 
     Raises:
-        ValueError: `model` is no module.
+        ValueError: `model` is not a module.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"expected a model, got {type(model).__name__}")

@@ -55,7 +55,7 @@ _ERRORS = {
     408: "The body came too slowly.",
     413: "The body, a text or the list of texts is too large.",
     422: "Not used: a body that breaks the schema is a 400.",
-    429: "There is no place in the queue; Retry-After says when there may be.",
+    429: "The queue is full; Retry-After says when to try again.",
     503: "The server ends, or the model can't go on.",
     504: "The request's time was over.",
 }

@@ -176,7 +176,7 @@ async def _values(http: Request, *numbers: str) -> dict[str, Any]:
         numbers: the names of integer fields, which a form sends as text.
 
     Raises:
-        ValueError: invalid JSON, JSON that is no object, or text that is no integer in one of `numbers`.
+        ValueError: invalid JSON, JSON that is not an object, or text that is not an integer in one of `numbers`.
     """
     if "json" in http.headers.get("content-type", ""):
         try:

@@ -72,7 +72,7 @@ class Service(ABC):
             timeout: the client's limit in seconds; at most the server's limit counts.
 
         Raises:
-            ValueError: timeout is no positive number.
+            ValueError: timeout is not a positive number.
         """
         if timeout is not None and not (math.isfinite(timeout) and timeout > 0):
             raise ValueError(f"expected timeout to be a number of seconds above 0, got {timeout}")

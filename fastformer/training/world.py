@@ -570,7 +570,7 @@ def read_parts(folder: Path) -> dict[str, Tensor]:
     try:
         entries = read_contents(folder).state_dict_metadata
         if not all(isinstance(entry, TensorStorageMetadata) for entry in entries.values()):
-            raise ValueError("something that is no tensor")
+            raise ValueError("something that is not a tensor")
         found = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu") for name, entry in entries.items()
         }

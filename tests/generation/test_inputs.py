@@ -38,7 +38,7 @@ def test_all_forms_of_ids(ids, expected) -> None:
         (None, "got NoneType"),
         (7, "got int"),
         ([5.0], r"input_ids\[0\] holds something else: .*float"),
-        ([[5], [True]], r"input_ids\[1\] holds something else: True and False are no ids"),
+        ([[5], [True]], r"input_ids\[1\] holds something else: True and False are not ids"),
         ([[5], 6], r"input_ids\[1\] is 6, where others are lists"),
         ([torch.tensor(5.5)], r"input_ids\[0\] holds something else"),
         (np.array([0.5]), "got torch.float64"),

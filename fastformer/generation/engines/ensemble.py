@@ -33,7 +33,7 @@ class EnsembleEngine(Engine):
 
         Each model in the ensemble has its own engine, which may refuse the precision.
         """
-        return None if is_ensemble(model) else "it is no ensemble"
+        return None if is_ensemble(model) else "it is not an ensemble"
 
     @property
     def token_bytes(self) -> int:
