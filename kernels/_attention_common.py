@@ -397,7 +397,7 @@ def describe(
     dropout_seed: Tensor | None,
     softcap: float = 0.0,
 ) -> Problem:
-    """Collects a call's facts; drops windows that no row can feel (causal with one query is no mask at all)."""
+    """Collects a call's facts; drops windows without an effect (with one query, causal is no mask)."""
     if window_right is not None and window_right >= seqlen_q - 1:
         window_right = None
     if window_left is not None and window_left >= seqlen_k - 1:

@@ -9,8 +9,8 @@ FLOPs: 2 * rows * vocab * dim forward, 6 * rows * vocab * dim with gradients (8 
 its backward computes the logits again). Bytes of device memory, beyond x, weight and their gradients: rows * vocab
 logits written and read, and their gradient written and read twice, 2 bytes each in half dtypes; for each chunk after
 the first vocab * dim * 8 of fp32 dweight. Memory held: one chunk of logits, at most the larger of CHUNK_BYTES and
-SMALLEST_CHUNK rows, and dweight in fp32. Few rows of a half dtype are one chunk where that holds no more: dweight is
-in x's dtype then, and its sum in fp32 leaves vocab * dim * 4 bytes for logits. fp32: statistics, losses, the
+SMALLEST_CHUNK rows, and dweight in fp32. Few rows of a half dtype are one chunk if it takes no more: dweight is then in
+x's dtype, and without its sum in fp32, vocab * dim * 4 bytes are free for logits. fp32: statistics, losses, the
 exponentials; dlogits are rounded to x's dtype. The number of rows that count never leaves the device.
 """
 

@@ -183,8 +183,8 @@ def check_plain(origin: object, state: Mapping[Any, Any]) -> None:
     """Checks that unpickled values are plain weights.
 
     Raises:
-        ValueError: a name that is not text; a value that is not a tensor, or that is sparse, has no memory of its own for
-            each element, or has gradients to come.
+        ValueError: a name that is not text; a value that is not a tensor, or that is sparse, has no memory of its own
+            for each element, or has gradients to come.
     """
     for name, value in state.items():
         if not isinstance(name, str):

@@ -151,9 +151,9 @@ def _enter(folder: Path, resume: bool | str, lock: RunLock) -> tuple[bool, bool]
     """Creates and locks the run folder; returns whether it holds a run to resume, and whether the folder is new."""
     going_on = bool(checkpoints(folder)) and bool(resume)
     if not going_on and resume is True:
-        raise ValueError(f"expected a run to go on with, but {folder} has no checkpoints")
+        raise ValueError(f"expected a run to continue, but {folder} has no checkpoints")
     if not going_on and (checkpoints(folder) or (folder / WEIGHTS).exists()):
-        raise ValueError(f"{folder} holds a run already: give --resume to go on with it, or another folder")
+        raise ValueError(f"{folder} has a run already: give --resume to continue it, or another folder")
     if not going_on and folder.is_dir() and not (folder / LOCK).exists():  # else from a killed run
         found = [name for name in WRITTEN if os.path.lexists(folder / name)]
         if found:

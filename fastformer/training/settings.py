@@ -64,7 +64,7 @@ def load_config(run: str | os.PathLike[str]) -> TrainConfig:
     """
     file = Path(run) / CONFIG
     if not file.is_file() and not checkpoints(Path(run)):
-        raise ValueError(f"expected a run to go on with, but {run} has no checkpoints")
+        raise ValueError(f"expected a run to continue, but {run} has no checkpoints")
     if file.exists() and not file.is_file():  # reading a named pipe could block forever
         raise ValueError(f"expected a YAML file with settings, but there is no file {file}")
     values = read_yaml(file)

@@ -231,7 +231,7 @@ class Trainer:
             if not self.world.first((self.run / WEIGHTS).exists):
                 self._save_model(self._model(), self._notes("not validated"))
             self._wait_for_parts()
-            logger.warning("%s: saved at update %d; go on with --resume", self.interrupts.name, self.step)
+            logger.warning("%s: saved at update %d; continue with --resume", self.interrupts.name, self.step)
             return scores
         self.finished = True
         self.save()  # with the score to beat

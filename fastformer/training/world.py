@@ -209,7 +209,7 @@ class World:
                 raise
             raise LostRanksError(
                 f"rank {self.rank} lost the other processes: one ended, or didn't answer for {self.timeout:g} seconds "
-                f"({_first_line(error)}). Its own message says why; go on from the last checkpoint with --resume"
+                f"({_first_line(error)}). Its own message says why; continue from the last checkpoint with --resume"
             ) from error
 
     def gather(self, value: T) -> list[T]:
