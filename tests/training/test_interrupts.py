@@ -173,5 +173,5 @@ def test_the_command_ends_with_the_signals_code(config, tmp_path, signum, code) 
             time.sleep(0.05)
         process.send_signal(signum)
         _, error = process.communicate(timeout=60)
-        assert process.returncode == code and "go on with --resume" in error and "Traceback" not in error
+        assert process.returncode == code and "continue with --resume" in error and "Traceback" not in error
     assert latest_checkpoint(run)[1]["counters"]["step"] > 50
