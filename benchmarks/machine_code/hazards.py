@@ -1,18 +1,18 @@
-"""What a run on a device would show now and then, read out of PTX and SASS: orders that nothing keeps.
+"""Finds missing synchronisation in PTX and SASS: errors that a run on a device would show only now and then.
 
-Each rule follows the control flow from the entry and asks what may be true at an instruction:
+Each rule follows the control flow from the entry and computes the possible states at an instruction:
 
-- Fences: wgmma (sm_90) and tcgen05.mma (sm_100) read shared memory in the async proxy. What cp.async or a store wrote
-  there, in the generic proxy, needs a `fence.proxy.async` behind the wait for it and before the product (PTX ISA,
-  "Async proxy").
-- Copies: a wait for products is one of a single warp group. Where a program has several, others may still read a buffer
-  that a copy then fills, so a barrier has to stand between.
-- Arrivals: where one thread arrives at an mbarrier for its warp group, the group has met at a barrier before.
-- Registers in flight: until its wait an asynchronous product reads its operand, and writes its result, in registers
-  that nothing else may touch. Assemblers have broken this (Triton's issue 11781).
+- Fences: wgmma (sm_90) and tcgen05.mma (sm_100) read shared memory in the async proxy. If cp.async or a store wrote it,
+  in the generic proxy, there must be a `fence.proxy.async` after the wait for the write and before the product (PTX
+  ISA, "Async proxy").
+- Copies: a wait for products applies to a single warp group. If a program has several, others may still read a buffer
+  that a copy then fills, so there must be a barrier in between.
+- Arrivals: if one thread arrives at an mbarrier for its warp group, the group must have met at a barrier before.
+- Registers in flight: until its wait, an asynchronous product reads its operand and writes its result in registers that
+  nothing else may touch. Assemblers have broken this (Triton's issue 11781).
 
-A rule knows no addresses. A store that a load reads back (a change of layout, a sum over warps) is taken for none of a
-product's operands.
+The rules do not track addresses. If a load reads a store back (a change of layout, a sum over warps), the store is
+assumed not to be an operand of a product.
 """
 
 from __future__ import annotations
