@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,10 +30,12 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+# PyTorch's stable C functions and no others, of the oldest version that is supported: 2.11.
+STABLE = "-DTORCH_TARGET_VERSION=0x020b000000000000"
 INSTRUCTION_SETS = {
-    "avx2": [*AVX2, "-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2"],
+    "avx2": [STABLE, *AVX2, "-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2"],
     "avx512": [
-        *AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512",
+        STABLE, *AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512",
         "-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512",
     ],
 }  # fmt: skip
@@ -40,6 +43,9 @@ FLAGS = ["-O3", "-g0", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-fno-math-
 # GCC 12 warns of its own AVX-512 headers, whose "undefined" vectors are meant.
 FLAGS += ["-Wno-unknown-pragmas", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 FLAGS += os.environ.get("FASTFORMER_CXXFLAGS", "").split()
+HEADER = "common/precompiled.h"  # of csrc/
+# The folders by the time that a source of theirs takes: a long one that comes last leaves the other cores idle.
+LONGEST_FIRST = ["host", "ops", "engine", "common", "bindings"]
 LINK_FLAGS = ["-shared", "'-Wl,-rpath,$$ORIGIN'", "-Wl,--as-needed"]
 LINK_FLAGS += os.environ.get("FASTFORMER_LDFLAGS", "-Wl,-s").split()
 
@@ -53,6 +59,7 @@ class Library:
         sources: patterns below csrc/.
         once: those of them without vectors: compiled for AVX2 alone, and linked into the library of each
             instruction set.
+        once_flags: what those are compiled with in addition.
         shares: patterns of sources that other libraries are made of, too, and that are compiled without `flags`.
         isa: the instruction set that it is compiled for; None: any x86-64.
         flags: what its own sources are compiled with in addition.
@@ -63,6 +70,7 @@ class Library:
     name: str
     sources: tuple[str, ...]
     once: tuple[str, ...] = ()
+    once_flags: tuple[str, ...] = ()
     shares: tuple[str, ...] = ()
     isa: str | None = None
     flags: tuple[str, ...] = ()
@@ -84,7 +92,7 @@ class Library:
         once = _paths(self.once)
         for path in _paths(self.sources):
             if path in once:
-                yield "once", path, [*self.flags, *INSTRUCTION_SETS["avx2"]]
+                yield "once", path, [*self.flags, *self.once_flags, *INSTRUCTION_SETS["avx2"]]
             else:
                 yield self.name, path, [*self.flags, *own]
         for path in _paths(self.shares):
@@ -111,18 +119,16 @@ def libraries() -> list[Library]:
     found = [Library("libfastformer_common", tuple(f"common/{name}.cpp" for name in names), links=("-ldl", "-pthread"))]
     products = ("common/gemm*.cpp",)
     for isa in INSTRUCTION_SETS:
-        # PyTorch's stable C functions and no others, of the oldest version that is supported: 2.11.
-        flags = ("-fopenmp", "-DTORCH_TARGET_VERSION=0x020b000000000000")
         once = ("common/share_out.cpp",)
         sources = ("ops/*.cpp", "common/tensor.cpp", *once)
         links = ("-fopenmp", f"-L{_package('torch') / 'lib'}", "-ltorch_cpu")
-        found.append(Library(f"_ops_{isa}", sources, once, products, isa, flags, links))
+        found.append(Library(f"_ops_{isa}", sources, once, ("-fopenmp",), products, isa, links=links))
     for isa in INSTRUCTION_SETS:
         flags = (python, f"-isystem{_package('numpy') / '_core/include'}", f"-DFASTFORMER_ISA={isa}")
         stepwise = ("decoder", "encoder", "search", "token_cache", "prefix_table")
         once = (*(f"engine/{name}.cpp" for name in stepwise), "bindings/[!m]*.cpp")  # all but module.cpp
         sources = ("engine/*.cpp", "bindings/*.cpp")
-        found.append(Library(f"_engine_{isa}", sources, once, products, isa, flags, python="limited"))
+        found.append(Library(f"_engine_{isa}", sources, once, (), products, isa, flags, python="limited"))
     # Bound to this PyTorch and this Python by its name; see `_extension.host_function`.
     host = "_host_torch{}_{}".format(*importlib.metadata.version("torch").split(".")[:2])
     flags = (python, f"-DFASTFORMER_MODULE={host}", "-DFASTFORMER_BOUND")
@@ -156,10 +162,11 @@ class BuildLibraries(build_ext):
         yield f"cxx = {os.environ.get('CXX', 'c++')}"
         yield f"flags = {shlex.join([*FLAGS, *includes])}"
         yield f"links = {' '.join(LINK_FLAGS)}"
-        yield "rule compile\n command = $cxx -MMD -MF $out.d $flags $more -c $in -o $out"
+        yield "rule compile\n command = $cxx -MMD -MF $out.d $header $flags $more -c $in -o $out"
         yield " depfile = $out.d\n deps = gcc\n description = compiling $out"
         yield "rule link\n command = $cxx $in $links $more -o $out\n description = linking $out"
-        made: set[Path] = set()
+        made: dict[Path, tuple[Path, list[str]]] = {}
+        links: list[str] = []
         common: list[Path] = []
         for extension in self.extensions:
             library: Library = extension.library
@@ -168,12 +175,60 @@ class BuildLibraries(build_ext):
             objects = []
             for prefix, source, flags in library.compiled():
                 objects.append(folder / f"{prefix}/{source.parent.name}/{source.stem}.o")
-                if objects[-1] not in made:
-                    yield f"build {_escaped(objects[-1])}: compile {source}\n more = {' '.join(flags)}"
-                made.add(objects[-1])
+                made.setdefault(objects[-1], (source, flags))
             more = " ".join([*library.links, *([] if common else [f"-Wl,-soname,{output.name}"])])
-            yield f"build {_escaped(output)}: link {' '.join(map(_escaped, [*objects, *common]))}\n more = {more}"
+            links.append(
+                f"build {_escaped(output)}: link {' '.join(map(_escaped, [*objects, *common]))}\n more = {more}"
+            )
             common = common or [output]
+        steps = sorted(made.items(), key=lambda step: LONGEST_FIRST.index(step[1][0].parent.name))
+        yield from _compile_steps(folder, steps)
+        yield from links
+
+
+def _compile_steps(folder: Path, steps: list[tuple[Path, tuple[Path, list[str]]]]) -> Iterator[str]:
+    """The part of ninja's file that compiles `steps`: for each object its source and flags.
+
+    Where vectors are compiled for, the headers of others are compiled first, once for each set of flags. GCC finds the
+    result in a folder before csrc/, and an empty file there makes it read the header itself. So that is what remains
+    of a result that the compiler can't make or can't use.
+    """
+    beforehand = _precompiles_headers()
+    if beforehand:
+        make = "$cxx -MD -MF $out.d $flags $more -x c++-header -c $in -o $out"
+        use = "$cxx $header $flags $more -Werror=invalid-pch -fsyntax-only -x c++ /dev/null"
+        yield f"rule precompile\n command = {make} && {use} || : > $out"
+        yield " depfile = $out.d\n deps = gcc\n description = precompiling $out"
+    made: dict[str, tuple[Path, str]] = {}
+    sources_with = Counter(_common(flags) for _, (_, flags) in steps)
+    for target, (source, flags) in steps:
+        before, header, common = None, "", _common(flags)
+        if beforehand and common and sources_with[common] > 1:
+            if common not in made:
+                place = folder / f"header{len(made)}"
+                header = f"-I{_escaped(place)} -include {HEADER}"
+                made[common] = place / f"{HEADER}.gch", header
+                yield f"build {_escaped(made[common][0])}: precompile csrc/{HEADER}"
+                yield f" more = {common}\n header = {header}"
+            before, header = made[common]
+        yield f"build {_escaped(target)}: compile {source}" + (f" | {_escaped(before)}" if before else "")
+        yield f" more = {' '.join(flags)}\n header = {header}"
+
+
+def _common(flags: list[str]) -> str:
+    """The flags without folders and names of a library, which change nothing in the headers of others."""
+    return " ".join(flag for flag in flags if not flag.startswith(("-I", "-isystem", "-DFASTFORMER")))
+
+
+def _precompiles_headers() -> bool:
+    """Whether the compiler is GCC, and runs without a cache: ccache needs its user to allow precompiled headers."""
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    program = Path(shutil.which(compiler[0]) or compiler[0]).resolve().name
+    wrapped = len(compiler) > 1 and not compiler[1].startswith("-")
+    if wrapped or (program == "ccache" and "CCACHE_DISABLE" not in os.environ):
+        return False
+    macros = subprocess.run([*compiler, "-dM", "-E", "-x", "c++", os.devnull], capture_output=True, text=True)
+    return macros.returncode == 0 and "__GNUC__" in macros.stdout and "__clang__" not in macros.stdout
 
 
 def _escaped(path: Path) -> str:

@@ -47,7 +47,8 @@ def test_a_layer_counts_as_torchs(norm_first: bool, masked: bool) -> None:
 
 def test_attention_counts_as_torchs_fused_attention() -> None:
     q, k = torch.randn(2, 3, 4, 8, requires_grad=True), torch.randn(2, 5, 2, 8, requires_grad=True)
-    shapes = [(2, 4, 3, 8), (2, 2, 5, 8), (2, 2, 5, 8)]
+    # Grouped heads cost what heads of their own cost, and the counter of PyTorch 2.11 knows no groups.
+    shapes = [(2, 4, 3, 8), (2, 4, 5, 8), (2, 4, 5, 8)]
     forward = flop_counter.sdpa_flop_count(*shapes)
     backward = flop_counter.sdpa_backward_flop_count(shapes[0], *shapes)
     assert count(lambda: ops.attention(q, k, k, is_causal=True), backward=False) == forward

@@ -66,6 +66,8 @@ def test_every_op_with_sources_exists() -> None:
     from pathlib import Path
 
     sources = Path(__file__).parents[2] / "csrc" / "ops"
+    if not sources.is_dir():
+        pytest.skip("the sources are not here")
     defined = set()
     for path in sources.glob("*.cpp"):
         text = path.read_text() if path.stem != "checks" else ""
