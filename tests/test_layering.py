@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+if not (ROOT / "fastformer").is_dir():
+    pytest.skip("the sources are not here", allow_module_level=True)
 MODULES = [*sorted((ROOT / "fastformer").rglob("*.py")), *sorted((ROOT / "kernels").glob("*.py"))]
 MODULES = [path for path in MODULES if not path.is_relative_to(ROOT / "fastformer" / "kernels")]
 

@@ -34,6 +34,8 @@ def test_every_exported_name_is_there() -> None:
 
 def test_an_installation_is_typed(tmp_path) -> None:
     pytest.importorskip("setuptools", reason="building the package needs setuptools")
+    if not (ROOT / "setup.py").exists():
+        pytest.skip("the sources are not here")
     commands = ["egg_info", "--egg-base", str(tmp_path), "build_py", "--build-lib", str(tmp_path / "lib")]
     done = subprocess.run(
         [sys.executable, "setup.py", "-q", *commands],
