@@ -14,8 +14,8 @@ from transformers import Trainer, TrainingArguments
 
 import fastformer
 from fastformer.ops import record_backends
-from tests.integrations.families import exactly
-from tests.integrations.test_composition import PACKED, Step, accelerated, batch, make
+from tests.integrations.families import PACKED, exactly
+from tests.integrations.test_composition import Step, accelerated, batch, make
 from tests.nn.comparing import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")

@@ -13,8 +13,8 @@ import transformers
 from fastformer.generation import generate
 from fastformer.generation.generate import GenerateOutput
 from fastformer.integrations import from_huggingface
-from tests.integrations.conversions import IS_OLD
-from tests.integrations.test_transformers_beams import family, sources, until_end
+from tests.integrations.conversions import IS_OLD, until_end
+from tests.integrations.test_transformers_beams import family, sources
 
 pytestmark = [
     pytest.mark.skipif(IS_OLD, reason="the rules are those of transformers 5"),
