@@ -303,7 +303,7 @@ def test_a_step_in_fp32(options):
 @every
 def test_a_step_by_the_rule(options, backend, dtype):
     """Every row of options in the dtypes of training, on the backends of a CPU."""
-    check_step(options, backend, dtype)
+    check_step(options, backend, dtype, 24, 24)  # of 8 draws, one in some hundred tests exceeds the rule by luck
 
 
 @few
