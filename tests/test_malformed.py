@@ -168,7 +168,7 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     # Names of missing files, and files of a wrong kind.
     ("train new --train_tsv .", ("text file",)),
     ("train new --train_tsv pipe", ("text file", "pipe")),
-    ("train new --train_tsv pairs.tsv --tokenizer pipe", ("pipe", "no file")),
+    ("train new --train_tsv pairs.tsv --tokenizer pipe", ("pipe", "file")),
     ("train new --train_tsv pairs.tsv --tokenizer text.txt", ("text.txt", "no tokenizer")),
     ("train new --train_tsv pairs.tsv --tokenizer .", ("tokenizer.json",)),
     ("train pairs.tsv/x --train_tsv pairs.tsv --tokenizer bytes", ("pairs.tsv",)),

@@ -121,7 +121,7 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_conversation(folder, answers, mon
         ("{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}", [], "stopped"),
         ("{% import 'os' as os %}", [], "loader"),
         ("{{ messages.__class__ }}", [], "__class__"),
-        ("{% if %}", [], "no template"),
+        ("{% if %}", [], "template"),
         ("{{ raise_exception('no users here') }}", [], "no users here"),
         (CHATML, ["--greedy", "--top_k", "3"], "greedy"),
         (CHATML, ["--temperature", "0"], "temperature"),
