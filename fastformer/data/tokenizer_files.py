@@ -280,16 +280,17 @@ _OF_MODELS: dict[str, Callable[[Path, dict[str, Any]], Tokenizer]] = {
 
 
 def _tokenizer_json(file: Path, values: dict[str, Any]) -> Tokenizer:
-    if values.get("type") == BYTES:
+    kind = values.get("type")
+    if kind == BYTES:
         return saved_bytes(file, values)
-    if (read := _OF_MODELS.get(values.get("type", ""))) is not None:
+    if isinstance(kind, str) and (read := _OF_MODELS.get(kind)) is not None:
         try:
             return read(file, values)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"{file} is damaged or no tokenizer ({error}): copy it again or convert anew") from error
-    if values.get("type") == "foreign":
+    if kind == "foreign":
         return _saved(file, values)
-    if values.get("type") == pair.TYPE:
+    if kind == pair.TYPE:
         return _saved_pair(file, values)
     if not isinstance(values.get("model"), dict):
         keys = ", ".join(map(repr, list(values)[:5])) or "nothing"

@@ -161,3 +161,10 @@ def test_damaged_bytes(tmp_path) -> None:
         (tmp_path / "tokenizer.json").write_text(json.dumps({"type": "bytes", **values}))
         with pytest.raises(ValueError, match="damaged|expected user tokens"):
             load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("kind", [None, 3, ["bytes"], {"type": "bytes"}, "unknown"])
+def test_a_type_that_no_tokenizer_has(kind, tmp_path) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"type": kind}))
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+        load_tokenizer(tmp_path)
