@@ -32,21 +32,17 @@ def lm() -> GPT:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_each_task_gets_the_result_of_generate(lm, engine) -> None:
+async def test_each_task_gets_the_result_of_generate(lm, engine) -> None:
     asks: list[tuple[str, dict[str, Any]]] = [
         ("ab", GREEDY), ("a longer one", DRAWN | {"seed": 5}), ("c", DRAWN | {"seed": 5, "num_return_sequences": 3}),
         ("ab", GREEDY | {"repetition_penalty": 1.3}), ("ab", DRAWN | {"seed": 6}),
     ]  # fmt: skip
 
-    async def main() -> tuple[list[Any], list[Any]]:
-        async with AsyncGenerator(lm, TOKENIZER, engine=engine) as front:
-            found = await asyncio.gather(*(front.complete(text, log_probs=True, **options) for text, options in asks))
-            told: list[Any] = []
-            for text, options in asks:
-                told.append([piece async for piece in front.stream(text, **options)])
-            return found, told
-
-    found, told = asyncio.run(main())
+    async with AsyncGenerator(lm, TOKENIZER, engine=engine) as front:
+        found = await asyncio.gather(*(front.complete(text, log_probs=True, **options) for text, options in asks))
+        told: list[Any] = []
+        for text, options in asks:
+            told.append([piece async for piece in front.stream(text, **options)])
     for (text, options), completions, pieces in zip(asks, found, told, strict=True):
         ids = TOKENIZER.encode(text)
         expected = generate(lm, [ids], engine=engine, return_dict_in_generate=True, **options)
@@ -72,18 +68,14 @@ def test_each_task_gets_the_result_of_generate(lm, engine) -> None:
         ("kv_cache", DRAWN | {"seed": 3}),
     ],
 )  # fmt: skip
-def test_alternatives_are_the_likeliest_tokens(lm, engine, options) -> None:
-    async def main() -> Any:
-        async with AsyncGenerator(lm, TOKENIZER, engine=engine) as front:
-            plain, found, other = await asyncio.gather(
-                front.complete("ab", log_probs=True, **options),
-                front.complete("ab", num_alternatives=4, **options),
-                front.complete("cd", num_alternatives=100, **options),
-            )
-            assert len(other[0].tokens[0].alternatives) == 100
-            return plain[0], found[0]
-
-    plain, found = asyncio.run(main())
+async def test_alternatives_are_the_likeliest_tokens(lm, engine, options) -> None:
+    async with AsyncGenerator(lm, TOKENIZER, engine=engine) as front:
+        (plain,), (found,), (other, *_) = await asyncio.gather(
+            front.complete("ab", log_probs=True, **options),
+            front.complete("ab", num_alternatives=4, **options),
+            front.complete("cd", num_alternatives=100, **options),
+        )
+    assert len(other.tokens[0].alternatives) == 100
     tokens = [one.token for one in found.tokens]
     assert tokens == [one.token for one in plain.tokens]
     assert [one.log_prob for one in found.tokens] == pytest.approx([one.log_prob for one in plain.tokens], abs=1e-5)
@@ -100,33 +92,29 @@ async def idle(front: AsyncGenerator) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_a_full_queue_a_deadline_and_cancelled_requests(lm) -> None:
+async def test_a_full_queue_a_deadline_and_cancelled_requests(lm) -> None:
     long = {"max_new_tokens": 400, "min_new_tokens": 400}
-
-    async def main() -> None:
-        async with AsyncGenerator(lm, TOKENIZER, max_rows=1, max_waiting=1, when_full="refuse") as front:
-            stream = front.stream("ab", num_alternatives=1, **long)
-            await anext(stream)
-            waiting = asyncio.ensure_future(front.complete("ab", **long))
-            await asyncio.sleep(0)
-            with pytest.raises(QueueFull):
-                await front.complete("ab", **long)
-            with pytest.raises(QueueFull):
-                front.stream("ab", **long)
-            waiting.cancel()
-            await stream.aclose()  # type: ignore[attr-defined]
-            await idle(front)
-            with pytest.raises(TooLate):
-                await front.complete("ab", deadline=time.monotonic() + 0.01, num_alternatives=1, **long)
-            await idle(front)
-            with pytest.raises(TooLate):
-                late = front.stream("ab", deadline=time.monotonic() + 0.05, num_alternatives=1, **long)
-                assert [piece async for piece in late]
-            await idle(front)
-            [found] = await front.complete("ab", max_new_tokens=3)
-            assert len(found.tokens) <= 3
-
-    asyncio.run(main())
+    async with AsyncGenerator(lm, TOKENIZER, max_rows=1, max_waiting=1, when_full="refuse") as front:
+        stream = front.stream("ab", num_alternatives=1, **long)
+        await anext(stream)
+        waiting = asyncio.ensure_future(front.complete("ab", **long))
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull):
+            await front.complete("ab", **long)
+        with pytest.raises(QueueFull):
+            front.stream("ab", **long)
+        waiting.cancel()
+        await stream.aclose()  # type: ignore[attr-defined]
+        await idle(front)
+        with pytest.raises(TooLate):
+            await front.complete("ab", deadline=time.monotonic() + 0.01, num_alternatives=1, **long)
+        await idle(front)
+        with pytest.raises(TooLate):
+            late = front.stream("ab", deadline=time.monotonic() + 0.05, num_alternatives=1, **long)
+            assert [piece async for piece in late]
+        await idle(front)
+        [found] = await front.complete("ab", max_new_tokens=3)
+        assert len(found.tokens) <= 3
 
 
 @pytest.mark.parametrize(
@@ -137,17 +125,14 @@ def test_a_full_queue_a_deadline_and_cancelled_requests(lm) -> None:
         ("a", {"num_return_sequences": 2}), ("a", {"max_new_tokens": 600}),
     ],
 )  # fmt: skip
-def test_wrong_calls_are_errors_at_once(prompt, options, lm) -> None:
-    async def main() -> None:
-        async with AsyncGenerator(lm, TOKENIZER) as front:
-            with pytest.raises(ValueError, match="expected"):
-                await front.complete(prompt, **options)
-            with pytest.raises(ValueError, match="expected"):
-                front.stream(prompt, **options)
-            with pytest.raises(ValueError, match="chat_template"):
-                front.chat_ids([{"role": "user", "content": "a"}])
-
-    asyncio.run(main())
+async def test_wrong_calls_are_errors_at_once(prompt, options, lm) -> None:
+    async with AsyncGenerator(lm, TOKENIZER) as front:
+        with pytest.raises(ValueError, match="expected"):
+            await front.complete(prompt, **options)
+        with pytest.raises(ValueError, match="expected"):
+            front.stream(prompt, **options)
+        with pytest.raises(ValueError, match="chat_template"):
+            front.chat_ids([{"role": "user", "content": "a"}])
 
 
 def test_a_sliding_window_is_for_language_models() -> None:

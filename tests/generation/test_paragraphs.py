@@ -28,7 +28,7 @@ def by_hand(translator: Translator, text: str, **options) -> str:
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"stop_strings": ["e"]}], ids=str)
-def test_each_sentence_is_translated_by_itself(translator, options) -> None:
+async def test_each_sentence_is_translated_by_itself(translator, options) -> None:
     options = {**options, "max_new_tokens": 6}
     expected = [by_hand(translator, text, **options) for text in TEXTS]
     assert len(set(expected)) == len(TEXTS) and expected[1] == "" and expected[3] == " \n "
@@ -39,14 +39,10 @@ def test_each_sentence_is_translated_by_itself(translator, options) -> None:
     pieces = list(translator.stream(TEXT, split=True, **options))
     assert "".join(pieces) == expected[0] and len(pieces) > 6 and all(pieces)
     assert list(translator.stream("", split=True, **options)) == []
-
-    async def main() -> None:
-        async with AsyncTranslator(translator) as front:
-            found = await asyncio.gather(*(front.translate(text, split=True, **options) for text in TEXTS))
-            assert found == expected
-            assert "".join([piece async for piece in front.stream(TEXT, split=True, **options)]) == expected[0]
-
-    asyncio.run(main())
+    async with AsyncTranslator(translator) as front:
+        found = await asyncio.gather(*(front.translate(text, split=True, **options) for text in TEXTS))
+        assert found == expected
+        assert "".join([piece async for piece in front.stream(TEXT, split=True, **options)]) == expected[0]
 
 
 def test_the_sentences_of_all_texts_are_one_batch(translator, monkeypatch) -> None:
@@ -82,21 +78,18 @@ def test_a_long_text_is_no_longer_too_long(translator, caplog) -> None:
     assert "1 of 3" in caplog.text
 
 
-def test_an_error_names_its_sentence(translator) -> None:
+async def test_an_error_names_its_sentence(translator) -> None:
     def broken(input_ids, scores):
         raise KeyError("on purpose")
 
     with pytest.raises(RuntimeError, match="text 1, sentence 1: KeyError"):
         translator.translate(["Aa. Bb.", "C"], split=True, logits_processor=broken)
 
-    async def main() -> None:
-        async with AsyncTranslator(translator) as front:
-            with pytest.raises(RuntimeError, match="KeyError"):
-                await front.translate("Aa. Bb.", split=True, logits_processor=broken)
-            with pytest.raises(ValueError, match=r"text 1, sentence 2: .*\b24\b"):
-                await front.translate("Aa. " + "B" * 40, split=True)
-
-    asyncio.run(main())
+    async with AsyncTranslator(translator) as front:
+        with pytest.raises(RuntimeError, match="KeyError"):
+            await front.translate("Aa. Bb.", split=True, logits_processor=broken)
+        with pytest.raises(ValueError, match=r"text 1, sentence 2: .*\b24\b"):
+            await front.translate("Aa. " + "B" * 40, split=True)
 
 
 def test_options_that_cannot_be_combined_with_split(translator) -> None:

@@ -119,19 +119,15 @@ def test_a_beam_that_ends_with_one_is_finished(translator, way, engine) -> None:
             assert stop not in said[:-1] and stop not in one.text
 
 
-def test_many_tasks_have_stop_texts_of_their_own(translator) -> None:
+async def test_many_tasks_have_stop_texts_of_their_own(translator) -> None:
     stops = [[], ["a"], ["b", "e "], [" "]]
-
-    async def main() -> None:
-        async with AsyncTranslator(translator) as front:
-            whole = [front.translate("ab", stop_strings=stop, **MANY) for stop in stops]
-            found = await asyncio.gather(*whole)
-            assert found == [translator.translate("ab", stop_strings=stop, **MANY) for stop in stops]
-            assert len(set(map(len, found))) > 1
-            for stop, text in zip(stops, found, strict=True):
-                assert "".join([piece async for piece in front.stream("ab", stop_strings=stop, **MANY)]) == text
-
-    asyncio.run(main())
+    async with AsyncTranslator(translator) as front:
+        whole = [front.translate("ab", stop_strings=stop, **MANY) for stop in stops]
+        found = await asyncio.gather(*whole)
+        assert found == [translator.translate("ab", stop_strings=stop, **MANY) for stop in stops]
+        assert len(set(map(len, found))) > 1
+        for stop, text in zip(stops, found, strict=True):
+            assert "".join([piece async for piece in front.stream("ab", stop_strings=stop, **MANY)]) == text
 
 
 def test_a_streamer_holds_back_text_that_may_become_a_stop_string(gpt, capsys) -> None:

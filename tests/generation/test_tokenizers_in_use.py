@@ -23,7 +23,7 @@ def translator_of(tokenizer) -> Translator:
     return Translator(model.eval(), tokenizer)
 
 
-def test_a_regular_expression_that_gives_up_is_an_error_for_its_text(tmp_path) -> None:
+async def test_a_regular_expression_that_gives_up_is_an_error_for_its_text(tmp_path) -> None:
     backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2, "</s>": 3}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated")
     backend.decoder = decoders.WordPiece()
@@ -33,14 +33,10 @@ def test_a_regular_expression_that_gives_up_is_an_error_for_its_text(tmp_path) -
         translator.translate(["b", bad], max_new_tokens=2)
     due = translator.translate("b", max_new_tokens=2)
     assert translator.translate(["b", bad], max_new_tokens=2, on_error="skip") == [due, ""]
-
-    async def main() -> None:
-        async with AsyncTranslator(translator) as front:
-            asked = [front.translate(text, max_new_tokens=2) for text in ("b", bad)]
-            found = await asyncio.gather(*asked, return_exceptions=True)
-        assert found[0] == due and isinstance(found[1], ValueError) and "tokenizer.json can't encode" in str(found[1])
-
-    asyncio.run(main())
+    async with AsyncTranslator(translator) as front:
+        asked = [front.translate(text, max_new_tokens=2) for text in ("b", bad)]
+        found = await asyncio.gather(*asked, return_exceptions=True)
+    assert found[0] == due and isinstance(found[1], ValueError) and "tokenizer.json can't encode" in str(found[1])
 
 
 def test_a_prefix_that_ends_with_a_space_gets_no_second_space() -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -23,16 +22,6 @@ async def serving(service: Service, **options: Any) -> AsyncIterator[Any]:
         async with httpx.AsyncClient(transport=transport, base_url="http://here", timeout=20) as client:
             setattr(client, "app", app)  # noqa: B010
             yield client
-
-
-def asked(service: Service, work: Callable[[Any], Coroutine[Any, Any, None]], **options: Any) -> None:
-    """Has a client work with a service."""
-
-    async def main() -> None:
-        async with serving(service, **options) as client:
-            await work(client)
-
-    asyncio.run(asyncio.wait_for(main(), 30))
 
 
 def events(text: str) -> list[Any]:

@@ -65,15 +65,11 @@ def test_embeddings_are_the_librarys_bit_for_bit(client, encoder) -> None:
     np.testing.assert_array_equal(np.array(cut.data[0].embedding, np.float32), encoder.encode("a bird " * 30))
 
 
-def test_texts_of_many_clients_are_computed_together(folder, encoder) -> None:
+async def test_texts_of_many_clients_are_computed_together(folder, encoder) -> None:
     texts = [text for text in MANY if text]
     with running(folder) as found:
-
-        async def everything() -> list[Any]:
-            async with openai.AsyncOpenAI(base_url=f"{found.url}/v1", api_key="none", max_retries=0) as many:
-                return list(await asyncio.gather(*(many.embeddings.create(model="mini", input=text) for text in texts)))
-
-        answers = asyncio.run(everything())
+        async with openai.AsyncOpenAI(base_url=f"{found.url}/v1", api_key="none", max_retries=0) as many:
+            answers = await asyncio.gather(*(many.embeddings.create(model="mini", input=text) for text in texts))
         rows = np.array([answer.data[0].embedding for answer in answers], np.float32)
         np.testing.assert_array_equal(rows, encoder.encode(texts))
         assert found.service.stats().ended == len(texts) > found.service.stats().steps
@@ -186,15 +182,11 @@ def test_wrong_embeddings_are_named(change, param, server) -> None:
     assert str(answer.json()["error"]["param"]).partition(".")[0] == param
 
 
-def test_a_full_queue_refuses_and_ends_empty(folder) -> None:
+async def test_a_full_queue_refuses_and_ends_empty(folder) -> None:
     with running(folder, Limits(max_waiting_tokens=1)) as found:
         ask = {"inputs": ["two birds sing over the slow river and the hills ."] * 64}
-
-        async def everything() -> list[Any]:
-            async with httpx.AsyncClient(base_url=found.url, timeout=60) as many:
-                return list(await asyncio.gather(*(many.post("/embed", json=ask) for _ in range(30))))
-
-        answers = asyncio.run(everything())
+        async with httpx.AsyncClient(base_url=found.url, timeout=60) as many:
+            answers = await asyncio.gather(*(many.post("/embed", json=ask) for _ in range(30)))
         assert {answer.status_code for answer in answers} == {200, 429}
         refused = next(answer for answer in answers if answer.status_code == 429)
         assert refused.json()["error_type"] == "overloaded" and int(refused.headers["retry-after"]) >= 1

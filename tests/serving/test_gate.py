@@ -14,7 +14,7 @@ import pytest
 from fastformer.serving import Limits, open_service
 from fastformer.serving.gate import read_keys
 from tests.serving import models
-from tests.serving.asking import asked, serving
+from tests.serving.asking import serving
 
 KEYS = ("one-key", "another")
 
@@ -30,14 +30,14 @@ def routes(app) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("kind", ["translator", "generator", "encoder", "cross-encoder"])
-def test_every_route_asks_for_a_key(kind, tmp_path, translator_folder) -> None:
+async def test_every_route_asks_for_a_key(kind, tmp_path, translator_folder) -> None:
     folder = translator_folder
     if kind != "translator":
         pytest.importorskip("transformers", reason="the folders are written by transformers")
         made = {"generator": models.generator, "encoder": models.encoder, "cross-encoder": models.classifier}
         folder = made[kind](tmp_path / "model")
 
-    async def work(client) -> None:
+    async with serving(open_service(folder), keys=KEYS) as client:
         assert client.app.state.service.kind == kind
         assert len(routes(client.app)) >= 10 or kind != "translator"
         for path, method in routes(client.app):
@@ -51,11 +51,9 @@ def test_every_route_asks_for_a_key(kind, tmp_path, translator_folder) -> None:
         for path in ("/nowhere", "//health", "/health/", "/ready/../metrics", "/%2e/metrics", "/HEALTH"):
             assert (await client.get(path)).status_code == 401, path
 
-    asked(open_service(folder), work, keys=KEYS)
 
-
-def test_libretranslates_clients_send_the_key_in_the_body(translator_folder) -> None:
-    async def work(client) -> None:
+async def test_libretranslates_clients_send_the_key_in_the_body(translator_folder) -> None:
+    async with serving(open_service(translator_folder), keys=KEYS) as client:
         for kind in ("json", "data"):
             for key, status in (("another", 200), ("wrong", 401)):
                 body = {"q": "a", "source": "und", "target": "und", "api_key": key}
@@ -65,16 +63,12 @@ def test_libretranslates_clients_send_the_key_in_the_body(translator_folder) -> 
                 await client.post("/v1/translate", **{kind: {"text": "a", "api_key": "another"}})
             ).status_code == 401
 
-    asked(open_service(translator_folder), work, keys=KEYS)
 
-
-def test_public_paths_are_documented(translator_folder) -> None:
-    async def work(client) -> None:
+async def test_public_paths_are_documented(translator_folder) -> None:
+    async with serving(open_service(translator_folder), keys=KEYS, metrics_public=True, page_public=True) as client:
         for path in ("/", "/metrics"):
             assert (await client.get(path)).status_code == 200
         assert (await client.get("/v1/info")).status_code == 401
-
-    asked(open_service(translator_folder), work, keys=KEYS, metrics_public=True, page_public=True)
 
 
 def test_keys_of_files_and_of_the_environment(tmp_path, monkeypatch) -> None:
@@ -91,24 +85,21 @@ def test_keys_of_files_and_of_the_environment(tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("is_chunked", [False, True], ids=["with a length", "chunked"])
-def test_a_large_body_is_413(translator_folder, is_chunked) -> None:
+async def test_a_large_body_is_413(translator_folder, is_chunked) -> None:
     async def parts(count):
         for _ in range(count):
             yield b"x" * 100
 
-    async def work(client) -> None:
+    async with serving(open_service(translator_folder, limits=Limits(max_body_bytes=1000))) as client:
         for count, status in ((10, 400), (11, 413)):
             body = parts(count) if is_chunked else b"x" * 100 * count
             answer = await client.post("/v1/translate", content=body, headers={"Content-Type": "application/json"})
             assert answer.status_code == status and answer.json()["error"]["code"] == status
 
-    asked(open_service(translator_folder, limits=Limits(max_body_bytes=1000)), work)
 
-
-def test_a_full_queue_is_429_with_a_time(translator_folder) -> None:
+async def test_a_full_queue_is_429_with_a_time(translator_folder) -> None:
     service: Any = open_service(translator_folder, limits=Limits(max_waiting=2), max_batch_size=1)
-
-    async def work(client) -> None:
+    async with serving(service) as client:
         gate = threading.Event()
         held = asyncio.ensure_future(service.front.front.call(lambda: gate.wait(5)))
         await asyncio.sleep(0.05)
@@ -127,10 +118,8 @@ def test_a_full_queue_is_429_with_a_time(translator_folder) -> None:
         assert stats.running == stats.waiting == 0 and stats.free_tokens == stats.capacity_tokens
         assert 'fastformer_rejected_total{reason="full"} 6.0' in (await client.get("/metrics")).text
 
-    asked(service, work)
 
-
-def test_refused_bodies_are_not_read(translator_folder) -> None:
+async def test_refused_bodies_are_not_read(translator_folder) -> None:
     # No more requests are begun than there are places, and the others end before their bodies are made into anything.
     service: Any = open_service(translator_folder, limits=Limits(max_waiting=3), max_batch_size=1)
     begun: list[int] = []
@@ -141,8 +130,7 @@ def test_refused_bodies_are_not_read(translator_folder) -> None:
         check(texts)
 
     service.check_texts = counted
-
-    async def work(client) -> None:
+    async with serving(service, keys=KEYS) as client:
         gate = threading.Event()
         held = asyncio.ensure_future(service.front.front.call(lambda: gate.wait(5)))
         await asyncio.sleep(0.05)
@@ -167,13 +155,10 @@ def test_refused_bodies_are_not_read(translator_folder) -> None:
         text = (await client.get("/metrics", headers=key)).text
         assert 'fastformer_queue_seconds_bucket{le="+Inf"} 4.0' in text and "fastformer_queue_seconds_sum" in text
 
-    asked(service, work, keys=KEYS)
 
-
-def test_if_the_thread_has_died_every_request_is_503(translator_folder) -> None:
+async def test_if_the_thread_has_died_every_request_is_503(translator_folder) -> None:
     service: Any = open_service(translator_folder)
-
-    async def work(client) -> None:
+    async with serving(service) as client:
         assert (await client.get("/health")).status_code == (await client.get("/ready")).status_code == 200
         await service.front.front.call(lambda: setattr(service.front.front, "_run", None))
         for _ in range(2):
@@ -181,34 +166,31 @@ def test_if_the_thread_has_died_every_request_is_503(translator_folder) -> None:
         assert (await client.get("/health")).status_code == (await client.get("/ready")).status_code == 503
         assert (await client.get("/metrics")).status_code == 200
 
-    asked(service, work)
 
-
-def test_an_error_of_the_model_is_500_and_contains_no_text(translator_folder, caplog) -> None:
+async def test_an_error_of_the_model_is_500_and_contains_no_text(translator_folder, caplog) -> None:
     service: Any = open_service(translator_folder)
 
     def fails(*_):
         raise MemoryError("no room at all")
 
-    async def work(client) -> None:
+    caplog.set_level(logging.INFO, "fastformer")
+    async with serving(service) as client:
         opened, service.front._engine.open = service.front._engine.open, fails
         answer = await client.post("/v1/translate", json={"text": "a secret text"})
         assert answer.status_code == 500 and answer.json()["error"]["code"] == 500
         service.front._engine.open = opened
         assert (await client.post("/v1/translate", json={"text": "a"})).status_code == 200
 
-    with caplog.at_level(logging.INFO, "fastformer"):
-        asked(service, work)
     assert "no room at all" in caplog.text and "secret" not in caplog.text
 
 
-def test_unexpected_errors_are_500_in_the_routes_format(translator_folder, caplog) -> None:
+async def test_unexpected_errors_are_500_in_the_routes_format(translator_folder, caplog) -> None:
     service: Any = open_service(translator_folder)
 
     def fails(texts):
         raise KeyError(texts[0])
 
-    async def work(client) -> None:
+    async with serving(service) as client:
         service.check_texts = fails
         for path, body in (
             ("/v1/translate", {"text": "secret"}),
@@ -218,29 +200,23 @@ def test_unexpected_errors_are_500_in_the_routes_format(translator_folder, caplo
             assert answer.status_code == 500 and answer.json().keys() == {"error"}
             text = (await client.get("/metrics")).text
             assert f'fastformer_requests_total{{code="500",route="{path}"}} 1.0' in text
-
-    asked(service, work)
     assert "KeyError" in caplog.text and "fails" in caplog.text and "secret" not in caplog.text
 
 
-def test_a_path_with_a_trailing_slash_is_another(translator_folder) -> None:
-    async def work(client) -> None:
+async def test_a_path_with_a_trailing_slash_is_another(translator_folder) -> None:
+    async with serving(open_service(translator_folder)) as client:
         for path in ("/v1/translate/", "/translate/", "/health/"):
             answer = await client.post(path, json={"text": "a"}, headers={"Host": "elsewhere"})
             assert answer.status_code == 404 and answer.json().keys() == {"error"}
 
-    asked(open_service(translator_folder), work)
 
-
-def test_the_access_log_has_no_text(translator_folder, caplog) -> None:
-    async def work(client) -> None:
+async def test_the_access_log_has_no_text(translator_folder, caplog) -> None:
+    caplog.set_level(logging.INFO, "fastformer")
+    async with serving(open_service(translator_folder), access_log=True) as client:
         await client.post("/v1/translate", json={"text": "a secret text"})
         await client.post("/v1/translate?text=secret", json={"text": "a secret text", "secret": 1})
         await client.get("/secret/path")
         await client.get("/health")
-
-    with caplog.at_level(logging.INFO, "fastformer"):
-        asked(open_service(translator_folder), work, access_log=True)
     lines = [json.loads(record.message) for record in caplog.records if record.name == "fastformer.access"]
     assert [(one["route"], one["status"]) for one in lines] == [
         ("/v1/translate", 200), ("/v1/translate", 400), ("unmatched", 404),
@@ -248,8 +224,8 @@ def test_the_access_log_has_no_text(translator_folder, caplog) -> None:
     assert "secret" not in caplog.text
 
 
-def test_metrics_have_no_labels_from_clients(translator_folder) -> None:
-    async def work(client) -> None:
+async def test_metrics_have_no_labels_from_clients(translator_folder) -> None:
+    async with serving(open_service(translator_folder)) as client:
         for path in ("/a", "/b", "/v1/translate/x", "/%00", "/" + "y" * 3000):
             await client.get(path)
         (await client.post("/v1/translate", json={"text": "a"})).raise_for_status()
@@ -258,19 +234,14 @@ def test_metrics_have_no_labels_from_clients(translator_folder) -> None:
         assert 'fastformer_requests_total{code="200",route="/v1/translate"} 1.0' in text
         assert "fastformer_new_tokens_total" in text and "yyy" not in text
 
-    asked(open_service(translator_folder), work)
 
-
-def test_an_application_that_ends_refuses(translator_folder) -> None:
-    async def main() -> None:
-        async with serving(open_service(translator_folder)) as client:
-            traffic = client.app.state.traffic
-            traffic.is_ready = False
-            assert (await client.get("/ready")).status_code == 503
-            assert (await client.post("/v1/translate", json={"text": "a"})).status_code == 200
-            traffic.is_refusing = True
-            answer = await client.post("/v1/translate", json={"text": "a"})
-            assert answer.status_code == 503 and answer.headers["connection"] == "close"
-            assert (await client.get("/health")).status_code == 200 and traffic.in_flight == 0
-
-    asyncio.run(main())
+async def test_an_application_that_ends_refuses(translator_folder) -> None:
+    async with serving(open_service(translator_folder)) as client:
+        traffic = client.app.state.traffic
+        traffic.is_ready = False
+        assert (await client.get("/ready")).status_code == 503
+        assert (await client.post("/v1/translate", json={"text": "a"})).status_code == 200
+        traffic.is_refusing = True
+        answer = await client.post("/v1/translate", json={"text": "a"})
+        assert answer.status_code == 503 and answer.headers["connection"] == "close"
+        assert (await client.get("/health")).status_code == 200 and traffic.in_flight == 0

@@ -6,7 +6,7 @@ import pytest
 
 from fastformer.generation import Translator
 from fastformer.serving import Limits, open_service
-from tests.serving.asking import asked
+from tests.serving.asking import serving
 
 TEXT = "One two. Three!\n\n Four. "
 PAIR = {"source_lang": "en", "target_lang": "de"}
@@ -18,10 +18,9 @@ def translator(translator_folder) -> Translator:
     return Translator.from_pretrained(translator_folder)
 
 
-def test_json_and_forms_give_the_librarys_texts(translator_folder, translator) -> None:
+async def test_json_and_forms_give_the_librarys_texts(translator_folder, translator) -> None:
     right = translator.translate(TEXT, split=True)
-
-    async def work(client) -> None:
+    async with serving(open_service(translator_folder, **PAIR)) as client:
         assert (await client.post("/translate", json={"q": TEXT, **ASK})).json() == {"translatedText": right}
         form = {"q": TEXT.replace("\n", "\r\n"), **ASK, "api_key": "any"}
         assert (await client.post("/translate", data=form)).json() == {"translatedText": right}
@@ -29,13 +28,10 @@ def test_json_and_forms_give_the_librarys_texts(translator_folder, translator) -
         found = (await client.post("/translate", json={"q": [TEXT, "one"], **ASK})).json()
         assert found == {"translatedText": translator.translate([TEXT, "one"], split=True)}
 
-    asked(open_service(translator_folder, **PAIR), work)
 
-
-def test_alternatives_are_the_next_best(translator_folder, translator) -> None:
+async def test_alternatives_are_the_next_best(translator_folder, translator) -> None:
     best = translator.translate("one", num_beams=3, num_return_sequences=3)
-
-    async def work(client) -> None:
+    async with serving(open_service(translator_folder, **PAIR)) as client:
         found = (await client.post("/translate", json={"q": "one", "alternatives": 2, **ASK})).json()
         assert [found["translatedText"], *found["alternatives"]] == list(dict.fromkeys(best))
         found = (await client.post("/translate", data={"q": "one", "alternatives": "2", **ASK})).json()
@@ -43,26 +39,20 @@ def test_alternatives_are_the_next_best(translator_folder, translator) -> None:
         found = (await client.post("/translate", json={"q": ["one", "two"], "alternatives": 1, **ASK})).json()
         assert len(found["translatedText"]) == len(found["alternatives"]) == 2
 
-    asked(open_service(translator_folder, **PAIR), work)
 
-
-def test_html_keeps_its_tags(translator_folder, translator) -> None:
+async def test_html_keeps_its_tags(translator_folder, translator) -> None:
     one, two = translator.translate(["one & all", "two."], split=True)
-
-    async def work(client) -> None:
+    async with serving(open_service(translator_folder, **PAIR)) as client:
         html = '<p id="a">one &amp; all<br/> <script>x<y</script><b translate="no">two.</b><!-- two. --><i>two.</i></p>'
         found = (await client.post("/translate", json={"q": html, "format": "html", **ASK})).json()["translatedText"]
         escape = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
         said = ["".join(escape.get(letter, letter) for letter in text) for text in (one, two)]
         assert found == html.replace("one &amp; all", said[0]).replace("<i>two.", f"<i>{said[1]}")
 
-    asked(open_service(translator_folder, **PAIR), work)
 
-
-def test_languages_and_the_language_of_a_text(translator_folder) -> None:
+async def test_languages_and_the_language_of_a_text(translator_folder) -> None:
     german = "Das ist ein Satz, und er ist lang genug."
-
-    async def work(client) -> None:
+    async with serving(open_service(translator_folder, **PAIR)) as client:
         found = (await client.get("/languages")).json()
         assert [(one["code"], one["targets"]) for one in found] == [("en", ["de"]), ("de", [])]
         best, *_ = (await client.post("/detect", data={"q": german})).json()
@@ -75,11 +65,9 @@ def test_languages_and_the_language_of_a_text(translator_folder) -> None:
         settings = (await client.get("/frontend/settings")).json()
         assert settings["language"]["target"]["code"] == "de" and settings["keyRequired"] is False
 
-    asked(open_service(translator_folder, **PAIR), work)
-
 
 @pytest.mark.parametrize("as_form", [False, True], ids=["json", "form"])
-def test_errors_have_libretranslates_format(translator_folder, as_form) -> None:
+async def test_errors_have_libretranslates_format(translator_folder, as_form) -> None:
     wrong = [
         {},
         ASK,
@@ -91,8 +79,7 @@ def test_errors_have_libretranslates_format(translator_folder, as_form) -> None:
         {"q": "a", **ASK, "alternatives": "-1" if as_form else -1},
         {"q": "a" * 100, **ASK},
     ]
-
-    async def work(client) -> None:
+    async with serving(open_service(translator_folder, limits=Limits(max_text_chars=200), **PAIR)) as client:
         for body in wrong:
             answer = await client.post("/translate", **{"data" if as_form else "json": body})
             assert answer.status_code == 400, body
@@ -106,5 +93,3 @@ def test_errors_have_libretranslates_format(translator_folder, as_form) -> None:
             answer = await client.post("/translate", content=raw, headers=headers)
             assert answer.status_code == 400 and isinstance(answer.json()["error"], str), raw
         assert (await client.get("/translate")).json().keys() == {"error"}
-
-    asked(open_service(translator_folder, limits=Limits(max_text_chars=200), **PAIR), work)

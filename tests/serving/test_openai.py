@@ -71,32 +71,19 @@ def test_completions_equal_the_librarys(client, library) -> None:
     assert client.completions.create(model="tiny", prompt=PROMPTS[0], temperature=0).usage.completion_tokens <= 16
 
 
-def test_samples_equal_the_librarys_beside_other_requests(client, server, library) -> None:
+async def test_samples_equal_the_librarys_beside_other_requests(client, server, library) -> None:
     options = {"temperature": 0.7, "top_p": 0.9, "seed": 11}
     expected = said(library, PROMPTS[0], do_sample=True, max_new_tokens=9, num_return_sequences=3, **options)
 
-    async def ask(clients: Any, seed: int) -> Any:
-        return await clients.completions.create(
-            model="tiny", prompt=PROMPTS[0], max_tokens=9, n=3, **options | {"seed": seed}
+    body: dict[str, Any] = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 9, "n": 3, **options}
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as many:
+        answers = await asyncio.gather(
+            *(many.completions.create(**body | {"seed": seed}) for seed in (11, 5, 11, 6, 7))
         )
-
-    async def everything() -> list[Any]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as clients:
-            return list(await asyncio.gather(*(ask(clients, seed) for seed in [11, 5, 11, 6, 7])))
-
-    answers = asyncio.run(everything())
     for answer in (answers[0], answers[2]):
         assert [choice.text for choice in answer.choices] == [text for text, _ in expected]
     assert len({tuple(choice.text for choice in answer.choices) for answer in answers}) == 4
-    stream = client.completions.create(
-        model="tiny",
-        prompt=PROMPTS[0],
-        max_tokens=9,
-        n=3,
-        stream=True,
-        stream_options={"include_usage": True},
-        **options,
-    )
+    stream = client.completions.create(**body, stream=True, stream_options={"include_usage": True})
     texts, usage, reasons = ["", "", ""], None, {}
     for chunk in stream:
         usage = chunk.usage or usage
@@ -310,17 +297,11 @@ def test_the_request_of_a_client_that_disconnects_is_cancelled(stream, times, tm
         assert found.service.stats().cancelled == times
 
 
-def test_a_full_queue_and_a_deadline_are_errors_in_openais_format(folder) -> None:
+async def test_a_full_queue_and_a_deadline_are_errors_in_openais_format(folder) -> None:
     with running(folder, Limits(max_waiting=2)) as found, httpx.Client(base_url=found.url, timeout=60) as http:
         body = {"prompt": "the dog", "max_tokens": 400, "min_tokens": 400}
-
-        async def everything() -> list[Any]:
-            async with httpx.AsyncClient(
-                base_url=found.url, timeout=60, limits=httpx.Limits(max_connections=40)
-            ) as many:
-                return list(await asyncio.gather(*(many.post("/v1/completions", json=body) for _ in range(40))))
-
-        answers = asyncio.run(everything())
+        async with httpx.AsyncClient(base_url=found.url, timeout=60, limits=httpx.Limits(max_connections=40)) as many:
+            answers = await asyncio.gather(*(many.post("/v1/completions", json=body) for _ in range(40)))
         assert {answer.status_code for answer in answers} == {200, 429}
         refused = next(answer for answer in answers if answer.status_code == 429)
         assert 1 <= int(refused.headers["retry-after"]) <= 30

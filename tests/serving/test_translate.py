@@ -7,7 +7,7 @@ import torch
 
 from fastformer.generation import Translator
 from fastformer.serving import Limits, open_service
-from tests.serving.asking import asked, events
+from tests.serving.asking import events, serving
 
 TEXTS = ["one", "twenty-one", "x y z. Next one!\n\n And  two.", " ", ""]
 
@@ -17,8 +17,8 @@ def translator(translator_folder) -> Translator:
     return Translator.from_pretrained(translator_folder)
 
 
-def test_more_sentences_than_the_limit_are_refused(translator_folder) -> None:
-    async def work(client) -> None:
+async def test_more_sentences_than_the_limit_are_refused(translator_folder) -> None:
+    async with serving(open_service(translator_folder, limits=Limits(max_sentences=5))) as client:
         for body in ({"text": ["a\n" * 3, "a\n" * 3]}, {"text": "a\n" * 6, "stream": True}):
             answer = await client.post("/v1/translate", json=body)
             assert answer.status_code == 400 and "sentences" in answer.json()["error"]["message"]
@@ -26,13 +26,10 @@ def test_more_sentences_than_the_limit_are_refused(translator_folder) -> None:
         page = {"q": "<b>a</b>" * 6, "source": "und", "target": "und", "format": "html"}
         assert (await client.post("/translate", json=page)).status_code == 400
 
-    asked(open_service(translator_folder, limits=Limits(max_sentences=5)), work)
 
-
-def test_texts_equal_the_librarys(translator_folder, translator) -> None:
+async def test_texts_equal_the_librarys(translator_folder, translator) -> None:
     expected = translator.translate(TEXTS, split=True)
-
-    async def work(client) -> None:
+    async with serving(open_service(translator_folder)) as client:
         for text, right in zip(TEXTS, expected, strict=True):
             assert (await client.post("/v1/translate", json={"text": text})).json() == {"text": right}
             streamed = await client.post("/v1/translate", json={"text": text, "stream": True})
@@ -44,20 +41,17 @@ def test_texts_equal_the_librarys(translator_folder, translator) -> None:
         found = (await client.post("/v1/translate", json={"text": TEXTS[2], **beams})).json()
         assert found == {"text": translator.translate(TEXTS[2], split=True, **beams)}
 
-    asked(open_service(translator_folder), work)
 
-
-def test_scores_prefixes_and_alternatives_are_those_of_whole_texts(translator_folder, translator) -> None:
+async def test_scores_prefixes_and_alternatives_are_those_of_whole_texts(translator_folder, translator) -> None:
     texts, beams = TEXTS[:3], {"num_beams": 3, "num_return_sequences": 3}
-
-    async def work(client) -> None:
+    async with serving(open_service(translator_folder)) as client:
         found = (await client.post("/v1/translate", json={"text": texts, "scores": True})).json()["translations"]
         for one, right in zip(found, translator.translate(texts, return_scores=True), strict=True):
             assert (one["text"], one["score"]) == right
         found = (await client.post("/v1/translate", json={"text": "a", "prefix": "xy"})).json()
         assert found == {"text": translator.translate("a", target_prefix="xy")}
-        asked = {"text": "one", "alternatives": 2, "scores": True}
-        found = (await client.post("/v1/translate", json=asked)).json()
+        ask = {"text": "one", "alternatives": 2, "scores": True}
+        found = (await client.post("/v1/translate", json=ask)).json()
         best, *others = translator.translate("one", return_scores=True, **beams)
         assert (found["text"], found["score"]) == best
         assert [(one["text"], one["score"]) for one in found["alternatives"]] == others
@@ -65,11 +59,9 @@ def test_scores_prefixes_and_alternatives_are_those_of_whole_texts(translator_fo
         found = (await client.post("/v1/translate", json={"text": "one", **sampled})).json()
         assert found == {"text": translator.translate("one", **sampled)}
 
-    asked(open_service(translator_folder), work)
 
-
-def test_attention_has_a_weight_for_each_pair_of_tokens(translator_folder, translator) -> None:
-    async def work(client) -> None:
+async def test_attention_has_a_weight_for_each_pair_of_tokens(translator_folder, translator) -> None:
+    async with serving(open_service(translator_folder)) as client:
         for stream in (False, True):
             answer = await client.post("/v1/translate", json={"text": "ab", "attention": True, "stream": stream})
             found = (events(answer.text)[-1] if stream else answer.json())["attention"]
@@ -79,8 +71,6 @@ def test_attention_has_a_weight_for_each_pair_of_tokens(translator_folder, trans
         two = (await client.post("/v1/translate", json={"text": "ab. Cd.", "attention": True})).json()["attention"]
         assert len(two["weights"]) == len(two["target"]) and {*map(len, two["weights"])} == {len(two["source"])}
         assert all(abs(sum(row) - 1) < 0.01 for row in two["weights"])
-
-    asked(open_service(translator_folder), work)
 
 
 WRONG = {
@@ -114,12 +104,11 @@ RAW = {
 }
 
 
-def test_bad_input_is_an_error_and_costs_nothing(translator_folder) -> None:
+async def test_bad_input_is_an_error_and_costs_nothing(translator_folder) -> None:
     limits = Limits(max_texts=3, max_text_chars=200)
     service = open_service(translator_folder, limits=limits)
     headers = {"Content-Type": "application/json"}
-
-    async def work(client) -> None:
+    async with serving(service) as client:
         for name, body in WRONG.items():
             answer = await client.post("/v1/translate", json=body)
             assert answer.status_code == 400, (name, answer.text)
@@ -133,14 +122,9 @@ def test_bad_input_is_an_error_and_costs_nothing(translator_folder) -> None:
         assert stats.running == stats.waiting == 0 and service.is_alive
         assert (await client.post("/v1/translate", json={"text": "a"})).status_code == 200
 
-    asked(service, work)
 
-
-def test_a_timeout_is_504(translator_folder) -> None:
+async def test_a_timeout_is_504(translator_folder) -> None:
     service = open_service(translator_folder, limits=Limits(timeout_s=1e-6))
-
-    async def work(client) -> None:
+    async with serving(service) as client:
         answer = await client.post("/v1/translate", json={"text": "one. two. three."})
         assert answer.status_code == 504 and answer.json()["error"]["code"] == 504
-
-    asked(service, work)

@@ -13,6 +13,8 @@ from fastformer.generation.engines.kv_cache import KVCacheBatch, KVCacheEngine
 
 T = TypeVar("T")
 FEW = {"max_new_tokens": 8}
+BIG = {"do_sample": True, "num_return_sequences": 16, "seed": 1, **FEW}  # fills the batch
+LONG = {"max_new_tokens": 60, "min_new_tokens": 60, "suppress_tokens": [i for i in range(259) if not 100 <= i <= 120]}
 MANY = 10_000  # steps
 
 
@@ -58,7 +60,7 @@ class Watched(KVCacheEngine):
     """Counts the rows and tokens in use, and waits or fails when a test tells it to."""
 
     rows = all_tokens = entered = 0
-    gate: threading.Semaphore | None = None
+    gate: threading.Semaphore
     error: BaseException | None = None
     batch: KVCacheBatch | None = None
 
@@ -68,8 +70,7 @@ class Watched(KVCacheEngine):
 
         def watched_step(tokens, selection):
             self.entered += 1
-            if self.gate is not None:
-                assert self.gate.acquire(timeout=10)
+            assert self.gate.acquire(timeout=10)
             if self.error is not None:
                 error, self.error = self.error, None
                 raise error
@@ -84,8 +85,9 @@ class Watched(KVCacheEngine):
         return self.batch is None or (self.batch.step_tokens() == 0 and self.batch.free_tokens() == self.all_tokens)
 
 
-def watched(translator: Translator, **options: Any) -> tuple[AsyncTranslator, Watched]:
-    """A front, and its engine, which can be watched."""
+def watched(translator: Translator, *, held: bool = False, **options: Any) -> tuple[AsyncTranslator, Watched]:
+    """A front, and its engine, which can be watched; one that is held takes a step for each release of its gate."""
     engine = Watched(translator.model)
+    engine.gate = threading.Semaphore(0 if held else MANY)
     with mock.patch("fastformer.generation.async_translator.choose_engine", return_value=engine):
         return AsyncTranslator(translator, **options), engine

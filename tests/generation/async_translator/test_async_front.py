@@ -15,214 +15,172 @@ from fastformer.generation import AsyncTranslator
 from fastformer.generation.async_front import NotRunning, QueueFull, TooLate
 from fastformer.generation.async_jobs import QUEUE_BOUNDS
 from fastformer.generation.text_io import Item
-from tests.generation.async_translator.front import FEW, MANY, play, until, watched
-
-BIG = {"do_sample": True, "num_return_sequences": 16, "seed": 1, **FEW}  # fills the batch
-LONG = {"max_new_tokens": 60, "min_new_tokens": 60, "suppress_tokens": [i for i in range(259) if not 100 <= i <= 120]}
+from tests.generation.async_translator.front import BIG, FEW, LONG, MANY, until, watched
 
 
 @pytest.mark.parametrize(
     ("limits", "least"), [({"max_waiting": 2}, 2), ({"max_waiting_tokens": 12, "max_waiting": 99}, 3)], ids=str
 )
-def test_a_full_queue_refuses_at_once(translator, limits, least) -> None:
-    async def main() -> None:
-        front, engine = watched(translator, when_full="refuse", **limits)
-        engine.gate = threading.Semaphore(0)
-        async with front:
-            first = asyncio.create_task(front.translate("a", **BIG))
-            await until(lambda: engine.entered == 1)
-            tasks = [asyncio.create_task(front.translate(text, **BIG)) for text in "bcdefg"]
-            done, _ = await asyncio.wait(tasks, timeout=5, return_when=asyncio.FIRST_EXCEPTION)
-            refused = [task for task in tasks if task.done()]
-            assert done and len(tasks) - len(refused) <= least
-            for task in refused:
-                with pytest.raises(QueueFull) as caught:
-                    await task
-                assert 1 <= caught.value.retry_after <= 30
-            with pytest.raises(QueueFull):
-                await front.begin(Item("h"), front.settings(FEW))
-            assert front.stats().refused == len(refused) + 1
-            engine.gate.release(MANY)
-            kept = [task for task in tasks if task not in refused]
-            for task, text in zip([first, *kept], "abcdefg", strict=False):
-                assert await task == translator.translate(text, **BIG)
-            await until(lambda: engine.is_empty)
-            stats = front.stats()
-            assert stats.running == stats.waiting == stats.waiting_tokens == 0
-            assert stats.free_tokens == stats.capacity_tokens > 0
-
-    play(main())
+async def test_a_full_queue_refuses_at_once(translator, limits, least) -> None:
+    front, engine = watched(translator, held=True, when_full="refuse", **limits)
+    async with front:
+        first = asyncio.create_task(front.translate("a", **BIG))
+        await until(lambda: engine.entered == 1)
+        tasks = [asyncio.create_task(front.translate(text, **BIG)) for text in "bcdefg"]
+        done, _ = await asyncio.wait(tasks, timeout=5, return_when=asyncio.FIRST_EXCEPTION)
+        refused = [task for task in tasks if task.done()]
+        assert done and len(tasks) - len(refused) <= least
+        for task in refused:
+            with pytest.raises(QueueFull) as caught:
+                await task
+            assert 1 <= caught.value.retry_after <= 30
+        with pytest.raises(QueueFull):
+            await front.begin(Item("h"), front.settings(FEW))
+        assert front.stats().refused == len(refused) + 1
+        engine.gate.release(MANY)
+        kept = [task for task in tasks if task not in refused]
+        for task, text in zip([first, *kept], "abcdefg", strict=False):
+            assert await task == translator.translate(text, **BIG)
+        await until(lambda: engine.is_empty)
+        stats = front.stats()
+        assert stats.running == stats.waiting == stats.waiting_tokens == 0
+        assert stats.free_tokens == stats.capacity_tokens > 0
 
 
-def test_places_are_kept_for_requests_that_are_still_being_made(translator) -> None:
-    async def main() -> None:
-        front, engine = watched(translator, max_waiting=3, when_full="refuse")
-        engine.gate = threading.Semaphore(0)
-        async with front:
-            running = asyncio.create_task(front.translate("a", **BIG))
-            await until(lambda: engine.entered == 1)
-            with contextlib.ExitStack() as held:
-                held.enter_context(front.front.place())
-                waiting = asyncio.create_task(front.translate("b", **FEW))  # takes the place that is kept for it
-                await until(lambda: front.stats().waiting == 2)  # with the one whose first step is under way
-                with front.front.place():  # the last one
-                    with pytest.raises(QueueFull), front.front.place():
-                        pass
-                    # What was never promised a place finds none, and one that is kept can be taken.
-                    stranger = contextvars.Context().run(asyncio.create_task, front.translate("c", **FEW))
-                    with pytest.raises(QueueFull):
-                        await stranger
-                with front.front.place():  # it is free again
+async def test_places_are_kept_for_requests_that_are_still_being_made(translator) -> None:
+    front, engine = watched(translator, held=True, max_waiting=3, when_full="refuse")
+    async with front:
+        running = asyncio.create_task(front.translate("a", **BIG))
+        await until(lambda: engine.entered == 1)
+        with contextlib.ExitStack() as held:
+            held.enter_context(front.front.place())
+            waiting = asyncio.create_task(front.translate("b", **FEW))  # takes the place that is kept for it
+            await until(lambda: front.stats().waiting == 2)  # with the one whose first step is under way
+            with front.front.place():  # the last one
+                with pytest.raises(QueueFull), front.front.place():
                     pass
-            engine.gate.release(MANY)
-            assert await running == translator.translate("a", **BIG)
-            assert await waiting == translator.translate("b", **FEW)
-        async with AsyncTranslator(translator, max_waiting=1) as patient:  # has its callers wait later, not here
-            with patient.front.place(), patient.front.place():
-                assert await patient.translate("a", **FEW) == translator.translate("a", **FEW)
-
-    play(main())
-
-
-def test_the_waiting_time_of_requests_is_counted(translator) -> None:
-    async def main() -> None:
-        front, engine = watched(translator)
-        engine.gate = threading.Semaphore(0)
-        async with front:
-            tasks = [asyncio.create_task(front.translate("a", **BIG))]
-            await until(lambda: engine.entered == 1)
-            tasks.append(asyncio.create_task(front.translate("b", **BIG)))
-            left = asyncio.create_task(front.translate("c", **BIG))
-            await until(lambda: front.stats().waiting == 3)
-            left.cancel()
-            await asyncio.sleep(0.06)
-            engine.gate.release(MANY)
-            await asyncio.gather(*tasks)
-            await until(lambda: engine.is_empty)
-            stats = front.stats()
-            assert sum(stats.queue_counts) == 2  # the third one never began
-            beyond = next(place for place, bound in enumerate(QUEUE_BOUNDS) if bound >= 0.05)
-            assert sum(stats.queue_counts[beyond + 1 :]) == 1 and 0.05 < stats.queue_seconds < 5
-
-    play(main())
+                # What was never promised a place finds none, and one that is kept can be taken.
+                stranger = contextvars.Context().run(asyncio.create_task, front.translate("c", **FEW))
+                with pytest.raises(QueueFull):
+                    await stranger
+            with front.front.place():  # it is free again
+                pass
+        engine.gate.release(MANY)
+        assert await running == translator.translate("a", **BIG)
+        assert await waiting == translator.translate("b", **FEW)
+    async with AsyncTranslator(translator, max_waiting=1) as patient:  # has its callers wait later, not here
+        with patient.front.place(), patient.front.place():
+            assert await patient.translate("a", **FEW) == translator.translate("a", **FEW)
 
 
-def test_texts_that_are_still_to_be_read_are_bounded_too(translator) -> None:
-    async def main() -> None:
-        gate = threading.Event()
-        async with AsyncTranslator(translator, max_waiting=2, when_full="refuse") as front:
-            held = [asyncio.create_task(front.front.aside(lambda: gate.wait(5), 10**6)) for _ in range(3)]
-            with pytest.raises(QueueFull):
-                await held[2]
-            assert await front.front.aside(lambda: 1, 10) == 1  # a short one is read at once
-            gate.set()
-            assert await held[0] and await held[1] and front.stats().refused == 1
-            assert await front.front.aside(lambda: 2, 10**6) == 2
+async def test_the_waiting_time_of_requests_is_counted(translator) -> None:
+    front, engine = watched(translator, held=True)
+    async with front:
+        tasks = [asyncio.create_task(front.translate("a", **BIG))]
+        await until(lambda: engine.entered == 1)
+        tasks.append(asyncio.create_task(front.translate("b", **BIG)))
+        left = asyncio.create_task(front.translate("c", **BIG))
+        await until(lambda: front.stats().waiting == 3)
+        left.cancel()
+        await asyncio.sleep(0.06)
+        engine.gate.release(MANY)
+        await asyncio.gather(*tasks)
+        await until(lambda: engine.is_empty)
+        stats = front.stats()
+        assert sum(stats.queue_counts) == 2  # the third one never began
+        beyond = next(place for place, bound in enumerate(QUEUE_BOUNDS) if bound >= 0.05)
+        assert sum(stats.queue_counts[beyond + 1 :]) == 1 and 0.05 < stats.queue_seconds < 5
 
-    play(main())
+
+async def test_texts_that_are_still_to_be_read_are_bounded_too(translator) -> None:
+    gate = threading.Event()
+    async with AsyncTranslator(translator, max_waiting=2, when_full="refuse") as front:
+        held = [asyncio.create_task(front.front.aside(lambda: gate.wait(5), 10**6)) for _ in range(3)]
+        with pytest.raises(QueueFull):
+            await held[2]
+        assert await front.front.aside(lambda: 1, 10) == 1  # a short one is read at once
+        gate.set()
+        assert await held[0] and await held[1] and front.stats().refused == 1
+        assert await front.front.aside(lambda: 2, 10**6) == 2
 
 
-def test_many_sentences_cost_the_event_loop_little(translator) -> None:
+async def test_many_sentences_cost_the_event_loop_little(translator) -> None:
     text = "a\n" * 2000 + " " * 50_000  # a message that named all of it for each sentence would take seconds
-
-    async def main() -> None:
-        async with AsyncTranslator(translator, max_waiting=1, when_full="refuse") as front:
-            config = front.settings({"max_new_tokens": 1})
-            began = time.thread_time()
-            with pytest.raises(TooLate):
-                await front.answers([Item(text)], config, split=True, deadline=time.monotonic())
-            assert time.thread_time() - began < 0.5
-            with pytest.raises(ValueError, match="sentences"):
-                await front.answers([Item(text)] * 3, config, split=True, most_parts=1999)
-
-    play(main())
+    async with AsyncTranslator(translator, max_waiting=1, when_full="refuse") as front:
+        config = front.settings({"max_new_tokens": 1})
+        began = time.thread_time()
+        with pytest.raises(TooLate):
+            await front.answers([Item(text)], config, split=True, deadline=time.monotonic())
+        assert time.thread_time() - began < 0.5
+        with pytest.raises(ValueError, match="sentences"):
+            await front.answers([Item(text)] * 3, config, split=True, most_parts=1999)
 
 
-def test_sentences_of_a_text_are_queued_together(translator) -> None:
+async def test_sentences_of_a_text_are_queued_together(translator) -> None:
     text = "One. Two. Three. Four. Five."
-
-    async def main() -> None:
-        async with AsyncTranslator(translator, max_waiting=1, max_waiting_tokens=3, when_full="refuse") as front:
-            assert await front.translate(text, split=True, **FEW) == translator.translate(text, split=True, **FEW)
-
-    play(main())
+    async with AsyncTranslator(translator, max_waiting=1, max_waiting_tokens=3, when_full="refuse") as front:
+        assert await front.translate(text, split=True, **FEW) == translator.translate(text, split=True, **FEW)
 
 
-def test_late_requests_end_with_an_error(translator) -> None:
-    async def main() -> None:
-        front, engine = watched(translator, max_waiting=1)
-        engine.gate = threading.Semaphore(0)
-        async with front:
-            soon = time.monotonic() + 0.05
-            config, items = front.settings(LONG), [Item("a")]
-            running = asyncio.create_task(front.answers(items, config, deadline=soon))
-            await until(lambda: engine.entered == 1)
-            calls = [front.answers(items, config, deadline=soon) for _ in range(3)]
-            stream = await front.begin(Item("b"), config, deadline=soon)
-            waiting = [asyncio.create_task(call) for call in calls]
-            for task in (running, *waiting):
-                with pytest.raises(TooLate):
-                    await task
+async def test_late_requests_end_with_an_error(translator) -> None:
+    front, engine = watched(translator, held=True, max_waiting=1)
+    async with front:
+        soon = time.monotonic() + 0.05
+        config, items = front.settings(LONG), [Item("a")]
+        running = asyncio.create_task(front.answers(items, config, deadline=soon))
+        await until(lambda: engine.entered == 1)
+        calls = [front.answers(items, config, deadline=soon) for _ in range(3)]
+        stream = await front.begin(Item("b"), config, deadline=soon)
+        waiting = [asyncio.create_task(call) for call in calls]
+        for task in (running, *waiting):
             with pytest.raises(TooLate):
-                [piece async for piece in stream]
-            assert front.num_blocked == 0 and front.stats().late == 5 and front.stats().cancelled == 0
-            engine.gate.release(MANY)
-            await until(lambda: engine.is_empty and front.num_queued == 0)
-            assert engine.entered == 1
-            assert await front.translate("a", **FEW) == translator.translate("a", **FEW)
-
-    play(main())
-
-
-def test_a_stream_that_is_never_read_leaves_the_batch_when_it_is_deleted(translator) -> None:
-    async def main() -> None:
-        front, engine = watched(translator)
-        engine.gate = threading.Semaphore(0)
-        async with front:
-            stream = await front.begin(Item("a"), front.settings(LONG))
-            await until(lambda: engine.entered == 1)
-            del stream
-            gc.collect()
-            engine.gate.release(1)
-            await until(lambda: engine.is_empty)
-            assert engine.entered == 1 and front.stats().cancelled == 1
-
-    play(main())
+                await task
+        with pytest.raises(TooLate):
+            [piece async for piece in stream]
+        assert front.num_blocked == 0 and front.stats().late == 5 and front.stats().cancelled == 0
+        engine.gate.release(MANY)
+        await until(lambda: engine.is_empty and front.num_queued == 0)
+        assert engine.entered == 1
+        assert await front.translate("a", **FEW) == translator.translate("a", **FEW)
 
 
-def test_streams_of_sentences_come_in_order_and_piece_by_piece(translator) -> None:
+async def test_a_stream_that_is_never_read_leaves_the_batch_when_it_is_deleted(translator) -> None:
+    front, engine = watched(translator, held=True)
+    async with front:
+        stream = await front.begin(Item("a"), front.settings(LONG))
+        await until(lambda: engine.entered == 1)
+        del stream
+        gc.collect()
+        engine.gate.release(1)
+        await until(lambda: engine.is_empty)
+        assert engine.entered == 1 and front.stats().cancelled == 1
+
+
+async def test_streams_of_sentences_come_in_order_and_piece_by_piece(translator) -> None:
     text = " One two. Three!\n\nFour five six? "
-
-    async def main() -> None:
-        async with AsyncTranslator(translator) as front:
-            expected = translator.translate(text, split=True, max_new_tokens=20)
-            pieces = [
-                piece
-                async for piece in await front.begin(Item(text), front.settings({"max_new_tokens": 20}), split=True)
-            ]
-            assert "".join(pieces) == expected and len(pieces) > 6
-            beams = front.settings({"max_new_tokens": 20, "num_beams": 2})
-            pieces = [piece async for piece in await front.begin(Item(text), beams, split=True)]
-            assert "".join(pieces) == translator.translate(text, split=True, num_beams=2, max_new_tokens=20)
-
-    play(main())
+    async with AsyncTranslator(translator) as front:
+        expected = translator.translate(text, split=True, max_new_tokens=20)
+        pieces = [
+            piece async for piece in await front.begin(Item(text), front.settings({"max_new_tokens": 20}), split=True)
+        ]
+        assert "".join(pieces) == expected and len(pieces) > 6
+        beams = front.settings({"max_new_tokens": 20, "num_beams": 2})
+        pieces = [piece async for piece in await front.begin(Item(text), beams, split=True)]
+        assert "".join(pieces) == translator.translate(text, split=True, num_beams=2, max_new_tokens=20)
 
 
-def test_functions_run_in_the_thread_between_steps(translator) -> None:
-    async def main() -> None:
-        async with AsyncTranslator(translator) as front:
-            task = asyncio.create_task(front.translate("a", **LONG))
-            assert await front.front.call(lambda: threading.current_thread().name) == "AsyncTranslator"
-            with pytest.raises(KeyError, match="broken"):
-                await front.front.call(lambda: {}["broken"])
-            assert await task == translator.translate("a", **LONG)
-        with pytest.raises(NotRunning):
-            await front.front.call(lambda: None)
-
-    play(main())
+async def test_functions_run_in_the_thread_between_steps(translator) -> None:
+    async with AsyncTranslator(translator) as front:
+        task = asyncio.create_task(front.translate("a", **LONG))
+        assert await front.front.call(lambda: threading.current_thread().name) == "AsyncTranslator"
+        with pytest.raises(KeyError, match="broken"):
+            await front.front.call(lambda: {}["broken"])
+        assert await task == translator.translate("a", **LONG)
+    with pytest.raises(NotRunning):
+        await front.front.call(lambda: None)
 
 
-def test_long_texts_are_read_beside_the_event_loop(translator, monkeypatch) -> None:
+async def test_long_texts_are_read_beside_the_event_loop(translator, monkeypatch) -> None:
     monkeypatch.setattr("fastformer.generation.async_front._INLINE", 5)
     threads: list[str] = []
     encode = translator.encode
@@ -232,28 +190,21 @@ def test_long_texts_are_read_beside_the_event_loop(translator, monkeypatch) -> N
         return encode(*arguments)
 
     monkeypatch.setattr(translator, "encode", watched_encode)
-
-    async def main() -> None:
-        async with AsyncTranslator(translator) as front:
-            for text in ("short", "a longer one"):
-                assert await front.translate(text, **FEW) == translator.translate(text, **FEW)
-
-    play(main())
+    async with AsyncTranslator(translator) as front:
+        for text in ("short", "a longer one"):
+            assert await front.translate(text, **FEW) == translator.translate(text, **FEW)
     assert threads[0] == threads[1] == threads[3] == threading.current_thread().name != threads[2]
 
 
-def test_a_front_is_alive_as_long_as_its_thread(translator) -> None:
-    async def main() -> None:
-        front = AsyncTranslator(translator)
+async def test_a_front_is_alive_as_long_as_its_thread(translator) -> None:
+    front = AsyncTranslator(translator)
+    assert not front.front.is_alive
+    async with front:
+        assert front.front.is_alive
+        await front.front.call(lambda: setattr(front.front, "_run", None))  # the next turn of the thread fails
+        with pytest.raises(NotRunning):
+            await front.translate("a", **FEW)
         assert not front.front.is_alive
-        async with front:
-            assert front.front.is_alive
-            await front.front.call(lambda: setattr(front.front, "_run", None))  # the next turn of the thread fails
-            with pytest.raises(NotRunning):
-                await front.translate("a", **FEW)
-            assert not front.front.is_alive
-            with pytest.raises(NotRunning):
-                await front.translate("a", **FEW)
-        assert not front.front.is_alive
-
-    play(main())
+        with pytest.raises(NotRunning):
+            await front.translate("a", **FEW)
+    assert not front.front.is_alive

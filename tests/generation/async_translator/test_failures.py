@@ -11,204 +11,168 @@ import pytest
 
 from fastformer.data import ByteTokenizer
 from fastformer.generation import AsyncTranslator, Translator
-from tests.generation.async_translator.front import (
-    FEW,
-    MANY,
-    play,
-    text_of,
-    until,
-    watched,
-)
+from tests.generation.async_translator.front import BIG, FEW, MANY, play, text_of, until, watched
 
 
-def test_an_error_reaches_only_its_task(translator) -> None:
+async def test_an_error_reaches_only_its_task(translator) -> None:
     def broken(input_ids, scores):
         if input_ids.shape[1] > 3:
             raise KeyError("broken on purpose")
         return scores
 
-    async def main() -> None:
-        async with AsyncTranslator(translator) as front:
-            good = [front.translate(text_of(n), **FEW) for n in range(6)]
-            bad = front.translate("the bad one", logits_processor=broken, **FEW)
-            stream = front.stream("a bad stream", logits_processor=broken, **FEW)
+    async with AsyncTranslator(translator) as front:
+        good = [front.translate(text_of(n), **FEW) for n in range(6)]
+        bad = front.translate("the bad one", logits_processor=broken, **FEW)
+        stream = front.stream("a bad stream", logits_processor=broken, **FEW)
 
-            async def streamed() -> list[str]:
-                return [piece async for piece in stream]
+        async def streamed() -> list[str]:
+            return [piece async for piece in stream]
 
-            *found, error, other = await asyncio.gather(*good, bad, streamed(), return_exceptions=True)
-            assert found == [translator.translate(text_of(n), **FEW) for n in range(6)]
-            for caught, name in ((error, "the bad one"), (other, "a bad stream")):
-                assert type(caught) is RuntimeError and str(caught) == (f"text '{name}': KeyError: 'broken on purpose'")
-                assert isinstance(caught.__cause__, KeyError)
-
-    play(main())
+        *found, error, other = await asyncio.gather(*good, bad, streamed(), return_exceptions=True)
+        assert found == [translator.translate(text_of(n), **FEW) for n in range(6)]
+        for caught, name in ((error, "the bad one"), (other, "a bad stream")):
+            assert type(caught) is RuntimeError and str(caught) == (f"text '{name}': KeyError: 'broken on purpose'")
+            assert isinstance(caught.__cause__, KeyError)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no memory"), SystemExit(1)], ids=repr)
-def test_an_error_of_the_model_ends_only_running_requests(translator, error) -> None:
-    async def main() -> None:
-        front, engine = watched(translator)
-        engine.gate, engine.error = threading.Semaphore(0), error
-        async with front:
-            big = {"do_sample": True, "num_return_sequences": 16, "seed": 1, **FEW}
-            first = asyncio.create_task(front.translate("first", **big))
-            await until(lambda: engine.entered == 1)
-            second = asyncio.create_task(front.translate("second", **big))
-            await until(lambda: front.num_queued == 2)
-            engine.gate.release(MANY)
-            with pytest.raises(RuntimeError, match=rf"text 'first': .*{type(error).__name__}"):
-                await first
-            assert await second == translator.translate("second", **big)
-            assert await front.translate("third", **FEW) == translator.translate("third", **FEW)
-            await until(lambda: engine.is_empty)
-
-    play(main())
+async def test_an_error_of_the_model_ends_only_running_requests(translator, error) -> None:
+    front, engine = watched(translator, held=True)
+    engine.error = error
+    async with front:
+        first = asyncio.create_task(front.translate("first", **BIG))
+        await until(lambda: engine.entered == 1)
+        second = asyncio.create_task(front.translate("second", **BIG))
+        await until(lambda: front.num_queued == 2)
+        engine.gate.release(MANY)
+        with pytest.raises(RuntimeError, match=rf"text 'first': .*{type(error).__name__}"):
+            await first
+        assert await second == translator.translate("second", **BIG)
+        assert await front.translate("third", **FEW) == translator.translate("third", **FEW)
+        await until(lambda: engine.is_empty)
 
 
-def test_a_request_that_cannot_begin_fails_and_does_not_block_others(translator) -> None:
-    async def main() -> None:
-        front, engine = watched(translator)
-        begun = []
-        open_batch = engine.open
+async def test_a_request_that_cannot_begin_fails_and_does_not_block_others(translator) -> None:
+    front, engine = watched(translator)
+    begun = []
+    open_batch = engine.open
 
-        def failing(max_rows, num_tokens):
-            begun.append(num_tokens)
-            if len(begun) == 1:
-                raise MemoryError("too much")
-            return open_batch(max_rows, num_tokens)
+    def failing(max_rows, num_tokens):
+        begun.append(num_tokens)
+        if len(begun) == 1:
+            raise MemoryError("too much")
+        return open_batch(max_rows, num_tokens)
 
-        engine.open = failing
-        async with front:
-            found = await asyncio.gather(*(front.translate(t, **FEW) for t in "abc"), return_exceptions=True)
-            assert isinstance(found[0], RuntimeError) and "MemoryError: too much" in str(found[0])
-            assert found[1:] == [translator.translate(t, **FEW) for t in "bc"]
-
-    play(main())
+    engine.open = failing
+    async with front:
+        found = await asyncio.gather(*(front.translate(t, **FEW) for t in "abc"), return_exceptions=True)
+        assert isinstance(found[0], RuntimeError) and "MemoryError: too much" in str(found[0])
+        assert found[1:] == [translator.translate(t, **FEW) for t in "bc"]
 
 
-def test_ids_that_the_model_does_not_have_are_an_error_of_their_own_task(translator) -> None:
+async def test_ids_that_the_model_does_not_have_are_an_error_of_their_own_task(translator) -> None:
     class Foreign(ByteTokenizer):
         def encode(self, text: str) -> list[int]:
             return [9999 if i == ord("!") + 3 else i for i in super().encode(text)]
 
-    async def main() -> None:
-        async with AsyncTranslator(Translator(translator.model, Foreign())) as front:
-            texts = ["a", "b", "wrong!", "c"]
-            *found, prefixed = await asyncio.gather(
-                *(front.translate(text, **FEW) for text in texts),
-                front.translate("d", target_prefix="!", **FEW),
-                return_exceptions=True,
-            )
-            for error, name in ((found.pop(2), "source"), (prefixed, "target")):
-                assert isinstance(error, ValueError) and f"{name} ids" in str(error)
-            assert found == [translator.translate(text, **FEW) for text in "abc"]
-            with pytest.raises(ValueError, match=r"\bsource ids\b.*\b258\b"):
-                front.stream("wrong!")
-
-    play(main())
+    async with AsyncTranslator(Translator(translator.model, Foreign())) as front:
+        texts = ["a", "b", "wrong!", "c"]
+        *found, prefixed = await asyncio.gather(
+            *(front.translate(text, **FEW) for text in texts),
+            front.translate("d", target_prefix="!", **FEW),
+            return_exceptions=True,
+        )
+        for error, name in ((found.pop(2), "source"), (prefixed, "target")):
+            assert isinstance(error, ValueError) and f"{name} ids" in str(error)
+        assert found == [translator.translate(text, **FEW) for text in "abc"]
+        with pytest.raises(ValueError, match=r"\bsource ids\b.*\b258\b"):
+            front.stream("wrong!")
 
 
-def test_after_a_model_error_the_device_is_not_queried_again(translator, monkeypatch) -> None:
-    async def main() -> None:
-        front, engine = watched(translator)
-        made = []
-        starts: list[tuple[int, int]] = []
-        new_scheduler, open_batch = translator.new_scheduler, engine.open
+async def test_after_a_model_error_the_device_is_not_queried_again(translator, monkeypatch) -> None:
+    front, engine = watched(translator)
+    made = []
+    starts: list[tuple[int, int]] = []
+    new_scheduler, open_batch = translator.new_scheduler, engine.open
 
-        def once(*args, **options):
-            made.append(new_scheduler(*args, **options))
-            assert len(made) == 1, "a device that has failed can't say how much memory is free"
-            return made[0]
+    def once(*args, **options):
+        made.append(new_scheduler(*args, **options))
+        assert len(made) == 1, "a device that has failed can't say how much memory is free"
+        return made[0]
 
-        def noted(max_rows, num_tokens):
-            starts.append((max_rows, num_tokens))
-            return open_batch(max_rows, num_tokens)
+    def noted(max_rows, num_tokens):
+        starts.append((max_rows, num_tokens))
+        return open_batch(max_rows, num_tokens)
 
-        monkeypatch.setattr(translator, "new_scheduler", once)
-        engine.open, engine.error = noted, RuntimeError("CUDA error")
-        async with front:
-            with pytest.raises(RuntimeError, match="RuntimeError: CUDA error"):
-                await front.translate("a", **FEW)
-            assert isinstance(await front.translate("b", **FEW), str)
-        assert len(starts) == 2 and starts[0] == starts[1]
-
-    play(main())
+    monkeypatch.setattr(translator, "new_scheduler", once)
+    engine.open, engine.error = noted, RuntimeError("CUDA error")
+    async with front:
+        with pytest.raises(RuntimeError, match="RuntimeError: CUDA error"):
+            await front.translate("a", **FEW)
+        assert isinstance(await front.translate("b", **FEW), str)
+    assert len(starts) == 2 and starts[0] == starts[1]
 
 
-def test_no_task_waits_for_a_dead_thread(translator, monkeypatch) -> None:
+async def test_no_task_waits_for_a_dead_thread(translator, monkeypatch) -> None:
     def fails(*_, **__):
         raise SystemExit("nothing works any more")
 
-    async def main() -> None:
-        front, engine = watched(translator, max_waiting=2)
-        engine.gate, engine.error = threading.Semaphore(0), RuntimeError("broken")
-        monkeypatch.setattr("fastformer.generation.scheduler.Scheduler.renewed", fails)
-        big = {"do_sample": True, "num_return_sequences": 16, "seed": 1, **FEW}
-        await front.__aenter__()
-        tasks = [asyncio.create_task(front.translate("a", **big))]
-        await until(lambda: engine.entered == 1)
-        tasks += [asyncio.create_task(front.translate(text, **big)) for text in "bc"]
-        await until(lambda: front.num_queued == 2 and front.num_blocked == 1)
-        engine.gate.release(MANY)
-        for task, words in zip(tasks, ("'a'.*broken", "'b'.*SystemExit", "'c'.*SystemExit"), strict=True):
-            with pytest.raises(RuntimeError, match=words):
-                await task
-        with pytest.raises(RuntimeError, match="SystemExit"):
-            await front.translate("late")
-        await front.close()
-        with pytest.raises(RuntimeError, match=r"\bopen\b"):
-            await front.translate("late")
-        monkeypatch.undo()
-        async with front:
-            assert await front.translate("a", **FEW) == translator.translate("a", **FEW)
-
-    play(main())
+    front, engine = watched(translator, held=True, max_waiting=2)
+    engine.error = RuntimeError("broken")
+    monkeypatch.setattr("fastformer.generation.scheduler.Scheduler.renewed", fails)
+    await front.__aenter__()
+    tasks = [asyncio.create_task(front.translate("a", **BIG))]
+    await until(lambda: engine.entered == 1)
+    tasks += [asyncio.create_task(front.translate(text, **BIG)) for text in "bc"]
+    await until(lambda: front.num_queued == 2 and front.num_blocked == 1)
+    engine.gate.release(MANY)
+    for task, words in zip(tasks, ("'a'.*broken", "'b'.*SystemExit", "'c'.*SystemExit"), strict=True):
+        with pytest.raises(RuntimeError, match=words):
+            await task
+    with pytest.raises(RuntimeError, match="SystemExit"):
+        await front.translate("late")
+    await front.close()
+    with pytest.raises(RuntimeError, match=r"\bopen\b"):
+        await front.translate("late")
+    monkeypatch.undo()
+    async with front:
+        assert await front.translate("a", **FEW) == translator.translate("a", **FEW)
 
 
-def test_if_the_thread_cannot_start_each_caller_gets_an_error(translator, monkeypatch) -> None:
+async def test_if_the_thread_cannot_start_each_caller_gets_an_error(translator, monkeypatch) -> None:
     def fails(*_, **__):
         raise MemoryError("no device")
 
-    async def main() -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(translator, "new_scheduler", fails)
-            async with AsyncTranslator(translator) as front:
-                for _ in range(2):
-                    with pytest.raises(RuntimeError, match="MemoryError: no device"):
-                        await front.translate("a", **FEW)
-
-    play(main())
+    with monkeypatch.context() as patch:
+        patch.setattr(translator, "new_scheduler", fails)
+        async with AsyncTranslator(translator) as front:
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match="MemoryError: no device"):
+                    await front.translate("a", **FEW)
 
 
-def test_an_error_inside_the_block_cancels_running_requests(translator) -> None:
-    async def main() -> None:
-        front, engine = watched(translator)
-        engine.gate = gate = threading.Semaphore(0)
-        with pytest.raises(KeyError):
-            async with front:
-                task = asyncio.create_task(front.translate("a", max_new_tokens=60))
-                await until(lambda: engine.entered == 1)
-                threading.Timer(0.02, gate.release, [MANY]).start()
-                raise KeyError
-        with pytest.raises(RuntimeError, match="text 'a': .*closed"):
-            await task
-
-    play(main())
+async def test_an_error_inside_the_block_cancels_running_requests(translator) -> None:
+    front, engine = watched(translator, held=True)
+    with pytest.raises(KeyError):
+        async with front:
+            task = asyncio.create_task(front.translate("a", max_new_tokens=60))
+            await until(lambda: engine.entered == 1)
+            threading.Timer(0.02, engine.gate.release, [MANY]).start()
+            raise KeyError
+    with pytest.raises(RuntimeError, match="text 'a': .*closed"):
+        await task
 
 
 def test_a_loop_that_is_gone_blocks_no_other_loop(translator) -> None:
-    front, engine = watched(translator)
+    front, engine = watched(translator, held=True)
     orphans = []
 
     async def leaves() -> None:
-        engine.gate = threading.Semaphore(0)
         await front.__aenter__()
         orphans.append(asyncio.ensure_future(front.translate("a", max_new_tokens=50)))
         await until(lambda: engine.entered == 1)
 
     play(leaves())  # cancels its tasks
-    assert engine.gate is not None
     engine.gate.release(MANY)
 
     async def comes() -> str:
@@ -222,9 +186,8 @@ def test_a_loop_that_is_gone_blocks_no_other_loop(translator) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of the tasks, when they are deleted
 def test_a_loop_that_is_closed_with_its_tasks_blocks_no_other_loop(translator) -> None:
-    front, engine = watched(translator, max_waiting=1)
+    front, engine = watched(translator, held=True, max_waiting=1)
     orphans = []
-    engine.gate = gate = threading.Semaphore(0)
 
     async def leaves() -> None:
         await front.__aenter__()
@@ -235,7 +198,7 @@ def test_a_loop_that_is_closed_with_its_tasks_blocks_no_other_loop(translator) -
 
     loop = asyncio.new_event_loop()
     loop.run_until_complete(asyncio.wait_for(leaves(), 20))
-    gate.release()
+    engine.gate.release()
     for _ in range(2000):
         if front.num_blocked == 1:
             break
@@ -245,7 +208,7 @@ def test_a_loop_that_is_closed_with_its_tasks_blocks_no_other_loop(translator) -
     async def comes() -> str:
         found = asyncio.create_task(front.translate("d", **FEW))
         await until(lambda: front.num_blocked == 2)
-        gate.release(MANY)
+        engine.gate.release(MANY)
         answer = await found
         await asyncio.wait_for(front.close(), 20)
         return answer
@@ -256,7 +219,7 @@ def test_a_loop_that_is_closed_with_its_tasks_blocks_no_other_loop(translator) -
     gc.collect()  # here, where what they say is expected
 
 
-def test_malformed_calls(translator) -> None:
+async def test_malformed_calls(translator) -> None:
     for wrong, name in (
         ({"translator": None}, "NoneType"),
         ({"max_waiting": 0}, "max_waiting"),
@@ -266,28 +229,25 @@ def test_malformed_calls(translator) -> None:
         with pytest.raises(ValueError, match=name):
             AsyncTranslator(**{"translator": translator, **wrong})
 
-    async def main() -> None:
-        async with AsyncTranslator(translator, engine="recompute") as front:
-            assert await front.translate("a", engine="recompute", **FEW) == translator.translate("a", **FEW)
-            for text, options, words in (
-                (7, {}, "int 7"),
-                (" ", {}, "empty"),
-                ("x" * 100, {}, "64.*101"),
-                ("a", {"num_beam": 2}, "'num_beams'"),
-                ("a", {"on_error": "skip"}, "'on_error'"),
-                ("a", {"target_prefix": ["b"]}, "list"),
-                ("a", {"target_prefix": "x" * 64}, "prefix"),
-                ("a", {"engine": "kv_cache"}, r"\bengine\b"),
-                ("a", {"precision": "bf16"}, r"\bprecision\b"),
-                ("a", {"use_cache": False}, r"\buse_cache\b"),
-                ("a", {"return_scores": 1}, r"\breturn_scores\b"),
-            ):
-                with pytest.raises(ValueError, match=words):
-                    await front.translate(text, **options)
-                with pytest.raises(ValueError, match=words):
-                    front.stream(text, **options)
-            for options in ({"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}):
-                with pytest.raises(ValueError, match="beams"):
-                    front.stream("a", **options)
-
-    play(main())
+    async with AsyncTranslator(translator, engine="recompute") as front:
+        assert await front.translate("a", engine="recompute", **FEW) == translator.translate("a", **FEW)
+        for text, options, words in (
+            (7, {}, "int 7"),
+            (" ", {}, "empty"),
+            ("x" * 100, {}, "64.*101"),
+            ("a", {"num_beam": 2}, "'num_beams'"),
+            ("a", {"on_error": "skip"}, "'on_error'"),
+            ("a", {"target_prefix": ["b"]}, "list"),
+            ("a", {"target_prefix": "x" * 64}, "prefix"),
+            ("a", {"engine": "kv_cache"}, r"\bengine\b"),
+            ("a", {"precision": "bf16"}, r"\bprecision\b"),
+            ("a", {"use_cache": False}, r"\buse_cache\b"),
+            ("a", {"return_scores": 1}, r"\breturn_scores\b"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                await front.translate(text, **options)
+            with pytest.raises(ValueError, match=words):
+                front.stream(text, **options)
+        for options in ({"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}):
+            with pytest.raises(ValueError, match="beams"):
+                front.stream("a", **options)
