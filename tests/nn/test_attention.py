@@ -17,8 +17,10 @@ DOUBLE = {"dtype": torch.float64}
 
 
 def pair(batch_first=True, **options):
-    theirs = randomised(nn.MultiheadAttention(E, H, batch_first=batch_first, **options, **DOUBLE))
-    return fnn.MultiheadAttention(E, H, batch_first=batch_first, **options, **DOUBLE), theirs
+    """Ours and torch.nn's, with the same random weights."""
+    ours, theirs = (each.MultiheadAttention(E, H, batch_first=batch_first, **options, **DOUBLE) for each in (fnn, nn))
+    ours.load_state_dict(randomised(theirs).state_dict())
+    return ours, theirs
 
 
 def inputs(batch_first=True, kdim=E, vdim=E):
@@ -28,49 +30,32 @@ def inputs(batch_first=True, kdim=E, vdim=E):
     return [torch.randn(*shape, **DOUBLE) for shape in shapes]
 
 
-def masks(kind):
+def masks():
     """(attn_mask, key_padding_mask) of each kind; every query keeps at least one key."""
     padding = padding_mask([6, 4, 2], S)
-    pattern = torch.rand(L, S) < 0.4
-    pattern[:, :2] = False
-    per_head = torch.rand(N * H, L, S) < 0.4
-    per_head[:, :, :2] = False
+    added_padding = torch.zeros(N, S, **DOUBLE).masked_fill(padding, float("-inf"))
+    pattern, per_head = torch.rand(L, S) < 0.4, torch.rand(N * H, L, S) < 0.4
+    pattern[:, :2] = per_head[:, :, :2] = False
+    added, added_per_head = torch.randn(L, S, **DOUBLE), torch.randn(N * H, L, S, **DOUBLE)
     return {
         "none": (None, None),
         "bool padding": (None, padding),
-        "float padding": (None, torch.zeros(N, S, **DOUBLE).masked_fill(padding, float("-inf")) + 0.1),
+        "float padding": (None, added_padding + 0.1),
         "bool": (pattern, None),
         "bool per head": (per_head, None),
-        "additive": (torch.randn(L, S, **DOUBLE), None),
-        "additive per head": (torch.randn(N * H, L, S, **DOUBLE), None),
+        "additive": (added, None),
+        "additive per head": (added_per_head, None),
         "bool and bool padding": (pattern, padding),
         "per head and bool padding": (per_head, padding),
-        "additive and float padding": (
-            torch.randn(L, S, **DOUBLE),
-            torch.zeros(N, S, **DOUBLE).masked_fill(padding, float("-inf")),
-        ),
-    }[kind]
-
-
-MASKS = [
-    "none",
-    "bool padding",
-    "float padding",
-    "bool",
-    "bool per head",
-    "additive",
-    "additive per head",
-    "bool and bool padding",
-    "per head and bool padding",
-    "additive and float padding",
-]
+        "additive and float padding": (added, added_padding),
+    }
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("kind", masks())
 def test_equals_torch(kind, batch_first):
     ours, theirs = pair(batch_first)
-    attn_mask, key_padding_mask = masks(kind)
+    attn_mask, key_padding_mask = masks()[kind]
 
     def run(module, need_weights):
         return lambda q, k, v: module(q, k, v, key_padding_mask, need_weights, attn_mask)[0]
@@ -95,7 +80,7 @@ def test_equals_torch(kind, batch_first):
 @pytest.mark.parametrize("kind", ["none", "bool and bool padding", "additive and float padding"])
 def test_constructor_options_equal_torch(options, kind):
     ours, theirs = pair(batch_first=False, **options)
-    attn_mask, key_padding_mask = masks(kind)
+    attn_mask, key_padding_mask = masks()[kind]
     tensors = inputs(False, options.get("kdim", E), options.get("vdim", E))
 
     def run(module):
@@ -123,8 +108,7 @@ def test_shared_inputs_equal_torch(same):
 @pytest.mark.parametrize("kind", ["none", "bool and bool padding", "additive per head"])
 def test_weights_equal_torch_with_their_gradient(kind, average):
     ours, theirs = pair()
-    ours.load_state_dict(theirs.state_dict())
-    attn_mask, key_padding_mask = masks(kind)
+    attn_mask, key_padding_mask = masks()[kind]
     q, k, v = inputs()
     results = []
     for module in (ours, theirs):
@@ -141,7 +125,6 @@ def test_weights_equal_torch_with_their_gradient(kind, average):
 def test_unbatched_equals_torch():
     for batch_first in (True, False):
         ours, theirs = pair(batch_first)
-        ours.load_state_dict(theirs.state_dict())
         q, k = torch.randn(L, E, **DOUBLE), torch.randn(S, E, **DOUBLE)
         padding = padding_mask([4], S)[0]
         for average in (True, False):
@@ -153,7 +136,6 @@ def test_unbatched_equals_torch():
 
 def test_causal_hint_takes_the_path_without_a_mask(monkeypatch):
     ours, theirs = pair()
-    ours.load_state_dict(theirs.state_dict())
     seen = []
 
     def counted(*args, **options):
@@ -180,7 +162,6 @@ def test_causal_hint_takes_the_path_without_a_mask(monkeypatch):
 
 def test_causal_between_two_lengths_starts_at_the_top_left():
     ours, theirs = pair()
-    ours.load_state_dict(theirs.state_dict())
     q, k, v = inputs()
     mask = torch.ones(L, S, dtype=torch.bool).triu(1)
     expected, _ = theirs(q, k, v, need_weights=False, attn_mask=mask)
@@ -279,42 +260,36 @@ def test_rotary_scores_depend_only_on_the_distance(interleaved):
     assert (here - plain).abs().max() > 1e-3 and (stretched - here).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 7, "vdim": 9}, {"add_bias_kv": True}], ids=str)
-def test_same_seed_gives_torchs_weights(options):
-    torch.manual_seed(3)
-    theirs = nn.MultiheadAttention(E, H, **options)
-    torch.manual_seed(3)
-    ours = fnn.MultiheadAttention(E, H, **options)
-    assert list(ours.state_dict()) == list(theirs.state_dict())
-    for name, weight in theirs.state_dict().items():
-        assert torch.equal(ours.state_dict()[name], weight), name
+@pytest.mark.parametrize(
+    ("heads", "options", "named"),
+    [(5, {}, "embed_dim"), (6, {"num_kv_heads": 4}, "num_kv_heads"), (3, {"qk_norm": "heads"}, "qk_norm"),
+     (3, {"head_dim": 0}, "head_dim")],
+)  # fmt: skip
+def test_impossible_attentions(heads, options, named):
+    with pytest.raises(ValueError, match=rf"\b{named}\b"):
+        fnn.MultiheadAttention(12, heads, **options)
 
 
-def test_errors():
-    with pytest.raises(ValueError, match=r"\bembed_dim\b"):
-        fnn.MultiheadAttention(12, 5)
-    with pytest.raises(ValueError, match=r"\bnum_kv_heads\b"):
-        fnn.MultiheadAttention(12, 6, num_kv_heads=4)
-    module = fnn.MultiheadAttention(E, H, batch_first=True)
-    x = torch.randn(N, L, E)
-    with pytest.raises(ValueError, match=r"\battn_mask\b"):
-        module(x, x, x, attn_mask=torch.zeros(5, 4))
-    with pytest.raises(ValueError, match=r"\bkey_padding_mask\b"):
-        module(x, x, x, torch.zeros(3, 4))
-    with pytest.raises(ValueError, match=r"\battn_mask\b"):
-        module(x, x, x, attn_mask=torch.zeros(5, 5, dtype=torch.int64))
-    with pytest.raises(ValueError):
-        module(x, x[..., :11], x[..., :11])
-    with pytest.raises(ValueError, match=r"\bbatch\b"):
-        module(x, x[:2], x[:2])
-    with pytest.raises(ValueError, match=r"\bcache\b"):
-        module(x, None, None)
-    layout = SequenceLayout.packed(torch.tensor([5, 5, 5]), 5)
-    with pytest.raises(ValueError, match=r"\bneed_weights\b"):
-        module(x.flatten(0, 1), x.flatten(0, 1), x.flatten(0, 1), layout=layout)
-    flat = x.flatten(0, 1)
-    with pytest.raises(ValueError, match=r"\bmemory_layout\b"):
-        module(flat, flat.clone(), flat, need_weights=False, layout=layout)
+X = torch.randn(N, L, E)
+FLAT = {"layout": SequenceLayout.packed(torch.tensor([5, 5, 5]), 5)}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "named"),
+    [
+        ((X, X, X), {"attn_mask": torch.zeros(5, 4)}, "attn_mask"),
+        ((X, X, X), {"attn_mask": torch.zeros(5, 5, dtype=torch.int64)}, "attn_mask"),
+        ((X, X, X), {"key_padding_mask": torch.zeros(3, 4)}, "key_padding_mask"),
+        ((X, X[..., :11], X[..., :11]), {}, ""),
+        ((X, X[:2], X[:2]), {}, "batch"),
+        ((X, None, None), {}, "cache"),
+        ((X.flatten(0, 1),) * 3, FLAT, "need_weights"),
+        ((X.flatten(0, 1), X.flatten(0, 1).clone(), X.flatten(0, 1)), {"need_weights": False, **FLAT}, "memory_layout"),
+    ],
+)
+def test_impossible_calls(inputs, options, named):
+    with pytest.raises(ValueError, match=rf"\b{named}"):
+        fnn.MultiheadAttention(E, H, batch_first=True)(*inputs, **options)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
@@ -332,9 +307,7 @@ def test_dropout_applies_only_in_training(packed):
 
 @pytest.mark.parametrize("average", [True, False])
 def test_a_learned_mask_gets_gradients_from_the_weights(average):
-    theirs = randomised(nn.MultiheadAttention(E, H, batch_first=True, **DOUBLE))
-    ours = fnn.MultiheadAttention(E, H, batch_first=True, **DOUBLE)
-    ours.load_state_dict(theirs.state_dict())
+    ours, theirs = pair()
     x = torch.randn(N, L, E, **DOUBLE)
     for shape in ((L, L), (N * H, L, L)):
         learned = torch.randn(shape, **DOUBLE).requires_grad_()
@@ -348,7 +321,6 @@ def test_a_learned_mask_gets_gradients_from_the_weights(average):
 def test_the_number_of_heads_is_read_in_each_call():
     for args in ([0, 0, 0], [0, 1, 1]):
         ours, theirs = pair()
-        ours.load_state_dict(theirs.state_dict())
         given = inputs()
         ours.num_heads = theirs.num_heads = 2
         out, weights = ours(*(given[i] for i in args), average_attn_weights=False)

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import torch.nn.utils.parametrize as parametrize
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import fastformer.nn as fnn
 from fastformer.nn.decoder_only import DecoderOnlyLayer
+from tests.nn import test_surgery as surgery
 from tests.nn.comparing import assert_same, randomised
-from tests.nn.test_surgery import Halved, pre_hook, replace
 
 E, H = 12, 3
 PLACES: dict[str, dict[str, Any]] = {
@@ -35,70 +34,22 @@ def stack_of(place: str) -> Any:
     return randomised(fnn.TransformerEncoder(layer, 2, fnn.AddLayerNorm(E, dtype=torch.float64)))
 
 
-def bent(out: Any) -> Any:
-    """Something that no norm takes back."""
-    return (out[0].cumsum(-1), *out[1:]) if isinstance(out, tuple) else out.cumsum(-1)
-
-
-def hook(name: str) -> Callable[[Any], Any]:
-    return lambda layer: layer.get_submodule(name).register_forward_hook(lambda module, args, out: bent(out))
-
-
-def patch_forward(module: nn.Module) -> None:
-    before = module.forward
-    module.forward = lambda *args, **options: bent(before(*args, **options))
-
-
-def own_forward(name: str) -> Callable[[Any], None]:
-    return lambda layer: patch_forward(layer.get_submodule(name))
-
-
-class Adapter(nn.Module):
-    def __init__(self, linear: nn.Module) -> None:
-        super().__init__()
-        self.linear = linear
-
-    def forward(self, x: Tensor) -> Tensor:
-        return bent(self.linear(x))
-
-
-class Tagged(nn.Parameter):
-    """A parameter that has a say in what is done with it."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = super().__torch_function__(func, types, args, kwargs or {})
-        return out * out.abs() if getattr(func, "__name__", "") == "rms_norm" else out
-
-
-def tag(name: str) -> Callable[[Any], None]:
-    def surgery(layer: Any) -> None:
-        module = layer.get_submodule(name)
-        module.weight = Tagged(module.weight.detach().clone())
-
-    return surgery
-
-
-def half(layer: Any) -> None:
-    class Half(nn.Module):
-        def forward(self, weight: Tensor) -> Tensor:
-            return weight / 2
-
-    parametrize.register_parametrization(layer.linear2, "weight", Half())
-    parametrize.register_parametrization(layer.self_attn.q_norm, "weight", Half())
-
-
 NORMS = ("norm1", "norm2", "post_norm1", "post_norm2", "self_attn.q_norm", "self_attn.k_norm")
 SURGERIES: dict[str, Callable[[Any], Any]] = {
-    **{f"a hook on {name}": hook(name) for name in (*NORMS, "self_attn.out_proj", "self_attn", "dropout1", "linear2")},
-    **{f"a pre-hook on {name}": pre_hook(name) for name in ("post_norm1", "self_attn.k_norm", "dropout2")},
-    **{f"a forward of {name}'s own": own_forward(name) for name in NORMS},
-    **{f"a parameter of a subclass in {name}": tag(name) for name in ("post_norm2", "self_attn.q_norm")},
-    "a forward of the layer's own": patch_forward,
-    "an adapter": lambda layer: setattr(layer, "linear1", Adapter(layer.linear1)),
-    "an adapter of the heads": lambda layer: setattr(layer.self_attn, "out_proj", Adapter(layer.self_attn.out_proj)),
-    "a dropout that is none": replace("dropout1", Halved),
-    "a parametrization": half,
+    **{
+        f"a hook on {name}": surgery.hook(name)
+        for name in (*NORMS, "self_attn.out_proj", "self_attn", "dropout1", "linear2")
+    },
+    **{f"a pre-hook on {name}": surgery.pre_hook(name) for name in ("post_norm1", "self_attn.k_norm", "dropout2")},
+    **{f"a forward of {name}'s own": surgery.own_forward(name) for name in NORMS},
+    **{f"a parameter of a subclass in {name}": surgery.tag(name) for name in ("post_norm2", "self_attn.q_norm")},
+    "a forward of the layer's own": surgery.patch_forward,
+    "an adapter": surgery.adapt,
+    "an adapter of the heads": lambda layer: setattr(
+        layer.self_attn, "out_proj", surgery.Adapter(layer.self_attn.out_proj)
+    ),
+    "a dropout that is none": surgery.replace("dropout1", surgery.Halved),
+    "a parametrization": surgery.halve("linear2", "self_attn.q_norm"),
     "unchanged queries": lambda layer: setattr(layer.self_attn, "q_norm", nn.Identity()),
     "another eps": lambda layer: setattr(layer.self_attn.k_norm, "eps", 0.5),
     "another scale": lambda layer: setattr(layer.self_attn, "softmax_scale", 2.0),
@@ -150,9 +101,7 @@ def test_changes_by_a_hook_of_a_head_norm_take_effect(place):
     for watch in (True, False):
         stack = stack_of(place)
         layer = stack.layers[0]
-        layer.self_attn.q_norm.register_forward_hook(
-            lambda *_, layer=layer: setattr(layer, "linear1", Adapter(layer.linear1))
-        )
+        layer.self_attn.q_norm.register_forward_hook(lambda *_, layer=layer: surgery.adapt(layer))
         handle = register_module_forward_hook(lambda *_: None) if watch else None
         results.append(stack(torch.ones(2, 5, E, dtype=torch.float64).cumsum(1), is_causal=True))
         if handle is not None:
@@ -220,15 +169,6 @@ def test_attention_with_its_own_options(options, batch_first):
             rows = q.flatten(0, 1)
             packed, _ = attention(rows, rows, rows, need_weights=False, is_causal=causal, layout=layout)
             assert_same(packed.view(2, 5, E), expected, "packed")
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [({"qk_norm": "heads"}, "qk_norm"), ({"head_dim": 0}, "head_dim"), ({"num_kv_heads": 2}, "num_kv_heads")],
-)
-def test_impossible_attentions(options, named):
-    with pytest.raises(ValueError, match=rf"\b{named}\b"):
-        fnn.MultiheadAttention(E, H, **options)
 
 
 @pytest.mark.parametrize("options", [{"norm_placement": "post", "parallel_residual": True}, {"norm_placement": "no"}])

@@ -107,32 +107,40 @@ def test_lengths_first_read_in_inference_mode_serve_training() -> None:
     assert module.in_proj_weight.grad is not None
 
 
-@pytest.mark.parametrize("need_weights", [False, True])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_lengths_equal_their_mask(need_weights: bool, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The output, the weights and every gradient, a row of nothing but padding too; and lengths is what is used."""
-    module = MultiheadAttention(16, 2, dtype=torch.float64)
-    query = torch.randn(6, 4, 16, dtype=torch.float64, requires_grad=True)
-    key = torch.randn(7, 4, 16, dtype=torch.float64, requires_grad=True)
-    used = []
-    original = ops.attention
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, Tensor | None]]:
+    """Of each call of the op: whether it has no mask, and its lengths."""
+    found: list[tuple[bool, Tensor | None]] = []
 
-    def recorded(*args: Tensor, **options: object) -> object:
-        used.append((options["attn_mask"] is None, options["seqlens_k"] is None))
-        return original(*args, **options)
+    def recorded(*args: Tensor, **options: Any) -> object:
+        found.append((options["attn_mask"] is None, options["seqlens_k"]))
+        return ops.attention(*args, **options)
 
     monkeypatch.setattr(module_of_attention, "attention", recorded)
-    results = []
-    for recognised in (True, False):
-        if not recognised:
-            monkeypatch.setattr(module_of_attention, "right_padding_lengths", lambda mask: None)
-        out, weights = module(query, key, key, right_padded(), need_weights=need_weights, is_causal=is_causal)
-        seen = out if weights is None else out + weights.sum()
-        seen = (seen * torch.linspace(-1, 2, out.numel(), dtype=torch.float64).view_as(out)).sum()
-        results.append([out, *torch.autograd.grad(seen, [query, key, *module.parameters()])])
-    assert used == [(True, False), (False, True)]
-    for ours, masked in zip(*results, strict=True):
-        torch.testing.assert_close(ours, masked)
+    return found
+
+
+def results_of(module: MultiheadAttention, padding: Tensor, **options: Any) -> list[Tensor]:
+    """The output, the weights where they are asked for, and every gradient."""
+    generator = torch.Generator().manual_seed(3)
+    query, key = (torch.randn(n, 4, 16, dtype=torch.float64, generator=generator).requires_grad_() for n in (6, 7))
+    out, weights = module(query, key, key, padding, **options)
+    seen = out if weights is None else out + weights.square().sum()
+    seen = (seen * torch.linspace(-1, 2, out.numel(), dtype=torch.float64).view_as(out)).sum()
+    gradients = torch.autograd.grad(seen, [query, key, *module.parameters()])
+    return [out, *([] if weights is None else [weights]), *gradients]
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_lengths_equal_their_mask(need_weights: bool, is_causal: bool, used: Any, monkeypatch: Any) -> None:
+    """A row of nothing but padding too; and lengths is what is used."""
+    module, options = MultiheadAttention(16, 2, dtype=torch.float64), {"need_weights": need_weights}
+    ours = results_of(module, right_padded(), is_causal=is_causal, **options)
+    monkeypatch.setattr(module_of_attention, "right_padding_lengths", lambda mask: None)
+    masked = results_of(module, right_padded(), is_causal=is_causal, **options)
+    assert [(without_mask, lengths is None) for without_mask, lengths in used] == [(True, False), (False, True)]
+    torch.testing.assert_close(ours, masked)
 
 
 def padded_anyhow() -> dict[str, Tensor]:
@@ -161,41 +169,27 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.usefixtures("on_a_device")
 def test_lengths_beside_a_mask_change_nothing(
-    kind: str, lengths: list[int], is_causal: bool, on_a_device: None, monkeypatch: pytest.MonkeyPatch
+    kind: str, lengths: list[int], is_causal: bool, used: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The output, the weights and every gradient; both are used, and nothing waits for a device."""
-    module = MultiheadAttention(16, 2, dtype=torch.float64)
-    query = torch.randn(6, 4, 16, dtype=torch.float64, requires_grad=True)
-    key = torch.randn(7, 4, 16, dtype=torch.float64, requires_grad=True)
-    padding = padded_anyhow()[kind]
-    used = []
-    original = ops.attention
+    """Both are used, and nothing waits for a device."""
+    module, padding = MultiheadAttention(16, 2, dtype=torch.float64), padded_anyhow()[kind]
 
-    def recorded(*args: Tensor, **options: Any) -> object:
-        used.append((options["attn_mask"] is None, options["seqlens_k"]))
-        return original(*args, **options)
+    def results() -> list[list[Tensor]]:
+        with NoSync():
+            return [results_of(module, padding, need_weights=each, is_causal=is_causal) for each in (False, True)]
 
-    monkeypatch.setattr(module_of_attention, "attention", recorded)
-    results = []
-    for counted in (True, False):
-        if not counted:
-            monkeypatch.setattr(module_of_attention, "attended_lengths", lambda mask: None)
-        for need_weights in (False, True):
-            with NoSync():
-                out, weights = module(query, key, key, padding, need_weights=need_weights, is_causal=is_causal)
-                seen = out if weights is None else out + weights.square().sum()
-                seen = (seen * torch.arange(seen.numel(), dtype=torch.float64).view_as(out)).sum()
-                gradients = torch.autograd.grad(seen, [query, key, *module.parameters()])
-            results.append([out, *([] if weights is None else [weights]), *gradients])
+    counted = results()
+    monkeypatch.setattr(module_of_attention, "attended_lengths", lambda mask: None)
+    masked = results()
     assert not any(without_mask for without_mask, _ in used)
     assert [None if of_call is None else of_call.tolist() for _, of_call in used] == [lengths, lengths, None, None]
     assert used[0][1].dtype == torch.int32
-    for ours, masked in zip(results[0] + results[1], results[2] + results[3], strict=True):
-        torch.testing.assert_close(ours, masked)
+    torch.testing.assert_close(counted, masked)
 
 
-def test_layouts_without_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layouts_without_lengths() -> None:
     """On a CPU, which reads masks, and where there are few keys."""
     long = torch.zeros(2, masks.LEAST_KEYS, dtype=torch.bool)
     assert attended_lengths(long) is None

@@ -47,20 +47,20 @@ def pair(kind: str, norm_first: bool, *, accelerated: bool = False) -> tuple[Any
     return ours, theirs
 
 
-def doubled(module: nn.Module, args: Any, out: Any) -> Any:
-    """A forward hook."""
-    return (2 * out[0], *out[1:]) if isinstance(out, tuple) else 2 * out
+def data() -> tuple[Tensor, Tensor]:
+    """A batch and a memory."""
+    return torch.randn(N, L, E, dtype=torch.float64), torch.randn(N, S, E, dtype=torch.float64)
 
 
-def patch_forward(module: nn.Module) -> None:
-    """As adapters do it: a forward of the instance."""
-    before = module.forward
-    module.forward = lambda *args, **kwargs: 2 * before(*args, **kwargs)
+def bent(out: Any) -> Any:
+    """Something that no norm takes back."""
+    return (out[0].cumsum(-1), *out[1:]) if isinstance(out, tuple) else out.cumsum(-1)
 
 
-def double_method(layer: Any, name: str) -> None:
-    before = getattr(layer, name)
-    setattr(layer, name, lambda *args, **kwargs: before(*args, **kwargs) * 2)
+def patch_forward(module: Any, name: str = "forward") -> None:
+    """As adapters do it: a forward, or another method, of the instance."""
+    before = getattr(module, name)
+    setattr(module, name, lambda *args, **kwargs: bent(before(*args, **kwargs)))
 
 
 def replace(name: str, make: Callable[[], nn.Module]) -> Callable[[Any], None]:
@@ -84,7 +84,7 @@ class Adapter(nn.Module):
         self.linear = linear
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) + x.sum(-1, keepdim=True)
+        return bent(self.linear(x))
 
 
 class Mixer(nn.Module):
@@ -102,7 +102,7 @@ class Tagged(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = super().__torch_function__(func, types, args, kwargs or {})
         name = getattr(func, "__name__", "")
-        return out * 3 if name in ("linear", "layer_norm") else out
+        return out * out.abs() if name in ("linear", "layer_norm", "rms_norm") else out
 
 
 def tag(name: str) -> Callable[[Any], None]:
@@ -113,15 +113,19 @@ def tag(name: str) -> Callable[[Any], None]:
     return surgery
 
 
-def half(weight: Tensor) -> Tensor:
-    return weight / 2
-
-
 class Half(nn.Module):
     """A parametrization."""
 
     def forward(self, weight: Tensor) -> Tensor:
-        return half(weight)
+        return weight / 2
+
+
+def halve(*names: str) -> Callable[[Any], None]:
+    def surgery(layer: Any) -> None:
+        for name in names:
+            parametrize.register_parametrization(layer.get_submodule(name), "weight", Half())
+
+    return surgery
 
 
 def adapt(layer: Any) -> None:
@@ -129,7 +133,7 @@ def adapt(layer: Any) -> None:
 
 
 def hook(name: str) -> Callable[[Any], None]:
-    return lambda layer: layer.get_submodule(name).register_forward_hook(doubled)
+    return lambda layer: layer.get_submodule(name).register_forward_hook(lambda module, args, out: bent(out))
 
 
 def own_forward(name: str) -> Callable[[Any], None]:
@@ -147,12 +151,7 @@ def without_dropout(layer: Any) -> None:
 
 def activation(layer: Any) -> None:
     layer.activation = nn.ReLU()
-    layer.activation.register_forward_hook(doubled)
-
-
-def parametrized(layer: Any) -> None:
-    parametrize.register_parametrization(layer.linear2, "weight", Half())
-    parametrize.register_parametrization(layer.norm2, "weight", Half())
+    hook("activation")(layer)
 
 
 SURGERIES: dict[str, Callable[[Any], Any]] = {
@@ -178,7 +177,7 @@ SURGERIES: dict[str, Callable[[Any], Any]] = {
     "a dropout inside that is none": replace("dropout", Halved),
     "an adapter": adapt,
     "another attention": replace("self_attn", Mixer),
-    "a parametrization": parametrized,
+    "a parametrization": halve("linear2", "norm2"),
     "pruning": lambda layer: [
         prune.l1_unstructured(getattr(layer, name), "weight", 0.5) for name in ("linear1", "norm1")
     ],
@@ -275,10 +274,9 @@ def run(stack: nn.Module, kind: str, x: Tensor, memory: Tensor, **options: Any) 
 def assert_alike(ours: nn.Module, theirs: nn.Module, kind: str, **options: Any) -> Tensor:
     """The same outputs and gradients, but for what is at padding."""
     results: list[list[Tensor]] = []
-    data = torch.randn(N, L, E, dtype=torch.float64), torch.randn(N, S, E, dtype=torch.float64)
-    dy = torch.randn(N, L, E, dtype=torch.float64)
+    given, dy = data(), torch.randn(N, L, E, dtype=torch.float64)
     for stack in (ours, theirs):
-        x, memory = (each.clone().requires_grad_() for each in data)
+        x, memory = (each.clone().requires_grad_() for each in given)
         out = run(stack, kind, x, memory, **options)
         if any("padding" in name for name in options):
             out = out * ~PADDING[..., None]
@@ -300,7 +298,7 @@ def assert_alike(ours: nn.Module, theirs: nn.Module, kind: str, **options: Any) 
 def test_surgery_has_torch_nns_effect(name, kind, norm_first, accelerated):
     torch.manual_seed(5)
     ours, theirs = pair(kind, norm_first, accelerated=accelerated)
-    x = torch.randn(N, L, E, dtype=torch.float64), torch.randn(N, S, E, dtype=torch.float64)
+    x = data()
     with torch.no_grad():
         before = run(ours, kind, *x)
     for stack in (ours, theirs):
@@ -318,8 +316,8 @@ def test_surgery_has_torch_nns_effect(name, kind, norm_first, accelerated):
 LATER: dict[str, Callable[[Any], Any]] = {
     "the same layer": lambda stack: adapt(stack.layers[0]),
     "a part of the next layer": lambda stack: hook("self_attn")(stack.layers[1]),
-    "the next layer": lambda stack: stack.layers[1].register_forward_hook(doubled),
-    "the norm": lambda stack: stack.norm.register_forward_hook(doubled),
+    "the next layer": hook("layers.1"),
+    "the norm": hook("norm"),
 }
 
 
@@ -328,7 +326,7 @@ LATER: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", LATER)
 def test_changes_by_a_hook_take_effect(name, kind, norm_first):
     ours, theirs = pair(kind, norm_first)
-    x = torch.randn(N, L, E, dtype=torch.float64), torch.randn(N, S, E, dtype=torch.float64)
+    x = data()
     before = run(ours, kind, *x)
     outputs = []
     for stack in (ours, theirs):
@@ -349,7 +347,7 @@ def test_hooks_see_the_same_as_on_torch_nn(kind, norm_first):
     """Forward and backward hooks of every submodule are called as often, with the same tensors."""
     torch.manual_seed(7)
     ours, theirs = pair(kind, norm_first)
-    x, memory = torch.randn(N, L, E, dtype=torch.float64), torch.randn(N, S, E, dtype=torch.float64)
+    x, memory = data()
     dy = torch.randn_like(x)
     seen: list[dict[str, list[Tensor]]] = []
     for stack in (ours, theirs):
@@ -382,7 +380,7 @@ def test_hooks_see_the_same_as_on_torch_nn(kind, norm_first):
 @kinds
 def test_global_hooks_are_called(kind, norm_first):
     ours, theirs = pair(kind, norm_first)
-    x, memory = torch.randn(N, L, E, dtype=torch.float64), torch.randn(N, S, E, dtype=torch.float64)
+    x, memory = data()
     calls: list[list[str]] = []
     for stack in (ours, theirs):
         names: list[str] = []
@@ -420,7 +418,7 @@ EVERYWHERE: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", EVERYWHERE)
 def test_global_changes_of_modules_take_effect(name, kind, norm_first):
     ours, theirs = pair(kind, norm_first)
-    x = torch.randn(N, L, E, dtype=torch.float64), torch.randn(N, S, E, dtype=torch.float64)
+    x = data()
     before = run(ours, kind, *x)
     with EVERYWHERE[name]():
         changed = assert_alike(ours, theirs, kind)
@@ -441,15 +439,15 @@ def test_the_edges_of_blocks(kind, norm_first):
             made = type(layer)
 
             def block(self: Any, *args: Any, made: type = made, name: str = name, **kwargs: Any) -> Tensor:
-                return getattr(made, name)(self, *args, **kwargs) * 2
+                return bent(getattr(made, name)(self, *args, **kwargs))
 
             layer.__class__ = type("Mine", (made,), {name: block})
         first = assert_alike(changed[0], changed[1], kind)
         patched = [copy.deepcopy(stack) for stack in (ours, theirs)]
         for stack in patched:
-            double_method(stack.layers[0], name)
+            patch_forward(stack.layers[0], name)
         assert_alike(patched[0], patched[1], kind)
-        x = torch.randn(N, L, E, dtype=torch.float64), torch.randn(N, S, E, dtype=torch.float64)
+        x = data()
         assert first.shape == x[0].shape
         assert not torch.allclose(run(ours, kind, *x), run(changed[0], kind, *x))
 
@@ -464,8 +462,8 @@ def test_a_pruned_final_norm_is_up_to_date(norm_first):
     assert_alike(ours, theirs, "encoder")
 
 
-@pytest.mark.parametrize("kind", ["encoder", "decoder"])
-@pytest.mark.parametrize("norm_first", [False, True])
+@both_orders
+@kinds
 def test_autocast_keeps_torch_nns_dtypes(kind, norm_first):
     """The residual stream of a post-norm layer, and what a stack returns, stay fp32."""
     ours, theirs = pair(kind, norm_first)

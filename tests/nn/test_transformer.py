@@ -49,80 +49,59 @@ def real_positions(padding, batch_first):
     return real if batch_first else real.transpose(0, 1)
 
 
-def encoder_kwargs(kind):
-    mask, padding, is_causal = MASKS[kind]
-    return {"src_key_padding_mask": padding, "is_causal": is_causal}, mask, padding
+def pair(kind, depth=0, final=None, norm_options=None, **options):
+    """Our layer (or stack of as many layers as `depth` says) and torch.nn's, with the same random weights.
+
+    Args:
+        final: the class of our stack's last norm; torch.nn's has a LayerNorm in place of an AddLayerNorm.
+        norm_options: of the last norm.
+        options: of the layers.
+    """
+    made = []
+    for library in (fnn, nn):
+        layer = getattr(library, f"Transformer{kind.title()}Layer")
+        module = layer(E, H, FF, **{"batch_first": True, **SIZES, **options})
+        if depth:
+            norm = nn.LayerNorm if library is nn and final is fnn.AddLayerNorm else final
+            args = (module, depth, norm and norm(E, **norm_options or {}, **DOUBLE))
+            stack = getattr(library, f"Transformer{kind.title()}")
+            module = stack(*args, enable_nested_tensor=False) if kind == "encoder" else stack(*args)
+        made.append(module)
+    made[0].load_state_dict(randomised(made[1]).state_dict())
+    return made
+
+
+def inputs_of(kind, batch_first=True):
+    return [tensor(seqlen, batch_first) for seqlen in ((L,) if kind == "encoder" else (L, S))]
+
+
+def masks_of(kind, name, depth):
+    mask, padding, is_causal = MASKS[name]
+    if kind == "encoder":
+        return {"mask" if depth else "src_mask": mask, "src_key_padding_mask": padding, "is_causal": is_causal}
+    own = {"tgt_mask": mask, "tgt_key_padding_mask": padding, "tgt_is_causal": is_causal}
+    if padding is None:
+        return own | {"memory_mask": banded(S, 3, 3)[:L]}
+    return own | {"memory_key_padding_mask": MEMORY_PADDING}
 
 
 @both_orders
 @both_layouts
-@pytest.mark.parametrize("kind", MASKS)
-def test_encoder_layer_equals_torch(kind, batch_first, norm_first):
-    options, mask, padding = encoder_kwargs(kind)
-    args = {"batch_first": batch_first, "norm_first": norm_first, **SIZES}
-    ours = fnn.TransformerEncoderLayer(E, H, FF, **args)
-    theirs = randomised(nn.TransformerEncoderLayer(E, H, FF, **args))
-    compare(
-        ours,
-        theirs,
-        lambda x: ours(x, mask, **options),
-        lambda x: theirs(x, mask, **options),
-        [tensor(L, batch_first)],
-        real_positions(padding, batch_first),
-    )
-
-
-@both_orders
-@both_layouts
-@pytest.mark.parametrize("kind", MASKS)
-def test_encoder_equals_torch(kind, batch_first, norm_first):
-    options, mask, padding = encoder_kwargs(kind)
-    args = {"batch_first": batch_first, "norm_first": norm_first, **SIZES}
-    ours = fnn.TransformerEncoder(fnn.TransformerEncoderLayer(E, H, FF, **args), 3, fnn.AddLayerNorm(E, **DOUBLE))
-    theirs = nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(E, H, FF, **args), 3, nn.LayerNorm(E, **DOUBLE), enable_nested_tensor=False
-    )
-    real = real_positions(padding, batch_first)
-    run = lambda module: lambda x: module(x, mask, **options)  # noqa: E731
-    compare(ours, randomised(theirs), run(ours), run(theirs), [tensor(L, batch_first)], real)
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(
+    "kind, depth, final",
+    [("encoder", 0, None), ("encoder", 3, fnn.AddLayerNorm), ("decoder", 0, None), ("decoder", 2, nn.LayerNorm)],
+    ids=["encoder layer", "encoder", "decoder layer", "decoder"],
+)
+def test_layers_and_stacks_equal_torch(kind, depth, final, name, batch_first, norm_first):
+    ours, theirs = pair(kind, depth, final, batch_first=batch_first, norm_first=norm_first)
+    masks, real = masks_of(kind, name, depth), real_positions(MASKS[name][1], batch_first)
+    run = lambda module: lambda *x: module(*x, **masks)  # noqa: E731
+    compare(ours, theirs, run(ours), run(theirs), inputs_of(kind, batch_first), real)
     ours.eval(), theirs.eval()
     with torch.no_grad():
-        x = tensor(L, batch_first)
-        keep = True if real is None else real
-        assert_same(ours(x, mask, **options) * keep, theirs(x, mask, **options) * keep, "evaluation")
-
-
-def decoder_kwargs(kind):
-    mask, padding, is_causal = MASKS[kind]
-    return {
-        "tgt_mask": mask,
-        "tgt_key_padding_mask": padding,
-        "tgt_is_causal": is_causal,
-        "memory_key_padding_mask": MEMORY_PADDING if padding is not None else None,
-        "memory_mask": None if padding is not None else banded(S, 3, 3)[:L],
-    }
-
-
-@both_orders
-@both_layouts
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("depth", [0, 2], ids=["layer", "stack"])
-def test_decoder_equals_torch(depth, kind, batch_first, norm_first):
-    args = {"batch_first": batch_first, "norm_first": norm_first, **SIZES}
-    ours: nn.Module = fnn.TransformerDecoderLayer(E, H, FF, **args)
-    theirs: nn.Module = nn.TransformerDecoderLayer(E, H, FF, **args)
-    if depth:
-        ours = fnn.TransformerDecoder(ours, depth, nn.LayerNorm(E, **DOUBLE))
-        theirs = nn.TransformerDecoder(theirs, depth, nn.LayerNorm(E, **DOUBLE))
-    options = decoder_kwargs(kind)
-    compare(
-        ours,
-        randomised(theirs),
-        lambda x, memory: ours(x, memory, **options),
-        lambda x, memory: theirs(x, memory, **options),
-        [tensor(L, batch_first), tensor(S, batch_first)],
-        real_positions(MASKS[kind][1], batch_first),
-    )
+        given, keep = inputs_of(kind, batch_first), True if real is None else real
+        assert_same(run(ours)(*given) * keep, run(theirs)(*given) * keep, "evaluation")
 
 
 @both_orders
@@ -140,36 +119,58 @@ def test_transformer_equals_torch(batch_first, norm_first, bias):
     compare(ours, randomised(theirs), run(ours), run(theirs), [tensor(S, batch_first), tensor(L, batch_first)])
 
 
-@both_orders
-@pytest.mark.parametrize("kind", ["encoder", "decoder"])
-def test_the_norms_have_the_eps_of_the_layer(kind, norm_first):
-    name = {"encoder": "TransformerEncoderLayer", "decoder": "TransformerDecoderLayer"}[kind]
-    args = {"batch_first": True, "norm_first": norm_first, "layer_norm_eps": 0.3, **SIZES}
-    ours, theirs = getattr(fnn, name)(E, H, FF, **args), randomised(getattr(nn, name)(E, H, FF, **args))
-    inputs = [tensor(L, True)] if kind == "encoder" else [tensor(L, True), tensor(S, True)]
-    compare(ours, theirs, ours, theirs, inputs)
-
-
 def test_unbatched_equals_torch():
     ours, theirs = (module.Transformer(E, H, 1, 1, FF, **SIZES) for module in (fnn, nn))
     compare(ours, randomised(theirs), ours, theirs, [torch.randn(S, E, **DOUBLE), torch.randn(L, E, **DOUBLE)])
 
 
-@pytest.mark.parametrize(
-    "activation", ["relu", "gelu", F.gelu, nn.ReLU(), nn.GELU(), nn.GELU("tanh"), F.silu, nn.SiLU(), F.mish, nn.Tanh()]
-)
-def test_activations_equal_torch(activation):
-    args = {"batch_first": True, "activation": activation, **SIZES}
-    ours, theirs = (module.TransformerEncoderLayer(E, H, FF, **args) for module in (fnn, nn))
-    compare(ours, randomised(theirs), ours, theirs, [tensor(L, True)])
+ACTIVATIONS = ["relu", "gelu", F.gelu, nn.ReLU(), nn.GELU(), nn.GELU("tanh"), F.silu, nn.SiLU(), F.mish, nn.Tanh()]
+OPTIONS = [
+    *((kind, {"layer_norm_eps": 0.3}) for kind in ("encoder", "decoder")),
+    *(("encoder", {"activation": activation}) for activation in ACTIVATIONS),
+]
 
 
-@pytest.mark.parametrize("make", [lambda m: m.Transformer(E, H, 2, 3, FF), lambda m: m.TransformerDecoderLayer(E, H)])
-def test_same_seed_gives_torchs_weights(make):
-    torch.manual_seed(5)
-    theirs = make(nn).state_dict()
-    torch.manual_seed(5)
-    ours = make(fnn).state_dict()
+@both_orders
+@pytest.mark.parametrize("kind, options", OPTIONS, ids=str)
+def test_options_of_layers_equal_torch(kind, options, norm_first):
+    ours, theirs = pair(kind, norm_first=norm_first, **options)
+    compare(ours, theirs, ours, theirs, inputs_of(kind))
+
+
+@both_orders
+@pytest.mark.parametrize("options", [{"eps": 0.3}, {"bias": False}, {"elementwise_affine": False}], ids=str)
+@pytest.mark.parametrize("final", [fnn.AddLayerNorm, nn.LayerNorm])
+def test_a_final_norm_keeps_its_settings(final, options, norm_first):
+    ours, theirs = pair("encoder", 2, final, options, norm_first=norm_first)
+    compare(ours, theirs, ours, theirs, inputs_of("encoder"))
+
+
+@both_orders
+@pytest.mark.parametrize("which", ["tgt", "memory"])
+def test_causal_cross_attention_equals_torch(which, norm_first):
+    """memory_is_causal is about the memory alone, tgt_is_causal about the target."""
+    ours, theirs = pair("decoder", norm_first=norm_first)
+    options = {f"{which}_mask": MASKS["causal float"][0], f"{which}_is_causal": True}
+    run = lambda module: lambda x, y: module(x, y, **options)  # noqa: E731
+    compare(ours, theirs, run(ours), run(theirs), [tensor(L, True), tensor(L, True)])
+
+
+ATTENTIONS = [{}, {"bias": False}, {"kdim": 7, "vdim": 9}, {"add_bias_kv": True}]
+MODULES = [
+    ("Transformer", (E, H, 2, 3, FF), {}),
+    ("TransformerDecoderLayer", (E, H), {}),
+    *(("MultiheadAttention", (E, H), options) for options in ATTENTIONS),
+]
+
+
+@pytest.mark.parametrize("name, args, options", MODULES, ids=str)
+def test_same_seed_gives_torchs_weights(name, args, options):
+    states = []
+    for library in (fnn, nn):
+        torch.manual_seed(5)
+        states.append(getattr(library, name)(*args, **options).state_dict())
+    ours, theirs = states
     assert list(ours) == list(theirs)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
@@ -223,70 +224,25 @@ def test_dropout_is_in_the_same_places_as_in_torch(monkeypatch):
 
 
 @both_orders
-@pytest.mark.parametrize("options", [{"eps": 0.3}, {"bias": False}, {"elementwise_affine": False}], ids=str)
-@pytest.mark.parametrize("norm", ["ours", "torch.nn"])
-def test_a_final_norm_keeps_its_settings(norm, options, norm_first):
-    args = {"batch_first": True, "norm_first": norm_first, **SIZES}
-    final = fnn.AddLayerNorm if norm == "ours" else nn.LayerNorm
-    ours = fnn.TransformerEncoder(fnn.TransformerEncoderLayer(E, H, FF, **args), 2, final(E, **options, **DOUBLE))
-    theirs = nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(E, H, FF, **args),
-        2,
-        nn.LayerNorm(E, **options, **DOUBLE),
-        enable_nested_tensor=False,
-    )
-    compare(ours, randomised(theirs), ours, theirs, [tensor(L, True)])
-
-
-@both_orders
-def test_causal_cross_attention_equals_torch(norm_first):
-    """memory_is_causal is about the memory alone, tgt_is_causal about the target."""
-    args = {"batch_first": True, "norm_first": norm_first, **SIZES}
-    ours = fnn.TransformerDecoderLayer(E, H, FF, **args)
-    theirs = randomised(nn.TransformerDecoderLayer(E, H, FF, **args))
-    mask = nn.Transformer.generate_square_subsequent_mask(L, dtype=torch.float64)
-    for which in ("tgt", "memory"):
-        options = {f"{which}_mask": mask, f"{which}_is_causal": True}
-        run = lambda module, given=options: lambda x, y: module(x, y, **given)  # noqa: E731
-        compare(ours, theirs, run(ours), run(theirs), [tensor(L, True), tensor(L, True)])
-
-
-def layer_of(kind, norm_first, **options):
-    make = fnn.TransformerEncoderLayer if kind == "encoder" else fnn.TransformerDecoderLayer
-    return randomised(make(E, H, FF, batch_first=True, norm_first=norm_first, **SIZES, **options))
-
-
-FINAL_NORMS = {
-    "no norm": lambda: None,
-    "AddLayerNorm": lambda: fnn.AddLayerNorm(E, **DOUBLE),
-    "nn.LayerNorm": lambda: nn.LayerNorm(E, **DOUBLE),
-    "nn.RMSNorm": lambda: nn.RMSNorm(E, **DOUBLE),
-}
-
-
-@both_orders
-@pytest.mark.parametrize("where", ["a lone layer", *FINAL_NORMS])
+@pytest.mark.parametrize(
+    "depth, final", [(0, None), (2, None), *((2, norm) for norm in (fnn.AddLayerNorm, nn.LayerNorm, nn.RMSNorm))]
+)
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
-def test_dropout_of_everything_adds_nothing(kind, where, norm_first):
+def test_dropout_of_everything_adds_nothing(kind, depth, final, norm_first):
     """Each dropout of p = 1, in a lone layer and in the last of a stack, is its sub-layer's output set to zero."""
-    memory = () if kind == "encoder" else (torch.randn(N, S, E, **DOUBLE),)
-    x = torch.randn(N, L, E, **DOUBLE)
-    module = layer_of(kind, norm_first)
-    if where != "a lone layer":
-        stack = fnn.TransformerEncoder if kind == "encoder" else fnn.TransformerDecoder
-        module = randomised(stack(module, 2, FINAL_NORMS[where]()))
+    (module, _), given = pair(kind, depth, final, norm_first=norm_first), inputs_of(kind)
     sub_layers = ["self_attn.out_proj", *(["multihead_attn.out_proj"] if kind == "decoder" else []), "linear2"]
-    whole = module(x, *memory)
+    whole = module(*given)
     for i, name in enumerate(sub_layers, 1):
         dropped, silent = copy.deepcopy(module), copy.deepcopy(module)
-        last = lambda m: m if where == "a lone layer" else m.layers[-1]  # noqa: E731
+        last = lambda m: m.layers[-1] if depth else m  # noqa: E731
         getattr(last(dropped), f"dropout{i}").p = 1.0
         for parameter in last(silent).get_submodule(name).parameters():
             nn.init.zeros_(parameter)
-        expected = silent(x, *memory)
-        assert_same(dropped(x, *memory), expected, f"dropout{i}")
+        expected = silent(*given)
+        assert_same(dropped(*given), expected, f"dropout{i}")
         assert (expected - whole).abs().max() > 1e-3, f"{name} made no difference"
-        assert_same(dropped.eval()(x, *memory), whole, f"dropout{i} in evaluation")
+        assert_same(dropped.eval()(*given), whole, f"dropout{i} in evaluation")
 
 
 def test_the_constructors_dropouts_arrive():
@@ -300,11 +256,7 @@ def test_the_constructors_dropouts_arrive():
 
 def test_every_addition_joins_a_norm(monkeypatch):
     """In a pre-norm stack with a final norm, no sum is written by anything but add_layer_norm."""
-    stack = fnn.TransformerEncoder(
-        fnn.TransformerEncoderLayer(E, H, FF, norm_first=True, batch_first=True, **SIZES),
-        3,
-        fnn.AddLayerNorm(E, **DOUBLE),
-    )
+    stack, _ = pair("encoder", 3, fnn.AddLayerNorm, norm_first=True)
 
     def never(self):
         raise AssertionError("an addition of its own")
@@ -313,16 +265,9 @@ def test_every_addition_joins_a_norm(monkeypatch):
     stack(tensor(L, True))
 
 
-def test_layers_with_hooks_or_a_custom_forward_get_plain_tensors():
+def test_layers_with_a_custom_forward_get_plain_tensors():
     args = {"norm_first": True, "batch_first": True, **SIZES}
-    stack = randomised(fnn.TransformerEncoder(fnn.TransformerEncoderLayer(E, H, FF, **args), 2))
-    x = tensor(L, True)
-    expected = stack(x)
-    seen = []
-    handle = stack.layers[1].register_forward_hook(lambda module, args, out: seen.append((args[0], out)))
-    assert_same(stack(x), expected, "with a hook")
-    assert isinstance(seen[0][0], torch.Tensor) and isinstance(seen[0][1], torch.Tensor)
-    handle.remove()
+    stack, x = pair("encoder", 2, norm_first=True)[0], tensor(L, True)
 
     class Doubled(fnn.TransformerEncoderLayer):
         # A user's subclass has torch.nn's signature, without what ours adds.
@@ -338,46 +283,21 @@ def test_layers_with_hooks_or_a_custom_forward_get_plain_tensors():
     assert_same(theirs(x, MASKS["causal bool"][0]), theirs.norm(stack(x, is_causal=True)), "torch.nn's layers")
 
 
-def test_a_replaced_linear_is_called():
-    layer = randomised(fnn.TransformerEncoderLayer(E, H, FF, batch_first=True, **SIZES))
-    x = tensor(L, True)
-    expected = layer(x)
-
-    class Adapted(nn.Linear):
-        def forward(self, x):
-            return super().forward(x) + 1.0
-
-    adapted = copy.deepcopy(layer)
-    adapted.linear1.__class__ = Adapted
-    shifted = copy.deepcopy(layer)
-    with torch.no_grad():
-        shifted.linear1.bias.add_(1.0)
-    assert_same(adapted(x), shifted(x), "with an adapter")
-    assert (adapted(x) - expected).abs().max() > 1e-3
-    hooked = copy.deepcopy(layer)
-    hooked.linear1.register_forward_hook(lambda module, args, out: out + 1.0)
-    assert_same(hooked(x), shifted(x), "with a hook")
-
-
-def _counting(function, runs):
-    def counted(*args):
-        runs.append(None)
-        return function(*args)
-
-    return counted
-
-
 @both_orders
 def test_checkpointing_changes_nothing_but_runs_layers_again(norm_first, monkeypatch):
     torch.manual_seed(0)
-    layer = fnn.TransformerDecoderLayer(E, H, FF, 0.2, norm_first=norm_first, batch_first=True, **DOUBLE)
-    stack = randomised(fnn.TransformerDecoder(layer, 2, fnn.AddLayerNorm(E, **DOUBLE)))
+    stack, _ = pair("decoder", 2, fnn.AddLayerNorm, norm_first=norm_first, dropout=0.2)
     x, memory = tensor(L, True).requires_grad_(), tensor(S, True)
     dy = torch.randn_like(x)
     results: list[tuple[torch.Tensor, ...]] = []
     runs: list[None] = []
     for each in stack.layers:
-        monkeypatch.setattr(each, "_feed_forward", _counting(each._feed_forward, runs))
+
+        def counted(*args, own=each._feed_forward):
+            runs.append(None)
+            return own(*args)
+
+        monkeypatch.setattr(each, "_feed_forward", counted)
     for checkpointing in (False, True):
         stack.gradient_checkpointing = checkpointing
         torch.manual_seed(11)
