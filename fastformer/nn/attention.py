@@ -519,7 +519,7 @@ def find_attention_plan(attention: nn.Module) -> AttentionPlan:
     return AttentionPlan(replacement(type(attention)), out_proj, q_norm, k_norm, out_proj is None or calls_norms)
 
 
-_PLANS: Plans[AttentionPlan] = Plans("_fastformer_attention", find_attention_plan)
+_PLANS: Plans[AttentionPlan] = Plans("_fastformer_attention_plan", find_attention_plan)
 
 
 def attention_plan(attention: nn.Module) -> AttentionPlan:

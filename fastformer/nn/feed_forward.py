@@ -162,4 +162,4 @@ class FeedForward(nn.Module):
         return plan.compute(x)
 
 
-_PLANS: Plans[FeedForwardPlan | None] = Plans("_fastformer_feed_forward", find_feed_forward_plan)
+_PLANS: Plans[FeedForwardPlan | None] = Plans("_fastformer_feed_forward_plan", find_feed_forward_plan)

@@ -133,7 +133,7 @@ def find_layer_plan(layer: _Layer) -> LayerPlan:
     )
 
 
-_PLANS: Plans[LayerPlan] = Plans("_fastformer_layer", find_layer_plan)
+_PLANS: Plans[LayerPlan] = Plans("_fastformer_layer_plan", find_layer_plan)
 
 
 def layer_plan(layer: _Layer) -> LayerPlan:

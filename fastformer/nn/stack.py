@@ -284,7 +284,7 @@ def _find_method_names(kind: type[nn.Module]) -> tuple[str, ...]:
 # torch 2.11's compiler can look a name up in a __dict__, but not walk over it.
 _method_names: Callable[[type[nn.Module]], tuple[str, ...]] = torch.compiler.assume_constant_result(_find_method_names)
 
-_PLANS: Plans[StackPlan] = Plans("_fastformer_stack", find_stack_plan)
+_PLANS: Plans[StackPlan] = Plans("_fastformer_stack_plan", find_stack_plan)
 
 
 def stack_plan(stack: Stack) -> StackPlan:
