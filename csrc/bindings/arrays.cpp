@@ -8,7 +8,7 @@ namespace {
 
 PyArrayObject* as_array(PyObject* object) { return reinterpret_cast<PyArrayObject*>(object); }
 
-// Runs when the first array is made: the rest of the module works without numpy.
+// Runs when the first array is made, because the rest of the module works without numpy.
 void load_numpy() {
   if (PyArray_API == nullptr && _import_array() < 0) throw Raised{};
 }

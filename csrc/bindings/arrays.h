@@ -1,4 +1,4 @@
-// numpy's arrays in C++, by numpy's C interface, which Python's limited API allows.
+// NumPy arrays in C++, through NumPy's C API, which works with Python's limited API.
 
 #pragma once
 
@@ -8,7 +8,7 @@ namespace fastformer::python {
 
 enum class Dtype { fp32, uint16, uint8, other };
 
-// An array that is kept alive.
+// An array, which this object keeps alive.
 class Array {
  public:
   explicit Array(Object array);
@@ -17,7 +17,7 @@ class Array {
   const std::vector<int64_t>& shape() const { return shape_; }
   int64_t ndim() const { return static_cast<int64_t>(shape_.size()); }
   int64_t shape(size_t dimension) const { return shape_[dimension]; }
-  bool is_dense() const { return is_dense_; }  // C-contiguous, aligned, in the byte order of the machine
+  bool is_dense() const { return is_dense_; }  // C-contiguous, aligned, in native byte order
   bool is_writable() const { return is_writable_; }
   void* data() const { return data_; }
   Object& object() { return array_; }
@@ -35,7 +35,7 @@ struct Cast<Array> {
   static Array from(PyObject* object);
 };
 
-// An array of fp32 without gaps, converted from an object: a copy unless the object is one.
+// A contiguous fp32 array. Other objects are converted to one, which copies.
 struct Floats {
   Array array;
   const float* data() const { return static_cast<const float*>(array.data()); }
@@ -45,7 +45,7 @@ struct Cast<Floats> {
   static Floats from(PyObject* object);
 };
 
-// An array of bytes without gaps; other objects are refused.
+// A contiguous array of bytes; other objects are refused.
 struct Bytes {
   Array array;
   const uint8_t* data() const { return static_cast<const uint8_t*>(array.data()); }
@@ -55,7 +55,7 @@ struct Cast<Bytes> {
   static Bytes from(PyObject* object);
 };
 
-// New arrays of two dimensions; their contents are undefined.
+// New two-dimensional arrays with undefined contents.
 Array new_floats(int64_t rows, int64_t columns);
 Array new_ids(int64_t rows, int64_t columns);
 

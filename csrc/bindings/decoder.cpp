@@ -1,4 +1,4 @@
-// The decoding engine for Python. Its input is lists of ids, its output arrays; the GIL is released during the work.
+// The decoding engine for Python. It takes lists of ids and returns arrays, and releases the GIL while it works.
 
 #include "engine/decoder.h"
 
@@ -15,10 +15,10 @@ using python::Array;
 using python::Object;
 using python::Released;
 
-// Models are shared with the sessions and encoders that use them.
+// A model is shared by the sessions and encoders that use it.
 using SharedModel = std::shared_ptr<const PackedModel>;
 
-// Reads the options of a dictionary by name, and counts them: a name that nothing reads is an error.
+// Reads options by name from a dictionary, and counts them, so that names that nothing reads are an error.
 class OptionReader {
  public:
   explicit OptionReader(PyObject* options) : options_(options) {}
@@ -93,7 +93,7 @@ ModelTensors tensors_of(PyObject* arrays) {
   PyObject *name = nullptr, *value = nullptr;
   Py_ssize_t next = 0;
   while (PyDict_Next(arrays, &next, &name, &value)) {
-    const Array array = python::Cast<Array>::from(value);  // the dictionary keeps its memory alive
+    const Array array = python::Cast<Array>::from(value);  // the dictionary keeps the memory alive
     using Kind = ModelTensor::Kind;
     using python::Dtype;
     if (array.dtype() == Dtype::other)
@@ -107,7 +107,7 @@ ModelTensors tensors_of(PyObject* arrays) {
   return tensors;
 }
 
-// A copy, which can't change while the GIL is released.
+// Returns a copy of a dictionary, which can't change while the GIL is released.
 Object dictionary(PyObject* object) {
   if (!PyDict_Check(object)) throw python::Unexpected{"a dictionary"};
   return Object(python::sure(PyDict_Copy(object)));
@@ -151,7 +151,7 @@ std::vector<int64_t> admit(GuardedSession& guarded, const std::vector<Ids>& sour
   return guarded.with([&](Session& session) { return session.admit(sources, tokens, threads); });
 }
 
-// A copy of the logits would be lost, so their array must be dense.
+// The logits array must be dense, because results written to a converted copy of it would be lost.
 Object step(GuardedSession& guarded, const Ids& tokens, int64_t k, bool log_probs, const Ids& logit_rows,
             const std::optional<Array>& logits, int32_t threads) {
   return guarded.with([&](Session& session) {

@@ -1,6 +1,6 @@
-// DLPack 1's description of a tensor, and the table of functions that give it without Python calls
-// (`__dlpack_c_exchange_api__`): https://dmlc.github.io/dlpack/latest/c_api.html. Its layout is the same in every
-// version 1.x, so a library that reads tensors by it is bound to no version of PyTorch.
+// DLPack 1's description of a tensor, and the function table that returns it without Python calls
+// (`__dlpack_c_exchange_api__`): https://dmlc.github.io/dlpack/latest/c_api.html. The layout is the same in all
+// versions 1.x, so a library that reads tensors through it works with every version of PyTorch that supports it.
 
 #pragma once
 
@@ -15,7 +15,7 @@ struct Tensor {
   void* data;
   int32_t device_type, device_index;
   int32_t ndim;
-  uint8_t code, bits;  // of the dtype: its kind and the bits of a lane
+  uint8_t code, bits;  // the dtype: its kind, and the bits of a lane
   uint16_t lanes;
   const int64_t *shape, *strides;
   uint64_t byte_offset;
@@ -27,7 +27,7 @@ struct Exchange {
   int (*allocate)(void*, void**, void*, void (*)(void*, const char*, const char*));
   int (*managed_from_object)(void*, void**);
   int (*managed_to_object)(void*, void**);
-  // Reads a tensor, which keeps its memory alive; returns -1 with a Python exception set. May be null.
+  // Describes a tensor, which keeps its memory alive. Returns -1 with a Python exception set on failure. May be null.
   int (*tensor_from_object)(void* object, Tensor* tensor);
   int (*current_stream)(int32_t, int32_t, void**);
 };

@@ -1,4 +1,4 @@
-// An encoder alone, for Python. Its input is lists of ids, its output an array; the GIL is released during the work.
+// The standalone encoder for Python. It takes lists of ids and returns an array, and releases the GIL while it works.
 
 #include "engine/encoder.h"
 
@@ -15,7 +15,7 @@ using python::Object;
 using SharedModel = std::shared_ptr<const PackedModel>;
 using Lists = std::vector<std::vector<int64_t>>;
 
-// An id that doesn't fit in 32 bits becomes the largest one, which is out of range in every model.
+// An id that doesn't fit into 32 bits becomes the largest 32-bit id, which is out of range for every model.
 std::vector<Ids> narrow(const Lists& lists) {
   constexpr int64_t kLeast = std::numeric_limits<int32_t>::min(), kMost = std::numeric_limits<int32_t>::max();
   std::vector<Ids> found;
@@ -52,7 +52,7 @@ Object encode(Encoder& encoder, const Lists& ids, const std::optional<Lists>& ty
   return std::move(out.object());
 }
 
-// Runs the layers on rows that are embeddings already, one text after another.
+// Runs the layers on embeddings, one text after another.
 Object encode_states(Encoder& encoder, const python::Floats& states, const std::vector<int64_t>& lengths,
                      int32_t threads) {
   const int64_t dim = encoder.model().options.d_model;

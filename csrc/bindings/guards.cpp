@@ -1,5 +1,5 @@
-// Checks for nn/guards.py on the modules of a stack in every call, and for prepack.py on the memory of a model. Both
-// have a version in Python, too, which takes several times as long.
+// For nn/guards.py, checks the modules of a stack in every call; for prepack.py, hashes the memory of a model. Both
+// also have a version in Python, which takes several times as long.
 
 #include <cstdint>
 #include <cstring>
@@ -13,7 +13,7 @@ using python::Object;
 
 using Items = std::vector<PyObject*>;
 
-// The items of a tuple, as borrowed references.
+// Returns the items of a tuple as borrowed references.
 Items items_of(PyObject* tuple) {
   if (!PyTuple_Check(tuple)) throw python::Unexpected{"a tuple"};
   Items items(static_cast<size_t>(PyTuple_Size(tuple)));
@@ -21,12 +21,12 @@ Items items_of(PyObject* tuple) {
   return items;
 }
 
-// A name in a dictionary, in the `vars` of a class, or of an object.
+// A name in a dictionary, or in the `vars` of a class or an object.
 struct Place {
   PyObject *holder, *name, *expected;
   bool is_dict, is_proxy;
 
-  // Whether the place holds the expected object; None: whether it holds nothing.
+  // Whether the place holds the expected object, or, if that is None, holds nothing.
   bool holds() const {
     PyObject* found;
     if (is_dict) {
@@ -35,13 +35,13 @@ struct Place {
     } else {
       found = is_proxy ? PyObject_GetItem(holder, name) : PyObject_GetAttr(holder, name);
       if (found == nullptr) PyErr_Clear();
-      Py_XDECREF(found);  // it is only compared
+      Py_XDECREF(found);  // only the address is compared
     }
     return found == expected || (found == nullptr && expected == Py_None);
   }
 };
 
-// The record of nn/guards.py, unpacked once. The record itself, an argument of each call, keeps its objects alive.
+// The record of nn/guards.py, unpacked once. Each call passes the record itself, which keeps the objects alive.
 class GuardRecord {
  public:
   explicit GuardRecord(PyObject* record) : record_(record) {
@@ -64,7 +64,7 @@ class GuardRecord {
     }
   }
 
-  // `Guards.hold`.
+  // Implements `Guards.hold`.
   bool holds(PyObject* owner, PyObject* record) const {
     if (record != record_) throw std::invalid_argument("GuardRecord: expected the record that it was made of");
     if (kinds_[0] != type(owner)) return false;
@@ -110,14 +110,16 @@ std::unique_ptr<GuardRecord> new_record(PyObject* record) { return std::make_uni
 
 bool holds(GuardRecord& guards, PyObject* owner, PyObject* record) { return guards.holds(owner, record); }
 
-// 128 bits that depend on the contents of memory, given as (address, number of bytes), which the caller keeps alive.
-// Each step is one-to-one in the word that it reads, so a change of a single word is always detected.
+// Returns a 128-bit digest of memory, given as (address, number of bytes) pairs that the caller keeps alive. Each step
+// is a bijection in the word that it reads, so a change of a single word is always detected.
 Object memory_digest(const std::vector<std::tuple<int64_t, int64_t>>& places) {
   constexpr uint64_t kFirst = 0x9E3779B97F4A7C15, kSecond = 0xC2B2AE3D27D4EB4F;  // odd
   uint64_t lanes[4] = {1, 2, 3, 4};
   const auto take = [&lanes](int lane, uint64_t word) {
     uint64_t mixed = (lanes[lane] ^ word) * kFirst;
-    asm("" : "+r"(mixed));  // AVX2 has no multiplication of 64 bits: as a vector it would take four times as long
+    asm(""
+        : "+r"(mixed));  // prevents vectorisation: AVX2 has no 64-bit multiplication, and its emulation takes four
+                         // times as long
     lanes[lane] = mixed ^ (mixed >> 29);
   };
   for (const auto& [address, bytes] : places) {

@@ -1,14 +1,15 @@
-// Launches kernels by CUDA's driver, which is looked up at run time: building needs no toolkit, running no Triton.
+// Launches kernels through the CUDA driver, which is loaded at run time: building needs no CUDA toolkit, and running no
+// Triton.
 //
 // A kernel is a function of a loaded cubin and the layout of its parameters, written as a string:
 //
 //   p            a pointer: a tensor (its data_ptr()), an address or None
 //   b h i q      an integer of 1, 2, 4 or 8 bytes; Q is unsigned
 //   f d          a float of 4 or 8 bytes
-//   n            an argument that was compiled in; it is skipped
+//   n            an argument that is a constant in the kernel; it is skipped
 //   ( )          a tuple of these
-//   T            a tensor descriptor of Triton's: a tensor map of 128 bytes, then its sizes as i and its strides as q
-//   0            a pointer that no kernel here reads: Triton's scratch memory, which none of them requests
+//   T            a Triton tensor descriptor: a tensor map of 128 bytes, then its sizes as i and its strides as q
+//   0            a pointer that no kernel here reads: to Triton's scratch memory, which none of them requests
 //
 // Only Python's limited API and the driver's ABI are used. The bytes of the parameters are the same as those of
 // Triton's own launcher (tests/kernels/test_ahead_of_time.py checks this).
@@ -94,7 +95,7 @@ const Driver* driver() {
   return is_loaded ? &found : nullptr;
 }
 
-// Whether a call of the driver succeeded; if not, a Python exception is set.
+// Returns whether a driver call succeeded. If not, a Python exception is set.
 bool is_well(const Driver& cuda, Result result, const char* what) {
   if (result == 0) return true;
   const char* text = nullptr;
@@ -116,10 +117,10 @@ bool enter_context(const Driver& cuda, int device) {
 struct MapRecipe {
   int swizzle, element_bytes, element_type, rank;
   uint32_t box[kMaxRank];  // the innermost dimension first
-  PyObject* key;           // of what descriptors keep
+  PyObject* key;           // the key under which descriptors cache their parameters
 };
 
-// The parameters of a descriptor, which are stored.
+// The cached parameters of a descriptor.
 struct Encoded {
   TensorMap map;
   int32_t sizes[kMaxRank];
@@ -134,7 +135,7 @@ struct Kernel {
   std::vector<MapRecipe> maps;
 };
 
-// The names of attributes, made once.
+// Interned attribute names.
 struct Names {
   PyObject *data_ptr, *base, *shape, *strides, *padding, *encoded;
 };
@@ -145,7 +146,7 @@ const Names& names() {
   return all;
 }
 
-// The address of an argument; false with a Python exception set.
+// Gets the address of an argument. Returns false with a Python exception set on failure.
 bool address_of(PyObject* argument, uint64_t* address) {
   *address = 0;
   if (argument == Py_None) return true;
@@ -162,7 +163,7 @@ bool address_of(PyObject* argument, uint64_t* address) {
   return !(*address == static_cast<uint64_t>(-1) && PyErr_Occurred());
 }
 
-// The integers of a sequence, the last one first.
+// Reads the integers of a sequence in reverse order.
 template <class T>
 bool read_backwards(PyObject* sequence, int rank, T* into) {
   if (PySequence_Size(sequence) != rank) {
@@ -179,7 +180,7 @@ bool read_backwards(PyObject* sequence, int rank, T* into) {
   return true;
 }
 
-// An attribute's integers, as `read_backwards`.
+// Reads the integers of an attribute, like `read_backwards`.
 template <class T>
 bool read_attribute(PyObject* object, PyObject* name, int rank, T* into) {
   PyObject* const sequence = PyObject_GetAttr(object, name);
@@ -219,7 +220,8 @@ bool encode(const Driver& cuda, PyObject* descriptor, const MapRecipe& recipe, E
   return is_well(cuda, result, "cuTensorMapEncodeTiled");
 }
 
-// A descriptor's parameters. One that has a dictionary `encoded` keeps them there: its address never changes.
+// Gets the parameters of a descriptor. A descriptor with a dictionary `encoded` caches them there, because its address
+// never changes.
 bool parameters_of(const Driver& cuda, PyObject* descriptor, const MapRecipe& recipe, Encoded* into) {
   PyObject* const kept = PyObject_GetAttr(descriptor, names().encoded);
   if (kept == nullptr) {
@@ -326,7 +328,7 @@ struct Arguments {
   PyObject* operator[](Py_ssize_t i) const { return tuple == nullptr ? given[i] : PyTuple_GetItem(tuple, i); }
 };
 
-// Takes arguments by the layout from `at` on, up to its end or the tuple's.
+// Collects arguments by the layout from `at` on, up to the end of the layout or of the current tuple.
 bool collect(const Driver& cuda, const Kernel& kernel, size_t& at, const Arguments& arguments, Parameters& parameters) {
   Py_ssize_t taken = 0;
   for (; at < kernel.layout.size(); ++at) {
@@ -338,7 +340,7 @@ bool collect(const Driver& cuda, const Kernel& kernel, size_t& at, const Argumen
     }
     PyObject* const argument = taken < arguments.size ? arguments[taken] : nullptr;
     ++taken;
-    if (argument == nullptr) continue;  // counted below
+    if (argument == nullptr) continue;  // the count is checked below
     bool is_right = true;
     if (kind == 'p') is_right = add_pointer(cuda, argument, parameters);
     else if (kind == 'T') is_right = add_descriptor(cuda, kernel, argument, parameters);
@@ -362,7 +364,7 @@ bool collect(const Driver& cuda, const Kernel& kernel, size_t& at, const Argumen
 
 const char* const kKernel = "fastformer.kernel";
 
-// (grid_x, grid_y, grid_z, stream, *arguments) of the kernel in the capsule.
+// Launches the kernel in the capsule. arguments: (grid_x, grid_y, grid_z, stream, *arguments of the kernel).
 PyObject* launch(PyObject* capsule, PyObject* const* arguments, Py_ssize_t count) {
   const auto* kernel = static_cast<const Kernel*>(PyCapsule_GetPointer(capsule, kKernel));
   const Driver* const cuda = driver();
@@ -391,7 +393,7 @@ PyObject* launch(PyObject* capsule, PyObject* const* arguments, Py_ssize_t count
                                reinterpret_cast<void*>(numbers[3]),
                                nullptr,
                                0};
-  PyThreadState* const state = PyEval_SaveThread();  // a full queue makes the driver wait
+  PyThreadState* const state = PyEval_SaveThread();  // the driver waits if its queue is full
   const Result result = cuda->launch(&config, kernel->function, parameters.places, nullptr);
   PyEval_RestoreThread(state);
   if (!is_well(*cuda, result, "cuLaunchKernelEx")) return nullptr;
@@ -404,7 +406,7 @@ void destroy(PyObject* capsule) {
   delete kernel;
 }
 
-// Recipes from tuples (swizzle, element_bytes, element_type, box).
+// Reads recipes from tuples (swizzle, element_bytes, element_type, box).
 bool read_recipes(PyObject* tuples, Kernel& kernel) {
   for (Py_ssize_t i = 0; i < PyTuple_Size(tuples); ++i) {
     PyObject *const tuple = PyTuple_GetItem(tuples, i), *box = nullptr;
@@ -436,7 +438,8 @@ bool is_layout(const Kernel& kernel) {
   return depth == 0 && maps == kernel.maps.size() && maps <= kMaxMaps;
 }
 
-// (function or (cubin, name), threads, shared, device, layout, recipes) -> the launch of that kernel.
+// Returns a Python function that launches a kernel. arguments: (function or (cubin, name), threads, shared, device,
+// layout, recipes).
 PyObject* make_kernel(PyObject*, PyObject* arguments) {
   PyObject *code = nullptr, *recipes = nullptr;
   const char* layout = nullptr;

@@ -1,5 +1,5 @@
-// The engine's Python module, which knows neither PyTorch nor OpenMP. It has the name of the instruction set that it
-// was compiled for.
+// The engine's Python module, which depends on neither PyTorch nor OpenMP. It is named after the instruction set that
+// it is compiled for.
 
 #include "bindings/module.h"
 

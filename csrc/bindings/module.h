@@ -1,4 +1,4 @@
-// The parts of the engine's Python module, each bound in the file of its name.
+// The parts of the engine's Python module. Each is defined in the file with its name.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// What Python sees of packed_gemm.h and cpu_features.h.
+// Python bindings of packed_gemm.h and cpu_features.h.
 
 #include "engine/packed_gemm.h"
 
@@ -30,7 +30,7 @@ Object product(const Floats& x, const PackedWeight& packed, Precision precision)
   return std::move(out.object());
 }
 
-// x W^T + b, packed for this one call.
+// Computes x W^T + b with a weight that is packed for this call only.
 Object packed_linear(const Floats& x, const Floats& weight, const std::optional<Floats>& bias,
                      const std::string& precision, std::optional<bool> of_int4) {
   if (x.array.ndim() != 2 || weight.array.ndim() != 2 || x.array.shape(1) != weight.array.shape(1))
@@ -45,7 +45,7 @@ Object packed_linear(const Floats& x, const Floats& weight, const std::optional<
   return product(x, packed, rows_of_int4 ? Precision::int4 : packed.precision);
 }
 
-// Likewise, of a weight of 4 bits; `columns` are picked out of the packed weight.
+// Does the same for a 4-bit weight. `columns` selects columns of the packed weight.
 Object packed_linear_int4(const Floats& x, const Bytes& nibbles, const Floats& scales,
                           const std::optional<Bytes>& zeros, const std::optional<Floats>& bias,
                           const std::optional<std::vector<int32_t>>& columns) {

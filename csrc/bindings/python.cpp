@@ -15,7 +15,7 @@ void set_error() noexcept {
     PyErr_NoMemory();
   } catch (const std::out_of_range& error) {
     PyErr_SetString(PyExc_IndexError, error.what());
-  } catch (const std::logic_error& error) {  // a wrong call: invalid_argument, length_error, domain_error
+  } catch (const std::logic_error& error) {  // the caller's error: invalid_argument, length_error, domain_error
     PyErr_SetString(PyExc_ValueError, error.what());
   } catch (const std::overflow_error& error) {
     PyErr_SetString(PyExc_OverflowError, error.what());
@@ -159,11 +159,11 @@ void add_type(PyObject* module, const char* name, PyTypeObject** type, destructo
                          {Py_tp_getset, properties},
                          {0, nullptr}};
   const Object path(sure(PyObject_GetAttrString(module, "__name__")));
-  // The name stays in use by the type.
+  // The type refers to the name, so it is never freed.
   const auto* full = new std::string(Cast<std::string>::from(path.get()) + "." + name);
   PyType_Spec spec{full->c_str(), sizeof(Instance), 0, Py_TPFLAGS_DEFAULT, slots};
   PyObject* const created = sure(PyType_FromSpec(&spec));
-  *type = reinterpret_cast<PyTypeObject*>(created);  // for good: instances may outlive the module
+  *type = reinterpret_cast<PyTypeObject*>(created);  // never released: instances may outlive the module
   Py_INCREF(created);
   if (PyModule_AddObject(module, name, created) != 0) throw Raised{};
 }

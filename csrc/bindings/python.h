@@ -1,10 +1,10 @@
-// Python objects in C++, over CPython's limited API of 3.10: one binary serves every Python from 3.10 on. A library
-// that is bound to one Python anyway, as PyTorch's headers need it, is compiled with FASTFORMER_BOUND.
+// Python objects in C++, through CPython's limited API of 3.10: one binary works with every Python from 3.10 on. A
+// library that is bound to one Python anyway, because it includes PyTorch's headers, is compiled with FASTFORMER_BOUND.
 //
-// A function is bound with the names of its arguments in Python; "?" marks those that may be omitted:
+// A function is bound with the Python names of its arguments; "?" marks optional ones:
 //   method<"step", "tokens k threads?", &step>()
-// The types of its parameters determine the accepted arguments: see Cast. Conversions are strict: a float is not an
-// integer, an integer with too many bits is refused, and another type is a TypeError that names the function and the
+// The types of the parameters determine which arguments are accepted; see Cast. Conversions are strict: a float is not
+// an integer, an integer that doesn't fit is refused, and a wrong type is a TypeError that names the function and the
 // argument.
 
 #pragma once
@@ -32,7 +32,7 @@
 
 namespace fastformer::python {
 
-// Thrown if a Python exception is already set.
+// Thrown when a Python exception is already set.
 struct Raised {};
 
 // A reference to a Python object that this C++ object owns.
@@ -63,7 +63,7 @@ inline PyObject* sure(PyObject* object) {
   return object;
 }
 
-// Releases the GIL for as long as it lives.
+// Releases the GIL during its lifetime.
 class Released {
  public:
   Released() : state_(PyEval_SaveThread()) {}
@@ -75,15 +75,16 @@ class Released {
   PyThreadState* state_;
 };
 
-// Sets the Python exception for the C++ one that is being handled.
+// Sets the Python exception that corresponds to the C++ exception being handled.
 void set_error() noexcept;
 
-// Thrown for a wrong argument, with a description of the expected one; the caller knows the argument's name.
+// Thrown for a wrong argument, with a description of what was expected. The code that calls Cast adds the argument's
+// name.
 struct Unexpected {
   const char* wanted;
 };
 
-// ---- from Python ----
+// ---- conversions from Python ----
 
 template <typename T>
 struct Cast;
@@ -137,7 +138,7 @@ struct Cast<std::optional<T>> {
   }
 };
 
-// Returns the object itself if it is a list, else a list of the sequence's elements.
+// Returns the object itself if it is a list, else a list of the elements of the sequence.
 Object as_list(PyObject* sequence);
 
 template <typename T>
@@ -147,7 +148,7 @@ struct Cast<std::vector<T>> {
     std::vector<T> values;
     const Py_ssize_t size = PyList_Size(list.get());
     values.reserve(static_cast<size_t>(size));
-    // An element's own method may change the list, so the size is read in each step, and the element is held.
+    // A method of an element may change the list, so the size is read in each iteration, and the element is kept alive.
     for (Py_ssize_t i = 0; i < PyList_Size(list.get()); ++i) {
       PyObject* const item = sure(PyList_GetItem(list.get(), i));
       const Object held = PyLong_CheckExact(item) ? Object() : Object::borrowed(item);
@@ -170,7 +171,7 @@ struct Cast<std::tuple<T...>> {
   }
 };
 
-// ---- to Python ----
+// ---- conversions to Python ----
 
 inline Object to_python(Object&& object) { return std::move(object); }
 inline Object to_python(bool value) { return Object::borrowed(value ? Py_True : Py_False); }
@@ -206,9 +207,9 @@ Object make_tuple(T&&... values) {
   return tuple;
 }
 
-// ---- objects of C++ ----
+// ---- instances of bound classes ----
 
-// An instance of a bound class: its C++ object, and the weak references to it.
+// An instance of a bound class: its C++ object, and the list of weak references to it.
 struct Instance {
   PyObject_HEAD;
   PyObject* weak_references;
@@ -220,13 +221,13 @@ Self& self_of(PyObject* instance) {
   return *static_cast<Self*>(reinterpret_cast<Instance*>(instance)->object);
 }
 
-// The Python class of a C++ class; set by `add_class`.
+// The Python class for a C++ class; set by `add_class`.
 template <typename T>
 inline PyTypeObject* type_of = nullptr;
 
 PyObject* new_instance(PyTypeObject* type);
 
-// Transfers the ownership to Python.
+// Transfers ownership to Python.
 template <typename T>
 Object wrapped(std::unique_ptr<T> object) {
   Object instance(sure(new_instance(type_of<T>)));
@@ -238,7 +239,7 @@ Object to_python(std::unique_ptr<T>&& object) {
   return wrapped(std::move(object));
 }
 
-// A pointer to the C++ object of an instance; None: null.
+// Converts an instance to a pointer to its C++ object, and None to null.
 template <typename T>
 struct Cast<T*> {
   static T* from(PyObject* object) {
@@ -335,7 +336,7 @@ PyObject* entry(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObjec
   }
 }
 
-// F is a function without overloads, or a lambda without captures after a +.
+// F is a function without overloads, or a lambda without captures, converted to a function pointer by a unary +.
 template <Text name, Text names, auto F>
 PyMethodDef function(const char* doc = nullptr) {
   const auto called = &entry<Call<F>, name, names>;
@@ -343,7 +344,7 @@ PyMethodDef function(const char* doc = nullptr) {
           doc};
 }
 
-// Its first parameter is the C++ object.
+// Binds a method; the first parameter of F is the C++ object.
 template <Text name, Text names, auto F>
 PyMethodDef method() {
   const auto called = &entry<MethodCall<F>, name, names>;
@@ -390,7 +391,7 @@ PyObject* construct(PyTypeObject*, PyObject* args, PyObject* keywords) {
   return call_constructor(args, keywords, &entry<Call<Make>, name, names>);
 }
 
-// Adds a class to the module. `made`: see `construct`; null: Python code can't create instances.
+// Adds a class to the module. `made`: see `construct`; if it is null, Python code can't create instances.
 void add_type(PyObject* module, const char* name, PyTypeObject** type, destructor destroyed, newfunc made,
               PyMethodDef* methods, PyGetSetDef* properties);
 
@@ -399,7 +400,7 @@ void add_class(PyObject* module, const char* name, newfunc made, PyMethodDef* me
   add_type(module, name, &type_of<T>, &destroy<T>, made, methods, properties);
 }
 
-// Adds functions to the module; the last one is empty. The array has to outlive the module.
+// Adds functions to the module. The last element of the array is empty, and the array has to outlive the module.
 void add_functions(PyObject* module, PyMethodDef* functions);
 
 }  // namespace fastformer::python

@@ -1,4 +1,4 @@
-// The searches for Python; fastformer/generation/native_search.py wraps them.
+// Python bindings of the searches; fastformer/generation/native_search.py wraps them.
 
 #include "engine/search.h"
 
@@ -12,8 +12,8 @@ namespace {
 
 using python::Object;
 
-// A step's candidates from the interpreter: a row may have more of them than this search needs, because a neighbour
-// needs them, or fewer, because the vocabulary is smaller.
+// Advances a search with candidates from Python. A row may have more of them than this search needs, because another
+// search needs more, or fewer, because the vocabulary is smaller.
 std::vector<int32_t> advance(Search& search, PyObject* ids, PyObject* values, int64_t first) {
   const int64_t rows = search.num_rows, wanted = search.num_candidates;
   std::vector<int32_t> flat_ids(rows * wanted, 0);
@@ -53,7 +53,7 @@ std::unique_ptr<Search> beam_search(int64_t limit, std::vector<int32_t> eos, int
                                     std::optional<std::vector<int32_t>> suppressed,
                                     std::optional<bool> by_transformers_rules, std::optional<bool> never_stops,
                                     std::optional<int64_t> begun) {
-  constexpr int64_t kMost = 1 << 20;  // of candidates; counts derived from this number are in 64 bits
+  constexpr int64_t kMost = 1 << 20;  // candidates; counts derived from this number are 64-bit
   if (num_beams > kMost || static_cast<int64_t>(eos.size()) >= kMost / std::max<int64_t>(1, num_beams))
     throw std::invalid_argument("expected fewer beams and ends");
   if (num_return < 1 || num_return > num_beams)

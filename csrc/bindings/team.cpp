@@ -1,4 +1,4 @@
-// Checks of the thread team, for tests.
+// Test helpers that check the thread team.
 
 #include <algorithm>
 #include <chrono>
@@ -15,11 +15,11 @@
 namespace fastformer {
 namespace {
 
-// Each stage adds the numbers of the previous stage to its own, so that the result reveals tasks that ran twice, not at
-// all, or too early. Returns the numbers of the last stage.
+// Runs stages of which each adds the previous stage's numbers to its own, so that the result reveals tasks that ran
+// twice, never, or too early. Returns the numbers of the last stage.
 std::vector<uint64_t> stages_check(const std::vector<int64_t>& sizes, int64_t rounds, int32_t threads) {
   std::vector<std::vector<uint64_t>> written;
-  const std::vector<uint64_t> nothing;  // read by a stage that is the only one
+  const std::vector<uint64_t> nothing;  // the input of the only stage
   for (const int64_t size : sizes) written.emplace_back(size, 0);
   std::vector<Stage> stages;
   for (size_t i = 0; i < sizes.size(); ++i) {
@@ -44,12 +44,12 @@ void stages_break(int64_t tasks, int32_t threads) {
   run_stages({{tasks, run}, {1, [](int64_t) {}}, {tasks, run}}, threads);
 }
 
-// The number of threads that run the tasks of a stage, in the round of `rounds` with the most of them.
+// Returns the maximum number of threads that ran the tasks of a stage, over `rounds` rounds.
 int64_t stages_threads(int64_t tasks, int64_t rounds, int32_t threads) {
   std::vector<std::thread::id> ids(tasks);
   const std::vector<Stage> stages = {{tasks, [&ids](int64_t task) {
                                         ids[task] = std::this_thread::get_id();
-                                        // Every thread of the team gets a turn, even on a busy machine.
+                                        // Long enough that every thread gets a task, even on a busy machine.
                                         std::this_thread::sleep_for(std::chrono::microseconds(50));
                                       }}};
   const python::Released released;
@@ -61,8 +61,8 @@ int64_t stages_threads(int64_t tasks, int64_t rounds, int32_t threads) {
   return most;
 }
 
-// Whether each run, of (milliseconds, work, threads, whether the caller waited long, milliseconds by one), is the
-// caller's alone.
+// Returns, for each run (milliseconds, work, threads, whether the caller waited long, milliseconds for one thread),
+// whether the caller alone runs the tasks.
 std::vector<bool> contention_check(const std::vector<std::tuple<int64_t, double, int32_t, bool, int64_t>>& runs) {
   using Milliseconds = std::chrono::milliseconds;
   Contention contention;

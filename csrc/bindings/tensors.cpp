@@ -1,7 +1,7 @@
-// Answers for fastformer/ops/_eager.py and kernels/_plans.py about the arguments of every call, and for
-// nn/model_guards.py and prepack.py about the tensors of a model. All have a version in Python, too, which takes as
-// long for six tensors as a kernel launch. Tensors are read by DLPack's table and their attributes, not by PyTorch's
-// own C++.
+// Inspects the arguments of every call for fastformer/ops/_eager.py and kernels/_plans.py, and the tensors of a model
+// for nn/model_guards.py and prepack.py. Each function also has a version in Python, which takes as long for six
+// tensors as a kernel launch. Tensors are read through DLPack's function table and their attributes, without PyTorch's
+// C++.
 
 #include <cstdint>
 #include <string>
@@ -24,7 +24,7 @@ struct Torch {
   PyObject *is_deterministic, *keys_of;          // functions
   PyObject *raw_repr, *requires_grad, *version;  // names
   PyObject *cpu, *cuda;                          // strings
-  uint64_t cpu_keys, cuda_keys;                  // of tensors that are nothing but strided memory
+  uint64_t cpu_keys, cuda_keys;                  // dispatch keys of plain strided tensors
   int (*read)(void* object, dlpack::Tensor* tensor);
 };
 Torch torch;
@@ -35,7 +35,7 @@ uint64_t number(PyObject* object) {
   return found;
 }
 
-// The dispatch keys of a tensor that is only strided memory, which autograd may track.
+// Returns the dispatch keys of a plain strided tensor, which autograd may track.
 uint64_t plain_keys(PyObject* c_module, const std::string& device) {
   const Object key = attribute(c_module, "DispatchKey"), set = attribute(c_module, "DispatchKeySet");
   Object all;
@@ -47,7 +47,7 @@ uint64_t plain_keys(PyObject* c_module, const std::string& device) {
   return number(Object(python::sure(PyObject_CallMethod(all.get(), "raw_repr", nullptr))).get());
 }
 
-// Whether this PyTorch has everything that is read here.
+// Returns whether this version of PyTorch has all attributes that are read here.
 bool find_torch() {
   const Object module(PyImport_ImportModule("torch"));
   if (!module) throw python::Raised{};
@@ -76,7 +76,7 @@ bool find_torch() {
   return true;
 }
 
-// Whether an object is exactly a Tensor or a Parameter, not of a derived class.
+// Whether an object is exactly a Tensor or a Parameter, and not an instance of a subclass.
 bool is_tensor(PyObject* x) {
   auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(x));
   return type == torch.tensor || type == torch.parameter;
@@ -111,7 +111,7 @@ bool put_value(std::string& key, PyObject* x) {
     put(key, value);
   } else if (reinterpret_cast<PyObject*>(Py_TYPE(x)) == torch.dtype) {
     key += 'D';
-    put(key, x);  // each dtype is one object
+    put(key, x);  // by identity: each dtype is a single object
   } else if (PyUnicode_CheckExact(x)) {
     const std::string text = python::Cast<std::string>::from(x);
     key += 'S';
@@ -133,9 +133,9 @@ Object bytes_of(const std::string& key) {
   return Object(python::sure(PyBytes_FromStringAndSize(key.data(), static_cast<Py_ssize_t>(key.size()))));
 }
 
-// `_plans.geometry`, as bytes.
+// Implements `_plans.geometry`; returns bytes.
 Object geometry(PyObject* args) {
-  static thread_local std::string key;  // keeps its memory
+  static thread_local std::string key;  // static, to reuse its memory
   if (!PyTuple_Check(args)) throw python::Unexpected{"a tuple"};
   key.clear();
   const Py_ssize_t count = PyTuple_Size(args);
@@ -146,7 +146,7 @@ Object geometry(PyObject* args) {
     PyObject* const argument = PyTuple_GetItem(args, i);
     if (is_tensor(argument)) {
       dlpack::Tensor x;
-      if (torch.read(argument, &x) != 0) {  // of a dtype or a device that DLPack has no name for
+      if (torch.read(argument, &x) != 0) {  // the tensor has a dtype or device that DLPack doesn't define
         PyErr_Clear();
         return Object::borrowed(Py_None);
       }
@@ -161,7 +161,7 @@ Object geometry(PyObject* args) {
   return bytes_of(key);
 }
 
-// `_eager.device_of`.
+// Implements `_eager.device_of`.
 Object device_of(PyObject* args, PyObject* places) {
   if (!PyTuple_Check(args)) throw python::Unexpected{"a tuple"};
   const Py_ssize_t count = PyTuple_Size(args);
@@ -170,7 +170,7 @@ Object device_of(PyObject* args, PyObject* places) {
     auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(PyTuple_GetItem(args, i)));
     PyTuple_SetItem(kinds.get(), i, Object::borrowed(type).release());
   }
-  // Not the dict's own lookup: `Places` handles kinds that are not in it yet.
+  // PyDict_GetItem would skip `Places.__missing__`, which handles new kinds.
   const Object where(python::sure(PyObject_GetItem(places, kinds.get())));
   const auto found = [](PyObject* device, bool requires_grad) {
     return python::make_tuple(Object::borrowed(device), requires_grad);
@@ -192,8 +192,8 @@ Object device_of(PyObject* args, PyObject* places) {
   return found(seen == torch.cuda_keys ? torch.cuda : torch.cpu, requires_grad);
 }
 
-// `model_guards.layout_of`: the identity of the tensors, their addresses, and the layout of their memory. None if
-// DLPack has no name for one of them.
+// Implements `model_guards.layout_of`: returns the identity, address and memory layout of the tensors, or None if
+// DLPack can't describe one of them.
 Object tensor_layout(PyObject* tensors) {
   if (!PyList_Check(tensors)) throw python::Unexpected{"a list"};
   std::string key;
@@ -216,7 +216,7 @@ Object tensor_layout(PyObject* tensors) {
   return bytes_of(key);
 }
 
-// The number of changes of each tensor, as PyTorch counts it.
+// Returns the version counter of each tensor.
 Object tensor_versions(PyObject* tensors) {
   if (!PyList_Check(tensors)) throw python::Unexpected{"a list"};
   std::string key;
@@ -234,7 +234,7 @@ Object tensor_versions(PyObject* tensors) {
 
 void bind_tensors(PyObject* module) {
   using python::function;
-  if (!find_torch()) return;  // Python does it
+  if (!find_torch()) return;  // the versions in Python are used
   static PyMethodDef functions[] = {
       function<"geometry", "args", &geometry>("Equal bytes for two calls that one plan serves, or None."),
       function<"device_of", "args places", &device_of>(

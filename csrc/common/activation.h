@@ -9,7 +9,7 @@ namespace fastformer {
 
 inline Vec<double> erf(Vec<double> x) { return std::erf(x.v); }
 
-// A rational approximation on [-4, 4], where fp32's erf becomes 1 (the one that XLA and Eigen use); a few ulp.
+// Computes erf to a few ulp by the rational approximation of XLA and Eigen on [-4, 4]; beyond that, fp32's erf is +-1.
 inline Vec<float> erf(Vec<float> x) {
   using V = Vec<float>;
   x = max(V(-4.f), V(0.f) - max(V(-4.f), V(0.f) - x));
@@ -29,11 +29,11 @@ V sigmoid(V x) {
   return V(1) / (V(1) + exp(V(0) - x));
 }
 
-// act(x) and its derivative.
+// Activations act(x) and their derivatives.
 template <typename V>
 struct Gelu {
-  // 0.5 (1 + tanh(u)) = sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3), and the sigmoid's derivative, from
-  // exp(-|2 u|): nothing overflows, and no 1 - sigmoid cancels.
+  // 0.5 (1 + tanh(u)) = sigmoid(2 u) with u = sqrt(2 / pi) (x + 0.044715 x^3), and the sigmoid's derivative. Both come
+  // from exp(-|2 u|), so that nothing overflows and no 1 - sigmoid cancels.
   struct TanhWeight {
     V weight, derivative;
     explicit TanhWeight(V x) : weight(0), derivative(0) {
@@ -57,7 +57,7 @@ struct Gelu {
   }
 };
 
-// The activations of one input, and those with a gate.
+// Returns act(pre); for a gated activation, act of the gate's input.
 template <typename acc>
 Vec<acc> activate(Activation a, Vec<acc> pre) {
   if (a == Activation::relu) return max(Vec<acc>(acc(0)), pre);

@@ -7,10 +7,10 @@
 namespace fastformer {
 namespace {
 
-// c10::ScalarType, whose values are written into files of models.
+// Values of c10::ScalarType. They are stable, because checkpoints contain them.
 constexpr int8_t kByte = 0, kBFloat16 = 15;
 
-// Functions of libtorch_cpu.
+// The functions found in libtorch_cpu.
 struct Found {
   void* (*context)();
   bool (*is_enabled)(const void* context);
@@ -40,7 +40,7 @@ bool find_all() {
 
 constexpr Brgemm kFunctions{
     [] { return found.is_enabled(found.context()); },
-    // Whether weights need packing is PyTorch's only answer to whether the CPU has AMX.
+    // PyTorch has no function that tells whether it sees AMX, but only with AMX do weights need packing.
     [] { return found.could_pack(kBFloat16); },
     [] { return found.could_pack(kByte); },
     [](int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc, bool adds, const bfloat16* a,

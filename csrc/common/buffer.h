@@ -10,8 +10,8 @@
 
 namespace fastformer {
 
-// n uninitialised elements (std::vector would write zeros first), aligned to a cache line. PyTorch's profiler
-// counts them.
+// An array of n uninitialised elements, aligned to a cache line; std::vector would write zeros first. PyTorch's
+// profiler counts its memory.
 template <typename T>
 class Buffer {
  public:
@@ -24,7 +24,7 @@ class Buffer {
   Scratch memory_;
 };
 
-// n elements that all have the same value.
+// Returns a buffer of n elements that all have the given value.
 template <typename T>
 Buffer<T> filled(int64_t n, T value) {
   Buffer<T> buffer(n);

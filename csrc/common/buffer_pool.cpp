@@ -24,7 +24,7 @@ struct Chunk {
   int64_t bytes;
 };
 
-// Never destroyed: buffers may be released while the process ends.
+// Never destroyed, because buffers may be released while the process exits.
 struct Kept {
   std::mutex mutex;
   std::vector<Chunk> chunks;
@@ -32,7 +32,7 @@ struct Kept {
 };
 Kept& kept() {
   static Kept* const all = [] {
-    // If a process forks while another thread holds the lock, the child would have a lock that stays closed.
+    // Otherwise a process that forks while another thread holds the lock gives its child a lock that stays locked.
     pthread_atfork([] { kept().mutex.lock(); }, [] { kept().mutex.unlock(); }, [] { kept().mutex.unlock(); });
     return new Kept;
   }();
@@ -68,7 +68,7 @@ PooledMemory::~PooledMemory() {
     return;
   }
   std::vector<Chunk>
-      gone;  // the oldest make room: a pool that many small ones had filled would keep no large one again
+      gone;  // evict the oldest: a pool full of small buffers would otherwise never keep a large one again
   Kept& all = kept();
   {
     const std::lock_guard lock(all.mutex);

@@ -1,5 +1,5 @@
-// A pool of large buffers. Every call of `generate` begins a session, and an op packs weights in every call: fresh
-// pages from the system would take much of the time of both.
+// A pool of large buffers. Every call of `generate` opens a session, and every call of an op packs weights; page faults
+// on fresh memory would take a large part of their time.
 
 #pragma once
 
@@ -11,8 +11,8 @@
 
 namespace fastformer {
 
-// Uninitialised memory, new or from the pool, aligned to huge pages, which it requests from the system. The pool keeps
-// the last 64 MiB that were released.
+// Uninitialised memory, new or from the pool. It is aligned to huge pages and requests them from the system. The pool
+// keeps the last 64 MiB that were released.
 class FASTFORMER_API PooledMemory {
  public:
   PooledMemory() = default;
@@ -33,9 +33,9 @@ class FASTFORMER_API PooledMemory {
   int64_t bytes_ = 0;
 };
 
-// Memory aligned to a cache line, and counted: see memory_report.h. From 1 MiB on it comes from the pool: the C library
-// returns such blocks to the system when they are freed, and an op that packs weights would get fresh pages in each
-// call.
+// Frees scratch memory, which is aligned to a cache line and reported to the profiler (memory_report.h). Blocks of 1
+// MiB and more come from the pool: the C library would return them to the system, and an op that packs weights would
+// take page faults in each call.
 struct FASTFORMER_API ReleaseScratch {
   PooledMemory pooled;
   void operator()(void* data) const;
@@ -43,7 +43,7 @@ struct FASTFORMER_API ReleaseScratch {
 using Scratch = std::unique_ptr<void, ReleaseScratch>;
 FASTFORMER_API Scratch new_scratch(int64_t bytes);
 
-// Rows of floats for the steps of a session; their contents are undefined after reserve.
+// Rows of floats for the steps of a session. Their contents are undefined after reserve().
 class FloatBuffer {
  public:
   void reserve(int64_t count) {

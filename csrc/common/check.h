@@ -1,4 +1,4 @@
-// Checks of conditions that a caller may violate.
+// Checks of arguments.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace fastformer {
 
-// Throws an Error with a message made of the parts, unless the condition holds.
+// Throws an Error whose message is the concatenation of `parts` unless the condition holds.
 template <typename Error = std::runtime_error, typename... Parts>
 void check(bool holds, const Parts&... parts) {
   if (holds) [[likely]]

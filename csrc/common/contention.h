@@ -1,4 +1,4 @@
-// Decides whether several threads pay off beside the other work on the machine. Used by thread_team.cpp.
+// Decides whether several threads are faster than one, given the load of other processes. Used by thread_team.cpp.
 
 #pragma once
 
@@ -8,20 +8,20 @@
 
 namespace fastformer {
 
-// Control of oversubscription. If other processes keep the cores busy, threads may lose more time waiting for a thread
-// without a core than they save. That depends on the system's scheduler and on the other processes, so both ways are
-// tried, and the faster one is used. Nothing is tried as long as no thread waits long, or while one thread alone would
-// take much longer: as threads end their shares of a stage at slightly different times, some wait on a quiet machine
-// too.
+// Controls oversubscription. If other processes keep the cores busy, threads can lose more time waiting for a thread
+// that has no core than they save. This depends on the system's scheduler and on the other processes, so this class
+// tries both one thread and several, and uses the faster. It tries nothing as long as no thread waits long, or while
+// one thread alone would take much longer: threads finish their parts of a stage at slightly different times, so short
+// waits occur on an idle machine too.
 class Contention {
  public:
   using Duration = std::chrono::steady_clock::duration;
 
   bool prefers_one_thread() const { return is_alone_; }
 
-  // Records a run: its time, its work, in a unit by which the speeds of different runs compare, its threads, whether
-  // its caller waited long, and the time of all its tasks at the caller's pace. (Processor time would be more exact,
-  // but a query for it makes the scheduler take the core away.)
+  // Records a run: its wall time, its work (in any unit that is proportional across runs), its number of threads,
+  // whether the caller waited long, and the time that all tasks would take at the caller's speed. (CPU time would be
+  // more exact, but querying it makes the scheduler preempt the thread.)
   void record(Duration time, double work, int threads, bool waited_long, Duration by_one) {
     time_ += time;
     work_ += work;
@@ -49,16 +49,16 @@ class Contention {
   }
 
  private:
-  static constexpr Duration kWindow = std::chrono::milliseconds(30);  // many slices of a scheduler, for one speed
-  // A trial costs little while by_one is fewer times the time than this, or than this share of the threads.
+  static constexpr Duration kWindow = std::chrono::milliseconds(30);  // one measurement spans many scheduler slices
+  // One thread is worth a trial only if by_one is less than both kDoubtful and kBusy * threads times the wall time.
   static constexpr double kDoubtful = 3, kBusy = 0.75;
-  static constexpr int kLeastWindows = 8, kMostWindows = 32;  // between trials of what was slower
+  static constexpr int kLeastWindows = 8, kMostWindows = 32;  // between two trials of the slower choice
 
   bool is_alone_ = false, is_trial_ = false;
-  int left_ = 0, windows_ = kLeastWindows;  // before the next trial
-  double speed_ = 0;                        // work a tick, of what is compared with a trial
-  Duration time_{0}, by_one_{0};            // of this window
-  double work_ = 0, doubtful_ = 0;          // doubtful_: of by_one_, in ticks
+  int left_ = 0, windows_ = kLeastWindows;  // windows before the next trial
+  double speed_ = 0;                        // work per tick of the current choice, to compare with a trial
+  Duration time_{0}, by_one_{0};            // sums over this window
+  double work_ = 0, doubtful_ = 0;          // doubtful_: the bound on by_one_ for a trial, in ticks
   bool has_waited_ = false;
 };
 

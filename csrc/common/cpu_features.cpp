@@ -1,4 +1,4 @@
-// Detects the features of cpu_features.h.
+// CPU feature detection.
 
 #include "common/cpu_features.h"
 

@@ -1,8 +1,8 @@
 // The CPU's features beyond the instruction set that a module is compiled for, detected once at run time.
 //
-// The environment variable FASTFORMER_CPU_FEATURES, a comma-separated list, names the features that may be used;
-// features that the CPU lacks stay off. It is read once, and is for tests: FASTFORMER_CPU_FEATURES="" uses the plain
-// paths, and "avx512_vnni" only the int8 dot product. The names are those of the fields.
+// For tests, the environment variable FASTFORMER_CPU_FEATURES limits them to a comma-separated list of field names:
+// "" disables all of them, and "avx512_vnni" leaves only the int8 dot product. Features that the CPU lacks stay off.
+// The variable is read once.
 
 #pragma once
 

@@ -6,7 +6,7 @@
 
 namespace fastformer {
 
-// Calls f.operator()<T>() with the T of `dtype`: float, bfloat16, or double for gradcheck.
+// Calls f.operator()<T>() with the type for `dtype`: float, bfloat16, or double (for gradcheck).
 template <typename F>
 auto dispatch(ScalarType dtype, const char* op, F&& f) {
   if (dtype == kDouble) return f.template operator()<double>();
@@ -15,7 +15,7 @@ auto dispatch(ScalarType dtype, const char* op, F&& f) {
   return f.template operator()<bfloat16>();
 }
 
-// The dtype of statistics, losses and sums: fp32, and fp64 for fp64.
+// The dtype of statistics, losses and sums: fp64 for fp64 inputs, else fp32.
 inline ScalarType accumulation_dtype(ScalarType dtype) { return dtype == kDouble ? kDouble : kFloat; }
 
 }  // namespace fastformer

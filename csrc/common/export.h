@@ -1,4 +1,4 @@
-// The symbols that a shared library of this package exports, for the others to link against. All others are hidden.
+// Marks symbols that one shared library of this package exports to the others. All other symbols are hidden.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// Packing for gemm.h, and the order of the work.
+// Packing for gemm.h, and the loops over panels and rows.
 
 #include "common/gemm.h"
 
@@ -14,7 +14,7 @@ namespace fastformer {
 namespace {
 
 #if defined(CPU_CAPABILITY_AVX512)
-// Rows a and b of 2 * kBlock 16-bit elements, side by side: (a0, b0), (a1, b1), ...
+// Interleaves rows a and b, of 2 * kBlock 16-bit elements each: (a0, b0), (a1, b1), ...
 inline void interleave(const bfloat16* a, const bfloat16* b, bfloat16* to) {
   const __m512i x = load_lanes(a), y = load_lanes(b);
   const __m512i low = _mm512_unpacklo_epi16(x, y), high = _mm512_unpackhi_epi16(x, y);
@@ -32,7 +32,7 @@ inline void interleave(const bfloat16* a, const bfloat16* b, bfloat16* to) {
 }
 #endif
 
-// One panel, whatever the strides.
+// Packs one panel of a matrix with any strides.
 template <typename T>
 void pack_panel_slowly(const T* b, int64_t stride_k, int64_t stride_n, int64_t k_first, int64_t k, int64_t columns,
                        T* panel) {
@@ -57,7 +57,7 @@ void pack_panel(const T* b, int64_t stride_k, int64_t stride_n, int64_t k, int64
           interleave(b + done * stride_k, b + (done + 1) * stride_k, panel + done * kPanel);
       }
     } else if (columns == kPanel && stride_k == 1 && stride_n % P == 0) {
-      // 32-bit units: one float, or the two neighbours in k that bf16 stores together.
+      // A 32-bit unit is one float, or two bf16 values that are adjacent in k.
       const auto* from = reinterpret_cast<const uint32_t*>(b);
       auto* to = reinterpret_cast<uint32_t*>(panel);
       for (; done + kBlock * P <= k; done += kBlock * P)
@@ -79,7 +79,7 @@ bool has_bf16_dot() {
 #endif
 }
 
-// brgemm runs on AVX512_BF16 too: FASTFORMER_BRGEMM=1 uses it there for tests.
+// brgemm also runs on AVX512_BF16. FASTFORMER_BRGEMM=1 enables it there, for tests.
 bool use_brgemm() {
 #if defined(CPU_CAPABILITY_AVX512)
   static const bool wanted = [] {
@@ -96,14 +96,14 @@ bool use_brgemm() {
 
 namespace {
 
-// bf16 without instructions for it: rows and panels are widened, some at a time, for the kernels of fp32. The sums have
-// the same order.
+// Products of bf16 on CPUs without bf16 instructions: rows and panels are widened block by block for the fp32 kernels.
+// The order of summation is the same.
 
 constexpr int64_t kWidenedRows = 64;  // of A
 constexpr int64_t kWidenedDepth = kDepth<bfloat16>;
 constexpr int64_t kWidenedApart = kWidenedDepth + 16;
 
-// `depth` rows of k of a panel.
+// Widens `depth` rows of a panel to fp32.
 void widen_panel(const bfloat16* panel, int64_t depth, float* to) {
   using V = Vec<float>;
   for (int64_t p = 0; p < depth; p += 2, panel += 2 * kPanel, to += 2 * kPanel)
@@ -187,7 +187,7 @@ void gemm(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* pac
     }
     if (!has_bf16_dot()) return gemm_widened(m, n, k, a, lda, packed, c, ldc, accumulate, panel_size);
   }
-  // With these cuts, a panel's slice and the rows' slice stay in the caches, too.
+  // These block sizes also keep a slice of a panel and a slice of the rows in the caches.
   constexpr int64_t kApart = kDepth<T> + 64 / static_cast<int64_t>(sizeof(T));  // elements between copied rows
   const bool copies = n > kPanel && evict_one_another<T>(m, lda);
   const int64_t block = copies ? std::min<int64_t>(m, 64) : m;

@@ -1,4 +1,4 @@
-// The micro-kernels of gemm.h, for gemm.cpp only: some rows of A, in place, times one panel of B.
+// The micro-kernels of gemm.h, for gemm.cpp only: a few rows of A, read in place, times one panel of B.
 
 #pragma once
 
@@ -14,27 +14,28 @@ namespace fastformer {
 namespace {
 
 #if defined(CPU_CAPABILITY_AVX512)
-constexpr int kMaxRows = 14;  // 28 accumulators, two vectors of B, the broadcasts come from memory
+constexpr int kMaxRows = 14;  // 28 accumulators and two vectors of B; broadcasts read memory
 #else
-constexpr int kMaxRows = 6;  // 12 accumulators of 16
+constexpr int kMaxRows = 6;  // 12 of 16 registers are accumulators
 #endif
 
-// The place of A for a micro-kernel: element (i, p) is data[i * row + p / kPair * step + p % kPair].
+// A as a micro-kernel reads it: element (i, p) is data[i * row + p / kPair * step + p % kPair].
 template <typename T>
 struct Left {
   const T* data;
   int64_t row, step;
 
-  // The address to prefetch in step p of k: there are more rows than streams of a hardware prefetcher. A line of a row
-  // lasts for kLine steps, in which each row has its turn; if a step moves on by a line, so does this.
+  // The address to prefetch in step p of k, because there are more rows than a hardware prefetcher has streams. A cache
+  // line of a row lasts for kLine steps, during which each row is prefetched once. If a step advances by a whole line,
+  // so does this address.
   const T* ahead(int64_t p) const {
     constexpr int64_t kLine = 64 / sizeof(T) / kPair<T>, kAhead = 2 * kLine;
     return data + p % kLine * row + (p + kAhead) * step;
   }
 };
 
-// Moves down the rows of A with a pointer for every fourth row: x86 addresses add up to three times a stride, so a
-// step in k moves few pointers and computes no others.
+// Walks along the rows of A with one pointer for every fourth row. x86 addressing covers the rows between (the pointer
+// plus up to three strides), so a step in k advances few pointers.
 template <typename T, int kRows>
 struct Rows {
   const T* base[(kRows + 3) / 4];
@@ -49,7 +50,7 @@ struct Rows {
   }
 };
 
-// Sums of kRows rows, stored or added at their place; only `columns` of them exist.
+// Stores the sums of kRows rows to C, or adds them to it. Only the first `columns` columns exist.
 template <int kRows, int kVecs>
 inline void store_sums(const Vec<float> (&sum)[kRows][kVecs], float* c, int64_t ldc, int64_t columns, bool accumulate) {
   using V = Vec<float>;
@@ -87,7 +88,7 @@ void rows_times_panel(Left<float> a, const float* b, int64_t k, float* c, int64_
 }
 
 #if defined(CPU_CAPABILITY_AVX512)
-// Two neighbours in k at once; after an odd k the second one is zero.
+// Multiplies two adjacent elements of k at once. If k is odd, the second element of the last pair is zero.
 template <int kRows, bool kWhole>
 __attribute__((target("avx512bf16"), always_inline)) inline void add_pair(const Rows<bfloat16, kRows>& rows,
                                                                           const bfloat16* b, __m512 (&sum)[kRows][2]) {
@@ -124,8 +125,8 @@ __attribute__((target("avx512bf16"))) void rows_times_panel_bf16(Left<bfloat16> 
 }
 #endif
 
-// A panel of bf16 in place, with the rows of A widened: for one group of rows, which would not repay a widened panel.
-// The low half of a 32-bit unit is the even row of k, the high half the odd one.
+// Multiplies widened rows of A by a bf16 panel that it widens on the fly: for a single group of rows, a widened copy of
+// the panel would not pay off. The low half of a 32-bit unit is the even row of k, the high half the odd one.
 template <int kRows>
 void rows_times_panel_widened(Left<float> a, const bfloat16* b, int64_t k, float* c, int64_t ldc, int64_t columns,
                               bool accumulate) {
@@ -137,7 +138,7 @@ void rows_times_panel_widened(Left<float> a, const bfloat16* b, int64_t k, float
   Rows<float, kRows> rows(a);
   for (int64_t p = 0; p < k; p += 2, b += 2 * kPanel) {
     const bool whole = p + 2 <= k;
-    // The even rows of k, then the odd ones: both at once would not fit the registers of AVX2.
+    // First the even rows of k, then the odd ones, because both at once need more registers than AVX2 has.
     for (int odd = 0; odd < (whole ? 2 : 1); ++odd, rows.advance()) {
       V right[kVecs];
       for (int j = 0; j < kVecs; ++j) {
@@ -207,15 +208,15 @@ const Kernels<T>& kernels() {
   return table;
 }
 
-// The distribution of rows of A to calls of the micro-kernels: groups of nearly the same number of rows, the first
-// `few` of which have one row less than the others.
+// Splits the rows of A among calls of the micro-kernels: into groups of nearly equal size, of which the first `few`
+// have one row fewer than the others.
 struct Groups {
   int64_t count, few, rows;
 
   explicit Groups(int64_t m) : count((m + kMaxRows - 1) / kMaxRows), few(count - m % count), rows(m / count) {}
 };
 
-// All rows of A times one panel.
+// Multiplies all rows of A by one panel.
 template <typename T>
 void rows_of_panel(Groups groups, Left<T> a, const T* panel, int64_t k, acc_t<T>* c, int64_t ldc, int64_t columns,
                    bool accumulate) {

@@ -1,6 +1,6 @@
-// Few rows times a matrix that is read once: blocks of it are transposed on their way through the registers, so that
-// the sums can be formed as in gemm(), one lane a column. Dot products would need no transposition, but would round
-// differently, and the bits of a row would depend on the number of rows.
+// Multiplies a few rows by a matrix that is read once. Its blocks are transposed in registers, so that sums are formed
+// as in gemm(), with one lane per column. Dot products would need no transposition but round differently, and the bits
+// of a row would depend on the number of rows.
 
 #include <array>
 #include <utility>
@@ -14,14 +14,14 @@ namespace {
 template <typename T>
 constexpr int64_t kStep = kBlock * kPair<T>;  // in k
 
-// At most kBlock columns of B, which are rows in memory.
+// At most kBlock columns of B, each of which is a row in memory.
 template <typename T>
 struct Columns {
   const T* data;
   int64_t stride, count;
-  const T* next;  // the columns after them, all of one stretch of memory
+  const T* next;  // the next columns, which are contiguous in memory
 
-  // `depth` of k from p on, as a slice of a packed panel: unit j of column c at to[j * kBlock + c].
+  // Writes elements [p, p + depth) of k as a slice of a packed panel: unit j of column c goes to to[j * kBlock + c].
   void transpose(int64_t p, int64_t depth, uint32_t* to) const {
     // A hardware prefetcher does not follow this many streams.
     for (int64_t line = 0; line < kBlock; ++line) __builtin_prefetch(next + p * kBlock + line * kStep<T>);
@@ -35,7 +35,7 @@ struct Columns {
   }
 };
 
-// The rows of A with a pointer for every fourth, as in gemm_kernels.h.
+// The rows of A, with one pointer for every fourth row, as in gemm_kernels.h.
 template <typename T, int kRows>
 struct Rows {
   const T* base[(kRows + 3) / 4];
@@ -47,7 +47,7 @@ struct Rows {
   const T* at(int i, int64_t p) const { return base[i / 4] + i % 4 * stride + p; }
 };
 
-// sums (kRows, kBlock) = A (kRows, k from `first` to `last`) * B.
+// Computes sums (kRows, kBlock) = A (kRows, elements [first, last) of k) * B.
 
 template <int kRows>
 void multiply_columns(const Rows<float, kRows> a, const Columns<float>& b, int64_t first, int64_t last, float* sums) {

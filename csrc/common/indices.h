@@ -1,4 +1,4 @@
-// Tensors of integers: rows of tables, lengths, offsets.
+// Tensors of integers: indices, lengths and offsets.
 
 #pragma once
 
@@ -11,7 +11,8 @@
 
 namespace fastformer {
 
-// Contiguous int64 indices, all of them in [0, size) or `ignored`; `what` is their name in the message.
+// Returns the indices as contiguous int64. Throws unless each is in [0, size) or equals `ignored`; `what` names them in
+// the error message.
 inline Tensor checked_indices(const Tensor& indices, int64_t size, const char* what,
                               std::optional<int64_t> ignored = std::nullopt) {
   const Tensor wide = indices.to(kLong).contiguous();
@@ -30,7 +31,7 @@ inline Tensor checked_indices(const Tensor& indices, int64_t size, const char* w
   return wide;
 }
 
-// The elements of a small vector of integers with any stride: lengths may be a column of something larger.
+// Copies a small vector of integers with any stride, for example lengths that are a column of a larger tensor.
 template <typename I>
 std::vector<I> integers(const Tensor& t) {
   std::vector<I> elements(t.numel());

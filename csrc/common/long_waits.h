@@ -1,4 +1,5 @@
-// Decides, from the callers' waits for OpenMP's threads, for how long the team runs all ops. Used by share_out.cpp.
+// Decides for how long the thread team runs all ops, from the times that callers wait for OpenMP's threads. Used by
+// share_out.cpp.
 
 #pragma once
 
@@ -8,16 +9,16 @@
 
 namespace fastformer {
 
-// Two long waits within a short time are no accident: other processes keep the cores busy. The team then runs all ops
-// for a while, during which it is unknown whether they still do. If waits are long again right afterwards, it runs
-// them for twice the time.
+// Two long waits in quick succession mean that other processes keep the cores busy. The team then runs all ops for a
+// while; in that time it is unknown whether the cores are still busy. If waits are long again right afterwards, the
+// team runs all ops for twice as long.
 class LongWaits {
  public:
   using Clock = std::chrono::steady_clock;
   using Duration = Clock::duration;
 
-  // Records the caller's work in an OpenMP region that has ended, and its wait for the other threads. Returns until
-  // when the team runs all ops, if that begins now.
+  // Records how long the caller worked in an OpenMP region, and how long it then waited for the other threads. If the
+  // team is to run all ops from now on, returns the time at which that ends.
   std::optional<Clock::time_point> record(Clock::time_point now, Duration worked, Duration waited) {
     if (waited < kLong || kShare * waited < worked || now < end_) return std::nullopt;
     const bool is_second = now - last_ < kTwice;
@@ -29,13 +30,13 @@ class LongWaits {
   }
 
  private:
-  // Longer than a thread with a core takes to start or to end its task, and shorter than a scheduler's slice.
+  // Longer than a running thread takes to start or finish its task, and shorter than a scheduler's time slice.
   static constexpr Duration kLong = std::chrono::microseconds(500);
-  static constexpr int kShare = 4;  // of the caller's work; a shorter wait costs little
+  static constexpr int kShare = 4;  // waits below 1 / kShare of the caller's work cost little
   static constexpr Duration kTwice = std::chrono::milliseconds(100), kAgain = std::chrono::milliseconds(200);
   static constexpr Duration kLeastHold = std::chrono::milliseconds(250), kMostHold = std::chrono::seconds(4);
 
-  // Before the first long wait, long ago.
+  // Initially in the distant past, because there was no long wait yet.
   Clock::time_point last_{-std::chrono::hours(1)}, end_{-std::chrono::hours(1)};
   Duration hold_ = kLeastHold;
 };

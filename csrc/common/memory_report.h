@@ -1,4 +1,5 @@
-// Tells PyTorch's profiler of the kernels' scratch memory, if a module that knows it (csrc/host) is loaded.
+// Reports the kernels' scratch memory to PyTorch's profiler, if the module for this version of PyTorch (csrc/host) is
+// loaded.
 
 #pragma once
 
@@ -11,17 +12,18 @@ namespace fastformer {
 struct MemoryReport {
   void (*allocated)(void* data, int64_t bytes);
   void (*released)(void* data);
-  // A profiler watches threads. Returns the watcher of the calling thread, to be released at the end; null: none.
+  // Profilers watch single threads. Returns the watcher of the calling thread, which the caller releases with forget();
+  // null if there is none.
   void* (*watcher)();
-  void (*watch)(void* watcher, void (*work)(void*), void* what);  // calls work(what), watched
+  void (*watch)(void* watcher, void (*work)(void*), void* what);  // calls work(what) under this watcher
   void (*forget)(void* watcher);
 };
 
-// Null if no module has provided it.
+// Returns null unless a module has provided the functions.
 FASTFORMER_API const MemoryReport* memory_report();
 FASTFORMER_API void set_memory_report(const MemoryReport* functions);
 
-// Lets a profiler of the thread that creates this watch other threads that work for it.
+// Extends the profiler of the thread that creates this object to other threads that work for that thread.
 class Watcher {
  public:
   Watcher() : report_(memory_report()), state_(report_ == nullptr ? nullptr : report_->watcher()) {}

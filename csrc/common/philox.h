@@ -3,10 +3,10 @@
 //   column  = 64 * group + 8 * pair + 2 * call + odd
 //   key     = (seed low, seed high)
 //   counter = (4 * group + call, row, plane, offset)
-//   an element is kept when byte 2 * pair + odd of its call's four words >= threshold
+//   an element is kept if byte 2 * pair + odd of its call's four words >= threshold
 //
-// The four calls of a group run in the four 32-bit lanes of 128 bits. There the word w of all four holds the decisions
-// of columns 16 * w to 16 * w + 15 in 16-bit pieces, which one shuffle inside the 128 bits puts in order.
+// The four calls of a group run in the four 32-bit lanes of a 128-bit block. Word w of the four calls holds the
+// decisions of columns 16 * w to 16 * w + 15 in 16-bit units, which one shuffle within the 128 bits puts in order.
 
 #pragma once
 
@@ -23,17 +23,17 @@
 
 namespace fastformer {
 
-// The dropout of one call, which decides for each row the elements to keep.
+// The dropout of one call of an op: decides which elements of each row are kept.
 struct Dropout {
-  static constexpr int64_t kGroup = 64;  // columns that are decided together
+  static constexpr int64_t kGroup = 64;  // the number of columns that are decided together
 
   uint32_t key0 = 0, key1 = 0, offset = 0;
-  uint32_t threshold = 0;  // decisions below it are dropped
-  double scale = 1.0;      // the factor of kept elements
+  uint32_t threshold = 0;  // elements with a byte below this are dropped
+  double scale = 1.0;      // the factor for kept elements
   bool on = false;
 
   Dropout() = default;
-  // seed: int64 (2,), the key and the offset; not needed if p is 0.
+  // seed: int64 (2,), with the key and the offset. It is not needed if p is 0.
   Dropout(double p, const OptionalTensor& seed) {
     on = p > 0 && seed.has_value();
     if (!on) return;
@@ -42,7 +42,7 @@ struct Dropout {
     const int64_t* pair = seed->const_data_ptr<int64_t>();
     key0 = static_cast<uint32_t>(pair[0]);
     key1 = static_cast<uint32_t>(static_cast<uint64_t>(pair[0]) >> 32);
-    offset = static_cast<uint32_t>(pair[seed->stride(0)]);  // the pair may be a column of something larger
+    offset = static_cast<uint32_t>(pair[seed->stride(0)]);  // the pair may be a column of a larger tensor
   }
 
   // Writes the multipliers (scale or 0) of columns [first_column, first_column + n) of rows [row, row + rows), each row
@@ -55,7 +55,7 @@ struct Dropout {
     const int64_t groups = (before + n + kGroup - 1) / kGroup, total = rows * groups;
     const acc kept = static_cast<acc>(scale);
     Decisions decisions;
-    int64_t r = 0, g = 0;  // of the next group: all groups of a row, then the next row's
+    int64_t r = 0, g = 0;  // row and index of the next group, in row-major order
     for (int64_t done = 0; done < total; done += kTogether) {
       uint32_t group_of[kTogether] = {}, row_of[kTogether] = {};
       acc* to[kTogether];

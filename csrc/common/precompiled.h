@@ -1,7 +1,7 @@
-// The headers of others that most sources include: setup.py compiles them once for each set of flags, and then includes
-// them first in every source with those flags. Sources don't rely on it, since other compilers leave it out: each
-// includes what it uses. No <iostream>, also of PyTorch's headers, which would give each source a constructor. GCC
-// warns of a `#pragma once` in a header that it compiles, and this one is included once.
+// The third-party headers that most sources include. setup.py compiles them once for each set of flags and includes the
+// result first in every source with those flags. Other compilers skip this, so each source still includes what it uses.
+// Don't add <iostream>, or a header of PyTorch that includes it: every source would get a static constructor. There is
+// no `#pragma once`, because GCC warns of it in a header that it compiles, and this header is included only once.
 
 #include <immintrin.h>
 #include <torch/headeronly/util/BFloat16.h>

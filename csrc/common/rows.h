@@ -1,8 +1,8 @@
-// Functions on one row, over pointers: the ops call them in their loops over tensors, and a decoding engine can call
-// them between its products without making tensors.
+// Functions on single rows, given as pointers. The ops call them in their loops over tensors, and the decoding engine
+// calls them between its products without making tensors.
 //
 // They are functions and not closures: vectors are stored through pointers that may alias anything, so the members of
-// a closure would be read again after each store. T is the dtype in memory, acc the dtype of the computation.
+// a closure would be reloaded after each store. T is the dtype in memory, acc the dtype of the computation.
 
 #pragma once
 
@@ -18,20 +18,20 @@
 
 namespace fastformer {
 
-// x, residual -> s, y of one row; returns mean and rstd. Compiled separately for each way to read a row: a test in the
-// inner loop costs as much as the arithmetic there.
+// Computes s and y of one row from x and the residual, and returns mean and rstd. Each way to read a row is a separate
+// instantiation, because a branch in the inner loop costs as much as the arithmetic.
 template <bool kDropout, bool kResidual, typename T, typename R, typename acc>
 std::pair<acc, acc> normalise_row(const T* x, const R* residual, const acc* keep, const acc* w, const acc* b, acc eps,
                                   bool rms_norm, int64_t dim, R* s, T* y) {
   using V = Vec<acc>;
   constexpr bool kSum = kDropout || kResidual;
-  // The values to normalise, as they are stored: rounded, and in the first-level cache by now.
+  // The values to normalise as they were stored: rounded, and by now in the first-level cache.
   const auto kept = [=](int64_t c, int64_t n) {
     if constexpr (kSum) return V::load(s + c, n);
     else return V::load(x + c, n);
   };
   const V sum = sum_vecs<acc>(dim, [=](int64_t c, int64_t n) {
-    // Prefetches the next row during the arithmetic; a store would wait for its line, too.
+    // Prefetch the next row during the arithmetic. This pays for outputs, too: a store also waits for its cache line.
     __builtin_prefetch(x + dim + c);
     if constexpr (kResidual) __builtin_prefetch(residual + dim + c);
     V v = V::load(x + c, n);
@@ -55,7 +55,7 @@ std::pair<acc, acc> normalise_row(const T* x, const R* residual, const acc* keep
   return {mean, rstd};
 }
 
-// A row of a token embedding: out = (token * scale + place) * keep; each of the three rows may be null.
+// Computes a row of a token embedding: out = (token * scale + place) * keep. Each of the three rows may be null.
 template <typename T, typename P, typename acc = acc_t<T>>
 void embed_row(const T* token, const P* place, acc scale, const acc* keep, int64_t dim, T* to) {
   using V = Vec<acc>;
@@ -67,8 +67,8 @@ void embed_row(const T* token, const P* place, acc scale, const acc* keep, int64
   });
 }
 
-// The cosines and sines of one position in the order of rotate_halves, or of rotate_neighbours; `inverse` rotates
-// back.
+// Writes the cosines and sines of one position in the order in which rotate_halves, or rotate_neighbours, reads them.
+// With `inverse`, they rotate back.
 template <typename acc>
 void lay_out_angles(const acc* cosines, const acc* sines, int64_t half, bool interleaved, bool inverse, acc* cos,
                     acc* sin) {
@@ -97,7 +97,7 @@ void rotate_halves(const T* x, const acc* cos, const acc* sin, int64_t half, T* 
   });
 }
 
-// Rotates features 2i and 2i + 1; each cosine occurs twice, and the sine as -sin, sin.
+// Rotates features 2i and 2i + 1. The table holds each cosine twice, and each sine as -sin, sin.
 template <typename T, typename acc = acc_t<T>>
 void rotate_neighbours(const T* x, const acc* cos, const acc* sin, int64_t half, T* out) {
   if constexpr (std::is_same_v<T, double>) {
@@ -111,7 +111,7 @@ void rotate_neighbours(const T* x, const acc* cos, const acc* sin, int64_t half,
   }
 }
 
-// The places of a row's tokens in its cache, counted in tokens: one after another, or according to a table.
+// The positions of a row's tokens in the cache, in units of tokens: consecutive, or given by a table.
 struct InOrder {
   int64_t first = 0;
   int64_t operator()(int64_t j) const { return first + j; }
@@ -124,8 +124,8 @@ struct BySlot {
   BySlot from(int64_t j) const { return {slots + j * stride, stride}; }
 };
 
-// out = factor * sum_j weight[j] * v[tokens(j)], a few vectors of columns at a time so that the sums stay in registers,
-// and even and odd keys apart so that an addition waits less for the one before.
+// Computes out = factor * sum_j weight[j] * v[tokens(j)], a few vectors of columns at a time so that the sums stay in
+// registers. Even and odd keys have separate sums, which shortens the dependency chains.
 template <int kVecs, typename T, typename Q, typename Tokens>
 void weighted_columns(const acc_t<T>* weight, const T* v, int64_t stride, Tokens tokens, int64_t keys, int64_t n,
                       acc_t<T> factor, Q* out) {
@@ -144,13 +144,13 @@ void weighted_columns(const acc_t<T>* weight, const T* v, int64_t stride, Tokens
 
 #if defined(CPU_CAPABILITY_AVX512)
 
-// The same for 32 columns of bf16, which are widened two in one load: even columns and odd ones, put together at the
-// end.
+// Does the same for 32 columns of bf16. One load is widened to the even and the odd columns, whose sums are interleaved
+// at the end.
 template <typename Q, typename Tokens>
 void weighted_pairs(const float* weight, const bfloat16* v, int64_t stride, Tokens tokens, int64_t keys, float factor,
                     Q* out) {
   const __m512i high = _mm512_set1_epi32(static_cast<int>(0xFFFF0000u));
-  __m512 sum[2][2];  // of even and odd keys: even and odd columns
+  __m512 sum[2][2];  // [even or odd keys][even or odd columns]
   for (auto& of_keys : sum)
     for (auto& s : of_keys) s = _mm512_setzero_ps();
   const auto add = [=](int64_t j, __m512* s) {
@@ -189,13 +189,14 @@ void weighted_sum(const acc_t<T>* weight, const T* v, int64_t stride, Tokens tok
     weighted_columns<1>(weight, v + c, stride, tokens, keys, std::min<int64_t>(W, dim - c), factor, out + c);
 }
 
-// Fetches the n elements at p into the second-level cache: the first has no room for data that are used much later.
+// Prefetches the n elements at p into the second-level cache; data that are used much later would be evicted from the
+// first level.
 template <typename T>
 void prefetch(const T* p, int64_t n) {
   for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(p + i, 0, 2);
 }
 
-// The products of a query with four keys. kPairs: by vdpbf16ps, for bf16 and whole vectors of it.
+// Computes the dot products of a query with four keys. kPairs: uses vdpbf16ps, for bf16 rows of whole vectors.
 template <bool kPairs, typename T, typename Dim>
 void four_scores(const T* q, const T* const* row, Dim dim, acc_t<T>* scores) {
   using V = Vec<acc_t<T>>;
@@ -225,11 +226,11 @@ struct Heads {
   T* at(int64_t head) const { return data + head * head_stride; }
 };
 
-constexpr int64_t kScoreRoom = 16;  // elements after a row's last score that may be overwritten
+constexpr int64_t kScoreRoom = 16;  // the number of elements after a row's last score that may be overwritten
 
-// The products of a query with the first `keys` of `tokens`, into scores with kScoreRoom. Tables scatter the tokens,
-// which hardware can't predict: meanwhile the values at v are fetched, and then the keys of the same tokens at next_k,
-// if given.
+// Writes the products of a query with the first `keys` of `tokens` to scores, followed by kScoreRoom. A table scatters
+// the tokens, so the hardware can't predict the addresses: this prefetches the values at v meanwhile, and then the keys
+// of the same tokens at next_k, if given.
 template <bool kPairs, typename T, typename Tokens, typename Dim>
 void score_keys(const T* q, const T* k, int64_t k_stride, const T* v, int64_t v_stride, const T* next_k, Tokens tokens,
                 int64_t keys, Dim dim, acc_t<T>* scores) {
@@ -246,13 +247,13 @@ void score_keys(const T* q, const T* k, int64_t k_stride, const T* v, int64_t v_
     for (int64_t j = 0; j < keys; ++j) prefetch(next_k + tokens(j) * k_stride, dim);
 }
 
-// Turns scores with kScoreRoom into softmax weights of the scores times scale2, in powers of two, without the division
-// by their sum: returns 1 / sum, or 0 if nothing is visible. NaN stays NaN.
+// Turns scores (followed by kScoreRoom) into the unnormalised softmax weights 2^(scale2 * (score - maximum)). Returns
+// 1 / sum, or 0 if nothing is visible. NaN stays NaN.
 template <typename acc>
 acc weigh(acc scale2, int64_t keys, acc* scores) {
   using V = Vec<acc>;
   constexpr acc kNothing = -std::numeric_limits<acc>::infinity();
-  // Scores without weight fill the last vector, so that no step below has a remainder.
+  // Pads the last vector with scores of weight 0, so that no loop below has a remainder.
   V(kNothing).store(scores + keys);
   V most(kNothing), total(acc(0));
   for (int64_t j = 0; j < keys; j += V::size) {
@@ -276,7 +277,7 @@ struct NoBias {
   void operator()(int64_t, acc*) const {}
 };
 
-// attend_heads for a `dim` that is a number, or a std::integral_constant for which the loops are unrolled.
+// Implements attend_heads. `dim` is a number, or a std::integral_constant for which loops are unrolled.
 template <bool kPairs, typename T, typename Q, typename Tokens, typename Dim, typename Bias>
 void attend_heads_of(Heads<const T> q, Heads<const T> k, Heads<const T> v, int64_t heads, int64_t group, Tokens tokens,
                      int64_t keys, Dim dim, acc_t<T> scale2, Heads<Q> out, Bias bias) {
@@ -295,9 +296,9 @@ void attend_heads_of(Heads<const T> q, Heads<const T> k, Heads<const T> v, int64
   }
 }
 
-// One row's queries against the first `keys` of `tokens` in a cache: `group` heads of queries read a head of k and v.
-// Without keys the result is zeros. bias(head, scores), with heads counted from q's first, adds to the products before
-// the scale.
+// Attends from the queries of one row to the first `keys` of `tokens` in a cache, where `group` query heads share a
+// head of k and v. Without keys the result is zero. bias(head, scores), with heads counted from q's first, changes the
+// products before they are scaled.
 //
 // T: the dtype of the cache and the queries; Q: the dtype of the result.
 template <typename T, typename Q, typename Tokens, typename Bias = NoBias>

@@ -24,11 +24,11 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Duration = Clock::duration;
 
-constexpr int kMostIdle = 16;  // threads that OpenMP is given to manage in addition
+constexpr int kMostIdle = 16;  // the most additional OpenMP threads that Hush starts
 
-// Makes OpenMP's threads sleep between their regions for a while. libgomp's threads spin for some milliseconds, unless
-// it manages more threads than there are processors: then they sleep at once. So a thread has it start additional
-// threads, which do nothing. Other OpenMP libraries are unaffected.
+// Makes OpenMP's threads sleep between regions for a while. libgomp's threads spin for some milliseconds after a
+// region, unless libgomp manages more threads than there are processors: then they sleep at once. This class therefore
+// makes libgomp start additional threads that do nothing. It has no effect on other OpenMP libraries.
 class Hush {
  public:
   void until(Clock::time_point end) {
@@ -39,24 +39,24 @@ class Hush {
     if (is_on_ || idle > kMostIdle) return;
     sigset_t all, before;
     sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads of the program
+    pthread_sigmask(SIG_SETMASK, &all, &before);  // the program's own threads handle signals
     try {
       std::thread([this, idle] { hold(std::max(idle, 1) + 1); }).detach();
       is_on_ = true;
-    } catch (const std::exception&) {  // no more threads: OpenMP's go on spinning
+    } catch (const std::exception&) {  // no thread can be started: OpenMP's continue to spin
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
  private:
   void hold(int threads) {
-    std::atomic<int> begun{0};  // a region that does nothing would be left out by the compiler
+    std::atomic<int> begun{0};  // the compiler would remove an empty region
 #pragma omp parallel num_threads(threads)
     begun.fetch_add(1, std::memory_order_relaxed);
     std::unique_lock lock(mutex_);
     while (Clock::now() < end_) changed_.wait_until(lock, end_);
     is_on_ = false;
-  }  // its threads end along with it
+  }  // when this thread ends, so do its OpenMP threads
 
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -64,14 +64,14 @@ class Hush {
   bool is_on_ = false;
 };
 
-// Records whether callers wait for OpenMP's threads. Never deleted: a thread of Hush uses it. A forked child makes a
-// new one.
+// Records whether callers wait for OpenMP's threads. It is never deleted, because a thread of Hush uses it. A forked
+// child makes a new one.
 class Load {
  public:
   bool prefers_team() const { return Clock::now().time_since_epoch().count() < team_until_.load(kAnyOrder); }
 
   void record(Duration worked, Duration waited) {
-    if (waited < kNoticed) return;  // without the lock
+    if (waited < kNoticed) return;  // before taking the lock
     const std::lock_guard lock(mutex_);
     const auto end = waits_.record(Clock::now(), worked, waited);
     if (!end) return;
@@ -107,16 +107,16 @@ std::atomic<Sharing> the_sharing{Sharing::by_load};
 thread_local int ops_alone = 0;
 thread_local int inside_region = 0;
 
-// While it lives, this thread does all tasks that it shares out itself.
+// While an instance exists, this thread runs all tasks of its ops itself.
 struct Inside {
   Inside() { ++inside_region; }
   ~Inside() { --inside_region; }
 };
 
-// PyTorch's C function can't pass an exception on.
+// Carries an exception out of a parallel region, because PyTorch's C function can't pass it on.
 struct Region {
   const std::function<void()>& work;
-  Clock::time_point done;  // with the caller's own part
+  Clock::time_point done;  // when the caller finished its own part
   std::exception_ptr thrown;
   std::atomic<bool> has_thrown{false};
 

@@ -1,4 +1,4 @@
-// Chooses the threads for the tasks of an op: PyTorch's OpenMP threads, or the library's own team.
+// Chooses the threads that run the tasks of an op: PyTorch's OpenMP threads, or the library's own thread team.
 
 #pragma once
 
@@ -7,18 +7,18 @@
 
 namespace fastformer {
 
-// Calls work() on up to `threads` threads at once, the caller's included, and returns when the calls that have begun
-// have ended. The calls share the tasks among themselves: a call that begins late finds none left.
+// Calls work() concurrently on up to `threads` threads, including the caller's, and returns when all calls that have
+// started have ended. The calls share the tasks among themselves: a call that starts late finds none left.
 //
-// OpenMP's threads are ready at once if PyTorch's operators run in between, but a region of OpenMP ends only when all
-// of them have started and ended. Beside busy processes one of them may have no core at that time, and the caller waits
-// for whole slices of the system's scheduler. The team (thread_team.h) waits only for tasks that have begun. But
-// OpenMP's threads spin for milliseconds after each region, on the cores that the team's threads need. So the team runs
-// ops   - that follow each other without an operator of PyTorch in between: see OpsAlone;
-//   - for a while after callers have waited long for OpenMP's threads, which meanwhile sleep between their regions.
+// If PyTorch's operators run in between, OpenMP's threads are ready at once, but an OpenMP region ends only when all
+// threads have started and finished. If other processes are busy, one of the threads may have no core at that time, and
+// the caller waits for whole time slices. The team (thread_team.h) waits only for tasks that have started. But OpenMP's
+// threads spin for milliseconds after each region, on the cores that the team's threads need. So the team runs ops
+//   - that follow each other without an operator of PyTorch in between: see OpsAlone;
+//   - for a while after callers have waited long for OpenMP's threads, which then sleep between regions.
 void share_out(int threads, const std::function<void()>& work);
 
-// While it lives, no operators of PyTorch run between the ops of this thread.
+// While an instance exists, this thread runs no operators of PyTorch between its ops.
 class OpsAlone {
  public:
   OpsAlone();
@@ -30,6 +30,6 @@ class OpsAlone {
 // For tests and measurements.
 enum class Sharing { by_load, openmp, team };
 void set_sharing(Sharing sharing);
-void hush_openmp(std::chrono::milliseconds time);  // makes OpenMP's threads sleep between their regions for this time
+void hush_openmp(std::chrono::milliseconds time);  // for this time, OpenMP's threads sleep between regions
 
 }  // namespace fastformer

@@ -1,12 +1,13 @@
-// One vector type for all kernels: 16 floats with AVX-512, 8 with AVX2, and a "vector" of one double, which lets the
-// same code run in fp64 for gradcheck. Half dtypes live in memory only: they are widened on load and rounded on store.
+// One vector type for all kernels: 16 floats with AVX-512, 8 with AVX2, and a "vector" of one double, with which the
+// same code runs in fp64 for gradcheck. Half dtypes exist in memory only: they are widened on load and rounded on
+// store.
 //
-// If a or b is NaN, max(a, b) is b, as in the instruction. So write a bound first: max(bound, x) keeps a NaN of x.
-// A running maximum may lose a NaN, but it is only used as a shift, and the exponentials then give the NaN.
+// If a or b is NaN, max(a, b) is b, like the instruction. So write a bound first: max(bound, x) keeps a NaN in x.
+// A running maximum may lose a NaN, but it is only used as a shift, and the exponentials then produce the NaN.
 //
-// A tail is loaded and stored with a count: lanes beyond it read as zero and are never written. For a whole vector, the
-// plain instruction is used, since a masked store of AVX2 costs tens of cycles on some AMD cores. If the count is a
-// constant, the compiler chooses.
+// A tail is loaded and stored with a count: lanes beyond it read as zero and are never written. Whole vectors use the
+// unmasked instructions, because a masked AVX2 store takes tens of cycles on some AMD cores. If the count is a
+// constant, the compiler makes this choice.
 
 #pragma once
 
@@ -24,7 +25,7 @@ namespace fastformer {
 
 using bfloat16 = c10::BFloat16;
 
-// What a value of type T is computed in.
+// The type in which values of type T are computed.
 template <typename T>
 using acc_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
@@ -55,7 +56,7 @@ struct Vec<double> {
   friend Vec exp2(Vec a) { return std::exp2(a.v); }
   // x if condition > 0 or NaN, else y.
   friend Vec where_positive(Vec condition, Vec x, Vec y) { return condition.v <= 0 ? y : x; }
-  // A bit for each lane in which a is above b or NaN.
+  // A mask with a bit for each lane in which a > b or a is NaN.
   friend uint32_t lanes_above(Vec a, Vec b) { return a.v <= b.v ? 0 : 1; }
   Vec first_lanes(int64_t) const { return v; }
   friend void store_sums(Vec a, Vec b, Vec c, Vec d, double* to) { to[0] = a.v, to[1] = b.v, to[2] = c.v, to[3] = d.v; }
@@ -83,8 +84,8 @@ struct Vec<float> {
     return _mm512_cvtepi32_epi16(r);
   }
 
-  // The same by one instruction of AVX512_BF16, but for magnitudes below 2^-126, which give 0. Inline assembler needs
-  // no compiler flag, so that one library serves CPUs with and without it.
+  // Does the same with one instruction of AVX512_BF16, except that magnitudes below 2^-126 give 0. Inline assembly
+  // needs no compiler flag, so one library serves CPUs with and without the instruction.
   static __m256i narrow_at_once(__m512 x) {
     __m256i r;
     asm("vcvtneps2bf16 %1, %0" : "=v"(r) : "v"(x));
@@ -125,7 +126,7 @@ struct Vec<float> {
   // a * 2**n for an integral n; underflows to 0 and overflows to inf.
   friend Vec scale_by_power(Vec a, Vec n) { return _mm512_scalef_ps(a.v, n.v); }
   Vec first_lanes(int64_t n) const { return n >= size ? *this : Vec(_mm512_maskz_mov_ps(first(n), v)); }  // zero beyond
-  // The sums over the lanes of four vectors side by side, for less than four times one sum.
+  // Stores the lane sums of four vectors next to each other; this is cheaper than four separate sums.
   friend void store_sums(Vec a, Vec b, Vec c, Vec d, float* to) {
     const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a.v, b.v), _mm512_unpackhi_ps(a.v, b.v));
     const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c.v, d.v), _mm512_unpackhi_ps(c.v, d.v));
@@ -213,7 +214,7 @@ struct Vec<float> {
   Vec first_lanes(int64_t n) const {  // zero beyond
     return n >= size ? *this : Vec(_mm256_and_ps(v, _mm256_castsi256_ps(first(n))));
   }
-  // The sums over the lanes of four vectors side by side, for less than four times one sum.
+  // Stores the lane sums of four vectors next to each other; this is cheaper than four separate sums.
   friend void store_sums(Vec a, Vec b, Vec c, Vec d, float* to) {
     const __m256 abcd = _mm256_hadd_ps(_mm256_hadd_ps(a.v, b.v), _mm256_hadd_ps(c.v, d.v));
     _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
@@ -232,9 +233,9 @@ struct Vec<float> {
 
 #endif
 
-// 2**x to about 1 ulp: x = n + f with |f| <= 1/2, and a polynomial of degree 6 (Taylor, f ln 2) for 2**f. From -inf to
-// -126 it is 0, NaN stays NaN, and +inf gives inf or NaN, depending on the CPU. The result is never denormal: hidden
-// scores would give many denormals, and each costs an Intel CPU a hundred cycles or more.
+// Computes 2**x to about 1 ulp: x = n + f with |f| <= 1/2, and a Taylor polynomial of degree 6 in f ln 2 for 2**f. It
+// is 0 from -inf to -126; NaN stays NaN; and +inf gives inf or NaN, depending on the CPU. The result is never denormal:
+// masked scores would give many denormals, each of which costs an Intel CPU a hundred cycles or more.
 inline Vec<float> exp2(Vec<float> x) {
   const Vec<float> lowest(-126.f), above = max(lowest, x);
   const Vec<float> n = round(above), f = above - n;
@@ -248,8 +249,8 @@ inline Vec<float> exp2(Vec<float> x) {
   return where_above(x, lowest, scale_by_power(p, n));
 }
 
-// e**x. The product with log2(e) is split in two so that a large |x| keeps its last bits. The special values are as for
-// exp2, with 0 up to -87.33.
+// Computes e**x. The product with log2(e) is split in two so that a large |x| keeps its last bits. Special values are
+// those of exp2; the result is 0 up to -87.33.
 inline Vec<float> exp(Vec<float> x) {
   constexpr float log2e = 1.44269504f;
   constexpr float ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
@@ -268,7 +269,7 @@ inline Vec<float> exp(Vec<float> x) {
 }
 inline Vec<double> exp(Vec<double> x) { return std::exp(x.v); }
 
-// Stores a vector as bf16. kAtOnce: by the instruction of a CPU with AVX512_BF16.
+// Stores a vector as bf16. kAtOnce: uses the AVX512_BF16 instruction.
 template <bool kAtOnce>
 void store_narrow(Vec<float> x, bfloat16* to) {
 #if defined(CPU_CAPABILITY_AVX512)
@@ -286,8 +287,8 @@ inline void for_each_vec(int64_t n, F&& f) {
   if (c < n) f(c, n - c);
 }
 
-// The sum of f(column, count) over [0, n) in steps of one vector; lanes of f beyond count are zero. Four chains, so
-// that an addition does not wait for the one before.
+// Returns the sum of f(column, count) over [0, n) in steps of one vector; lanes of f beyond count must be zero. Four
+// independent accumulators keep an addition from waiting for the previous one.
 template <typename acc, typename F>
 inline Vec<acc> sum_vecs(int64_t n, F&& f) {
   constexpr int64_t W = Vec<acc>::size;

@@ -9,8 +9,9 @@
 
 namespace fastformer {
 
-// A few ulp, also near 0; NaN stays. tanh |x| = -e / (2 + e) with e = exp(-2 |x|) - 1, which is 2^n p + (2^n - 1) for
-// p = exp(r) - 1, -2 |x| = n ln 2 + r and |r| <= ln(2) / 2: nothing cancels. Beyond 10 it is 1.
+// Computes tanh to a few ulp, also near 0; NaN stays NaN. tanh |x| = -e / (2 + e) with e = exp(-2 |x|) - 1, computed
+// without cancellation as e = 2^n p + (2^n - 1), where p = exp(r) - 1, -2 |x| = n ln 2 + r and |r| <= ln(2) / 2. Beyond
+// 10 the result is 1.
 inline Vec<float> tanh(Vec<float> x) {
   using V = Vec<float>;
   constexpr float log2e = 1.44269504f, ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
@@ -25,7 +26,7 @@ inline Vec<float> tanh(Vec<float> x) {
 }
 inline Vec<double> tanh(Vec<double> x) { return std::tanh(x.v); }
 
-// x = cap * tanh(factor * x) for n elements; factor: 1 / cap, times a scale that applies before.
+// Applies x = cap * tanh(factor * x) to n elements. factor: 1 / cap, times the scale of the scores, if any.
 template <typename acc>
 void cap_row(acc* x, int64_t n, acc factor, acc cap) {
   using V = Vec<acc>;

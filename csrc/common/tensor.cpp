@@ -34,7 +34,7 @@ void fill(const Tensor& t) {
   else if (t.scalar_type() == kLong) std::fill_n(t.mutable_data_ptr<int64_t>(), t.numel(), int64_t{1} << 62);
 }
 
-// Calls an operator of PyTorch with one result. It takes over the handles among the arguments.
+// Calls a PyTorch operator that has one result. The call takes ownership of the handles among the arguments.
 template <size_t kArguments>
 Tensor call(const char* name, std::array<StableIValue, kArguments> stack) {
   TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, "", stack.data(), TORCH_ABI_VERSION));
@@ -147,7 +147,7 @@ Tensor Tensor::flattened(int64_t kept) const {
     sizes.push_back(sizes_[d]), strides.push_back(strides_[d]);
     width += (sizes_[d] - 1) * strides_[d];
   }
-  if (rows <= 1 || numel_ == 0) strides[0] = std::max<int64_t>(width, 1);  // of a single row it says nothing
+  if (rows <= 1 || numel_ == 0) strides[0] = std::max<int64_t>(width, 1);  // the stride of a single row has no meaning
   return view(sizes, strides);
 }
 

@@ -1,8 +1,8 @@
-// A tensor for the ops: a pointer, sizes, strides, a dtype, and the owner of the memory.
+// The tensor of the ops: a pointer, sizes, strides, a dtype, and the owner of the memory.
 //
-// The library of the ops uses only PyTorch's stable C functions (torch/csrc/stable), so one build works with every
-// version from 2.11 on. Each of them is a call, and some use the dispatcher. So a tensor's properties are read once,
-// views are made here without PyTorch, and nothing is converted or copied unless necessary.
+// The ops use only PyTorch's stable C functions (torch/csrc/stable), so one build works with every version from 2.11
+// on. These functions aren't inlined, and some go through the dispatcher. Therefore this class reads a tensor's
+// properties once, makes views without PyTorch, and converts or copies only if necessary.
 
 #pragma once
 
@@ -38,7 +38,7 @@ constexpr ScalarType scalar_type_of() {
   else return kBool;
 }
 
-// Sizes or strides. Up to kFew of them need no memory of their own.
+// Sizes or strides. Up to kFew of them need no heap allocation.
 class Dims {
  public:
   Dims() = default;
@@ -67,7 +67,7 @@ class Dims {
     for (const int64_t x : *this) product *= x;
     return product;
   }
-  // The strides of contiguous memory of these sizes.
+  // Returns the strides of a contiguous tensor with these sizes.
   Dims contiguous() const {
     Dims strides = *this;
     int64_t stride = 1;
@@ -87,9 +87,9 @@ class Dims {
 class Tensor {
  public:
   Tensor() = default;
-  // PyTorch's tensor, which is deleted with the last reference to its memory.
+  // Wraps a tensor of PyTorch, which is deleted with the last reference to its memory.
   explicit Tensor(AtenTensorHandle handle);
-  // Memory that `owner` keeps alive.
+  // Wraps memory that `owner` keeps alive.
   Tensor(void* data, ScalarType dtype, const Dims& sizes, const Dims& strides, std::shared_ptr<void> owner)
       : data_(data),
         dtype_(dtype),
@@ -107,7 +107,7 @@ class Tensor {
   int64_t size(int64_t d) const { return sizes_[d < 0 ? d + dim() : d]; }  // a negative d counts from the end
   int64_t stride(int64_t d) const { return strides_[d < 0 ? d + dim() : d]; }
   bool is_contiguous() const;
-  bool is_plain() const;  // only strided memory of the CPU, as kernels read it
+  bool is_plain() const;  // plain strided CPU memory, which kernels can read
 
   const void* const_data_ptr() const { return data_; }
   void* mutable_data_ptr() const;
@@ -122,23 +122,24 @@ class Tensor {
     return static_cast<T*>(mutable_data_ptr());
   }
 
-  // Views that begin `offset` elements after the first one.
+  // Returns a view that starts `offset` elements after the first one.
   Tensor view(const Dims& sizes, const Dims& strides, int64_t offset = 0) const;
   Tensor narrow(int64_t d, int64_t start, int64_t length) const;
-  Tensor t() const { return view({size(1), size(0)}, {stride(1), stride(0)}); }  // of a matrix
-  // All dimensions but the last `kept` as one, so that size(0) is the number of rows; a copy if strides forbid a view.
+  Tensor t() const { return view({size(1), size(0)}, {stride(1), stride(0)}); }  // for a matrix
+  // Merges all dimensions but the last `kept`, so that size(0) is the number of rows. Copies if the strides don't allow
+  // a view.
   Tensor flattened(int64_t kept) const;
 
-  // The tensor itself if it is contiguous, else a contiguous copy.
+  // Returns the tensor itself if it is contiguous, else a contiguous copy.
   Tensor contiguous() const { return is_contiguous() ? *this : copied_to(dtype_); }
   Tensor to(ScalarType dtype) const { return dtype == dtype_ ? *this : copied_to(dtype); }
 
   void zero() const;  // for contiguous memory
   void copy_from(const Tensor& from) const;
 
-  // A handle that the caller deletes: PyTorch's tensor, or one for a view of it that was made here.
+  // Returns a handle that the caller deletes: of PyTorch's tensor, or of a new tensor for a view that was made here.
   AtenTensorHandle release() const;
-  // A handle that the caller deletes, to this memory, for a call that ends before the memory is freed.
+  // Returns a handle to this memory that the caller deletes. It does not keep the memory alive.
   AtenTensorHandle borrowed() const;
 
  private:
@@ -154,7 +155,7 @@ class Tensor {
   void* data_ = nullptr;
   ScalarType dtype_ = kFloat;
   bool is_input_ = false;  // writing to this memory may need PyTorch's bookkeeping
-  bool is_whole_ = false;  // and not a view that was made here
+  bool is_whole_ = false;  // not a view that was made here
   int64_t numel_ = 0;
   Dims sizes_, strides_;
   std::shared_ptr<void> owner_;        // also deletes handle_
@@ -163,22 +164,22 @@ class Tensor {
 
 using OptionalTensor = std::optional<Tensor>;
 
-// Uninitialised memory of PyTorch's.
+// Returns an uninitialised tensor that PyTorch allocates.
 Tensor empty(const Dims& sizes, const Dims& strides, ScalarType dtype);
 inline Tensor empty(const Dims& sizes, ScalarType dtype) { return empty(sizes, sizes.contiguous(), dtype); }
 Tensor zeros(const Dims& sizes, ScalarType dtype);
 
-// The tensor itself if each row is dense, as kernels read rows, wherever the rows are (in an expanded tensor all are in
-// one place); else a copy.
+// Returns the tensor itself if each row is dense, as the kernels require, else a copy. The rows may have any strides;
+// in an expanded tensor, all rows share their memory.
 inline Tensor rows_of(const Tensor& t) { return t.numel() == 0 || t.stride(-1) == 1 ? t : t.contiguous(); }
 
 inline OptionalTensor contiguous(const OptionalTensor& t) { return t ? OptionalTensor(t->contiguous()) : t; }
 
-// PyTorch's own products, x weight^T + bias and a b, by the dispatcher, without gradients.
+// PyTorch's own products x weight^T + bias and a b, called through the dispatcher without gradients.
 Tensor torch_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias);
 Tensor torch_mm(const Tensor& a, const Tensor& b);
 
-// Whether new tensors are filled with NaN, for tests.
+// Sets whether new tensors are filled with NaN, for tests.
 void fill_new_tensors(bool fills);
 
 }  // namespace fastformer

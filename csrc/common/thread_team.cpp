@@ -24,14 +24,14 @@ using Clock = std::chrono::steady_clock;
 using Duration = Clock::duration;
 
 constexpr int kMostThreads = 256;
-constexpr int kSpins = 10000;                                // of 10 to 50 ns, before a waiting thread sleeps
-constexpr Duration kIdle = std::chrono::microseconds(300);   // that a helper waits for more before it sleeps for good
-constexpr Duration kSlice = std::chrono::microseconds(500);  // shorter than any that a scheduler gives
-constexpr Duration kStay = std::chrono::milliseconds(1);     // that a thread has, at the least, on a core it moved to
+constexpr int kSpins = 10000;                                // 10 to 50 ns each, before a waiting thread sleeps
+constexpr Duration kIdle = std::chrono::microseconds(300);   // for which a helper without tasks stays awake
+constexpr Duration kSlice = std::chrono::microseconds(500);  // shorter than a time slice of any scheduler
+constexpr Duration kStay = std::chrono::milliseconds(1);     // minimum time between two moves of a thread
 
-// Waits for another thread, which is done within microseconds, or within milliseconds if it has no core at the moment.
-// After a while it sleeps instead of yielding: a thread that yields gives up its share of the core, and Linux may not
-// return it soon.
+// Waits for another thread, which finishes within microseconds, or within milliseconds if it has no core at the moment.
+// After a while the waiting thread sleeps instead of yielding: a thread that yields gives up its share of the core, and
+// Linux may not return it soon.
 class Waiting {
  public:
   void once() {
@@ -65,15 +65,15 @@ void run_alone(const std::vector<Stage>& stages) {
     for (int64_t task = 0; task < stage.tasks; ++task) stage.run(task);
 }
 
-// A function of the OpenMP library that the process has loaded, which is PyTorch's; null without one. This library
-// links to none, because a second OpenMP in a process has a second set of threads.
+// Looks up a function of the OpenMP library in the process, which is PyTorch's; null if there is none. This library
+// doesn't link to OpenMP, because a second OpenMP runtime in a process would have a second set of threads.
 template <typename F>
 F* openmp(const char* name) {
   return reinterpret_cast<F*>(dlsym(RTLD_DEFAULT, name));
 }
 
-// Under OMP_PROC_BIND the program's threads are bound to separate cores, the first thread too. Threads that it starts
-// would share its core, so a helper may use all cores that OpenMP has.
+// OMP_PROC_BIND binds each thread of the program to a core of its own, including the main thread. Threads that the main
+// thread starts would inherit its core, so this lets a helper use all cores that OpenMP has.
 void leave_bound_core() {
   constexpr int kNotBound = 0;  // omp_proc_bind_false
   const auto binding = openmp<int()>("omp_get_proc_bind"), num_places = openmp<int()>("omp_get_num_places");
@@ -91,16 +91,16 @@ void leave_bound_core() {
   if (CPU_COUNT(&cores) > 0) sched_setaffinity(0, sizeof cores, &cores);
 }
 
-// Helper threads, and the one run of stages that they work on.
+// The helper threads and the current run, of which there is at most one.
 //
-// The tasks of all stages that were ever opened have consecutive numbers. `next_` is the first task that is not taken,
-// `end_` the end of the open stage. The thread that takes task t, by moving next_ from t to t + 1, may read what is
-// known of the stage (stage_, start_): it changes only when all tasks of the stage are done, and t is not. A thread
-// that was suspended before it took its task finds next_ changed, and nothing is lost.
+// The tasks of all stages ever opened are numbered consecutively. `next_` is the first task that is not taken, `end_`
+// the end of the open stage. A thread takes task t by advancing next_ from t to t + 1. It may then read stage_ and
+// start_, which change only when all tasks of the stage are done, and t is not. A thread that was suspended before it
+// took a task finds that next_ has changed, and takes another one.
 class ThreadTeam {
  public:
-  // Runs the stages on `threads` threads, the caller's included. Returns false, without running any, while another run
-  // is going on. `meets`: the threads wait for each other at each stage, so helpers join only while that pays.
+  // Runs the stages on `threads` threads, including the caller's. Returns false without running any if another run is
+  // in progress. `meets`: the threads wait for each other at each stage, so helpers join only while that is faster.
   bool run(const std::vector<Stage>& stages, int threads, bool meets) {
     if (is_busy_.exchange(true, std::memory_order_acquire)) return false;
     const auto begun = Clock::now();
@@ -109,7 +109,7 @@ class ThreadTeam {
     place_ = 0;
     note_core(0);
     is_finished_.store(false, std::memory_order_relaxed);
-    wanted_.store(helpers, std::memory_order_seq_cst);  // before looking which helpers sleep: see idle()
+    wanted_.store(helpers, std::memory_order_seq_cst);  // before checking which helpers are asleep: see idle()
     for (int i = 0; i < helpers; ++i) {
       if (helpers_[i]->is_asleep.load(std::memory_order_seq_cst) == 0) continue;
       helpers_[i]->is_asleep.store(0, std::memory_order_seq_cst);
@@ -153,12 +153,12 @@ class ThreadTeam {
 
   bool is_open() const { return next_.load(std::memory_order_relaxed) < end_.load(std::memory_order_acquire); }
 
-  // Takes tasks while there are any; returns how many. A helper takes them only in runs that want that many helpers.
+  // Runs tasks while there are any, and returns how many. A helper takes part only in runs that want that many helpers.
   int64_t work(int place) {
     int64_t worked = 0;
     while (true) {
       int64_t task = next_.load(std::memory_order_relaxed);
-      // The order matters: wanted_ belongs to the same run as end_, or is newer, and then the task is taken already.
+      // The order matters: wanted_ belongs to the same run as end_ or to a later one, in which case the task is taken.
       if (task >= end_.load(std::memory_order_acquire)) return worked;
       if (wanted_.load(std::memory_order_relaxed) < place) return worked;
       note_core(place);
@@ -176,12 +176,12 @@ class ThreadTeam {
     if (noted.load(std::memory_order_relaxed) != core) noted.store(core, std::memory_order_relaxed);
   }
 
-  // Yields a helper's core beside busy processes while it has no task, because others would wait for a task.
+  // If other processes are busy, yields the helper's core while the helper has no task, not in the middle of one.
   void settle(int place) {
     Core& own = cores_[place];
     auto now = Clock::now();
     if (now - own.yielded > kSlice) {
-      // Its slice ends now or soon. If it ended within a task, the caller would wait for as long as the others' slices.
+      // The time slice ends now or soon. If it ended during a task, the caller would wait for the slices of others.
       sched_yield();
       own.yielded = now = Clock::now();
       note_core(place);
@@ -193,9 +193,9 @@ class ThreadTeam {
     }
   }
 
-  // Moves a helper away from the caller's core, on which one of them waits for the other. The system leaves them there:
-  // it wakes a thread on the core of the thread that wakes it, and its balancing doesn't distinguish a process that has
-  // a core to itself from two threads on one core.
+  // Moves a helper away from the caller's core, where one of them would wait for the other. The system would leave it
+  // there: Linux wakes a thread on the core of its waker, and load balancing doesn't tell two of these threads on one
+  // core from another process with a core of its own.
   void leave_core() {
     cpu_set_t allowed;
     if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
@@ -209,7 +209,7 @@ class ThreadTeam {
     if (sched_setaffinity(0, sizeof others, &others) == 0) sched_setaffinity(0, sizeof allowed, &allowed);
   }
 
-  // Runs a task. An exception must not end a helper, nor leave helpers in a run that the caller has left.
+  // Runs a task, and stores its exception: it must not end a helper, nor let the caller leave a run with helpers in it.
   void call(const Stage& stage, int64_t task) {
     try {
       stage.run(task);
@@ -218,12 +218,12 @@ class ThreadTeam {
     }
   }
 
-  // Counts a task as done; after the last of a stage the next stage opens. Returns how many of its tasks ran here.
+  // Counts a task as done. The last task of a stage opens the next stage. Returns how many of its tasks ran here.
   int64_t finish_task() { return remaining_.fetch_sub(1, std::memory_order_acq_rel) == 1 ? go_on() : 0; }
 
-  // Opens the next stage. No other thread can take a task meanwhile: the members are this thread's until end_ moves.
-  // Stages of one task, and the first task of the others, run at once, which is quicker than waking another thread.
-  // Returns how many tasks ran.
+  // Opens the next stage. No other thread can take a task until end_ advances, so this thread owns the members until
+  // then. It runs stages of one task, and the first task of other stages, at once, which is faster than waking another
+  // thread. Returns how many tasks ran.
   int64_t go_on() {
     int64_t worked = 0;
     while (place_ < stages_->size()) {
@@ -261,19 +261,20 @@ class ThreadTeam {
     for (Waiting waiting; wanted_.load(std::memory_order_relaxed) < place;) {
       waiting.once();
       if (!waiting.is_long() || Clock::now() - begun < kIdle) continue;
-      // A caller sets wanted_ first and then wakes the helpers that are asleep: one of the two sees the other.
+      // A caller sets wanted_ and then reads is_asleep; a helper sets is_asleep and then reads wanted_. So at least one
+      // of them sees the other's write.
       self.is_asleep.store(1, std::memory_order_seq_cst);
       if (wanted_.load(std::memory_order_seq_cst) < place) self.is_asleep.wait(1);
       self.is_asleep.store(0, std::memory_order_relaxed);
     }
   }
 
-  // Starts helpers until there are `count`, or as many as the system allows; returns how many of them this run uses.
+  // Starts helpers until there are `count`, or as many as the system allows. Returns how many this run uses.
   int grow(int count) {
     while (static_cast<int>(helpers_.size()) < count) {
       sigset_t all, before;
       sigfillset(&all);
-      pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads of the program
+      pthread_sigmask(SIG_SETMASK, &all, &before);  // the program's own threads handle signals
       bool has_begun = false;
       try {
         helpers_.reserve(helpers_.size() + 1);
@@ -285,7 +286,7 @@ class ThreadTeam {
         }).detach();
         helpers_.push_back(std::move(helper));
         has_begun = true;
-      } catch (const std::exception&) {  // no more threads, or no more memory: the run uses those that there are
+      } catch (const std::exception&) {  // out of threads or memory: the run uses the existing helpers
       }
       pthread_sigmask(SIG_SETMASK, &before, nullptr);
       if (!has_begun) break;
@@ -293,20 +294,20 @@ class ThreadTeam {
     return std::min(static_cast<int>(helpers_.size()), count);
   }
 
-  // One cache line: ending a stage, opening the next and taking a task of it costs three transfers of this line instead
-  // of twice as many of two.
+  // These share one cache line: ending a stage, opening the next one and taking a task transfers it three times. Two
+  // lines would need twice as many transfers.
   alignas(64) std::atomic<int64_t> next_{0};
   std::atomic<int64_t> end_{0};
   std::atomic<int64_t> remaining_{0};  // tasks of the open stage that aren't done
-  const Stage* stage_ = nullptr;       // the open one
-  int64_t start_ = 0;                  // its first task's number
-  size_t place_ = 0;                   // of the next stage
+  const Stage* stage_ = nullptr;       // the open stage
+  int64_t start_ = 0;                  // the number of its first task
+  size_t place_ = 0;                   // the index of the next stage
   const std::vector<Stage>* stages_ = nullptr;
-  std::atomic<int> wanted_{0};  // helpers, in the run that goes on; 0 between runs
+  std::atomic<int> wanted_{0};  // the number of helpers in the current run; 0 between runs
   std::atomic<bool> is_finished_{false};
   std::atomic<bool> has_thrown_{false};  // set if a task threw; its exception is in thrown_
   std::exception_ptr thrown_;
-  std::array<Core, kMostThreads> cores_;  // that the caller and the helpers were on when they took their last task
+  std::array<Core, kMostThreads> cores_;  // where the caller and the helpers took their last tasks
 
   // Used by callers, not by helpers.
   alignas(64) std::atomic<bool> is_busy_{false};
@@ -314,7 +315,7 @@ class ThreadTeam {
   Contention contention_;
 };
 
-// Never deleted: helpers use it until the process ends. A child of fork has no helpers, and makes a new team.
+// Never deleted, because helpers use it until the process ends. A forked child has no helpers and makes a new team.
 std::atomic<ThreadTeam*> the_team{nullptr};
 [[maybe_unused]] const int watches_fork =
     pthread_atfork(nullptr, nullptr, [] { the_team.store(nullptr, std::memory_order_relaxed); });

@@ -1,4 +1,4 @@
-// Square blocks of 32-bit units: they turn rows of a weight into the panels that products read.
+// Transposition of square blocks of 32-bit units, which turns rows of a weight into the panels that products read.
 
 #pragma once
 
@@ -11,12 +11,12 @@ namespace fastformer {
 #if defined(CPU_CAPABILITY_AVX512)
 
 using Lanes = __m512i;
-constexpr int64_t kBlock = 16;  // 32-bit elements of a vector
+constexpr int64_t kBlock = 16;  // 32-bit elements per vector
 
 inline Lanes load_lanes(const void* p) { return _mm512_loadu_si512(p); }
 inline void store_lanes(void* p, Lanes x) { _mm512_storeu_si512(p, x); }
 
-// The bf16 in the lower or upper half of every 32 bits, as floats.
+// Widens the bf16 in the lower or upper half of each 32 bits to floats.
 inline Vec<float> lower_halves(Lanes x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
 inline Vec<float> upper_halves(Lanes x) {
   return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(static_cast<int>(0xFFFF0000u))));

@@ -1,5 +1,5 @@
-// Attention of many queries of one head at once, against keys and values that were packed together: for prompts and
-// encoders, in which the products dominate. A step's few queries use attend_heads of rows.h.
+// Attention of many queries of one head at once, over packed keys and values: for prompts and encoders, in which the
+// products dominate. The few queries of a decode step use attend_heads of rows.h.
 
 #pragma once
 
@@ -23,7 +23,7 @@ void store_row(const float* from, int64_t n, T* to) {
   for_each_vec<float>(n - c, [=](int64_t i, int64_t m) { V::load(from + c + i, m).store(to + c + i, m); });
 }
 
-// K^T and V of one head, for the products.
+// K^T and V of one head, packed for the products.
 template <typename T>
 class PackedHead {
  public:
@@ -37,9 +37,9 @@ class PackedHead {
     fastformer::pack<T>(values, dim, 1, count, dim, values_.data());
   }
 
-  // Rows of queries, q_stride apart, to rows of results. Row i sees the keys [first(i), end(i)), which rise with i;
-  // one that sees nothing gives zeros. scale2: of the scores, times log2(e). bias(i, key, count, scores) changes what
-  // the products of row i and the `count` keys that it sees, from `key` on, gave, before the scale.
+  // Computes rows of results from rows of queries, q_stride apart. Row i sees the keys [first(i), end(i)), both of
+  // which increase with i; a row that sees nothing gives zeros. scale2: the scale of the scores times log2(e). bias(i,
+  // key, count, scores) changes the products of row i with `count` visible keys, from `key` on, before the scale.
   template <typename First, typename End, typename Bias>
   void attend(const float* q, int64_t q_stride, int64_t rows, float scale2, First first, End end, Bias bias, float* out,
               int64_t out_stride) {
@@ -49,7 +49,8 @@ class PackedHead {
     queries_.resize(kRows * dim_), sums_.resize(kRows * dim_);
     for (int64_t begin = 0; begin < rows; begin += kRows) {
       const int64_t m = std::min(kRows, rows - begin);
-      // Starts at the slice of the first key that any of these rows sees, so that sums don't depend on the set of rows.
+      // Start at the slice of kDepth keys with the first visible key, so that the sums don't depend on which rows are
+      // computed together.
       const int64_t from = first(begin) / kDepth<T> * kDepth<T>, seen = std::max<int64_t>(0, end(begin + m - 1) - from);
       const int64_t width = round_up(std::max<int64_t>(1, seen), kPanel);
       scores_.resize(kRows * width);
@@ -76,12 +77,12 @@ class PackedHead {
           sum =
               has_bf16_dot() ? weigh<true>(x, width, lowered, scale2, to) : weigh<false>(x, width, lowered, scale2, to);
         }
-        inverse[i] = sum == 0 ? 0.f : 1.f / sum;  // a NaN stays
+        inverse[i] = sum == 0 ? 0.f : 1.f / sum;  // NaN stays NaN
       }
       const T* weights;
       if constexpr (std::is_same_v<T, float>) weights = scores_.data();
       else weights = weights_.data();
-      // An odd last key has a row of zeros beside it, and no weight here.
+      // An odd last key is paired with a row of zeros, whose weight is 0.
       gemm<T>(m, dim_, round_up(seen, kPair<T>), weights, width, values_.data() + from * kPanel, sums_.data(), dim_,
               false, count_);
       for (int64_t i = 0; i < m; ++i)
@@ -92,7 +93,7 @@ class PackedHead {
   }
 
  private:
-  // to = 2 ** ((x - lowered) * scale2) of a row; returns the sum.
+  // Computes to = 2 ** ((x - lowered) * scale2) for a row, and returns the sum.
   template <bool kAtOnce>
   static float weigh(const float* x, int64_t width, float lowered, float scale2, T* to) {
     using V = Vec<float>;

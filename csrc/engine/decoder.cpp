@@ -16,8 +16,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int64_t kPrefillTokens = 512;  // that go through a stack together: their activations stay in the cache
-constexpr int64_t kRowsPerWorker = 16;   // below, reading the weights costs more than waiting at each stage
+constexpr int64_t kPrefillTokens = 512;  // tokens per pass through a stack: their activations stay in the cache
+constexpr int64_t kRowsPerWorker = 16;   // with fewer, reading the weights costs more than waiting at each stage
 
 int64_t element_size(Precision precision) { return precision == Precision::fp32 ? 4 : 2; }
 
@@ -28,7 +28,7 @@ int64_t blocks_for(int64_t num_tokens) {
   return std::max<int64_t>(1, blocks_of(num_tokens));
 }
 
-// Work is divided into this many tasks: with none, nothing would be done.
+// Work is split into as many tasks as threads, so 0 threads would do nothing.
 void check_threads(int threads) {
   if (threads < 1) throw std::invalid_argument("expected one thread or more");
 }
@@ -40,14 +40,14 @@ std::shared_ptr<const PackedModel> with_decoder(std::shared_ptr<const PackedMode
 
 }  // namespace
 
-// Each worker of a run steps groups of its own. Blocks of the cache are allocated and collected under `mutex`.
+// Each worker of a run steps groups of its own. Cache blocks are allocated and collected under `mutex`.
 struct Session::Run {
   const std::vector<Search*>& searches;
   const RunLimits& limits;
   bool log_probs;
   std::vector<int64_t> steps;  // of each group
   std::atomic<int64_t> rows_left;
-  std::atomic<bool> is_over{false};  // all workers are to return
+  std::atomic<bool> is_over{false};  // tells all workers to return
   std::mutex mutex;
 };
 
@@ -108,8 +108,8 @@ std::vector<int64_t> Session::admit(const std::vector<Ids>& sources, const std::
   }
 }
 
-// Reads the sources of the groups from `first` on, each whole. If they are too many to go through the stack together,
-// they are split among the threads.
+// Encodes the sources of the groups from `first` on. If there are too many tokens for one pass through the stack, whole
+// sources are distributed among the threads.
 void Session::read_sources(const std::vector<Ids>& sources, size_t first, int threads) {
   int64_t total = 0, most = kPrefillTokens;
   for (const Ids& source : sources) total += static_cast<int64_t>(source.size());
@@ -121,7 +121,8 @@ void Session::read_sources(const std::vector<Ids>& sources, size_t first, int th
   std::vector<Batch> batches;
   for (size_t i = 0; i < sources.size(); ++i) {
     const int64_t length = sources[i].size();
-    // If they are split, a batch ends with the source that fills it, so that there are no more batches than planned.
+    // If they are distributed, a batch ends with the source that fills it, so that there are no more batches than
+    // planned.
     if (batches.empty() || batches.back().count() + (is_apart ? 0 : length - 1) >= most) batches.emplace_back();
     batches.back().add(sources[i].data(), length, 0, &cache_.groups[first + i], nullptr, true);
   }
@@ -136,8 +137,8 @@ void Session::read_sources(const std::vector<Ids>& sources, size_t first, int th
   for (const Batch& batch : batches) forward(0).read_sources(batch, threads);
 }
 
-// Reads the prompts of the groups from `first` on, wave by wave, and returns the last ones, which are still to be read.
-// A prompt may be cut into pieces: the tokens before a piece are in the cache at that time.
+// Prefills the prompts of the groups from `first` on, wave by wave, and returns the last batch, which is still to be
+// run. A prompt may be split into chunks; the tokens before a chunk are then in the cache.
 Batch Session::read_prompts(const std::vector<Ids>& tokens, const std::vector<TokenCache::Beginning>& beginnings,
                             size_t first, int threads) {
   std::vector<size_t> order(tokens.size());
@@ -261,7 +262,7 @@ std::vector<int64_t> Session::run(const std::vector<Search*>& searches, const Id
   return run.steps;
 }
 
-// The groups of each worker: neighbours, with about equal numbers of rows.
+// Returns the groups of each worker: consecutive ones, with about equal numbers of rows.
 std::vector<Session::Places> Session::partition(const std::vector<Search*>& searches, int workers) const {
   int64_t all = 0, before = 0;
   for (const Search* search : searches) all += search->peak_rows;
@@ -310,7 +311,7 @@ void Session::run_worker(Run& run, Places groups, Ids tokens, Forward& forward, 
       going.push_back(place);
     }
     groups.swap(going);
-    // The run ends, so that the next one distributes the rows again and a worker without rows gets some.
+    // End the run, so that the next one redistributes the rows and this worker gets some.
     if (groups.empty() || run.rows_left < run.limits.least_rows) run.is_over = true;
     if (run.is_over || steps >= run.limits.max_steps || Clock::now() >= end) return;
     const std::lock_guard lock(run.mutex);
@@ -350,9 +351,9 @@ void Session::set_shortlist(const Ids& ids) {
   shortlist_ = make_shortlist(*model_, ids);
 }
 
-// A second thread costs a wait at each stage, which its share of the work has to outweigh.
+// With a second thread, each stage costs a wait. Only enough work makes up for that.
 int Session::threads_for(int64_t rows, int threads) const {
-  constexpr int64_t kWork = 4 << 20;  // bytes of weights times rows
+  constexpr int64_t kWork = 4 << 20;  // bytes of weights times number of rows
   return model_->step_bytes() * std::min<int64_t>(rows, 16) < kWork ? 1 : threads;
 }
 

@@ -13,8 +13,8 @@
 
 namespace fastformer {
 
-// The end of a run of searches: at the latest after max_steps, or with the step in which the seconds are over; and when
-// fewer than least_rows continue (counted by the searches' peaks).
+// The limits of a run of searches: it ends after max_steps, after the step in which its time runs out, or when fewer
+// than least_rows rows continue (counted by the searches' peaks).
 struct RunLimits {
   int64_t max_steps = 1;
   double seconds = 0;
@@ -23,35 +23,36 @@ struct RunLimits {
 
 class Session {
  public:
-  // num_tokens: the capacity of the cache, sources included.
+  // num_tokens: the capacity of the cache, including sources.
   Session(std::shared_ptr<const PackedModel> model, int64_t num_tokens);
 
   // threads: one or more, here and below.
-  // Appends a group of one row for each prompt: reads its source (for a model with an encoder) and its tokens, some of
-  // them not before the next step, in its pass over the weights; errors of these are errors of the step. Without
-  // an encoder, a beginning that prompts share is read once, in whole blocks, and stays in the cache while there is
-  // memory. Returns how many tokens of each prompt were not read.
+  // Appends a group of one row for each prompt, encodes its source (if the model has an encoder) and prefills its
+  // tokens. Some tokens wait for the next step, which reads the weights anyway; their errors are errors of that step.
+  // In a model without an encoder, a common prefix of prompts is computed once, in whole blocks, and stays in the cache
+  // while there is memory. Returns how many tokens of each prompt were found in the cache.
   std::vector<int64_t> admit(const std::vector<Ids>& sources, const std::vector<Ids>& tokens, int threads);
   // Appends a token to each row.
   const Candidates& step(const Ids& tokens, const Selection& selection, int threads);
-  // Steps each row, at least once, until its search is done or the run ends: at its limits, for lack of memory, or when
-  // a thread has no more rows. The caller gives the first tokens, the searches choose the others. Returns how many
-  // steps each group took.
+  // Steps each row at least once, until its search is done or the run ends: at its limits, if memory runs out, or when
+  // a thread has no more rows. The caller gives the first tokens; the searches choose the rest. Returns the number of
+  // steps of each group.
   //
   // With few rows, all threads share each step and wait for each other at each stage. With many rows, each thread is a
-  // worker that steps rows of its own: every worker reads the weights, but none waits for another, which also helps
-  // if other processes take the cores away now and then. The bits are the same.
+  // worker that steps rows of its own: every worker reads all weights, but none waits for another, which also helps if
+  // other processes take the cores away now and then. The results are the same, bit for bit.
   std::vector<int64_t> run(const std::vector<Search*>& searches, const Ids& tokens, const RunLimits& limits,
                            bool log_probs, int threads);
   void reorder(const std::vector<Ids>& parents);
   void release(const std::vector<int64_t>& groups);
-  // Only these ids may be chosen, in ascending order; empty: all. Not to be called while there are rows.
+  // Restricts the choice to these ids, in ascending order; empty: no restriction. Must not be called while there are
+  // rows.
   void set_shortlist(const Ids& ids);
 
   int64_t free_tokens() const { return cache_.free_tokens(); }
   int64_t step_tokens() { return cache_.step_tokens(); }
   int64_t shared_tokens() const { return cache_.shared_tokens(); }
-  // The tokens that admit would not read.
+  // The part of a prompt that admit() would find in the cache.
   TokenCache::Known known(const Ids& tokens) const { return cache_.known(tokens); }
   int64_t num_rows() const;
   int64_t num_groups() const { return static_cast<int64_t>(cache_.groups.size()); }
@@ -69,21 +70,21 @@ class Session {
                      int threads);
   void read_pending();
   void end_pending();
-  // Runs a step of a batch, and reads the prompts that are pending.
+  // Runs a step of a batch together with the pending prompts.
   const Candidates& step_of(Batch batch, Forward& forward, const Selection& selection, int threads);
   // Begins a step: gives each row a slot for another token.
   void begin_step(const Ids& tokens);
   void check_length(const TokenCache::Group& group) const;
   Batch batch_of(const Places& groups, const Ids& tokens) const;
   std::vector<Places> partition(const std::vector<Search*>& searches, int workers) const;
-  // Steps and searches of these groups, whose rows have slots for their tokens.
+  // Runs the steps and searches of these groups, whose rows have slots for their tokens.
   void run_worker(Run& run, Places groups, Ids tokens, Forward& forward, int threads);
   Forward& forward(size_t worker);
 
-  // Prompts that were admitted and are not read yet: the next step reads all weights anyway. Whatever changes groups in
-  // between reads them first.
+  // Prompts that were admitted but not computed yet: the next step reads all weights anyway. Functions that change the
+  // groups before that compute them first.
   Batch pending_;
-  size_t pending_from_ = 0;  // their groups are among those from this one on
+  size_t pending_from_ = 0;  // the index of the first group that may have a pending prompt
   int pending_threads_ = 1;
 
   std::shared_ptr<const PackedModel> model_;

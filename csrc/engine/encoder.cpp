@@ -13,12 +13,12 @@
 namespace fastformer {
 namespace {
 
-constexpr int64_t kMostTokens = 256;  // that go through a stack together: their activations stay in the cache
-constexpr int64_t kLeastTokens =
-    64;                        // of a thread that takes texts of its own: fewer don't pay for reading all weights
-constexpr int64_t kTurns = 4;  // that a thread takes, at the least, so that all end at about the same time
-constexpr int64_t kWork =
-    4 << 20;  // bytes of weights times tokens, below which a second thread costs more than it gives
+constexpr int64_t kMostTokens = 256;  // tokens per pass through a stack: their activations stay in the cache
+// Below this many tokens per thread, it doesn't pay that every thread reads all weights.
+constexpr int64_t kLeastTokens = 64;
+constexpr int64_t kTurns = 4;  // batches per thread, at least, so that all threads finish at about the same time
+// Below this product of bytes of weights and number of tokens, a second thread costs more than it saves.
+constexpr int64_t kWork = 4 << 20;
 
 void pool(Pooling pooling, const float* states, int64_t length, int64_t dim, float* to) {
   if (pooling == Pooling::cls) std::copy_n(states, dim, to);
@@ -26,7 +26,7 @@ void pool(Pooling pooling, const float* states, int64_t length, int64_t dim, flo
   else if (pooling == Pooling::max) {
     std::copy_n(states, dim, to);
     for (const float* row = states + dim; row < states + length * dim; row += dim)
-      for (int64_t c = 0; c < dim; ++c) to[c] = row[c] > to[c] || row[c] != row[c] ? row[c] : to[c];  // a NaN stays
+      for (int64_t c = 0; c < dim; ++c) to[c] = row[c] > to[c] || row[c] != row[c] ? row[c] : to[c];  // NaN stays NaN
   } else {
     static thread_local std::vector<double> sums;
     sums.assign(dim, 0.);
@@ -160,8 +160,8 @@ void Encoder::check_sparse(const Texts& texts, Pooling pooling) const {
 void Encoder::encode(const Texts& texts, Pooling pooling, bool normalise, int threads, float* out) {
   if (threads < 1) throw std::invalid_argument("expected one thread or more");
   const int64_t dim = model_->options.d_model, count = texts.count();
-  std::vector<int64_t> places(count + 1, 0);  // of the rows that a text gives
-  std::vector<int64_t> firsts(count, 0);      // tokens, of those that are embedded
+  std::vector<int64_t> places(count + 1, 0);  // the first output row of each text
+  std::vector<int64_t> firsts(count, 0);      // the first token of each text in the embedded rows
   int64_t tokens = 0;
   for (int64_t i = 0; i < count; ++i) {
     firsts[i] = tokens;
@@ -170,13 +170,13 @@ void Encoder::encode(const Texts& texts, Pooling pooling, bool normalise, int th
   }
   if (model_->encoder_bytes() * std::min<int64_t>(tokens, 16) < kWork) threads = 1;
 
-  // The longest texts first: the last ones are then short, and no thread waits long for them.
+  // The longest texts come first. The last ones are then short, and no thread waits long for them.
   const bool is_apart = threads > 1 && count > 1 && tokens >= kLeastTokens * threads;
   const int64_t most = is_apart ? std::clamp(tokens / (kTurns * threads), kLeastTokens, kMostTokens) : kMostTokens;
   std::vector<int64_t> order(count);
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return texts.length(a) > texts.length(b); });
-  std::vector<int64_t> ends;  // of the parts of `order` that go through the stack together
+  std::vector<int64_t> ends;  // the ends of the parts of `order` that go through the stack together
   for (int64_t i = 0, held = 0; i < count; ++i) {
     const int64_t length = texts.length(order[i]);
     if (i > 0 && held + length > most) ends.push_back(i), held = 0;

@@ -9,9 +9,9 @@
 namespace fastformer {
 namespace {
 
-constexpr int64_t kChunk = 256;  // rows: fewer would read the weights more often than pays
+constexpr int64_t kChunk = 256;  // rows; smaller chunks would read the weights too often
 
-// hidden = act(hidden); with a gate, the activated first half times the second half.
+// Computes hidden = act(hidden) or, with a gate, act(first half) * second half.
 void activate_row(Activation activation, float* hidden, int64_t n) {
   for_each_vec<float>(n, [=](int64_t c, int64_t m) {
     const Vec<float> x = Vec<float>::load(hidden + c, m);
@@ -47,7 +47,7 @@ int64_t Batch::steps() const {
   return first_prompt - spans.begin();
 }
 
-// ---- what it computes ----
+// ---- the contents of a batch ----
 
 void Forward::read_sources(const Batch& batch, int threads) {
   add_stack(model_.encoder, batch, true, threads);
@@ -77,7 +77,7 @@ const Candidates& Forward::step(const Batch& batch, const Selection& selection, 
 
 void Forward::add_product(const PackedRows& in, const PackedWeight& weight, float* out, int64_t rows, int threads) {
   const int64_t panels = weight.num_panels, ld = panels * kPanelColumns;
-  // A task reads neighbouring panels, and prefetches beyond its last one: the fewer tasks the better.
+  // A task reads consecutive panels and prefetches beyond its last one, so fewer tasks are better.
   const int64_t tasks = std::min<int64_t>(panels, threads);
   stages_.push_back({tasks,
                      [=, &in, &weight](int64_t task) {
@@ -95,7 +95,7 @@ void Forward::add_rows(int64_t rows, int threads, F&& row) {
                      }});
 }
 
-// Calls attend_heads(span, begin, end) for the kv heads of the spans [begin, end), a task's share of them at a time.
+// Adds a stage that calls attend_heads(span, begin, end) for the kv heads of the spans [begin, end), some in each task.
 template <typename F>
 void Forward::add_heads(const Batch& batch, int64_t begin, int64_t end, int threads, F&& attend_heads) {
   const int64_t heads = model_.options.num_kv_heads, all = (end - begin) * heads;
@@ -115,8 +115,8 @@ void Forward::normalise(const float* x, const Norm& norm, float* out) const {
                                                    o.rms_norm, o.d_model, nullptr, out);
 }
 
-// The row `place` of narrow_, and of the residual stream the one that lies as far behind `first`. given: null where
-// there is no sub-layer before.
+// Processes row `place` of narrow_ and row `first + place` of the residual stream. given: null if there is no sub-layer
+// before.
 void Forward::join(int64_t first, int64_t place, const float* given, const Join& how) {
   const ModelOptions& o = model_.options;
   const int64_t dim = o.d_model, row = first + place;
@@ -155,12 +155,12 @@ void Forward::add_stack(const PackedStack& stack, const Batch& batch, bool is_en
   const int64_t rows = batch.count(), dim = o.d_model, wide = padded(dim), q_dim = o.q_dim();
   const int64_t inner = stack.layers.empty() ? 0 : stack.layers[0].ff1.num_panels * kPanelColumns;
   const int64_t d_ff = stack.layers.empty() ? 1 : stack.layers[0].ff2.k;
-  // All sub-layers but attention process some rows at a time, whose activations then stay in the cache. If narrow_ is
-  // read afterwards, they process all rows at once.
+  // All sub-layers but attention process the rows in chunks, whose activations stay in the cache. If narrow_ is read
+  // afterwards, they process all rows at once.
   const int64_t most = states ? std::min(kChunk, rows) : rows;
   x_.reserve(rows * dim), context_.reserve(rows * q_dim);
   y_.reserve((model_.source_projection.empty() ? most : rows) * wide), hidden_.reserve(most * inner);
-  // The stored keys and values of sources use this buffer as well.
+  // Storing the keys and values of sources uses this buffer as well.
   qkv_.reserve(rows * padded(o.qkv_dim()));
   narrow_.resize(most, dim, o.precision), heads_.resize(most, q_dim, o.precision);
   wide_.resize(most, d_ff, o.precision);
@@ -204,7 +204,7 @@ void Forward::add_stack(const PackedStack& stack, const Batch& batch, bool is_en
         return add_heads(batch, 0, spans, threads, [=, this](const Span& span, int64_t begin, int64_t end) {
           for (int64_t head = begin; head < end; ++head) attend_own_span<T>(place, span, head);
         });
-      // Steps attend to keys of the prompts in front of them.
+      // Prompts come first, because steps may attend to their keys.
       for (const auto& [from, to] : {std::pair(steps, spans), std::pair<int64_t, int64_t>(0, steps)})
         if (from < to)
           add_heads(batch, from, to, threads, [=, this](const Span& span, int64_t begin, int64_t end) {

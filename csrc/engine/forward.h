@@ -1,7 +1,7 @@
-// Tokens through the stacks of a packed model: sources, prompts, and the tokens of a step.
+// Runs tokens through the stacks of a packed model: sources, prompts, and the tokens of a decode step.
 //
-// It is a list of stages (thread_team.h) in which each task writes its own output from whole sums: the bits of a row
-// depend neither on its neighbours nor on the number of threads.
+// A pass is a list of stages (thread_team.h). Each task writes its own output from complete sums, so the bits of a row
+// depend neither on other rows nor on the number of threads.
 
 #pragma once
 
@@ -15,23 +15,23 @@
 
 namespace fastformer {
 
-// Neighbouring tokens of one sequence, in their order.
+// Consecutive tokens of one sequence.
 struct Span {
   int64_t begin, end, first_position;
-  const TokenCache::Group* group;  // null: an encoder's, which attend to their own span
+  const TokenCache::Group* group;  // null: tokens of an encoder, which attend to their own span
   const TokenCache::Row* row;
-  bool is_prompt;  // else a step's one token
+  bool is_prompt;  // false: the single token of a decode step
   // For an encoder's text from which padding was omitted:
-  const int32_t* places = nullptr;  // the positions of its tokens, rising; null: 0, 1, 2 ...
-  int64_t unseen = 0;               // tokens at its beginning that attend, and that no token attends to
+  const int32_t* places = nullptr;  // the original indices of its tokens, ascending; null: 0, 1, 2 ...
+  int64_t unseen = 0;               // tokens at its beginning that attend but that no token attends to
 };
 
 struct Batch {
-  Ids ids, positions, types;           // types: of an encoder's tokens; empty: all are 0
-  std::vector<const float*> embedded;  // of an encoder's tokens: d_model numbers each, which are read; or empty
+  Ids ids, positions, types;           // types: for encoder tokens; empty: all are 0
+  std::vector<const float*> embedded;  // embeddings of encoder tokens, d_model floats each; or empty
   std::vector<Span> spans;
   int64_t count() const { return static_cast<int64_t>(ids.size()); }
-  // The steps, which are the first spans, of a token each.
+  // The number of decode steps, which are the first spans and have one token each.
   int64_t steps() const;
   // tokens: null if they are embedded already.
   void add(const int32_t* tokens, int64_t count, int64_t first_position, const TokenCache::Group* group,
@@ -39,8 +39,8 @@ struct Batch {
   void append(const Batch& prompts);
 };
 
-// Runs one batch at a time, with the buffers between its products. Several instances may run at once with one model and
-// one cache, as long as their batches belong to different groups.
+// Runs one batch at a time, and owns the buffers for its activations. Several instances may run concurrently on one
+// model and one cache, as long as their batches belong to different groups.
 class Forward {
  public:
   Forward(const PackedModel& model, const Shortlist& shortlist, TokenCache& cache)
@@ -55,15 +55,15 @@ class Forward {
   // Runs texts through the encoder and writes their normalised states to `states`, (tokens, d_model); then runs
   // `finish`.
   void encode(const Batch& batch, int threads, float* states, const Stage& finish);
-  // Runs prompts, or pieces of them, through the decoder.
+  // Runs prompts, or chunks of them, through the decoder.
   void read_prompts(const Batch& batch, int threads);
-  // Runs a token of each row, and returns the candidates for the next one. Prompts that follow in the batch are read
-  // in the same pass over the weights; the steps may be of rows whose prompts they are.
+  // Runs one token of each row and returns the candidates for the next one. Prompts that follow in the batch go through
+  // in the same pass over the weights; a step may belong to a row whose prompt is among them.
   const Candidates& step(const Batch& batch, const Selection& selection, int threads);
 
  private:
-  // Adds the stages that run a batch through a stack; after them narrow_ holds the normalised states, or `states` if
-  // that is not null. In the decoder these are the steps': of a prompt, only keys and values are needed.
+  // Adds the stages that run a batch through a stack. Afterwards narrow_, or `states` if it is not null, holds the
+  // normalised states. In the decoder these are the states of steps only: prompts only need keys and values.
   void add_stack(const PackedStack& stack, const Batch& batch, bool is_encoder, int threads, float* states = nullptr);
   void add_projection(const Batch& batch, const PackedWeight& projection, int threads);
   void embed(const Batch& batch, bool is_encoder, int64_t row, float* to) const;
@@ -75,13 +75,13 @@ class Forward {
   void add_rows(int64_t rows, int threads, F&& row);
   template <typename F>
   void add_heads(const Batch& batch, int64_t begin, int64_t end, int threads, F&& attend_heads);
-  // How a sub-layer's output enters the residual stream x, and what the next sub-layer reads: see join.
+  // Describes how a sub-layer's output is added to the residual stream x, and what the next sub-layer reads; see join.
   struct Join {
-    const Norm* of_sum = nullptr;  // x = of_sum(x + given), and the next one reads that; the others are null then
+    const Norm* of_sum = nullptr;  // x = of_sum(x + given), which the next sub-layer reads; the others are then null
     const Norm* of_given = nullptr;
-    const Norm* next = nullptr;   // in front of the next one; null: it reads x as it is
-    bool reads_x_before = false;  // before x takes in what was given: a parallel residual
-    float* states = nullptr;      // rows of fp32 that the next one reads instead of narrow_
+    const Norm* next = nullptr;   // the norm before the next sub-layer; null: it reads x unchanged
+    bool reads_x_before = false;  // the next sub-layer reads x before `given` is added: a parallel residual
+    float* states = nullptr;      // fp32 rows to write instead of narrow_
   };
   void join(int64_t first, int64_t place, const float* given, const Join& how);
   void normalise(const float* x, const Norm& norm, float* out) const;
@@ -112,21 +112,22 @@ class Forward {
   Candidates candidates_;
 
   std::vector<Stage> stages_;
-  // For the tokens of a batch: the residual stream, queries with keys and values, the output of attention. For some of
-  // them: the output of a product, and the inner rows of the feed-forward network. Rows of products are `padded`.
+  // For all tokens of a batch: the residual stream, Q, K and V, and the output of attention. For a chunk of them: the
+  // output of a product, and the hidden rows of the feed-forward network. Rows that products write are `padded`.
   FloatBuffer x_, qkv_, context_, y_, hidden_;
-  // The operands of products: a sub-layer's input, all heads' results, the inner rows, and embeddings to be projected.
+  // The operands of products: the input of a sub-layer, the outputs of all heads, the hidden rows of the feed-forward
+  // network, and embeddings to be projected.
   PackedRows narrow_, heads_, wide_, embedded_;
 };
 
-// Calls f.operator()<T>() for the type of the stored keys and values: fp32, or bf16 for smaller precisions.
+// Calls f.operator()<T>() with the type of the cached keys and values: fp32, or bf16 for lower precisions.
 template <typename F>
 void with_cache_type(Precision precision, F&& f) {
   if (precision == Precision::fp32) f.template operator()<float>();
   else f.template operator()<bfloat16>();
 }
 
-// Normalises `heads` neighbouring vectors of a norm's size by their root mean square.
+// Applies an RMS norm to each of `heads` consecutive vectors of the norm's size.
 void normalise_heads(const Norm& norm, float eps, int64_t heads, float* x);
 
 // The width of rows that a product writes.

@@ -1,4 +1,4 @@
-// The attention of Forward: the tokens of a span, the query heads of the kv heads [begin, end).
+// The attention of Forward. A call handles the tokens of a span and the query heads of the kv heads [begin, end).
 
 #include <algorithm>
 #include <cmath>
@@ -13,7 +13,7 @@ namespace {
 
 constexpr float kLog2e = 1.44269504f;
 
-// Queries in the type of the cache's keys.
+// Converts queries to the type of the cached keys.
 template <typename T>
 const T* as_cached(const float* q, int64_t n) {
   if constexpr (std::is_same_v<T, float>) return q;
@@ -25,7 +25,7 @@ const T* as_cached(const float* q, int64_t n) {
   }
 }
 
-// The buffers of a thread for the queries of one head together.
+// A thread's buffers for attention of all queries of one head at once.
 template <typename T>
 struct HeadScratch {
   std::vector<T> keys, values;
@@ -42,19 +42,19 @@ HeadScratch<T>& head_scratch(int64_t elements) {
 // Changes the products of a query with its keys before the softmax.
 struct Scores {
   const PositionBias* bias;
-  float factor, cap, scale2;  // scale2: of what comes out, in powers of two
+  float factor, cap, scale2;  // scale2: the remaining scale of the scores, times log2(e)
 
   Scores(const ModelOptions& o, const PositionBias& position_bias)
       : bias(position_bias ? &position_bias : nullptr),
         factor(o.attention_scale / o.attention_softcap),
         cap(o.attention_softcap),
         scale2(kLog2e * (cap > 0 ? 1 : o.attention_scale)) {}
-  // Changes those of a head's query with `count` keys from `key` on.
+  // Changes the products of a head's query with `count` keys from `key` on.
   void operator()(int64_t head, int64_t query, int64_t key, int64_t count, float* scores) const {
     if (bias) bias->add_to(head, query, key, count, scores);
     if (cap > 0) cap_row(scores, count, factor, cap);
   }
-  // Does the same for keys with gaps between them, given their places and the query's.
+  // Does the same for keys with gaps between them, given the original indices of the keys and of the query.
   void operator()(int64_t head, int64_t query, const int32_t* places, int64_t count, float* scores) const {
     for (int64_t i = 0, next; bias && i < count; i = next) {
       next = i + 1;
@@ -91,7 +91,7 @@ void Forward::store_cache(int64_t layer, int64_t head, int64_t slot, const float
   store_row(v, dim, values_of<T>(layer, head) + slot * dim);
 }
 
-// One token's queries, row q of all of them, against those of its keys and values that `slots` lists.
+// Attends from the queries of one token, row q, to the keys and values that `slots` lists.
 template <typename T, typename Change>
 void Forward::attend_token(int64_t layer, const float* q, int64_t begin, int64_t end, const int32_t* slots,
                            int64_t count, float* context, float scale2, Change change) {
@@ -145,7 +145,7 @@ void Forward::attend_self(int64_t layer, const Span& span, int64_t begin, int64_
                   [=](int64_t h, float* scores) { change(h, position, first, count, scores); });
 }
 
-// The queries of one kv head together; the cache has its keys by now.
+// Attends from all queries of one kv head at once. Its keys are already in the cache.
 template <typename T>
 void Forward::attend_prompt(int64_t layer, const Span& span, int64_t kv_head) {
   const ModelOptions& o = model_.options;
@@ -155,7 +155,8 @@ void Forward::attend_prompt(int64_t layer, const Span& span, int64_t kv_head) {
   const T *keys = keys_of<T>(layer, kv_head), *values = values_of<T>(layer, kv_head);
   const int32_t* slots = span.row->slots.data();
   const int64_t rows = span.end - span.begin, end = span.first_position + rows;
-  // The products sum keys in slices of kDepth, whose places don't depend on where the prompt was cut.
+  // Products sum over slices of kDepth keys. Starting at a multiple of kDepth makes them independent of how the prompt
+  // was split.
   const int64_t begin = window < 0 ? 0 : std::max<int64_t>(0, span.first_position - window) / kDepth<T> * kDepth<T>;
   HeadScratch<T>& scratch = head_scratch<T>((end - begin) * dim);
   for (int64_t position = begin; position < end; ++position) {

@@ -25,7 +25,7 @@ const GroupedKernels& grouped_kernels() {
   return found;
 }
 
-// The place of the bits of input i of a column in a group.
+// Returns the byte with the bits of input i of a column in a group.
 char& nibble_place(char* group, int64_t lane, int64_t i) {
   const int64_t step = i / 4;
   return group[step / 2 * kStepBytes + lane * 4 + i % 4];
@@ -45,7 +45,8 @@ void pack_column(const Int4Matrix& w, int64_t column, char* panel, int64_t group
   }
   int exponent = 0;
   if (is_finite) std::frexp(largest, &exponent);
-  exponent = largest > 0 ? 15 - exponent : 0;  // the largest becomes 2^14 or more: fp16 has room below
+  exponent = largest > 0 ? 15 - exponent
+                         : 0;  // the largest becomes at least 2^14, which leaves most of fp16's range to the others
   double sum = 0;
   for (int64_t g = 0; g < groups; ++g, panel += group_bytes) {
     const float scale = is_finite ? std::ldexp(scales[g], exponent) : 0;
@@ -68,7 +69,7 @@ void pack_column(const Int4Matrix& w, int64_t column, char* panel, int64_t group
 // From this many rows on, AMX outweighs the cost of unpacking and of calls for single groups.
 constexpr int64_t kFewestForAmx = 32;
 
-// Tiles of bytes, group by group; the rest is as in the kernels.
+// Multiplies by AMX, group by group, on weights unpacked to bytes. All else is as in the kernels.
 void gemm_by_tiles(const PackedRows& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out,
                    int64_t ld) {
   alignas(64) thread_local int32_t sums[kMostBrgemmRows * kPanelColumns];
@@ -117,7 +118,7 @@ int64_t int4_panel_bytes(int64_t k, bool has_zeros) {
 }
 
 void pack_int4(const Int4Matrix& w, const float* bias, char* panels) {
-  grouped_kernels();  // a wrong FASTFORMER_CPU_FEATURES throws here, and not in a product
+  grouped_kernels();  // an invalid FASTFORMER_CPU_FEATURES throws here and not in a product
   const int64_t panel_bytes = int4_panel_bytes(w.k, w.zeros != nullptr);
   for (int64_t column = 0; column < w.n; ++column) {
     char* panel = panels + column / kPanelColumns * panel_bytes;
@@ -146,13 +147,13 @@ void gemm_int4(const PackedRows& x, int64_t rows, const PackedWeight& w, int64_t
                int64_t ld) {
   if (w.k > 0 && rows >= kFewestForAmx && can_brgemm(Precision::int8))
     return gemm_by_tiles(x, rows, w, begin, end, out, ld);
-  constexpr int64_t kAhead = 8192;  // bytes that one stream fetches ahead
+  constexpr int64_t kAhead = 8192;  // bytes that a stream prefetches
   const GroupedKernels& all = grouped_kernels();
   const Walk walk(all.shapes, all.num_shapes, rows);
   const int vecs = all.shapes[walk.shape].vecs;
   const int64_t passes = walk.passes();
   const int64_t groups = int4_groups(w.k), group_bytes = int4_group_bytes(w.has_zeros);
-  // A single pass prefetches its own stream; of several passes, the first ones prefetch the whole next panel.
+  // A single pass prefetches its own stream. If there are several passes, the first ones prefetch the whole next panel.
   const int64_t lines = kGroupLines[passes == 1 ? 2 : 1], fetched = groups * kGroupBlocks * lines * 64;
   const int64_t distance = passes == 1 ? kAhead : w.panel_bytes();
   for (int64_t p = begin; p < end; ++p, out += kPanelColumns) {

@@ -1,4 +1,4 @@
-// Products with weights of 4 bits: what packed_gemm.h's functions do for Precision::int4.
+// Products with 4-bit weights: the implementation of packed_gemm.h for Precision::int4.
 
 #pragma once
 
@@ -6,11 +6,11 @@
 
 namespace fastformer {
 
-// The bytes of a panel: its groups, and its tail.
+// The size in bytes of a group, and of a whole panel with its tail.
 int64_t int4_group_bytes(bool has_zeros);
 int64_t int4_panel_bytes(int64_t k, bool has_zeros);
 
-// Packs the columns of a weight into panels that are zero so far. bias: n floats, or null.
+// Packs the columns of a weight into zero-initialised panels. bias: n floats, or null.
 void pack_int4(const Int4Matrix& weight, const float* bias, char* panels);
 
 // Copies a column of a panel of k inputs into another panel.

@@ -1,11 +1,11 @@
 // The inner loops of int4_gemm.cpp: a few rows times a few vectors of a panel of 4-bit weights.
 //
-// A group is 32 inputs. A panel has, for each group, four blocks of 64 columns times 4 bytes, the 64 scales of the
-// group as fp16, and, if the weight has zeros, those as int8. The low half of a block's 4 bytes is one step of 4
-// inputs, the high half the next. Both are two's complement, from -8 to 7.
+// A group is 32 inputs. For each group, a panel has four blocks of 64 columns times 4 bytes, the group's 64 scales as
+// fp16, and its zero points as int8 if the weight has any. The low nibbles of a column's 4 bytes are one step of 4
+// inputs, the high nibbles the next. Both are two's complement, from -8 to 7.
 //
-// The integers of a group are exact, whichever instructions multiply. Times its scale they are added in fp32, group
-// by group, in the same order on all paths, so that all give the same bits.
+// The integer sum of a group is exact with any instructions. It is multiplied by the group's scale and added in fp32,
+// group by group, in the same order on all paths, so that all give the same bits.
 
 #pragma once
 
@@ -16,9 +16,9 @@ namespace fastformer {
 constexpr int64_t kGroupBlocks = 4;
 constexpr int64_t kNibbleBytes = kGroupBlocks * kStepBytes;
 constexpr int64_t kScaleBytes = 2 * kPanelColumns;
-constexpr int64_t kGroupBytes = 2 * kGroupBlocks * 4;  // of a row of activations
+constexpr int64_t kGroupBytes = 2 * kGroupBlocks * 4;  // bytes of a group in a row of activations
 
-// What follows the groups of a panel.
+// The data after the groups of a panel.
 struct GroupedTail {
   float bias[kPanelColumns];
   float scale[kPanelColumns];       // a power of two: the scales of groups are multiples of it
@@ -29,14 +29,14 @@ struct GroupedTail {
 struct GroupedTile {
   const char* left;  // first row
   int64_t left_stride;
-  const float* left_scale;  // of each row, and the byte of its zero
+  const float* left_scale;  // the scale of each row; left_zero: its zero point
   const int32_t* left_zero;
-  const int32_t* left_sums;  // minus the sums of bytes, for the rows of each group, in the low 16 bits
-  int64_t sums_stride;       // from one group to the next
+  const int32_t* left_sums;  // (groups, rows): minus the sum of the bytes, in the low 16 bits
+  int64_t sums_stride;       // elements from one group to the next
   const char* right;         // the panel
   int64_t groups, group_bytes;
   const GroupedTail* tail;
-  int64_t column;     // the first, in the panel
+  int64_t column;     // the index of the first column in the panel
   const char* ahead;  // the address to prefetch
   float* out;
   int64_t ld;
@@ -80,7 +80,7 @@ inline V load_halves(const char* p) { return _mm256_cvtph_ps(_mm_loadu_si128(rei
 
 #endif
 
-// The two steps of a vector of a block.
+// The two steps that a vector of a block contains.
 struct StepPair {
   Ints low, high;
 };
@@ -91,7 +91,8 @@ inline StepPair signed_nibbles(Ints x) {
   return {look_up(table, and_bits(x, mask)), look_up(table, and_bits(right_by_4(x), mask))};
 }
 
-// vpdpbusd, with the weights in the upper half of a byte: the sums are 16 times too large, which costs nothing.
+// Uses vpdpbusd with the weights in the upper half of each byte. The sums are 16 times too large, which the scale
+// compensates at no cost.
 struct DotInt4 {
   static constexpr float kUnit = 1.f / 16;
 #if defined(CPU_CAPABILITY_AVX512)
@@ -116,7 +117,7 @@ struct DotInt4 {
   }
 };
 
-// Without dot products pmaddubsw adds two products to 16 bits. Those of a whole group fit: 16 * 255 * 8 < 2^15.
+// Without dot products, pmaddubsw adds two products in 16 bits. The sum of a whole group fits: 16 * 255 * 8 < 2^15.
 struct MultiplyInt4 {
   static constexpr float kUnit = 1;
 #if defined(CPU_CAPABILITY_AVX512)
@@ -139,13 +140,13 @@ struct MultiplyInt4 {
   static Ints add_pairs(Ints sum, Ints a, Ints b) { return add_words(sum, multiply_pairs(a, b)); }
 };
 
-// Finishes a row's product with a vector of columns, from the sums of groups.
+// Returns a row's product with a vector of columns, given the sum over groups.
 inline V finish_groups(V total, float unit, const GroupedTail& tail, int64_t column, float scale, int32_t zero) {
   const V moved = fmadd(V(static_cast<float>(zero)), V::load(tail.correction + column), total * V(unit));
   return fmadd(moved, V::load(tail.scale + column) * V(scale), V::load(tail.bias + column));
 }
 
-// kRows rows times kVecs vectors of a panel. Meanwhile kLines cache lines a block are fetched from `ahead`.
+// Multiplies kRows rows by kVecs vectors of a panel, and prefetches kLines cache lines per block from `ahead`.
 template <typename Path, int kVecs, int kRows, int kLines>
 void rows_times_groups(const GroupedTile& tile) {
   constexpr bool kKept = kRows * kVecs * 2 <= kMostKept;
@@ -154,7 +155,7 @@ void rows_times_groups(const GroupedTile& tile) {
   RowPointers<kRows> left(t.left, t.left_stride);
   const char *group = t.right, *ahead = t.ahead;
   const int32_t* left_sums = t.left_sums;
-  // If registers don't suffice, the sums of fp32 stay in memory, at addresses that the compiler can't analyse.
+  // If there are too few registers, the fp32 sums stay in memory, at addresses that the compiler can't analyse.
   V total[kKept ? kRows : 1][kVecs];
   alignas(64) float memory[kKept ? 1 : kRows * kVecs * V::size];
   float* waiting = memory;
@@ -244,11 +245,12 @@ void rows_times_groups(const GroupedTile& tile) {
 }
 
 using GroupedKernels = KernelTable<GroupedKernel, 3>;
-constexpr std::array<int, 3> kGroupLines{0, 2, 5};  // cache lines a block
+constexpr std::array<int, 3> kGroupLines{0, 2, 5};  // cache lines per block
 
 template <typename Path>
 GroupedKernels grouped_kernels_of() {
-  // A single pass fetches 5 lines. Of several passes, the first ones fetch 2, which together cover the next panel.
+  // A single pass prefetches 5 lines. If there are several passes, the first ones prefetch 2 each, which together cover
+  // the next panel.
   constexpr auto kReached =
       reached<Path, GroupedKernels>([](int64_t, int64_t passes, int which) { return (which == 2) == (passes == 1); });
   return kernel_table<Path, GroupedKernels, kReached>(

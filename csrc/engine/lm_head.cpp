@@ -12,7 +12,7 @@ namespace {
 
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
-// Inserts a value at its place among the k best, in descending order; of equal ones the first stays first.
+// Inserts a value into the k best, which are in descending order; equal values stay in order of insertion.
 void insert(float value, int32_t column, int64_t k, float* values, int32_t* columns) {
   int64_t i = k - 1;
   for (; i > 0 && values[i - 1] < value; --i) values[i] = values[i - 1], columns[i] = columns[i - 1];
@@ -55,7 +55,7 @@ void LmHead::add_stages(const PackedRows& states, int64_t rows, const Selection&
     bans_.push_back(ban);
   }
   std::sort(bans_.begin(), bans_.end(), [](const Selection::Ban& a, const Selection::Ban& b) { return a.id < b.id; });
-  // The logits of ids outside of the shortlist.
+  // Fill the logits of ids outside of the shortlist.
   if (!shortlist_.ids.empty()) std::fill_n(selection.logits, selection.logit_rows.size() * model_.vocab_size(), kNever);
   candidates.k = selection.k;
   candidates.ids.resize(rows * selection.k), candidates.values.resize(rows * selection.k);
@@ -108,11 +108,11 @@ void LmHead::scan_shard(int64_t shard, const PackedRows& states, int64_t rows, c
   }
 }
 
-// Adds 64 logits of a row, the first of them that of column `first`.
+// Adds 64 logits of a row, of the columns from `first` on.
 void LmHead::keep_best(const float* z, int64_t first, int64_t k, Best& best) {
   using V = Vec<float>;
   for (int64_t c = 0; c < kPanelColumns; c += V::size)
-    // NaN counts as above everything.
+    // NaN counts as larger than everything.
     for (uint32_t above = lanes_above(V::load(z + c), V(best.worst)); above; above &= above - 1) {
       const int64_t lane = c + __builtin_ctz(above);
       if (!(z[lane] < std::numeric_limits<float>::infinity())) {

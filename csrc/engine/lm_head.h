@@ -1,5 +1,5 @@
-// The last product of a step, and the selection of its best tokens: logits exist 64 columns at a time and are only
-// written for the rows whose logits are requested.
+// The output projection of a step and the selection of its best tokens. Logits are computed 64 columns at a time, and
+// written to memory only for rows whose logits are requested.
 
 #pragma once
 
@@ -15,28 +15,28 @@ using Ids = std::vector<int32_t>;
 
 // The results that a step returns for each row.
 struct Selection {
-  // An id that may not be chosen, and the rows [begin, end) that this holds for.
+  // Forbids an id for the rows [begin, end).
   struct Ban {
     int32_t id;
     int64_t begin, end;
   };
 
   int64_t k;                // the number of best tokens
-  bool log_probs;           // their log-probabilities instead of their logits
-  Ids logit_rows;           // of these rows, in ascending order, all logits as well
+  bool log_probs;           // return log-probabilities instead of logits
+  Ids logit_rows;           // rows, in ascending order, for which all logits are returned as well
   float* logits = nullptr;  // (len(logit_rows), vocab_size)
   std::vector<Ban> bans;
 };
 
-// The best tokens of each row, best first, (rows, k); of equal ones the lowest id first. If there are fewer than k, the
-// rest is -inf. A row with NaN or +inf among its logits has NaN as values.
+// The best tokens of each row, (rows, k), best first; ties go to the lower id. If there are fewer than k, the rest is
+// -inf. A row with NaN or +inf among its logits has NaN as values.
 struct Candidates {
   int64_t k = 0;
   Ids ids;
   std::vector<float> values;
 };
 
-// The ids that may be chosen, in ascending order, and their columns of the last product; empty: all.
+// The ids that may be chosen, in ascending order, and their columns of the output projection; empty: all ids.
 struct Shortlist {
   Ids ids;
   PackedWeight weight;
@@ -45,10 +45,10 @@ Shortlist make_shortlist(const PackedModel& model, const Ids& ids);
 
 class LmHead {
  public:
-  // Each step reads the shortlist at its beginning.
+  // The shortlist is read at the beginning of each step.
   LmHead(const PackedModel& model, const Shortlist& shortlist) : model_(model), shortlist_(shortlist) {}
 
-  // Adds the stages that choose tokens for `rows` rows of normalised states. The selection is read while they run.
+  // Adds the stages that select tokens for `rows` rows of normalised states. They read the selection while they run.
   void add_stages(const PackedRows& states, int64_t rows, const Selection& selection, int threads,
                   Candidates& candidates, std::vector<Stage>& stages);
 
@@ -57,7 +57,8 @@ class LmHead {
   struct Sum {
     float largest, sum;
   };
-  // The k best of one row in one shard (a run of parts), the worst of them, and whether there was NaN or +inf.
+  // The k best of one row in one shard (several consecutive parts), the worst of them, and whether there was a NaN or
+  // +inf.
   struct Best {
     float worst;
     bool is_broken;
@@ -74,11 +75,11 @@ class LmHead {
 
   const PackedModel& model_;
   const Shortlist& shortlist_;
-  // For a step: its bans by column, and the place of each row among those whose logits are written (-1: none).
+  // For a step: its bans by column, and the index of each row among those whose logits are written (-1: not written).
   std::vector<Selection::Ban> bans_;
   Ids places_;
-  // The parts depend only on the vocabulary, so that sums are the same for any number of threads. The shards depend on
-  // the threads: the best are the same in any case, and each row of a shard has to find some first.
+  // The parts depend only on the vocabulary, so that sums are the same for any number of threads. The number of shards
+  // depends on the threads, because it doesn't change which tokens are best; each shard has to fill its k best first.
   int64_t num_parts_ = 0, part_panels_ = 0, num_shards_ = 0;
   std::vector<Sum> sums_;   // (parts, rows)
   std::vector<Best> best_;  // (shards, rows)

@@ -19,12 +19,12 @@ bool can_brgemm(Precision precision) {
     return asked != nullptr && asked[0] == '1';
   }();
   if (precision == Precision::fp32 || brgemm() == nullptr) return false;
-  // brgemm throws while oneDNN is switched off (torch.backends.mkldnn), which may change between two products.
+  // brgemm throws while oneDNN is switched off (torch.backends.mkldnn); users may switch it between two products.
   if (!brgemm()->is_enabled()) return false;
   const CpuFeatures& cpu = cpu_features();
   const bool bf16 = precision == Precision::bf16;
   if (forced && (bf16 ? cpu.avx512_bf16 : cpu.avx512_vnni)) return true;
-  // Whether weights need packing is torch's only answer to whether it has AMX.
+  // PyTorch has no function that tells whether it sees AMX, but only with AMX do weights need packing.
   return bf16 ? cpu.amx_bf16 && brgemm()->has_bf16() : cpu.amx_int8 && brgemm()->has_u8s8();
 #else
   return false;

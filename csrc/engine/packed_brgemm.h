@@ -1,4 +1,4 @@
-// A block of rows against a panel of packed_gemm.h by oneDNN's brgemm, which reaches AMX.
+// Multiplies a block of rows by a panel of packed_gemm.h with oneDNN's brgemm, which uses AMX.
 
 #pragma once
 
@@ -6,19 +6,19 @@
 
 namespace fastformer {
 
-constexpr int64_t kTileRows = 16;        // of an AMX tile: products have whole tiles, whatever the number of rows
-constexpr int64_t kMostBrgemmRows = 64;  // of one product
+constexpr int64_t kTileRows = 16;        // rows of an AMX tile; products always have whole tiles
+constexpr int64_t kMostBrgemmRows = 64;  // rows of one product
 
-// Whether products of the precision may use brgemm: the CPU has AMX for it, and oneDNN is switched on in torch. brgemm
-// runs on AVX-512 too: FASTFORMER_BRGEMM=1 uses it on a CPU with dot products of the precision, for tests.
+// Whether products of the precision may use brgemm: the CPU has AMX for it, and oneDNN is enabled in PyTorch. brgemm
+// also runs on AVX-512: FASTFORMER_BRGEMM=1 enables it on a CPU with dot products of the precision, for tests.
 bool can_brgemm(Precision precision);
 
-// sums[r * 64 + c] = those of `rows` rows (a multiple of kTileRows) from `left` on, over `steps` steps of a panel from
-// `right` on: int32 of u8 times s8, or floats of bf16, in one run of additions.
+// Writes the products of `rows` rows from `left` on (a multiple of kTileRows) with `steps` steps of a panel from
+// `right` on to sums[r * 64 + c]: int32 for u8 times s8, float for bf16. Each is a single sum over all steps.
 void brgemm_panel(Precision precision, int64_t rows, const char* left, int64_t left_stride, const char* right,
                   int64_t steps, void* sums);
 
-// Releases the tiles; to be called after the last product on a thread.
+// Releases the AMX tiles. Each thread calls this after its last product.
 void release_brgemm();
 
 // The number of products that the calling thread has computed with brgemm, for tests.

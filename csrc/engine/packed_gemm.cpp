@@ -1,4 +1,4 @@
-// Packing, storing and the order of the work for packed_gemm.h.
+// Packing of weights, storing of rows, and the loops over panels for packed_gemm.h.
 
 #include "engine/packed_gemm.h"
 
@@ -20,21 +20,21 @@ namespace fastformer {
 namespace {
 
 constexpr int64_t kHugePage = int64_t(2) << 20;
-constexpr int64_t kAhead = 8192;      // bytes that one stream prefetches: the best of 2 KiB to 128 KiB on Zen 5
-constexpr int64_t kPartSteps = 128;   // of a panel: 32 KiB, which stay in L1 while all rows are multiplied with them
-constexpr int64_t kMostInParts = 64;  // rows: with more, their own parts don't stay in L1
+constexpr int64_t kAhead = 8192;      // bytes that a stream prefetches: the best of 2 KiB to 128 KiB on Zen 5
+constexpr int64_t kPartSteps = 128;   // steps of a part of a panel: 32 KiB, which stay in L1 for all rows
+constexpr int64_t kMostInParts = 64;  // rows; the parts of more rows don't stay in L1
 constexpr int64_t kMostInt8 = 66311;  // k * 255 * 127 < 2^31
 
 int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
-// The number of neighbours in k in 4 bytes of a row.
+// The number of consecutive elements of k in 4 bytes of a row.
 int64_t group(Precision precision) { return precision == Precision::fp32 ? 1 : precision == Precision::bf16 ? 2 : 4; }
 
-// Memory for panels: in huge pages if the system has them (a step of decoding reads all weights, and 4 KiB pages
-// would miss the TLB), one weight after another, so that prefetches beyond the end of one are mostly of the next.
-// A chunk is freed with the last weight in it.
+// Allocates memory for panels: in huge pages if the system has them, because a decode step reads all weights and would
+// miss the TLB with 4 KiB pages; and contiguously, so that prefetches beyond the end of one weight mostly reach the
+// next one. A chunk is freed together with the last weight in it.
 std::shared_ptr<char> allocate_panels(int64_t bytes) {
-  constexpr int64_t kChunk = int64_t(32) << 20;  // pages that are never written take no memory
+  constexpr int64_t kChunk = int64_t(32) << 20;  // pages that are never written use no memory
   static std::mutex mutex;
   static std::weak_ptr<char> current;
   static int64_t used = 0, size = 0;
@@ -54,8 +54,8 @@ std::shared_ptr<char> allocate_panels(int64_t bytes) {
   return {std::move(chunk), first};
 }
 
-// The rounding of a column of W to int8: whole = round(x * inverse), x ~ whole * scale. Both are 0 if all x are
-// (nearly) 0, because 127 / largest would overflow; the scale is NaN if one of them is not finite.
+// The quantisation of a column of W to int8: whole = round(x * inverse), x ~ whole * scale. Scale and inverse are 0 if
+// all x are (nearly) 0, because 127 / largest would overflow. The scale is NaN if any x is not finite.
 struct Scale {
   float scale = 0, inverse = 0;
 
@@ -66,19 +66,19 @@ struct Scale {
   }
 };
 
-// The bits of |x|: as integers they are ordered like the magnitudes, infinity and NaN above all others.
+// Returns the bits of |x|. As integers they have the order of the magnitudes, with infinity and NaN above all others.
 uint32_t magnitude_bits(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
   return bits & 0x7FFFFFFF;
 }
 
-// Rounds to the nearest even, as the vector conversions do.
+// Rounds to the nearest integer, ties to even, as the vector conversions do.
 int32_t to_whole(float x, const Scale& scale) {
   return scale.inverse == 0 ? 0 : _mm_cvtss_si32(_mm_set_ss(x * scale.inverse));
 }
 
-// The smallest and the largest number of a row of x, zero included.
+// The smallest and the largest number of a row of x and zero.
 struct Range {
   float low, high;
   bool is_finite;
@@ -95,7 +95,7 @@ Range range_of(const float* x, int64_t k) {
   return {-minus_low.max(), high.max(), poison.sum() == 0 && width < std::numeric_limits<float>::infinity()};
 }
 
-// round(x) + zero, from 0 to 255, of a vector.
+// Computes round(x) + zero, from 0 to 255, for a vector.
 #if defined(CPU_CAPABILITY_AVX512)
 inline void store_whole(V x, int32_t zero, uint8_t* to) {
   const __m512i whole = _mm512_add_epi32(_mm512_cvtps_epi32(x.v), _mm512_set1_epi32(zero));
@@ -110,7 +110,7 @@ inline void store_whole(V x, int32_t zero, uint8_t* to) {
 }
 #endif
 
-// Minus the sums of 32 bytes each, of which the last may be fewer, in the low 16 bits.
+// Stores minus the sum of each 32 bytes (the last group may have fewer) in the low 16 bits.
 void store_sums(const uint8_t* bytes, int64_t k, int32_t* to, int64_t stride) {
   for (int64_t first = 0; first < k; first += kInt4Group, to += stride) {
     uint32_t sum = 0;
@@ -126,7 +126,7 @@ void store_sums(const uint8_t* bytes, int64_t k, int32_t* to, int64_t stride) {
   }
 }
 
-// The 4 bytes of a column in each step are 256 apart, from `to` on, and are zero already.
+// Packs a column. Its 4 bytes of each step are 256 bytes apart, from `to` on, and zero-initialised.
 void pack_column(const Matrix& w, int64_t column, Precision precision, char* to, PanelTail& tail, int64_t lane) {
   if (precision == Precision::fp32) {
     for (int64_t i = 0; i < w.k; ++i) {
@@ -174,8 +174,8 @@ const Kernels& kernels(Precision precision) {
   return precision == Precision::fp32 ? fp32 : precision == Precision::bf16 ? bf16 : int8;
 }
 
-// Below this many rows of int8, AMX isn't worth its cost. Its sums of bf16 are rounded in a different order, so it
-// multiplies all rows or none: even a single one is multiplied faster than the weight can be read.
+// With fewer rows of int8, AMX doesn't pay off. AMX rounds sums of bf16 in a different order, so bf16 uses AMX for any
+// number of rows; even a single row is multiplied faster than the weight can be read.
 constexpr int64_t kFewestForAmx = 8;
 
 bool takes_brgemm(Precision precision, int64_t rows) {
@@ -183,9 +183,9 @@ bool takes_brgemm(Precision precision, int64_t rows) {
          can_brgemm(precision);
 }
 
-// Rows of bf16 always go in the same groups, by the same kernel of brgemm, and their sums in blocks of steps, as
-// in the other kernels, added up here: with add_C, AMX would continue the sum so far as one long sum. Integers are
-// exact in any order.
+// Rows of bf16 are always grouped in the same way and use the same kernel of brgemm. Their sums are formed in blocks of
+// steps, as in the other kernels, and added here: with add_C, AMX would continue one long sum. Integer sums are exact
+// in any order.
 template <typename Path>
 void gemm_by_tiles(const PackedRows& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out,
                    int64_t ld) {
@@ -231,7 +231,7 @@ PackedWeight::PackedWeight(const Matrix& weight, const float* bias, Precision pr
   if (precision == Precision::int8 && k > kMostInt8)
     throw std::invalid_argument("int8: expected a weight of at most " + std::to_string(kMostInt8) +
                                 " inputs, got one of " + std::to_string(k));
-  kernels(precision);  // a wrong FASTFORMER_CPU_FEATURES throws here, and not in a product
+  kernels(precision);  // an invalid FASTFORMER_CPU_FEATURES throws here and not in a product
   steps_ = round_up(k, group(precision)) / group(precision);
   const int64_t tail_bytes = precision == Precision::int8 ? sizeof(PanelTail) : sizeof(PanelTail::bias);
   panel_bytes_ = steps_ * kStepBytes + tail_bytes;
@@ -275,7 +275,7 @@ PackedWeight PackedWeight::columns(const std::vector<int32_t>& candidates) const
     some.panels_ = memory;
     return some;
   }
-  // A panel, its tail included, is stored column by column in units of 4 bytes.
+  // A panel, including its tail, interleaves its columns in units of 4 bytes.
   for (int64_t i = 0; i < some.n; ++i) {
     const char* from = panel(candidates[i] / kPanelColumns) + candidates[i] % kPanelColumns * 4;
     char* to = memory.get() + i / kPanelColumns * panel_bytes_ + i % kPanelColumns * 4;
@@ -289,7 +289,7 @@ void PackedRows::Free::operator()(char* p) const { std::free(p); }
 
 void PackedRows::resize(int64_t rows, int64_t k, Precision precision) {
   rows_ = rows, k_ = k, precision_ = precision;
-  // An odd number of cache lines: rows whose distance is a power of two would share few sets of the cache.
+  // The stride is an odd number of cache lines, because rows at a power-of-two distance would share few cache sets.
   stride_ = (round_up(k, kInt4Group) * 4 / group(precision) + 63) / 64 * 64;
   if (stride_ / 64 % 2 == 0) stride_ += 64;
   const int64_t bytes = round_up(rows, kTileRows) * stride_;
@@ -308,7 +308,7 @@ void PackedRows::store(int64_t row, const float* x) {
   if (precision_ == Precision::fp32) {
     std::memcpy(to, x, static_cast<size_t>(k_) * 4);
   } else if (precision_ == Precision::bf16) {
-    // Whole vectors are written: with zeros beyond k, as in the weight.
+    // Write whole vectors, with zeros beyond k, as in the weight.
     const auto store = [&]<bool kAtOnce>() {
       for_each_vec<float>(k_, [&](int64_t c, int64_t count) {
         store_narrow<kAtOnce>(V::load(x + c, count), reinterpret_cast<bfloat16*>(to) + c);
@@ -318,7 +318,7 @@ void PackedRows::store(int64_t row, const float* x) {
   } else {
     const Range range = range_of(x, k_);
     const Scale scale(range.high - range.low, 255, range.is_finite);
-    const bool is_zero = scale.inverse == 0;  // or not finite
+    const bool is_zero = scale.inverse == 0;  // zero or not finite
     const int32_t zero = is_zero ? 0 : to_whole(-range.low, scale);
     scales_[static_cast<size_t>(row)] = scale.scale, zeros_[static_cast<size_t>(row)] = zero;
     for_each_vec<float>(k_, [&](int64_t c, int64_t count) {
@@ -334,7 +334,7 @@ void gemm(const PackedRows& x, int64_t rows, const PackedWeight& w, int64_t begi
   if (rows <= 0 || begin >= end) return;
   if (w.precision == Precision::int4) return gemm_int4(x, rows, w, begin, end, out, ld);
   if (w.k > 0 && takes_brgemm(w.precision, rows)) {
-    // Without AMX, in tests, brgemm multiplies by vdpbf16ps as well: blocks of its length. AMX rounds less often.
+    // Without AMX (in tests), brgemm uses vdpbf16ps, so its blocks have the same length. AMX rounds less often.
     const auto bf16 = cpu_features().amx_bf16 ? gemm_by_tiles<FloatSums<128>> : gemm_by_tiles<DotSums>;
     return (w.precision == Precision::int8 ? gemm_by_tiles<DotInt8> : bf16)(x, rows, w, begin, end, out, ld);
   }
@@ -342,7 +342,7 @@ void gemm(const PackedRows& x, int64_t rows, const PackedWeight& w, int64_t begi
   const Walk walk(all.shapes, all.num_shapes, rows);
   const int vecs = all.shapes[walk.shape].vecs;
   const int64_t passes = walk.passes();
-  // A sum of integers is one block, and has one part.
+  // An integer sum is a single block and has one part.
   const bool has_parts = passes > 1 && rows <= kMostInParts && all.block_steps <= kPartSteps;
   const int64_t part = has_parts ? kPartSteps : w.steps();
   const int64_t tail_bytes = w.panel_bytes() - w.steps() * kStepBytes;
@@ -350,7 +350,7 @@ void gemm(const PackedRows& x, int64_t rows, const PackedWeight& w, int64_t begi
   for (int64_t p = begin; p < end; ++p, out += kPanelColumns) {
     const char *panel = w.panel(p), *next = panel + distance;
     const auto* tail = reinterpret_cast<const PanelTail*>(panel + w.steps() * kStepBytes);
-    // Prefetches a tail: the passes over a panel prefetch only as many bytes as its steps have.
+    // Prefetch the tail, because the passes over a panel prefetch only as many bytes as the steps have.
     for (const char* line = next - tail_bytes; line < next; line += 64) _mm_prefetch(line, _MM_HINT_T0);
     int64_t step = 0, steps;
     do {

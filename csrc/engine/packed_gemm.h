@@ -1,22 +1,22 @@
-// Products of rows of activations with a weight that was packed once: y = x W^T + b, for the decoding engine.
+// Products of rows of activations with a prepacked weight, y = x W^T + b, for the decoding engine.
 //
-// A weight is stored in panels of 64 columns (outputs). A panel has, for each step of k, 64 columns times 4 bytes of
-// k: 256 bytes in the order in which they are used, so that one row reads the weight as one stream. int8 puts 4
-// neighbours in k together, bf16 2. AMX reads this layout, too. The rest of a panel (bias; int8: scales and
-// corrections) follows its last step.
+// A weight is stored in panels of 64 columns (outputs). For each step of k, a panel has 64 columns times 4 bytes of
+// k: 256 bytes in the order in which they are used, so that a row reads the weight as one stream. The 4 bytes hold 4
+// consecutive elements of k for int8, and 2 for bf16. AMX can read this layout, too. The tail of a panel (bias; int8:
+// scales and corrections) follows its last step.
 //
 //   fp32   FMA
-//   bf16   x and W are bf16, sums fp32: vdpbf16ps if the CPU has AVX512_BF16, else widened to FMA
+//   bf16   x and W are bf16, sums fp32: vdpbf16ps if the CPU has AVX512_BF16, else FMA on widened operands
 //   int8   W has a scale per column: symmetric, largest magnitude 127. A row of x gets a scale and a zero
 //          point when it is stored: x ~ scale * (byte - zero). So all bytes from 0 to 255 are used even if no value is
-//          negative, as after ReLU. The sum of a column times the zero point corrects the sums of bytes.
-//          AVX512_VNNI, AVX-VNNI, or multiplications of bytes without them: all give the same integers.
-//   int4   rows as for int8, and W has a scale, and maybe a zero, for each 32 inputs of a column; int4_kernels.h
-//          describes the layout. Rows of int4 are multiplied with weights of int8 as well.
+//          negative, as after ReLU. The zero point times the sum of a column corrects the sums of products.
+//          AVX512_VNNI, AVX-VNNI and, without them, pmaddubsw all give the same integers.
+//   int4   x as for int8. W has a scale, and optionally a zero point, for each 32 inputs of a column; int4_kernels.h
+//          describes the layout. Rows stored for int4 can be multiplied by int8 weights as well.
 //
-// A row's result depends only on the row and W: not on the number of rows, the panels or the threads, bit for bit. If
-// the CPU has AMX, int8 uses it from some number of rows on, with the same integers; bf16, whose sums AMX rounds in
-// another order, uses it for any number of rows.
+// A row's result depends, bit for bit, only on the row and W, and not on the number of rows, the panels or the threads.
+// If the CPU has AMX, int8 uses it from some number of rows on, with the same integers. bf16 uses it for any number of
+// rows, because AMX rounds sums in another order.
 
 #pragma once
 
@@ -34,10 +34,10 @@ constexpr int64_t kPanelColumns = 64;
 
 enum class Precision { fp32, bf16, int8, int4 };
 
-// "fp32", "bf16", "int8" or "int4"; std::invalid_argument for another name.
+// Returns the precision named "fp32", "bf16", "int8" or "int4". Throws std::invalid_argument for other names.
 Precision precision_named(std::string_view name);
 
-// A matrix in a model's memory: (n, k), rows row_stride elements apart, fp32 or bf16.
+// A matrix (n, k) in a model's memory, in fp32 or bf16, with a row stride in elements.
 struct Matrix {
   const void* data;
   bool is_bf16;
@@ -53,34 +53,35 @@ struct Matrix {
 constexpr int64_t kInt4Group = 32;
 inline int64_t int4_groups(int64_t k) { return (k + kInt4Group - 1) / kInt4Group; }
 
-// A matrix of 4-bit integers: (n, k), an element is scale * (q - zero) with the scale and the zero of its group.
+// A matrix (n, k) of 4-bit integers. An element is scale * (q - zero), with the scale and zero point of its group.
 struct Int4Matrix {
   const uint8_t* nibbles;  // (n, groups, 16): the low half of a byte comes first
-  const float* scales;     // (n, groups); kept in fp16 beside a power of two for each row: exact for 11 bits
+  const float* scales;     // (n, groups); stored as fp16 times a power of two per row, which is exact for 11 bits
   const uint8_t* zeros;    // (n, groups), up to 16; null: all are 8
   int64_t n, k;
 };
 
-// W of y = x W^T + b. Immutable; copies share the panels. Columns from n to the end of the last panel give 0.
+// The W of y = x W^T + b, packed and immutable. Copies share the panels. Columns from n to the end of the last panel
+// give 0.
 //
-// int8: a column that is a scale times integers up to 127, and reaches 127, is stored exactly. A column with NaN or
-// infinity gives NaN. Magnitudes below 2^-120 count as zero.
+// int8: a column of multiples of a scale by integers from -127 to 127 is stored exactly if one of them is +-127. A
+// column with NaN or infinity gives NaN. Magnitudes below 2^-120 count as zero.
 class PackedWeight {
  public:
   PackedWeight() = default;
   // bias: n floats, or null. Throws std::invalid_argument for a k above 66,311, whose int8 sums would overflow.
   PackedWeight(const Matrix& weight, const float* bias, Precision precision);
-  // Of int4.
+  // Packs a weight of int4.
   PackedWeight(const Int4Matrix& weight, const float* bias);
 
-  // Some of the columns, in their packed form.
+  // Returns a packed weight of the given columns.
   PackedWeight columns(const std::vector<int32_t>& candidates) const;
 
   int64_t n = 0, k = 0, num_panels = 0;
   Precision precision = Precision::fp32;
   bool has_zeros = false;  // int4
 
-  int64_t steps() const { return steps_; }              // of 4 bytes of k
+  int64_t steps() const { return steps_; }              // the number of 4-byte units of k
   int64_t panel_bytes() const { return panel_bytes_; }  // from one panel to the next
   int64_t bytes() const { return num_panels * panel_bytes_; }
   const char* panel(int64_t index) const { return panels_.get() + index * panel_bytes_; }
@@ -96,9 +97,9 @@ class PackedRows {
   // Makes room for `rows` rows of k; their contents are undefined. The capacity never shrinks.
   void resize(int64_t rows, int64_t k, Precision precision);
 
-  // Rounds or quantises a row of k floats. Different threads may store different rows at once.
-  // int8, int4: a row with NaN or infinity, or too wide for fp32, gets the scale NaN; one narrower than 2^-120 is
-  // zero.
+  // Rounds or quantises a row of k floats. Different threads may store different rows at once. For int8 and int4, a row
+  // gets the scale NaN if it contains NaN or infinity, or if its range overflows fp32. A row whose range is below
+  // 2^-120 is stored as zeros.
   void store(int64_t row, const float* x);
 
   int64_t rows() const { return rows_; }
@@ -106,9 +107,9 @@ class PackedRows {
   Precision precision() const { return precision_; }
   int64_t stride() const { return stride_; }  // bytes from one row to the next
   const char* data() const { return data_.get(); }
-  const float* scales() const { return scales_.data(); }  // int8: of each row, and the byte of its zero
+  const float* scales() const { return scales_.data(); }  // int8: the scale of each row; zeros(): its zero point
   const int32_t* zeros() const { return zeros_.data(); }
-  // int4: (groups, rows), minus the sums of bytes of each group of inputs, in the low 16 bits.
+  // int4: (groups, rows), minus the sum of the bytes of each group of inputs, in the low 16 bits.
   const int32_t* sums() const { return sums_.data(); }
 
  private:
@@ -122,14 +123,13 @@ class PackedRows {
   std::vector<int32_t> zeros_, sums_;
 };
 
-// out[r * ld + c - 64 * begin] = x[r] . W[c] + b[c] for the first `rows` rows and the columns c of panels [begin, end).
-// All 64 columns of a panel are written: ld >= 64 * (end - begin). x has the weight's k and precision,
-// or int4 for a weight of int8.
-// Fastest for 1 to 64 rows, which read W once; larger numbers also work.
+// Computes out[r * ld + c - 64 * begin] = x[r] . W[c] + b[c] for the first `rows` rows and the columns c of panels
+// [begin, end). It writes all 64 columns of a panel, so ld >= 64 * (end - begin). x has the k and the precision of the
+// weight, or int4 for a weight of int8. It is fastest for 1 to 64 rows, which read W once, but works for any number.
 void gemm(const PackedRows& x, int64_t rows, const PackedWeight& w, int64_t begin, int64_t end, float* out, int64_t ld);
 
-// About how long a thread takes for all panels, in the bytes that it could read meanwhile. From about 12 rows on (7 of
-// int4), multiplying takes longer than reading.
+// Estimates how long a thread takes for all panels, in units of the bytes that it could read in that time. From about
+// 12 rows on (7 for int4), multiplying takes longer than reading.
 inline double gemm_work(const PackedRows& x, int64_t rows, const PackedWeight& w) {
   constexpr double kRows = 12;
   return std::max(static_cast<double>(w.bytes()), static_cast<double>(rows * w.n * x.stride()) / kRows);

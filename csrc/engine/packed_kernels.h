@@ -1,11 +1,11 @@
-// The inner loops of packed_gemm.h: some rows times some vectors of a panel, for each way of multiplying.
+// The inner loops of packed_gemm.h: a few rows times a few vectors of a panel, for each set of instructions ("path").
 //
-// A way of multiplying ("path") defines the type of a vector of the weight (Right), the type of 4 bytes of a row that
-// are broadcast (Left), how their products are added to a Sum, and which shapes of accumulators fit the registers.
+// A path defines the type of a vector of the weight (Right), the type of the 4 broadcast bytes of a row (Left), how
+// their products are added to a Sum, and which shapes of accumulators fit into the registers.
 //
-// The dot products are inline assembler that takes and returns values: they need no compiler flag, so that one module
-// serves CPUs with and without them, and GCC 12 copies and spills the accumulators around its builtins (PR 94663),
-// which costs half the rate.
+// The dot products use inline assembly for two reasons: it needs no compiler flag, so that one module serves CPUs with
+// and without these instructions; and GCC 12 copies and spills the accumulators around its builtins (PR 94663), which
+// halves the speed.
 
 #pragma once
 
@@ -29,7 +29,7 @@ struct PanelTail {
   int32_t correction[kPanelColumns];  // int8: minus the sum of the column
 };
 
-// The place of a block of steps in its sum.
+// Whether a block of steps is the first or the last one of its sum.
 struct Block {
   bool first, last;
 };
@@ -38,16 +38,16 @@ struct Block {
 struct Tile {
   const char* left;         // first row
   int64_t left_stride;      // bytes
-  const float* left_scale;  // int8: the scale of each row, and the byte that means zero
+  const float* left_scale;  // int8: the scale of each row; left_zero: its zero point
   const int32_t* left_zero;
   const char* right;
   int64_t steps;
   const PanelTail* tail;
-  int64_t column;     // of the first vector, in the panel
-  const char* ahead;  // the memory to prefetch meanwhile
+  int64_t column;     // the column of the first vector in the panel
+  const char* ahead;  // the memory to prefetch
   float* out;
   int64_t ld;
-  Block part{true, true};  // the part of the whole sums that `steps` covers; the sums before it are in `out`
+  Block part{true, true};  // the part of the sums that `steps` covers; `out` holds the sums of the previous parts
 };
 
 using Kernel = void (*)(const Tile&);
@@ -68,7 +68,7 @@ inline uint32_t four_bytes(const char* p) {
 #if defined(CPU_CAPABILITY_AVX512)
 
 using Ints = __m512i;
-constexpr int kFewest = 4;  // vectors for a panel's columns
+constexpr int kFewest = 4;  // vectors per row of a panel
 inline Ints load_ints(const void* p) { return _mm512_loadu_si512(p); }
 inline Ints broadcast(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
 inline Ints add_product(Ints sum, Ints a, int32_t b) {
@@ -95,8 +95,8 @@ inline V odd_bf16(Ints x) { return as_floats(_mm256_and_si256(x, _mm256_set1_epi
 
 #endif
 
-// The common part of the paths with fp32 sums: a long sum is a sum of sums, because its rounding error grows with its
-// length.
+// The common part of the paths with fp32 sums. A long sum is split into blocks, because its rounding error grows with
+// its length.
 template <int64_t steps>
 struct FloatSums {
   using Sum = V;
@@ -108,8 +108,8 @@ struct FloatSums {
   }
 };
 
-// The common part of the int8 paths: the same arithmetic on floats, however the integers were computed. kOffset: the
-// number that a path has subtracted from the bytes of x.
+// The common part of the int8 paths: the floating-point arithmetic is the same for all of them. kOffset: the number
+// that a path subtracts from the bytes of x.
 template <int32_t kOffset>
 struct IntegerSums {
   using Sum = Ints;
@@ -135,7 +135,7 @@ struct Fma : FloatSums<64> {
   static Sum add(Sum sum, Right w, Left x) { return fmadd(x, w, sum); }
 };
 
-// bf16 without instructions for it. The low half of a step's 4 bytes is the even k.
+// bf16 without bf16 instructions. The low half of a step's 4 bytes is the even element of k.
 struct WidenedBf16 : FloatSums<64> {
   struct Pair {
     V even, odd;
@@ -153,9 +153,9 @@ struct WidenedBf16 : FloatSums<64> {
   static Sum add(Sum sum, Right w, Left x) { return fmadd(x.odd, w.odd, fmadd(x.even, w.even, sum)); }
 };
 
-// Sums by vdpbf16ps. Adding a block to a sum takes 4 % of the time of blocks of 32 steps. On an AMD CPU (Zen 5) blocks
-// of 64 err less over 3,072 inputs and more, and 5 % more over 768. On an Intel CPU they erred by more than twice what
-// plain PyTorch does (tests/engine/test_packed_gemm.py).
+// Sums by vdpbf16ps. With blocks of 32 steps, adding blocks takes 4 % of the time. On an AMD CPU (Zen 5), blocks of 64
+// have a smaller error over 3,072 inputs and more, and one that is 5 % larger over 768. On an Intel CPU their error was
+// more than twice plain PyTorch's (tests/engine/test_packed_gemm.py).
 struct DotSums : FloatSums<64> {
   static int64_t block_steps() {
     static const int64_t steps = is_intel_cpu() ? 32 : 64;
@@ -200,8 +200,8 @@ struct DotInt8 : IntegerSums<0> {
   }
 };
 
-// int8 without dot products: pmaddubsw multiplies u8 by s8 and adds neighbours in 16 bits. With the bytes of x these
-// would saturate; with x - 128, as |x - 128| times W with the sign of that, they can't: 2 * 128 * 127 < 2^15.
+// int8 without dot products: pmaddubsw multiplies u8 by s8 and adds adjacent products in 16 bits. These sums could
+// saturate with the bytes of x. So |x - 128| is multiplied by W with the sign of x - 128: 2 * 128 * 127 < 2^15.
 struct MultiplyInt8 : IntegerSums<128> {
   using Right = Ints;
 #if defined(CPU_CAPABILITY_AVX512)
@@ -236,7 +236,8 @@ struct MultiplyInt8 : IntegerSums<128> {
   static Right right(const char* p) { return load_ints(p); }
 
  private:
-  // Adds neighbours of 16 bits. Without the assembler, GCC 12 keeps the sum in a second register and spills others.
+  // Adds adjacent 16-bit products. Without inline assembly, GCC 12 keeps the sum in a second register and spills
+  // others.
   static Sum add_products(Sum sum, Ints pairs) {
 #if defined(CPU_CAPABILITY_AVX512)
     const Ints products = _mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
@@ -248,7 +249,7 @@ struct MultiplyInt8 : IntegerSums<128> {
   }
 };
 
-// Reads along kRows rows with a pointer for every fourth: x86 adds up to three times a stride in the address itself.
+// Reads along kRows rows with one pointer for every fourth row. x86 addressing covers the rows between.
 template <int kRows>
 struct RowPointers {
   static constexpr int kPointers = (kRows + 3) / 4;
@@ -264,8 +265,8 @@ struct RowPointers {
   }
 };
 
-// Multiplies kRows rows by kVecs vectors of a panel. Meanwhile kLines cache lines a step are prefetched from `ahead`,
-// so that arithmetic and reading overlap.
+// Multiplies kRows rows by kVecs vectors of a panel, and prefetches kLines cache lines per step from `ahead`, so that
+// arithmetic and memory accesses overlap.
 template <typename Path, int kVecs, int kRows, int kLines>
 void rows_times_panel(const Tile& tile) {
   const Tile t = tile;  // a local copy: no store can change it
@@ -283,7 +284,7 @@ void rows_times_panel(const Tile& tile) {
     const int64_t steps = std::min(rest, block_steps);
 #pragma GCC unroll 1
     for (int64_t step = 0; step < steps; ++step, left.advance(), right += kStepBytes, ahead += 64 * kLines) {
-      // The inner loop is along the more numerous operands: the fewer ones are held in registers meanwhile.
+      // The inner loop runs over the larger set of operands, while the smaller set stays in registers.
       if constexpr (kRows < kVecs) {
 #pragma GCC unroll 4
         for (int line = 0; line < kLines; ++line) _mm_prefetch(ahead + line * 64, _MM_HINT_T0);
@@ -324,8 +325,8 @@ void rows_times_panel(const Tile& tile) {
   } while (rest > 0);
 }
 
-// The plan to multiply a panel by a number of rows: with the first shape that has room for them, or in groups of nearly
-// the same number of rows, for each slice of the panel's columns.
+// How to multiply a panel by a number of rows: with the first shape that has room for them, or else in groups of nearly
+// equal size, for each slice of the panel's columns.
 struct Walk {
   int shape = 0;
   int64_t rows = 0, groups = 0, slices = 0;
@@ -338,7 +339,7 @@ struct Walk {
 
   constexpr int64_t passes() const { return groups * slices; }
 
-  // each(pass, slice, first row, count of rows).
+  // Calls each(pass, slice, first row, number of rows).
   template <typename F>
   constexpr void for_each_pass(F each) const {
     int64_t pass = 0;
@@ -351,7 +352,7 @@ struct Walk {
   }
 };
 
-// The kernels of a path: by shape, number of rows - 1, and the amount to prefetch. Null: no walk uses that kernel.
+// The kernels of a path, by shape, number of rows - 1, and amount to prefetch. Null: no Walk uses that kernel.
 constexpr int kMostRows = 13;
 template <typename K, int kNumFetches>
 struct KernelTable {
@@ -359,13 +360,14 @@ struct KernelTable {
   using OfRows = std::array<K, kFetches>;
   std::array<Shape, 3> shapes{};
   int num_shapes = 0;
-  int64_t block_steps = 0;  // of a path's sums; 0: it has no blocks
+  int64_t block_steps = 0;  // the steps of a block in the path's sums; 0: the path has no blocks
   std::array<std::array<OfRows, kMostRows>, 3> table{};
 };
 
-// The places of a table that are used. fetches(pass, passes, which): whether a pass may prefetch in that way. Most
-// places are unused, and compiling their kernels would take two thirds of the time. Up to 64 rows suffice: with more
-// groups the counts only come closer to a shape's rows, and the last passes prefetch like those before.
+// Finds the entries of a table that are used. fetches(pass, passes, which): whether a pass may use that amount of
+// prefetching. Most entries are unused, and their kernels would take two thirds of the compile time. Considering up to
+// 64 rows suffices: with more groups, their sizes only get closer to the rows of the shape, and later passes prefetch
+// like earlier ones.
 template <typename Path, typename Table, typename F>
 consteval auto reached(F fetches) {
   std::array<std::array<std::array<bool, Table::kFetches>, kMostRows>, Path::kShapes.size()> found{};
@@ -379,7 +381,7 @@ consteval auto reached(F fetches) {
   return found;
 }
 
-// kernel.operator()<vecs, rows, which>() returns the kernel of a place.
+// Fills a table. kernel.operator()<vecs, rows, which>() returns the kernel of an entry.
 template <typename Path, typename Table, auto kReached, typename F>
 Table kernel_table(F kernel) {
   constexpr int kNumShapes = Path::kShapes.size();
@@ -404,9 +406,10 @@ Table kernel_table(F kernel) {
 }
 
 using Kernels = KernelTable<Kernel, 4>;
-constexpr std::array<int, 4> kLines{0, 1, 2, 4};  // cache lines a step
+constexpr std::array<int, 4> kLines{0, 1, 2, 4};  // cache lines per step
 
-// The first passes over a panel, or a part of one, prefetch the next data; a single pass prefetches its own stream.
+// The cache lines per step that the first passes over a panel, or a part of it, prefetch of the next one. A single pass
+// prefetches its own stream.
 constexpr int64_t lines_fetched(int64_t passes) { return passes >= 4 ? 1 : passes >= 2 ? 2 : 4; }
 
 // The index in kLines of the amount that a pass prefetches.

@@ -14,10 +14,10 @@ float at(const ModelTensor& tensor, int64_t i) {
                                                 : static_cast<const float*>(tensor.data)[i];
 }
 
-// The columns of an Int4Matrix's bytes.
+// The bytes in a row of an Int4Matrix.
 int64_t nibble_bytes(int64_t k) { return int4_groups(k) * kInt4Group / 2; }
 
-// Looks up tensors by name, with a prefix.
+// Looks up tensors by names with a common prefix.
 class Names {
  public:
   Names(const ModelTensors& tensors, std::string prefix) : tensors_(tensors), prefix_(std::move(prefix)) {}
@@ -40,7 +40,7 @@ class Names {
     }
     return values;
   }
-  // A tensor of two dimensions, of which the second may be given.
+  // Returns a tensor of two dimensions, and checks the second one if `columns` is given.
   const ModelTensor& table(const std::string& name, int64_t columns = -1) const {
     const ModelTensor& tensor = get(name);
     if (tensor.kind == ModelTensor::Kind::bytes && columns >= 0) columns = nibble_bytes(columns);
@@ -48,7 +48,7 @@ class Names {
       throw std::invalid_argument("the tensor " + prefix_ + name + " has another shape");
     return tensor;
   }
-  // Rows [begin, end) of a matrix of k columns.
+  // Returns rows [begin, end) of a matrix with k columns.
   Matrix matrix(const std::string& name, int64_t begin, int64_t end, int64_t rows, int64_t k) const {
     const ModelTensor& tensor = get(name);
     check(name, tensor, {rows, k});
@@ -61,7 +61,7 @@ class Names {
     const std::vector<float> biases = find(bias) ? vector(bias, rows, 0) : std::vector<float>();
     const float* from = biases.empty() ? nullptr : biases.data() + begin;
     if (get(name).kind == ModelTensor::Kind::bytes) return PackedWeight(int4(name, begin, end, rows, k), from);
-    // In a model in int4, matrices without groups are packed as int8.
+    // In an int4 model, matrices without groups are packed as int8.
     return PackedWeight(matrix(name, begin, end, rows, k), from,
                         precision == Precision::int4 ? Precision::int8 : precision);
   }
@@ -99,7 +99,7 @@ PackedLayer pack_layer(const ModelOptions& o, const Names& names, bool has_cross
     return Norm{names.vector(name + ".weight", dim, 1), names.vector(name + ".bias", dim, 0)};
   };
   const auto head_norm = [&](const Names& where, const std::string& name, int64_t heads) {
-    // One weight for all heads, or a number for each of their features.
+    // Either one weight that all heads share, or one for each feature of all heads.
     const bool is_shared = where.get(name).shape == std::vector<int64_t>{o.head_dim};
     const int64_t size = is_shared ? o.head_dim : heads * o.head_dim;
     return Norm{where.vector(name, size, 1), std::vector<float>(size)};
@@ -130,7 +130,7 @@ PackedLayer pack_layer(const ModelOptions& o, const Names& names, bool has_cross
   return layer;
 }
 
-// windows: of each layer.
+// windows: the window of each layer.
 PackedStack pack_stack(const ModelOptions& o, const Names& names, bool has_cross, const std::vector<int64_t>& windows) {
   PackedStack stack;
   for (size_t i = 0; i < windows.size(); ++i)
@@ -169,7 +169,7 @@ const ModelOptions& checked(const ModelOptions& o) {
     throw std::invalid_argument("expected an encoder alone, where there are no embeddings");
   if (o.parallel_residual && (o.norm_placement != NormPlacement::pre || o.has_encoder()))
     throw std::invalid_argument("expected norms in front, and no encoder, of layers with a parallel residual");
-  if (o.has_norms_behind() && o.has_encoder() && o.has_decoder())  // cross-attention has no norm of its output
+  if (o.has_norms_behind() && o.has_encoder() && o.has_decoder())  // cross-attention has no norm after it
     throw std::invalid_argument("expected norms of outputs only in a model without cross-attention");
   return o;
 }
@@ -297,7 +297,7 @@ void PackedModel::embed(bool is_source, int32_t token, int32_t type, int64_t pos
   if (input.positions) input.positions.add_to(position, 1, to);
   if (input.types) input.types.add_to(type, 1, to);
   for (const Norm& norm : input.norm) {
-    // The sums are complete before it writes, so it may write in place.
+    // normalise_row completes its sums before it writes, so it may run in place.
     normalise_row<false, false, float, float, float>(to, nullptr, nullptr, norm.weight.data(), norm.bias.data(), o.eps,
                                                      o.rms_norm, width, nullptr, to);
   }

@@ -1,5 +1,5 @@
-// A model in the engine's form, for decoding or an encoder alone: its weights are packed once, for all sessions, and
-// never change afterwards.
+// A model as the engine reads it, for decoding or for a standalone encoder. Its weights are packed once for all
+// sessions and never change afterwards.
 
 #pragma once
 
@@ -15,9 +15,9 @@
 
 namespace fastformer {
 
-// A tensor of the model in memory: contiguous, and read while the model is packed. A matrix of bytes has the nibbles of
-// an Int4Matrix, (n, 16 * groups); the tensors with its name and ".scale" (fp32) and ".zero" (bytes, or missing) are
-// the rest.
+// A contiguous tensor of the model, which is read while the model is packed. A matrix of bytes holds the nibbles of an
+// Int4Matrix, (n, 16 * groups). Its scales (fp32) and optional zero points (bytes) are the tensors with its name plus
+// ".scale" and ".zero".
 struct ModelTensor {
   enum class Kind { fp32, bf16, bytes };
   const void* data;
@@ -26,36 +26,35 @@ struct ModelTensor {
 };
 using ModelTensors = std::map<std::string, ModelTensor>;
 
-// The place of the norms of a sub-layer f; x is the residual stream.
+// Where a sub-layer f has its norms; x is the residual stream.
 enum class NormPlacement {
   pre,   // x + f(norm(x))
   post,  // x + norm(f(x))
   both,  // x + post_norm(f(norm(x)))
   sum,   // norm(x + f(x)), which torch.nn calls post-norm
 };
-// By these names; std::invalid_argument for another one.
+// Returns the placement with one of these names. Throws std::invalid_argument for other names.
 NormPlacement norm_placement_named(std::string_view name);
 
-// The options that don't follow from the tensors. A window below zero: no window. A soft cap of 0: no cap.
-// An option with a value here may be missing in the dictionary that Python gives (`options_of` in
-// bindings/decoder.cpp).
+// The options that don't follow from the tensors. A negative window means no window, a soft cap of 0 no cap. Options
+// with a default here may be missing in the dictionary from Python (`options_of` in bindings/decoder.cpp).
 struct ModelOptions {
   Precision precision;
   int64_t d_model, num_heads, num_kv_heads, head_dim;
-  int64_t num_encoder_layers = -1;  // below zero: a decoder-only model
-  int64_t num_decoder_layers = 0;   // 0: an encoder alone
+  int64_t num_encoder_layers = -1;  // negative: a decoder-only model
+  int64_t num_decoder_layers = 0;   // 0: a standalone encoder
   NormPlacement norm_placement;
   bool rms_norm = false;
-  bool parallel_residual = false;  // x + attention(norm1(x)) + feed_forward(norm2(x)), with norms in front alone
-  bool skips_first_norm = false;   // the first layer of the encoder reads the embeddings as they are
-  bool is_bare = false;            // layers alone, and maybe a norm behind them: the embeddings come with each call
+  bool parallel_residual = false;  // x + attention(norm1(x)) + feed_forward(norm2(x)); only with NormPlacement::pre
+  bool skips_first_norm = false;   // the encoder's first layer reads the embeddings without a norm
+  bool is_bare = false;            // only layers, and perhaps a final norm: each call passes embeddings
   float eps;
-  float scale = 1;  // of embeddings
+  float scale = 1;  // the factor for embeddings
   float attention_scale;
   float attention_softcap = 0, logit_softcap = 0;                   // 0: none
-  int64_t padding_idx = -1;                                         // whose embedding is zero; -1: none
-  std::vector<int64_t> encoder_windows = {}, decoder_windows = {};  // of each layer; -1: none
-  int64_t max_len;                                                  // of a model without a table of positions
+  int64_t padding_idx = -1;                                         // the id whose embedding is zero; -1: none
+  std::vector<int64_t> encoder_windows = {}, decoder_windows = {};  // the window of each layer; -1: none
+  int64_t max_len;                                                  // for a model without a table of positions
   Activation activation;
 
   int64_t q_dim() const { return num_heads * head_dim; }
@@ -72,15 +71,15 @@ struct ModelOptions {
 };
 
 struct Norm {
-  std::vector<float> weight, bias;  // ones and zeros where the model has none
+  std::vector<float> weight, bias;  // ones and zeros if the model has none
 };
 
-// A layer of either stack; the parts that an encoder's layer lacks are empty.
+// A layer of the encoder or the decoder; parts that encoder layers lack are empty there.
 struct PackedLayer {
   PackedWeight qkv, out, cross_q, cross_kv, cross_out, ff1, ff2;
-  Norm norm1, norm2, norm3;          // in front of its sub-layers, or of the sums behind them
-  Norm post_norm1, post_norm2;       // of the outputs of attention and of the feed-forward network
-  std::vector<Norm> q_norm, k_norm;  // one or none: of each head, or of all heads together
+  Norm norm1, norm2, norm3;          // before the sub-layers, or after the residual additions
+  Norm post_norm1, post_norm2;       // on the outputs of attention and of the feed-forward network
+  std::vector<Norm> q_norm, k_norm;  // one or none: over each head, or over all heads together
   int64_t window;
 
   bool norms_all_heads(const ModelOptions& o) const {
@@ -88,12 +87,12 @@ struct PackedLayer {
   }
 };
 
-// A bias on scores that depends on the distance from query to key: relative positions.
+// A bias on scores that depends on the distance from the query to the key (relative positions).
 class PositionBias {
  public:
   PositionBias() = default;
-  // (num_heads, 2 * reach + 1), from the key that is `reach` before its query to the key that is `reach` after it; keys
-  // further away have the same bias. It is added before the scores are scaled.
+  // values: (num_heads, 2 * reach + 1), for keys from `reach` positions before the query to `reach` positions after it.
+  // Keys further away have the bias of the nearest entry. The bias is added before the scores are scaled.
   PositionBias(std::vector<float> values, int64_t reach) : values_(std::move(values)), reach_(reach) {}
   explicit operator bool() const { return !values_.empty(); }
   // Adds the bias to the scores of a query and `count` keys from `key` on.
@@ -110,7 +109,7 @@ struct PackedStack {
   PositionBias position_bias;    // of self-attention in all layers; empty: none
 };
 
-// Rows of a table: a copy in fp32, or in bf16 for the smaller precisions.
+// A copy of a lookup table, in fp32, or in bf16 for the lower precisions.
 class Table {
  public:
   Table() = default;
@@ -127,7 +126,7 @@ class Table {
   std::shared_ptr<const std::vector<bfloat16>> narrow_;
 };
 
-// Cosines and sines of each position, which rotate the first `dim` features of a head.
+// The cosines and sines of each position, which rotate the first `dim` features of a head.
 class RotaryTable {
  public:
   RotaryTable() = default;
@@ -143,19 +142,19 @@ class RotaryTable {
   std::vector<float> cos_, sin_;  // as rotate_halves reads them; see lay_out_angles
 };
 
-// The tensors' names are those of the model's state_dict, except for "source_embedding", "target_embedding" and
-// "output", which name a tied matrix too, and "source_positions", "target_positions", "source_types",
-// "source_projection", "cos" and "sin", its tables, "local_cos" and "local_sin", those of layers with a window, if they
-// differ, and "encoder_position_bias" and "decoder_position_bias", see PositionBias.
+// The tensors have the names of the model's state_dict, with these exceptions. "source_embedding", "target_embedding"
+// and "output" may name the same tied matrix. "source_positions", "target_positions", "source_types",
+// "source_projection", "cos" and "sin" are the model's tables; "local_cos" and "local_sin" those of layers with a
+// window, if they differ. For "encoder_position_bias" and "decoder_position_bias", see PositionBias.
 class PackedModel {
  public:
   PackedModel(const ModelOptions& options, const ModelTensors& tensors);
 
-  // to = the embedding of a token at a position, normalised if the model has a norm for that: d_model numbers, or the
-  // number of inputs of the projection. type: the token's type, if the model has types.
+  // Writes the embedding of a token at a position: d_model floats, or as many as the projection has inputs. It is
+  // normalised if the model has an embedding norm. type: the token's type, if the model has types.
   void embed(bool is_source, int32_t token, int32_t type, int64_t position, float* to) const;
 
-  // The table that rotates the queries and keys of a layer; null: no rotation.
+  // Returns the table that rotates the queries and keys of a layer; null: no rotation.
   const RotaryTable* rotary(const PackedLayer& layer) const {
     const RotaryTable& found = layer.window >= 0 && local_rotary_ ? local_rotary_ : rotary_;
     return found ? &found : nullptr;
@@ -165,15 +164,15 @@ class PackedModel {
   int64_t source_vocab_size() const { return source_.embedding.rows(); }
   int64_t num_token_types() const { return source_.types.rows(); }
   int64_t max_len() const { return max_len_; }
-  // The number of positions of an encoder's tokens, and of places in attention.
+  // The bound for the position ids of an encoder's tokens, and for their original indices.
   int64_t num_positions() const { return source_.positions ? source_.positions.rows() : kNoEnd; }
   int64_t num_places() const { return rotary_ ? rotary_.rows() : kNoEnd; }
-  // The bytes of weights that a step of one row reads, and those that an encoder reads for a token.
+  // The bytes of weights that a decode step of one row reads, and those that the encoder reads for a token.
   int64_t step_bytes() const;
   int64_t encoder_bytes() const;
 
   const ModelOptions options;
-  std::vector<PackedWeight> source_projection;  // one or none: from what is embedded to d_model
+  std::vector<PackedWeight> source_projection;  // one or none: from the embeddings to d_model
   PackedStack encoder, decoder;
   PackedWeight output;
 

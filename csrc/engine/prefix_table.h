@@ -1,11 +1,11 @@
-// Records the blocks of a TokenCache with the beginnings of prompts. Prompts with a common beginning share its blocks,
-// even after earlier prompts have left.
+// Records which blocks of a TokenCache contain prefixes of prompts. Prompts with a common prefix share its blocks, even
+// after earlier prompts have left.
 //
-// A block is identified by its tokens and by the block before it, hence by all tokens from the first one on. Tokens are
-// compared; a hash only finds them. The holders of a block are the groups that use it. Without a holder it is idle: it
-// stays listed until its memory is needed, and the block that has been idle longest is evicted first. A group holds all
-// blocks before each block that it holds, and releases the last one first, so no block is idle for longer than a block
-// after it: listed blocks always reach back to the first token.
+// A block is identified by its tokens and by the block before it, hence by all tokens from the first one on. A lookup
+// finds candidates by hash and compares their tokens. The holders of a block are the groups that use it. A block
+// without holders is idle: it stays listed until its memory is needed, and the block that has been idle longest is
+// evicted first. A group that holds a block also holds all blocks before it, and releases the last one first. So no
+// block is idle for longer than a block after it, and listed blocks always reach back to the first token.
 
 #pragma once
 
@@ -19,46 +19,46 @@ constexpr int64_t kBlockTokens = 16;
 
 class PrefixTable {
  public:
-  static constexpr int32_t kNoBlock = -1;  // in front of a prompt's first one
+  static constexpr int32_t kNoBlock = -1;  // the block before a prompt's first one
   static constexpr int32_t kRead = -1;
   using Hash = uint64_t (*)(int32_t before, const int32_t* tokens);
 
   struct Entry {
     int32_t before;
     int32_t holders;
-    int32_t wave;  // in which its tokens are read; kRead: they were
+    int32_t wave;  // the wave in which its tokens are computed; kRead: they are in the cache
     std::array<int32_t, kBlockTokens> tokens;
 
    private:
     friend class PrefixTable;
     bool is_listed = false;
-    int32_t next = kNoBlock;                     // with the same slot of `slots_`
-    int32_t older = kNoBlock, newer = kNoBlock;  // among those that are idle
+    int32_t next = kNoBlock;                     // the next entry in the same slot of `slots_`
+    int32_t older = kNoBlock, newer = kNoBlock;  // its neighbours in the list of idle blocks
   };
 
   explicit PrefixTable(Hash hash = &seeded_hash) : hash_(hash) {}
 
-  // The block with these kBlockTokens tokens after another block, or kNoBlock.
+  // Returns the block with these kBlockTokens tokens after the block `before`, or kNoBlock.
   int32_t find(int32_t before, const int32_t* tokens) const;
   const Entry& operator[](int32_t block) const { return entries_[block]; }
-  // Lists a block for tokens that are not listed; one group holds the block, and it is not listed.
+  // Lists a block that is not listed, for tokens that are not listed. One group holds it.
   void insert(int32_t block, int32_t before, const int32_t* tokens, int32_t wave);
-  // Records that another group holds this block, which is listed.
+  // Records that one more group holds this listed block.
   void hold(int32_t block);
-  // Records that a group releases a block. Returns whether it stays listed; if not, its memory is free. A block that
-  // was never read does not stay without a holder.
+  // Records that a group releases a block. Returns whether the block stays listed; if not, its memory is free. Without
+  // holders, a block whose tokens were never computed is not listed any longer.
   bool release(int32_t block);
-  // Records that the tokens of a block have been read, if it is listed.
+  // Records that the tokens of a block have been computed, if it is listed.
   void set_read(int32_t block);
   // Removes the block that has been idle longest, which must exist, and returns it.
   int32_t evict();
 
   int64_t num_idle() const { return num_idle_; }
-  // The number of additional blocks if each holder had its own.
+  // The number of additional blocks that would be needed if each holder had its own.
   int64_t num_shared() const { return num_shared_; }
 
  private:
-  // Seeded, so that a caller can't choose prompts with equal hashes, which would be slow to find.
+  // Seeded, so that a client can't choose prompts with colliding hashes, which would make lookups slow.
   static uint64_t seeded_hash(int32_t before, const int32_t* tokens);
 
   bool is_listed(int32_t block) const {
@@ -73,7 +73,7 @@ class PrefixTable {
 
   Hash hash_;
   std::vector<Entry> entries_;  // by block
-  std::vector<int32_t> slots_;  // by hash, a power of two: the first block of each; no more are listed than these
+  std::vector<int32_t> slots_;  // the first block of each hash; a power of two, at least the number of listed blocks
   int32_t oldest_ = kNoBlock, newest_ = kNoBlock;
   int64_t num_listed_ = 0, num_idle_ = 0, num_shared_ = 0;
 };

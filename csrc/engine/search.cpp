@@ -10,12 +10,12 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// ((5 + length) / 6) ** alpha, length counting EOS.
+// Returns ((5 + length) / 6) ** alpha. The length includes EOS.
 double length_penalty(int64_t length, double alpha) {
   return std::pow((5.0 + static_cast<double>(length)) / 6.0, alpha);
 }
 
-// Values that can be ordered: neither NaN nor +inf.
+// Whether all values can be ordered: none is NaN or +inf.
 bool are_sound(const float* values, int64_t count) {
   return std::all_of(values, values + count, [](float value) { return value < kInfinity; });
 }
@@ -30,7 +30,7 @@ class GreedySearch final : public Search {
   const std::vector<int32_t>& advance(const int32_t* ids, const float* values, int64_t) override {
     if (is_done) return finish();
     is_broken = !are_sound(values, 1);
-    if (is_broken || values[0] == -kInfinity) return finish();  // nothing may follow
+    if (is_broken || values[0] == -kInfinity) return finish();  // every token is forbidden
     last_[0] = append(last_[0], ids[0], values[0]);
     if (++num_tokens >= limit || ends(ids[0])) return finish();
     parents_.assign(1, 0);
@@ -50,9 +50,10 @@ class BeamSearch : public Search {
         alpha_(alpha),
         early_stopping_(early_stopping),
         best_penalty_(length_penalty(alpha > 0 ? limit : 1, alpha)) {
-    num_candidates = (1 + static_cast<int64_t>(eos_.size())) * num_beams;  // num_beams go on, whichever end
+    // So many that num_beams of them continue, even if all others end.
+    num_candidates = (1 + static_cast<int64_t>(eos_.size())) * num_beams;
     num_ending_ = num_candidates;
-    num_rows = 1;  // all begin alike
+    num_rows = 1;  // all beams start identical
     peak_rows = num_beams;
     last_ = {-1};
     scores_ = {0.0};
@@ -107,7 +108,7 @@ class BeamSearch : public Search {
   std::vector<Hypothesis> results() const override {
     std::vector<Scored> all = finished_;
     const double penalty = penalty_of(num_tokens);
-    for (size_t row = 0; has_begun() && row < last_.size(); ++row)  // the best of those cut come first already
+    for (size_t row = 0; has_begun() && row < last_.size(); ++row)  // live beams are already sorted, best first
       all.push_back({last_[row], scores_[row] / penalty});
     order(all);
     if (static_cast<int64_t>(all.size()) > num_return_) all.resize(num_return_);
@@ -129,10 +130,10 @@ class BeamSearch : public Search {
     std::stable_sort(all.begin(), all.end(), [](const Scored& a, const Scored& b) { return a.score > b.score; });
   }
 
-  // The divisor of the score of a hypothesis with this many tokens.
+  // The divisor for the score of a hypothesis with this many tokens.
   virtual double penalty_of(int64_t length) const { return length_penalty(length, alpha_); }
 
-  // Whether enough hypotheses are finished, whatever the live ones become.
+  // Whether the search is decided, no matter how the live hypotheses continue.
   virtual bool is_decided() const {
     return early_stopping_ == EarlyStopping::kYes && static_cast<int64_t>(finished_.size()) == num_beams_;
   }
@@ -143,18 +144,18 @@ class BeamSearch : public Search {
            finished_[num_return_ - 1].score >= score / best_penalty_;
   }
 
-  // Orders results; by these rules the finished ones come before the cut ones, in their order.
+  // Sorts the results. By these rules they need no sorting: finished hypotheses come before unfinished ones.
   virtual void order(std::vector<Scored>&) const {}
 
   const int64_t num_beams_, num_return_;
   const double alpha_;
   const EarlyStopping early_stopping_;
-  int64_t num_ending_;          // only among so many of the best does an end count
-  std::vector<double> scores_;  // of each row
+  int64_t num_ending_;          // a hypothesis may only end if it is among this many of the best
+  std::vector<double> scores_;  // the score of each row
   std::vector<Scored> finished_;
 
  private:
-  // Ordered by its members: the best score, negated; of equal ones the first beam's lowest id.
+  // Candidates are ordered by their members: by the negated score, then by beam, then by id.
   struct Candidate {
     double negative;
     int32_t beam, token;
@@ -164,8 +165,8 @@ class BeamSearch : public Search {
     }
   };
 
-  // Drops the hopeless beams. Their continuations would rank behind those of all other beams, so the other beams find
-  // the same texts without them.
+  // Drops hopeless beams. Their continuations would rank below those of all other beams, so the other beams find the
+  // same texts without them.
   void drop_hopeless() {
     size_t rows = is_decided() ? 0 : last_.size();
     while (rows > 0 && is_hopeless(scores_[rows - 1])) --rows;
@@ -174,7 +175,7 @@ class BeamSearch : public Search {
     parents_.resize(rows);
   }
 
-  const double best_penalty_;  // the best that dividing by a penalty can still do for a score below zero
+  const double best_penalty_;  // the penalty within the limit that gives a negative score its best value
   std::vector<double> next_scores_;
   std::vector<int32_t> next_;
   std::vector<Candidate> pool_;
@@ -208,7 +209,7 @@ class TransformersBeamSearch final : public BeamSearch {
 
  private:
   const bool looks_ahead_;
-  const double begun_;  // tokens in front of the new ones that count in lengths
+  const double begun_;  // the number of tokens before the new ones that count in lengths
 };
 
 }  // namespace

@@ -14,7 +14,7 @@ TokenCache::TokenCache(int64_t layers, int64_t kv_heads, int64_t head_dim, int64
   seen_.resize(num_blocks);
   if (block_slots_ > std::numeric_limits<int32_t>::max() / std::max<int64_t>(1, num_blocks))
     throw std::length_error("expected a cache of fewer tokens: its places are counted in 32 bits");
-  // Untouched pages cost nothing, so the whole budget can be allocated.
+  // Untouched pages use no memory, so the whole budget can be allocated at once.
   memory_ = PooledMemory(block_slots_ * num_blocks * token_bytes_);
   for (int64_t block = num_blocks; block-- > 0;) free_.push_back(static_cast<int32_t>(block));
 }
@@ -64,7 +64,7 @@ void TokenCache::append(Group& group, int64_t tokens) {
   for (Row& row : group.rows)
     for (int64_t i = 0; i < tokens; ++i) {
       if (row.used == kBlockTokens) {
-        // Dead blocks are collected whenever a row begins a new block, which is seldom enough.
+        // Collect dead blocks when a row starts a new block, which is rare enough.
         if (group.was_reordered) sweep(group);
         row.block = take(group);
         row.used = 0;
@@ -118,7 +118,7 @@ void TokenCache::reorder(Group& group, const std::vector<int32_t>& parents) {
   std::vector<Row> rows(parents.size());
   for (size_t i = 0; i < parents.size(); ++i) {
     rows[i].slots = group.rows[parents[i]].slots;
-    // A row continues to write to the block of the row that was at its place.
+    // A row inherits the block that the previous row with its index was writing to.
     if (i < before) rows[i].block = group.rows[i].block, rows[i].used = group.rows[i].used;
   }
   group.rows.swap(rows);
@@ -143,7 +143,7 @@ void TokenCache::sweep(Group& group) {
 }
 
 void TokenCache::release(const std::vector<int64_t>& leaving) {
-  std::vector<char> leaves(groups.size());  // if one of them is wrong, none is released
+  std::vector<char> leaves(groups.size());  // if any index is invalid, no group is released
   for (const int64_t at : leaving) {
     if (at < 0 || at >= static_cast<int64_t>(groups.size()) || leaves[at])
       throw std::invalid_argument("expected different groups that are there to release");

@@ -1,9 +1,9 @@
-// The places of a session's keys and values: tokens of requests that come, fork, and leave, in blocks of one pool.
+// A paged KV cache for the requests of a session, which come, fork and leave. All blocks are from one pool.
 //
 // A block has room for kBlockTokens tokens of all layers: (layer, keys or values, kv head, token, head_dim). A row
-// reads its history through a table with the place of each token. So rows share their common tokens, and continuing
-// from another row copies a table and no token. A row writes to a block of its own. Groups share the whole blocks at
-// the beginning of their prompts; see PrefixTable.
+// reads its history through a table with the slot of each token. So rows share their common tokens, and continuing
+// from another row copies only a table. Each row writes to a block of its own. Groups share the whole blocks at the
+// beginning of their prompts; see PrefixTable.
 
 #pragma once
 
@@ -20,59 +20,60 @@ inline int64_t blocks_of(int64_t tokens) { return (tokens + kBlockTokens - 1) / 
 class TokenCache {
  public:
   struct Row {
-    std::vector<int32_t> slots;  // of each position: see `keys`
-    int32_t block = -1;          // the block that it writes to
+    std::vector<int32_t> slots;  // the slot of each position; see `keys`
+    int32_t block = -1;          // the block that the row writes to
     int32_t used = kBlockTokens;
   };
   struct Group {
     std::vector<Row> rows;
-    std::vector<int32_t> source;  // slots
-    std::vector<int32_t> blocks;  // all that it holds: for its source, its prompt, its rows
+    std::vector<int32_t> source;  // the slots of its source
+    std::vector<int32_t> blocks;  // all blocks that it holds, for its source, prompt and rows
     bool was_reordered = false;   // some of its blocks may be dead
   };
 
-  // The part of a prompt that the cache has.
+  // The part of a prompt that is in the cache.
   struct Known {
-    int64_t cached = 0;  // its first tokens, whose keys and values need not be computed
-    int64_t held = 0;    // those of them that groups hold, which need no memory
+    int64_t cached = 0;  // leading tokens whose keys and values need not be computed
+    int64_t held = 0;    // those of them that groups hold, which need no additional memory
   };
-  // The way in which a prompt is read.
+  // How a prompt is computed.
   struct Beginning {
-    int64_t cached = 0;  // its first tokens, which are not read
-    int32_t wave = 0;    // after all prompts of lower waves, which read the cached tokens
+    int64_t cached = 0;  // leading tokens that are not computed
+    int32_t wave = 0;    // it runs after the prompts of lower waves, which compute the cached tokens
   };
 
   TokenCache(int64_t layers, int64_t kv_heads, int64_t head_dim, int64_t element_size, int64_t num_blocks);
   TokenCache(const TokenCache&) = delete;
   TokenCache& operator=(const TokenCache&) = delete;
 
-  // The tokens that are not held, including beginnings of prompts that have left.
+  // The number of tokens that fit into blocks that no group holds, including cached prefixes of earlier prompts.
   int64_t free_tokens() const { return (static_cast<int64_t>(free_.size()) + prefixes_.num_idle()) * kBlockTokens; }
   // The additional tokens that the groups would need if they shared nothing.
   int64_t shared_tokens() const { return prefixes_.num_shared() * kBlockTokens; }
-  // The tokens needed to append one to each row, for all groups or for some; if they are too many, blocks that no row
-  // uses are released first.
+  // The number of tokens needed to append one to each row, for all groups or for some. If that is more than there is,
+  // blocks that no row uses are released first.
   int64_t step_tokens();
   int64_t step_tokens(const std::vector<int64_t>& places);
 
   // Appends a group of one row, with room for a source. Throws std::length_error if there is no memory for it.
   Group& add(int64_t source_tokens);
-  // Gives each row of the group its slots for `tokens` further tokens.
+  // Gives each row of the group slots for `tokens` more tokens.
   void append(Group& group, int64_t tokens);
-  // Gives the row of a new group the slots of a prompt: the longest beginning that the cache has, and room for the
-  // rest, whose whole blocks later prompts share, also those of the same admission. set_read follows when the rest has
-  // been read; if the group is released before, nothing of it stays.
+  // Gives the row of a new group the slots of a prompt: those of its longest cached prefix, and new ones for the rest,
+  // whose whole blocks later prompts share, including those of the same admission. The caller calls set_read when the
+  // rest has been computed. If the group is released before that, none of the rest stays in the cache.
   Beginning begin_prompt(Group& group, const std::vector<int32_t>& tokens);
   void set_read(const Group& group);
   Known known(const std::vector<int32_t>& tokens) const;
   void reorder(Group& group, const std::vector<int32_t>& parents);
   void release(const std::vector<int64_t>& groups);
 
-  // The keys of a layer and head: the token of slot s begins at keys + s * head_dim. The values: at + values_offset.
+  // Returns the keys of a layer and head: the token of slot s begins at keys + s * head_dim. Its values are
+  // values_offset() bytes after its keys.
   char* keys(int64_t layer, int64_t head) const {
     return memory_.data() + (layer * 2 * kv_heads_ + head) * kBlockTokens * token_bytes_;
   }
-  int64_t head_stride() const { return kBlockTokens * token_bytes_; }  // from a head to the next one
+  int64_t head_stride() const { return kBlockTokens * token_bytes_; }  // bytes from one head to the next
   int64_t values_offset() const { return kv_heads_ * head_stride(); }
 
   std::vector<Group> groups;
@@ -83,11 +84,11 @@ class TokenCache {
   int32_t slot(int32_t block, int64_t offset) const { return static_cast<int32_t>(block * block_slots_ + offset); }
   void sweep(Group& group);
 
-  int64_t kv_heads_, token_bytes_, block_slots_;  // token_bytes_: of one head; block_slots_: from a block to the next
+  int64_t kv_heads_, token_bytes_, block_slots_;  // token_bytes_: per head; block_slots_: from one block to the next
   PooledMemory memory_;
   PrefixTable prefixes_;
-  std::vector<int32_t> free_;  // never allocates, after the constructor
-  std::vector<char> seen_;     // by block, for sweep
+  std::vector<int32_t> free_;  // never allocates after the constructor
+  std::vector<char> seen_;     // a flag per block, for sweep
 };
 
 }  // namespace fastformer

@@ -1,4 +1,4 @@
-// Tells PyTorch's profiler of the kernels' scratch memory; see common/memory_report.h.
+// Reports the kernels' scratch memory to PyTorch's profiler; see common/memory_report.h.
 
 #include "common/memory_report.h"
 

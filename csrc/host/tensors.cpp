@@ -1,5 +1,5 @@
-// The code that is bound to one version of PyTorch and of Python: an optional module. Without it,
-// csrc/bindings/tensors.cpp has these functions. Here they read tensors directly, in a fraction of the time.
+// An optional module that is bound to one version of PyTorch and of Python. It reads tensors directly, in a fraction of
+// the time that the same functions in csrc/bindings/tensors.cpp take, which are used without it.
 
 #include <c10/core/DispatchKeySet.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -19,7 +19,7 @@ const at::Tensor& tensor_at(PyObject* list, Py_ssize_t i) {
   return THPVariable_Unpack(x);
 }
 
-// The keys of a tensor that is only strided memory, which autograd may track.
+// Returns the dispatch keys of a plain strided tensor, which autograd may track.
 uint64_t plain_keys(c10::DispatchKey backend, c10::DispatchKey autocast, c10::DispatchKey autograd) {
   return c10::DispatchKeySet({backend, autocast, autograd, c10::DispatchKey::ADInplaceOrView}).raw_repr();
 }
@@ -35,7 +35,7 @@ Object device_of(PyObject* args, PyObject* places) {
     auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(PyTuple_GET_ITEM(args, i)));
     PyTuple_SET_ITEM(kinds.get(), i, Object::borrowed(type).release());
   }
-  // Not the dict's own lookup: `Places` handles kinds that are not in it yet.
+  // PyDict_GetItem would skip `Places.__missing__`, which handles new kinds.
   const Object where(python::sure(PyObject_GetItem(places, kinds.get())));
   const auto found = [](PyObject* device, bool requires_grad) {
     return Object(python::sure(PyTuple_Pack(2, device, requires_grad ? Py_True : Py_False)));

@@ -2,10 +2,10 @@
 //
 //   s = dropout(x) + residual,   y = (s - mean) * rstd * weight + bias
 //
-// A row is read once and stays in the cache between the sum, the two-step variance and the output: forward moves
-// x, residual, s, y once each; backward reads dy, ds, s once and writes dx, dresidual once. Statistics are fp32 (fp64
-// for fp64). dweight and dbias are summed in blocks of rows whose number does not depend on the number of threads, so
-// the result is the same whatever the machine runs them with.
+// A row is read once and stays in the cache for the sum, the two-pass variance and the output. Forward moves x,
+// residual, s and y once each; backward reads dy, ds and s once and writes dx and dresidual once. Statistics are fp32
+// (fp64 for fp64). dweight and dbias are summed in blocks of rows; the number of blocks does not depend on the number
+// of threads, so neither does the result.
 
 #include <optional>
 #include <vector>
@@ -20,9 +20,9 @@
 namespace fastformer {
 namespace {
 
-constexpr int64_t kGroup = 16;  // rows summed before the sum is added to the block's: long fp32 sums lose digits
+constexpr int64_t kGroup = 16;  // rows per partial sum of a block, because long fp32 sums lose precision
 
-// The vector of a parameter in the accumulation type; all `absent` if the parameter is missing.
+// Returns a parameter in the accumulation type, or a vector of `absent` if there is no parameter.
 template <typename acc>
 std::vector<acc> widened(const OptionalTensor& parameter, int64_t dim, acc absent) {
   if (!parameter.has_value()) return std::vector<acc>(dim, absent);
@@ -30,18 +30,18 @@ std::vector<acc> widened(const OptionalTensor& parameter, int64_t dim, acc absen
   return {flat.const_data_ptr<acc>(), flat.const_data_ptr<acc>() + flat.numel()};
 }
 
-// The places of the rows of x: neighbours, such as the heads of a token, are `near` apart, and groups of them `far`
-// apart. So queries and keys are read directly from a projection that has them side by side.
+// The addresses of the rows of x: rows of a group, such as the heads of a token, are `near` apart, and groups `far`
+// apart. So queries and keys can be read directly from a fused projection.
 struct RowPlaces {
   int64_t group = 1, near = 0, far = 0;
 
-  // The places in x, or nullopt if x has to be copied first.
+  // Returns the addresses in x, or nullopt if x has to be copied first.
   static std::optional<RowPlaces> of(const Tensor& x) {
     const int64_t last = x.dim() - 1;
     if (x.numel() == 0 || x.stride(last) != 1) return std::nullopt;
     int64_t sizes[2] = {1, 1}, strides[2] = {0, 0}, levels = 0;
     for (int64_t d = last - 1; d >= 0; --d) {
-      if (x.size(d) == 1) continue;  // whose stride says nothing
+      if (x.size(d) == 1) continue;  // the stride has no meaning
       if (levels > 0 && x.stride(d) == sizes[levels - 1] * strides[levels - 1]) {
         sizes[levels - 1] *= x.size(d);
         continue;
@@ -90,7 +90,7 @@ void forward(const Tensor& x, const RowPlaces& places, const OptionalTensor& res
   });
 }
 
-// dy, ds, s -> dx (and dresidual, if it differs from dx) of one row; adds the row to dw and db.
+// Computes dx of one row from dy, ds and s (and dresidual, if it differs from dx), and adds the row to dw and db.
 // `keep` and ds may be null.
 template <bool kDropout, bool kStream, typename T, typename R, typename acc>
 void backward_row(const T* dy, const R* ds, const R* s, const acc* keep, const acc* w, acc mean, acc rstd,
@@ -104,12 +104,12 @@ void backward_row(const T* dy, const R* ds, const R* s, const acc* keep, const a
     const V g = d * V::load(w + c, n);
     fmadd(d, xhat, V::load(dw + c, n)).store(dw + c, n);
     (d + V::load(db + c, n)).store(db + c, n);
-    sum = sum + g;  // lanes beyond the row are zero: d and w read as zero there
+    sum = sum + g;  // lanes beyond the row are zero, because dy and w read as zero there
     dot = fmadd(g, xhat, dot);
   });
   const V mean_g(rms_norm ? acc(0) : sum.sum() / static_cast<acc>(dim)), mean_dot(dot.sum() / static_cast<acc>(dim));
   for_each_vec<acc>(dim, [=](int64_t c, int64_t n) {
-    // Made again from what the first-level cache still holds: three loads and no store.
+    // Recomputed from data in the first-level cache: three loads and no store.
     const V g = V::load(dy + c, n) * V::load(w + c, n);
     const V xhat = (V::load(s + c, n) - mu) * inverse;
     V d = (g - mean_g - xhat * mean_dot) * inverse;
@@ -135,7 +135,7 @@ void backward(const Tensor& dy, const OptionalTensor& dresidual_out, const Tenso
   T* dxp = dx.mutable_data_ptr<T>();
   R* drp = dresidual.numel() ? dresidual.mutable_data_ptr<R>() : nullptr;
 
-  // Blocks of rows, whose number doesn't depend on the threads: their partial sums are added in order below.
+  // The number of blocks of rows doesn't depend on the threads. Their partial sums are added in order below.
   const int64_t block = std::max<int64_t>(64, (rows + 63) / 64), blocks = (rows + block - 1) / block;
   std::vector<acc> partial(blocks * 2 * dim, acc(0));
   const auto differentiate_blocks = [&]<bool kDropout, bool kStream>(auto next) {
@@ -180,7 +180,8 @@ void backward(const Tensor& dy, const OptionalTensor& dresidual_out, const Tenso
   finish(dbias, dim);
 }
 
-// f.operator()<T, R>() for the dtypes of x and of the residual stream: the same one, or an fp32 stream beside bf16.
+// Calls f.operator()<T, R>() with the types of x and of the residual stream: the same type, or bf16 with an fp32
+// stream.
 template <typename F>
 void dispatch_with_stream(ScalarType x, ScalarType stream, F&& f) {
   if (x == kBFloat16 && stream == kFloat) return f.template operator()<bfloat16, float>();

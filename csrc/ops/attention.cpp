@@ -4,16 +4,16 @@
 //
 // A soft cap c makes c tanh(x / c) of the scaled scores before the mask, in the same pass over a row of a block.
 //
-// A task is a block of queries of one head. It walks the key blocks that its rows can see and no others: the loop bound
-// is the mask, so causal attention does half the work and a window of r does O(r n). Inside a block a row's visible
-// keys are an interval, and nothing outside of it is exponentiated. Keys and values of a head are packed once (O(n d)
-// scratch) for all its query blocks and, with grouped heads, for all heads of the group. The softmax goes over a
-// block of scores twice: for the largest of each row, and, when the rows' statistics have moved on, for the
-// exponentials, so that no row waits for its own sums.
+// A task is a block of queries of one head. It visits only the key blocks that its rows can see: the loop bounds are
+// the mask, so causal attention does half the work and a window of r does O(r n). Within a block, the visible keys of a
+// row are an interval, and nothing outside of it is exponentiated. Keys and values of a head are packed once (O(n d)
+// scratch) for all its query blocks and, with grouped heads, for all heads of the group. The softmax passes over a
+// block of scores twice: first for the maxima of all rows and then, after the statistics of the rows are updated, for
+// the exponentials, so that no row waits for its own reductions.
 //
-// Per block of (m, n) scores: 4 m n head_dim FLOPs in two products, about 12 vector instructions per 16 scores for the
-// softmax. Scores, statistics and the output accumulate in fp32 (fp64 for fp64); bf16 probabilities are rounded for the
-// second product as the inputs are.
+// Per block of (m, n) scores: 4 m n head_dim FLOPs in two products, and about 12 vector instructions per 16 scores for
+// the softmax. Scores, statistics and the output are accumulated in fp32 (fp64 for fp64). For bf16 inputs,
+// probabilities are rounded to bf16 for the second product.
 
 #include "ops/attention.h"
 
@@ -68,8 +68,8 @@ Problem Problem::packed(const Tensor& q, const Tensor& k, const Tensor& cu_seqle
 namespace {
 
 constexpr int64_t kQueries = 64;   // rows of a task
-constexpr int64_t kKeys = 128;     // columns of a block of scores: 64 x 128 floats stay in the first-level cache
-constexpr int64_t kManyHeads = 8;  // of keys and values, for each thread
+constexpr int64_t kKeys = 128;     // columns of a block of scores; 64 x 128 floats fit into the first-level cache
+constexpr int64_t kManyHeads = 8;  // kv heads per thread
 constexpr int64_t kKeepStride = kKeys + Dropout::kGroup;  // between the dropout multipliers of two rows
 
 // K^T and V of one kv head of one sequence, packed.
@@ -90,23 +90,23 @@ struct PackedKV {
   }
 };
 
-// The scratch of a thread's tasks. The statistics have a value for each row, and are worked on a vector of rows at a
+// The scratch memory of a thread. The statistics have a value for each row, and are updated for a vector of rows at a
 // time.
 template <typename T>
 struct Tile {
   using acc = acc_t<T>;
   Buffer<acc> scores{kQueries * kKeys}, out, keep{2 * kKeepStride};
-  Buffer<T> probabilities{std::is_same_v<T, acc> ? 0 : kQueries * kKeys};  // of bf16; other types use `scores` itself
+  Buffer<T> probabilities{std::is_same_v<T, acc> ? 0 : kQueries * kKeys};  // for bf16; other types reuse `scores`
   acc row_max[kQueries], row_sum[kQueries];
-  acc largest[kQueries];  // score of a row in a block of keys
-  acc rescale[kQueries];  // the factor for what came before the block
+  acc largest[kQueries];  // the largest score of a row in the current block of keys
+  acc rescale[kQueries];  // the factor for the sums of earlier blocks
 
   explicit Tile(int64_t head_dim) : out(kQueries * head_dim) {}
 };
 
-// Scales the scores of query i, columns [begin, end) of a block that starts at key j, and applies the mask, in base e:
-// a mask's lowest number times log2(e) would be -inf. The score of a masked key becomes -inf whatever it was, NaN
-// included.
+// Scales the scores of query i in columns [begin, end) of a block that starts at key j, and applies the mask, in base
+// e: the lowest number of a mask times log2(e) would be -inf. The score of a masked key becomes -inf even if it was
+// NaN.
 template <typename acc>
 void apply(const Mask& mask, int64_t b, int64_t h, int64_t i, int64_t j, int64_t begin, int64_t end, acc scale,
            acc* x) {
@@ -123,7 +123,7 @@ void apply(const Mask& mask, int64_t b, int64_t h, int64_t i, int64_t j, int64_t
   });
 }
 
-// The largest of n numbers, -inf if n is 0. If one is NaN, the result may be it or any other.
+// Returns the largest of n numbers, or -inf if n is 0. If one is NaN, the result may be NaN or any of them.
 template <typename acc>
 acc largest_of(const acc* x, int64_t n) {
   using V = Vec<acc>;
@@ -140,8 +140,8 @@ acc largest_of(const acc* x, int64_t n) {
   return max(max(odd, V::load(x + n - V::size)), even).max();
 }
 
-// Moves the running maxima and sums of `rows` rows on to the largest scores of a block, of which `unit` makes powers of
-// two. Returns whether any row has to be rescaled for it.
+// Updates the running maxima of `rows` rows with the largest scores of a block, and rescales their running sums. `unit`
+// converts scores to exponents of two. Returns whether any row has to be rescaled.
 template <typename T>
 bool advance(acc_t<T> unit, int64_t rows, Tile<T>& tile) {
   using acc = acc_t<T>;
@@ -150,7 +150,7 @@ bool advance(acc_t<T> unit, int64_t rows, Tile<T>& tile) {
   uint32_t moved = 0;
   for (int64_t r = 0; r < rows; r += V::size) {
     const V before = V::load(tile.row_max + r), now = max(V::load(tile.largest + r), before);
-    // -inf, the maximum of a row without visible keys so far, would be subtracted from itself.
+    // The maximum of a row without visible keys so far is -inf, which must not be subtracted from itself.
     const V rescale = exp2((before - max(lowest, now)) * factor);
     now.store(tile.row_max + r);
     rescale.store(tile.rescale + r);
@@ -160,8 +160,9 @@ bool advance(acc_t<T> unit, int64_t rows, Tile<T>& tile) {
   return moved != 0;
 }
 
-// Turns a row's scores in columns [begin, end) of a block into probabilities relative to its running maximum, with
-// zeros around them, and returns their sum, lane by lane. `unit`: see advance. `keep`: of dropout.
+// Turns the scores of a row in columns [begin, end) of a block into probabilities relative to the running maximum, sets
+// the other columns to zero, and returns the sum of the probabilities, lane by lane. `unit`: see advance. `keep`: the
+// dropout multipliers.
 template <typename T>
 Vec<acc_t<T>> exponentiate(const Problem& p, acc_t<T> unit, int64_t begin, int64_t end, int64_t width, acc_t<T> row_max,
                            const acc_t<T>* x, const acc_t<T>* keep, T* probability) {
@@ -173,7 +174,7 @@ Vec<acc_t<T>> exponentiate(const Problem& p, acc_t<T> unit, int64_t begin, int64
   V sum(acc(0));
   for_each_vec<acc>(end - begin, [=, &sum](int64_t c, int64_t n) {
     const V score = V::load(x + begin + c, n);
-    // Not score * factor - rounded(max * factor): for large scores that is a large number at the maximum itself.
+    // Not score * factor - round(max * factor), which for large scores isn't 0 at the maximum but a large number.
     V e = exp2((score - lowered) * factor).first_lanes(n);
     sum = sum + e;
     if (drops) e = e * V::load(keep + begin + c, n);
@@ -183,7 +184,7 @@ Vec<acc_t<T>> exponentiate(const Problem& p, acc_t<T> unit, int64_t begin, int64
   return sum;
 }
 
-// One task: queries [first, first + rows) of one head.
+// Runs one task: queries [first, first + rows) of one head.
 template <typename T>
 void attend(const Problem& p, const Mask& mask, const Rows<const T>& q, const PackedKV<T>& kv, const Rows<T>& out,
             acc_t<T>* lse, int64_t b, int64_t h, int64_t first, Tile<T>& tile) {
@@ -191,7 +192,7 @@ void attend(const Problem& p, const Mask& mask, const Rows<const T>& q, const Pa
   using V = Vec<acc>;
   const Sequence& s = p.sequences[b];
   const int64_t rows = std::min(kQueries, s.seqlen_q - first), dim = p.head_dim;
-  // Behind the last row a maximum stays as it is.
+  // Rows beyond the last one keep a maximum that needs no rescaling.
   std::fill(std::fill_n(tile.row_max, rows, -std::numeric_limits<acc>::infinity()), tile.row_max + kQueries, acc(0));
   std::fill_n(tile.row_sum, kQueries, acc(0));
   std::fill_n(tile.largest, kQueries, -std::numeric_limits<acc>::infinity());
@@ -199,12 +200,13 @@ void attend(const Problem& p, const Mask& mask, const Rows<const T>& q, const Pa
   T* probabilities;
   if constexpr (std::is_same_v<T, acc>) probabilities = scores;
   else probabilities = tile.probabilities.data();
-  // Scores are scaled where they are put under a mask or a cap. Not negative: see cpp_unsupported of ops/attention.py.
+  // With a mask or a cap, the scores are scaled first. The scale isn't negative: see cpp_unsupported in
+  // ops/attention.py.
   const bool capped = p.softcap > 0, scaled = mask.on || capped;
   const acc unit = scaled ? acc(1.4426950408889634) : p.scale2<acc>();
   const acc cap = static_cast<acc>(p.softcap), cap_factor = static_cast<acc>(p.softmax_scale / p.softcap);
   const acc mask_factor = capped ? acc(1) : static_cast<acc>(p.softmax_scale);
-  // The keys that any of the rows sees: from the first row's first key to the last row's last key.
+  // All keys that any of the rows sees, from the first row's first key to the last row's last key.
   const Interval seen{p.keys_of(s, first).begin, p.keys_of(s, first + rows - 1).end};
   const int64_t start = seen.begin / kPanel * kPanel;
   if (seen.empty()) std::fill_n(sums, rows * dim, acc(0));
@@ -229,7 +231,7 @@ void attend(const Problem& p, const Mask& mask, const Rows<const T>& q, const Pa
       V of_row[4] = {V(acc(0)), V(acc(0)), V(acc(0)), V(acc(0))};
       for (int64_t i = r; i < std::min(r + 4, rows); ++i) {
         acc* keep = tile.keep.data() + i % 2 * kKeepStride;
-        // Two rows at a time, for the vectors' sake.
+        // Two rows at a time, to fill the vectors.
         if (p.dropout.on && i % 2 == 0)
           p.dropout.multipliers(first + i, std::min<int64_t>(2, rows - i), b * p.num_heads + h, j, width, keep,
                                 kKeepStride);
@@ -252,7 +254,7 @@ void attend(const Problem& p, const Mask& mask, const Rows<const T>& q, const Pa
   }
   for (int64_t r = 0; r < rows; ++r) {
     const acc sum = tile.row_sum[r];
-    const V inverse(sum == 0 ? acc(0) : acc(1) / sum);  // 0: a row that sees nothing; a NaN stays
+    const V inverse(sum == 0 ? acc(0) : acc(1) / sum);  // 0 for a row that sees nothing; NaN stays NaN
     T* to = out.at(b, s.q_start + first + r, h);
     for_each_vec<acc>(dim, [&](int64_t c, int64_t n) { (V::load(sums + r * dim + c, n) * inverse).store(to + c, n); });
     acc& lse_of_row = lse[s.lse_start + h * p.lse_head_stride + first + r];
@@ -268,7 +270,7 @@ void forward(const Problem& p, const OptionalTensor& attn_mask, const Tensor& q,
   const Rows<const T> q_rows(q), k_rows(k), v_rows(v);
   const Rows<T> out_rows(out);
   acc_t<T>* lse_data = lse.mutable_data_ptr<acc_t<T>>();
-  if (p.used_q < q.size(0))  // packed rows behind the last sequence
+  if (p.used_q < q.size(0))  // there are packed rows after the last sequence
     for (int64_t h = 0; h < p.num_heads; ++h)
       std::fill(lse_data + h * p.lse_head_stride + p.used_q, lse_data + (h + 1) * p.lse_head_stride,
                 -std::numeric_limits<acc_t<T>>::infinity());
@@ -308,7 +310,7 @@ void forward(const Problem& p, const OptionalTensor& attn_mask, const Tensor& q,
   std::vector<Task> tasks;
   for (int64_t b = 0; b < p.batch; ++b)
     for (int64_t h = 0; h < p.num_heads; ++h)
-      // The last queries come first: under a causal mask they have the most work.
+      // The last queries come first, because they have the most work under a causal mask.
       for (int64_t n = (p.sequences[b].seqlen_q + kQueries - 1) / kQueries; n > 0; --n)
         tasks.push_back({b, h, (n - 1) * kQueries});
   for_each_worker(static_cast<int64_t>(tasks.size()), parallel, [&](auto next) {

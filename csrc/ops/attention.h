@@ -1,4 +1,4 @@
-// The shared part of attention's forward and backward: the places of the sequences, and the keys that a query sees.
+// The shared part of attention's forward and backward passes: the sequences of a batch, and the keys that a query sees.
 
 #pragma once
 
@@ -16,15 +16,15 @@
 
 namespace fastformer {
 
-constexpr int64_t kSerialScores = 1 << 14;  // with fewer, a second thread costs more than it saves
+constexpr int64_t kSerialScores = 1 << 14;  // with fewer scores, a second thread costs more than it saves
 
-// One sequence of the batch. Rows are counted in the tensor's own row stride from its own start.
+// One sequence of the batch. Row numbers are in units of the tensor's row stride, from the tensor's start.
 struct Sequence {
-  int64_t q_start, k_start;  // first row, in (batch, row) flattened for packed tensors, 0 for dense ones
-  int64_t seqlen_q, keys;    // queries, and keys that can be visible at all
-  int64_t diagonal;          // seqlen_k - seqlen_q: query i is aligned with key i + diagonal
+  int64_t q_start, k_start;  // the first row, among all rows of packed tensors; 0 for dense ones
+  int64_t seqlen_q, keys;    // the number of queries, and of keys that any query can see
+  int64_t diagonal;          // seqlen_k - seqlen_q; query i is aligned with key i + diagonal
   int64_t lse_start;
-  int64_t k_batch;  // batch index of its keys and values
+  int64_t k_batch;  // the batch index of its keys and values
 };
 
 struct Interval {
@@ -54,7 +54,7 @@ struct Rows {
   }
 };
 
-// A tensor with the shape of t that a kernel writes up to row `used` of the first dimension; later rows are zero.
+// Returns a tensor with the shape of t. Kernels write its first `used` rows (first dimension); later rows are zero.
 inline Tensor empty_rows(const Tensor& t, int64_t used) {
   Tensor rows = empty(t.sizes(), t.scalar_type());
   if (used < t.size(0)) rows.narrow(0, used, t.size(0) - used).zero();
@@ -63,14 +63,14 @@ inline Tensor empty_rows(const Tensor& t, int64_t used) {
 
 // The mask of a call: visible keys, or values added to the scores. Strides are 0 in broadcast dimensions.
 struct Mask {
-  Tensor values;  // boolean, bf16 or in the accumulation type; along the keys they lie side by side
+  Tensor values;  // boolean, bf16 or in the accumulation type; contiguous along the keys
   int64_t strides[4] = {0, 0, 0, 0};
   bool on = false, boolean = false;
 
   Mask(const OptionalTensor& mask, ScalarType acc);
   bool adds() const { return on && !boolean; }
 
-  // Calls f(load): load(j, n) are the values of one query for n keys from j on, 1 or 0 for a boolean mask.
+  // Calls f(load). load(j, n) returns the values of one query for n keys from j on: 1 or 0 for a boolean mask.
   template <typename acc, typename F>
   void with_row(int64_t b, int64_t h, int64_t i, F&& f) const {
     if (boolean) return with_row_of<bool, acc>(b, h, i, f);
@@ -93,9 +93,9 @@ struct Problem {
   std::vector<Sequence> sequences;
   std::optional<int64_t> window_left, window_right;
   double softmax_scale;
-  double softcap = 0;  // of the scaled scores, before a mask; 0: none
+  double softcap = 0;  // the cap of the scaled scores, applied before a mask; 0: none
   Dropout dropout;
-  // The extent of the sequences along the first dimension: there may be packed rows after the last sequence.
+  // The rows of packed tensors that belong to sequences; further rows may follow.
   int64_t used_q = 0, used_k = 0;
 
   static Problem dense(const Tensor& q, const Tensor& k, const OptionalTensor& seqlens_k);
@@ -103,7 +103,7 @@ struct Problem {
 
   void set_options(double scale, std::optional<int64_t> left, std::optional<int64_t> right, double dropout_p,
                    const OptionalTensor& dropout_seed, double cap) {
-    // Larger than the length of any sequence, and small enough that sums with positions don't overflow.
+    // Larger than any sequence length, and small enough that sums with positions don't overflow.
     constexpr int64_t kFar = int64_t(1) << 40;
     softmax_scale = scale, softcap = cap, window_left = left, window_right = right;
     if (left) window_left = std::clamp(*left, -kFar, kFar);
@@ -111,21 +111,21 @@ struct Problem {
     dropout = Dropout(dropout_p, dropout_seed);
   }
 
-  // Score units of the kernels: base 2.
+  // The factor from products to exponents of two.
   template <typename acc>
   acc scale2() const {
     return static_cast<acc>(softmax_scale * 1.4426950408889634);
   }
   int64_t kv_head(int64_t head) const { return head / (num_heads / num_kv_heads); }
 
-  // The keys that are visible to query i.
+  // Returns the keys that query i sees.
   Interval keys_of(const Sequence& s, int64_t i) const {
     Interval keys{0, s.keys};
     if (window_left) keys.begin = std::max<int64_t>(0, i + s.diagonal - *window_left);
     if (window_right) keys.end = std::min(s.keys, i + s.diagonal + *window_right + 1);
     return keys;
   }
-  // The queries that see key j (no query sees a key beyond s.keys; the caller stays below).
+  // Returns the queries that see key j, which must be less than s.keys.
   Interval queries_of(const Sequence& s, int64_t j) const {
     Interval queries{0, s.seqlen_q};
     if (window_right) queries.begin = std::max<int64_t>(0, j - s.diagonal - *window_right);
@@ -134,7 +134,7 @@ struct Problem {
   }
 };
 
-// The forward pass over a problem; lse (fp32, or fp64 for fp64) and out are written. In attention.cpp.
+// Runs the forward pass of a problem, and writes lse (fp32; fp64 for fp64) and out. Defined in attention.cpp.
 void attention_forward(const Problem& p, const OptionalTensor& attn_mask, const Tensor& q, const Tensor& k,
                        const Tensor& v, Tensor& out, Tensor& lse);
 

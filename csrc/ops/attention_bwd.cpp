@@ -1,20 +1,22 @@
-// Attention, backward: five products a tile, probabilities recomputed from lse, nothing of size n^2 kept.
+// Attention, backward: five products per tile, with probabilities recomputed from lse. Nothing of size n^2 is stored.
 //
 //   delta = rowsum(dout * out)
 //   P = exp(S - lse)    dV += (P * keep)^T dout    dP = keep * (dout V^T)
 //   dS = P * (dP - delta)    dQ += dS K    dK += dS^T Q
 //
-// Under a soft cap c, S is c tanh(x / c) of the scaled products x, and dS times 1 - tanh^2(x / c) takes its place in dQ
-// and dK; the gradient of a mask is dS itself.
+// With a soft cap c, S is c tanh(x / c) of the scaled products x, and dQ and dK use dS times 1 - tanh^2(x / c); the
+// gradient of a mask is dS itself.
 //
-// A task is one kv head of one sequence with all query heads of its group: it owns its dQ, dK and dV, so sums have one
-// order and the result does not depend on the threads. If that gives few tasks, a task is one query head, whose dK
-// and dV are added up in the order of the heads afterwards. Tasks that add to one gradient of a mask follow each other
-// in one of a few chains, each with a copy of it. Tiles are kKeys keys by one panel of queries, scores transposed (keys
-// are rows): then P^T and dS^T are row-major left operands of dV and dK as they come, and lse and delta lie along the
-// vectors. dS is turned once for dQ. Only tiles that some query sees are visited.
+// A task is one kv head of one sequence with all query heads of its group. It owns its dQ, dK and dV, so sums have a
+// fixed order and the result does not depend on the threads. If that gives few tasks, a task is one query head, whose
+// dK and dV are added in the order of the heads afterwards. Tasks that add to the same gradient of a mask are split
+// into a few chains, each with a copy of the gradient; the tasks of a chain run one after the other. Tiles are kKeys
+// keys by one panel of queries, with transposed scores (keys are rows): then P^T and dS^T are row-major left operands
+// of dV and dK, and lse and delta run along the vectors. dS is transposed once for dQ. Only tiles that some query sees
+// are visited.
 //
-// 10 FLOPs per visible score and head_dim. Accumulation is fp32 (fp64 for fp64); bf16 rounds P and dS for the products.
+// 10 FLOPs per visible score and head_dim. Accumulation is fp32 (fp64 for fp64); for bf16, P and dS are rounded for the
+// products.
 
 #include "common/softcap.h"
 #include "ops/attention.h"
@@ -24,8 +26,8 @@ namespace fastformer {
 namespace {
 
 constexpr int64_t kKeys = 64;
-constexpr int64_t kManyTasks = 32;  // kv heads from which on a group of query heads stays together
-constexpr int64_t kChains = 8;      // of tasks that share the gradient of a mask
+constexpr int64_t kManyTasks = 32;  // from this many kv heads on, a task is a whole group of query heads
+constexpr int64_t kChains = 8;      // chains of tasks for one gradient of a mask
 
 template <typename T>
 struct Inputs {
@@ -34,8 +36,8 @@ struct Inputs {
   const acc_t<T>* lse;
 };
 
-// If an added mask leaves a row only numbers so large that they absorb its scores, lse can't represent the logarithm of
-// the number of equal keys. This is that logarithm, for query i; else 0.
+// If all visible values of an additive mask are so large that they absorb a row's scores, lse can't represent the
+// logarithm of the number of equal keys. Returns that logarithm for query i, or 0 in all other cases.
 template <typename acc>
 acc log_of_alike(const Problem& p, const Mask& mask, const Sequence& s, int64_t b, int64_t h, int64_t i, acc lse) {
   using V = Vec<acc>;
@@ -54,14 +56,14 @@ acc log_of_alike(const Problem& p, const Mask& mask, const Sequence& s, int64_t 
   return std::log(std::max(acc(1), alike));
 }
 
-// All data of one query head that the tiles read.
+// The data of one query head that the tiles read.
 template <typename T>
 struct QueryHead {
   using acc = acc_t<T>;
   Buffer<T> q_t, dout_t;  // (head_dim, queries), packed: right operands of the scores
   Buffer<T> q, dout;      // (queries, head_dim), packed: right operands of dK and dV
   Buffer<acc> lse, delta, dq;
-  Buffer<acc> log_alike;  // under a mask that is added: see log_of_alike
+  Buffer<acc> log_alike;  // for an additive mask; see log_of_alike
 
   QueryHead(const Problem& p, const Mask& mask, const Sequence& s, const Inputs<T>& in, int64_t b, int64_t h) {
     const int64_t n = s.seqlen_q, dim = p.head_dim, padded = round_up(n, kPanel);
@@ -74,7 +76,7 @@ struct QueryHead {
     pack<T>(qp, in.q.stride, 1, n, dim, q.data());
     pack<T>(dop, in.dout.stride, 1, n, dim, dout.data());
     dq = filled(n * dim, acc(0));
-    // An infinite lse makes every probability of the row 0: rows that see nothing, and the padding of the last panel.
+    // An infinite lse makes all probabilities of a row 0, for rows that see nothing and for padding of the last panel.
     lse = filled(padded, std::numeric_limits<acc>::infinity()), delta = filled(padded, acc(0));
     for (int64_t i = 0; i < n; ++i) {
       const acc given = in.lse[s.lse_start + h * p.lse_head_stride + i];
@@ -91,7 +93,7 @@ struct QueryHead {
   }
 };
 
-// The scratch of a thread.
+// The scratch memory of a thread.
 template <typename T>
 struct Tile {
   using acc = acc_t<T>;
@@ -100,7 +102,7 @@ struct Tile {
   acc keep_rows[kPanel * (kKeys + Dropout::kGroup)], mask_rows[kPanel * kKeys];
   T left[kKeys * kPanel], right[kKeys * kPanel];  // P^T and dS^T, then dS, as operands
 
-  // The accumulation type's buffer as an operand of type T: itself, or rounded into `to`.
+  // Returns a buffer in the accumulation type as an operand of type T: itself, or rounded into `to`.
   static const T* operand(const acc* from, T* to, int64_t n) {
     if constexpr (std::is_same_v<T, acc>) return from;
     else {
@@ -133,14 +135,14 @@ void transposed_mask(const Mask& mask, int64_t b, int64_t h, int64_t i, int64_t 
   pack<acc>(tile.mask_rows, 1, kKeys, keys, kPanel, tile.mask);
 }
 
-// Turns S^T and dP^T into (P * keep)^T in tile.scores and dS^T in tile.dscores; under a cap also its slope, in
-// tile.slope.
+// Turns S^T and dP^T into (P * keep)^T in tile.scores and dS^T in tile.dscores. With a cap, also stores its derivative
+// in tile.slope.
 template <typename T>
 void tile_gradients(const Problem& p, const Mask& mask, const Sequence& s, const QueryHead<T>& head, int64_t i,
                     int64_t j, int64_t keys, Tile<T>& tile) {
   using acc = acc_t<T>;
   using V = Vec<acc>;
-  // In base e: a factor of log2(e) would round the exponent once more, and nothing cancels that here.
+  // In base e, because multiplying by log2(e) would round the exponent once more, which lse doesn't compensate.
   const bool capped = p.softcap > 0;
   const V scale(capped ? acc(1) : static_cast<acc>(p.softmax_scale)), hidden(-std::numeric_limits<acc>::infinity()),
       far(acc(int64_t(1) << 32)), cap(static_cast<acc>(p.softcap)),
@@ -162,7 +164,7 @@ void tile_gradients(const Problem& p, const Mask& mask, const Sequence& s, const
       const V of_lse = V::load(lse + c);
       if (mask.on) of_mask = V::load(tile.mask + r * kPanel + c);
       if (capped) {
-        // Scores that a boolean mask hides may be NaN, whose slope would remain.
+        // Scores that a boolean mask hides may be NaN, which would make the derivative NaN.
         if (mask.boolean) score = where_positive(of_mask, score, V(acc(0)));
         const V bent = tanh(score * cap_factor);
         (V(acc(1)) - bent * bent).store(slope + c);
@@ -171,12 +173,13 @@ void tile_gradients(const Problem& p, const Mask& mask, const Sequence& s, const
       if (mask.boolean) score = where_positive(of_mask, score, hidden), of_mask = V(acc(0));
       V exponent = fmadd(score, scale, of_mask - of_lse);
       if (adds) {
-        // Far from zero the score was lost beside the mask in the forward pass: it mustn't be what is left of the
-        // difference here.
+        // If a mask value is large, the forward pass lost the score to rounding, so it must not reappear here as a
+        // difference.
         const V lost = fmadd(score, scale, of_mask) - of_lse - V::load(head.log_alike.data() + i + c);
         exponent = where_positive(of_lse * of_lse - far, lost, exponent);
       }
-      // Large scores leave lse no digits: what is above 0 by its rounding mustn't be a large number.
+      // For large scores, lse is inexact. An exponent above 0, which comes from its rounding, must not give a large
+      // number.
       const V probability = exp(where_positive(V(acc(0)) - exponent, exponent, V(acc(0))));
       V gradient = V::load(dp + c);
       V kept = probability;
@@ -188,14 +191,14 @@ void tile_gradients(const Problem& p, const Mask& mask, const Sequence& s, const
       kept.store(x + c);
       (probability * (gradient - V::load(delta + c))).store(ds + c);
     }
-    // Positions that a query does not see may have any value, NaN included: they are overwritten, never multiplied.
+    // Positions that a query does not see may have any value, including NaN, so they are overwritten, not multiplied.
     std::fill(x, x + begin, acc(0)), std::fill(x + end, x + kPanel, acc(0));
     std::fill(ds, ds + begin, acc(0)), std::fill(ds + end, ds + kPanel, acc(0));
     if (capped) std::fill(slope, slope + begin, acc(0)), std::fill(slope + end, slope + kPanel, acc(0));
   }
 }
 
-// Turns the gradient of capped scores into that of the products.
+// Turns the gradient of capped scores into the gradient of the products.
 template <typename T>
 void through_cap(int64_t keys, Tile<T>& tile) {
   using V = Vec<acc_t<T>>;
@@ -214,13 +217,13 @@ void add_mask_gradient(const Tensor& dmask, const Sequence& s, int64_t b, int64_
       to[base + (i + c) * stride_q + (j + r) * stride_k] += dscores[r * kPanel + c];
 }
 
-// dK and dV of one kv head, (keys, head_dim), before the scale: for all heads of its group, or for some.
+// dK and dV of one kv head, (keys, head_dim), before scaling: sums over all query heads of its group, or over some.
 template <typename acc>
 struct KeyGradients {
   Buffer<acc> dk, dv;
 };
 
-// Query heads [first_head, end_head), which share a kv head, of sequence b.
+// Runs a task: query heads [first_head, end_head) of sequence b, which share a kv head.
 template <typename T>
 KeyGradients<acc_t<T>> attend_backward(const Problem& p, const Mask& mask, const Inputs<T>& in, const Tensor& dmask,
                                        int64_t b, int64_t first_head, int64_t end_head) {
@@ -274,7 +277,7 @@ KeyGradients<acc_t<T>> attend_backward(const Problem& p, const Mask& mask, const
   return gradients;
 }
 
-// Writes the sums of the parts of one kv head to dk and dv, with zeros after the keys that are seen at all.
+// Writes the sum of the parts of one kv head to dk and dv, with zeros after the last key that any query sees.
 template <typename T>
 void store_key_gradients(const Problem& p, const Inputs<T>& in, int64_t b, int64_t kv_head,
                          KeyGradients<acc_t<T>>* parts, int64_t num_parts) {
@@ -301,7 +304,7 @@ void store_key_gradients(const Problem& p, const Inputs<T>& in, int64_t b, int64
   }
 }
 
-// to += from, both contiguous.
+// Computes to += from; both are contiguous.
 template <typename acc>
 void add(const Tensor& from, const Tensor& to) {
   const acc* part = from.const_data_ptr<acc>();
@@ -326,12 +329,12 @@ void backward(const Problem& p, const OptionalTensor& attn_mask, const Tensor& d
                      Rows<T>(dk),        Rows<T>(dv),         lse.const_data_ptr<acc>()};
   int64_t scores = 0;
   for (const Sequence& s : p.sequences) scores += s.seqlen_q * s.keys * p.num_heads;
-  // Neither the tasks nor the chains depend on the number of threads, because the order of the sums depends on them.
+  // Tasks and chains determine the order of the sums, so neither depends on the number of threads.
   const int64_t group = p.num_heads / p.num_kv_heads, kv_heads = p.batch * p.num_kv_heads;
   const int64_t parts = kv_heads < kManyTasks ? group : 1, tasks = kv_heads * parts, heads = group / parts;
   const bool shared = dmask.defined() && (dmask.size(0) != p.batch || dmask.size(1) != p.num_heads);
   const int64_t chains = shared ? std::min(tasks, kChains) : tasks;
-  std::vector<Tensor> copies;  // of dmask, for all chains but the first
+  std::vector<Tensor> copies;  // copies of dmask for all chains but the first
   if (shared)
     for (int64_t chain = 1; chain < chains; ++chain) copies.push_back(zeros(dmask.sizes(), dmask.scalar_type()));
   std::vector<KeyGradients<acc>> found(parts == 1 ? 0 : tasks);

@@ -1,4 +1,4 @@
-// Checks of this library for the package and its tests, besides the ops.
+// Functions with which the package and its tests check this library.
 
 #include <chrono>
 #include <cmath>
@@ -24,8 +24,8 @@ void set_sharing_named(std::string_view name) {
 
 void hush(int64_t milliseconds) { hush_openmp(std::chrono::milliseconds(milliseconds)); }
 
-// How often each of an op's tasks runs, and on how many threads, in the round of `rounds` with the most of them. From
-// task `breaks` on they throw.
+// Returns how often each task of an op ran, and the maximum number of threads over `rounds` rounds. Tasks from `breaks`
+// on throw.
 std::tuple<Tensor, int64_t> tasks_check(int64_t tasks, int64_t rounds, int64_t breaks) {
   const Tensor counts = zeros({tasks}, kLong);
   int64_t* count = counts.mutable_data_ptr<int64_t>();
@@ -43,8 +43,8 @@ std::tuple<Tensor, int64_t> tasks_check(int64_t tasks, int64_t rounds, int64_t b
   return {counts, most};
 }
 
-// For each of some OpenMP regions, for how many milliseconds the team should run all ops afterwards; 0: no change.
-// regions: int64 (n, 3), of microseconds: since the first one, those that the caller worked, those that it waited.
+// Returns, for each OpenMP region, for how many milliseconds the team should run all ops after it; 0: no change.
+// regions: int64 (n, 3), in microseconds: the time since the first region, the caller's work, and the caller's wait.
 Tensor waits_check(const Tensor& regions) {
   using std::chrono::microseconds;
   LongWaits waits;

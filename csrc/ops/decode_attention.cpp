@@ -1,11 +1,11 @@
-// Attention of one or a few queries to a key-value cache, to which the new keys and values are appended first.
+// Attention of one or a few queries to a KV cache, to which the new keys and values are appended first.
 //
 //   total = cache_seqlens + seqlen_new;   query i of seqlen_q sees keys [0, total - seqlen_q + i] when causal
 //
-// Reading the cache is the cost, so nothing is packed: the keys of a kv head stream through once for all query heads of
-// its group, as dot products, and the values once as a weighted sum. Statistics and sums are fp32 (fp64 for fp64). From
-// kBlocked queries on the products dominate, and the blocked kernel of attention.cpp computes them; scattered tokens of
-// a slot table are gathered for it, which costs little beside this many queries.
+// Time goes into reading the cache, so nothing is packed: for all query heads of a group, the keys of the kv head are
+// read once, in dot products, and the values once, in a weighted sum. Statistics and sums are fp32 (fp64 for fp64).
+// From kBlocked queries on, the products dominate, and the blocked kernel of attention.cpp computes them; tokens that a
+// slot table scatters are gathered for it, which costs little for this many queries.
 //
 // All numbers that determine addresses are checked before anything is written.
 
@@ -19,7 +19,7 @@ namespace {
 
 constexpr int64_t kBlocked = 16;
 
-// The places of the tokens of the cache rows: in order, or according to the slot table.
+// The positions of a cache row's tokens in memory: consecutive, or given by the slot table.
 struct Places {
   const int32_t* table = nullptr;
   int64_t row_stride = 0, stride = 0;
@@ -37,8 +37,8 @@ struct Places {
   }
 };
 
-// The caches as pointers: token t of a row begins at `at(row, head) + t * stride`. A slot counts through the blocks, so
-// with a table there is one row.
+// The caches as pointers: token t of a row begins at `at(row, head) + t * stride`. Slots are numbered across all
+// blocks, so with a table there is a single row.
 template <typename T>
 struct Cache {
   T* data;
@@ -61,18 +61,18 @@ void append(const Rows<const T>& fresh, const Cache<T>& cache, Tokens tokens, in
                 dim * sizeof(T));
 }
 
-// One call, checked. The keys of a query row are a Sequence: its k_batch is the cache row.
+// The checked arguments of one call. Each query row is a Sequence whose k_batch is its cache row.
 struct Call {
   Problem p;
   Places places;
   int64_t seqlen_q, fresh;
-  std::vector<int32_t> seqlens, rows;  // rows: of the queries, or nothing where query row b is cache row b
+  std::vector<int32_t> seqlens, rows;  // rows: the cache row of each query row; empty if they are the same
 
   Sequence sequence(int64_t b) const {
     const int64_t row = rows.empty() ? b : rows[b], keys = seqlens[row] + fresh;
     return {0, 0, seqlen_q, keys, keys - seqlen_q, b * p.num_heads * seqlen_q, row};
   }
-  // The first position that any query of the sequence sees.
+  // Returns the first position that any query of the sequence sees.
   int64_t first_seen(const Sequence& s) const { return p.keys_of(s, 0).begin; }
 
   void check_places(int64_t cache_rows, int64_t max_seqlen, int64_t num_tokens) const {
@@ -115,8 +115,8 @@ void decode(const Call& call, const Tensor& q, const Cache<T>& k_cache, const Ca
   const int64_t group = p.num_heads / p.num_kv_heads;
   int64_t elements = 0;
   for (int64_t b = 0; b < p.batch; ++b) elements += call.sequence(b).keys * p.num_kv_heads * p.head_dim;
-  // If there are enough rows, a thread computes whole rows: a row's tokens are close together, and consecutive rows
-  // often share theirs.
+  // If there are enough rows, each task computes whole rows, because the tokens of a row are close together, and
+  // consecutive rows often share tokens.
   const int64_t heads = p.batch >= 4 * num_threads() ? p.num_kv_heads : 1, parts = p.num_kv_heads / heads;
   for_each_task(p.batch * parts, elements > kSerialElements, [&](int64_t task) {
     const int64_t b = task / parts, first = task % parts * heads;
@@ -129,7 +129,7 @@ void decode(const Call& call, const Tensor& q, const Cache<T>& k_cache, const Ca
           append<T>(k_rows, k_cache, places, row, kv_head, call.fresh, p.head_dim);
           append<T>(v_rows, v_cache, places, row, kv_head, call.fresh, p.head_dim);
         }
-      // Several queries read the keys of a head one after the other.
+      // Several queries read the keys of a head in turn, so their heads are computed one at a time.
       const int64_t together = s.seqlen_q == 1 ? heads : 1;
       for (int64_t kv_head = first; kv_head < first + heads; kv_head += together) {
         const Heads<const T> keys{k_cache.at(row, kv_head), k_cache.head_stride, k_cache.stride};
@@ -150,9 +150,9 @@ void decode(const Call& call, const Tensor& q, const Cache<T>& k_cache, const Ca
   });
 }
 
-// The visible tokens of one cache, sequence after sequence: (1, tokens, num_kv_heads, head_dim). A sequence begins at a
-// panel of the blocked kernel, with zeros before the first visible token, so that the sums are those of the cache in
-// order.
+// Gathers the visible tokens of one cache, sequence after sequence: (1, tokens, num_kv_heads, head_dim). Each sequence
+// begins at a panel of the blocked kernel, with zeros before the first visible token, so that the sums are the same as
+// for a contiguous cache.
 template <typename T>
 Tensor gathered(const Call& call, const Tensor& cache, const std::vector<Sequence>& sequences, int64_t tokens) {
   const Problem& p = call.p;
@@ -217,7 +217,7 @@ Tensor decode_attention(const Tensor& q_in, Tensor k_cache, Tensor v_cache, cons
     check(!slot_table || cache.size(0) <= 1 || cache.size(1) <= 1 || cache.stride(0) == cache.size(1) * cache.stride(1),
           "the blocks of the caches must follow each other");
   }
-  // Without new tokens, the cache is passed instead of them and is not read as new tokens.
+  // Without new tokens, the cache is a placeholder for them, which is not read.
   const Tensor k = k_in ? rows_of(*k_in) : k_cache, v = v_in ? rows_of(*v_in) : v_cache;
   Call call{{},
             Places(slot_table),

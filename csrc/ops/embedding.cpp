@@ -1,10 +1,10 @@
-// Token embedding: the gather, its scale, the positions and dropout in one pass.
+// Token embedding: gather, scale, positions and dropout in one pass.
 //
 //   out = dropout(weight[id] * scale + position_table[position])        (a padding id counts as a row of zeros)
 //
-// Forward reads only the rows that it needs, and writes the output. Backward sorts the tokens by their rows and then
-// writes every row of the gradient once: zeros, or the sum over its tokens in their order, independently of the
-// threads. Sums are fp32 (fp64 for fp64), in groups.
+// Forward reads only the rows that it needs, and writes the output. Backward sorts the tokens by row and then writes
+// each row of the gradient once: zeros, or the sum over its tokens in order, which doesn't depend on the threads. Sums
+// are fp32 (fp64 for fp64), in groups.
 
 #include <optional>
 #include <vector>
@@ -19,8 +19,8 @@
 namespace fastformer {
 namespace {
 
-constexpr int64_t kGroup = 16;   // tokens summed before the sum is added to the row's: long fp32 sums lose digits
-constexpr int64_t kShares = 64;  // parts of a gradient, of about the same work, for the threads to share
+constexpr int64_t kGroup = 16;   // tokens per partial sum of a row, because long fp32 sums lose precision
+constexpr int64_t kShares = 64;  // parts of a gradient, with about the same work, among which threads choose
 
 // P: the dtype of the position table.
 template <typename T, typename P>
@@ -46,7 +46,7 @@ void forward(const Tensor& ids, const Tensor& weight, const OptionalTensor& tabl
   });
 }
 
-// The tokens of each row: those of row r are order[start[r]] .. order[start[r + 1] - 1], ascending.
+// The tokens of each row. Those of row r are order[start[r]] .. order[start[r + 1] - 1], ascending.
 struct ByRow {
   std::vector<int64_t> start, order;
 
@@ -59,7 +59,7 @@ struct ByRow {
   }
 };
 
-// to = scale * (keep * from + group + total), of one row; each but `from` may be null, and then counts for nothing.
+// Computes to = scale * (keep * from + group + total) for one row. All inputs but `from` may be null, which omits them.
 template <typename T, typename O, typename acc>
 void add_row(const T* from, const acc* keep, const acc* group, const acc* total, acc scale, int64_t dim, O* to) {
   using V = Vec<acc>;
@@ -72,14 +72,14 @@ void add_row(const T* from, const acc* keep, const acc* group, const acc* total,
   });
 }
 
-// to (rows, dim): scale times the sum of a row's tokens in dropout(dout). Row `skipped` is zeros.
+// Writes to (rows, dim): for each row, scale times the sum of dropout(dout) over its tokens. Row `skipped` is zero.
 template <typename T>
 void sum_rows(const T* dout, int64_t dim, const ByRow& tokens, int64_t skipped, double scale, const Dropout& dropout,
               T* to) {
   using acc = acc_t<T>;
   const int64_t rows = static_cast<int64_t>(tokens.start.size()) - 1, all = static_cast<int64_t>(tokens.order.size());
   const acc factor = static_cast<acc>(scale);
-  // A share ends where its part of (tokens + rows) does, so that one thread does not get all the frequent tokens.
+  // Each part covers an equal number of tokens + rows, so that no thread gets all the frequent tokens.
   const auto first_row = [&](int64_t share) {
     const int64_t work = share * (all + rows) / kShares;
     int64_t low = 0, high = rows;
@@ -125,7 +125,7 @@ Tensor embedding_fwd(const Tensor& ids_in, const Tensor& weight_in, const Option
   const Dropout dropout(dropout_p, dropout_seed);
   dispatch(weight.scalar_type(), "embedding", [&]<typename T>() {
     using acc = acc_t<T>;
-    // A table in another dtype than the weight's is read in what the sum is computed in.
+    // A position table whose dtype is not the weight's is read in the accumulation type.
     const bool same = !table_in || table_in->scalar_type() == weight.scalar_type();
     if (table_in) table = rows_of(table_in->to(same ? weight.scalar_type() : scalar_type_of<acc>()));
     if (same) forward<T, T>(ids, weight, table, positions, scale, padding_idx, dropout, out);

@@ -1,10 +1,10 @@
-// All layers of an encoder in one call, without gradients: the forward passes of the other ops in turn, without Python
-// or the dispatcher between them. For small batches, these take most of the time.
+// All layers of an encoder in one call, without gradients: calls the forward passes of the other ops one after the
+// other, without Python or the dispatcher in between. For small batches, these would take most of the time.
 //
 //   post-norm:  x = norm1(x + attention(x)),  x = norm2(x + feed_forward(x))
 //   pre-norm:   x = x + attention(norm1(x)),  x = x + feed_forward(norm2(x))
 //
-// It adds no arithmetic of its own: the same kernels get the same rows as in separate calls of the ops.
+// It does no arithmetic of its own: the kernels get the same rows as in separate calls of the ops.
 
 #include <cmath>
 #include <optional>
@@ -21,7 +21,7 @@
 namespace fastformer {
 namespace {
 
-// The parts of a layer, from the list of nn/stack.py, which outlives this object.
+// The parts of a layer, from the list that nn/stack.py makes. The list outlives this object.
 struct Layer {
   static constexpr size_t kTensors = 12;
   const OptionalTensor &norm1_weight, &norm1_bias, &in_weight, &in_bias, &out_weight, &out_bias;
@@ -54,7 +54,7 @@ bool is_vector(const OptionalTensor& t, const Tensor& x, int64_t size) {
   return !t || (t->dim() == 1 && t->size(0) == size && t->scalar_type() == x.scalar_type() && t->is_plain());
 }
 
-// Of contiguous tensors.
+// Returns the sum of contiguous tensors.
 Tensor sum_of(const Tensor& a, const Tensor& b) {
   Tensor sum = empty(a.sizes(), a.scalar_type());
   dispatch(a.scalar_type(), "encoder_stack", [&]<typename T>() {
@@ -78,7 +78,7 @@ struct Stack {
   int64_t max_seqlen;
   std::optional<int64_t> window_left, window_right;
 
-  // Whether all tensors have the shapes and the dtype that the kernels expect.
+  // Returns whether all tensors have the shapes and the dtype that the kernels expect.
   bool takes(const Layer& layer, const Tensor& x) const {
     const int64_t dim = x.size(-1), kv_dim = dim / num_heads * num_kv_heads;
     const bool gated = activation == "swiglu" || activation == "geglu_tanh";
@@ -120,7 +120,7 @@ struct Stack {
                                         std::nullopt, false));
   }
 
-  // (the norm of the sum, the sum); x itself is the sum where there is no residual.
+  // Returns (the norm of the sum, the sum). Without a residual, the sum is x.
   std::tuple<Tensor, Tensor> normalise(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
                                        const OptionalTensor& bias, double eps, bool rms) const {
     auto [y, sum, mean, rstd] = add_layer_norm_fwd(x, residual, weight, bias, eps, 0.0, std::nullopt, rms);

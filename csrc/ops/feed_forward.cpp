@@ -1,12 +1,12 @@
-// The feed-forward network: two products, with bias, activation and dropout applied to a tile of the first one before
-// it leaves the cache.
+// The feed-forward network: two products. Bias, activation and dropout are applied to each tile of the first one while
+// it is in the cache.
 //
 //   pre = x W1^T + b1,   hidden = dropout(act(pre)),   out = hidden W2^T + b2
 //
-// If a backward pass will follow, ReLU saves only the hidden state (kept and positive means hidden > 0); the other
-// activations save only the pre-activation, and recompute the hidden state in backward. Forward takes 4 rows dim hidden
-// FLOPs, backward twice that. Sums are fp32 (fp64 for fp64) and rounded once, after the bias; a row's result does not
-// depend on the number of rows.
+// If a backward pass will follow, ReLU saves only the hidden state (an element was kept and positive if hidden > 0).
+// The other activations save only the pre-activation and recompute the hidden state in backward. Forward takes 4 rows
+// dim hidden FLOPs, backward twice that. Sums are fp32 (fp64 for fp64) and rounded once, after the bias. The result of
+// a row does not depend on the number of rows.
 
 #include <optional>
 #include <string_view>
@@ -21,7 +21,7 @@
 namespace fastformer {
 namespace {
 
-// x rounded to type T.
+// Rounds x to type T.
 template <typename T>
 Vec<acc_t<T>> rounded(Vec<acc_t<T>> x) {
   if constexpr (std::is_same_v<T, acc_t<T>>) {
@@ -41,8 +41,8 @@ struct Forward {
   Dropout dropout;
   int64_t hidden;
   const T* bias1;
-  T* pre;          // (rows, hidden) or, with a gate, (rows, 2 * hidden); null where it isn't kept
-  T* hidden_rows;  // (rows, hidden), hidden_stride apart
+  T* pre;          // (rows, hidden) or, with a gate, (rows, 2 * hidden); null if it isn't saved
+  T* hidden_rows;  // (rows, hidden), with row stride hidden_stride
   int64_t hidden_stride;
 
   // Finishes columns [column, column + columns) of a row whose products are in `gate` (and `up`).
@@ -52,7 +52,7 @@ struct Forward {
     const bool gated = is_gated(activation);
     T* pre_to = pre ? pre + r * (gated ? 2 * hidden : hidden) + column : nullptr;
     T* hidden_to = hidden_rows + r * hidden_stride + column;
-    // Copies: what *this holds would be read again after every store, which may alias anything.
+    // Local copies: members would be reloaded after every store, because stores may alias anything.
     const Activation a = activation;
     const bool drops = dropout.on;
     const int64_t width = hidden;
@@ -64,7 +64,7 @@ struct Forward {
       if (a == Activation::relu) {
         h = activate<acc>(a, x);
       } else {
-        x = rounded<T>(x);  // as backward sees it
+        x = rounded<T>(x);  // as backward reads it
         if (pre_to) x.store(pre_to + c, n);
         if (gated) {
           V y = V::load(up + c, n);
@@ -112,10 +112,10 @@ void forward(const Tensor& x, const Tensor& weight1, const OptionalTensor& bias1
               out.mutable_data_ptr<T>());
 }
 
-// A weight with a stride of 1: unchanged, also if it is a view of its transpose.
+// Returns the weight itself if one of its strides is 1 (it may be a transposed view), else a contiguous copy.
 Tensor strided(const Tensor& weight) { return weight.t().is_contiguous() ? weight : weight.contiguous(); }
 
-// dy^T x, a contiguous matrix for a contiguous weight and the transpose of one for others.
+// Returns dy^T x: a contiguous matrix if the weight is contiguous, else a transposed view of one.
 template <typename T>
 Tensor gradient_like(const Tensor& weight, const Tensor& dy, const Tensor& x) {
   return weight.is_contiguous() ? weight_gradient<T>(dy, x) : weight_gradient<T>(x, dy).t();
@@ -123,7 +123,8 @@ Tensor gradient_like(const Tensor& weight, const Tensor& dy, const Tensor& x) {
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// dpre and, if it was not saved, the hidden state, from a tile of dhidden = dout W2: columns of a row from `column` on.
+// Computes dpre and, if it was not saved, the hidden state, from a tile of dhidden = dout W2, for the columns of a row
+// from `column` on.
 template <typename T>
 void backward_row(Activation activation, const Dropout& dropout, int64_t hidden, int64_t r, int64_t column,
                   int64_t columns, const acc_t<T>* dhidden, const T* saved, T* dpre, T* hidden_row) {

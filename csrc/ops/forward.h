@@ -1,4 +1,4 @@
-// The forward passes of ops that other ops call; their definitions document them.
+// Forward passes that other ops call. They are documented where they are defined.
 
 #pragma once
 

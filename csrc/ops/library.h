@@ -1,9 +1,10 @@
-// Turns a function into an op of `torch.ops.fastformer_cpp`, by PyTorch's stable C functions:
+// Turns a function into an op of `torch.ops.fastformer_cpp` with PyTorch's stable C functions:
 //
 //   STABLE_TORCH_LIBRARY_FRAGMENT(fastformer_cpp, m) { m.def("name(Tensor x, ...) -> Tensor"); }
 //   STABLE_TORCH_LIBRARY_IMPL(fastformer_cpp, CPU, m) { m.impl("name", boxed<name>); }
 //
-// An std::out_of_range is an IndexError in Python, an std::invalid_argument a ValueError, and others a RuntimeError.
+// std::out_of_range becomes IndexError in Python, std::invalid_argument becomes ValueError, and other exceptions become
+// RuntimeError.
 
 #pragma once
 
@@ -45,7 +46,7 @@ struct Argument<ScalarType> {
   }
 };
 
-// PyTorch's own conversion leaks the string.
+// Replaces PyTorch's conversion, which leaks the string.
 template <>
 struct Argument<std::string> {
   static std::string take(StableIValue value) {

@@ -1,5 +1,5 @@
-// A linear map, x W^T + b, and the gradient of its weight, dout^T x: fastformer/ops/linear.py calls them if PyTorch's
-// are slower.
+// A linear map, x W^T + b, and the gradient of its weight, dout^T x. fastformer/ops/linear.py calls them if PyTorch's
+// functions are slower.
 
 #include "ops/linear.h"
 
@@ -12,7 +12,7 @@
 namespace fastformer {
 namespace {
 
-// A weight of more elements isn't packed as a whole, but for some rows after the others.
+// A weight with more elements isn't packed as a whole, but block by block.
 constexpr int64_t kMostPacked = int64_t{1} << 22;
 
 }  // namespace
@@ -34,7 +34,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias)
     return out;
   }
   const Tensor rows = x.flattened(1);
-  // oneDNN's brgemm doesn't support rows that overlap.
+  // oneDNN's brgemm doesn't support overlapping rows.
   const Tensor from = rows.stride(1) == 1 && rows.stride(0) >= rows.size(1) ? rows : rows.contiguous();
   const Tensor strided = weight.stride(0) == 1 || weight.stride(1) == 1 ? weight : weight.contiguous();
   const Tensor added = bias ? bias->contiguous() : Tensor();

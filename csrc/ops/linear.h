@@ -1,5 +1,5 @@
-// Whole matrices on all threads: packing, tiles of X * W^T that are passed to an epilogue while they are in the cache,
-// and the gradient of a weight.
+// Products of whole matrices on all threads: packing, tiles of X * W^T that an epilogue reads while they are in the
+// cache, and the gradient of a weight.
 
 #pragma once
 
@@ -18,11 +18,12 @@ constexpr int64_t kTileColumns = 256;
 constexpr int64_t kTileSize = kTileRows * kTileColumns;
 constexpr int64_t kTallRows = 256;
 constexpr int64_t kTallColumns = kTileSize / kTallRows;
-// Up to this many rows, B is packed once for each tall tile on its way through the cache. For more it is packed once as
-// a whole, which is written and read again. With AMX a product takes no longer than packing.
+// Up to this many rows, slices of B are packed for each tall tile as they pass through the cache. With more rows, all
+// of B is packed once, which costs a write and a read of memory. With AMX, packing takes as long as a product, so the
+// limit is lower.
 inline int64_t most_tall_rows() { return use_brgemm() ? kTallRows : 3 * kTallRows; }
 
-// pack() of gemm.h, with the panels distributed to the threads.
+// pack() of gemm.h, with the panels distributed among the threads.
 template <typename T>
 Buffer<T> packed(const T* b, int64_t stride_k, int64_t stride_n, int64_t k, int64_t n) {
   Buffer<T> to(packed_size<T>(k, n));
@@ -33,7 +34,7 @@ Buffer<T> packed(const T* b, int64_t stride_k, int64_t stride_n, int64_t k, int6
   return to;
 }
 
-// Scratch rows for a product to read, (rows, columns), with a distance such that none of them need be copied.
+// Scratch rows (rows, columns) for a product to read, with a stride for which gemm() copies none of them.
 template <typename T>
 Tensor scratch_rows(int64_t rows, int64_t columns) {
   const int64_t stride = row_stride<T>(columns);
@@ -41,7 +42,7 @@ Tensor scratch_rows(int64_t rows, int64_t columns) {
   return {memory->data(), scalar_type_of<T>(), {rows, columns}, {stride, 1}, memory};
 }
 
-// x (rows, columns), or a copy of it for gemm() to read, which would otherwise copy the rows of each tile.
+// Returns x (rows, columns), or a copy of it if gemm() would otherwise copy the rows of each tile.
 template <typename T>
 Tensor readable_rows(const Tensor& x) {
   const int64_t rows = x.size(0), columns = x.size(1), apart = x.stride(0);
@@ -56,12 +57,12 @@ Tensor readable_rows(const Tensor& x) {
 }
 
 struct TileOf {
-  int64_t row, rows, column, columns;  // columns is a multiple of kPanel except at the end
-  int64_t ld;                          // elements between the rows of its results, kTileSize in all
+  int64_t row, rows, column, columns;  // `columns` is a multiple of kPanel except in the last tile
+  int64_t ld;                          // the row stride of its results, which have kTileSize elements in all
 };
 
-// Runs f(tile) over the tiles of an (m, n) result, 2 * m * n * k FLOPs in all: down the rows first, so that the right
-// operand's columns stay in the cache; there are more of these than of the left operand's rows.
+// Runs f(tile) over the tiles of an (m, n) result that takes 2 * m * n * k FLOPs in all. Tiles go down the rows first,
+// so that the columns of the right operand, of which there are more, stay in the cache.
 template <typename F>
 void for_each_tile(int64_t m, int64_t n, int64_t k, F&& f) {
   const bool tall = m <= most_tall_rows();
@@ -74,12 +75,12 @@ void for_each_tile(int64_t m, int64_t n, int64_t k, F&& f) {
   });
 }
 
-// B (k, n) for products x * B with this many rows: packed for all of them, or slice by slice if tiles are tall, or not
-// at all for a handful. The sums are the same bit for bit: the result of a row does not depend on the others.
+// B (k, n) for products x * B with a given number of rows: packed as a whole, or slice by slice for tall tiles, or not
+// at all for a few rows. The sums are bit-identical, so the result of a row does not depend on the others.
 template <typename T>
 class Right {
  public:
-  // The matrix whose element (i, j) is b[i * stride_k + j * stride_n].
+  // B is the matrix whose element (i, j) is b[i * stride_k + j * stride_n].
   Right(const T* b, int64_t stride_k, int64_t stride_n, int64_t k, int64_t n, int64_t rows)
       : b_(b), stride_k_(stride_k), stride_n_(stride_n), k_(k), n_(n), packed_(rows > most_tall_rows()) {
     unpacked_ = rows <= kFewRows / 2 && stride_k == 1 && !std::is_same_v<T, double> &&
@@ -97,7 +98,7 @@ class Right {
   int64_t k() const { return k_; }
   int64_t n() const { return n_; }
 
-  // x[rows] * B[:, columns] of a tile, into `to` with t.ld a row, in whole panels. x has ldx elements a row.
+  // Writes x[rows] * B[:, columns] of a tile to `to`, in whole panels, with row stride t.ld. x has row stride ldx.
   void multiply_tile(const TileOf& t, const T* x, int64_t ldx, acc_t<T>* to) const {
     const T* left = x + t.row * ldx;
     const T* columns = b_ + t.column * stride_n_;
@@ -107,7 +108,7 @@ class Right {
                      t.ld, false);
     if constexpr (!std::is_same_v<T, double>)
       if (unpacked_) return gemm_unpacked<T>(t.rows, t.columns, k_, left, ldx, columns, stride_n_, to, t.ld);
-    // Cut like gemm(); brgemm has cuts of its own.
+    // Split k like gemm(). brgemm splits k itself.
     const int64_t most = std::is_same_v<T, bfloat16> && use_brgemm() ? k_ : std::min(k_, kDepth<T>);
     Buffer<T> slice(packed_size<T>(most, wide));
     for (int64_t p = 0; p < k_; p += most) {
@@ -124,7 +125,7 @@ class Right {
   Buffer<T> panels_;
 };
 
-// Rounds a tile of results (+ bias) into its place in y, which has ldy elements a row.
+// Rounds a tile of results (+ bias) and writes it to y, which has row stride ldy.
 template <typename T>
 void store_tile(const TileOf& t, const acc_t<T>* result, const T* bias, T* y, int64_t ldy) {
   using V = Vec<acc_t<T>>;
@@ -136,7 +137,7 @@ void store_tile(const TileOf& t, const acc_t<T>* result, const T* bias, T* y, in
     });
 }
 
-// y (m, n) = x (m, k) * B (+ bias), rounded once. The rows of x may be apart.
+// Computes y (m, n) = x (m, k) * B (+ bias), rounded once. The rows of x may have any stride.
 template <typename T>
 void multiply(const Tensor& x, const Right<T>& b, const T* bias, T* y) {
   const Tensor rows = b.n() > kPanel ? readable_rows<T>(x) : x;
@@ -148,8 +149,8 @@ void multiply(const Tensor& x, const Right<T>& b, const T* bias, T* y) {
   });
 }
 
-// dweight (n, k) = dy (m, n)^T * x (m, k), with rows of both possibly apart. The wider one is packed slice by slice on
-// its way through the cache, the other one once.
+// Computes dweight (n, k) = dy (m, n)^T * x (m, k); the rows of both may have any stride. The wider one is packed slice
+// by slice as it passes through the cache, the other one once.
 template <typename T>
 Tensor weight_gradient(const Tensor& dy, const Tensor& x) {
   if (std::is_same_v<T, bfloat16> && use_brgemm()) return torch_mm(dy.t(), x);  // AMX there, FMA here
@@ -185,8 +186,8 @@ Tensor weight_gradient(const Tensor& dy, const Tensor& x) {
   return dweight;
 }
 
-// The sums of the columns of y (m, n), with rows possibly apart, a block of rows at a time: the rounding error grows
-// with the number of blocks and the length of a block, not with the number of rows.
+// Computes the sums of the columns of y (m, n), whose rows may have any stride, one block of rows at a time: the
+// rounding error grows with the number of blocks and the length of a block, not with the number of rows.
 template <typename T>
 Tensor column_sums(const Tensor& y) {
   using V = Vec<acc_t<T>>;

@@ -1,17 +1,18 @@
-// The last linear map and the cross-entropy, in chunks of rows: only the logits of one chunk exist at any time.
+// The output projection and the cross-entropy, in chunks of rows: only the logits of one chunk exist at any time.
 //
-// The vocabulary is cut into tiles of kTileColumns. For each chunk of rows, and on all threads,
+// The vocabulary is split into tiles of kTileColumns. For each chunk of rows, all threads compute
 //
-//   1. tile by tile: logits = x W^T + bias, and of each row its maximum, sum of exp and sum, while it is in the cache
-//   2. row by row: the tiles' numbers become the row's maximum, lse and loss
+//   1. tile by tile: logits = x W^T + bias and, for each row of the tile, their maximum, sum of exp and sum
+//   2. row by row: the row's maximum, lse and loss from the results of the tiles
 //   3. tile by tile: dlogits; dW of the tile += dlogits^T x; the rows' dx += dlogits W
 //
 // A soft cap c makes z = c tanh(u / c) of the logits u in step 1, and du = (1 - (z / c)^2) dz in step 3.
 //
-// 6 rows dim vocab_size FLOPs with gradients, 2 rows dim vocab_size without (then tiles of logits are not kept). W is
-// packed tile by tile as it is read, so there is no second copy of it. Each group of tiles has its own sums of dx, and
-// these are added in order, so a result does not depend on the timing of threads. Sums are fp32 (fp64 for fp64). A
-// sum of a bf16 dW is stored as two bf16 numbers, the result and a correction, with 16 bits together.
+// This takes 6 rows dim vocab_size FLOPs with gradients, and 2 rows dim vocab_size without, when logits are not stored.
+// W is packed tile by tile as it is read, so there is no second copy of it. Each group of tiles has its own sums of dx,
+// and these are added in order, so the result does not depend on the timing of threads. Sums are fp32 (fp64 for fp64).
+// A sum of a bf16 dW is stored as two bf16 numbers, the result and a correction, which together have 16 bits of
+// precision.
 
 #include <limits>
 #include <optional>
@@ -25,14 +26,13 @@
 namespace fastformer {
 namespace {
 
-constexpr int64_t kGroups = 16;     // of tiles, for the sums of dx; more only on more threads than that
+constexpr int64_t kGroups = 16;     // groups of tiles for the sums of dx, or the number of threads if that is larger
 constexpr int64_t kRowBlock = 128;  // rows of x that stay in the second-level cache together with a tile of W
-constexpr int64_t kSumRows =
-    16;  // rows of dbias summed in fp32 before the sum goes to fp64: long fp32 sums lose digits
+constexpr int64_t kSumRows = 16;    // rows per fp32 partial sum of dbias; partial sums are added in fp64
 constexpr int64_t kForwardRows = 4096;
 
-// The rows of a chunk whose logits are stored. A large vocabulary gets few, to save memory, a small one more: every
-// chunk packs the weight again and reads and writes all of dW.
+// Returns the number of rows of a chunk whose logits are stored: few for a large vocabulary, to save memory, and more
+// for a small one, because every chunk packs the weight again, and reads and writes all of dW.
 int64_t chunk_rows(int64_t vocab_size) {
   constexpr int64_t kFewest = 512, kMost = 1024, kLogits = kFewest << 15;
   return std::clamp(kLogits / vocab_size / kRowBlock * kRowBlock, kFewest, kMost);
@@ -40,7 +40,7 @@ int64_t chunk_rows(int64_t vocab_size) {
 
 struct Options {
   int64_t ignore_index;
-  double on_target, on_all;  // the weights of the target's logit and of the sum of all
+  double on_target, on_all;  // the weights of the target's logit and of the sum of all logits
   double z_loss, softcap;
 };
 
@@ -51,25 +51,25 @@ Options make_options(int64_t ignore_index, double label_smoothing, bool smooth_o
   return {ignore_index, smooth_others ? 1.0 - label_smoothing - each : 1.0 - label_smoothing, each, z_loss, softcap};
 }
 
-// A row within one tile of logits: max, sum of exp(z - max), sum of z - max.
+// Statistics of a row in one tile of logits: max, sum of exp(z - max), sum of z - max.
 template <typename acc>
 struct TileSums {
   acc max, exps, shifted;
 };
 
-// A row of the whole vocabulary; lse = max + log.
+// Statistics of a row over the whole vocabulary; lse = max + log.
 template <typename acc>
 struct RowSums {
-  acc max, log, inverse;  // of the sum of exp(z - max): its log, its inverse
+  acc max, log, inverse;  // log and inverse: those of the sum of exp(z - max)
 };
 
-// Adds the bias to the n logits of a row, caps them and sums them up.
+// Adds the bias to the n logits of a row, applies the cap, and returns their statistics.
 template <typename T, typename acc = acc_t<T>>
 TileSums<acc> sum_up(acc* z, int64_t n, const T* bias, acc softcap) {
   using V = Vec<acc>;
   constexpr acc kNone = -std::numeric_limits<acc>::infinity();
   V top(kNone);
-  acc tail = kNone;  // apart: the lanes beyond the end read as zero
+  acc tail = kNone;  // the maximum of the tail is separate, because lanes beyond the end read as zero
   const V cap(softcap), inverse(acc(1) / softcap);
   for_each_vec<acc>(n, [&](int64_t c, int64_t w) {
     V v = V::load(z + c, w);
@@ -119,7 +119,7 @@ struct LinearCrossEntropy {
     Buffer<RowSums<acc>> of_row;
   };
 
-  // Steps 1 and 2. `logits`, if it is there, takes the tiles (tiles, rows, kTileColumns).
+  // Runs steps 1 and 2. Unless `logits` is null, stores the tiles there, (tiles, rows, kTileColumns).
   Chunk forward(int64_t first, int64_t count, acc* logits, acc* losses, acc* lse) const {
     Chunk chunk{first, count, Buffer<TileSums<acc>>(tiles() * count), Buffer<acc>(count), Buffer<RowSums<acc>>(count)};
     const int64_t flops = 2 * count * vocab_size * dim;
@@ -157,7 +157,7 @@ struct LinearCrossEntropy {
     for (int64_t tile = 0; tile < tiles(); ++tile) {
       const TileSums<acc>& p = part[tile * chunk.rows];
       const acc down = p.max - largest;
-      if (p.exps != 0) exps += p.exps * std::exp(down);  // 0: a tile of -inf alone; a NaN counts
+      if (p.exps != 0) exps += p.exps * std::exp(down);  // 0 if a tile has only -inf; NaN is added
       shifted += p.shifted + static_cast<double>(columns(tile)) * down;
     }
     const double log = std::log(exps);
@@ -167,7 +167,7 @@ struct LinearCrossEntropy {
     if (!losses) return;
     double loss = 0;
     if (counts(chunk.first + r)) {
-      // Computed from differences to the maximum, not from lse - z_y: large logits would cancel.
+      // Computed from differences to the maximum, because lse - z_y would cancel for large logits.
       loss = options.on_target * (log - static_cast<double>(chunk.target_logit.data()[r] - largest));
       if (options.on_all != 0) loss += options.on_all * (static_cast<double>(vocab_size) * log - shifted);
       if (options.z_loss != 0) loss += options.z_loss * row_lse * row_lse;
@@ -175,7 +175,7 @@ struct LinearCrossEntropy {
     losses[chunk.first + r] = static_cast<acc>(loss);
   }
 
-  // A row of a tile: dlogits from logits, in `to`.
+  // Computes dlogits of a row of a tile from the logits z, in `to`.
   void dlogits_row(const Chunk& chunk, int64_t r, int64_t column, int64_t n, acc row_scale, const acc* z,
                    acc* to) const {
     const RowSums<acc>& sums = chunk.of_row.data()[r];
@@ -194,7 +194,7 @@ struct LinearCrossEntropy {
       });
   }
 
-  // Adds a row of n sums to dW, or begins it; what the last chunk adds is rounded to the result.
+  // Adds n sums to a row of dW, or, if `begins`, stores them. If `ends`, rounds the row to the result.
   void add_to_dweight(const acc* from, int64_t n, bool begins, bool ends, T* to, T* correction) const {
     for_each_vec<acc>(n, [&](int64_t c, int64_t w) {
       V v = V::load(from + c, w);
@@ -209,7 +209,8 @@ struct LinearCrossEntropy {
     });
   }
 
-  // Loss and gradients, or, where `losses` is null, gradients alone. row_scale: (rows,), 0 for ignored rows.
+  // Computes the loss and the gradients or, if `losses` is null, only the gradients. row_scale: (rows,), 0 for ignored
+  // rows.
   void with_gradients(const acc* row_scale, acc* losses, Tensor& dx, Tensor& dweight, Tensor& dbias) const {
     const int64_t largest = chunk_rows(vocab_size), chunks = std::max<int64_t>(1, (rows + largest - 1) / largest);
     const int64_t most = (rows + chunks - 1) / chunks;
@@ -269,7 +270,8 @@ struct LinearCrossEntropy {
     if (bias) std::copy_n(dbias_sums.data(), vocab_size, dbias.mutable_data_ptr<T>());
   }
 
-  // A tile of dlogits (rows of the chunk, kTileColumns), rounded as the products read it; its column sums, not rounded.
+  // Computes a tile of dlogits (rows of the chunk, kTileColumns), rounded for the products, and its column sums, which
+  // are not rounded.
   void make_dlogits(const Chunk& chunk, int64_t column, int64_t n, const acc* row_scale, const acc* z, T* to,
                     double* dbias, bool begins) const {
     acc group[kTileColumns] = {};
@@ -293,7 +295,7 @@ struct LinearCrossEntropy {
   }
 };
 
-// The inputs, contiguous, for as long as the pointers into them are used.
+// Contiguous inputs, which outlive the pointers into them.
 struct Inputs {
   Tensor x, weight, target;
   OptionalTensor bias;

@@ -1,16 +1,18 @@
-// The last linear map and the choice of its best outputs: x W^T tile by tile; each row keeps its k best.
+// The output projection and the selection of its best outputs: computes x W^T tile by tile, and each row keeps its k
+// best.
 //
-// The vocabulary is cut into tiles of kColumns, which the threads take in order. A tile of W is packed (for a few rows
-// it is read in place), and all rows are multiplied by it while it is in the cache. Of a row's logits
+// The vocabulary is split into tiles of kColumns, which the threads take in order. A tile of W is packed (for few rows
+// it is read in place), and all rows are multiplied by it while it is in the cache. Of a row's logits,
 //
-//   - those above the k-th best that this thread has seen for the row enter a heap of k. Few do: one comparison for a
-//     vector of logits is what most of them cost. The indices of a thread rise, so an equal value never enters.
-//   - with log_probs, the maximum and the sum of exp(z - maximum) are kept per tile
+//   - those above the k-th best that this thread has seen for the row enter a heap of size k. Few do, so most logits
+//   only
+//     cost a comparison per vector. The indices of a thread ascend, so a value equal to the k-th best never enters.
+//   - with log_probs, the maximum and the sum of exp(z - maximum) are stored per tile
 //
-// At the end the threads' heaps are merged and the tiles' sums are added in order. 2 rows dim vocab_size FLOPs; W is
-// read once a chunk of rows. The products of gemm.h form each sum in the same order whatever the number of rows (those
-// of oneDNN, for bf16 on AMX, seem to), and ties are broken by the index, so the bits of a row depend neither on the
-// threads nor on the other rows. Logits and sums are fp32 (fp64 for fp64).
+// At the end, the threads' heaps are merged, and the sums of the tiles are added in order. This takes 2 rows dim
+// vocab_size FLOPs and reads W once per chunk of rows. The products of gemm.h form each sum in the same order for any
+// number of rows (oneDNN's, for bf16 on AMX, seem to), and ties are broken by index, so the bits of a row depend
+// neither on the threads nor on the other rows. Logits and sums are fp32 (fp64 for fp64).
 
 #include <atomic>
 #include <limits>
@@ -24,8 +26,8 @@
 namespace fastformer {
 namespace {
 
-constexpr int64_t kColumns = 128;   // of a tile: with a block of rows it stays in the second-level cache
-constexpr int64_t kRowBlock = 128;  // rows whose logits of a tile exist at a time
+constexpr int64_t kColumns = 128;   // columns of a tile, which fits into the second-level cache with a block of rows
+constexpr int64_t kRowBlock = 128;  // rows whose logits of a tile exist at the same time
 constexpr int64_t kChunk = 2048;    // rows for which W is read once
 
 template <typename acc>
@@ -34,7 +36,7 @@ struct Candidate {
   int64_t index;
 };
 
-// The order of the result; as a heap's "less" it puts the worst one on top.
+// The order of the result. As the "less" of a heap, it puts the worst candidate on top.
 template <typename acc>
 bool better(const Candidate<acc>& a, const Candidate<acc>& b) {
   return a.value > b.value || (a.value == b.value && a.index < b.index);
@@ -52,7 +54,7 @@ class Best {
   const Candidate<acc>* end(int64_t row) const { return begin(row) + rows_[row].count; }
   bool used() const { return !rows_.empty(); }
 
-  // Adds n logits of a row, the first of them that of class `first`.
+  // Adds n logits of a row, those of the classes from `first` on.
   void add(int64_t row, const acc* z, int64_t n, int64_t first) {
     using V = Vec<acc>;
     Row& r = rows_[row];
@@ -64,7 +66,7 @@ class Best {
       if (w < V::size) above &= (1u << w) - 1;
       for (; above; above &= above - 1) {
         const int64_t lane = __builtin_ctz(above);
-        // The bound may have risen since. A NaN is above everything.
+        // The bound may have risen since. NaN counts as larger than everything.
         if (!(z[c + lane] <= r.worst)) offer(r, row, z[c + lane], first + c + lane);
       }
     }
@@ -72,9 +74,9 @@ class Best {
 
  private:
   struct Row {
-    acc worst = -std::numeric_limits<acc>::infinity();  // of the heap, once it is full
+    acc worst = -std::numeric_limits<acc>::infinity();  // the worst value in the heap, once the heap is full
     int64_t count = 0;
-    bool broken = false;  // by a NaN or +inf
+    bool broken = false;  // there was a NaN or +inf
   };
 
   void offer(Row& r, int64_t row, acc value, int64_t index) {
@@ -156,7 +158,7 @@ struct LinearTopK {
           }
           for (int64_t i = 0; i < k; ++i) {
             const acc z = merged[i].value;
-            // Not z - lse: a large lse has few digits after the point.
+            // Not z - lse, because a large lse has few fractional bits.
             to[i] = log_probs ? static_cast<acc>(static_cast<double>(z - largest[lane]) - log[lane]) : z;
             indices[row * k + i] = merged[i].index;
           }
@@ -165,8 +167,8 @@ struct LinearTopK {
     });
   }
 
-  // pack() with a look ahead: the panel after the one that is packed is fetched, which, where rows are long, a hardware
-  // prefetcher does not do. (In a W with gaps between its rows it fetches memory that is not needed.)
+  // pack() that prefetches the panel after the one being packed, which a hardware prefetcher does not do for long rows.
+  // (If W has gaps between its rows, this also fetches memory that is not needed.)
   void pack_tile(const T* classes, int64_t n, T* to) const {
     constexpr int64_t kSlice = 64, kLine = 64 / sizeof(T);
     for (int64_t j = 0; j < n; j += kPanel, classes += kPanel * stride_class, to += packed_size<T>(dim, kPanel))
@@ -178,11 +180,11 @@ struct LinearTopK {
       }
   }
 
-  // The maximum of n logits and the sum of their exp(z - maximum).
+  // Computes the maximum of n logits and the sum of exp(z - maximum).
   static void sum_up(const acc* z, int64_t n, acc& maximum, acc& sum) {
     constexpr acc kNone = -std::numeric_limits<acc>::infinity();
     V top(kNone);
-    acc tail = kNone;  // apart: the lanes beyond the end read as zero
+    acc tail = kNone;  // the maximum of the tail is separate, because lanes beyond the end read as zero
     for_each_vec<acc>(n, [&](int64_t c, int64_t w) {
       if (w == V::size) top = max(top, V::load(z + c));
       else
@@ -193,7 +195,7 @@ struct LinearTopK {
     sum = sum_vecs<acc>(n, [&](int64_t c, int64_t w) { return exp(V::load(z + c, w) - shift).first_lanes(w); }).sum();
   }
 
-  // The maxima of w neighbouring rows over all tiles, and the logarithms of their sums of exp(z - maximum).
+  // Computes the maxima of w consecutive rows over all tiles, and the logarithms of their sums of exp(z - maximum).
   void finish(const acc* maxima, const acc* sums, int64_t count, int64_t w, acc* largest, double* log) const {
     V top = V::load(maxima, w);
     for (int64_t tile = 1; tile < tiles(); ++tile) top = max(top, V::load(maxima + tile * count, w));
@@ -207,7 +209,7 @@ struct LinearTopK {
     for (int64_t lane = 0; lane < w; ++lane) log[lane] = std::log(total[lane]);
   }
 
-  // The k best of a row, in order; false if it is broken.
+  // Writes the k best of a row, in order. Returns false if the row is broken.
   bool merge(const std::vector<Best<acc>>& best, int64_t row, std::vector<Candidate<acc>>& merged) const {
     merged.clear();
     for (const Best<acc>& part : best) {
@@ -222,7 +224,7 @@ struct LinearTopK {
 
 std::tuple<Tensor, Tensor> linear_topk(const Tensor& x_in, const Tensor& weight_in, int64_t k, bool log_probs,
                                        double softcap) {
-  // Rows may lie apart, but not over one another, which oneDNN does not expect.
+  // Rows may have any stride but must not overlap, because oneDNN doesn't support that.
   const Tensor x = x_in.stride(1) == 1 && x_in.stride(0) >= x_in.size(1) ? x_in : x_in.contiguous();
   const Tensor weight = weight_in.stride(0) == 1 || weight_in.stride(1) == 1 ? weight_in : weight_in.contiguous();
   const int64_t rows = x.size(0);

@@ -1,8 +1,8 @@
-// Rotary position embedding: each pair of features is rotated by its position's angle.
+// Rotary position embedding: each pair of features is rotated by the angle of its position.
 //
 //   out_a = a cos - b sin,   out_b = b cos + a sin       a, b = features i and i + rotary_dim / 2, or 2i and 2i + 1
 //
-// One pass: x is read in place (any strides but the last), computed in fp32 (fp64 for fp64) and rounded once. The
+// In one pass, x is read in place (any strides but the last), rotated in fp32 (fp64 for fp64) and rounded once. The
 // gradient is the inverse rotation, `inverse`.
 
 #include <optional>
