@@ -36,7 +36,7 @@ Array::Array(Object array) : array_(std::move(array)) {
 
 Array Cast<Array>::from(PyObject* object) {
   load_numpy();
-  if (!PyArray_Check(object)) throw Unexpected{"an array of numpy"};
+  if (!PyArray_Check(object)) throw Unexpected{"a NumPy array"};
   return Array(Object::borrowed(object));
 }
 
@@ -47,8 +47,7 @@ Floats Cast<Floats>::from(PyObject* object) {
 
 Bytes Cast<Bytes>::from(PyObject* object) {
   Bytes bytes{Cast<Array>::from(object)};
-  if (bytes.array.dtype() != Dtype::uint8 || !bytes.array.is_dense())
-    throw Unexpected{"an array of uint8 without gaps"};
+  if (bytes.array.dtype() != Dtype::uint8 || !bytes.array.is_dense()) throw Unexpected{"a contiguous array of uint8"};
   return bytes;
 }
 

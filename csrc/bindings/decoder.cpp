@@ -47,7 +47,7 @@ class OptionReader {
     Py_ssize_t next = 0;
     while (PyDict_Next(options_, &next, &name, &value)) {
       if (std::find(read_.begin(), read_.end(), python::Cast<std::string>::from(name)) != read_.end()) continue;
-      PyErr_Format(PyExc_TypeError, "options: got %R, which no model has", name);
+      PyErr_Format(PyExc_TypeError, "options: got %R, which is not an option of any model", name);
       throw python::Raised{};
     }
   }
@@ -97,8 +97,8 @@ ModelTensors tensors_of(PyObject* arrays) {
     using Kind = ModelTensor::Kind;
     using python::Dtype;
     if (array.dtype() == Dtype::other)
-      throw std::invalid_argument("expected arrays of float32, of uint16 for the bits of bfloat16, or of uint8");
-    if (!array.is_dense()) throw std::invalid_argument("expected arrays without gaps");
+      throw std::invalid_argument("expected arrays of float32, uint16 (the bits of bfloat16) or uint8");
+    if (!array.is_dense()) throw std::invalid_argument("expected contiguous arrays");
     const Kind kind = array.dtype() == Dtype::uint16  ? Kind::bf16
                       : array.dtype() == Dtype::uint8 ? Kind::bytes
                                                       : Kind::fp32;
@@ -158,14 +158,15 @@ Object step(GuardedSession& guarded, const Ids& tokens, int64_t k, bool log_prob
     if (k < 1 || k > session.model().vocab_size())
       throw std::invalid_argument("expected k from 1 to the size of the vocabulary");
     if (logits && (logits->dtype() != python::Dtype::fp32 || !logits->is_dense() || !logits->is_writable()))
-      throw std::invalid_argument("expected logits of float32 without gaps that can be written to");
+      throw std::invalid_argument("expected a writable, contiguous float32 array for logits");
     Selection selection{k, log_probs, logit_rows};
     if (!logit_rows.empty()) {
       if (!logits || logits->ndim() != 2 || logits->shape(0) != static_cast<int64_t>(logit_rows.size()) ||
           logits->shape(1) != session.model().vocab_size())
-        throw std::invalid_argument("expected room for the logits of the rows that were named");
+        throw std::invalid_argument("expected a logits array with a row for each of logit_rows");
       for (const int32_t row : logit_rows)
-        if (row < 0 || row >= session.num_rows()) throw std::invalid_argument("expected rows that are there");
+        if (row < 0 || row >= session.num_rows())
+          throw std::invalid_argument("expected logit_rows to be rows of the session");
       selection.logits = static_cast<float*>(logits->data());
     }
     const Candidates* candidates;

@@ -43,7 +43,7 @@ Object encode(Encoder& encoder, const Lists& ids, const std::optional<Lists>& ty
   if (places) texts.places = narrow(*places);
   if (unseen) texts.unseen = *unseen;
   const Pooling how = pooling_named(pooling);
-  if (types && types->size() != ids.size()) throw std::invalid_argument("token_types: expected those of each text");
+  if (types && types->size() != ids.size()) throw std::invalid_argument("token_types: expected one list for each text");
   python::Array out = python::new_floats(encoder.num_rows(texts, how), encoder.model().options.d_model);
   {
     const python::Released released;
@@ -60,7 +60,7 @@ Object encode_states(Encoder& encoder, const python::Floats& states, const std::
   texts.embedded = states.data(), texts.lengths = lengths;
   if (states.array.ndim() != 2 || states.array.shape(1) != dim ||
       encoder.num_rows(texts, Pooling::none) != states.array.shape(0))
-    throw std::invalid_argument("states: expected rows of d_model numbers, as many as the lengths say");
+    throw std::invalid_argument("states: expected sum(lengths) rows of d_model numbers");
   python::Array out = python::new_floats(states.array.shape(0), dim);
   {
     const python::Released released;

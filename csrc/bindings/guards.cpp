@@ -66,7 +66,7 @@ class GuardRecord {
 
   // Implements `Guards.hold`.
   bool holds(PyObject* owner, PyObject* record) const {
-    if (record != record_) throw std::invalid_argument("GuardRecord: expected the record that it was made of");
+    if (record != record_) throw std::invalid_argument("GuardRecord: expected the record from which it was made");
     if (kinds_[0] != type(owner)) return false;
     for (size_t i = 0; i < modules_.size(); ++i)
       if (kinds_[i + 1] != type(modules_[i])) return false;
@@ -151,9 +151,9 @@ void bind_guards(PyObject* module) {
   static PyGetSetDef properties[] = {{}};
   python::add_class<GuardRecord>(module, "GuardRecord", &python::construct<&new_record, "GuardRecord", "record">,
                                  methods, properties);
-  static PyMethodDef functions[] = {
-      python::function<"memory_digest", "places", &memory_digest>("128 bits of what is in (address, bytes) places."),
-      {}};
+  static PyMethodDef functions[] = {python::function<"memory_digest", "places", &memory_digest>(
+                                        "A 128-bit digest of memory, given as (address, number of bytes)."),
+                                    {}};
   python::add_functions(module, functions);
 }
 

@@ -76,7 +76,7 @@ const Driver* driver() {
   if (is_loaded) return &found;
   void* const library = dlopen("libcuda.so.1", RTLD_LAZY);
   if (library == nullptr) {
-    PyErr_Format(PyExc_RuntimeError, "NVIDIA's driver does not load: %s", dlerror());
+    PyErr_Format(PyExc_RuntimeError, "cannot load NVIDIA's driver: %s", dlerror());
     return nullptr;
   }
   const auto take = [library](auto& function, const char* name) {
@@ -167,7 +167,8 @@ bool address_of(PyObject* argument, uint64_t* address) {
 template <class T>
 bool read_backwards(PyObject* sequence, int rank, T* into) {
   if (PySequence_Size(sequence) != rank) {
-    if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "expected a descriptor of the rank that was compiled");
+    if (!PyErr_Occurred())
+      PyErr_SetString(PyExc_ValueError, "expected a descriptor of the rank for which the kernel was compiled");
     return false;
   }
   for (int i = 0; i < rank; ++i) {
@@ -270,7 +271,7 @@ bool add_pointer(const Driver& cuda, PyObject* argument, Parameters& parameters)
     uint64_t on_device = 0;
     const Result result = cuda.pointer_attribute(&on_device, kPointerDevice, address);
     if (result == kInvalidValue) {
-      PyErr_SetString(PyExc_ValueError, "expected all tensors of a kernel on its GPU, got one in the CPU's memory");
+      PyErr_SetString(PyExc_ValueError, "expected all tensors of a kernel on its GPU, got one on the CPU");
       return false;
     }
     if (!is_well(cuda, result, "cuPointerGetAttribute")) return false;
@@ -288,7 +289,7 @@ bool add_integer(PyObject* argument, char kind, Parameters& parameters) {
   if (value == -1 && PyErr_Occurred()) return false;
   const int bits = kind == 'b' ? 8 : kind == 'h' ? 16 : kind == 'i' ? 32 : 64;
   if (bits < 64 && (value < -(1LL << (bits - 1)) || value >= (1LL << bits))) {
-    PyErr_Format(PyExc_OverflowError, "expected an integer of %d bits, got %lld", bits, value);
+    PyErr_Format(PyExc_OverflowError, "expected a %d-bit integer, got %lld", bits, value);
     return false;
   }
   return parameters.add(static_cast<uint64_t>(value));
@@ -358,7 +359,8 @@ bool collect(const Driver& cuda, const Kernel& kernel, size_t& at, const Argumen
     if (!is_right) return false;
   }
   if (taken == arguments.size) return true;
-  PyErr_Format(PyExc_TypeError, "expected %zd arguments of a kernel or of a tuple, got %zd", taken, arguments.size);
+  PyErr_Format(PyExc_TypeError, "expected %zd arguments of a kernel or elements of a tuple, got %zd", taken,
+               arguments.size);
   return false;
 }
 
@@ -459,7 +461,7 @@ PyObject* make_kernel(PyObject*, PyObject* arguments) {
   };
   if (!read_recipes(recipes, *kernel)) return fail();
   if (!is_layout(*kernel)) {
-    PyErr_Format(PyExc_ValueError, "expected a layout of parameters with a recipe a descriptor, got %s", layout);
+    PyErr_Format(PyExc_ValueError, "expected a parameter layout with one recipe per descriptor, got %s", layout);
     return fail();
   }
   if (PyLong_Check(code)) {
@@ -480,7 +482,8 @@ PyObject* make_kernel(PyObject*, PyObject* arguments) {
         !is_well(*cuda, cuda->function_attribute(&most, kMaxThreads, kernel->function), "cuFuncGetAttribute"))
       return fail();
     if (shared > static_cast<unsigned>(limit) || threads > static_cast<unsigned>(most)) {
-      PyErr_Format(PyExc_RuntimeError, "the device gives %d bytes of shared memory and %d threads, not %u and %u",
+      PyErr_Format(PyExc_RuntimeError,
+                   "the device has %d bytes of shared memory and %d threads per block, but the kernel needs %u and %u",
                    limit, most, shared, threads);
       return fail();
     }
@@ -502,7 +505,7 @@ PyObject* make_kernel(PyObject*, PyObject* arguments) {
 
 PyMethodDef methods[] = {
     {"make_kernel", make_kernel, METH_VARARGS,
-     "(function or (cubin, name), threads, shared, device, layout, recipes) -> the launch of that kernel."},
+     "(function or (cubin, name), threads, shared, device, layout, recipes) -> a function that launches the kernel."},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace

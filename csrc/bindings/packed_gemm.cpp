@@ -37,7 +37,8 @@ Object packed_linear(const Floats& x, const Floats& weight, const std::optional<
     throw std::invalid_argument("packed_linear: expected x of (rows, k) and a weight of (n, k)");
   const int64_t n = weight.array.shape(0), k = weight.array.shape(1);
   if (precision_named(precision) == Precision::int4)
-    throw std::invalid_argument("packed_linear: expected precision fp32, bf16 or int8; int4 has packed_linear_int4");
+    throw std::invalid_argument(
+        "packed_linear: expected precision fp32, bf16 or int8; for int4, call packed_linear_int4");
   if (bias && (bias->array.ndim() != 1 || bias->array.shape(0) != n))
     throw std::invalid_argument("packed_linear: expected a bias of (n,)");
   const PackedWeight packed({weight.data(), false, n, k, k}, bias ? bias->data() : nullptr, precision_named(precision));
@@ -64,7 +65,7 @@ Object packed_linear_int4(const Floats& x, const Bytes& nibbles, const Floats& s
   PackedWeight packed(weight, bias ? bias->data() : nullptr);
   if (columns) {
     for (const int32_t column : *columns)
-      if (column < 0 || column >= n) throw std::invalid_argument("packed_linear_int4: expected columns that are there");
+      if (column < 0 || column >= n) throw std::invalid_argument("packed_linear_int4: expected columns of the weight");
     packed = packed.columns(*columns);
   }
   return product(x, packed, Precision::int4);
@@ -87,15 +88,17 @@ void bind_packed_gemm(PyObject* module) {
   using python::function;
   static PyMethodDef functions[] = {
       function<"packed_linear", "x weight bias precision of_int4?", &packed_linear>(
-          "x (rows, k) times weight (n, k) transposed, plus bias (n,) or None, by the products of the decoding engine. "
-          "of_int4: of int8, the rows are those of a model in int4."),
+          "Computes x (rows, k) times the transposed weight (n, k), plus bias (n,) or None, as the decoding engine "
+          "does. "
+          "of_int4: with int8, quantises the rows as in an int4 model."),
       function<"packed_linear_int4", "x nibbles scales zeros bias columns?", &packed_linear_int4>(
-          "The same with a weight of 4 bits: nibbles (n, 16 * groups), scales and zeros or None (n, groups)."),
+          "Does the same for a 4-bit weight: nibbles (n, 16 * groups), scales (n, groups), and zeros (n, groups) or "
+          "None."),
       function<"cpu_features", "", &names_of_features>(
-          "Instructions that the CPU has and FASTFORMER_CPU_FEATURES allows."),
-      function<"is_intel_cpu", "", &is_intel_cpu>("Did Intel make this CPU?"),
+          "The instruction sets that the CPU has and FASTFORMER_CPU_FEATURES allows."),
+      function<"is_intel_cpu", "", &is_intel_cpu>("Whether Intel made this CPU."),
       function<"num_brgemm_products", "", &num_brgemm_products>(
-          "How many products the calling thread has sent to brgemm, which takes them where the CPU has AMX."),
+          "The number of products that the calling thread has computed with brgemm, which is used if the CPU has AMX."),
       {}};
   python::add_functions(module, functions);
 }

@@ -8,7 +8,8 @@ void set_error() noexcept {
   try {
     throw;
   } catch (const Raised&) {
-    if (PyErr_Occurred() == nullptr) PyErr_SetString(PyExc_SystemError, "an error without its exception");
+    if (PyErr_Occurred() == nullptr)
+      PyErr_SetString(PyExc_SystemError, "a function failed without setting an exception");
   } catch (const Unexpected& why) {
     PyErr_Format(PyExc_TypeError, "expected %s", why.wanted);
   } catch (const std::bad_alloc&) {
@@ -22,7 +23,7 @@ void set_error() noexcept {
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
   } catch (...) {
-    PyErr_SetString(PyExc_RuntimeError, "an exception of an unknown kind");
+    PyErr_SetString(PyExc_RuntimeError, "an exception of unknown type");
   }
 }
 
@@ -35,7 +36,7 @@ int64_t Cast<int64_t>::from(PyObject* object) {
   }
   int overflow = 0;
   const long long value = PyLong_AsLongLongAndOverflow(object, &overflow);
-  if (overflow != 0) throw Unexpected{"an integer of 64 bits"};
+  if (overflow != 0) throw Unexpected{"a 64-bit integer"};
   if (value == -1 && PyErr_Occurred() != nullptr) throw Raised{};
   return value;
 }
@@ -102,7 +103,7 @@ void Signature::place(PyObject* const* args, Py_ssize_t count, PyObject* keyword
   }
   for (size_t i = 0; i < required_; ++i)
     if (placed[i] == nullptr) {
-      PyErr_Format(PyExc_TypeError, "%s(): expected the argument '%s'", function_, names_[i].c_str());
+      PyErr_Format(PyExc_TypeError, "%s(): missing argument '%s'", function_, names_[i].c_str());
       throw Raised{};
     }
 }
@@ -141,7 +142,7 @@ PyObject* call_constructor(PyObject* args, PyObject* keywords,
 namespace {
 
 PyObject* not_made(PyTypeObject*, PyObject*, PyObject*) {
-  PyErr_SetString(PyExc_TypeError, "objects of this class are made by functions of the module");
+  PyErr_SetString(PyExc_TypeError, "functions of the module make objects of this class; Python code can't");
   return nullptr;
 }
 

@@ -104,7 +104,7 @@ struct Cast<int32_t> {
   static int32_t from(PyObject* object) {
     const int64_t value = Cast<int64_t>::from(object);
     if (value < std::numeric_limits<int32_t>::min() || value > std::numeric_limits<int32_t>::max())
-      throw Unexpected{"an integer of 32 bits"};
+      throw Unexpected{"a 32-bit integer"};
     return static_cast<int32_t>(value);
   }
 };
@@ -162,7 +162,7 @@ template <typename... T>
 struct Cast<std::tuple<T...>> {
   static std::tuple<T...> from(PyObject* object) {
     if (!PyTuple_Check(object) || PyTuple_Size(object) != static_cast<Py_ssize_t>(sizeof...(T)))
-      throw Unexpected{"tuples of another size"};
+      throw Unexpected{"tuples of a different size"};
     return each(object, std::index_sequence_for<T...>());
   }
   template <size_t... I>
@@ -244,7 +244,8 @@ template <typename T>
 struct Cast<T*> {
   static T* from(PyObject* object) {
     if (object == Py_None) return nullptr;
-    if (!PyObject_TypeCheck(object, type_of<std::remove_const_t<T>>)) throw Unexpected{"an object of another class"};
+    if (!PyObject_TypeCheck(object, type_of<std::remove_const_t<T>>))
+      throw Unexpected{"an object of a different class"};
     return &self_of<std::remove_const_t<T>>(object);
   }
 };

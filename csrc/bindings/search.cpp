@@ -36,7 +36,7 @@ std::vector<int32_t> last_tokens(const std::vector<const Search*>& searches) {
   for (const Search* search : searches) {
     if (!search) throw std::invalid_argument("expected searches, got None");
     if (!search->has_begun())
-      throw std::invalid_argument("expected searches that have begun: before, there is no last token");
+      throw std::invalid_argument("expected searches that have made a step: there is no last token before that");
     rows += search->num_rows;
   }
   std::vector<int32_t> all(rows);
@@ -55,11 +55,12 @@ std::unique_ptr<Search> beam_search(int64_t limit, std::vector<int32_t> eos, int
                                     std::optional<int64_t> begun) {
   constexpr int64_t kMost = 1 << 20;  // candidates; counts derived from this number are 64-bit
   if (num_beams > kMost || static_cast<int64_t>(eos.size()) >= kMost / std::max<int64_t>(1, num_beams))
-    throw std::invalid_argument("expected fewer beams and ends");
+    throw std::invalid_argument("expected fewer beams or end ids");
   if (num_return < 1 || num_return > num_beams)
     throw std::invalid_argument("expected num_return from 1 to num_beams = " + std::to_string(num_beams) + ", got " +
                                 std::to_string(num_return));
-  if (begun.value_or(0) < 0) throw std::invalid_argument("expected begun of at least 0, got " + std::to_string(*begun));
+  if (begun.value_or(0) < 0)
+    throw std::invalid_argument("expected begun to be at least 0, got " + std::to_string(*begun));
   const auto stopping = never_stops.value_or(false) ? EarlyStopping::kNever
                         : early_stopping            ? EarlyStopping::kYes
                                                     : EarlyStopping::kNo;

@@ -236,12 +236,13 @@ void bind_tensors(PyObject* module) {
   using python::function;
   if (!find_torch()) return;  // the versions in Python are used
   static PyMethodDef functions[] = {
-      function<"geometry", "args", &geometry>("Equal bytes for two calls that one plan serves, or None."),
+      function<"geometry", "args", &geometry>("Bytes that are equal for calls that can share a plan, or None."),
       function<"device_of", "args places", &device_of>(
           "(the type of device on which all tensors of a call are plain ones or None, whether one requires a "
           "gradient)."),
-      function<"tensor_layout", "tensors", &tensor_layout>("Which tensors these are, and where, as bytes."),
-      function<"tensor_versions", "tensors", &tensor_versions>("How often each was changed, as bytes."),
+      function<"tensor_layout", "tensors", &tensor_layout>(
+          "The identity, addresses and layout of the tensors, as bytes, or None."),
+      function<"tensor_versions", "tensors", &tensor_versions>("The version counters of the tensors, as bytes."),
       {}};
   python::add_functions(module, functions);
 }

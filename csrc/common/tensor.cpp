@@ -168,7 +168,7 @@ Tensor Tensor::copied_to(ScalarType dtype) const {
 }
 
 AtenTensorHandle Tensor::release() const {
-  check(handle_ != nullptr, "an op returns memory that is not PyTorch's");
+  check(handle_ != nullptr, "an op returned memory that PyTorch did not allocate");
   AtenTensorHandle handle = nullptr;
   if (is_whole_) {
     TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(handle_, &handle));

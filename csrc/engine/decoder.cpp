@@ -24,13 +24,13 @@ int64_t element_size(Precision precision) { return precision == Precision::fp32 
 // The number of blocks in a cache, at least one.
 int64_t blocks_for(int64_t num_tokens) {
   if (num_tokens < 0 || num_tokens > std::numeric_limits<int32_t>::max())
-    throw std::length_error("expected room for 0 or more tokens that 32 bits can count");
+    throw std::length_error("expected room for a number of tokens from 0 to 2^31 - 1");
   return std::max<int64_t>(1, blocks_of(num_tokens));
 }
 
 // Work is split into as many tasks as threads, so 0 threads would do nothing.
 void check_threads(int threads) {
-  if (threads < 1) throw std::invalid_argument("expected one thread or more");
+  if (threads < 1) throw std::invalid_argument("expected at least one thread");
 }
 
 std::shared_ptr<const PackedModel> with_decoder(std::shared_ptr<const PackedModel> model) {
@@ -75,10 +75,10 @@ void Session::check(const std::vector<Ids>& sources, const std::vector<Ids>& tok
     throw std::invalid_argument("expected a source for each prompt");
   for (const Ids& source : sources)
     if (!inside(source, model_->source_vocab_size()) || static_cast<int64_t>(source.size()) > model_->max_len())
-      throw std::invalid_argument("expected sources of ids in the vocabulary, no longer than max_len");
+      throw std::invalid_argument("expected sources with ids in the vocabulary and at most max_len tokens");
   for (const Ids& prompt : tokens)
     if (!inside(prompt, model_->vocab_size()) || static_cast<int64_t>(prompt.size()) > model_->max_len())
-      throw std::invalid_argument("expected prompts of ids in the vocabulary, no longer than max_len");
+      throw std::invalid_argument("expected prompts with ids in the vocabulary and at most max_len tokens");
 }
 
 std::vector<int64_t> Session::admit(const std::vector<Ids>& sources, const std::vector<Ids>& tokens, int threads) {
@@ -199,7 +199,7 @@ void Session::begin_step(const Ids& tokens) {
 void Session::check_length(const TokenCache::Group& group) const {
   for (const TokenCache::Row& row : group.rows)
     if (static_cast<int64_t>(row.slots.size()) >= model_->max_len())
-      throw std::length_error("a row has as many tokens as the model's max_len");
+      throw std::length_error("a row already has max_len tokens");
 }
 
 Batch Session::batch_of(const Places& groups, const Ids& tokens) const {
@@ -215,7 +215,7 @@ Batch Session::batch_of(const Places& groups, const Ids& tokens) const {
 
 const Candidates& Session::step(const Ids& tokens, const Selection& selection, int threads) {
   check_threads(threads);
-  if (selection.k < 1) throw std::invalid_argument("expected k of at least 1");
+  if (selection.k < 1) throw std::invalid_argument("expected k to be at least 1");
   begin_step(tokens);
   Places all(cache_.groups.size());
   std::iota(all.begin(), all.end(), 0);
@@ -227,16 +227,17 @@ const Candidates& Session::step(const Ids& tokens, const Selection& selection, i
 std::vector<int64_t> Session::run(const std::vector<Search*>& searches, const Ids& tokens, const RunLimits& limits,
                                   bool log_probs, int threads) {
   check_threads(threads);
-  if (static_cast<int64_t>(searches.size()) != num_groups()) throw std::invalid_argument("expected a search a group");
+  if (static_cast<int64_t>(searches.size()) != num_groups())
+    throw std::invalid_argument("expected one search per group");
   int64_t peak_rows = 0;
   for (size_t i = 0; i < searches.size(); ++i) {
     if (!searches[i] || searches[i]->is_done ||
         searches[i]->num_rows != static_cast<int64_t>(cache_.groups[i].rows.size()))
-      throw std::invalid_argument("expected searches that go on, of as many rows as their groups");
+      throw std::invalid_argument("expected unfinished searches with as many rows as their groups");
     peak_rows += searches[i]->peak_rows;
   }
   if (std::set<Search*>(searches.begin(), searches.end()).size() != searches.size())
-    throw std::invalid_argument("expected a search of its own for each group");
+    throw std::invalid_argument("expected a different search for each group");
   begin_step(tokens);
   Run run{.searches = searches, .limits = limits, .log_probs = log_probs, .rows_left = peak_rows};
   run.steps.resize(searches.size());
@@ -335,7 +336,7 @@ void Session::reorder(const std::vector<Ids>& parents) {
     const int32_t rows = static_cast<int32_t>(cache_.groups[i].rows.size());
     const auto inside = [=](int32_t parent) { return 0 <= parent && parent < rows; };
     if (parents[i].empty() || !std::all_of(parents[i].begin(), parents[i].end(), inside))
-      throw std::invalid_argument("expected parents out of a group's rows, one or more");
+      throw std::invalid_argument("expected one or more parents, each of them a row of the group");
   }
   read_pending();
   for (size_t i = 0; i < parents.size(); ++i) cache_.reorder(cache_.groups[i], parents[i]);
@@ -347,7 +348,7 @@ void Session::release(const Places& groups) {
 }
 
 void Session::set_shortlist(const Ids& ids) {
-  if (num_groups()) throw std::invalid_argument("expected no rows while the shortlist changes");
+  if (num_groups()) throw std::invalid_argument("expected no rows in the session when the shortlist changes");
   shortlist_ = make_shortlist(*model_, ids);
 }
 

@@ -104,9 +104,9 @@ int64_t Encoder::num_rows(const Texts& texts, Pooling pooling) const {
                                     number(id) + " in text " + number(place));
   };
   if (!texts.embedded && model_->source_vocab_size() == 0)
-    throw std::invalid_argument("expected embeddings: the model has no table of them");
+    throw std::invalid_argument("expected embeddings instead of ids: the model has no embedding table");
   if (!texts.types.empty() && static_cast<int64_t>(texts.types.size()) != texts.count())
-    throw std::invalid_argument("token_types: expected those of " + number(texts.count()) + " texts, got " +
+    throw std::invalid_argument("token_types: expected one list for each of " + number(texts.count()) + " texts, got " +
                                 number(static_cast<int64_t>(texts.types.size())));
   check_sparse(texts, pooling);
   int64_t tokens = 0;
@@ -131,7 +131,7 @@ int64_t Encoder::num_rows(const Texts& texts, Pooling pooling) const {
 void Encoder::check_sparse(const Texts& texts, Pooling pooling) const {
   const auto check = [&](const char* name, const std::vector<Ids>& lists, int64_t size, bool rises) {
     if (!lists.empty() && static_cast<int64_t>(lists.size()) != texts.count())
-      throw std::invalid_argument(std::string(name) + ": expected those of each text");
+      throw std::invalid_argument(std::string(name) + ": expected one list for each text");
     for (size_t i = 0; i < lists.size(); ++i) {
       const Ids& list = lists[i];
       if (list.empty()) continue;
@@ -139,7 +139,7 @@ void Encoder::check_sparse(const Texts& texts, Pooling pooling) const {
         throw std::invalid_argument(std::string(name) + ": expected one for each token, in text " + std::to_string(i));
       for (size_t t = 0; t < list.size(); ++t)
         if (list[t] < 0 || list[t] >= size || (rises && t > 0 && list[t] <= list[t - 1]))
-          throw std::invalid_argument(std::string(name) + ": expected " + (rises ? "rising " : "") +
+          throw std::invalid_argument(std::string(name) + ": expected " + (rises ? "ascending " : "") +
                                       "numbers from 0 to " + std::to_string(size - 1) + ", got " +
                                       std::to_string(list[t]) + " in text " + std::to_string(i));
     }
@@ -148,17 +148,17 @@ void Encoder::check_sparse(const Texts& texts, Pooling pooling) const {
   check("places", texts.places, model_->num_places(), true);
   if (texts.unseen.empty()) return;
   if (static_cast<int64_t>(texts.unseen.size()) != texts.count())
-    throw std::invalid_argument("unseen: expected a number of each text");
+    throw std::invalid_argument("unseen: expected one number for each text");
   for (int64_t i = 0; i < texts.count(); ++i)
     if (texts.unseen[i] != 0 &&
         (texts.unseen[i] < 0 || texts.unseen[i] >= texts.length(i) || !texts.is_sparse(i) || pooling != Pooling::none))
       throw std::invalid_argument(
-          "unseen: expected fewer than the text's tokens, with their places, where no row is pooled, in text " +
+          "unseen: expected fewer than the tokens of the text, with places and without pooling, in text " +
           std::to_string(i));
 }
 
 void Encoder::encode(const Texts& texts, Pooling pooling, bool normalise, int threads, float* out) {
-  if (threads < 1) throw std::invalid_argument("expected one thread or more");
+  if (threads < 1) throw std::invalid_argument("expected at least one thread");
   const int64_t dim = model_->options.d_model, count = texts.count();
   std::vector<int64_t> places(count + 1, 0);  // the first output row of each text
   std::vector<int64_t> firsts(count, 0);      // the first token of each text in the embedded rows

@@ -29,7 +29,7 @@ void reserve(std::vector<T>& v, int64_t n) {
 Shortlist make_shortlist(const PackedModel& model, const Ids& ids) {
   for (size_t i = 0; i < ids.size(); ++i)
     if (ids[i] < 0 || ids[i] >= model.vocab_size() || (i && ids[i] <= ids[i - 1]))
-      throw std::invalid_argument("expected a shortlist of different ids of the vocabulary, sorted upward");
+      throw std::invalid_argument("expected a shortlist of unique ids of the vocabulary in ascending order");
   return {ids, ids.empty() ? PackedWeight() : model.output.columns(ids)};
 }
 

@@ -45,7 +45,7 @@ class Names {
     const ModelTensor& tensor = get(name);
     if (tensor.kind == ModelTensor::Kind::bytes && columns >= 0) columns = nibble_bytes(columns);
     if (tensor.shape.size() != 2 || tensor.shape[0] < 1 || (columns >= 0 && tensor.shape[1] != columns))
-      throw std::invalid_argument("the tensor " + prefix_ + name + " has another shape");
+      throw std::invalid_argument("the tensor " + prefix_ + name + " has an unexpected shape");
     return tensor;
   }
   // Returns rows [begin, end) of a matrix with k columns.
@@ -72,7 +72,8 @@ class Names {
     const int64_t groups = int4_groups(k);
     const auto part = [&](const std::string& part, Kind kind, int64_t columns) {
       check(part, get(part), {rows, columns});
-      if (get(part).kind != kind) throw std::invalid_argument("the tensor " + prefix_ + part + " has another dtype");
+      if (get(part).kind != kind)
+        throw std::invalid_argument("the tensor " + prefix_ + part + " has an unexpected dtype");
       return static_cast<const char*>(get(part).data) + begin * columns * (kind == Kind::bytes ? 1 : 4);
     };
     const auto bytes = [](const char* data) { return reinterpret_cast<const uint8_t*>(data); };
@@ -83,7 +84,7 @@ class Names {
   }
 
   void check(const std::string& name, const ModelTensor& tensor, const std::vector<int64_t>& shape) const {
-    if (tensor.shape != shape) throw std::invalid_argument("the tensor " + prefix_ + name + " has another shape");
+    if (tensor.shape != shape) throw std::invalid_argument("the tensor " + prefix_ + name + " has an unexpected shape");
   }
 
   const ModelTensors& tensors_;
@@ -114,7 +115,7 @@ PackedLayer pack_layer(const ModelOptions& o, const Names& names, bool has_cross
     layer.k_norm.push_back(head_norm(own, "k_norm.weight", o.num_kv_heads));
     const bool all = layer.norms_all_heads(o);
     if (static_cast<int64_t>(layer.k_norm[0].weight.size()) != (all ? o.kv_dim() : o.head_dim))
-      throw std::invalid_argument("the tensors q_norm.weight and k_norm.weight have other shapes");
+      throw std::invalid_argument("the tensors q_norm.weight and k_norm.weight have unexpected shapes");
   }
   if (has_cross) {
     layer.cross_q = cross.weight("in_proj_weight", "in_proj_bias", 0, q_dim, rows, dim, o.precision);
@@ -146,7 +147,8 @@ PositionBias position_bias(const ModelOptions& o, const Names& names, const std:
   const ModelTensor& tensor = names.table(name);
   const int64_t distances = tensor.shape[1];
   if (tensor.shape[0] != o.num_heads || distances % 2 == 0)
-    throw std::invalid_argument("expected a position bias of each head, as far before a query as behind it");
+    throw std::invalid_argument(
+        "expected a position bias for each head that reaches as far before a query as after it");
   std::vector<float> values(o.num_heads * distances);
   for (int64_t i = 0; i < static_cast<int64_t>(values.size()); ++i) values[i] = at(tensor, i);
   return {std::move(values), distances / 2};
@@ -160,17 +162,18 @@ const ModelOptions& checked(const ModelOptions& o) {
                          (is_size(o.num_decoder_layers) || (o.num_decoder_layers == 0 && o.has_encoder())) &&
                          o.num_encoder_layers <= kMost && o.q_dim() <= kMost;
   if (!has_sizes || o.num_heads % o.num_kv_heads)
-    throw std::invalid_argument("expected one or more layers, and heads of keys that divide the heads of queries");
+    throw std::invalid_argument(
+        "expected at least one layer, and a number of kv heads that divides the number of query heads");
   if (static_cast<int64_t>(o.decoder_windows.size()) != o.num_decoder_layers)
-    throw std::invalid_argument("expected a window of each layer of the decoder");
+    throw std::invalid_argument("expected a window for each decoder layer");
   if (static_cast<int64_t>(o.encoder_windows.size()) != std::max<int64_t>(0, o.num_encoder_layers))
-    throw std::invalid_argument("expected a window of each layer of the encoder");
+    throw std::invalid_argument("expected a window for each encoder layer");
   if (o.is_bare && (o.has_decoder() || !o.has_encoder()))
-    throw std::invalid_argument("expected an encoder alone, where there are no embeddings");
+    throw std::invalid_argument("expected a model without embeddings to be an encoder without a decoder");
   if (o.parallel_residual && (o.norm_placement != NormPlacement::pre || o.has_encoder()))
-    throw std::invalid_argument("expected norms in front, and no encoder, of layers with a parallel residual");
+    throw std::invalid_argument("expected pre-norm and no encoder in a model with a parallel residual");
   if (o.has_norms_behind() && o.has_encoder() && o.has_decoder())  // cross-attention has no norm after it
-    throw std::invalid_argument("expected norms of outputs only in a model without cross-attention");
+    throw std::invalid_argument("expected norms of sub-layer outputs only in a model without cross-attention");
   return o;
 }
 
@@ -270,7 +273,7 @@ PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : o
   if (o.has_decoder()) {
     target_ = input("target");
     const int64_t vocab = names.table("output").shape[0];
-    if (target_.embedding.rows() < vocab) throw std::invalid_argument("expected an embedding of each token to say");
+    if (target_.embedding.rows() < vocab) throw std::invalid_argument("expected an embedding for each output token");
     output = names.weight("output", "output_bias", 0, vocab, vocab, o.d_model, o.precision);
   }
   const auto rotary = [&](const std::string& prefix) -> RotaryTable {
@@ -278,14 +281,14 @@ PackedModel::PackedModel(const ModelOptions& o, const ModelTensors& tensors) : o
     const ModelTensor& cos = names.table(prefix + "cos");
     const ModelTensor& sin = names.table(prefix + "sin", cos.shape[1]);
     if (cos.shape[1] < 1 || 2 * cos.shape[1] > o.head_dim || sin.shape != cos.shape)
-      throw std::invalid_argument("expected rotary tables of half a head, or of less where a part of it is turned");
+      throw std::invalid_argument("expected rotary tables with half as many columns as a head has rotated features");
     return {cos, sin};
   };
   rotary_ = rotary(""), local_rotary_ = rotary("local_");
   if (rotary_) max_len_ = max_len_ ? std::min(max_len_, rotary_.rows()) : rotary_.rows();
   if (!max_len_) max_len_ = o.max_len;
   if (local_rotary_ && local_rotary_.rows() != rotary_.rows())
-    throw std::invalid_argument("expected two rotary tables of as many positions");
+    throw std::invalid_argument("expected two rotary tables with the same number of positions");
 }
 
 void PackedModel::embed(bool is_source, int32_t token, int32_t type, int64_t position, float* to) const {

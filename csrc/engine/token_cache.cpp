@@ -10,10 +10,10 @@ namespace fastformer {
 TokenCache::TokenCache(int64_t layers, int64_t kv_heads, int64_t head_dim, int64_t element_size, int64_t num_blocks)
     : kv_heads_(kv_heads), token_bytes_(head_dim * element_size), block_slots_(layers * 2 * kv_heads * kBlockTokens) {
   if (num_blocks > std::numeric_limits<int32_t>::max() / block_slots_)
-    throw std::length_error("expected a cache of fewer tokens: its places are counted in 32 bits");
+    throw std::length_error("expected a smaller cache: slots are 32-bit numbers");
   seen_.resize(num_blocks);
   if (block_slots_ > std::numeric_limits<int32_t>::max() / std::max<int64_t>(1, num_blocks))
-    throw std::length_error("expected a cache of fewer tokens: its places are counted in 32 bits");
+    throw std::length_error("expected a smaller cache: slots are 32-bit numbers");
   // Untouched pages use no memory, so the whole budget can be allocated at once.
   memory_ = PooledMemory(block_slots_ * num_blocks * token_bytes_);
   for (int64_t block = num_blocks; block-- > 0;) free_.push_back(static_cast<int32_t>(block));
@@ -146,7 +146,7 @@ void TokenCache::release(const std::vector<int64_t>& leaving) {
   std::vector<char> leaves(groups.size());  // if any index is invalid, no group is released
   for (const int64_t at : leaving) {
     if (at < 0 || at >= static_cast<int64_t>(groups.size()) || leaves[at])
-      throw std::invalid_argument("expected different groups that are there to release");
+      throw std::invalid_argument("expected unique indices of existing groups");
     leaves[at] = 1;
   }
   for (const int64_t at : leaving) {

@@ -107,7 +107,7 @@ PyMODINIT_FUNC FASTFORMER_INIT_OF(FASTFORMER_MODULE)() {
                                     {}};
   static PyModuleDef definition = {PyModuleDef_HEAD_INIT,
                                    FASTFORMER_TEXT_OF(FASTFORMER_MODULE),
-                                   "what fastformer reads of PyTorch's own objects",
+                                   "reads of PyTorch's objects, for fastformer",
                                    -1,
                                    functions,
                                    nullptr,

@@ -185,7 +185,7 @@ void backward(const Tensor& dy, const OptionalTensor& dresidual_out, const Tenso
 template <typename F>
 void dispatch_with_stream(ScalarType x, ScalarType stream, F&& f) {
   if (x == kBFloat16 && stream == kFloat) return f.template operator()<bfloat16, float>();
-  check(x == stream, "add_layer_norm: no C++ code for x ", x, " with residual ", stream);
+  check(x == stream, "add_layer_norm: the C++ kernel doesn't support x ", x, " with residual ", stream);
   dispatch(x, "add_layer_norm", [&]<typename T>() { f.template operator()<T, T>(); });
 }
 
@@ -199,7 +199,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_fwd(const Tensor& x_in
   const Tensor x = places ? x_in : x_in.contiguous();
   if (!places) places = RowPlaces{1, 0, x.size(-1)};
   const OptionalTensor residual = contiguous(residual_in);
-  check(!residual || residual->sizes() == x.sizes(), "residual and x differ in shape");
+  check(!residual || residual->sizes() == x.sizes(), "residual and x must have the same shape");
   const Dropout dropout(dropout_p, dropout_seed);
   const ScalarType stream = residual ? residual->scalar_type() : x.scalar_type();
   const ScalarType statistics = accumulation_dtype(x.scalar_type());
@@ -223,7 +223,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_bwd(const Tensor& dy_i
                                                               bool has_bias, ScalarType x_dtype) {
   const Tensor dy = dy_in.contiguous(), s = s_in.contiguous();
   const OptionalTensor dresidual_out = contiguous(dresidual_out_in);
-  check(dy.sizes() == s.sizes(), "dy and s differ in shape");
+  check(dy.sizes() == s.sizes(), "dy and s must have the same shape");
   const Dropout dropout(dropout_p, dropout_seed);
   const bool same = !dropout.on && x_dtype == s.scalar_type();
   const int64_t dim = s.size(-1);

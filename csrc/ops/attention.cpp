@@ -58,7 +58,7 @@ Problem Problem::packed(const Tensor& q, const Tensor& k, const Tensor& cu_seqle
   for (int64_t b = 0; b < p.batch; ++b) {
     const int64_t seqlen_q = cu_q[b + 1] - cu_q[b], seqlen_k = cu_k[b + 1] - cu_k[b];
     check(seqlen_q >= 0 && seqlen_k >= 0 && cu_q[b + 1] <= q.size(0) && cu_k[b + 1] <= k.size(0),
-          "cu_seqlens must rise from 0 to at most the number of rows; sequence ", b, " breaks that");
+          "cu_seqlens must increase from 0 to at most the number of rows, which sequence ", b, " does not");
     p.sequences.push_back({cu_q[b], cu_k[b], seqlen_q, seqlen_k, seqlen_k - seqlen_q, cu_q[b], 0});
   }
   p.used_q = cu_q[p.batch], p.used_k = cu_k[p.batch];

@@ -215,7 +215,7 @@ Tensor decode_attention(const Tensor& q_in, Tensor k_cache, Tensor v_cache, cons
   for (const Tensor& cache : {k_cache, v_cache}) {
     check(cache.stride(3) == 1, "the caches must be contiguous in head_dim");
     check(!slot_table || cache.size(0) <= 1 || cache.size(1) <= 1 || cache.stride(0) == cache.size(1) * cache.stride(1),
-          "the blocks of the caches must follow each other");
+          "the blocks of the caches must be contiguous");
   }
   // Without new tokens, the cache is a placeholder for them, which is not read.
   const Tensor k = k_in ? rows_of(*k_in) : k_cache, v = v_in ? rows_of(*v_in) : v_cache;

@@ -113,7 +113,8 @@ constexpr size_t arity(Results (*)(Arguments...)) {
 template <auto function>
 void boxed(StableIValue* stack, uint64_t num_arguments, uint64_t) {
   constexpr size_t kArguments = arity(function);
-  check(num_arguments == kArguments, "an op's schema has ", num_arguments, " arguments, its function ", kArguments);
+  check(num_arguments == kArguments, "an op's schema has ", num_arguments, " arguments, but its function has ",
+        kArguments);
   call_boxed<function>(stack, function, std::make_index_sequence<kArguments>{});
 }
 
