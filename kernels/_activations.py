@@ -16,9 +16,9 @@ def _normal_cdf(x):
 
 @triton.jit
 def _tanh_gelu_weight(x):
-    """0.5 (1 + tanh(u)) = sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3), and the sigmoid's derivative.
+    """Returns 0.5 (1 + tanh(u)) = sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3), and the sigmoid's derivative.
 
-    From exp(-|2 u|), which neither overflows nor leaves 1 - sigmoid to cancel.
+    Both are computed from exp(-|2 u|), which can't overflow, and without the cancellation of 1 - sigmoid.
     """
     argument = 1.5957691216057308 * x * (1.0 + 0.044715 * x * x)
     small = tl.exp(-tl.abs(argument))
@@ -29,9 +29,9 @@ def _tanh_gelu_weight(x):
 
 @triton.jit
 def activate(pre, up, ACTIVATION: tl.constexpr):
-    """The activation of a tile; `up` is what a gate `pre` multiplies, unused by the others."""
+    """Returns the activation of a tile. For a gated activation, `pre` is the gate and `up` the other factor."""
     if ACTIVATION == "relu":
-        # Not a maximum with 0, which would hide a NaN.
+        # Not maximum(pre, 0), which would hide a NaN.
         return tl.where(pre < 0.0, 0.0, pre)
     elif ACTIVATION == "gelu":
         return pre * _normal_cdf(pre)
@@ -47,12 +47,12 @@ def activate(pre, up, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def differentiate(dhidden, pre, up, ACTIVATION: tl.constexpr):
-    """(the activation, dpre, dup) of a tile from the gradient of the activation; dup only means something with a gate.
+    """Returns (activation, dpre, dup) of a tile, given the gradient of the activation. dup is for gates only.
 
-    For relu `pre` may be the activation after dropout: both are positive in the same places, those that were kept.
+    For relu, `pre` may be the activation after dropout, which is positive for those positive elements that were kept.
     """
     if ACTIVATION == "relu":
-        # Not pre > 0.0, which would stop the gradient at a NaN: eager PyTorch lets it pass.
+        # Not pre > 0.0, which would give a NaN input the gradient 0. Eager PyTorch passes the gradient.
         dpre = tl.where(pre <= 0.0, 0.0, dhidden)
         return pre, dpre, dpre
     elif ACTIVATION == "gelu":

@@ -1,4 +1,4 @@
-"""What the attention kernels share: where a block of work lies, how far it reaches, what a launch needs."""
+"""The shared part of the attention kernels: the position of a block of work, its key and row ranges, and arguments."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from fastformer.kernels._launch import (
 )
 from fastformer.kernels._softcap import soft_capped
 
-# Arguments whose values must not make another binary: Triton compiles apart for 1 and for multiples of 16.
+# Arguments whose values must not lead to another binary: Triton specialises on 1 and on multiples of 16.
 COUNTS = ["planes", "lengths", "window", "dropout"]
-# One group of heads keeps its K and V (or Q and dO) in L2 while all of its blocks run: half of Hopper's 50 MB.
+# K and V (or Q and dO) of a group of heads stay in L2 while all of its blocks run: half of Hopper's 50 MB.
 L2_BYTES = 24 * 2**20
-# Windows and lengths stay far from int32's end, so that row + diagonal + window can't wrap.
+# The bound for windows and lengths, far below int32's maximum, so that row + diagonal + window can't overflow.
 FAR = 2**29
 
 
 @triton.jit
 def which_block(num_blocks, num_planes, planes_together, LAST_FIRST: tl.constexpr):
-    """(block, plane) of this program: `planes_together` planes (batch x head) at a time, their first blocks first.
+    """Returns (block, plane) of this program. A plane is a (batch, head); `planes_together` planes run at a time.
 
-    Blocks go in one order over a whole group of planes, so that with causal masks the heaviest start first and the
-    lightest fill the gaps at the end. LAST_FIRST: the last block is the heaviest.
+    A group of planes runs block by block, so that under causal masks the heaviest blocks start first and the lightest
+    ones fill the gaps at the end. LAST_FIRST: the last block is the heaviest.
     """
     pid = tl.program_id(0)
     group = pid // (planes_together * num_blocks)
@@ -48,16 +48,16 @@ def which_block(num_blocks, num_planes, planes_together, LAST_FIRST: tl.constexp
 
 @triton.jit
 def locate(planes, lengths, LENGTHS: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """Whose work this program does: (block, plane, (batch, head, kv_head), (start_q, start_k), bounds).
+    """Returns the work of this program: (block, plane, (batch, head, kv_head), (start_q, start_k), bounds).
 
     Args:
         planes: (num_heads, group, num_planes, num_blocks, together), `together` for `which_block`.
         lengths: (seqlens_q_ptr, seqlens_k_ptr, seqlen_q, seqlen_k).
-        LENGTHS: "dense"; "seqlens_k" (seqlens_k_ptr holds each sequence's number of keys, the diagonal stays the
-            tensor's); "packed" (both pointers hold cumulative lengths, and each sequence has its own diagonal).
+        LENGTHS: "dense"; "seqlens_k" (seqlens_k_ptr holds the number of keys of each sequence, and the diagonal is that
+            of the tensor); "packed" (both pointers hold cumulative lengths, and each sequence has its own diagonal).
 
     Returns:
-        Indices and starts (rows of q and of k) as int64; bounds = (len_q, len_k, diagonal) of the one sequence.
+        Indices and starts (rows of q and of k) as int64; bounds = (len_q, len_k, diagonal) of the program's sequence.
     """
     num_heads, group, num_planes, num_blocks, together = planes
     seqlens_q_ptr, seqlens_k_ptr, seqlen_q, seqlen_k = lengths
@@ -84,16 +84,16 @@ def locate(planes, lengths, LENGTHS: tl.constexpr, LAST_FIRST: tl.constexpr):
 
 @triton.jit
 def plane_ptr(ptr, strides, batch, row, head, UNIT: tl.constexpr):
-    """Where row `row` of (batch, head) starts; all int64, since a batch's offset passes 2**31, also in UNITs."""
+    """Returns a pointer to row `row` of (batch, head). Offsets are int64: a batch's can exceed 2**31, even in UNITs."""
     return ptr + (batch * strides[0] + row * strides[1] + head * strides[2]) * UNIT
 
 
 @triton.jit
 def key_range(first_row, bounds, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Which keys the rows [first_row, first_row + BLOCK_M) see: (first, full_first, full_last, last).
+    """Returns the keys that the rows [first_row, first_row + BLOCK_M) see: (first, full_first, full_last, last).
 
-    [first, last) is what any row sees, `first` cut down to a block; in between, [full_first, full_last) are whole
-    blocks that every row sees, so that they need no mask. Sums stay non-negative before they are divided.
+    [first, last) are the keys that any row sees, with `first` rounded down to a block. [full_first, full_last) are the
+    whole blocks in between that every row sees, so that they need no mask. Dividends are never negative.
     """
     len_q, len_k, diagonal = bounds
     left, right = window
@@ -117,7 +117,7 @@ def key_range(first_row, bounds, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.cons
 
 @triton.jit
 def row_range(first_key, bounds, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Which rows see the keys [first_key, first_key + BLOCK_N): (first, full_first, full_last, last), as key_range."""
+    """Returns the rows that see the keys [first_key, first_key + BLOCK_N), in the form of `key_range`."""
     len_q, len_k, diagonal = bounds
     left, right = window
     last_key = tl.minimum(first_key + BLOCK_N, len_k) - 1
@@ -131,7 +131,7 @@ def row_range(first_key, bounds, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.cons
     if left is not None:
         last = tl.minimum(last, last_key - diagonal + left + 1)
         full_last = tl.minimum(full_last, first_key - diagonal + left + 1)
-    # Keys beyond the length must be masked in every block of rows: scored 0, exp2(0 - lse) overflows where lse < -88.
+    # Keys beyond the length must be masked in all blocks of rows: with score 0, exp2(0 - lse) overflows for lse < -88.
     full_last = tl.where(first_key + BLOCK_N <= len_k, full_last, 0)
     last = tl.where(first_key < len_k, last, 0)
     full_last = tl.maximum(full_last, 0) // BLOCK_M * BLOCK_M
@@ -143,10 +143,10 @@ def row_range(first_key, bounds, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.cons
 
 @triton.jit
 def spans_of(first, full_first, full_last, last, BLOCK: tl.constexpr, TWO_ENDS: tl.constexpr):
-    """The loops over a range, (start, left_blocks, second, blocks) each: its middle, free of masks, then its ends.
+    """Returns two loops over a range, each as (start, left_blocks, second, blocks): its unmasked middle, then its ends.
 
-    One loop with masks serves both ends around the middle (see `block_start`): two copies of the loop's body in the
-    kernel, not three. TWO_ENDS: whether there may be blocks before the middle.
+    One loop with masks covers both ends (see `block_start`), so the kernel contains the loop's body twice and not three
+    times. TWO_ENDS: whether there may be blocks before the middle.
     """
     left_blocks = (full_first - first) // BLOCK
     edge_blocks = left_blocks + (last - full_last + BLOCK - 1) // BLOCK
@@ -158,7 +158,7 @@ def spans_of(first, full_first, full_last, last, BLOCK: tl.constexpr, TWO_ENDS: 
 
 @triton.jit
 def block_start(step, span, BLOCK: tl.constexpr, TWO_ENDS: tl.constexpr):
-    """Where the step-th block of a span starts: from `start` on and, after `left_blocks` of them, from `second` on."""
+    """Returns the start of the step-th block of a span: `left_blocks` from `start` on, the rest from `second` on."""
     start, left_blocks, second, _ = span
     if TWO_ENDS:
         return tl.where(step < left_blocks, start + step * BLOCK, second + (step - left_blocks) * BLOCK)
@@ -169,10 +169,10 @@ def block_start(step, span, BLOCK: tl.constexpr, TWO_ENDS: tl.constexpr):
 def load_tile(
     ptr, start, length, stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHECK: tl.constexpr
 ):
-    """Rows [start, start + BLOCK) of a head, (BLOCK, BLOCK_D); zeros beyond HEAD_DIM and, with CHECK, `length`."""
+    """Loads rows [start, start + BLOCK) of a head, (BLOCK, BLOCK_D), zero beyond HEAD_DIM and, with CHECK, `length`."""
     inside = tl.arange(0, BLOCK)
     dims = tl.arange(0, BLOCK_D)
-    # int64 before the product: rows * stride passes 2**31 in long batches. Inside the tile 32 bits do.
+    # `start` is int64, because rows * stride exceeds 2**31 in large batches. Within the tile, 32 bits suffice.
     ptrs = ptr + tl.cast(start, tl.int64) * stride + inside[:, None] * stride + dims[None, :]
     if CHECK:
         here = (start + inside < length)[:, None]
@@ -186,7 +186,7 @@ def load_tile(
 
 @triton.jit
 def mask_ptrs(ptr, strides, rows, columns):
-    """Where a mask's elements lie; `rows` and `columns` broadcast against each other."""
+    """Returns pointers to the elements of a mask; `rows` and `columns` broadcast against each other."""
     return ptr + rows.to(tl.int64) * strides[2] + columns.to(tl.int64) * strides[3]
 
 
@@ -202,17 +202,17 @@ def load_mask(
     CHECK_ROWS: tl.constexpr,
     CHECK: tl.constexpr,
 ):
-    """What `score_tile` applies as `mask`, broadcastable to the tile.
+    """Loads the argument `mask` of `score_tile`, which is broadcastable to the tile.
 
-    Call it before the scores' product: the compiler settles the layout of the softmax by which of the two comes last,
-    and that of a mask's loads would have the softmax computed twice.
+    Call it before the product that computes the scores: the compiler takes the layout of the softmax from the later of
+    the two, and with the layout of the mask's loads the softmax would be computed twice.
 
     Args:
-        ptr: where the mask of this batch and head starts.
-        rows, columns: of the tile, as `score_tile` takes them.
-        start: the first of the columns.
-        MASK: "none", or "bool" or "additive", with "_keys" where all rows share one row of it.
-        CHECK_ROWS, CHECK: whether rows and keys may be beyond their number.
+        ptr: the start of the mask of this batch and head.
+        rows, columns: the indices of the tile, as for `score_tile`.
+        start: the first column.
+        MASK: "none", "bool" or "additive"; with the suffix "_keys" if all rows share one row of the mask.
+        CHECK_ROWS, CHECK: whether row and key indices may be out of range.
     """
     len_q, len_k, _ = bounds
     if MASK == "none":
@@ -220,8 +220,9 @@ def load_mask(
     else:
         KEYS_ALONE: tl.constexpr = MASK == "bool_keys" or MASK == "additive_keys"
         if KEYS_ALONE:
-            # A start is one number for the whole program. Added first, it costs a 64-bit sum a step and no register (a
-            # boolean mask's kernel has none to spare); added last, a register pair and one instruction a step.
+            # The start is the same for the whole program. Added first, it costs a 64-bit addition per step but no
+            # register (a kernel with a boolean mask has none to spare). Added last, it costs two registers and one
+            # instruction per step.
             before = tl.cast(start, tl.int64) * strides[3]
             inside = (columns - start).to(tl.int64) * strides[3]
             if MASK == "bool_keys":
@@ -239,31 +240,32 @@ def load_mask(
         else:
             mask = tl.load(ptrs)
         if MASK == "bool" or MASK == "bool_keys":
-            # A limit on the score, +inf for 1 and -inf for 0: one multiplication and addition of integers, and one
-            # minimum of floats, where comparing and selecting takes four.
+            # A limit on the score, +inf for 1 and -inf for 0. This takes one integer multiply-add and one
+            # floating-point minimum; a comparison and a selection would take four instructions.
             limit = tl.add(mask.to(tl.uint32) << 31, 0xFF800000, sanitize_overflow=False)
             return limit.to(tl.float32, bitcast=True)
         if mask.dtype == tl.bfloat16:
-            # The upper half of a float32: two operations a pair that shares a register, where a conversion takes three.
+            # The upper half of a float32. This takes two operations per pair in a register; a conversion takes three.
             bits = mask.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
             return bits.to(tl.float32, bitcast=True)
         return mask.to(tl.float32)
 
 
-# A score under the limit that a boolean mask sets it; a NaN that is hidden goes. A machine's minimum takes the number
-# of two, the interpreter's keeps the NaN. (Two functions: with a global a kernel would lose its quick launch.)
+# Applies the limit of a boolean mask to a score; a hidden NaN disappears. The GPU's minimum of a NaN and a number is
+# the number, the interpreter's is NaN. (There are two functions because a kernel that reads a global has a slower
+# launch.)
 if INTERPRETED:
 
     @triton.jit
     def limited(s, limit):
-        """-inf where the limit is, else s."""
+        """Returns -inf if the limit is -inf, else s."""
         return tl.where(limit < 0, float("-inf"), s)
 
 else:
 
     @triton.jit
     def limited(s, limit):
-        """The smaller of two numbers."""
+        """Returns the smaller of the two."""
         return tl.minimum(s, limit)
 
 
@@ -282,16 +284,17 @@ def score_tile(
     CHECK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A tile of scores after cap, masks, length and window: (s, scale, slope); the softmax is that of scale * s.
+    """Returns a tile of scores after cap, masks, length and window: (s, scale, slope). Softmax applies to scale * s.
 
-    slope: what a gradient of the scores is multiplied by on its way through the cap; 1 without one.
+    slope: the derivative of the cap, by which the gradient of the scores is multiplied; 1 without a cap.
 
     Args:
-        a, b: a b^T is Q K^T, or its transpose.
+        a, b: the operands of Q K^T, or of its transpose, as a b^T.
         mask: from `load_mask`.
-        rows, columns: of the tile, (BLOCK_M, 1) and (1, BLOCK_N), or the transpose's (1, BLOCK_M) and (BLOCK_N, 1).
+        rows, columns: the indices of the tile, (BLOCK_M, 1) and (1, BLOCK_N); transposed, (1, BLOCK_M) and (BLOCK_N,
+        1).
         softcap: c of c tanh(score / c), or None.
-        MASK: as to `load_mask`.
+        MASK: see `load_mask`.
         CHECK: whether keys may be beyond the length or the window.
     """
     _, len_k, diagonal = bounds
@@ -318,17 +321,17 @@ def score_tile(
 
 @triton.constexpr_function
 def needs_exact_weights(MASK, dtype):
-    """Whether `softmax_weights` subtracts in the units of `base`.
+    """Returns whether `softmax_weights` subtracts in the units of `base`.
 
-    For fp32's precision, and for added masks of float32's lowest number, which times log2(e) is no number (the forward
-    pass takes `row_units` for those, where the inputs are no fp32).
+    It does so for the precision of fp32, and for additive masks with float32's lowest number, which times log2(e) is
+    -inf. (For such masks, the forward pass uses `row_units` unless the inputs are fp32.)
     """
     return dtype == tl.float32 or MASK in ("additive", "additive_keys")
 
 
 @triton.jit
 def softmax_weights(s, scale, base, EXACT: tl.constexpr):
-    """exp(scale * s - base). EXACT: see `needs_exact_weights`; else one multiplication less an element."""
+    """Returns exp(scale * s - base). EXACT: see `needs_exact_weights`; False saves one multiplication per element."""
     if EXACT:
         return tl.exp2((s * scale - base) * 1.4426950408889634)
     return tl.exp2(s * (scale * 1.4426950408889634) - base * 1.4426950408889634)
@@ -336,32 +339,32 @@ def softmax_weights(s, scale, base, EXACT: tl.constexpr):
 
 @triton.constexpr_function
 def takes_row_units(MASK, dtype):
-    """Whether the forward pass weighs by `row_units`: added masks, where fp32's precision isn't asked for."""
+    """Returns whether the forward pass uses `row_units`: for additive masks, unless the inputs are fp32."""
     return dtype != tl.float32 and MASK in ("additive", "additive_keys")
 
 
 @triton.jit
 def row_units(peak):
-    """(unit, level) of rows, whose weights are exp2(s * unit - level): one operation an element, for added masks.
+    """Returns (unit, level) of rows under an additive mask, whose weights are exp2(s * unit - level).
 
-    unit is log2(e) and level the peak in it, rounded. That rounding multiplies all weights under one peak, and their
-    sum, by one factor: 1 beside peaks that leave scores their digits, between 2**-8 and 2**8 at most. Weights under an
-    earlier peak keep theirs, an error like that of the scores' own roundings. Far peaks have unit 1: float32's lowest
-    number times log2(e) is no number, and scores lie 16 apart there, so that beside the highest none has weight in
-    either base.
+    This takes one operation per element. unit is log2(e), and level is the peak in that unit, rounded. The rounding
+    multiplies all weights under one peak, and their sum, by the same factor. The factor is about 1 for peaks at which
+    scores keep their precision, and always between 2**-8 and 2**8. Weights under an earlier peak have another factor,
+    an error as large as that of rounding the scores. For very large peaks, unit is 1: float32's lowest number times
+    log2(e) is -inf, and scores there are at least 16 apart, so that only the highest has any weight, in either base.
     """
     unit = tl.where(tl.abs(peak) < 1.5e8, 1.4426950408889634, 1.0)
     return unit, peak * unit
 
 
 class Problem(NamedTuple):
-    """One call, dense or packed, in the terms that the kernels share."""
+    """A call, dense or packed, in the form that all attention kernels use."""
 
     batch: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    seqlen_q: int  # the longest, when packed
+    seqlen_q: int  # the maximum if packed
     seqlen_k: int
     lengths: str  # see locate
     seqlens_q: Tensor | None
@@ -370,7 +373,7 @@ class Problem(NamedTuple):
     softmax_scale: float
     dropout: Dropout
     precision: str
-    softcap: float | None = None  # of the scaled scores
+    softcap: float | None = None  # the cap of the scaled scores
 
     @property
     def group(self) -> int:
@@ -397,14 +400,14 @@ def describe(
     dropout_seed: Tensor | None,
     softcap: float = 0.0,
 ) -> Problem:
-    """Collects a call's facts; drops windows without an effect (with one query, causal is no mask)."""
+    """Returns the description of a call. Windows without an effect are dropped; with one query, causal is no mask."""
     if window_right is not None and window_right >= seqlen_q - 1:
         window_right = None
     if window_left is not None and window_left >= seqlen_k - 1:
         window_left = None
     batch = q.shape[0]
     if lengths == "packed":
-        assert seqlens_q is not None  # where each sequence begins
+        assert seqlens_q is not None  # the start of each sequence
         batch = seqlens_q.numel() - 1
     return Problem(
         batch=batch,
@@ -427,23 +430,23 @@ def describe(
     )
 
 
-# A tile's rows are told apart in 32 bits (see load_tile): 256 of them, the largest tile has 128.
+# Offsets within a tile are 32-bit (see load_tile): this allows 256 rows, and the largest tile has 128.
 LARGEST_ROW_STRIDE = 2**31 // 256
 
 
 def is_readable(x: Tensor) -> bool:
-    """Whether kernels can read `x`: elements of a row side by side, rows not too far apart."""
+    """Returns whether kernels can read `x`: its rows are contiguous, and its row stride isn't too large."""
     strides = x.stride()
     return strides[-1] == 1 and strides[-3] < LARGEST_ROW_STRIDE
 
 
 def readable(x: Tensor) -> Tensor:
-    """`x` as the kernels read it, a copy where need be."""
+    """Returns `x` in a form that kernels can read, as a copy if necessary."""
     return x if is_readable(x) else x.contiguous()
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of a new tensor that is not empty."""
+    """Returns the strides of a new tensor of this shape, which must not be empty."""
     strides, size = [], 1
     for extent in reversed(shape):
         strides.append(size)
@@ -452,20 +455,20 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def plane_strides(strides: tuple[int, ...], packed: bool, unit: int) -> tuple[int, int, int]:
-    """(batch, row, head) strides of a tensor in `unit`s; a packed tensor has no batch stride."""
+    """Returns the (batch, row, head) strides of a tensor in `unit`s; the batch stride of a packed tensor is 0."""
     batch, row, head = (0, *strides[:2]) if packed else strides[:3]
     return batch // unit, row // unit, head // unit
 
 
 def planes_of(problem: Problem, num_blocks: int, bytes_each: int) -> tuple[int, int, int, int, int]:
-    """The argument `planes` of `locate`; bytes_each: what the blocks of a plane share and should find in L2."""
+    """Returns the argument `planes` of `locate`. bytes_each: the bytes that the blocks of a plane share, through L2."""
     num_planes = problem.batch * problem.num_heads
     together = max(1, min(num_planes, L2_BYTES // max(bytes_each, 1)))
     return problem.num_heads, problem.group, num_planes, num_blocks, together
 
 
 def mask_kind(attn_mask: Tensor | None) -> str:
-    """The constexpr MASK of `load_mask`."""
+    """Returns the constexpr MASK of `load_mask`."""
     if attn_mask is None:
         return "none"
     kind = "bool" if attn_mask.dtype == torch.bool else "additive"
@@ -473,17 +476,17 @@ def mask_kind(attn_mask: Tensor | None) -> str:
 
 
 def mask_strides(attn_mask: Tensor | None) -> tuple[int, ...]:
-    """(batch, head, row, column) strides, 0 where the mask is broadcast."""
+    """Returns the (batch, head, row, column) strides of a mask; 0 in dimensions in which it is broadcast."""
     if attn_mask is None:
         return (0, 0, 0, 0)
     return broadcast_strides(attn_mask.shape, attn_mask.stride())
 
 
 def broadcast_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides, 0 where one element serves the whole dimension."""
+    """Returns the strides, with 0 for dimensions of size 1."""
     return tuple(0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True))
 
 
 def mask_bytes(attn_mask: Tensor | None) -> Tensor | None:
-    """The mask as the kernels read it: booleans as bytes."""
+    """Returns the mask as the kernels read it: booleans as bytes."""
     return attn_mask.view(torch.uint8) if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask

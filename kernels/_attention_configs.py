@@ -1,11 +1,11 @@
 """Tile sizes of the attention kernels: static tables, so that no first call waits for a tuner.
 
-No row has been timed beside other tiles on a device yet. Each was chosen by what it compiles to
-(`benchmarks/machine_code`: no spills, shared memory within the architecture's limit, wgmma or tcgen05 where the tile
-has 64 rows) and by the tiles that published kernels use. A file of measured rows overrides them (`_tuning.py`).
+No row has been compared with other tiles on a device yet. Each was chosen by its machine code
+(`benchmarks/machine_code`: no spills, shared memory within the architecture's limit, wgmma or tcgen05 if the tile has
+64 rows) and by the tiles that published kernels use. A file of measured rows overrides them (`_tuning.py`).
 
-A mask and dropout take registers, so a row may name a tile of its own for each, and for both together; and one for
-calls that have neither these nor a boolean mask or a left window.
+Masks and dropout need registers, so a row may have a different tile for a mask, for dropout, and for both together, and
+one for calls that have none of these and no boolean mask or left window either.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ class Config(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
-    split: bool = False  # backward: dq by a kernel of its own (see attention_backward.py)
-    exact: bool = False  # backward: fp32 products by FMA, where three tf32 ones would spill
-    maxnreg: int | None = None  # registers a thread at most: fewer, that two programs share an SM, or more than usual
+    split: bool = False  # backward: a separate kernel computes dq (see attention_backward.py)
+    exact: bool = False  # backward: fp32 products use FMA, because three tf32 products would spill
+    maxnreg: int | None = None  # most registers per thread: fewer let two programs share an SM, more avoid spills
 
 
 class Call(NamedTuple):
-    """What a config depends on."""
+    """The properties of a call that determine its config."""
 
     capability: int  # sm_90 -> 90; 0 under the interpreter
     is_fp32: bool
     block_d: int  # head_dim rounded up to a power of two, 16 or more
-    # Or capped, up to 128 of block_d. A boolean mask that all rows share counts beside dropout and a left window alone:
-    # it takes few registers.
+    # With a mask or, if block_d is at most 128, a cap. A boolean mask that all rows share needs few registers, so it
+    # counts only together with both dropout and a left window.
     masked: bool
     dropout: bool
     is_causal: bool
     bucket: str  # "short": up to 256 rows and keys; "long"
-    bare: bool  # no mask of any kind, cap, left window or dropout: the fewest registers beside those of the products
+    bare: bool  # without any mask, cap, left window or dropout: needs the fewest registers
     windowed: bool  # with a left window
 
 
 def call_of(capability: int, problem: Problem, dtype: torch.dtype, mask: str) -> Call:
-    """The key of a described call; mask: see `mask_kind`."""
+    """Returns the key of a call. mask: see `mask_kind`."""
     capped = problem.softcap is not None
     dropout, windowed = problem.dropout[0] is not None, problem.window[0] is not None
     return Call(
@@ -66,7 +66,7 @@ def call_of(capability: int, problem: Problem, dtype: torch.dtype, mask: str) ->
 class Row(NamedTuple):
     """One architecture's configs for a head_dim.
 
-    Left out, `masked`, `dropout` and `bare` are `plain`, and `both` and `windowed_dropout` are `dropout`.
+    `masked`, `dropout` and `bare` default to `plain`; `both` and `windowed_dropout` default to `dropout`.
     """
 
     plain: Config
@@ -74,7 +74,7 @@ class Row(NamedTuple):
     dropout: Config | None = None
     both: Config | None = None
     bare: Config | None = None
-    windowed_dropout: Config | None = None  # a left window beside dropout, and no `both` for a mask
+    windowed_dropout: Config | None = None  # dropout with a left window, unless `both` applies
 
     def config(self, call: Call) -> Config:
         if call.masked and call.dropout and self.both is not None:
@@ -85,16 +85,16 @@ class Row(NamedTuple):
         return own or self.plain
 
 
-# (architecture's row, block_d up to) -> configs. Rows: 80 for all whose products are mma.sync (sm_80 to 89, and
-# 120 where it has no row of its own: they fit 99 KB of shared memory), 90 for wgmma, 100 for tcgen05.
+# (architecture, largest block_d) -> configs. Architectures: 80 for all that multiply with mma.sync (sm_80 to 89, and
+# 120 unless it has a row of its own; the tiles fit into 99 KB of shared memory), 90 for wgmma, 100 for tcgen05.
 Table = dict[tuple[int, int], Row]
 FORWARD: Table = {
     (80, 32): Row(
         Config(128, 64, 4, 2),
         Config(64, 64, 4, 2),
         Config(64, 64, 4, 2),
-        both=Config(64, 64, 4, 2, maxnreg=255),  # ptxas would keep to 168, and spill, beside several options
-        windowed_dropout=Config(64, 64, 4, 2, maxnreg=168),  # on sm_120 ptxas would keep to 128, and spill
+        both=Config(64, 64, 4, 2, maxnreg=255),  # with several options, ptxas would use at most 168 and spill
+        windowed_dropout=Config(64, 64, 4, 2, maxnreg=168),  # on sm_120, ptxas would use at most 128 and spill
     ),
     (80, 64): Row(Config(128, 64, 8, 2)),
     (80, 128): Row(Config(128, 32, 8, 3)),
@@ -119,7 +119,7 @@ FORWARD: Table = {
     (100, 256): Row(Config(128, 32, 8, 2)),
     (120, 64): Row(Config(128, 64, 8, 2), both=Config(128, 32, 8, 2)),
 }
-# With few rows a tile of 64 makes twice the programs.
+# With few rows, tiles of 64 rows give twice as many programs.
 FORWARD_SHORT: Table = {
     (80, 64): Row(Config(64, 64, 4, 2)),
     (90, 64): Row(Config(64, 64, 4, 3)),
@@ -158,7 +158,8 @@ BACKWARD: Table = {
     (100, 256): Row(
         Config(32, 32, 8, 2, split=True), Config(32, 16, 8, 2, split=True), Config(32, 16, 8, 2, split=True)
     ),
-    # One program fits the shared memory: ptxas of Triton 3.6 would keep to 128 registers, and spill.
+    # Shared memory has room for one program only, but ptxas of Triton 3.6 would still use at most 128 registers and
+    # spill.
     (120, 256): Row(
         Config(16, 32, 8, 1, split=True, maxnreg=240),
         Config(16, 32, 8, 1, split=True),
@@ -181,7 +182,7 @@ BACKWARD_FP32: Table = {
 DQ: Table = {
     (80, 64): Row(Config(64, 64, 8, 1)),
     (80, 128): Row(Config(64, 32, 8, 1)),
-    # 64 rows would spill on sm_86 and 89, and 32 too if ptxas kept to the 128 registers of two programs.
+    # 64 rows would spill on sm_86 and 89, and so would 32 if ptxas used at most 128 registers, as for two programs.
     (80, 256): Row(Config(64, 16, 8, 1), windowed_dropout=Config(32, 16, 8, 1, maxnreg=240)),
     (90, 64): Row(Config(128, 64, 8, 2)),
     (90, 128): Row(Config(128, 64, 8, 2)),
@@ -200,20 +201,20 @@ DQ_FP32: Table = {
     (100, 128): Row(Config(16, 16, 8, 2, exact=True)),
     (120, 128): Row(Config(16, 16, 8, 2, exact=True)),
 }
-# fp32's three products an operand pair spill in every tile of a larger head.
+# With larger heads, the three products per pair of fp32 operands spill in every tile.
 LARGEST_FP32_HEAD_DIM = 128
 
 _INTERPRETED = Config(32, 32, 4, 1)
 
 
 def _rows(capability: int) -> tuple[int, ...]:
-    """The architecture's row, and whose it shares where it has none of its own."""
+    """Returns the rows of the tables that apply to an architecture: its own, then one that it shares."""
     family = capability // 10 * 10
     return (family,) if family in (90, 100) else (family, 80)
 
 
 def _look_up(kernel: str, call: Call, *tables: Table) -> Config:
-    """The measured config of a call if a tuning file has one, else the first table's that covers it most closely."""
+    """Returns the measured config of a call if there is one, else that of the first table with a fitting row."""
     if call.capability == 0:
         return _INTERPRETED
     measured = _tuning.measured(kernel, call)
@@ -230,7 +231,7 @@ def _look_up(kernel: str, call: Call, *tables: Table) -> Config:
 
 @_tuning.remembered
 def forward_config(call: Call) -> Config:
-    """The tile of `_attention_fwd_kernel`."""
+    """Returns the tile of `_attention_fwd_kernel`."""
     if call.is_fp32:
         return _look_up("attention_fwd", call, FORWARD_FP32)
     short = {
@@ -241,18 +242,18 @@ def forward_config(call: Call) -> Config:
 
 @_tuning.remembered
 def backward_config(call: Call) -> Config:
-    """The tile of `_dkdv_kernel`."""
+    """Returns the tile of `_dkdv_kernel`."""
     return _look_up("attention_bwd", call, BACKWARD_FP32 if call.is_fp32 else BACKWARD)
 
 
 @_tuning.remembered
 def choose_dq_config(call: Call) -> Config:
-    """The tile of `_dq_kernel`."""
+    """Returns the tile of `_dq_kernel`."""
     return _look_up("attention_dq", call, DQ_FP32 if call.is_fp32 else DQ)
 
 
 def tile_of(config: Config, problem: Problem) -> dict[str, object]:
-    """A config as a kernel's keywords."""
+    """Returns a config as keyword arguments of a kernel."""
     keywords = {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "num_warps": config.num_warps,
         "num_stages": config.num_stages, "PRECISION": "ieee" if config.exact else problem.precision,

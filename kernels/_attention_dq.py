@@ -1,4 +1,4 @@
-"""Attention, backward: dQ alone, by rows: the second half of the deterministic form (see attention_backward.py)."""
+"""Attention, backward: only dQ, by rows: the second half of the deterministic variant (see attention_backward.py)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fastformer.kernels._attention_common import (
 )
 from fastformer.kernels._dropout import keep_mask_tile, load_dropout
 
-# The rows of each product's result, for the two copies of the loop: Q K^T, dO V^T and dS K.
+# The number of rows in the result of each product, in both copies of the loop: Q K^T, dO V^T and dS K.
 PRODUCTS = {"_dq_kernel": lambda arguments: [arguments["BLOCK_M"]] * 6}
 
 
@@ -57,7 +57,7 @@ def _dq_kernel(
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dq of BLOCK_M rows of one head; the arguments are `_attention_fwd_kernel`'s."""
+    """Computes dq of BLOCK_M rows of one head; the arguments are those of `_attention_fwd_kernel`."""
     block, plane, where, starts, bounds = locate(planes, lengths, LENGTHS, window[1] is not None)
     batch, head, kv_head = where
     start_q, start_k = starts

@@ -1,8 +1,9 @@
-"""Attention on sm_90 by kernels of their own (Gluon: see `_attention_hopper_forward.py`): which calls, and the launch.
+"""Attention on sm_90 with Gluon kernels (`_attention_hopper_forward.py`): the calls that they support, and the launch.
 
-They compute the calls for which they were, on average, at least 1.15 times as fast as the plain form in `attention.py`
-on an H200, and never slower: forward at head_dim 128 (1.27 to 1.38 times as fast), backward at 64 (1.13 to 1.40) and at
-128 (1.16 to 1.18). Forward at head_dim 64 was 0.91 to 1.12 times as fast, so the plain form computes it.
+They compute the calls for which they were, on average, at least 1.15 times as fast as the generic kernels of
+`attention.py` on an H200, and never slower: forward at head_dim 128 (1.27 to 1.38 times as fast), backward at 64 (1.13
+to 1.40) and at 128 (1.16 to 1.18). Forward at head_dim 64 was 0.91 to 1.12 times as fast, so the generic kernel
+computes it.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from torch import Tensor
 from fastformer.kernels._attention_common import Problem, plane_strides, planes_of
 from fastformer.kernels._launch import Dropout, Launch, architecture, cdiv, stride_unit
 
-# The head_dims, rounded up to a power of two, that each direction takes.
+# The head_dims, rounded up to a power of two, that each direction computes.
 FORWARD, BACKWARD = (128,), (64, 128)
-CONSUMERS, CONSUMER_ROWS = 2, 64  # warpgroups of the forward, and the rows of each
-TILE_KEYS = 128  # of the backward
-# A ragged descriptor's middle row, and the extent of its two leading dimensions.
+CONSUMERS, CONSUMER_ROWS = 2, 64  # the consumer warpgroups of the forward kernel, and the rows of each
+TILE_KEYS = 128  # the keys of a tile in the backward kernel
+# The middle row of a ragged descriptor, which is also the extent of its two leading dimensions.
 RAGGED_ROWS = 2**30
 RAGGED_EXTENT = 0x7FFF0000
-_KEPT = 256  # descriptors of a plan's tensor: a caching allocator gives the same addresses again
+_KEPT = 256  # descriptors cached per tensor of a plan: the caching allocator reuses addresses
 
 
 def takes(problem: Problem, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> bool:
-    """Whether the forward kernel takes a call. Other calls go to the plain form, silently."""
+    """Returns whether the forward kernel computes a call. All others go to the generic kernel, without a warning."""
     return problem.block_d in FORWARD and architecture(q) == 90 and fits(problem, q, k, v, attn_mask)
 
 
 def fits(problem: Problem, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> bool:
-    """Whether the kernels can do a call, wherever it runs: dtype, head_dim, no mask or cap, what TMA can address."""
+    """Returns whether the kernels support a call, on any device: dtype, head_dim, no mask or cap, TMA's addressing."""
     packed = problem.lengths == "packed"
     return (
         attn_mask is None
@@ -43,26 +44,26 @@ def fits(problem: Problem, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | 
         and problem.block_d in (64, 128)
         and problem.head_dim % 8 == 0
         and problem.softmax_scale > 0
-        and problem.dropout[2] > 0  # p = 1 keeps nothing, and no byte reaches its threshold
+        and problem.dropout[2] > 0  # p = 1 keeps nothing: no byte reaches the threshold
         and all(_addressable(x, packed) for x in (q, k, v))
     )
 
 
 class Tile(NamedTuple):
-    """How the forward divides its work."""
+    """The tile sizes of the forward kernel."""
 
-    block_n: int  # keys a block: 128 where a consumer's registers hold what they carry, else 64
-    stages: int  # buffers of a ring
+    block_n: int  # keys per block: 128 if a consumer has enough registers, else 64
+    stages: int  # the number of buffers in a ring
 
 
 def tile_of(problem: Problem) -> Tile:
-    """The forward's tile."""
+    """Returns the tile of the forward kernel."""
     is_full = problem.dropout[0] is not None or problem.window[0] is not None
     return Tile(64, 4) if is_full else Tile(128, 2)
 
 
 def _addressable(x: Tensor, packed: bool) -> bool:
-    """Whether a ragged descriptor can describe a tensor: see `ragged_descriptor`."""
+    """Returns whether a ragged descriptor can describe a tensor; see `ragged_descriptor`."""
     if x.numel() == 0 or x.stride(-1) != 1 or x.data_ptr() % 16:
         return False
     row, head = x.stride()[-3:-1]
@@ -75,7 +76,7 @@ def _addressable(x: Tensor, packed: bool) -> bool:
 
 
 class _Base(NamedTuple):
-    """What Triton asks of a descriptor's tensor. Not the tensor: a cached descriptor must not keep memory alive."""
+    """The properties of a tensor that a Triton descriptor reads. A cached descriptor must not keep the tensor alive."""
 
     pointer: int
     dtype: torch.dtype
@@ -98,17 +99,17 @@ def _descriptor(base: _Base, heads: int, head_dim: int, row: int, head: int, row
         block,
         gl.NVMMASharedLayout.get_default_for(block, element),
     )
-    descriptor.encoded = {}  # the tensor maps that the launcher in C++ makes of it
+    descriptor.encoded = {}  # the cache of tensor maps that the C++ launcher makes
     return descriptor
 
 
 def ragged_descriptor(x: Tensor, rows: int, block_d: int) -> Any:
-    """A TMA descriptor of (..., rows, heads, head_dim) whose hardware bound is the end of any sequence of rows.
+    """Returns a TMA descriptor of (..., rows, heads, head_dim) that bounds loads at the end of any sequence of rows.
 
     The row at coordinates (2**30, end, head, 2**30 - length + row) is row `row` of the sequence that has `length` rows
-    and ends before row `end` of the tensor: the two leading strides, 2**34 - stride and stride, make 2**30 rows vanish
-    modulo 2**64. The fourth coordinate reaches its extent, 2**30, where the sequence ends; zeros come from there on
-    (and beyond head_dim). The method is that of `triton.tools.ragged_tma`.
+    and ends before row `end` of the tensor: with the two leading strides, 2**34 - stride and stride, 2**30 rows cancel
+    modulo 2**64. The fourth coordinate reaches its extent, 2**30, at the end of the sequence; loads beyond it (and
+    beyond head_dim) give zeros. The method is that of `triton.tools.ragged_tma`.
     """
     row, head = x.stride()[-3:-1]
     heads, head_dim = x.shape[-2:]
@@ -116,16 +117,16 @@ def ragged_descriptor(x: Tensor, rows: int, block_d: int) -> Any:
 
 
 def takes_backward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, attn_mask: Tensor | None) -> bool:
-    """Whether the backward kernel takes a call whose dq may be added up by atomics.
+    """Returns whether the backward kernel computes a call whose dq may be summed with atomics.
 
-    It rounds dS divided by dropout's keep_scale: in fp16 that may bring small numbers a bit closer to the smallest
-    there is, not more.
+    It rounds dS / keep_scale, with dropout's keep_scale. In fp16, that brings small numbers only slightly closer to the
+    smallest representable one.
     """
     return (
         problem.block_d in BACKWARD
         and architecture(q) == 90
         and fits(problem, q, k, v, attn_mask)
-        # Beside dk and dv of 128 columns there are no registers to draw in.
+        # With 128 columns of dk and dv, no registers are left for dropout.
         and (problem.block_d == 64 or problem.dropout[0] is None)
         and (q.dtype != torch.float16 or problem.dropout[2] <= 2)
         and _addressable(dout, problem.lengths == "packed")
@@ -138,18 +139,19 @@ def _processors(device: torch.device) -> int:
 
 
 def _batch_rows(x: Tensor, packed: bool) -> int:
-    """How many rows lie from one batch to the next."""
+    """Returns the number of rows from one batch to the next."""
     return 0 if packed else x.stride(0) // x.stride(1)
 
 
 class Plan:
-    """What is left of a launch for calls of one geometry: which descriptors, and arguments that stay as they are.
+    """The launch of a kernel for calls of one geometry: its descriptors, and the arguments that don't change.
 
     Args:
         kernel: () -> the kernel.
         arguments_of: `forward_arguments` or `backward_arguments`.
-        problem: of the calls, without its tensors.
-        order: which of the first tensors of `arguments_of` the descriptors are of, in the kernel's order.
+        problem: the description of the calls, without tensors.
+        order: the indices, among the first arguments of `arguments_of`, of the tensors that have descriptors, in the
+            order of the kernel.
     """
 
     def __init__(
@@ -167,7 +169,7 @@ class Plan:
         Args:
             tensors: the first arguments of `arguments_of`.
             lengths: (seqlens_q, seqlens_k, seqlen_q, seqlen_k).
-            dropout: as the kernel has it.
+            dropout: the kernel's argument.
         """
         count = len(self._order)
         if self._run is None:
@@ -194,7 +196,7 @@ class Plan:
 
 
 def plan_forward(problem: Problem) -> Plan:
-    """For `launch_forward`."""
+    """Makes the plan for `launch_forward`."""
 
     def kernel() -> Any:
         from fastformer.kernels._attention_hopper_forward import _attention_hopper_fwd_kernel
@@ -207,14 +209,14 @@ def plan_forward(problem: Problem) -> Plan:
 def launch_forward(
     plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: tuple[Any, ...], dropout: Dropout
 ) -> None:
-    """Fills out and lse (as `attention.launch_forward` allocates them) of a call that `takes` takes."""
+    """Fills out and lse (as `attention.launch_forward` allocates them) of a call for which `takes` is true."""
     plan((q, k, v, out, lse), lengths, dropout)
 
 
 def forward_arguments(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem
 ) -> tuple[tuple[Any, ...], dict[str, Any], int]:
-    """What the forward kernel is called with: (arguments, constexprs, number of tiles)."""
+    """Returns the forward kernel's (arguments, constexprs, number of tiles)."""
     packed = problem.lengths == "packed"
     kv_bytes = 2 * problem.seqlen_k * problem.head_dim * q.element_size() // problem.group
     block_n, stages = tile_of(problem)
@@ -238,7 +240,7 @@ def forward_arguments(
 
 
 def plan_backward(problem: Problem) -> Plan:
-    """For `launch_backward`."""
+    """Makes the plan for `launch_backward`."""
 
     def kernel() -> Any:
         from fastformer.kernels._attention_hopper_backward import _attention_hopper_bwd_kernel
@@ -252,7 +254,7 @@ def launch_backward(
     plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, row_lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor,
     dv: Tensor, lengths: tuple[Any, ...], dropout: Dropout,
 ) -> None:  # fmt: skip
-    """Fills dk and dv and adds to dq (fp32), all as `attention_backward.launch_backward` allocates them."""
+    """Fills dk and dv, and adds to dq (fp32), as `attention_backward.launch_backward` allocates them."""
     plan((dout, q, k, v, row_lse, delta, dq, dk, dv), lengths, dropout)
 
 
@@ -260,14 +262,14 @@ def backward_arguments(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, row_lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
     problem: Problem,
 ) -> tuple[tuple[Any, ...], dict[str, Any], int]:  # fmt: skip
-    """What the backward kernel is called with: (arguments, constexprs, number of tiles)."""
+    """Returns the backward kernel's (arguments, constexprs, number of tiles)."""
     packed = problem.lengths == "packed"
     q_bytes = 2 * problem.seqlen_q * problem.head_dim * q.element_size()
     planes = planes_of(problem, cdiv(problem.seqlen_k, TILE_KEYS), q_bytes)
     num_tiles = planes[2] * planes[3]
     unit = stride_unit(dq, dk)
     rows = (q, dout, k, v)
-    # What the kernel would else work out and keep in registers.
+    # Otherwise the kernel would compute these values and hold them in registers.
     keep_scale = problem.dropout[2]
     scales = (problem.softmax_scale * math.log2(math.e), problem.softmax_scale * keep_scale, 1 / keep_scale)
     arguments = (

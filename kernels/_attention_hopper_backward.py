@@ -1,21 +1,22 @@
-"""Attention, backward, for sm_90 in Gluon: dk and dv of a tile of keys in registers, dq added up by atomics.
+"""Attention, backward, for sm_90 in Gluon: dk and dv of a tile of keys stay in registers; atomics sum dq.
 
 The math, the arguments and the results are those of `_dkdv_kernel` in `attention_backward.py` with DQ="atomic": five
-products a block of scores. A program owns tile after tile of 128 keys of a head; its warps have roles, as in
+products per block of scores. A program processes tiles of 128 keys of a head; its warps have roles, as in
 `_attention_hopper_forward.py`:
 
-- a producer warp copies K and V of the tile once, and Q and dO, 64 rows at a time, through rings of STAGES buffers;
-- two consumers, a warpgroup each, own 64 keys each. A consumer computes S = Q K^T and dP = dO V^T, P under the second
-  product, then dS; P and dS go through shared memory, because dV = P^T dO and dK = dS^T Q want them transposed. The
-  consumers meet where both have stored their dS: of dQ = dS K each computes half the columns over all 128 keys, and
-  adds them to global memory while dK runs. So dQ is added to once a tile of keys, and its sum takes half the registers.
+- A producer warp copies K and V of the tile once, and Q and dO, 64 rows at a time, through rings of STAGES buffers.
+- Two consumers, a warpgroup each, own 64 keys each. A consumer computes S = Q K^T and dP = dO V^T, P during the second
+  product, and then dS. P and dS go through shared memory, because dV = P^T dO and dK = dS^T Q need them transposed. The
+  consumers synchronise when both have stored their dS. Each then computes half of the columns of dQ = dS K over all 128
+  keys, and adds them to global memory while dK runs. So dQ is added to once per tile of keys, and its sum takes half
+  the registers.
 
-fp32: scores, P, dS, the three sums. P and dS (with dropout dS / keep_scale) are rounded to the inputs' dtype for their
+fp32: scores, P, dS, the three sums. P and dS (with dropout, dS / keep_scale) are rounded to the inputs' dtype for their
 products.
 
-A consumer has 240 registers a thread; dropout at head_dim 64 needs them all, and so does head_dim 128, whose dk and dv
-take 128, without dropout. So values that the launcher can compute come as
-arguments, which instructions read without a register (`scales`), and addresses are made anew where they are used.
+A consumer has 240 registers per thread. Dropout at head_dim 64 needs them all, and so does head_dim 128, where dk and
+dv take 128, without dropout. So values that the launcher can compute are arguments, which instructions read without a
+register (`scales`), and addresses are recomputed where they are used.
 """
 
 from __future__ import annotations
@@ -42,24 +43,24 @@ from fastformer.kernels._attention_hopper_forward import (
 
 _row_range = gluon.jit(_attention_common.row_range.fn)
 
-# For the compile report: six products (dq is two) in each of the two copies of the loop, for two consumers.
+# For the compile report: six products (dq is two) in each of the two copies of the loop, for each of two consumers.
 PRODUCTS = {"_attention_hopper_bwd_kernel": lambda arguments: [64] * 24}
 SCORES = {"_attention_hopper_bwd_kernel": lambda arguments: 32}
 
-ROWS = gl.constexpr(64)  # of a block of Q and dO
+ROWS = gl.constexpr(64)  # the rows of a block of Q and dO
 CONSUMER_KEYS = gl.constexpr(64)
 TILE_KEYS = gl.constexpr(128)
 
 
 @gluon.jit
 def _blocks_of(first_key, bounds, window):
-    """The blocks of rows that see a tile of keys: (first, left, second, edges, full_first, blocks).
+    """Returns the blocks of rows that see a tile of keys: (first, left, second, edges, full_first, blocks).
 
-    Of `blocks` blocks the first `edges` need a mask: `left` of them from row `first` on, the others from `second` on.
-    The rest follow from full_first on.
+    Of `blocks` blocks, the first `edges` need a mask: `left` of them from row `first` on, and the others from `second`
+    on. The remaining blocks start at full_first.
     """
     first, full_first, full_last, last = _row_range(first_key, bounds, window, ROWS, TILE_KEYS)
-    # Of a tile beyond the length no row sees a key, and the limits of its keys cross.
+    # No row sees a key of a tile beyond the length; its limits are then in reverse order.
     full_first = gl.maximum(full_first, first)
     full_last = gl.maximum(full_last, full_first)
     left = (full_first - first) // ROWS
@@ -69,7 +70,7 @@ def _blocks_of(first_key, bounds, window):
 
 @gluon.jit
 def _first_row(step, blocks):
-    """Where the step-th block of `_blocks_of` starts."""
+    """Returns the start of the step-th block of `_blocks_of`."""
     first, left, second, edges, full_first, count = blocks
     edge = gl.where(step < left, first + step * ROWS, second + (step - left) * ROWS)
     return gl.where(step < edges, edge, full_first + (step - edges) * ROWS)
@@ -80,7 +81,7 @@ def _produce(
     q_desc, dout_desc, k_desc, v_desc, buffers, barriers, planes, lengths, window, batch_rows, num_tiles,
     LENGTHS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The producer: K and V of both consumers once a tile, Q and dO of each block of rows."""
+    """Runs the producer: copies K and V for both consumers once per tile, and Q and dO for each block of rows."""
     q_buffers, dout_buffers, k_buffers, v_buffers, p_buffers, ds_buffers = buffers
     q_full, dout_full, row_empty, key_full, key_empty, ds_full, ds_empty = barriers
     count = 0  # of blocks of rows so far
@@ -123,14 +124,14 @@ def _steps(
     plane, bounds, window, drawn, scales, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, CHECK: gl.constexpr,
     DROPOUT: gl.constexpr,
 ):  # fmt: skip
-    """Steps [first_step, last_step) of a consumer, one block of rows each: (dk, dv)."""
+    """Runs steps [first_step, last_step) of a consumer, one block of rows each; returns (dk, dv)."""
     q_buffers, dout_buffers, k_buffers, v_buffers, p_buffers, ds_buffers = buffers
     q_full, dout_full, row_empty, key_full, key_empty, ds_full, ds_empty = barriers
     row_lse_ptr, delta_ptr, dq_ptr = pointers
     len_q, len_k, diagonal = bounds
     factor, grad_scale, drop_scale = scales
     dk, dv = state
-    first_full = blocks[4] - blocks[3] * ROWS  # what needs no mask starts there, were there no others before
+    first_full = blocks[4] - blocks[3] * ROWS  # where the unmasked blocks would start at step 0
     BLOCK_D: gl.constexpr = k_buffers.shape[5]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONSUMER_KEYS, 16])
     HALF_D: gl.constexpr = BLOCK_D // 2
@@ -144,7 +145,8 @@ def _steps(
             first_row = _first_row(step, blocks)
         else:
             first_row = first_full + step * ROWS
-        # 0, as no compiler can tell: else descriptors of buffers that stay the same would keep to registers, and spill.
+        # A 0 that the compiler can't know. Otherwise descriptors of unchanging buffers would stay in registers and
+        # spill.
         zero = (first_row >= len_q).to(gl.int32)
         own, other = consumer + zero, 1 - consumer + zero
         k = k_buffers.index(own).reshape([CONSUMER_KEYS, BLOCK_D])
@@ -164,13 +166,13 @@ def _steps(
         lse = gl.load(row_lse_ptr + rows, mask=rows < len_q, other=float("inf"))
         delta = gl.load(delta_ptr + rows, mask=rows < len_q, other=0.0)
         if DROPOUT:
-            # The sum is that of dS / keep_scale = P (dP - delta / keep_scale): one factor of a sum, not of each dP.
+            # The sum is over dS / keep_scale = P (dP - delta / keep_scale), so the factor applies once, not to each dP.
             delta *= drop_scale
             keep = _keep_words(first_row, first_key, plane, drawn, CONSUMER_KEYS)
         s = warpgroup_mma_wait(1, deps=[s])
         if CHECK:
-            # Keys and their limits count from first_key. Two bits of a key are the lane's: with those on the limits'
-            # side a thread compares with numbers, not with a register for each key.
+            # Keys and their limits are relative to first_key. Two bits of a key depend on the lane. With these bits
+            # moved to the limits, a thread compares with constants and needs no register for each key.
             keys = gl.arange(0, CONSUMER_KEYS, layout=gl.SliceLayout(0, S_LAYOUT))[None, :]
             of_lane = keys & 6
             keys = keys & ~6
@@ -194,10 +196,10 @@ def _steps(
             odd = gl.where(keep < 0, odd, 0.0)
             dp = gl.convert_layout(gl.join(even, odd).reshape([ROWS, CONSUMER_KEYS]), S_LAYOUT)
         words = _pack(p * (dp - delta[:, None]), DTYPE)
-        # The other's dq of the step before has read this dS.
+        # The other consumer's dq of the previous step has read this dS.
         mbarrier.wait(ds_empty.index(0), ((count + step) & 1) ^ 1)
         ds_shared.store(_unpack(words, DTYPE, S_LAYOUT))
-        # The asynchronous units read the stored values, the other consumer's too.
+        # Makes the stored values, including the other consumer's, visible to the asynchronous units.
         fence_async_shared()
         mbarrier.arrive(ds_full.index(0), count=1)
         dq = gl.zeros([ROWS, HALF_D], gl.float32, DQ_LAYOUT)
@@ -213,7 +215,7 @@ def _steps(
         mbarrier.arrive(ds_empty.index(0), count=1)
         inside = gl.arange(0, ROWS, layout=gl.SliceLayout(1, DQ_LAYOUT))
         dims = consumer * HALF_D + gl.arange(0, HALF_D, layout=gl.SliceLayout(0, DQ_LAYOUT))
-        # The product of a sum, not a sum of products: a thread keeps none of them in registers from step to step.
+        # A product of a sum and not a sum of products, so that a thread holds none of the products in registers.
         inside += first_row
         dq_at = dq_ptr + (inside.to(gl.int64) * dq_row)[:, None] + dims[None, :]
         here = (inside < len_q)[:, None]
@@ -231,14 +233,14 @@ def _consume(
     dropout, scales, dq_strides, dk_strides, lse_strides, num_tiles, LENGTHS: gl.constexpr,
     HEAD_DIM: gl.constexpr, UNIT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """A consumer: 64 keys of each tile, their dk and dv, and their share of dq."""
+    """Runs a consumer: 64 keys of each tile, their dk and dv, and their part of dq."""
     q_buffers, dout_buffers, k_buffers, v_buffers, p_buffers, ds_buffers = buffers
     q_full, dout_full, row_empty, key_full, key_empty, ds_full, ds_empty = barriers
     BLOCK_D: gl.constexpr = k_buffers.shape[5]
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     DROPOUT: gl.constexpr = dropout[0] is not None
     drawn = _load_dropout(dropout)
-    count = 0  # of blocks of rows before this tile
+    count = 0  # the number of blocks of rows before this tile
     tiles = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         first_key, plane, where, starts, bounds = _which_tile(tile, planes, lengths, TILE_KEYS, LENGTHS, False)
@@ -254,7 +256,7 @@ def _consume(
             first = batch.to(gl.int64) * dq_strides[0] + start_q.to(gl.int64) * dq_strides[1]
             first += head.to(gl.int64) * dq_strides[2]
             pointers = (row_lse_ptr + at_row, delta_ptr + at_row, dq_ptr + first * UNIT)
-            # Its dq takes the other's keys too.
+            # Its dq needs the keys of both consumers.
             for i in gl.static_range(2):
                 mbarrier.wait(key_full.index(i), tiles & 1)
             state = (dk, dv)
@@ -271,7 +273,7 @@ def _consume(
                 mbarrier.arrive(key_empty.index(i), count=1)
             count += blocks[5]
             tiles += 1
-        # Keys beyond the length have a gradient too, zero, where the tensor has room for them.
+        # Keys beyond the length have the gradient zero, if the tensor has room for them.
         stored = len_k
         if LENGTHS == "seqlens_k":
             stored = len_k * 0 + lengths[3]
@@ -307,7 +309,7 @@ def _attention_hopper_bwd_kernel(
     UNIT: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """dk and dv of every num_programs-th tile of keys from this program's own on, and its share of dq."""
+    """Computes dk and dv of every num_programs-th tile of keys, from the program's own on, and their part of dq."""
     q_buffers = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
     dout_buffers = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
     k_buffers = gl.allocate_shared_memory(k_desc.dtype, [2] + k_desc.block_type.shape, k_desc.layout)

@@ -1,19 +1,19 @@
-"""Attention, forward, for sm_90 in Gluon: warps with roles of their own, so that products and softmax overlap.
+"""Attention, forward, for sm_90 in Gluon: warps have different roles, so that products and softmax overlap.
 
-The math, the arguments and the results are those of `attention.py`, which stays the oracle and takes what this form
-does not. Here a program owns tile after tile of 128 rows of a head (a persistent grid; with causal masks
-the heaviest tiles come first) and splits its warps into roles:
+The math, the arguments and the results are those of `attention.py`, which remains the reference and computes the calls
+that this kernel doesn't support. Here a program processes tiles of 128 rows of a head (a persistent grid; under causal
+masks, the heaviest tiles come first) and gives its warps roles:
 
-- a producer warp copies Q, K and V to shared memory by TMA. K and V run through rings of STAGES buffers, each with two
-  barriers: `full` (the copy has landed) and `empty` (all consumers have read it);
-- two consumers, a warpgroup each, own 64 rows each. A consumer issues Q K^T of block j, then P V of block j - 1,
-  waits for the first alone, and computes the softmax of block j while the second runs.
-  ptxas moves that softmax behind the wait for the second, so that it runs under the products of the other consumers. A
-  branch before that wait holds it in place, for six instructions a block: by the model of
-  `benchmarks/machine_code/schedule.py` that gains nothing, so there is none.
+- A producer warp copies Q, K and V to shared memory by TMA. K and V go through rings of STAGES buffers, each with two
+  barriers: `full` (the copy has arrived) and `empty` (all consumers have read it).
+- Two consumers, a warpgroup each, own 64 rows each. A consumer issues Q K^T of block j, then P V of block j - 1,
+  waits for only the first, and computes the softmax of block j while the second runs.
+  ptxas moves that softmax after the wait for the second, so that it overlaps with the products of the other consumer. A
+  branch before that wait would hold it in place, at the cost of six instructions per block. By the model of
+  `benchmarks/machine_code/schedule.py` that gains nothing, so there is no such branch.
 
-Blocks run from the last to the first, so that those at the diagonal and at the tail, the only ones that are masked,
-come first. TMA descriptors are "ragged": the hardware returns zeros beyond a sequence's own length, dense or packed.
+Blocks run from the last to the first, so that those at the diagonal and at the tail, the only masked ones, come first.
+TMA descriptors are "ragged": the hardware returns zeros beyond the length of each sequence, dense or packed.
 
 fp32: scores, softmax statistics, the accumulator, lse. P is rounded to V's dtype for the second product.
 """
@@ -37,26 +37,26 @@ _key_range = gluon.jit(_attention_common.key_range.fn)
 _load_dropout = gluon.jit(_dropout.load_dropout.fn)
 _philox = gluon.jit(_dropout._philox.fn)
 
-# For the compile report. Each consumer has a copy of: the first Q K^T, both products in each of the two or three copies
-# of the loop, the last P V.
+# For the compile report. Each consumer has a copy of the first Q K^T, of both products in each of the two or three
+# copies of the loop, and of the last P V.
 PRODUCTS = {
     "_attention_hopper_fwd_kernel": lambda a: [64] * 2 * (6 if a["window"][0] is None else 8),
 }
-# A consumer's 128 threads share 64 rows of a block's scores.
+# The 128 threads of a consumer share 64 rows of the scores of a block.
 SCORES = {"_attention_hopper_fwd_kernel": lambda arguments: arguments["k_desc"].block_shape[3] / 2}
 
-# The rows of one consumer.
+# The number of consumers, and the rows of each.
 CONSUMERS = gl.constexpr(2)
 CONSUMER_ROWS = gl.constexpr(64)
-# A ragged descriptor's middle: see `ragged_descriptor`.
+# The middle row of a ragged descriptor; see `ragged_descriptor`.
 RAGGED_ROWS = gl.constexpr(2**30)
 
 
 @gluon.jit
 def _which_tile(tile, planes, lengths, TILE: gl.constexpr, LENGTHS: gl.constexpr, LAST_FIRST: gl.constexpr):
-    """Whose rows a tile of TILE rows holds.
+    """Returns the position of a tile of TILE rows.
 
-    (first_row, plane, (batch, head, kv_head), (start_q, start_k), bounds), as of `locate`.
+    It is (first_row, plane, (batch, head, kv_head), (start_q, start_k), bounds), as in `locate`.
     """
     num_heads, group, num_planes, num_blocks, together = planes
     seqlens_q_ptr, seqlens_k_ptr, seqlen_q, seqlen_k = lengths
@@ -88,10 +88,11 @@ def _which_tile(tile, planes, lengths, TILE: gl.constexpr, LENGTHS: gl.constexpr
 
 @gluon.jit
 def _blocks_of(first_row, bounds, window, TILE: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The key blocks of a tile, from the last to the first: (last_start, masked, masked_or_full, blocks).
+    """Returns the key blocks of a tile, from the last to the first: (last_start, masked, masked_or_full, blocks).
 
-    Of `blocks` blocks, the first at last_start, each BLOCK_N before the one before it, the first `masked` reach over
-    the diagonal or the length, and those from `masked_or_full` on over the left window. At least one block.
+    The first of `blocks` blocks starts at last_start, and each further one BLOCK_N keys earlier. The first `masked`
+    blocks cross the diagonal or the length, and those from `masked_or_full` on the left window. There is at least one
+    block.
     """
     first, full_first, full_last, last = _key_range(first_row, bounds, window, TILE, BLOCK_N)
     masked = (last - full_last + BLOCK_N - 1) // BLOCK_N
@@ -102,7 +103,7 @@ def _blocks_of(first_row, bounds, window, TILE: gl.constexpr, BLOCK_N: gl.conste
 
 @gluon.jit
 def _copy_rows(descriptor, batch_rows, start, row, length, head, barrier, buffer):
-    """Starts the copy of rows [row, row + block) of the sequence at `start`; zeros beyond its `length`."""
+    """Starts to copy rows [row, row + block) of the sequence at `start`, with zeros beyond its `length`."""
     start = batch_rows + start
     coordinates = [RAGGED_ROWS, start + length, head, RAGGED_ROWS - length + row, 0]
     tma.async_copy_global_to_shared(descriptor, coordinates, barrier, buffer)
@@ -113,7 +114,7 @@ def _produce(
     q_desc, k_desc, v_desc, buffers, barriers, planes, lengths, window, batch_rows, num_tiles, LENGTHS: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The producer: copies what the consumers will read, in the order in which they read it."""
+    """Runs the producer: copies the consumers' inputs in the order in which they read them."""
     q_buffers, k_buffers, v_buffers = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     TILE: gl.constexpr = CONSUMERS * CONSUMER_ROWS
@@ -137,7 +138,7 @@ def _produce(
                     q_full.index(consumer), q_buffers.index(consumer),
                 )  # fmt: skip
             for step in range(0, blocks + 1):
-                # K of block `step`, then V of the one before: the order in which the consumers need them.
+                # K of block `step`, then V of the previous block, in the order in which the consumers need them.
                 if step < blocks:
                     stage = count & (STAGES - 1)
                     mbarrier.wait(k_empty.index(stage), ((count // STAGES) & 1) ^ 1)
@@ -161,15 +162,16 @@ def _produce(
 
 @gluon.jit
 def _keep_words(first_row, first_column, plane, drawn, BLOCK_N: gl.constexpr):
-    """What dropout keeps of 64 rows x BLOCK_N columns from first_column (a multiple of 64) on: int32 (64, BLOCK_N / 2).
+    """Returns dropout's keep mask of 64 rows x BLOCK_N columns from first_column (a multiple of 64) on.
 
-    A word is for two neighbouring columns, as `_pack` packs them: 16 bits each, all set where the column is kept. The
-    decisions are those of `_dropout.keep_mask_tile`. A Philox call is for the 16 of 64 columns that one thread holds of
-    a row of a wgmma result, so each thread makes the calls for its own elements, and nothing is exchanged.
+    The result is int32 (64, BLOCK_N / 2). A word is for two adjacent columns, as in `_pack`: 16 bits each, all set if
+    the column is kept. The decisions are those of `_dropout.keep_mask_tile`. A Philox call covers the 16 of 64 columns
+    of a row that one thread holds of a wgmma result, so each thread makes the calls for its own elements, and threads
+    exchange nothing.
     """
     key0, key1, offset, threshold, keep_scale = drawn
     GROUPS: gl.constexpr = BLOCK_N // 64
-    # The registers of a thread hold rows r and r + 8 and each group; the lowest bits of a lane are the call.
+    # The registers of a thread hold rows r and r + 8 of each group; the lowest bits of the lane select the call.
     DRAWN: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0], [0, 4]] if GROUPS == 2 else [[8, 0]],
         [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4 * GROUPS],
@@ -179,12 +181,12 @@ def _keep_words(first_row, first_column, plane, drawn, BLOCK_N: gl.constexpr):
     w0, w1, w2, w3 = _philox(
         calls[None, :].to(gl.uint32), rows[:, None].to(gl.uint32), plane.to(gl.uint32), offset, key0, key1
     )
-    words = gl.join(gl.join(w0, w2), gl.join(w1, w3))  # (row, call, 2, 2): in the order of the words' numbers
-    # Two bytes at a time, each in 16 bits of its own: bit 15 of byte + 0x8000 - threshold says byte >= threshold.
+    words = gl.join(gl.join(w0, w2), gl.join(w1, w3))  # (row, call, 2, 2), in the order of the words
+    # Two bytes at a time, each in 16 bits: bit 15 of byte + 0x8000 - threshold is set if byte >= threshold.
     bias = (0x8000 - threshold) * 0x10001
     even = (words & 0x00FF00FF) + bias
     odd = ((words >> 8) & 0x00FF00FF) + bias
-    # That bit spreads over the 16 bits of its column: prmt with 8 added to a selector's digit repeats a byte's sign.
+    # Copies that bit to all 16 bits of the column: prmt with 8 added to a selector digit repeats the sign of a byte.
     keep = gl.join(
         gl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0xDD99;", "=r,r,r", [even, odd], gl.int32, True, 1),
         gl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0xFFBB;", "=r,r,r", [even, odd], gl.int32, True, 1),
@@ -196,11 +198,14 @@ def _keep_words(first_row, first_column, plane, drawn, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def _weights(s, start, rows, peak, total, bounds, window, factor, S_LAYOUT: gl.constexpr, CHECK: gl.constexpr):
-    """One step of the online softmax: (p, fade, peak, total). peak: in the scores' units; factor: scale * log2(e)."""
+    """Runs a step of the online softmax; returns (p, fade, peak, total).
+
+    peak: in the units of the scores. factor: scale * log2(e).
+    """
     len_q, len_k, diagonal = bounds
     if CHECK:
-        # Columns and their limits count from `start`. Two bits of a column are the lane's: with those on the limits'
-        # side a thread compares with numbers, not with a register for each column.
+        # Columns and their limits are relative to `start`. Two bits of a column depend on the lane. With these bits
+        # moved to the limits, a thread compares with constants and needs no register for each column.
         columns = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, S_LAYOUT))[None, :]
         of_lane = columns & 6
         columns = columns & ~6
@@ -214,7 +219,7 @@ def _weights(s, start, rows, peak, total, bounds, window, factor, S_LAYOUT: gl.c
     new_peak = gl.maximum(peak, gl.max(s, 1))
     base = new_peak
     if CHECK:
-        # A row that has seen nothing yet has peak -inf, and -inf - -inf is NaN.
+        # A row that has seen no key yet has peak -inf, and -inf - -inf is NaN.
         base = gl.where(new_peak == float("-inf"), 0.0, new_peak)
     p = gl.exp2(s * factor - (base * factor)[:, None])
     fade = gl.exp2((peak - base) * factor)
@@ -223,9 +228,9 @@ def _weights(s, start, rows, peak, total, bounds, window, factor, S_LAYOUT: gl.c
 
 @gluon.jit
 def _pack(weights, DTYPE: gl.constexpr):
-    """Weights rounded to DTYPE, two neighbouring columns in a 32-bit word: int32 (rows, columns / 2).
+    """Returns weights rounded to DTYPE, with two adjacent columns in a 32-bit word: int32 (rows, columns / 2).
 
-    From one step of a loop to the next 16-bit values would travel one by one, to be packed anew for the product.
+    Otherwise the loop would carry 16-bit values one by one, and pack them again for the product.
     """
     even, odd = gl.split(weights.reshape([weights.shape[0], weights.shape[1] // 2, 2]))
     ROUND: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if gl.bfloat16 == DTYPE else "cvt.rn.f16x2.f32 $0, $2, $1;"
@@ -234,7 +239,7 @@ def _pack(weights, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _unpack(words, DTYPE: gl.constexpr, P_LAYOUT: gl.constexpr):
-    """What `_pack` packed, as the operand of a product."""
+    """Returns the result of `_pack` as the operand of a product."""
     even = words.to(gl.int16).to(DTYPE, bitcast=True)
     odd = (words >> 16).to(gl.int16).to(DTYPE, bitcast=True)
     p = gl.join(even, odd).reshape([words.shape[0], words.shape[1] * 2])
@@ -247,7 +252,7 @@ def _steps(
     drawn, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, STAGES: gl.constexpr, CHECK: gl.constexpr,
     DROPOUT: gl.constexpr,
 ):  # fmt: skip
-    """Steps [first_step, last_step) of a consumer: each issues Q K^T of its block, then P V of the block before."""
+    """Runs steps [first_step, last_step) of a consumer: each issues Q K^T of its block and P V of the previous one."""
     _, k_buffers, v_buffers = buffers
     _, _, k_full, k_empty, v_full, v_empty = barriers
     words, acc, peak, total = state
@@ -287,7 +292,7 @@ def _consume(
     out_strides, lse_strides, num_tiles, LENGTHS: gl.constexpr, HEAD_DIM: gl.constexpr, UNIT: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """A consumer: 64 rows of each tile, from their scores to out and lse."""
+    """Runs a consumer: 64 rows of each tile, from their scores to out and lse."""
     q_buffers, k_buffers, v_buffers = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     BLOCK_N: gl.constexpr = k_buffers.shape[4]
@@ -347,7 +352,7 @@ def _consume(
                     window, factor, first_row, plane, drawn, S_LAYOUT, P_LAYOUT, STAGES, True, DROPOUT,
                 )  # fmt: skip
             words, acc, peak, total = state
-            # All products with Q are done: the next tile's may come.
+            # All products with Q are done, so the producer may load the Q of the next tile.
             mbarrier.arrive(q_empty.index(consumer), count=1)
             count += blocks
             stage = (count - 1) & (STAGES - 1)
@@ -355,7 +360,7 @@ def _consume(
             v = v_buffers.index(stage).reshape([BLOCK_N, BLOCK_D])
             p = _unpack(words, k_buffers.dtype, P_LAYOUT)
             acc = warpgroup_mma(p, v, acc, is_async=True)
-            # A row with nothing to attend to: total 0, out 0, lse -inf.
+            # A row that sees no key has total 0, out 0 and lse -inf.
             lse = peak * softmax_scale + gl.log2(total) * 0.6931471805599453
             lse = gl.where(total > 0, lse, gl.where(total == 0, float("-inf"), total))
             lse_ptrs = lse_ptr + batch.to(gl.int64) * lse_strides[0] + head.to(gl.int64) * lse_strides[1]
@@ -374,7 +379,7 @@ def _consume(
 def _store_rows(
     out, out_ptr, strides, batch, start, first_row, head, length, HEAD_DIM: gl.constexpr, UNIT: gl.constexpr
 ):
-    """Writes 64 rows, as far as the sequence reaches; 16 bytes a thread, four threads side by side."""
+    """Writes 64 rows, up to the end of the sequence: 16 bytes per thread, four adjacent threads per row."""
     BLOCK_D: gl.constexpr = out.shape[1]
     LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]] if BLOCK_D == 128 else
@@ -411,7 +416,7 @@ def _attention_hopper_fwd_kernel(
     UNIT: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """out and lse of every num_programs-th tile from this program's own on."""
+    """Computes out and lse of every num_programs-th tile, starting with the program's own."""
     q_buffers = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS] + q_desc.block_type.shape, q_desc.layout)
     k_buffers = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
     v_buffers = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
@@ -433,7 +438,7 @@ def _attention_hopper_fwd_kernel(
     buffers = (q_buffers, k_buffers, v_buffers)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[3]
-    # Registers of the workers; the first consumer, which is none, has what they leave.
+    # The registers of the workers. The first consumer is not a worker and gets the remaining registers.
     gl.warp_specialize(
         [
             (

@@ -1,11 +1,11 @@
-"""Kernels compiled ahead of time, in a file for each architecture: a launch that finds its binary compiles nothing.
+"""Kernels compiled ahead of time, in one file per architecture: a launch that finds its binary compiles nothing.
 
-A file (`sm_90.kernels`) is an index in JSON and the binaries, each compressed. It stores the digest of its sources
-(`source_digest`), and other sources ignore it. `python -m benchmarks.compile_kernels` writes a file of the usual
-launches, `fastformer warmup --out` a file of the kernels that a model launches.
+A file (`sm_90.kernels`) consists of an index in JSON and the compressed binaries. It stores the digest of the sources
+(`source_digest`) from which it was made, and is ignored if they change. `python -m benchmarks.compile_kernels` writes a
+file of the usual launches, and `fastformer warmup --out` a file of the kernels that a model launches.
 
-Files are looked for in FASTFORMER_KERNELS (a folder; empty: nowhere), by default in the folder `binaries` beside this
-file, which a wheel may have, and then in ~/.cache/fastformer/kernels.
+FASTFORMER_KERNELS names the folder with the files; if it is empty, no file is used. By default, files are looked for in
+the folder `binaries` next to this module, which a wheel may contain, and then in ~/.cache/fastformer/kernels.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Binary(NamedTuple):
 
     Attributes:
         name: the name of its function.
-        threads: the threads of a program.
-        shared: the bytes of a program's dynamic shared memory.
+        threads: the number of threads of a program.
+        shared: the bytes of dynamic shared memory of a program.
         layout: the layout of its parameters; see csrc/bindings/launcher.cpp.
-        maps: for each tensor descriptor (swizzle, bytes an element, the driver's type, block).
+        maps: for each tensor descriptor (swizzle, bytes per element, the driver's type, block).
         cubin: the machine code.
     """
 
@@ -54,19 +54,19 @@ class Binary(NamedTuple):
 
 @functools.cache
 def source_digest() -> str:
-    """Returns a digest of the sources of all kernels: any change makes all files obsolete."""
+    """Returns a digest of the sources of all kernels. Any change to them makes all files obsolete."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:32]
 
 
-# The types of a tensor map: the driver's number by the compiler's.
+# The element types of tensor maps: the compiler's number -> the driver's number.
 _MAP_TYPES = {8: 10, 9: 8, 10: 9}
 
 
 def compile_kernel(kernel: Any, signature: Signature, options: Mapping[str, Any], capability: int) -> CompiledKernel:
-    """Compiles a launch for an architecture, 90 for sm_90, or takes it from Triton's own cache."""
+    """Compiles a launch for an architecture (90 for sm_90), or takes it from Triton's cache."""
     if kernel.is_gluon():
         from triton.experimental.gluon._runtime import GluonASTSource as Source
     else:
@@ -77,7 +77,7 @@ def compile_kernel(kernel: Any, signature: Signature, options: Mapping[str, Any]
 
 
 def binary_of(compiled: CompiledKernel, signature: Signature, num_args: int) -> Binary | None:
-    """Returns a compiled kernel's binary; None if its launch isn't plain: with clusters, say, or scratch memory.
+    """Returns a compiled kernel's binary, or None if its launch needs more, such as clusters or scratch memory.
 
     Args:
         num_args: the number of the kernel's parameters that a launch passes; the others are constexprs.
@@ -102,10 +102,10 @@ def binary_of(compiled: CompiledKernel, signature: Signature, num_args: int) -> 
 
 
 class BinaryFile:
-    """A file of kernels: its index is read at once, a binary when a launch asks for it.
+    """A file of kernels. The index is read immediately, and a binary when a launch needs it.
 
     Raises:
-        ValueError: the file is no file of kernels.
+        ValueError: the file is not a file of kernels.
     """
 
     def __init__(self, path: Path) -> None:
@@ -119,11 +119,11 @@ class BinaryFile:
 
     @property
     def about(self) -> dict[str, Any]:
-        """The facts about the file: "sources" (see `source_digest`), "arch", "triton"."""
+        """The properties of the file: "sources" (see `source_digest`), "arch", "triton"."""
         return self._index["about"]
 
     def keys(self) -> Iterable[str]:
-        """Returns the keys of all binaries: see `_signature.key_of`."""
+        """Returns the keys of all binaries; see `_signature.key_of`."""
         return self._index["kernels"].keys()
 
     def get(self, key: str) -> Binary | None:
@@ -139,13 +139,13 @@ class BinaryFile:
 
 
 def write(path: Path, arch: int, binaries: Mapping[str, Binary]) -> None:
-    """Writes a file of binaries by key; a reader sees the old file or the new one."""
+    """Writes a file of binaries by key. A concurrent reader sees the old file or the new one."""
     compressed: dict[bytes, tuple[int, int]] = {}
     blobs: list[bytes] = []
     offset = 0
     index: dict[str, Any] = {}
     for key, binary in binaries.items():
-        if binary.cubin not in compressed:  # equal launches of two keys share a binary
+        if binary.cubin not in compressed:  # two keys may share a binary
             blob = lzma.compress(binary.cubin, preset=9)
             blobs.append(blob)
             compressed[binary.cubin] = offset, len(blob)
@@ -170,7 +170,7 @@ def add(path: Path, arch: int, binaries: Mapping[str, Binary]) -> None:
 
 
 def describe(arch: int) -> str:
-    """Returns a line for doctor: the origin of an architecture's kernels."""
+    """Returns a line for `fastformer doctor` that says where an architecture's kernels come from."""
     found = files(arch)
     if not found:
         return f"no file of kernels for sm_{arch}: Triton compiles each at its first call; see `fastformer warmup`"
@@ -212,7 +212,7 @@ def files(arch: int) -> tuple[BinaryFile, ...]:
 
 
 def find(arch: int, key: str) -> Binary | None:
-    """Finds the binary of a launch in any file; None if no file has it."""
+    """Returns the binary of a launch from any file, or None if no file has it."""
     for file in files(arch):
         if (binary := file.get(key)) is not None:
             return binary

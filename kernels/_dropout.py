@@ -1,12 +1,12 @@
-"""Dropout by counter inside Triton kernels: the keep mask of a tile, bit for bit that of `fastformer.ops._dropout`.
+"""Counter-based dropout in Triton kernels: the keep mask of a tile, bit for bit that of `fastformer.ops._dropout`.
 
-Philox4x32-7, one call for sixteen of 64 columns (ops/_dropout.py has the definition). The tile's mask is a
-function of its coordinates alone, so forward and backward may cut the matrix into different tiles. A call's columns
-are those of a row that one thread holds after a matrix product (for mma.sync and wgmma: the pair 2 * (lane % 4) of each
-eight columns). So each thread runs Philox for its own elements, and nothing is exchanged.
+It uses Philox4x32-7, with one call for sixteen of 64 columns (defined in ops/_dropout.py). The mask of a tile depends
+only on its coordinates, so forward and backward may use different tiles. The columns of a call are those of a row that
+one thread holds after a matrix product (with mma.sync and wgmma, the pair 2 * (lane % 4) of each eight columns). So
+each thread runs Philox for its own elements, and threads exchange nothing.
 
-The counter's four words depend on a column, a row, and two scalars. They are kept unbroadcast, (BLOCK_M, 1) and
-(1, BLOCK_N // 16), until the rounds mix them: the first two of the seven rounds cost next to nothing.
+The four words of the counter depend on a column, a row, and two scalars. They stay unbroadcast, (BLOCK_M, 1) and
+(1, BLOCK_N // 16), until the rounds mix them, so the first two of the seven rounds cost almost nothing.
 """
 
 import triton
@@ -15,11 +15,11 @@ import triton.language as tl
 
 @triton.jit
 def load_dropout(dropout):
-    """What `keep_mask_tile` and `drop_tile` draw by: (key0, key1, offset, threshold, keep_scale).
+    """Returns the argument `drawn` of `keep_mask_tile`: (key0, key1, offset, threshold, keep_scale).
 
     Args:
-        dropout: (seed_ptr, threshold, keep_scale) as `_launch.dropout_arguments` gives it to a kernel; the int64 tensor
-            holds the seed and the offset. Without seed_ptr, which is the kernel's sign that nothing is dropped, zeros.
+        dropout: (seed_ptr, threshold, keep_scale) from `_launch.dropout_arguments`. The int64 tensor holds the seed and
+            the offset. If seed_ptr is None, nothing is dropped, and the result is zeros.
     """
     seed_ptr, threshold, keep_scale = dropout
     if seed_ptr is None:
@@ -34,7 +34,8 @@ def load_dropout(dropout):
 
 @triton.jit
 def _philox(c0, c1, c2, c3, k0, k1):
-    # Not triton.language.philox, which wants all four words in one shape and so pays for full rounds from the first on.
+    # Not triton.language.philox, which needs all four words in one shape, so that even the first rounds cost full
+    # price.
     for _ in tl.static_range(7):
         low0 = tl.mul(c0, 0xD2511F53, sanitize_overflow=False)
         low1 = tl.mul(c2, 0xCD9E8D57, sanitize_overflow=False)
@@ -51,9 +52,9 @@ def _philox(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def _kept_bytes(word, threshold):
-    """Bit 7 of each byte of `word`, the others 0: is the byte at least `threshold` (1 to 256)?
+    """Sets bit 7 of each byte of `word` if the byte is at least `threshold` (1 to 256); all other bits are 0.
 
-    It is the carry out of byte + (256 - threshold), for four bytes at once.
+    The bit is the carry of byte + (256 - threshold), for four bytes at once.
     """
     addend = (256 - threshold) * 0x01010101
     low = (word & 0x7F7F7F7F) + (addend & 0x7F7F7F7F)
@@ -62,15 +63,15 @@ def _kept_bytes(word, threshold):
 
 @triton.jit
 def _keep_bits(calls, rows, plane, key0, key1, offset, threshold):
-    """The sixteen decisions of a call in one word; `calls` and `rows` broadcast.
+    """Returns the sixteen decisions of a call in one word; `calls` and `rows` broadcast.
 
-    Bit 8 * (i % 4) + i // 4: is the element kept that byte i decides?
+    Bit 8 * (i % 4) + i // 4 says whether the element of byte i is kept.
     """
     w0, w1, w2, w3 = _philox(calls, rows, plane, offset, key0, key1)
     low = (_kept_bytes(w0, threshold) >> 7) | (_kept_bytes(w1, threshold) >> 6)
     high = (_kept_bytes(w2, threshold) >> 5) | (_kept_bytes(w3, threshold) >> 4)
-    # low + high, spelled as a sum over a leading axis: the compiler moves changes of layout back through elementwise
-    # code and would run Philox once in each of the threads that share a call; a reduction stops it.
+    # low + high, written as a sum over a leading axis. The compiler hoists layout conversions through elementwise code,
+    # and would run Philox in each of the threads that share a call; a reduction stops it.
     return tl.sum(tl.permute(tl.join(low, high), (2, 0, 1)), axis=0)
 
 
@@ -78,18 +79,18 @@ def _keep_bits(calls, rows, plane, key0, key1, offset, threshold):
 def keep_mask_tile(
     rows, first_column, plane, drawn, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr = False
 ):
-    """Which elements of the tile rows x [first_column, first_column + BLOCK_N) are kept.
+    """Returns which elements of the tile rows x [first_column, first_column + BLOCK_N) are kept.
 
     Args:
-        rows: (BLOCK_M,) integers: the rows' indices.
-        first_column: a multiple of BLOCK_N, or of 64 where BLOCK_N is more.
+        rows: (BLOCK_M,) integers, the indices of the rows.
+        first_column: a multiple of BLOCK_N, or of 64 if BLOCK_N is larger.
         plane: batch * num_heads + head for attention, else 0.
         drawn: from `load_dropout`.
-        BLOCK_N: a power of two, 8 or more. Below 64 calls are shared by neighbouring tiles, each of which makes them.
-        TRANSPOSED: the tile is drawn in its transpose's shape, so that none is transposed.
+        BLOCK_N: a power of two, 8 or more. Below 64, adjacent tiles share calls, and each tile makes them.
+        TRANSPOSED: generate the mask directly in the transposed shape.
 
     Returns:
-        bool (BLOCK_M, BLOCK_N), or TRANSPOSED (BLOCK_N, BLOCK_M); True = kept.
+        bool (BLOCK_M, BLOCK_N), or (BLOCK_N, BLOCK_M) if TRANSPOSED; True = kept.
     """
     key0, key1, offset, threshold, _ = drawn
     plane = tl.cast(plane, tl.uint32)
@@ -100,7 +101,7 @@ def keep_mask_tile(
     calls = (first_column // 64 * 4 + tl.arange(0, 4 * GROUPS)).to(tl.uint32)
     odd = tl.arange(0, 2).to(tl.uint32)
     if TRANSPOSED or PAIRS < 8:
-        # A call's elements lie in several threads here: one word goes to them for all sixteen.
+        # Several threads hold the elements of a call, so one word carries all sixteen decisions to them.
         pair = (first_column % 64 // 8 + tl.arange(0, PAIRS)).to(tl.uint32)
         bit = (pair % 2 * 16 + pair // 2)[:, None] + 8 * odd[None, :]
         if TRANSPOSED:
@@ -113,13 +114,13 @@ def keep_mask_tile(
             keep = tl.reshape(bits & 1, (BLOCK_M, BLOCK_N)) != 0
     else:
         w0, w1, w2, w3 = _philox(calls[None, :], rows[:, None], plane, offset, key0, key1)
-        words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # (BLOCK_M, 4 * GROUPS, 2, 2): the last two are the word
+        words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # (BLOCK_M, 4 * GROUPS, 2, 2): the last two axes are the word
         words = tl.permute(tl.reshape(words, (BLOCK_M, GROUPS, 4, 4)), (0, 1, 3, 2))
-        # The byte goes to the top, where what lies below it can't change how it compares. Shifts by two vectors of
-        # two, so that the compiler knows each element's.
+        # Shift the byte to the top, where the bits below it can't change the comparison. The shifts are two vectors of
+        # two, so that the compiler knows the shift of each element.
         words = words[:, :, :, None, :] << (16 - 16 * odd)[None, None, None, :, None]
         words = words[:, :, :, :, :, None] << (8 - 8 * odd)[None, None, None, None, None, :]
-        # The largest word that is dropped: a threshold of 256 itself has no place in the top byte.
+        # The largest word that is dropped, because a threshold of 256 doesn't fit into the top byte.
         largest = ((threshold - 1) << 24) | 0xFFFFFF
         keep = tl.reshape(words > largest, (BLOCK_M, BLOCK_N))
     return keep
@@ -127,17 +128,17 @@ def keep_mask_tile(
 
 @triton.jit
 def kept_or_zero(keep, values, drawn):
-    """`values` where `keep`, else 0; fp32.
+    """Returns `values` where `keep` is true, else 0; fp32.
 
-    Not tl.where(keep, values, 0.0): with a literal the compiler selects after the rounding that follows, and then
-    rounds one element at a time instead of two.
+    Not tl.where(keep, values, 0.0): with a literal, the compiler would select after the subsequent rounding, and round
+    one element at a time instead of two.
     """
     return tl.where(keep, values, drawn[4] * 0.0)
 
 
 @triton.jit
 def drop_tile(values, rows, first_column, dropout, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A tile of rows after dropout, `values` itself where `dropout` (the kernel's argument) has no seed."""
+    """Applies dropout to a tile of rows. Without a seed in `dropout`, the kernel's argument, returns `values`."""
     if dropout[0] is None:
         return values
     else:

@@ -1,9 +1,11 @@
 """Adds the proxy fences that Triton before 3.7.1 omits.
 
-On sm_90 cp.async copies a tile: it writes shared memory in the generic proxy, and wgmma reads it in the async proxy.
-Between the two PTX requires a `fence.proxy.async`, else the product may read stale values. Triton 3.6.0 emits no fence
-(fixed by its pull request 9610, in 3.7.1). So each kernel that is compiled inside `inserted` gets one behind each wait
-for copies: a thread makes its own copies visible to the async proxy, and the barrier that follows passes them on.
+On sm_90, cp.async writes a tile to shared memory through the generic proxy, and wgmma reads it through the async proxy.
+PTX requires a `fence.proxy.async` in between; otherwise the product may read stale values. Triton 3.6.0 emits no fence
+(fixed by its pull request 9610, in 3.7.1). So each kernel that is compiled inside `inserted` gets a fence after each
+wait
+for copies: it makes a thread's own copies visible to the async proxy, and the barrier that follows extends this to all
+threads.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ def _version(text: str) -> tuple[int, ...]:
 
 # Whether this Triton omits fences.
 IS_OLD = _version(triton.__version__) < (3, 7, 1)
-_lock = threading.RLock()  # all threads share the hook
+_lock = threading.RLock()  # Triton's hook is global
 
 
 def fenced(ptx: str) -> str:
-    """Returns the PTX with a fence behind each wait for copies; unchanged if no product itself reads shared memory."""
+    """Returns the PTX with a fence after each wait for copies; unchanged if no product reads shared memory itself."""
     return _WAIT.sub(rf"\g<0>\n\1{FENCE}", ptx) if "wgmma.mma_async" in ptx else ptx
 
 
@@ -45,8 +47,8 @@ def inserted(kernel: Any) -> Iterator[dict[str, str]]:
         kernel: a result of `triton.jit`; the interpreter's kernels need no fences.
 
     Yields:
-        Options to compile with. They change nothing but the name in Triton's cache on disk, which has no place for what
-        a hook does: a binary without fences must not be found there.
+        Options for the compiler. They only change the key in Triton's cache on disk, which doesn't include hooks, so
+        that no binary without fences is found there.
     """
     if not (IS_OLD and isinstance(kernel, triton.runtime.JITFunction)):
         yield {}

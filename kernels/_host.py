@@ -1,4 +1,4 @@
-"""The host's facts that launches need: the current device, and functions of the C++ extension. Imports no Triton."""
+"""The host's part of launches: the current device, and functions of the C++ extension. It does not import Triton."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Device:
-    """The current device, as PyTorch knows it. Triton's driver, which needs a C compiler, is not asked."""
+    """The current device according to PyTorch. Triton's driver is not used, because it needs a C compiler."""
 
     def get_current_device(self) -> int:
         return torch.cuda.current_device()
@@ -28,7 +28,7 @@ def capability_of(device: int) -> int:
     return major * 10 + minor
 
 
-# Tests and reports replace it for a device that is not at hand.
+# Tests and reports replace it to pretend that another device is present.
 active: Any = Device()
 
 

@@ -20,7 +20,7 @@ from fastformer.kernels._fences import IS_OLD, inserted
 from fastformer.kernels._signature import arguments_of, key_of, signature_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# (seed, threshold, keep_scale): the argument that kernels call `dropout`; without a seed nothing is dropped.
+# (seed, threshold, keep_scale): the kernels' argument `dropout`. Without a seed, nothing is dropped.
 Dropout = tuple[Tensor | None, int, float]
 
 
@@ -29,11 +29,11 @@ def _probe():
     pass
 
 
-# Whether kernels were imported under TRITON_INTERPRET=1, that is, whether they take CPU tensors and no others.
+# Whether kernels were imported under TRITON_INTERPRET=1, in which case they support only CPU tensors.
 INTERPRETED = not isinstance(_probe, triton.runtime.JITFunction)
 
 
-# Triton's own function that specialises arguments; None in versions with which this module was not tried.
+# Triton's own function that specialises arguments; None for versions with which this module has not been tested.
 _specialize = getattr(libtriton, "native_specialize_impl", None) if triton.__version__[:4] in ("3.6.", "3.7.") else None
 
 # (x, y, z, stream, *arguments): launches one kernel on one device.
@@ -48,8 +48,8 @@ class Resolved(NamedTuple):
         arch: the architecture, 90 for sm_90.
         key: see `_signature.key_of`.
         origin: "file" (compiled ahead of time) or "compiler" (Triton's, or its cache).
-        seconds: the time until it could be launched.
-        binary: the binary to write to a file; None if its launch needs more than a file can store.
+        seconds: how long it took until the kernel could be launched.
+        binary: the binary to write to a file; None if a file can't store everything that its launch needs.
     """
 
     kernel: str
@@ -60,7 +60,7 @@ class Resolved(NamedTuple):
     binary: _binaries.Binary | None
 
 
-# (kernel, arguments, options): replaces launches, for reports of what would be launched.
+# (kernel, arguments, options): called instead of launching, for reports of launches.
 interceptor: Callable[[Any, tuple[object, ...], dict[str, object]], None] | None = None
 # Called for each binary that is made ready in this process.
 watchers: list[Callable[[Resolved], None]] = []
@@ -71,20 +71,20 @@ _ready: dict[tuple[int, int, str], Start] = {}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object) -> Start | None:
-    """Runs `kernel[grid](*args, **options)`, at a fraction of the host's time from the second launch on.
+    """Runs `kernel[grid](*args, **options)`; from the second launch on, in a fraction of the usual host time.
 
-    The binary is that of `_signature.signature_of`: from a file of binaries if one has it, else from the compiler.
-    Triton itself makes a launch that needs more: hooks, debugging, instrumentation, the interpreter, versions not tried
-    here.
+    The binary is chosen by `_signature.signature_of`: from a file of binaries if one has it, else from the compiler.
+    Triton launches the kernel itself in cases that need more: hooks, debugging, instrumentation, the interpreter, and
+    untested versions.
 
     Args:
         kernel: a result of `triton.jit`. A global that it reads is a constant.
-        grid: one to three numbers of programs.
-        args: the kernel's first parameters, in order: tensors, numbers, None, and tuples of them.
-        options: its other parameters, which are constexprs, and the compiler's: num_warps, num_stages, ...
+        grid: the numbers of programs, in one to three dimensions.
+        args: the kernel's first arguments, in order: tensors, numbers, None, and tuples of them.
+        options: the other arguments, which are constexprs, and compiler options: num_warps, num_stages, ...
 
     Returns:
-        The function that launched the kernel, if it may be called again; otherwise None.
+        The function that launched the kernel if it can be reused, else None.
     """
     if interceptor is not None:
         interceptor(kernel, args, options)
@@ -95,7 +95,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object)
     active = _host.active
     device = active.get_current_device()
     known = _compiled.get((id(kernel), device))
-    # For a tuple it returns the types and the known facts about the values: equal keys mean the same binary.
+    # For a tuple, it returns the types and the known properties of the values. Equal keys mean the same binary.
     key = _specialize(_backend(active.get_capability(device)), args, False, True, True), *options, *options.values()
     start = None if known is None else known.get(key)
     if start is None:
@@ -110,10 +110,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object)
 
 
 class Launch:
-    """`launch` for a plan (see `_plans`), whose arguments are specialised alike in every call, so that the binary is
-    looked up once.
-
-    Args:
+    """A launch for a plan (see `_plans`): every call has arguments of the same specialisation, so it finds the binary
+    once. Args:
         kernel, grid, options: see `launch`.
     """
 
@@ -124,7 +122,7 @@ class Launch:
         self._ready: tuple[Start, int, int, int, Any, int] | None = None
 
     def __call__(self, *args: object) -> None:
-        """Launches the kernel. Of the arguments only addresses may change, and each stays a multiple of 16, or none."""
+        """Launches the kernel. Between calls, only addresses may change, and not whether they are multiples of 16."""
         if self._ready is not None:
             start, x, y, z, where, device = self._ready
             if where is _host.active and device == where.get_current_device() and not _is_watched(self._kernel):
@@ -143,7 +141,7 @@ def _launch_by_triton(kernel: Any, grid: tuple[int, ...], args: tuple[object, ..
 
 @functools.cache
 def _backend(capability: int) -> Any:
-    """Returns the backend that `_specialize` asks for an architecture's rules."""
+    """Returns the backend with the rules of an architecture, for `_specialize`."""
     return make_backend(GPUTarget("cuda", capability, 32))
 
 
@@ -156,7 +154,7 @@ def _resolve(kernel: Any, device: int, args: tuple[object, ...], options: dict[s
     key = key_of(kernel, signature, compiler_options)
     if (start := _ready.get((id(kernel), device, key))) is not None:
         return start
-    make = _host.extension_function("make_kernel")  # without it Triton's own launcher starts kernels
+    make = _host.extension_function("make_kernel")  # without it, Triton's own launcher is used
     origin, binary = "file", None if make is None else _binaries.find(arch, key)
     if binary is None:
         origin = "compiler"
@@ -205,7 +203,7 @@ def _has_constexprs_last(kernel: Any, num_args: int) -> bool:
 
 
 def _has_calls(hook: object) -> bool:
-    """Returns whether a hook calls anything: a chain of hooks may be empty."""
+    """Returns whether a hook calls anything, because a chain of hooks may be empty."""
     return hook is not None and bool(getattr(hook, "calls", True))
 
 
@@ -255,23 +253,23 @@ def architecture(x: Tensor) -> int:
 
 @functools.cache
 def _capability(ask: Callable[[torch.device], tuple[int, int]], device: torch.device) -> int:
-    # The function `ask` is part of the key: reports replace it for a device that is not at hand.
+    # The function `ask` is part of the key, because reports replace it to pretend that another device is present.
     major, minor = ask(device)
     return major * 10 + minor
 
 
 @functools.cache
 def num_sms(device: torch.device) -> int:
-    """Returns the number of programs that run at once, one an SM; without a GPU an H200's number, on a CPU 2."""
+    """Returns the number of SMs: that of an H200 if there is no GPU, and 2 for tensors on a CPU."""
     if device.type != "cuda":
         return 2
     return torch.cuda.get_device_properties(device).multi_processor_count if torch.cuda.is_available() else 132
 
 
 def dot_precision(x: Tensor) -> str:
-    """Returns tl.dot's precision for fp32.
+    """Returns the precision of tl.dot for fp32.
 
-    Three TF32 products carry about 21 bits of fp32's 24; plain TF32 would carry 10. The interpreter is exact.
+    Three TF32 products give about 21 of fp32's 24 bits; a single one would give 10. The interpreter is exact.
     """
     return "tf32x3" if x.is_cuda else "ieee"
 
@@ -282,15 +280,15 @@ def cdiv(a: int, b: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """Returns the least power of two that is not below n, 1 for 0; as `triton.next_power_of_2`, see `cdiv`."""
+    """Returns the smallest power of two >= n, and 1 for 0. (It replaces `triton.next_power_of_2`, as `cdiv` does.)"""
     return 1 << (n - 1).bit_length() if n > 0 else 1
 
 
 def stride_unit(*tensors: Tensor | None) -> int:
     """Returns 8 if every stride but the last is a multiple of 8, else 1: kernels count strides in this unit.
 
-    They multiply by it, so that the compiler sees that rows can be read 16 bytes at a time even if a stride is no
-    multiple of 16 (head_dim 40), the only fact about an integer that Triton tells the compiler.
+    Kernels multiply by the unit, from which the compiler learns that rows can be read 16 bytes at a time. Triton only
+    tells it whether an integer is a multiple of 16, which a stride may not be (head_dim 40).
     """
     for x in tensors:
         if x is not None:
@@ -301,12 +299,12 @@ def stride_unit(*tensors: Tensor | None) -> int:
 
 
 def contiguous(x: Tensor | None) -> Tensor | None:
-    """Returns `x` contiguous, as kernels read lengths, ids, seeds and parameters: by a pointer alone."""
+    """Returns `x` contiguous: kernels read lengths, ids, seeds and parameters through a pointer without strides."""
     return None if x is None else x.contiguous()
 
 
 def dropout_arguments(dropout_p: float, dropout_seed: Tensor | None) -> Dropout:
-    """Returns the dropout argument of kernels, by the rules of fastformer.ops._dropout."""
+    """Returns the kernels' argument `dropout`, by the rules of fastformer.ops._dropout."""
     if dropout_p == 0.0 or dropout_seed is None:
         return None, 0, 1.0
     if dropout_p == 1.0:

@@ -1,10 +1,11 @@
 """The decisions about a call, stored for later calls of the same geometry.
 
 The backend of a call, its tile, its grid and the strides that a kernel receives follow from the shapes, strides, dtypes
-and flags. At the sizes of a base model the host needs as long for these decisions as the GPU for the kernel. A plan is
-the function of the arguments that remains after the decisions: it allocates and launches.
+and flags. At the sizes of a base model, these decisions take the host as long as the kernel takes the GPU. A plan is
+the function that remains after the decisions: it allocates memory and launches kernels.
 
-A plan holds no tensor, and reads only those facts of its arguments that `geometry` has: the rest are pointers to pass.
+A plan holds no tensor and depends only on the properties of its arguments that `geometry` contains; of the rest, it
+only passes pointers on.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 Plan = Callable[..., Any]
-# The most geometries of an op that are stored: more than a run of fixed shapes has, few enough if none repeats.
+# The most geometries that are stored per op: more than a run with fixed shapes has, and few enough if none repeats.
 LARGEST = 4096
 
 _TENSORS = (Tensor, torch.nn.Parameter)
@@ -25,10 +26,11 @@ _all_plans: list[dict[Hashable, Plan]] = []
 
 
 def geometry(args: tuple[Any, ...]) -> Hashable | None:
-    """Returns the facts about an op's call that a plan may depend on: equal for two calls that one plan serves.
+    """Returns the properties of an op's call on which a plan may depend; they are equal if two calls can share a plan.
 
-    Of a tensor that is its dtype, sizes, strides and, since binaries differ by it, whether its address is a multiple of
-    16; of all tensors the first one's device, since an op's are on one. None if an argument is of another kind.
+    For a tensor, these are the dtype, sizes, strides and, because binaries differ by it, whether its address is a
+    multiple of 16. All tensors of an op are on one device, so only the first one's is included. Returns None if an
+    argument has another type.
     """
     key: list[Hashable] = [args[0].device, torch.are_deterministic_algorithms_enabled()]
     for argument in args:
@@ -45,14 +47,14 @@ def geometry(args: tuple[Any, ...]) -> Hashable | None:
 
 
 def new_plans() -> dict[Hashable, Plan]:
-    """Makes a dictionary for the plans of one op, by `geometry`."""
+    """Makes a dictionary for the plans of an op, with `geometry` as the key."""
     plans: dict[Hashable, Plan] = {}
     _all_plans.append(plans)
     return plans
 
 
 def remember(plans: dict[Hashable, Plan], key: Hashable | None, plan: Plan) -> None:
-    """Stores a plan for the calls that follow; the decisions for a call without a key are made anew every time."""
+    """Stores a plan for later calls. For calls without a key, nothing is stored."""
     if key is not None:
         if len(plans) >= LARGEST:
             plans.clear()
@@ -60,6 +62,6 @@ def remember(plans: dict[Hashable, Plan], key: Hashable | None, plan: Plan) -> N
 
 
 def forget() -> None:
-    """Drops all plans, since their basis has changed: a tile was measured, or a test replaced a part."""
+    """Drops all plans, because their basis has changed: a tile was measured, or a test replaced something."""
     for plans in _all_plans:
         plans.clear()

@@ -1,8 +1,9 @@
-"""The properties that a kernel is compiled for: its arguments' types, known facts about their values, and constants.
+"""The properties for which a kernel is compiled: the types of its arguments, known properties of their values,
+constants.
 
-Triton's own launch asks the same of its arguments, except that it takes no notice of `do_not_specialize` inside of a
-tuple: each number of tiles, and each batch of one, would be a binary of its own. So kernels are compiled by what stands
-here, and not by Triton's launch; and what the compile report reads, what a file of binaries holds and what runs is one.
+Triton's own launch uses the same properties, but ignores `do_not_specialize` inside of a tuple, so that each number of
+tiles, and a batch of one, would lead to another binary. So kernels are compiled by the signatures of this module, which
+the compile report, the files of binaries and the launches share.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# A parameter by its index; an element of a tuple by the indices that lead to it.
+# The index of a parameter, or the path of indices to an element of a tuple.
 Place = tuple[int, ...]
 
 _TYPES = {
@@ -24,9 +25,9 @@ _DIVISIBLE = [["tt.divisibility", 16]]
 
 
 class Signature(NamedTuple):
-    """The properties that a binary depends on, beside the kernel's source, the compiler and its options."""
+    """The properties on which a binary depends, apart from the kernel's source, the compiler and its options."""
 
-    types: dict[str, Any]  # of each parameter; for a tuple the types of its elements
+    types: dict[str, Any]  # the type of each parameter; for a tuple, the types of its elements
     constants: dict[Place, Any]
     attributes: dict[Place, list[list[Any]]]  # which arguments are multiples of 16
 
@@ -39,7 +40,7 @@ def signature_of(kernel: Any, arguments: Mapping[str, Any]) -> Signature:
         arguments: the arguments by name: tensors, numbers, None, descriptors, tuples of them, and the constexprs.
 
     Raises:
-        TypeError: an argument is of another kind.
+        TypeError: an argument has another type.
     """
     signature = Signature({}, {}, {})
     for index, parameter in enumerate(kernel.params):
@@ -52,7 +53,7 @@ def signature_of(kernel: Any, arguments: Mapping[str, Any]) -> Signature:
 
 
 def _describe(signature: Signature, value: Any, path: Place, is_constexpr: bool, free: bool, aligned: bool) -> Any:
-    """Returns the type of an argument, and records the known facts about its value in the signature.
+    """Returns the type of an argument, and records the known properties of its value in the signature.
 
     Args:
         free: the compiler learns nothing about the value.
@@ -83,7 +84,7 @@ def _describe(signature: Signature, value: Any, path: Place, is_constexpr: bool,
 
 
 def key_of(kernel: Any, signature: Signature, options: Mapping[str, Any]) -> str:
-    """Returns a digest of everything that a binary depends on, except the kernels' sources and the architecture.
+    """Returns a digest of everything on which a binary depends, except the kernels' sources and the architecture.
 
     Args:
         options: the compiler's options: num_warps, num_stages, maxnreg.
@@ -106,7 +107,7 @@ _LETTERS = {
 
 
 def layout_of(signature: Signature, num_args: int) -> str:
-    """Returns how the first arguments of a launch become the kernel's parameters: see csrc/bindings/launcher.cpp."""
+    """Returns the layout that turns the first arguments of a launch into parameters; see csrc/bindings/launcher.cpp."""
 
     def letters(kind: Any) -> str:
         if isinstance(kind, tuple):

@@ -8,8 +8,8 @@ import triton.language as tl
 
 @triton.jit
 def _exact_tanh(x):
-    # tanh |x| = -e / (2 + e) with e = exp(-2 |x|) - 1, which is 2^n p + (2^n - 1) for p = exp(r) - 1,
-    # -2 |x| = n ln 2 + r and |r| <= ln(2) / 2: nothing cancels. Beyond 10 it is 1.
+    # tanh |x| = -e / (2 + e) with e = exp(-2 |x|) - 1, computed without cancellation as e = 2^n p + (2^n - 1), where
+    # p = exp(r) - 1, -2 |x| = n ln 2 + r and |r| <= ln(2) / 2. Beyond 10 the result is 1.
     far = x * -2.0 * tl.where(x < 0.0, -1.0, 1.0)
     twice = tl.where(far < -20.0, -20.0, far)
     n = tl.floor(tl.fma(twice, 1.4426950408889634, 0.5))
@@ -27,7 +27,7 @@ def _exact_tanh(x):
 
 @triton.jit
 def tanh(x, EXACT: tl.constexpr):
-    """tanh(x); NaN stays. EXACT: a few ulp, also near 0; else an absolute error of about 1e-7, in fewer operations."""
+    """Returns tanh(x); NaN stays NaN. EXACT: to a few ulp, also near 0; else to about 1e-7, in fewer operations."""
     if EXACT:
         return _exact_tanh(x)
     else:
@@ -36,6 +36,6 @@ def tanh(x, EXACT: tl.constexpr):
 
 @triton.jit
 def soft_capped(x, cap, EXACT: tl.constexpr):
-    """(cap tanh(x / cap), its derivative)."""
+    """Returns (cap tanh(x / cap), its derivative)."""
     bent = tanh(x * (1.0 / cap), EXACT)
     return bent * cap, 1.0 - bent * bent

@@ -1,7 +1,7 @@
-"""Measured tile sizes that persist: read once a process, written by a tuning run, never by an ordinary call.
+"""Persistent measured tile sizes: read once per process, and written by tuning runs only.
 
 The file is JSON, {kernel: {key: [config fields]}}, at FASTFORMER_TUNING_FILE or ~/.cache/fastformer/tuning.json. The
-key names the call and Triton's version, since another compiler may spill where this one does not.
+key contains the call and Triton's version, because another compiler may spill where this one does not.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ def measured(kernel: str, call: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 
 def record(kernel: str, call: tuple[Any, ...], config: tuple[Any, ...]) -> None:
-    """Writes one result; later calls of this process and of others use it."""
+    """Writes one result, which later calls of this process and other processes use."""
     table = _table()
     table.setdefault(kernel, {})[_key(call)] = list(config)
     path().parent.mkdir(parents=True, exist_ok=True)
     temporary = path().with_suffix(f".{os.getpid()}")
     temporary.write_text(json.dumps(table, indent=1))
-    temporary.replace(path())  # a reader sees the old file or the new one
+    temporary.replace(path())  # a concurrent reader sees the old file or the new one
     forget()
 
 
@@ -77,10 +77,10 @@ def tune(
     run: Callable[[Any], object],
     time: Callable[[functools.partial[object]], float],
 ) -> tuple[list[tuple[float, tuple[Any, ...]]], dict[str, str]]:
-    """Times `run(config)` for each config and records the fastest as it goes: what is found outlives an interruption.
+    """Times `run(config)` for each config. It records each new fastest one, so that an interruption loses nothing.
 
     Args:
-        run: launches the kernel with a config; one that fails in any pass or tool of the compiler is omitted.
+        run: launches the kernel with a config. Configs for which the compiler fails are omitted.
         time: (function) -> milliseconds.
 
     Returns:
@@ -92,7 +92,7 @@ def tune(
         try:
             run(config)
             took = time(functools.partial(run, config))
-        except Exception as error:  # PTXASError, OutOfResources, and a failed pass is a plain RuntimeError
+        except Exception as error:  # PTXASError, OutOfResources or, if a compiler pass fails, RuntimeError
             failed[str(tuple(config))] = f"{type(error).__name__}: {str(error)[:200]}"
             continue
         if not results or took < min(results)[0]:

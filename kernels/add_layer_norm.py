@@ -1,20 +1,21 @@
-"""Dropout, residual add and LayerNorm or RMSNorm: one pass over the rows forward, one backward.
+"""Dropout, residual add and LayerNorm or RMSNorm: one pass over the rows in forward, and one in backward.
 
-Forward, a program holds whole rows in registers: it reads x and the residual, draws dropout, writes the new residual
-stream, takes the mean and then the variance of what is centred on it (E[s^2] - E[s]^2 would cancel), and writes y. The
-norm acts on the stream as it is stored, rounded, since backward sees nothing else.
+In forward, a program holds whole rows in registers. It reads x and the residual, applies dropout, writes the new
+residual stream, computes the mean and then the variance of the centred values (E[s^2] - E[s]^2 would cancel), and
+writes y. The norm is applied to the stream as it is stored, rounded, because backward only has that.
 
-Backward, a fixed number of programs (two an SM, as many as its registers hold) stride over the rows and write both
-input gradients. Each keeps its sums for dweight and dbias in fp32 registers and writes them once; a second kernel adds
-them up for both parameters, in one order always, so that gradients repeat to the last bit. Rows above
-WIDEST_SUMMED leave no registers for the sums: there one kernel takes each row's means and another, by columns, does the
-rest.
+In backward, a fixed number of programs (two per SM, as many as its registers allow) stride over the rows and write both
+input gradients. Each holds its sums for dweight and dbias in fp32 registers and writes them once. A second kernel adds
+them for both parameters, always in the same order, so that gradients are reproducible to the last bit. Rows wider than
+WIDEST_SUMMED leave no registers for the sums: for these, one kernel computes the means of each row, and another one
+works on blocks of columns and does the rest.
 
-Bytes an element in half dtypes: forward 4 (x, y), with a residual or dropout 8 (residual, stream); backward 6 (dy,
-stream, dx), plus 2 for the stream's own gradient, plus 2 for dresidual where dropout or dtypes tell it from dx; above
-WIDEST_SUMMED 4 more (dy and stream again). Partial sums: 8 bytes * dim * programs, written and read once, 1 MB at dim
-512 on 132 SMs. FLOPs an element: about 8 forward and 14 backward, 12 more for dropout: memory decides. Kept for
-backward: the stream (which is the next op's input) and two fp32 numbers a row. fp32: all arithmetic, statistics, sums.
+Bytes per element in half dtypes: forward 4 (x, y), with a residual or dropout 8 (residual, stream); backward 6 (dy,
+stream, dx), plus 2 for the stream's own gradient, plus 2 for dresidual if it differs from dx because of dropout or
+dtypes; above WIDEST_SUMMED 4 more (dy and stream again). Partial sums: 8 bytes * dim * programs, written and read once,
+1 MB at dim 512 on 132 SMs. FLOPs per element: about 8 forward and 14 backward, and 12 more for dropout, so the kernels
+are memory-bound. Saved for backward: the stream (which is the next op's input) and two fp32 numbers per row. fp32: all
+arithmetic, statistics, sums.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ from fastformer.kernels._launch import (
 from fastformer.kernels._plans import Plan
 from fastformer.kernels._rows import as_rows, existing, load_rows, load_vector, row_ptrs, store_rows
 
-WIDEST = 16384  # 32 elements a thread with 16 warps
+WIDEST = 16384  # 32 elements per thread with 16 warps
 WIDEST_SUMMED = 8192
 
-# Arguments whose value must not make another binary. Strides come in units of 8 elements where that divides them, which
-# says all that 16-byte loads need.
+# Arguments whose values must not lead to another binary. Strides are in units of 8 elements if that divides them, which
+# is all that 16-byte loads need to know.
 _COUNTS = ["num_rows", "num_tiles", "num_partials", "split", "strides", "dropout"]
 
 
@@ -69,7 +70,7 @@ def _add_layer_norm_fwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """y, the stream and the statistics of BLOCK_M rows. strides: x's and the residual's."""
+    """Computes y, the stream and the statistics of BLOCK_M rows. strides: those of x and of the residual."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_N)
     real = rows < num_rows
@@ -107,7 +108,7 @@ def _load_step(
     dy_ptr, dresidual_out_ptr, s_ptr, mean_ptr, rstd_ptr, rows, real, columns, here, strides, RMS_NORM: tl.constexpr,
     UNIT: tl.constexpr,
 ):  # fmt: skip
-    """(dy, the normalised stream, rstd, the stream's own gradient as it is stored, or anything) of a tile."""
+    """Returns (dy, the normalised stream, rstd, the stream's own stored gradient, if any) of a tile."""
     dy = load_rows(dy_ptr, rows, strides[0], columns, here, UNIT)
     normal = load_rows(s_ptr, rows, strides[2], columns, here, UNIT)
     dresidual_out = dy
@@ -116,7 +117,7 @@ def _load_step(
     rstd = tl.load(rstd_ptr + rows, mask=real, other=0.0)[:, None]
     if not RMS_NORM:
         normal -= tl.load(mean_ptr + rows, mask=real, other=0.0)[:, None]
-    # Columns that don't exist are -mean * rstd here: what they meet, dy, is 0, and ds is not stored there.
+    # Columns beyond the row have the value -mean * rstd here. That is harmless: dy is 0 there, and ds is not stored.
     return dy, normal * rstd, rstd, dresidual_out
 
 
@@ -125,7 +126,7 @@ def _store_step(
     ds, dresidual_out, dresidual_out_ptr, dx_ptr, dresidual_ptr, rows, first_column, columns, here, dropout,
     DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Writes a tile of both input gradients, `ds` being the norm's share of the stream's."""
+    """Writes a tile of both input gradients. `ds`: the part of the stream's gradient that comes from the norm."""
     if dresidual_out_ptr is not None:
         ds += dresidual_out.to(tl.float32)
     if dresidual_ptr is not None:
@@ -139,7 +140,7 @@ def _store_partials(
     partial_ptr, dweight, dbias, part, num_parts, columns, SUM_WEIGHT: tl.constexpr, SUM_BIAS: tl.constexpr,
     DIM: tl.constexpr,
 ):  # fmt: skip
-    """Sums over the tiles' rows into partial_ptr (kinds, num_parts, DIM): those for dweight before those for dbias."""
+    """Writes sums over the rows of the tiles to partial_ptr (kinds, num_parts, DIM): dweight's, then dbias's."""
     if SUM_WEIGHT:
         tl.store(partial_ptr + part * DIM + columns, tl.sum(dweight, 0), mask=columns < DIM)
         part += num_parts
@@ -171,17 +172,17 @@ def _add_layer_norm_bwd_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Both input gradients of every num_programs-th tile of BLOCK_M rows, and this program's sums for the parameters.
+    """Computes both input gradients of every num_programs-th tile of BLOCK_M rows, and sums for the parameters.
 
-    strides: of dy, dresidual_out and s.
+    strides: those of dy, dresidual_out and s.
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     columns = tl.arange(0, BLOCK_N)
-    # In wider rows it would hold registers that the sums need; it is in L1 then.
+    # With wider rows, the weight would take registers that the sums need; it is then read from L1.
     HOIST: tl.constexpr = BLOCK_N <= 2048
     if weight_ptr is not None and HOIST:
         weight = load_vector(weight_ptr, columns, DIM, BLOCK_N)
-    # Kept as tiles, so that rows are added up across threads once and not every step.
+    # The sums are tiles, so that rows are summed across threads once and not in every step.
     dweight = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     dbias = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for tile in tl.range(program, num_tiles, num_programs, num_stages=STAGES):
@@ -202,7 +203,7 @@ def _add_layer_norm_bwd_kernel(
         if RMS_NORM:
             ds = dy - normal * (tl.sum(dy * normal, 1) * (1.0 / DIM))[:, None]
         else:
-            # One reduction of pairs: half the barriers of two.
+            # One reduction of pairs has half the barriers of two reductions.
             products, sums = tl.split(tl.sum(tl.join(dy * normal, dy), 1) * (1.0 / DIM))
             ds = dy - normal * products[:, None] - sums[:, None]
         _store_step(
@@ -227,7 +228,7 @@ def _row_means_kernel(
     DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Of one wide row the means of dnormal * normal and of dnormal, into means_ptr (2, num_rows)."""
+    """Writes the means of dnormal * normal and of dnormal of one wide row to means_ptr (2, num_rows)."""
     row = tl.program_id(0)
     dy_ptr += row.to(tl.int64) * strides[0] * UNIT
     s_ptr += row.to(tl.int64) * strides[2] * UNIT
@@ -273,7 +274,7 @@ def _wide_backward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """As _add_layer_norm_bwd_kernel, of BLOCK_N columns of `split` rows whose means are known."""
+    """Does the work of _add_layer_norm_bwd_kernel on BLOCK_N columns of `split` rows whose means are known."""
     first_column = tl.program_id(0) * BLOCK_N
     columns = first_column + tl.arange(0, BLOCK_N)
     part, num_parts = tl.program_id(1), tl.num_programs(1)
@@ -315,7 +316,7 @@ def _sum_partials_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """BLOCK_N columns of one parameter's gradient out of the partial sums; the grid's second axis is the parameter."""
+    """Adds the partial sums of BLOCK_N columns of a parameter's gradient; the second grid axis is the parameter."""
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     kind = tl.program_id(1)
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -338,7 +339,7 @@ def _sum_partials_kernel(
 
 
 class Tile(NamedTuple):
-    """Rows and columns of what a program holds at once, and its warps."""
+    """The rows and columns that a program holds at once, and its number of warps."""
 
     block_m: int
     block_n: int
@@ -346,21 +347,21 @@ class Tile(NamedTuple):
 
 
 def row_tile(dim: int, num_rows: int) -> Tile:
-    """Whole rows, about 2048 elements, 16 of them a thread (in the widest rows more)."""
+    """Returns a tile of whole rows with about 2048 elements, 16 per thread (more for the widest rows)."""
     block_n = max(8, next_power_of_2(dim))
     block_m = max(1, min(2048 // block_n, next_power_of_2(num_rows)))
     return Tile(block_m, block_n, max(1, min(16, block_m * block_n // 512)))
 
 
 def backward_tile(dim: int, num_rows: int, bytes_each: int) -> Tile:
-    """As row_tile with 8 elements a thread, or 16 of few bytes: beside them lie two sums and a weight of each."""
+    """Returns a row_tile with 8 elements per thread, or 16 small ones: each also needs two sums and a weight."""
     tile = row_tile(dim, num_rows)
     each = 16 if dim > 2048 and tile.block_n * bytes_each <= 32768 else 8
     return tile._replace(num_warps=max(1, min(16, tile.block_m * tile.block_n // (32 * each))))
 
 
 def why_unsupported(op_name: str, **arguments: Tensor | None) -> str | None:
-    """Why the kernels can't take a call of add_layer_norm_fwd or _bwd; None if they can."""
+    """Returns why the kernels don't support a call of add_layer_norm_fwd or _bwd, or None if they do."""
     names = ("dy", "dresidual_out", "s", "weight") if op_name.endswith("_bwd") else ("x", "residual", "weight", "bias")
     x = arguments[names[0]]
     assert x is not None
@@ -372,12 +373,12 @@ def why_unsupported(op_name: str, **arguments: Tensor | None) -> str | None:
 
 
 def _strides(unit: int, *tensors: Tensor | None) -> tuple[int, ...]:
-    """The rows' strides in `unit`s."""
+    """Returns the strides of the rows in `unit`s."""
     return tuple(0 if t is None else t.stride(0) // unit for t in tensors)
 
 
 def _is_copied(*tensors: Tensor | None) -> bool:
-    """Whether rows of one of them have to be brought together; else a kernel needs its strides and its address."""
+    """Returns whether the rows of any tensor have to be copied; otherwise kernels use its strides and address."""
     return any(t is not None and as_rows(t).data_ptr() != t.data_ptr() for t in tensors)
 
 
@@ -391,7 +392,7 @@ def plan_add_layer_norm_fwd(
     dropout_seed: Tensor | None,
     rms_norm: bool,
 ) -> Plan:
-    """`add_layer_norm_fwd` for calls of this geometry."""
+    """Plans `add_layer_norm_fwd` for calls of this geometry."""
     dim = x.shape[-1]
     num_rows = x.numel() // dim
     num_means = 0 if rms_norm else num_rows
@@ -431,7 +432,7 @@ def plan_add_layer_norm_fwd(
 
 
 def add_layer_norm_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`fastformer::add_layer_norm_fwd`: (y, residual_out, mean, rstd)."""
+    """Implements `fastformer::add_layer_norm_fwd`; returns (y, residual_out, mean, rstd)."""
     return plan_add_layer_norm_fwd(*args)(*args)
 
 
@@ -448,7 +449,7 @@ def plan_add_layer_norm_bwd(
     has_bias: bool,
     x_dtype: torch.dtype,
 ) -> Plan:
-    """`add_layer_norm_bwd` for calls of this geometry."""
+    """Plans `add_layer_norm_bwd` for calls of this geometry."""
     dim = s.shape[-1]
     num_rows = s.numel() // dim
     same = dropout_p == 0.0 and x_dtype == s.dtype
@@ -474,8 +475,8 @@ def plan_add_layer_norm_bwd(
     if is_whole:
         num_tiles = cdiv(num_rows, tile.block_m)
         num_partials = min(num_tiles, num_sms(s.device) * (2 if tile.num_warps <= 8 else 1))
-        # Two stages: the next rows come into shared memory meanwhile, where it is large enough on every architecture
-        # and the masks of 8192 padded columns leave the registers.
+        # Two stages load the next rows into shared memory in the meantime. This requires that it is large enough on
+        # every architecture, and that the masks of 8192 padded columns leave enough registers.
         ahead = num_partials < num_tiles and loaded <= 49152 and (tile.block_n < 8192 or dim == tile.block_n)
         counts = num_rows, num_tiles
         launch = Launch(
@@ -488,7 +489,7 @@ def plan_add_layer_norm_bwd(
         )
         block_m, block_n = 8, 256
         blocks = cdiv(dim, block_n)
-        # About four programs an SM, and no fewer than two steps each.
+        # About four programs per SM, with at least two steps each.
         num_partials = max(1, min(4 * num_sms(s.device) // blocks, cdiv(num_rows, 2 * block_m)))
         counts = num_rows, cdiv(num_rows, num_partials)
         launch = Launch(
@@ -529,5 +530,5 @@ def plan_add_layer_norm_bwd(
 
 
 def add_layer_norm_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`fastformer::add_layer_norm_bwd`: (dx, dresidual, dweight, dbias)."""
+    """Implements `fastformer::add_layer_norm_bwd`; returns (dx, dresidual, dweight, dbias)."""
     return plan_add_layer_norm_bwd(*args)(*args)

@@ -1,13 +1,13 @@
-"""Attention, forward: softmax(scale * Q K^T + mask) V without the matrix in between, dense or packed.
+"""Attention, forward: softmax(scale * Q K^T + mask) V without storing the matrix of scores, dense or packed.
 
-One program owns BLOCK_M rows of one head and walks over the keys that they may see, with the online softmax of Dao
-et al. 2022 ("FlashAttention"). The loop's bounds skip hidden keys (causal, windows, lengths): blocks
-that every row sees in full run without a mask, the diagonal's and the tail's with one, the others are not loaded.
+A program owns BLOCK_M rows of one head and loops over the keys that they may see, with the online softmax of Dao
+et al. 2022 ("FlashAttention"). The loop bounds skip hidden keys (causal, windows, lengths): blocks that every row sees
+in full need no mask, those at the diagonal and at the tail are masked, and all others are not loaded.
 
 Fused: scale, soft cap, mask (boolean or additive, broadcast by stride 0), windows, lengths, dropout, grouped K/V heads.
-Work: 4 * seqlen_q * seqlen_k * head_dim FLOPs a head (half of it when causal); memory: Q, K, V, out once, lse 4 bytes
-a row. fp32: scores, softmax statistics, the accumulator, lse. P is rounded to V's dtype for the second product. fp32
-inputs are multiplied as three TF32 products each (relative error about 2**-21 a product).
+Work: 4 * seqlen_q * seqlen_k * head_dim FLOPs per head (half of that if causal); memory: Q, K, V and out once, lse 4
+bytes per row. fp32: scores, softmax statistics, the accumulator, lse. P is rounded to V's dtype for the second product.
+fp32 inputs are multiplied as three TF32 products (relative error about 2**-21 per product).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from fastformer.kernels._launch import (
 from fastformer.kernels._plans import Plan
 from fastformer.kernels.attention_backward import plan_backward
 
-# The rows of each product's result, for the two copies of the loop: Q K^T and P V.
+# The number of rows in the result of each product, in both copies of the loop: Q K^T and P V.
 PRODUCTS = {"_attention_fwd_kernel": lambda arguments: [arguments["BLOCK_M"]] * 4}
 
 
@@ -95,10 +95,10 @@ def _attention_fwd_kernel(
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """out and lse of BLOCK_M rows of one head.
+    """Computes out and lse of BLOCK_M rows of one head.
 
     planes, lengths: see `locate`; window: (left, right); dropout: see `load_dropout`; softcap: see `score_tile`;
-    strides: (batch, row, head) in UNITs, of lse (batch, head), of the mask all four; work_ptr: a counter of block
+    strides: (batch, row, head) in UNITs; for lse (batch, head), for the mask all four; work_ptr: a counter of block
     products, or None.
     """
     block, plane, where, starts, bounds = locate(planes, lengths, LENGTHS, window[1] is not None)
@@ -120,13 +120,13 @@ def _attention_fwd_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)
     ROW_UNITS: tl.constexpr = takes_row_units(MASK, q_ptr.dtype.element_ty)
-    # With row units float32's lowest number serves as well as -inf, and no difference of two peaks is NaN.
+    # With row units, float32's lowest number serves as -inf, so that no difference of two peaks is NaN.
     LOWEST: tl.constexpr = -3.4028234663852886e38 if ROW_UNITS else float("-inf")
     peak = tl.full((BLOCK_M,), LOWEST, dtype=tl.float32)
     first, full_first, full_last, last = key_range(first_row, bounds, window, BLOCK_M, BLOCK_N)
     spans = spans_of(first, full_first, full_last, last, BLOCK_N, window[0] is not None)
     EXACT: tl.constexpr = needs_exact_weights(MASK, q_ptr.dtype.element_ty)
-    # The online softmax, first over blocks that all rows see. CHECK: a key may be beyond the length or the window.
+    # The online softmax, first over blocks that all rows see. CHECK: keys may be beyond the length or the window.
     for CHECK in tl.static_range(2):
         for step in range(0, spans[CHECK][3]):
             start = block_start(step, spans[CHECK], BLOCK_N, CHECK and window[0] is not None)
@@ -139,14 +139,14 @@ def _attention_fwd_kernel(
                 q, k, mask, rows[:, None], columns[None, :], bounds, window, softmax_scale, softcap, MASK, CHECK,
                 PRECISION,
             )  # fmt: skip
-            # The peak is in natural units, as lse is: fp32 gradients feel each rounding of lse.
+            # The peak is in natural units, like lse, because any rounding of lse shows up in fp32 gradients.
             new_peak = tl.maximum(peak, tl.max(s, 1) * scale)
             base = new_peak
             if ROW_UNITS:
                 unit, level = row_units(new_peak)
                 p = tl.exp2(tl.fma(s, unit[:, None], -level[:, None]))
             else:
-                # A row that has seen nothing yet has peak -inf, and -inf - -inf is NaN.
+                # A row that has seen no key yet has peak -inf, and -inf - -inf is NaN.
                 if CHECK or MASK != "none":
                     if EXACT:
                         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -161,7 +161,7 @@ def _attention_fwd_kernel(
             acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
             peak = new_peak
 
-    # A row with nothing to attend to: total 0, out 0, lse -inf.
+    # A row that sees no key has total 0, out 0 and lse -inf.
     exponent = tl.log2(total)
     if ROW_UNITS:
         unit, level = row_units(peak)
@@ -181,11 +181,11 @@ def _attention_fwd_kernel(
 def plan_forward(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, problem: Problem, *, config: Config | None = None
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """What is left of the forward pass for calls of this geometry.
+    """Plans the forward pass for calls of this geometry.
 
     Returns:
-        (q, k, v, attn_mask, seqlens_q, seqlens_k, dropout_seed, work_counter=None) -> (out, lse); `work_counter` as to
-        `launch_forward`.
+        (q, k, v, attn_mask, seqlens_q, seqlens_k, dropout_seed, work_counter=None) -> (out, lse). For `work_counter`,
+        see `launch_forward`.
     """
     packed = problem.lengths == "packed"
     is_copied = not all(is_readable(x) for x in (q, k, v))
@@ -225,7 +225,7 @@ def plan_forward(
         if is_copied:
             q, k, v = readable(q), readable(k), readable(v)
         if packed:
-            # Rows beyond the last sequence belong to no program.
+            # No program writes rows beyond the last sequence.
             out = q.new_zeros(q.shape)
             lse = torch.full(lse_shape, float("-inf"), dtype=torch.float32, device=q.device)
         else:
@@ -256,7 +256,7 @@ def launch_forward(
     config: Config | None = None,
     work_counter: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Runs the forward kernel on a described call. Tests pass `config` and `work_counter` (int32: block products)."""
+    """Runs the forward kernel. Tests pass `config`, and `work_counter` (int32), which counts block products."""
     forward = plan_forward(q, k, v, attn_mask, problem, config=config)
     return forward(q, k, v, attn_mask, problem.seqlens_q, problem.seqlens_k, problem.dropout[0], work_counter)
 
@@ -271,7 +271,7 @@ def why_unsupported(
     attn_mask: Tensor | None = None,
     **_: object,
 ) -> str | None:
-    """Why the kernels can't take a call of (varlen_)attention_fwd or _bwd; None if they can."""
+    """Returns why the kernels don't support a call of (varlen_)attention_fwd or _bwd, or None if they do."""
     if (reason := unsupported_dtype(q.dtype)) is not None:
         return reason
     if k.dtype != q.dtype or v.dtype != q.dtype:
@@ -302,7 +302,7 @@ def plan_attention_fwd(
     dropout_seed: Tensor | None,
     softcap: float = 0.0,
 ) -> Plan:
-    """`attention_fwd` for calls of this geometry."""
+    """Plans `attention_fwd` for calls of this geometry."""
     problem = describe_dense(
         q, k, seqlens_k, softmax_scale, window_left, window_right, dropout_p, dropout_seed, softcap
     )
@@ -316,7 +316,7 @@ def plan_attention_fwd(
 
 
 def attention_fwd(*args: Any) -> tuple[Tensor, Tensor]:
-    """`fastformer::attention_fwd`: (out, lse)."""
+    """Implements `fastformer::attention_fwd`; returns (out, lse)."""
     return plan_attention_fwd(*args)(*args)
 
 
@@ -337,7 +337,7 @@ def plan_attention_bwd(
     needs_mask_grad: bool,
     softcap: float = 0.0,
 ) -> Plan:
-    """`attention_bwd` for calls of this geometry."""
+    """Plans `attention_bwd` for calls of this geometry."""
     problem = describe_dense(
         q, k, seqlens_k, softmax_scale, window_left, window_right, dropout_p, dropout_seed, softcap
     )
@@ -352,7 +352,7 @@ def plan_attention_bwd(
 
 
 def attention_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`fastformer::attention_bwd`: (dq, dk, dv, dmask)."""
+    """Implements `fastformer::attention_bwd`; returns (dq, dk, dv, dmask)."""
     return plan_attention_bwd(*args)(*args)
 
 
@@ -371,7 +371,7 @@ def plan_varlen_attention_fwd(
     dropout_seed: Tensor | None,
     softcap: float = 0.0,
 ) -> Plan:
-    """`varlen_attention_fwd` for calls of this geometry."""
+    """Plans `varlen_attention_fwd` for calls of this geometry."""
     problem = describe(
         q, k, lengths="packed", seqlens_q=cu_seqlens_q, seqlens_k=cu_seqlens_k, seqlen_q=max_seqlen_q,
         seqlen_k=max_seqlen_k, softmax_scale=softmax_scale, window_left=window_left, window_right=window_right,
@@ -388,7 +388,7 @@ def plan_varlen_attention_fwd(
 
 
 def varlen_attention_fwd(*args: Any) -> tuple[Tensor, Tensor]:
-    """`fastformer::varlen_attention_fwd`: (out, lse)."""
+    """Implements `fastformer::varlen_attention_fwd`; returns (out, lse)."""
     return plan_varlen_attention_fwd(*args)(*args)
 
 
@@ -410,7 +410,7 @@ def plan_varlen_attention_bwd(
     dropout_seed: Tensor | None,
     softcap: float = 0.0,
 ) -> Plan:
-    """`varlen_attention_bwd` for calls of this geometry."""
+    """Plans `varlen_attention_bwd` for calls of this geometry."""
     problem = describe(
         q, k, lengths="packed", seqlens_q=cu_seqlens_q, seqlens_k=cu_seqlens_k, seqlen_q=max_seqlen_q,
         seqlen_k=max_seqlen_k, softmax_scale=softmax_scale, window_left=window_left, window_right=window_right,
@@ -427,7 +427,7 @@ def plan_varlen_attention_bwd(
 
 
 def varlen_attention_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """`fastformer::varlen_attention_bwd`: (dq, dk, dv)."""
+    """Implements `fastformer::varlen_attention_bwd`; returns (dq, dk, dv)."""
     return plan_varlen_attention_bwd(*args)(*args)
 
 
@@ -442,7 +442,7 @@ def describe_dense(
     dropout_seed: Tensor | None,
     softcap: float = 0.0,
 ) -> Problem:
-    """A dense call's facts, from its op's arguments."""
+    """Returns the description of a dense call, given the arguments of the op."""
     return describe(
         q, k, lengths="dense" if seqlens_k is None else "seqlens_k", seqlens_q=None, seqlens_k=seqlens_k,
         seqlen_q=q.shape[1], seqlen_k=k.shape[1], softmax_scale=softmax_scale, window_left=window_left,

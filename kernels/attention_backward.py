@@ -1,18 +1,19 @@
-"""Attention, backward: dQ, dK, dV (and the gradient of an additive mask) from out and lse; the matrix is recomputed.
+"""Attention, backward: dQ, dK, dV (and the gradient of an additive mask) from out and lse; scores are recomputed.
 
     P  = exp(scale * Q K^T + mask - lse)            dV = dropout(P)^T dO
     dP = dropout'(dO V^T)                           dS = P * (dP - delta),  delta = rowsum(dO * out)
     dK = scale * dS^T Q                             dQ = scale * dS K
 
-(under a soft cap c of the scores, with dS * (1 - tanh^2(scale * Q K^T / c)) in place of dS)
+(With a soft cap c of the scores, dS * (1 - tanh^2(scale * Q K^T / c)) takes the place of dS.)
 
-`_rows_kernel` goes first: delta, lse with +inf for an empty row (so that its P is 0), and zeros where dQ is added up.
-`_dkdv_kernel` owns BLOCK_N keys of one query head and walks over the rows that see them: five products when it also
-adds dS K into an fp32 dQ with atomics, four when it does not. It works on transposed tiles, so that P^T and dS^T enter
-the next products from registers. One key block in all: dQ is stored, not added, and each row's P and delta are summed
-anew instead of taken from lse and out. `_round_dq_kernel` rounds a dQ that was added up.
-`_dq_kernel` (its own file) is the other half of the deterministic form: 4 + 3 = 7 products, nothing added in an order
-of chance. Configs marked `split` take that form too, where five products' registers would spill.
+`_rows_kernel` runs first: it computes delta, sets lse to +inf for empty rows (so that their P is 0), and zeroes dQ if
+it will be summed with atomics. A program of `_dkdv_kernel` owns BLOCK_N keys of one query head and loops over the rows
+that see them, with five products if it also adds dS K to an fp32 dQ with atomics, else four. It works on transposed
+tiles, so that P^T and dS^T enter the next products from registers. If there is only one block of keys, dQ is stored and
+not added, and the sums for P and delta of each row are recomputed instead of taken from lse and out. `_round_dq_kernel`
+rounds a dQ that was summed. `_dq_kernel` (in its own file) is the second half of the deterministic variant, which has 4
++ 3 = 7 products and a fixed order of summation. Configs marked `split` use this variant too, because five products
+would spill.
 fp32: scores, P, dP, dS, delta and all accumulators; P and dS are rounded to the inputs' dtype for the products.
 """
 
@@ -59,7 +60,7 @@ from fastformer.kernels._launch import Launch, architecture, cdiv, stride_unit
 
 
 def _dkdv_products(arguments: dict[str, Any]) -> list[int]:
-    """The rows of each product's result, for the two copies of the loop: K Q^T, V dO^T, P^T dO, dS^T Q and dS K."""
+    """Returns the rows of the result of each product, in both loops: K Q^T, V dO^T, P^T dO, dS^T Q and dS K."""
     dq = [] if arguments["DQ"] == "none" else [arguments["BLOCK_M"]]
     return 2 * ([arguments["BLOCK_N"]] * 4 + dq)
 
@@ -86,9 +87,10 @@ def _rows_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """delta = rowsum(out * dout), lse with +inf for empty rows, dq = 0: for BLOCK_M rows of one plane of lse.
+    """Computes delta = rowsum(out * dout), lse with +inf for empty rows, and dq = 0, for BLOCK_M rows of a plane of
+    lse.
 
-    dq_ptr: None where no program adds to dq.
+    dq_ptr: None if no program adds to dq.
     """
     plane = tl.program_id(0) // num_blocks
     first_row = (tl.program_id(0) % num_blocks) * BLOCK_M
@@ -114,7 +116,7 @@ def _rows_kernel(
 
 @triton.jit
 def _round_dq_kernel(sum_ptr, dq_ptr, num_elements, BLOCK_N: tl.constexpr):
-    """dq in its own dtype out of the sum in fp32."""
+    """Rounds the fp32 sum to dq."""
     at = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     dq = tl.load(sum_ptr + at, mask=at < num_elements)
     tl.store(dq_ptr + at, dq.to(dq_ptr.dtype.element_ty), mask=at < num_elements)
@@ -160,16 +162,17 @@ def _dkdv_kernel(
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dk and dv of BLOCK_N keys of one query head, and their share of dq and dmask; arguments as forward's.
+    """Computes dk and dv of BLOCK_N keys of one query head, and their part of dq and dmask. Arguments are as in
+    forward.
 
-    DQ: "atomic", "store" (this is the one key block of its head) or "none"; DMASK: "atomic", "store" or "none".
+    DQ: "atomic", "store" (there is only one block of keys) or "none"; DMASK: "atomic", "store" or "none".
     """
-    # The first keys of a causal matrix have the most rows, so their blocks start first.
+    # Under a causal mask, most rows see the first keys, so these blocks start first.
     block, plane, where, starts, bounds = locate(planes, lengths, LENGTHS, window[0] is not None and window[1] is None)
     batch, head, kv_head = where
     start_q, start_k = starts
     len_q, len_k, _ = bounds
-    # Rows of dk and dv that exist: those beyond seqlens_k get zeros.
+    # The number of rows of dk and dv; those beyond seqlens_k get zeros.
     stored_k = len_k
     if LENGTHS == "seqlens_k":
         stored_k = len_k * 0 + lengths[3]
@@ -197,13 +200,13 @@ def _dkdv_kernel(
     v = load_tile(v_ptr, first_key, len_k, v_strides[1] * UNIT, BLOCK_N, HEAD_DIM, BLOCK_D, True)
     dk = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
-    # A mask that all rows share is the same in every step.
+    # A mask that all rows share is loaded only once.
     key_mask = 0.0
     if MASK == "bool_keys" or MASK == "additive_keys":
         key_mask = load_mask(mask_ptr, mask_strides, 0, columns[:, None], first_key, bounds, MASK, False, True)
     first, full_first, full_last, last = row_range(first_key, bounds, window, BLOCK_M, BLOCK_N)
     if DQ == "store":
-        # The one key block writes dq of every row, also of those that see no key.
+        # The only block of keys writes dq of every row, including those that see no key.
         first = first * 0
         last = len_q
     TWO_ENDS: tl.constexpr = window[1] is not None or DQ == "store"
@@ -233,7 +236,8 @@ def _dkdv_kernel(
                 delta = tl.load(delta_ptr + rows)
             p = softmax_weights(s, scale, row_lse[None, :], EXACT)  # (BLOCK_N, BLOCK_M)
             if DQ == "store":
-                # All keys of a row are here, so that neither its lse nor its output, rounded both, need be relied upon.
+                # All keys of a row are in this tile, so neither its lse nor its output is needed, which are both
+                # rounded.
                 total = tl.sum(p, 0)
                 p = p / tl.where(total > 0.0, total, 1.0)[None, :]
             dout = load_tile(dout_ptr, start, len_q, dout_strides[1] * UNIT, BLOCK_M, HEAD_DIM, BLOCK_D, CHECK)
@@ -291,11 +295,11 @@ def plan_backward(
     config: Config | None = None,
     dq_config: Config | None = None,
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """What is left of the backward pass for calls of this geometry.
+    """Plans the backward pass for calls of this geometry.
 
     Returns:
         (dout, q, k, v, out, lse, attn_mask, seqlens_q, seqlens_k, dropout_seed, work_counter=None) -> (dq, dk, dv,
-        dmask); `work_counter` as to `launch_backward`.
+        dmask). For `work_counter`, see `launch_backward`.
     """
     packed = problem.lengths == "packed"
     is_copied = not all(is_readable(x) for x in (q, k, v, dout, out))
@@ -304,7 +308,7 @@ def plan_backward(
     if is_empty:
         return functools.partial(_nothing, needs_mask_grad)
     new = torch.Tensor.new_zeros if packed else torch.Tensor.new_empty
-    # Each query head has programs of its own, and a group's shares of dk and dv are added up afterwards.
+    # Each query head has its own programs, and the dk and dv of the heads of a group are added afterwards.
     shared_heads = problem.group > 1
     per_head = (*k.shape[:-2], problem.num_heads, problem.head_dim)
     dtype, grad_dtype = q.dtype, torch.float32 if shared_heads else k.dtype
@@ -315,7 +319,7 @@ def plan_backward(
     deterministic = torch.are_deterministic_algorithms_enabled()
     if problem.seqlen_k <= config.block_n:
         dq_mode = "store"
-    elif deterministic or (config.split and not by_hopper):  # the plain form's tile is split, not that of sm_90's own
+    elif deterministic or (config.split and not by_hopper):  # `split` is for the generic kernel, not for sm_90's
         dq_mode = "none"
     else:
         dq_mode = "atomic"
@@ -384,14 +388,14 @@ def plan_backward(
             q, k, v, dout, out = (readable(x) for x in (q, k, v, dout, out))
         if packed or shared_heads:
             dk, dv = new(k, per_head, dtype=grad_dtype), new(v, per_head, dtype=grad_dtype)
-        else:  # what asks for memory in the least time
+        else:  # the fastest way to allocate
             dk = torch.empty_like(k, memory_format=torch.contiguous_format)
             dv = torch.empty_like(v, memory_format=torch.contiguous_format)
         if adds:
             dq = torch.empty_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
         else:
             dq = new(q, q.shape)
-        # Skipped blocks of the mask's gradient stay 0.
+        # Skipped blocks of the mask's gradient must be 0.
         dmask = None if dmask_mode == "none" else q.new_zeros(dmask_shape, dtype=dmask_dtype)
         delta, row_lse = torch.empty_like(lse), torch.empty_like(lse)
         run_rows(out, dout, lse, delta, row_lse, dq if adds else None, num_heads, rows, rows_blocks, *row_strides)
@@ -434,7 +438,7 @@ def _nothing(
     needs_mask_grad: bool, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     attn_mask: Tensor | None, *_: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients where there are no queries or no keys."""
+    """Returns the gradients if there are no queries or no keys."""
     mask = attn_mask if needs_mask_grad and attn_mask is not None else q.new_empty(0)
     return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape), mask.new_zeros(mask.shape)
 
@@ -454,7 +458,7 @@ def launch_backward(
     dq_config: Config | None = None,
     work_counter: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Runs the backward kernels on a described call. Tests pass configs and `work_counter` as to `launch_forward`."""
+    """Runs the backward kernels. Tests pass configs and `work_counter`, as for `launch_forward`."""
     backward = plan_backward(
         dout, q, k, v, out, lse, attn_mask, problem, needs_mask_grad, config=config, dq_config=dq_config
     )
@@ -464,10 +468,11 @@ def launch_backward(
 
 
 def _dmask_buffer(attn_mask: Tensor, problem: Problem, deterministic: bool) -> tuple[str, tuple[int, ...], torch.dtype]:
-    """How the gradient of an additive mask is written, and the shape and dtype of the zeros that it is written to.
+    """Returns how the gradient of an additive mask is written, and the shape and dtype of its zeroed buffer.
 
-    A mask shared by batches or heads adds up in fp32 by atomics. One shared by rows or keys, and any shared one in the
-    deterministic form, takes the full matrix in fp32, summed afterwards: atomics would meet at one address.
+    If batches or heads share the mask, atomics sum the gradient in fp32. If rows or keys share it, and for any shared
+    mask in the deterministic variant, the full matrix is stored in fp32 and summed afterwards, because atomics would
+    contend for the same addresses.
     """
     full = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
     if attn_mask.shape == full:

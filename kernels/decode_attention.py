@@ -1,27 +1,27 @@
-"""Attention of one or a few queries against a key-value cache, which their own keys and values enter in the same pass.
+"""Attention of one or a few queries to a KV cache, to which their own keys and values are appended in the same pass.
 
-A decoding step reads every key and value once and computes little with them, so memory decides. A program owns a tile
-of rows for one K/V head: all heads of the group and all queries of one row of the batch, and, where rows of the batch
-read the cache through cache_batch_idx (the beams of one source), several rows that stand side by side. It walks over
-the blocks of keys of the distinct cache rows among them and loads each block once, however many rows read
-it. Rows that a block is not for take no part in it; tl.dot works on 16 rows at least, so they cost nothing.
+A decode step reads every key and value once and computes little with them, so it is memory-bound. A program owns a tile
+of rows for one K/V head: all query heads of the group and all queries of a batch row. If batch rows read the cache
+through cache_batch_idx (the beams of one source), a tile has several consecutive batch rows. The program walks over the
+blocks of keys of the distinct cache rows among them, and loads each block once for all rows that read it. The other
+rows of the tile are masked, which costs nothing, because tl.dot needs at least 16 rows.
 
-The walk is divided among `num_splits` programs, evenly whatever the lengths are: they are read on the device, and the
-grid depends on shapes alone, so a CUDA graph replays it with other lengths. A program without a share leaves at once.
-What the programs of a tile found is merged by a second kernel, where there are several.
+The walk is divided evenly among `num_splits` programs. Lengths are read on the device, and the grid depends only on
+shapes, so a CUDA graph can be replayed with other lengths. A program without any blocks returns immediately. If there
+are several programs per tile, a second kernel merges their results.
 
-The program that begins a walk also writes the new keys and values into the cache. No program reads them there: their
-blocks come from k and v, so that no program waits for another.
+The first program of a walk also writes the new keys and values to the cache. No program reads them from there: the
+blocks of new tokens are read from k and v, so that no program waits for another.
 
-Where rotary tables are given, queries are turned as they are read, by their positions in the cache. The walk ends at
-the new tokens then: the program with its last share, which is the shortest, turns the new keys, writes them and attends
-to them in blocks of their own. So a step is two launches less, and the walk itself is as it is without new tokens.
+With rotary tables, queries are rotated as they are read, by their positions in the cache. The walk then ends before the
+new tokens: the program with the last part of the walk, which is the shortest, rotates the new keys, writes them, and
+attends to them in separate blocks. This saves two launches per step, and the walk is the same as without new tokens.
 
-Bytes: (keys + new) * head_dim * 2 a K/V head of each distinct row, q and out, 4 a key for a slot table; in splits
-another 8 * head_dim a row of out and share; of the rotary tables 4 * rotary_dim a new token. FLOPs: 4 * keys * head_dim
-a query and head, 16 / rows of the tile times as many in the tensor cores. fp32: scores, softmax statistics (in units of
-log2), the accumulator, partial results, rotations. P is rounded to V's dtype for the second product. fp32 inputs are
-multiplied as three TF32 products each.
+Bytes: (keys + new) * head_dim * 2 per K/V head of each distinct row, q and out, 4 per key for a slot table; with
+splits, another 8 * head_dim per row of out and split; 4 * rotary_dim per new token for the rotary tables. FLOPs: 4 *
+keys * head_dim per query and head, and 16 / rows of the tile times as many in the tensor cores. fp32: scores, softmax
+statistics (in units of log2), the accumulator, partial results, rotations. P is rounded to V's dtype for the second
+product. fp32 inputs are multiplied as three TF32 products.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ from fastformer.kernels._launch import (
 from fastformer.kernels._softcap import soft_capped
 from fastformer.kernels.rotary import load_turned
 
-# The rows of each product's result.
+# The number of rows in the result of each product.
 PRODUCTS = {"_decode_attention_kernel": lambda a: [a["BLOCK_M"]] * (4 if a["HALF"] else 2)}
-# Arguments whose values must not make another binary: Triton compiles apart for 1 and for multiples of 16.
+# Arguments whose values must not lead to another binary: Triton specialises on 1 and on multiples of 16.
 _COUNTS = [
     "sizes", "window_left", "q_strides", "k_cache_strides", "v_cache_strides", "k_strides", "v_strides",
     "integer_strides", "rotary",
@@ -64,14 +64,14 @@ _COUNTS = [
 
 @triton.jit
 def _integers(ptr, stride, rows, here, least, end):
-    """(those of `rows`, whether they are in [least, end)); values outside are cut, so that no other memory is read."""
+    """Returns (the integers of `rows`, whether they are in [least, end)). Others are clamped, for memory safety."""
     found = tl.load(ptr + rows.to(tl.int64) * stride, mask=here, other=least)
     return tl.maximum(tl.minimum(found, end - 1), least), (found >= least) & (found < end)
 
 
 @triton.jit
 def _token_ptrs(ptr, strides, head, row, positions, slots, TABLE: tl.constexpr, UNIT: tl.constexpr):
-    """Where tokens of a cache begin, of one head: by their slots or, without a table, by their row and positions."""
+    """Returns pointers to tokens of one head in a cache: by slots or, without a table, by row and position."""
     ptr += head.to(tl.int64) * strides[2] * UNIT
     if TABLE:
         return ptr + slots.to(tl.int64) * strides[1] * UNIT
@@ -80,14 +80,14 @@ def _token_ptrs(ptr, strides, head, row, positions, slots, TABLE: tl.constexpr, 
 
 @triton.jit
 def _query_ptrs(ptr, strides, rows, queries, heads, UNIT: tl.constexpr):
-    """Where heads of queries begin."""
+    """Returns pointers to query heads."""
     offsets = rows.to(tl.int64) * strides[0] + queries.to(tl.int64) * strides[1]
     return ptr + (offsets + heads.to(tl.int64) * strides[2]) * UNIT
 
 
 @triton.jit
 def _slots(table_ptr, strides, row, positions, here, TABLE: tl.constexpr):
-    """Which tokens of a store the positions of a row are; the positions themselves without a table."""
+    """Returns the slots of positions of a row; without a table, the positions themselves."""
     if TABLE:
         entries = row.to(tl.int64) * strides[2] + positions.to(tl.int64) * strides[3]
         return tl.load(table_ptr + entries, mask=here, other=0)
@@ -97,7 +97,7 @@ def _slots(table_ptr, strides, row, positions, here, TABLE: tl.constexpr):
 
 @triton.jit
 def _block_of_row(step, begins, ends, rows, firsts, lasts, BLOCK_N: tl.constexpr):
-    """The step-th block of a walk over several rows: (row, first position, the row's end)."""
+    """Returns the step-th block of a walk over several rows: (row, first position, end of the row)."""
     this = (begins <= step) & (step < ends)
     row = tl.sum(tl.where(this, rows, 0), 0)
     start = tl.sum(tl.where(this, firsts + (step - begins) * BLOCK_N, 0), 0)
@@ -106,7 +106,7 @@ def _block_of_row(step, begins, ends, rows, firsts, lasts, BLOCK_N: tl.constexpr
 
 @triton.jit
 def _copy_tokens(from_ptrs, to_ptrs, here, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Copies one head of tokens that begin at (tokens,) pointers."""
+    """Copies one head of tokens, given (tokens,) pointers."""
     dims = tl.arange(0, BLOCK_D)[None, :]
     here = here[:, None] & (dims < HEAD_DIM)
     tl.store(to_ptrs[:, None] + dims, tl.load(from_ptrs[:, None] + dims, mask=here), mask=here)
@@ -114,17 +114,17 @@ def _copy_tokens(from_ptrs, to_ptrs, here, HEAD_DIM: tl.constexpr, BLOCK_D: tl.c
 
 @triton.jit
 def _attend(s, v_ptrs, dims, here, visible, member, state, PRECISION: tl.constexpr):
-    """One step of the online softmax: (acc, weight, peak) with a block of keys and values.
+    """Runs a step of the online softmax with a block of keys and values; returns (acc, weight, peak).
 
     Args:
         s: (BLOCK_M, keys) scores; `visible`: which of them count.
-        v_ptrs: (keys,) where the values begin; `here`: which of (keys, dims) are there.
-        member: (BLOCK_M,) the rows that the block is for; None: all.
+        v_ptrs: (keys,) pointers to the values; `here`: which of (keys, dims) exist.
+        member: (BLOCK_M,), which rows read this block; None: all.
     """
     acc, weight, peak = state
     s = tl.where(visible, s, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(s, 1))
-    # A row that has seen nothing yet has peak -inf, and -inf - -inf is NaN.
+    # A row that has seen no key yet has peak -inf, and -inf - -inf is NaN.
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     p = tl.exp2(s - base[:, None])
     fade = tl.exp2(peak - base)
@@ -132,14 +132,14 @@ def _attend(s, v_ptrs, dims, here, visible, member, state, PRECISION: tl.constex
     v = tl.load(v_ptrs[:, None] + dims[None, :], mask=here, other=0.0)
     sums = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
     if member is not None:
-        # 0 * inf is NaN: values of one source must not reach the rows of another.
+        # 0 * inf is NaN, so values of one source must not be multiplied into the rows of another.
         sums = tl.where(member[:, None], sums, acc)
     return sums, weight, new_peak
 
 
 @triton.jit
 def _visible(positions, aligned, seen, window_left, IS_CAUSAL: tl.constexpr):
-    """(BLOCK_M, keys): which of the keys at `positions`, where `seen`, each query sees."""
+    """Returns (BLOCK_M, keys): which keys at `positions`, among those with `seen`, each query sees."""
     visible = seen[None, :]
     if IS_CAUSAL:
         visible = visible & (positions[None, :] <= aligned[:, None])
@@ -185,16 +185,16 @@ def _decode_attention_kernel(
     BLOCK_NEW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A share of the walk of one tile and K/V head: its rows of out or, in splits, what `_merge_kernel` makes them of.
+    """Runs one split of the walk of a tile and K/V head. It writes rows of out or, with splits, input of
+    `_merge_kernel`.
 
     sizes: (batch, seqlen_q, group, num_kv_heads, cache_batch, max_seqlen, num_tokens, seqlen_new, num_splits), where
-    num_tokens are those of the store behind a table; scale, softcap (or None): of the scores, times log2(e); strides:
-    (row, token, head) in UNITs; integer_strides: of the lengths, of cache_batch_idx, of the table's rows and columns.
-    rotary: (cos, sin, their positions, strides of their rows in TABLE_UNITs), or None. ROWS: rows of the batch in a
-    tile; more than one only through cache_batch_idx, and then there is no rotary. HALF: half of what is turned of a
-    head, 0 = nothing.
-    partial_ptr, stats_ptr: see `_merge_kernel`; None without splits. BLOCK_NEW: new tokens that are copied at once, and
-    with rotary attended to, 0 = none.
+    num_tokens is the number of slots; scale, softcap (or None): those of the scores, times log2(e); strides:
+    (row, token, head) in UNITs; integer_strides: those of the lengths, of cache_batch_idx, and of the table's rows and
+    columns. rotary: (cos, sin, number of positions, row strides in TABLE_UNITs), or None. ROWS: batch rows per tile;
+    more than one only with cache_batch_idx and without rotary. HALF: half of the number of rotated features of a head;
+    0: no rotation. partial_ptr, stats_ptr: see `_merge_kernel`; None without splits. BLOCK_NEW: the number of new
+    tokens that are copied (with rotary, also attended to) at once; 0: there are none.
     """
     batch, seqlen_q, group, num_kv_heads, cache_batch, max_seqlen, num_tokens, seqlen_new, num_splits = sizes
     TABLE: tl.constexpr = table_ptr is not None
@@ -205,7 +205,7 @@ def _decode_attention_kernel(
     room = max_seqlen - seqlen_new
     rows_of_one = seqlen_q * group
 
-    # Which query and head each row of the tile is, and which keys the tile sees: [first, last) of each cache row.
+    # The query and head of each row of the tile, and the keys [first, last) of each cache row that the tile sees.
     m = tl.arange(0, BLOCK_M)
     if ROWS == 1:
         tiles_of_one = tl.maximum(tl.cdiv(rows_of_one, BLOCK_M), 1)
@@ -246,7 +246,7 @@ def _decode_attention_kernel(
         firsts = lasts * 0
         if window_left is not None:
             firsts = tl.maximum(lasts - seqlen_q - window_left, 0)
-        # A row that stands before has what this one needs.
+        # An earlier row of the tile has the same cache row.
         before = (cache_rows[:, None] == cache_rows[None, :]) & (r[None, :] < r[:, None])
         repeats = tl.sum(before.to(tl.int32), 1)
         blocks = tl.where(repeats == 0, tl.cdiv(tl.maximum(lasts - firsts, 0), BLOCK_N), 0)
@@ -255,7 +255,7 @@ def _decode_attention_kernel(
         num_blocks = tl.sum(blocks, 0)
     query = inside // group
     head = kv_head * group + inside % group
-    aligned = totals - seqlen_q + query  # the position of the key that stands beside each query
+    aligned = totals - seqlen_q + query  # the position of each query among the keys
     is_right = has_row & has_room
     if HALF > 0:
         is_right = is_right & (total <= rotary[2])
@@ -269,14 +269,14 @@ def _decode_attention_kernel(
         peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
 
     if BLOCK_NEW > 0:
-        # Each new token of a head is written once: by the first tile's program with the first share or, turned, where
-        # it is attended to.
+        # Each new token of a head is written once: by the first split of the first tile or, if it is rotated, by the
+        # program that attends to it.
         writes = first_inside == 0
         if HALF > 0:
             new_tokens = tl.where(split == num_splits - 1, tl.where(writes, seqlen_new, last_new), 0)
         else:
             new_tokens = tl.where((split == 0) & writes, seqlen_new, 0)
-        # Loads ahead would take the turned tokens' tables twice, with large heads more than an SM's shared memory.
+        # Pipelined loads would need the rotary tables twice, which for large heads exceeds an SM's shared memory.
         for start in tl.range(0, new_tokens, BLOCK_NEW, num_stages=1 if HALF > 0 else None):
             tokens = start + tl.arange(0, BLOCK_NEW)
             new = tokens < seqlen_new
@@ -306,7 +306,7 @@ def _decode_attention_kernel(
                 _copy_tokens(new_k, k_to, stored, HEAD_DIM, BLOCK_D)
             _copy_tokens(new_v, v_to, stored, HEAD_DIM, BLOCK_D)
 
-    # The weight of a row that has seen no key. A kernel can't raise an error: a bad length, row or slot gives NaN.
+    # The initial weight of a row. A kernel can't raise an error, so an invalid length, row or slot gives NaN.
     nothing = tl.where(is_right, 0.0, float("nan")) + m * 0.0
 
     share = tl.cdiv(num_blocks, num_splits)
@@ -342,7 +342,7 @@ def _decode_attention_kernel(
         k_ptrs = _token_ptrs(k_cache_ptr, k_cache_strides, kv_head, cache_row, positions, slots, TABLE, UNIT)
         v_ptrs = _token_ptrs(v_cache_ptr, v_cache_strides, kv_head, cache_row, positions, slots, TABLE, UNIT)
         if BLOCK_NEW > 0 and HALF == 0:
-            # The new ones are on their way into the cache: they are read where they come from.
+            # New tokens may not be in the cache yet, so they are read from k and v.
             tokens = positions - filled
             new_k = _token_ptrs(k_ptr, k_strides, kv_head, batch_row, tokens, tokens, False, UNIT)
             new_v = _token_ptrs(v_ptr, v_strides, kv_head, batch_row, tokens, tokens, False, UNIT)
@@ -361,7 +361,7 @@ def _decode_attention_kernel(
             member = wanted == cache_row
             visible = visible & member[:, None]
         acc, weight, peak = _attend(s, v_ptrs, dims, here, visible, member, (acc, weight, peak), PRECISION)
-        # The slots of the next block, a step ahead: loads of keys that would wait for them are not pipelined.
+        # Load the slots of the next block a step ahead, because loads of keys that wait for slots are not pipelined.
         if ROWS == 1:
             start += BLOCK_N
         else:
@@ -369,7 +369,7 @@ def _decode_attention_kernel(
         positions = start + tl.arange(0, BLOCK_N)
         slots = _slots(table_ptr, integer_strides, cache_row, positions, positions < last, TABLE)
 
-    # A row that saw nothing has weight 0, and out is 0.
+    # A row that saw no key has weight 0, and its out is 0.
     if partial_ptr is not None:
         tl.store(stats_ptrs, peak, mask=real)
         tl.store(stats_ptrs + 1, weight, mask=real)
@@ -392,10 +392,11 @@ def _merge_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One row of out, from what `num_splits` programs found, weighted by how much of the softmax each saw.
+    """Merges the results of `num_splits` programs into a row of out, weighted by their parts of the softmax.
 
-    partial_ptr: (rows, num_splits, HEAD_DIM) sums of weighted values, written where a weight is not 0; stats_ptr:
-    (rows, num_splits, 2) largest score and sum of the weights. SPLITS: num_splits as a power of two.
+    partial_ptr: (rows, num_splits, HEAD_DIM) weighted sums of values, written only if the weight is not 0; stats_ptr:
+    (rows, num_splits, 2), the largest score and the sum of the weights. SPLITS: num_splits rounded up to a power of
+    two.
     """
     row = tl.program_id(0).to(tl.int64)
     stats_ptr += row * num_splits * 2
@@ -429,7 +430,7 @@ def why_unsupported(
     sin: Tensor | None,
     **_: object,
 ) -> str | None:
-    """Why the kernel can't take a call of decode_attention; None if it can."""
+    """Returns why the kernel doesn't support a call of decode_attention, or None if it does."""
     if (reason := unsupported_dtype(*(x.dtype for x in (q, cos, sin) if x is not None))) is not None:
         return reason
     if q.shape[-1] > 256:
@@ -458,7 +459,7 @@ def decode_attention(
     interleaved: bool,
     softcap: float = 0.0,
 ) -> Tensor:
-    """`fastformer::decode_attention`: out; k and v are in the cache then."""
+    """Implements `fastformer::decode_attention`; returns out, and appends k and v to the cache."""
     out = q.new_empty(q.shape)
     batch, seqlen_q, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
@@ -466,13 +467,13 @@ def decode_attention(
         return out
     seqlen_new = 0 if k is None else k.shape[1]
     cache_batch, max_seqlen = (k_cache if slot_table is None else slot_table).shape[:2]
-    # Without new tokens the caches stand in their place; nothing is read from there.
+    # Without new tokens, the caches are placeholders for them, which are not read.
     q, k, v = (
         x if x.stride(-1) == 1 else x.contiguous()
         for x in (q, k_cache if k is None else k, v_cache if v is None else v)
     )
     if window_left is not None:
-        # A window that reaches the first key from the last hides nothing.
+        # A window that reaches from the last key to the first hides nothing.
         window_left = None if window_left >= max_seqlen - 1 else max(window_left, -FAR)
 
     config = config_of(q)
@@ -531,6 +532,6 @@ def decode_attention(
 
 
 def strides_of(x: Tensor, unit: int) -> tuple[int, int, int]:
-    """(row, token, head) strides in `unit`s. Blocks of one token lie as far apart as their tokens."""
+    """Returns (row, token, head) strides in `unit`s. For blocks of one token, that of a token is that of a block."""
     row, token, head = x.stride()[:3]
     return row // unit, (row if x.shape[1] == 1 else token) // unit, head // unit

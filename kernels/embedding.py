@@ -1,20 +1,20 @@
-"""Token embedding: gather, scale, position and dropout in one pass; gradients summed in one order.
+"""Token embedding: gather, scale, positions and dropout in one pass; gradients are summed in a fixed order.
 
-Forward, a program takes some tokens and up to 1024 columns: it reads the token's row and the position's, and writes
-their sum. Rows of the padding id are not read.
+In forward, a program handles some tokens and up to 1024 columns: it reads the rows of the token and of the position,
+and writes their sum. Rows of the padding id are not read.
 
-Backward sorts the ids, so that all tokens of an id stand together, and sums them in two steps, in one order always. The
-sorted tokens are cut into chunks of CHUNK. Within a chunk the first token of each run of equal ids adds up the run's
-rows of dout; a run that lies in one chunk goes straight to its row of dweight, one that goes on leaves an fp32 sum for
-each chunk, and a second kernel adds these. So a word that makes up a tenth of the batch is summed by many programs.
-The gradient of a learned position table is the same sum with positions in the place of ids (in order they need no
-sort). Nothing depends on a number that the host would have to wait for. On request atomics add the tokens up as they
-come, in fp32: no sort, but no order either.
+Backward sorts the ids, so that all tokens of an id are adjacent, and sums them in two steps, always in the same order.
+The sorted tokens are split into chunks of CHUNK. Within a chunk, the first token of each run of equal ids adds the rows
+of dout of the run. If the run is in one chunk only, its sum is written to dweight; if it spans several chunks, each
+leaves an fp32 sum, and a second kernel adds these. So many programs sum a word that makes up a tenth of the batch.
+The gradient of a learned position table is the same sum with positions instead of ids (consecutive positions need no
+sort). Nothing depends on a number for which the host would have to wait. On request, atomics add the tokens in fp32 in
+any order, without a sort.
 
-Bytes an element of tokens * dim in half dtypes: forward 6 (the token's and the position's row, out; the table stays
-in L2: 4), backward 2 of dout for each table that learns, and the gradient of the whole table once, zeros included: 4
-(zeroed, and written where tokens are). FLOPs: 2 an element, 12 more for dropout. Kept for backward: ids and positions.
-fp32: sums and products, rounded once.
+Bytes per element of tokens * dim in half dtypes: forward 6 (the rows of the token and of the position, out), or 4 if
+the position table stays in L2; backward 2 (dout) for each table that has a gradient, and 4 per element of the table's
+gradient (zeroed, and written for its tokens). FLOPs per element: 2, and 12 more for dropout. Saved for backward: ids
+and positions. fp32: sums and products, rounded once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from fastformer.kernels._rows import as_rows, existing, load_rows, row_ptrs, sto
 
 CHUNK = 64
 
-# Arguments whose value must not make another binary.
+# Arguments whose values must not lead to another binary.
 _COUNTS = ["num_tokens", "seqlen", "num_embeddings", "num_positions", "padding_idx", "skipped", "dropout"]
 _COUNTS += ["weight_row", "table_row", "dout_row", "num_chunks", "num_rows"]
 
@@ -67,7 +67,7 @@ def _embedding_fwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """BLOCK_N columns of BLOCK_M tokens. Without table_ptr no positions."""
+    """Computes BLOCK_N columns of BLOCK_M tokens. table_ptr: None without positions."""
     tokens = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     first_column = tl.program_id(1) * BLOCK_N
     columns = first_column + tl.arange(0, BLOCK_N)
@@ -76,7 +76,7 @@ def _embedding_fwd_kernel(
     ids = tl.load(ids_ptr + tokens, mask=real, other=0).to(tl.int64)
     known = (ids >= 0) & (ids < num_embeddings)
     tl.device_assert(known, "a token id is outside the vocabulary")
-    # One that is outside, where nothing asserts, must not reach other memory.
+    # An id out of range must not read other memory, even if assertions are off.
     reads = here & (known & (ids != padding_idx))[:, None]
     out = load_rows(weight_ptr, ids, weight_row, columns, reads, UNIT) * scale
     if table_ptr is not None:
@@ -105,7 +105,7 @@ def _load_dout(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """BLOCK_N columns of dropout(dout) of some tokens, fp32; 0 where not `here`."""
+    """Loads BLOCK_N columns of dropout(dout) of some tokens as fp32, with 0 where `here` is false."""
     columns = first_column + tl.arange(0, BLOCK_N)
     dout = load_rows(dout_ptr, tokens, dout_row, columns, here, UNIT)
     return drop_tile(dout, tokens, first_column, dropout, BLOCK_M, BLOCK_N)
@@ -130,10 +130,10 @@ def _sum_runs_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """What one run of equal keys in one chunk sums to: into sums_ptr, or partial_ptr where it crosses a chunk's end.
+    """Sums one run of equal keys in a chunk, into sums_ptr, or into partial_ptr if the run crosses a chunk boundary.
 
-    keys_ptr: sorted; order_ptr: the token of each. partial_ptr: (chunks, 2, DIM) fp32: of the run that a chunk starts
-    with, and of the one that it ends with where that is another.
+    keys_ptr: sorted keys; order_ptr: their tokens. partial_ptr: (chunks, 2, DIM) fp32, for the run at the start of a
+    chunk, and for the run at its end if that is another one.
     """
     start = tl.program_id(0)
     first_column = tl.program_id(1) * BLOCK_N
@@ -178,7 +178,7 @@ def _sum_chunks_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The run that starts in a chunk and goes on in the next ones, out of the sums of each."""
+    """Adds the sums of a run that starts in a chunk and continues in the next ones."""
     chunk = tl.program_id(0)
     first = chunk * CHUNK
     key = tl.load(keys_ptr + tl.minimum(first + CHUNK, num_tokens) - 1)
@@ -235,7 +235,7 @@ def _scatter_kernel(
 
 
 def why_unsupported(op_name: str, *, ids: Tensor, **arguments: Any) -> str | None:
-    """Why the kernels can't take a call of embedding_fwd or _bwd; None if they can."""
+    """Returns why the kernels don't support a call of embedding_fwd or _bwd, or None if they do."""
     if op_name == "embedding_fwd":
         weight, table = arguments["weight"], arguments["position_table"]
         dtypes = [weight.dtype] if table is None else [weight.dtype, table.dtype]
@@ -245,7 +245,7 @@ def why_unsupported(op_name: str, *, ids: Tensor, **arguments: Any) -> str | Non
 
 
 def _token_tile(num_tokens: int, dim: int) -> tuple[int, int, int]:
-    """(BLOCK_M, BLOCK_N, num_warps) of a kernel that takes tokens in their order."""
+    """Returns (BLOCK_M, BLOCK_N, num_warps) for a kernel that processes tokens in order."""
     block_n = min(1024, max(8, next_power_of_2(dim)))
     block_m = max(1, min(2048 // block_n, next_power_of_2(num_tokens)))
     return block_m, block_n, max(1, min(4, block_m * block_n // 512))
@@ -262,7 +262,7 @@ def embedding_fwd(
     dropout_seed: Tensor | None,
     atomics: bool,
 ) -> Tensor:
-    """`fastformer::embedding_fwd`: the sum, dropped. `atomics` waits for backward."""
+    """Implements `fastformer::embedding_fwd`; returns the sum after dropout. `atomics` is only used by backward."""
     num_tokens, dim = ids.numel(), weight.shape[1]
     out = weight.new_empty(*ids.shape, dim)
     if num_tokens == 0:
@@ -310,7 +310,7 @@ def _sum_by_key(
     dropout_seed: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """(num_rows, dim): row k is the sum of the rows order[i] of dropout(dout) with keys[i] == k; keys are sorted."""
+    """Returns (num_rows, dim): row k is the sum of rows order[i] of dropout(dout) for keys[i] == k. keys: sorted."""
     num_tokens, dim = dout.shape
     sums = dout.new_zeros(num_rows, dim, dtype=dtype)
     unit = stride_unit(dout)
@@ -359,7 +359,7 @@ def _sum_by_atomics(
     dropout_seed: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """What `_sum_by_key` gives, of keys in any order."""
+    """Returns the result of `_sum_by_key` for keys in any order."""
     num_tokens, dim = dout.shape
     sums = dout.new_zeros(num_rows, dim, dtype=torch.float32)
     unit = stride_unit(dout)
@@ -386,7 +386,7 @@ def _sum_by_atomics(
 
 
 def _sorted(indices: Tensor) -> tuple[Tensor, Tensor]:
-    """(keys, order). As int32, which a radix sort passes over half as often; stable, so that sums repeat."""
+    """Returns (keys, order), sorted as int32 to halve the passes of a radix sort; stable, for reproducible sums."""
     return torch.sort(indices.reshape(-1).to(torch.int32), stable=True)
 
 
@@ -403,7 +403,7 @@ def embedding_bwd(
     dtype: torch.dtype,
     atomics: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`fastformer::embedding_bwd`: (dweight, dposition_table)."""
+    """Implements `fastformer::embedding_bwd`; returns (dweight, dposition_table)."""
     num_tokens, dim = ids.numel(), dout.shape[-1]
     if num_tokens == 0:
         empty = dout.new_zeros(*((num_positions, dim) if num_positions else (0,)), dtype=dtype)

@@ -1,23 +1,23 @@
-"""The feed-forward network: two products that stay apart, each with what surrounds it fused to it.
+"""The feed-forward network: two separate products, each fused with the elementwise work around it.
 
-Forward, hidden = dropout(activation(x weight1^T + bias1)) is one kernel: the product's epilogue adds the bias,
-activates and drops. Backward, the product dhidden = dout weight2 has an epilogue that differentiates the activation,
-drops the same elements, sums dbias1 over its rows and, where forward kept the pre-activation, makes hidden again for
-dweight2. The other four products (hidden weight2^T + bias2, dx, dweight1, dweight2) have nothing to fuse and are
-cuBLAS's.
+In forward, hidden = dropout(activation(x weight1^T + bias1)) is one kernel: the epilogue of the product adds the bias,
+and applies the activation and dropout. In backward, the product dhidden = dout weight2 has an epilogue that
+differentiates the activation, drops the same elements, sums dbias1 over its rows and, if forward saved the
+pre-activation, recomputes hidden for dweight2. The other four products (hidden weight2^T + bias2, dx, dweight1,
+dweight2) have nothing to fuse and use cuBLAS.
 
-The forward product has a second form, a fixed grid of programs with one tile after another, in which a tile's first
-loads run under the epilogue of the tile before; it is off by default (PERSISTENT, also for what it compiles to).
+The forward product has a second variant with a fixed grid, in which each program processes several tiles, and the first
+loads of a tile run during the epilogue of the previous one. It is off by default; see PERSISTENT.
 
-Where cuBLAS is that much faster that a pass over the hidden layer costs less than it gains, it carries those two
-products as well, and one elementwise kernel does the rest (FUSED_GEMM decides).
+If cuBLAS is so much faster that this outweighs a pass over the hidden layer, it computes those two products as well,
+and an elementwise kernel does the rest (FUSED_GEMM decides).
 
-FLOPs: 4 * rows * dim * hidden forward, 8 * rows * dim * hidden backward (one and a half times that for a gate). Bytes
-of the hidden layer in device memory, per element of rows * hidden in half dtypes: fused, forward writes hidden and
-reads it once (4), plus 2 for the pre-activation of gelu and 4 with a gate; backward reads what was saved (2, 2 or 4),
+FLOPs: 4 * rows * dim * hidden forward, 8 * rows * dim * hidden backward (one and a half times that with a gate). Bytes
+of the hidden layer in device memory, per element of rows * hidden in half dtypes: if fused, forward writes hidden and
+reads it once (4), plus 2 for the pre-activation of gelu and 4 with a gate; backward reads the saved tensor (2, 2 or 4),
 writes dpre and reads it twice (6, 6 or 12), and writes and reads hidden again (relu: reads the saved one, 2; others 4).
-The cuBLAS path adds 4 (gelu: 2) forward and 4 backward. Saved for backward: relu's hidden layer, from which a positive
-element tells that it was kept; else the pre-activation alone. fp32: accumulators, activations, dbias1.
+The cuBLAS path adds 4 (gelu: 2) forward and 4 backward. Saved for backward: relu's hidden layer, in which kept positive
+elements are positive; for other activations, only the pre-activation. fp32: accumulators, activations, dbias1.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ from fastformer.kernels._launch import (
     wrong_products,
 )
 
-# The rows of each product's result.
+# The number of rows in the result of each product.
 PRODUCTS = {
     "_linear_activation_kernel": lambda a: [a["BLOCK_M"]] * (2 if a["ACTIVATION"] in GATES else 1),
     "_linear_activation_backward_kernel": lambda a: [a["BLOCK_M"]],
 }
 
-# Arguments whose value must not make another binary: Triton compiles apart for 1 and for multiples of 16.
+# Arguments whose values must not lead to another binary: Triton specialises on 1 and on multiples of 16.
 _COUNTS = ["num_rows", "row_step", "dropout"]
 
 
 @triton.jit
 def _which_tile(pid, num_rows, num_columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(row block, column block) of the pid-th: eight row blocks at a time, so that neighbours find both in L2."""
+    """Returns (row block, column block) of the pid-th tile: eight row blocks at a time, for locality in L2."""
     row_blocks = tl.cdiv(num_rows, BLOCK_M)
     column_blocks = tl.cdiv(num_columns, BLOCK_N)
     group = pid // (8 * column_blocks)
@@ -69,7 +69,7 @@ def _which_tile(pid, num_rows, num_columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.c
 
 @triton.jit
 def _inside(indices, size, BLOCK: tl.constexpr):
-    """Indices to load by, without a mask: indices beyond the matrix read its first entry, which is never stored."""
+    """Returns indices to load without a mask: those beyond the matrix become 0, and their results are never stored."""
     return tl.max_contiguous(tl.multiple_of(tl.where(indices < size, indices, 0), BLOCK), BLOCK)
 
 
@@ -78,9 +78,9 @@ def _product(
     a_ptr, b_ptr, rows, columns, depth, a_strides, b_strides, second_half, EVEN_K: tl.constexpr,
     TWO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a b in fp32; with TWO also the tile `second_half` columns further on (else the first one again)."""
+    """Returns a tile of a b in fp32 and, with TWO, the tile `second_half` columns after it (else the first again)."""
     ks = tl.arange(0, BLOCK_K)
-    # int64: rows * stride passes 2**31 in long batches.
+    # int64, because rows * stride exceeds 2**31 in large batches.
     a_ptrs = a_ptr + rows.to(tl.int64)[:, None] * a_strides[0] + ks[None, :] * a_strides[1]
     b_ptrs = b_ptr + ks[:, None] * b_strides[0] + columns.to(tl.int64)[None, :] * b_strides[1]
     second_offset = tl.cast(second_half, tl.int64) * b_strides[1]
@@ -109,13 +109,13 @@ def _product(
 
 @triton.jit
 def _halves(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The left and the right half of a tile's columns; no element leaves its thread."""
+    """Returns the left and the right half of a tile's columns; no element moves between threads."""
     return tl.split(tl.permute(tl.reshape(tile, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
 
 
 @triton.jit
 def _quarters(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A tile's columns in four parts. All at once, the tiles beside the product's would not fit the registers."""
+    """Splits the columns of a tile into four parts, because whole tiles of all operands don't fit into registers."""
     left, right = _halves(tile, BLOCK_M, BLOCK_N)
     left0, left1 = _halves(left, BLOCK_M, BLOCK_N // 2)
     right0, right1 = _halves(right, BLOCK_M, BLOCK_N // 2)
@@ -127,7 +127,7 @@ def _forward_epilogue(
     pre, up, bias_ptr, pre_ptr, hidden_ptr, dropout, row_block, first_column, num_rows, hidden_dim,
     ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """What follows the product in a tile: bias, activation, dropout; stores hidden, and what backward needs."""
+    """Runs the epilogue of a tile: bias, activation, dropout. Stores hidden, and the pre-activation if it is saved."""
     GATED: tl.constexpr = ACTIVATION == "swiglu" or ACTIVATION == "geglu_tanh"
     rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = first_column + tl.arange(0, BLOCK_N)
@@ -142,7 +142,7 @@ def _forward_epilogue(
         width = hidden_dim
         if GATED:
             width = 2 * hidden_dim
-        # Backward activates what is stored, so forward does too.
+        # Backward uses the stored, rounded values, so forward does too.
         rounded = pre.to(dtype)
         if pre_ptr is not None:
             tl.store(pre_ptr + rows64[:, None] * width + columns[None, :], rounded, mask=here)
@@ -164,7 +164,7 @@ def _activated_tile(
     ACTIVATION: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
-    """The pid-th tile of hidden, and of the pre-activation where backward needs it: see `_linear_activation_kernel`."""
+    """Computes the pid-th tile of hidden, and of the pre-activation if backward needs it."""
     GATED: tl.constexpr = ACTIVATION == "swiglu" or ACTIVATION == "geglu_tanh"
     row_block, column_block = _which_tile(pid, num_rows, hidden_dim, BLOCK_M, BLOCK_N)
     rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -175,7 +175,7 @@ def _activated_tile(
         PRECISION,
     )  # fmt: skip
     first = column_block * BLOCK_N
-    # relu keeps few numbers of an element, and dropout's tiles are 16 columns wide at least.
+    # relu needs few registers per element, and tiles for dropout have at least 16 columns.
     if (ACTIVATION == "relu" and not PERSISTENT) or BLOCK_N < 64:
         _forward_epilogue(
             pre, up, bias_ptr, pre_ptr, hidden_ptr, dropout, row_block, first, num_rows, hidden_dim,
@@ -197,10 +197,10 @@ def _linear_activation_kernel(
     ACTIVATION: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
-    """hidden = dropout(activation(x weight^T + bias)), and what backward needs.
+    """Computes hidden = dropout(activation(x weight^T + bias)), and the pre-activation if backward needs it.
 
-    A program has one tile; PERSISTENT: as many as there are for each program, one after another. Their loops are then
-    one for the compiler, which loads a tile's first operands while the tile before is activated.
+    A program computes one tile; if PERSISTENT, several. The compiler fuses their loops, and so loads the first operands
+    of a tile during the epilogue of the previous one.
     """
     if PERSISTENT:
         num_tiles = tl.cdiv(num_rows, BLOCK_M) * tl.cdiv(hidden_dim, BLOCK_N)
@@ -218,7 +218,7 @@ def _linear_activation_kernel(
 
 @triton.jit
 def _load_saved(saved_ptr, rows64, columns, here, hidden_dim, ACTIVATION: tl.constexpr):
-    """(pre, up) of a tile in fp32; for relu the hidden layer instead of pre; up is pre again without a gate."""
+    """Loads (pre, up) of a tile as fp32. For relu, pre is the hidden layer; without a gate, up is pre."""
     if ACTIVATION == "swiglu" or ACTIVATION == "geglu_tanh":
         ptrs = saved_ptr + rows64[:, None] * (2 * hidden_dim) + columns[None, :]
         pre = tl.load(ptrs, mask=here, other=0.0).to(tl.float32)
@@ -246,13 +246,13 @@ def _differentiate_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Stores dpre and, except for relu, hidden of a tile; returns (dpre, dup) in fp32, zero outside the matrix."""
+    """Stores dpre and, except for relu, hidden of a tile. Returns (dpre, dup) in fp32, zero outside the matrix."""
     dtype = dpre_ptr.dtype.element_ty
     rows64 = rows.to(tl.int64)
     drawn = load_dropout(dropout)
     if dropout[0] is not None:
         if ACTIVATION == "relu":
-            # Positive after dropout means positive before and kept: no mask is drawn again.
+            # An element that is positive after dropout was kept, so the mask need not be generated again.
             dhidden *= drawn[4]
         else:
             keep = keep_mask_tile(rows, first_column, 0, drawn, BLOCK_M, BLOCK_N)
@@ -276,7 +276,7 @@ def _differentiate_tile(
 
 @triton.jit
 def _store_dbias(dbias_ptr, part, dbias, dbias_up, columns, hidden_dim, ACTIVATION: tl.constexpr):
-    """Writes sums over some rows into row `part` of the partial sums."""
+    """Writes sums over some rows to row `part` of the partial sums."""
     width = hidden_dim
     if ACTIVATION == "swiglu" or ACTIVATION == "geglu_tanh":
         width = 2 * hidden_dim
@@ -302,7 +302,7 @@ def _backward_epilogue(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """What follows the product in a tile of dhidden: dpre, hidden, and the sum of dpre over the tile's rows."""
+    """Runs the epilogue of a tile of dhidden: dpre, hidden, and the sum of dpre over the rows of the tile."""
     rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = first_column + tl.arange(0, BLOCK_N)
     here = (rows < num_rows)[:, None] & (columns < hidden_dim)[None, :]
@@ -336,7 +336,7 @@ def _linear_activation_backward_kernel(
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A tile of dhidden = dout weight, turned into dpre (and hidden); its sum over rows goes into a row of dbias."""
+    """Computes a tile of dhidden = dout weight, dpre (and hidden) from it, and their sum over rows, a row of dbias."""
     row_block, column_block = _which_tile(tl.program_id(0), num_rows, hidden_dim, BLOCK_M, BLOCK_N)
     rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -349,7 +349,7 @@ def _linear_activation_backward_kernel(
     EIGHTH: tl.constexpr = BLOCK_N // 8
     quarters = _quarters(dhidden, BLOCK_M, BLOCK_N)
     for part in tl.static_range(4):
-        # Smaller still where there is more of each element; dropout's tiles are 16 columns wide at least.
+        # Even smaller parts if elements need more registers; tiles for dropout have at least 16 columns.
         if ACTIVATION == "relu" or EIGHTH < 16:
             _backward_epilogue(
                 quarters[part], saved_ptr, dpre_ptr, hidden_ptr, dbias_ptr, dropout, row_block, first + part * QUARTER,
@@ -375,7 +375,7 @@ def _activation_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """hidden = dropout(activation(pre)) after a product of cuBLAS's; hidden_ptr may be pre_ptr."""
+    """Computes hidden = dropout(activation(pre)) after a cuBLAS product; hidden_ptr may be pre_ptr."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     first_column = tl.program_id(1) * BLOCK_N
     columns = first_column + tl.arange(0, BLOCK_N)
@@ -403,7 +403,7 @@ def _activation_backward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """dpre (and hidden) of row_step rows after a product of cuBLAS's, their sum over rows into a row of dbias.
+    """Computes dpre (and hidden) of row_step rows after a cuBLAS product, and the sum over rows, a row of dbias.
 
     dpre_ptr or hidden_ptr may be dhidden_ptr: each element is read before it is written, by the same thread.
     """
@@ -437,12 +437,12 @@ def _elementwise_block(hidden_dim: int) -> tuple[int, int]:
     return 2048 // block_n, block_n
 
 
-# Of the elementwise backward kernel: several for every SM, yet few rows of partial sums for dbias.
+# The programs of the elementwise backward kernel: several per SM, but few rows of partial sums for dbias.
 ELEMENTWISE_PROGRAMS = 2048
 
 
 def _tile_of(config: Config, x: Tensor, depth: int) -> dict[str, object]:
-    """A config as the keywords of the kernels with a product."""
+    """Returns a config as keyword arguments of the kernels with a product."""
     return {
         "EVEN_K": depth % config.block_k == 0, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k, "PRECISION": dot_precision(x), "num_warps": config.num_warps,
@@ -458,7 +458,7 @@ def _activated(
     dropout: Dropout,
     needs_saved: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(hidden, saved): dropout(activation(x weight^T + bias)), and what backward needs of it or else (0,)."""
+    """Returns (hidden, saved): dropout(activation(x weight^T + bias)), and the tensor for backward, or (0,)."""
     num_rows, depth = x.shape
     hidden_dim = weight.shape[0] // 2 if activation in GATES else weight.shape[0]
     if not fuses(x, depth, num_rows):
@@ -499,7 +499,7 @@ def _activated_backward(
     dropout: Dropout,
     has_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dpre, hidden, dbias) from dhidden = dout weight; dbias is (0,) without a bias."""
+    """Returns (dpre, hidden, dbias) from dhidden = dout weight; dbias is (0,) without a bias."""
     num_rows, depth = dout.shape
     hidden_dim, columns = weight.shape[1], saved.shape[1]
     fused = fuses(dout, depth, num_rows)
@@ -514,7 +514,7 @@ def _activated_backward(
         dhidden = torch.mm(dout, weight)
     parts = cdiv(num_rows, row_step)
     dbias = dout.new_empty((parts, columns), dtype=torch.float32) if has_bias else None
-    # Where cuBLAS has left dhidden, dpre (or for a gate, where dpre is twice as wide, hidden) takes its place.
+    # dpre overwrites cuBLAS's dhidden. With a gate, dpre is twice as wide, so hidden does.
     dpre = dout.new_empty(num_rows, columns) if dhidden is None or activation in GATES else dhidden
     hidden = saved
     if activation != "relu":
@@ -536,7 +536,7 @@ def _activated_backward(
 
 
 def why_unsupported(op_name: str, *, x: Tensor, **arguments: object) -> str | None:
-    """Why the kernels can't take a call of feed_forward_fwd or _bwd; None if they can."""
+    """Returns why the kernels don't support a call of feed_forward_fwd or _bwd, or None if they do."""
     if (reason := unsupported_dtype(x.dtype)) is not None:
         return reason
     if any(isinstance(a, Tensor) and a.is_floating_point() and a.dtype != x.dtype for a in arguments.values()):
@@ -555,7 +555,7 @@ def feed_forward_fwd(
     dropout_seed: Tensor | None,
     needs_saved: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`fastformer::feed_forward_fwd`: (out, saved)."""
+    """Implements `fastformer::feed_forward_fwd`; returns (out, saved)."""
     rows = x.reshape(-1, x.shape[-1])
     dropout = dropout_arguments(dropout_p, dropout_seed)
     hidden, saved = _activated(rows, weight1, bias1, activation, dropout, needs_saved)
@@ -563,7 +563,7 @@ def feed_forward_fwd(
 
 
 def _weight_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """dy^T x: contiguous for a contiguous weight, for others (views of their transpose) the transpose of such."""
+    """Returns dy^T x: contiguous for a contiguous weight, else (the weight is a transposed view) a transposed view."""
     return torch.mm(dy.T, x) if weight.is_contiguous() else torch.mm(x.T, dy).T
 
 
@@ -579,7 +579,7 @@ def feed_forward_bwd(
     dropout_seed: Tensor | None,
     has_bias2: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`fastformer::feed_forward_bwd`: (dx, dweight1, dbias1, dweight2, dbias2)."""
+    """Implements `fastformer::feed_forward_bwd`; returns (dx, dweight1, dbias1, dweight2, dbias2)."""
     rows, drows = x.reshape(-1, x.shape[-1]), dout.reshape(-1, dout.shape[-1])
     dropout = dropout_arguments(dropout_p, dropout_seed)
     dpre, hidden, dbias1 = _activated_backward(drows, weight2, saved, activation, dropout, bias1 is not None)

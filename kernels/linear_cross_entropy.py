@@ -1,17 +1,17 @@
-"""The last linear map and the cross-entropy by chunks of rows: cuBLAS for the products, one kernel for the loss.
+"""The output projection and the cross-entropy in chunks of rows: cuBLAS for the products, one kernel for the loss.
 
-A chunk of 2k to 4k rows of logits lies in one buffer that every chunk uses again. The kernel reads each row, keeps a
-running maximum, sum of exponentials and (for smoothed labels) sum of logits, and, where gradients are wanted, reads
+A chunk of 2k to 4k rows of logits is in one buffer, which all chunks reuse. The kernel reads each row, computes a
+running maximum, the sum of exponentials and (for smoothed labels) the sum of logits and, if gradients are needed, reads
 it once more, from L2, to overwrite the logits with their gradient. Two products turn that into the chunk's part of dx
 and of dweight; dweight is summed over the chunks in fp32.
 
-FLOPs: 2 * rows * vocab * dim forward, 6 * rows * vocab * dim with gradients (8 where the loss of each row is wanted:
-its backward computes the logits again). Bytes of device memory, beyond x, weight and their gradients: rows * vocab
-logits written and read, and their gradient written and read twice, 2 bytes each in half dtypes; for each chunk after
-the first vocab * dim * 8 of fp32 dweight. Memory held: one chunk of logits, at most the larger of CHUNK_BYTES and
-SMALLEST_CHUNK rows, and dweight in fp32. Few rows of a half dtype are one chunk if it takes no more: dweight is then in
-x's dtype, and without its sum in fp32, vocab * dim * 4 bytes are free for logits. fp32: statistics, losses, the
-exponentials; dlogits are rounded to x's dtype. The number of rows that count never leaves the device.
+FLOPs: 2 * rows * vocab * dim forward, 6 * rows * vocab * dim with gradients (8 for a loss per row, whose backward
+recomputes the logits). Bytes of device memory, beyond x, weight and their gradients: rows * vocab logits written and
+read, and their gradient written and read twice, 2 bytes each in half dtypes; for each chunk after the first,
+vocab * dim * 8 bytes of fp32 dweight. Allocated memory: one chunk of logits, at most the larger of CHUNK_BYTES and
+SMALLEST_CHUNK rows, and dweight in fp32. If few rows of a half dtype fit into this memory as one chunk, dweight is in
+x's dtype, because it needs no sum, and its vocab * dim * 4 bytes are available for logits. fp32: statistics, losses,
+exponentials; dlogits are rounded to x's dtype. The number of rows that are not ignored never leaves the device.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ from fastformer.kernels._softcap import soft_capped
 
 SMALLEST_CHUNK, LARGEST_CHUNK = 2048, 4096
 CHUNK_BYTES = 512 * 2**20
-# Elements of one tile: 16 a thread with 8 warps, enough loads in flight to hide the memory's latency.
+# The elements of a tile: 16 per thread with 8 warps, enough loads in flight to hide the latency of memory.
 TILE = 4096
-# The buffer's rows are padded to this many elements, so that each row can be read 16 bytes at a time in any dtype and
-# cuBLAS finds an aligned leading dimension in any vocabulary.
+# The rows of the buffer are padded to a multiple of this, so that each row can be read 16 bytes at a time in any dtype,
+# and cuBLAS gets an aligned leading dimension for any vocabulary.
 PADDING = 64
 WARPS = 8
-# A peak before any logit. Its product with log2(e) is exact, so that `_power` of it and itself is 0: with a value whose
-# product is rounded the FMA leaves the rounding, 1e30 or so, and 2 to that is inf. Not -inf, since -inf - -inf is NaN.
+# The initial peak. Its product with log2(e) is exact, so that `_power` of it and itself is 0. For a value with a
+# rounded product, the FMA would give the rounding error, about 1e30, and 2 to that power is inf. It can't be -inf,
+# because -inf - -inf is NaN.
 _NO_PEAK = tl.constexpr(-(2.0**126))
 
-# Arguments whose value must not make another binary: Triton compiles apart for 1 and for multiples of 16.
+# Arguments whose values must not lead to another binary: Triton specialises on 1 and on multiples of 16.
 _COUNTS = ["num_rows", "vocab_size", "ignore_index", "stride_scale"]
 
 
 @triton.jit
 def _load_logits(row_ptrs, bias_ptr, columns, softcap, HAS_BIAS: tl.constexpr):
-    """(logits in fp32 of columns that all exist, the derivative of the cap), which is 1 where softcap is None."""
+    """Loads (logits as fp32, for columns in range; the derivative of the cap, which is 1 if softcap is None)."""
     logits = tl.load(row_ptrs[:, None] + columns[None, :]).to(tl.float32)
     if HAS_BIAS:
         logits += tl.load(bias_ptr + columns).to(tl.float32)[None, :]
@@ -57,8 +58,8 @@ def _load_logits(row_ptrs, bias_ptr, columns, softcap, HAS_BIAS: tl.constexpr):
 
 @triton.jit
 def _load_tail(row_ptrs, here, bias_ptr, columns, vocab_size, padded_size, softcap, HAS_BIAS: tl.constexpr):
-    """`_load_logits` of the rows `here`, -inf beyond the vocabulary."""
-    # Up to the padding and not to the vocabulary: a mask that changes at any column would cost the wide loads.
+    """Runs `_load_logits` for the rows in `here`, with -inf beyond the vocabulary."""
+    # Masked at the padding and not at the vocabulary: a mask that can change at any column would prevent wide loads.
     inside = here[:, None] & (columns < padded_size)[None, :]
     logits = tl.load(row_ptrs[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
@@ -71,9 +72,10 @@ def _load_tail(row_ptrs, here, bias_ptr, columns, vocab_size, padded_size, softc
 
 @triton.jit
 def _power(logits, peak, EXACT: tl.constexpr):
-    """log2(e) (logits - peak): of 2 it is exp(logits - peak).
+    """Returns log2(e) (logits - peak), so that 2 to that power is exp(logits - peak).
 
-    One FMA, which rounds log2(e) peak: logits of 16 bits don't notice. EXACT: one instruction more, for those of fp32.
+    This is one FMA, which rounds log2(e) peak. For 16-bit logits, that doesn't matter. EXACT: uses one more
+    instruction, for fp32 logits.
     """
     if EXACT:
         return (logits - peak) * 1.4426950408889634
@@ -83,7 +85,7 @@ def _power(logits, peak, EXACT: tl.constexpr):
 
 @triton.jit
 def _by_thread(tile, THREADS: tl.constexpr, VECTOR: tl.constexpr):
-    """(BLOCK_M, BLOCK_N) as (BLOCK_M, wide loads, THREADS, VECTOR): axes 1 and 3 are of one thread."""
+    """Reshapes (BLOCK_M, BLOCK_N) to (BLOCK_M, wide loads, THREADS, VECTOR). A thread holds all of axes 1 and 3."""
     return tl.reshape(tile, (tile.shape[0], tile.shape[1] // (THREADS * VECTOR), THREADS, VECTOR))
 
 
@@ -92,9 +94,9 @@ def _add_tile(
     logits, relative, peak, total, sums, SMOOTH: tl.constexpr, EXACT: tl.constexpr, THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Takes a tile into each thread's own statistics (BLOCK_M, THREADS): nothing crosses threads, no barrier.
+    """Adds a tile to the statistics of each thread, (BLOCK_M, THREADS), without communication or barriers.
 
-    peak: the largest logit so far; total: sum of exp(logit - peak); sums: of `relative`.
+    peak: the largest logit so far; total: the sum of exp(logit - peak); sums: the sum of `relative`.
     """
     logits = _by_thread(logits, THREADS, VECTOR)
     new_peak = tl.maximum(peak, tl.max(tl.max(logits, 3), 1))
@@ -132,11 +134,11 @@ def _cross_entropy_kernel(
     BLOCK_N: tl.constexpr,
     THREADS: tl.constexpr,
 ):
-    """Losses and, with GRADIENT, dlogits in the logits' place, of BLOCK_M rows of a chunk.
+    """Computes the losses of BLOCK_M rows of a chunk and, with GRADIENT, replaces their logits by dlogits.
 
-    LSE: "none"; "store"; "load" (a forward pass has left it: no pass over the row for the statistics).
-    scale_ptr: what a row's loss and gradient are multiplied by, with stride 0 one for all; None is 1.
-    softcap: c of c tanh(logit / c), or None. THREADS: those that share a row.
+    LSE: "none"; "store"; "load" (a forward pass has stored it, so no pass over the row for statistics is needed).
+    scale_ptr: the factors of the rows' losses and gradients, with stride 0 for one factor; None: 1.
+    softcap: c of c tanh(logit / c), or None. THREADS: the number of threads that share a row.
     """
     dtype = logits_ptr.dtype.element_ty
     VECTOR: tl.constexpr = 128 // dtype.primitive_bitwidth
@@ -147,16 +149,16 @@ def _cross_entropy_kernel(
     counts = real & (target != ignore_index)
     in_vocabulary = (target >= 0) & (target < vocab_size)
     tl.device_assert(in_vocabulary | (target == ignore_index), "a target is outside the vocabulary")
-    # A target that is outside, where nothing asserts, must not reach other memory.
+    # A target out of range must not access other memory, even if assertions are off.
     counts = counts & in_vocabulary
     target = tl.where(counts, target, 0)
     row_ptrs = logits_ptr + rows * padded_size
     scale = tl.full((BLOCK_M,), 1.0, dtype=tl.float32)
     if scale_ptr is not None:
         scale = tl.load(scale_ptr + rows * stride_scale, mask=real, other=0.0).to(tl.float32)
-    # Rows that don't count are not read.
+    # Ignored rows are not read.
     width = tl.where(tl.max(counts.to(tl.int32), 0) > 0, vocab_size, 0)
-    # The columns of tiles that need no mask. Several rows share a program only where one tile holds the vocabulary.
+    # The columns of tiles that need no mask. Several rows share a program only if a tile holds the whole vocabulary.
     whole = 0
     if BLOCK_M == 1:
         whole = width // BLOCK_N * BLOCK_N
@@ -167,7 +169,7 @@ def _cross_entropy_kernel(
     if softcap is not None:
         target_logit, target_slope = soft_capped(target_logit, softcap, EXACT)
 
-    # p = exp(z - peak) / total; lse = peak + log(total) holds few digits of its fraction where it is large.
+    # p = exp(z - peak) / total, because lse = peak + log(total) has few fractional bits if it is large.
     if LSE == "load":
         peak = tl.load(lse_ptr + rows, mask=counts, other=0.0)
         total = tl.full((BLOCK_M,), 1.0, dtype=tl.float32)
@@ -178,7 +180,7 @@ def _cross_entropy_kernel(
         sums = tl.zeros((BLOCK_M, THREADS), dtype=tl.float32)
         for start in range(0, whole, BLOCK_N):
             logits, slope = _load_logits(row_ptrs, bias_ptr, start + tl.arange(0, BLOCK_N), softcap, HAS_BIAS)
-            # Relative to the target's logit, not to 0: logits that share a large offset would cancel.
+            # Relative to the target's logit, because logits with a large common offset would cancel.
             relative = logits - target_logit[:, None]
             peaks, totals, sums = _add_tile(logits, relative, peaks, totals, sums, SMOOTH, EXACT, THREADS, VECTOR)
         for start in range(whole, width, BLOCK_N):
@@ -204,7 +206,7 @@ def _cross_entropy_kernel(
             tl.store(lse_ptr + rows, tl.where(counts, lse, 0.0), mask=real)
 
     if GRADIENT:
-        # Every warp has read its targets' logits before any warp overwrites them.
+        # All warps must read the logits of their targets before any warp overwrites them.
         tl.debug_barrier()
         factor = scale / total
         if Z_LOSS:
@@ -219,7 +221,7 @@ def _cross_entropy_kernel(
             if softcap is not None:
                 dlogits *= slope
             tl.store(row_ptrs[:, None] + columns[None, :], dlogits.to(dtype))
-        # Also the rows that don't count are written: the products read them.
+        # Ignored rows are written as well, because the products read them.
         for start in range(whole, vocab_size, BLOCK_N):
             columns = start + tl.arange(0, BLOCK_N)
             logits, slope = _load_tail(row_ptrs, counts, bias_ptr, columns, vocab_size, padded_size, softcap, HAS_BIAS)
@@ -231,7 +233,8 @@ def _cross_entropy_kernel(
             dlogits = tl.where(counts[:, None], dlogits, 0.0)
             inside = real[:, None] & (columns < padded_size)[None, :]
             tl.store(row_ptrs[:, None] + columns[None, :], dlogits.to(dtype), mask=inside)
-        # One element a row differs: written once more, and not looked for among all. After every warp's tiles.
+        # One element per row differs. It is written again, after the tiles of all warps, instead of compared
+        # everywhere.
         tl.debug_barrier()
         dlogit = factor * tl.exp2(_power(target_logit, peak, EXACT)) - smooth - on_target * scale
         if softcap is not None:
@@ -240,7 +243,7 @@ def _cross_entropy_kernel(
 
 
 def _weights(label_smoothing: float, smooth_others: bool, vocab_size: int) -> tuple[float, float]:
-    """(a, b) of the loss lse(z) - a z_y - b sum(z)."""
+    """Returns (a, b) of the loss lse(z) - a z_y - b sum(z)."""
     if label_smoothing == 0.0:
         return 1.0, 0.0
     each = label_smoothing / (vocab_size - 1 if smooth_others else vocab_size)
@@ -248,11 +251,11 @@ def _weights(label_smoothing: float, smooth_others: bool, vocab_size: int) -> tu
 
 
 def chunk_rows(rows: int, row_bytes: int, sum_bytes: int = 0) -> int:
-    """How many rows of logits are held at once: about CHUNK_BYTES, and chunks of about the same size.
+    """Returns the number of rows in a chunk of logits: about CHUNK_BYTES, in chunks of about the same size.
 
     Args:
-        sum_bytes: what the fp32 sums over several chunks would take. One chunk has none, and may have as many bytes
-            more.
+        sum_bytes: the bytes of the fp32 sums over several chunks. A single chunk needs no sums, and may be larger by
+        this.
     """
     largest = min(max(CHUNK_BYTES // row_bytes, SMALLEST_CHUNK), LARGEST_CHUNK)
     if rows <= LARGEST_CHUNK and rows * row_bytes <= largest * row_bytes + sum_bytes:
@@ -262,7 +265,7 @@ def chunk_rows(rows: int, row_bytes: int, sum_bytes: int = 0) -> int:
 
 
 class Chunk(NamedTuple):
-    """Rows [start, start + rows)."""
+    """The rows [start, start + rows)."""
 
     start: int
     rows: int
@@ -272,7 +275,7 @@ class Chunk(NamedTuple):
 
 
 class _Chunks:
-    """The chunk buffer, and what is done with it."""
+    """The buffer for chunks of logits, and the operations on it."""
 
     def __init__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int, label_smoothing: float,
@@ -290,7 +293,7 @@ class _Chunks:
         self.buffer = x.new_empty(self.step, self.padded_size)
 
     def __iter__(self) -> Iterator[tuple[Chunk, Tensor]]:
-        """Each chunk and its logits without the bias, which the kernel adds."""
+        """Yields each chunk with its logits, to which the kernel adds the bias."""
         for start in range(0, len(self.x), self.step):
             chunk = Chunk(start, min(self.step, len(self.x) - start))
             logits = self.buffer.narrow(0, 0, chunk.rows).narrow(1, 0, self.vocab_size)
@@ -307,12 +310,12 @@ class _Chunks:
         scale: Tensor | None = None,
         gradient: bool = False,
     ) -> None:
-        """The kernel over one chunk. `scale` is a number on the device, or one a row; the tensors are of all rows."""
+        """Runs the kernel on a chunk. `scale`: one number on the device, or one per row. Tensors cover all rows."""
         rows = chunk.rows
-        # A cap in fp32 keeps a slope beside each logit and calls an exact tanh: a whole tile would spill on sm_100.
+        # In fp32, a cap needs a derivative for each logit and the exact tanh, so a whole tile would spill on sm_100.
         tile = TILE // 2 if self.softcap is not None and self.x.dtype == torch.float32 else TILE
         block_n = min(tile, next_power_of_2(self.padded_size))
-        # A small vocabulary shares a program among several rows; a whole tile of them would spill on sm_100.
+        # With a small vocabulary, several rows share a program; a whole tile of them would spill on sm_100.
         block_m = max(1, min(TILE // 2 // block_n, next_power_of_2(rows)))
         if scale is not None and scale.dim() == 1:
             scale = chunk.of(scale)
@@ -349,9 +352,9 @@ class _Chunks:
 
 
 class _Gradients:
-    """dx, dweight and dbias, filled chunk by chunk; the sums over chunks are fp32.
+    """dx, dweight and dbias, which are filled chunk by chunk; the sums over chunks are fp32.
 
-    Gradients that output_mask excludes are not computed, and empty.
+    Gradients that output_mask excludes are empty and not computed.
     """
 
     def __init__(self, chunks: _Chunks, output_mask: Sequence[bool]) -> None:
@@ -375,7 +378,7 @@ class _Gradients:
         if self.alone:
             self.dweight = torch.mm(dlogits.T, x)
         elif x.dtype == torch.float32 or x.device.type != "cuda":
-            # On a CPU, that is in tests, no product of half dtypes has an fp32 result.
+            # On a CPU, in tests, products of half dtypes can't have an fp32 result.
             if self.dweight is None:
                 self.dweight = torch.mm(dlogits.T.float(), x.float())
             else:
@@ -394,7 +397,7 @@ class _Gradients:
 
 
 def why_unsupported(op_name: str, *, x: Tensor, weight: Tensor, bias: Tensor | None, **_: object) -> str | None:
-    """Why the kernels can't take a call of linear_cross_entropy_fwd, _bwd or _fwd_bwd; None if they can."""
+    """Returns why the kernels don't support a call of linear_cross_entropy_fwd, _bwd or _fwd_bwd, else None."""
     if (reason := unsupported_dtype(x.dtype)) is not None:
         return reason
     if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
@@ -413,7 +416,7 @@ def linear_cross_entropy_fwd(
     z_loss: float,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """`fastformer::linear_cross_entropy_fwd`: (losses, lse); both are 0 in rows that don't count."""
+    """Implements `fastformer::linear_cross_entropy_fwd`; returns (losses, lse), which are 0 for ignored rows."""
     chunks = _Chunks(x, weight, bias, target, ignore_index, label_smoothing, smooth_others, z_loss, softcap, False)
     losses = x.new_empty(len(x), dtype=torch.float32)
     lse = torch.empty_like(losses)
@@ -436,12 +439,12 @@ def linear_cross_entropy_bwd(
     output_mask: Sequence[bool],
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`fastformer::linear_cross_entropy_bwd`: (dx, dweight, dbias)."""
+    """Implements `fastformer::linear_cross_entropy_bwd`; returns (dx, dweight, dbias)."""
     chunks = _Chunks(
         x, weight, bias, target, ignore_index, label_smoothing, smooth_others, z_loss, softcap, output_mask[1]
     )
     gradients = _Gradients(chunks, output_mask)
-    # A large lse holds few digits of its fraction. Half dtypes hold fewer still of their logits; fp32 counts anew.
+    # A large lse has few fractional bits. Logits in half dtypes have even fewer, but for fp32, lse is recomputed.
     known = None if x.dtype == torch.float32 else lse
     for chunk, logits in chunks:
         chunks.launch(chunk, lse=known, load_lse=True, scale=dlosses, gradient=True)
@@ -462,7 +465,7 @@ def linear_cross_entropy_fwd_bwd(
     output_mask: Sequence[bool],
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`fastformer::linear_cross_entropy_fwd_bwd`: (loss, dx, dweight, dbias)."""
+    """Implements `fastformer::linear_cross_entropy_fwd_bwd`; returns (loss, dx, dweight, dbias)."""
     chunks = _Chunks(
         x, weight, bias, target, ignore_index, label_smoothing, smooth_others, z_loss, softcap, output_mask[1]
     )

@@ -1,11 +1,11 @@
-"""Rotary position embedding, one pass: each pair is read, turned and written once; backward turns the other way.
+"""Rotary position embedding in one pass: each pair is read, rotated and written once; backward rotates the other way.
 
-A program takes whole heads of some tokens. Of the half layout it reads both halves of a head as two tiles; of the
-interleaved one a single tile, taken apart and put together again in registers, so that both read 16 bytes at a time.
-The tables' rows of a token serve all of its heads from L1.
+A program handles whole heads of some tokens. In the half layout, it reads the two halves of a head as two tiles; in the
+interleaved layout, it reads one tile, which is split and joined again in registers, so that both layouts read 16 bytes
+at a time. All heads of a token read its table rows from L1.
 
-Bytes an element in half dtypes: 4 (x, out), and the tables once: num_positions * rotary_dim * 4 in fp32. FLOPs: 3 an
-element of rotary_dim. Kept for backward: the tables and positions, nothing of x. fp32: the rotation, rounded once.
+Bytes per element in half dtypes: 4 (x, out), and the tables once: num_positions * rotary_dim * 4 in fp32. FLOPs: 3 per
+element of rotary_dim. Saved for backward: the tables and positions, but not x. fp32: the rotation, rounded once.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from fastformer.kernels._launch import (
 )
 from fastformer.kernels._rows import load_rows, row_ptrs
 
-# Elements of one tile: 8 of each half a thread.
+# The elements of a tile: 8 of each half per thread.
 TILE = 2048
 
-# Arguments whose value must not make another binary.
+# Arguments whose values must not lead to another binary.
 _COUNTS = ["num_rows", "num_heads", "seqlen", "num_positions", "x_strides", "table_strides"]
 
 
@@ -44,12 +44,12 @@ def load_turned(
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Heads that begin at (rows,) pointers, turned by their positions: (rows, BLOCK_D), rounded; 0 where not `here`.
+    """Loads heads and rotates them by their positions: (rows, BLOCK_D), rounded, with 0 where `here` is false.
 
-    For a few heads, as other kernels read them: each element is loaded a second time beside the other of its pair, so
-    that neither layout has to move anything between threads. A position behind the tables is turned as their last one.
+    This is for other kernels, which read only a few heads: each element is loaded again together with the other one of
+    its pair, so that neither layout moves data between threads. Positions beyond the tables use the last row.
 
-    tables: (cos, sin, their positions, the strides of cos's and of sin's rows in TABLE_UNITs).
+    tables: (cos, sin, number of positions, row strides of cos and of sin in TABLE_UNITs).
     """
     cos_ptr, sin_ptr, num_positions, cos_stride, sin_stride = tables
     dims = tl.arange(0, BLOCK_D)
@@ -96,9 +96,10 @@ def _rotary_kernel(
     BLOCK_N: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """BLOCK_M rows, a row being one head of one token. BLOCK_N: HALF, REST: what lies beyond both halves, padded.
+    """Rotates BLOCK_M rows; a row is one head of one token.
 
-    x_strides: (batch, token, head) in UNITs; table_strides: cos's and sin's rows in TABLE_UNITs.
+    BLOCK_N: HALF, padded. REST: the number of features after both halves, padded.
+    x_strides: (batch, token, head) in UNITs; table_strides: the row strides of cos and sin in TABLE_UNITs.
     """
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = rows < num_rows
@@ -107,11 +108,11 @@ def _rotary_kernel(
         position = tl.load(positions_ptr + token, mask=real, other=0).to(tl.int64)
         inside = (position >= 0) & (position < num_positions)
         tl.device_assert(inside, "a position is outside the tables")
-        # One that is outside, where nothing asserts, must not reach other memory.
+        # A position out of range must not read other memory, even if assertions are off.
         position = tl.where(inside, position, 0)
     else:
         position = (token % seqlen).to(tl.int64)
-    # Divisions in 32 bits, products in 64: offsets pass 2**31 in long batches.
+    # Divisions are 32-bit, products 64-bit, because offsets exceed 2**31 in large batches.
     x_rows = (token // seqlen).to(tl.int64) * x_strides[0] + (token % seqlen).to(tl.int64) * x_strides[1]
     x_rows += (rows % num_heads).to(tl.int64) * x_strides[2]
     x_rows = x_ptr + (x_rows * UNIT)[:, None]
@@ -147,7 +148,7 @@ def _rotary_kernel(
 
 
 def why_unsupported(op_name: str, *, x: Tensor, cos: Tensor, sin: Tensor, **_: object) -> str | None:
-    """Why the kernel can't take a call of rotary_fwd; None if it can."""
+    """Returns why the kernel doesn't support a call of rotary_fwd, or None if it does."""
     if (reason := unsupported_dtype(x.dtype, cos.dtype, sin.dtype)) is not None:
         return reason
     if x.shape[-1] > 2048:
@@ -158,7 +159,7 @@ def why_unsupported(op_name: str, *, x: Tensor, cos: Tensor, sin: Tensor, **_: o
 def rotary_fwd(
     x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, inverse: bool
 ) -> Tensor:
-    """`fastformer::rotary_fwd`; `inverse` makes it its own backward."""
+    """Implements `fastformer::rotary_fwd`; with `inverse`, it is its own backward."""
     out = x.new_empty(x.shape)
     if x.numel() == 0:
         return out
@@ -167,7 +168,7 @@ def rotary_fwd(
         return out.copy_(x)
     seqlen, num_heads, dim = x.shape[-3:]
     num_rows = x.numel() // dim
-    # (batch, seqlen, heads, dim), a view for whatever projections and transpositions give.
+    # (batch, seqlen, heads, dim), as a view for all usual projections and transpositions.
     x = x.reshape(num_rows // (seqlen * num_heads), seqlen, num_heads, dim)
     x, cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, cos, sin))
     unit, table_unit = stride_unit(x), stride_unit(cos, sin)
