@@ -1,4 +1,5 @@
-"""Everything that waits for a GPU, unattended and detached: what matters most first, right before fast.
+"""Runs all checks and measurements that need a GPU, unattended and detached: the most important first, tests before
+times.
 
     FASTFORMER_BUILD_CPP=0 pip install -e . --no-build-isolation --no-deps      (the extension is a step of the plan)
     python -m benchmarks.gpu_run_plan start --out DIR [--resume FILE]           begins, and returns at once
@@ -8,17 +9,18 @@
     python -m benchmarks.gpu_run_plan rehearse --out DIR [--only PATTERN]       without a GPU: see `gpu/rehearsal.py`
     python -m benchmarks.gpu_run_plan compile --out FOLDER [--only PATTERN]     without a GPU: see `gpu/ahead.py`
 
-`start` leaves a process that outlives the command, so that a machine that cuts commands short only has to be polled.
-`status` says what is done, names what has failed by now, and copies FILE and one archive of everything to DEST; with
---wait it waits so many seconds before, or until all is done. Where a machine goes back soon after a command ends, make
-both one command: `start ... && status --wait 560 --copy DEST`. On another machine `--resume FILE` goes on.
+`start` leaves a process that outlives the command, so if commands have a time limit, you only have to poll with
+`status`. `status` prints what is done and what has failed so far, and copies FILE and an archive of everything to DEST.
+With --wait, it first waits for so many seconds, or until everything is done. If a machine is returned soon after a
+command
+ends, combine both: `start ... && status --wait 560 --copy DEST`. `--resume FILE` continues on another machine.
 
-A step is a command, or several side by side, with one log, DIR/logs/STEP.log. Its JSON line goes to FILE
-(DIR/gpu_run_plan.jsonl) as it ends. A step that fails, crashes or hangs is a line too, and the others go on. Exit
-status of `run`: 0 all steps right, 1 something failed; of `status` besides: 3 steps are left.
+A step is a command, or several in parallel, with one log, DIR/logs/STEP.log. When it ends, its JSON line is appended to
+FILE (DIR/gpu_run_plan.jsonl). A step that fails, crashes or hangs also writes a line, and the other steps continue. The
+exit status of `run` is 0 if all steps succeeded and 1 if any failed; that of `status` may also be 3: steps are left.
 
-`benchmarks/gpu/steps.py` has the steps and their order. Timed cases are the runner's (`benchmarks.run`); their rows go
-to DIR/cuda*.jsonl.
+`benchmarks/gpu/steps.py` defines the steps and their order. Timed cases are those of the runner (`benchmarks.run`), and
+their rows go to DIR/cuda*.jsonl.
 """
 
 from __future__ import annotations
@@ -57,11 +59,11 @@ def log_name(step: Step) -> str:
 
 
 def run_step(step: Step, out: Path, limit: float, environment: Mapping[str, str] = {}) -> dict[str, Any]:
-    """Runs a step's commands side by side.
+    """Runs the commands of a step in parallel.
 
     Returns:
-        "ok": whether all exit 0 (or 5: a shard without tests) in time and the kernel was launched; "failed": names of
-        tests; "tails": why each command that isn't right is not, with the end of what it printed.
+        "ok": whether all exit with 0 (or 5: a shard without tests) in time, and the kernel was launched; "failed": the
+        names of tests; "tails": for each command that failed, the reason and the end of its output.
     """
     end = time.monotonic() + limit
     before = len(record.read(step.rows)) if step.rows.is_file() else 0
@@ -103,7 +105,7 @@ def work_through(
     run: Callable[[Step, Path, float], dict[str, Any]] = run_step,
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
-    """Runs the steps that `resume` lacks. Returns the exit status (see the module)."""
+    """Runs the steps that are not in `resume`. Returns the exit status (see the module)."""
     done = _done(resume)
     for step in todo:
         if step.key in done:
@@ -145,7 +147,7 @@ def start(out: Path, resume: Path | None, with_newer_assembler: bool = False, on
             command, cwd=record.ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
-    # Linux shows a process without its arguments for a moment after it began a program.
+    # For a moment after exec, Linux shows a process without its arguments.
     while process.poll() is None and not Path(f"/proc/{process.pid}/cmdline").read_bytes():
         time.sleep(0.01)
     (out / "run.pid").write_text(str(process.pid))
@@ -196,7 +198,7 @@ def status(out: Path, wait: float, copy: Path | None, todo: Sequence[Step]) -> i
 
 
 def listing(todo: Sequence[Step], leases: Sequence[float]) -> Iterator[str]:
-    """Yields a line for each step: its seconds, when it should be done, and where each lease (minutes) ends."""
+    """Yields a line for each step (its seconds, and when it should be done) and for the end of each lease (minutes)."""
     ends, total = list(leases), 0.0
     for step in todo:
         total += step.seconds

@@ -1,11 +1,11 @@
-"""Compiles the kernels of the plan for a GPU without a GPU, so that no time on the GPU is spent on compiling.
+"""Compiles the kernels of the GPU plan on a machine without a GPU, so that no GPU time is spent on compiling.
 
     python -m benchmarks.gpu_run_plan compile --out FOLDER [--only PATTERN] [--arch 90] [--jobs 2]
 
-Each step runs on the stand-in (`stand_in.py`), which records its launches; timed cases run at their own shapes.
+Each step runs on the stand-in (`stand_in.py`), which records its launches. Timed cases run at their own shapes.
 Kernels that are missing from FOLDER/sm_90.kernels are compiled and added. With FASTFORMER_KERNELS=FOLDER, launches take
-their binaries from this file; other launches are compiled as usual. The file is only valid for the Triton that made it,
-and for these sources.
+their binaries from this file; other launches are compiled as usual. The file is only valid for the version of Triton
+and the sources from which it was made.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from benchmarks.gpu.warm import Step, forked
 
 
 def compile_ahead(out: Path, todo: Sequence[Step], only: str, arch: int, jobs: int) -> int:
-    """Compiles for each step whose name has the pattern. Returns 1 if one can't be run, or a kernel doesn't compile."""
+    """Compiles the kernels of each step that matches the pattern. Returns 1 if a step or a compilation fails."""
     import torch
 
     out.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)  # a fork takes no threads along
+    torch.set_num_threads(1)  # a fork doesn't inherit threads
     chosen = [step for step in todo if re.search(only, step.key)]
     running: dict[int, tuple[Step, float]] = {}
     are_ok = True
@@ -46,7 +46,7 @@ def compile_ahead(out: Path, todo: Sequence[Step], only: str, arch: int, jobs: i
 
 
 def _fork(step: Step, out: Path, arch: int) -> int:
-    """Returns the process that works for a step."""
+    """Returns the process that runs a step."""
     command, variables = step.commands[0]
     module, *rest = command[command.index("-m") + 1 :]
 
@@ -66,7 +66,7 @@ def _fork(step: Step, out: Path, arch: int) -> int:
 
 
 def _without_products() -> None:
-    """Lets PyTorch's products of matrices give zeros, since they take a CPU most of the time."""
+    """Makes PyTorch's matrix products return zeros, because they would take most of the time on a CPU."""
     import torch
     from torch import Tensor
 
@@ -97,7 +97,7 @@ def _without_products() -> None:
 
 
 def _run_ours(arguments: list[str]) -> None:
-    """Calls fastformer's provider of each case that the runner would time, at the case's own shape."""
+    """Calls fastformer's provider for each case that the runner would time, at the shape of the case."""
     import torch
 
     from benchmarks.measure.case import cast, timed_call
@@ -119,14 +119,14 @@ def _run_ours(arguments: list[str]) -> None:
                 inputs = cast(benchmark.make_inputs(shape, "cuda"), dtype)
                 timed_call(benchmark.providers[benchmark.ours], inputs, shape, case.mode)()
             except Exception:
-                traceback.print_exc()  # of a value that no kernel has computed, say; its launches are recorded
-    a = torch.zeros(8192, 8192, device="cuda", dtype=torch.bfloat16)  # what measures the machine
+                traceback.print_exc()  # for example due to values that no kernel computed; launches are recorded
+    a = torch.zeros(8192, 8192, device="cuda", dtype=torch.bfloat16)  # the product that measures the machine
     with torch.no_grad():
         feed_forward(a, a, None, a, None)
 
 
 def _compile(out: Path, arch: int) -> int:
-    """Compiles the launches that the file lacks. Returns how many don't compile."""
+    """Compiles the launches that are missing from the file. Returns the number of failures."""
     import fcntl
 
     import triton

@@ -1,8 +1,8 @@
 """Chooses the ptxas that turns PTX into machine code.
 
-Triton 3.6 and 3.7 contain that of CUDA 12.8. In kernels of other projects, its code overwrote registers that products
-in flight still used (Triton's issue 11781). `benchmarks/machine_code/hazards.py` finds no such place in fastformer's
-kernels. Nevertheless, the plan for a GPU uses the machine's ptxas if it is newer.
+Triton 3.6 and 3.7 contain the ptxas of CUDA 12.8. In kernels of other projects, its code overwrote registers that
+products in flight still used (Triton's issue 11781). `benchmarks/machine_code/hazards.py` finds no such place in
+fastformer's kernels. Nevertheless, the GPU plan uses the machine's ptxas if it is newer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def newer_assembler() -> str | None:
-    """The newest ptxas of the machine's CUDA, if it is newer than Triton's; None: there is none."""
+    """Returns the path of the newest ptxas of the machine's CUDA if it is newer than Triton's, else None."""
     import triton
 
     own = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
@@ -25,7 +25,7 @@ def newer_assembler() -> str | None:
 
 
 def version_of(ptxas: Path) -> tuple[int, ...]:
-    """Of an assembler, such as (13, 0, 88); () where it doesn't say."""
+    """Returns the version of an assembler, such as (13, 0, 88); () if it is unknown."""
     said = subprocess.run([ptxas, "--version"], capture_output=True, text=True, check=False).stdout
     version = re.search(r"V(\d+(?:\.\d+)+)", said)
     return tuple(map(int, version[1].split("."))) if version is not None else ()

@@ -1,4 +1,4 @@
-"""Runs the commands of the plan on the stand-in for a GPU (`stand_in.py`), each in a fork of one process."""
+"""Runs the commands of the GPU plan on the stand-in for a GPU (`stand_in.py`), each in a fork of one process."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from benchmarks.gpu import stand_in
 from benchmarks.gpu.warm import Step, forked
 from benchmarks.measure import record
 
-_LIMIT = 900  # seconds of a step, after which it counts as hanging
+_LIMIT = 900  # seconds after which a step counts as hanging
 
-# A rival may refuse a case, or have no kernel on a CPU. Other exceptions of one are mistakes in the benchmark.
+# A rival may refuse a case, or have no CPU kernel for it. Its other exceptions are mistakes in the benchmark.
 _MISTAKE = re.compile(
     r"^ +(.* was not timed: (?:Name|Attribute|Type|Key|Index|Import|ModuleNotFound|Unbound\w+)Error.*)", re.MULTILINE
 )
 
 
 def rehearse(out: Path, todo: Sequence[Step], only: str) -> int:
-    """Runs the first command of each step whose name has the pattern. Returns 1 if any has a mistake.
+    """Runs the first command of each step that matches the pattern. Returns 1 if any has a mistake.
 
-    A line for each goes to OUT/gpu_rehearsal.jsonl: "ok", "binaries" that it would compile, "wrong", "seconds".
+    It writes a line for each step to OUT/gpu_rehearsal.jsonl: "ok", "binaries" (which the step would compile), "wrong",
+    "seconds".
     """
     out.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)  # a fork takes no threads along
+    torch.set_num_threads(1)  # a fork doesn't inherit threads
     are_ok = True
     for step in todo:
         command, variables = step.commands[0]
@@ -56,9 +57,10 @@ def rehearse(out: Path, todo: Sequence[Step], only: str) -> int:
 
 
 def _run_in_fork(module: str, arguments: list[str], variables: dict[str, str], log: Path) -> int:
-    """Runs a module with its output in a file, and returns its exit status; one that hangs is ended, with its stack.
+    """Runs a module with its output in a file, and returns its exit status. If it hangs, its stack is written and it
+    ends.
 
-    PyTorch is imported once for all.
+    All modules share one import of PyTorch.
     """
 
     def work() -> int:

@@ -1,13 +1,13 @@
-"""A stand-in for a GPU, on which tests and timed cases for a device run to their end, to find typos beforehand.
+"""A stand-in for a GPU, on which GPU tests and timed cases run to their end, so that mistakes are found beforehand.
 
     python -m benchmarks.gpu.stand_in pytest -m gpu tests/kernels
     python -m benchmarks.gpu.stand_in benchmarks.run --device cuda ...
 
-CUDA's tensors are the CPU's, its streams and events do nothing, a graph's function runs once and its replays are
-empty, and kernels are bound to their arguments and told apart by what they compile to, but compute nothing. So values
-mean nothing: comparisons pass, and a test that fails by an assertion counts as run. Whatever else is raised is a
-mistake in the test or the benchmark, and the exit status is 1. Of each op and mode one small shape runs, and of each
-test function the first set of parameters; with FASTFORMER_REHEARSE=all every one, so that all binaries are counted.
+CUDA tensors are CPU tensors, streams and events do nothing, and the function of a graph runs once while replays are
+empty. Launches of kernels bind the arguments and find out which binary they need, but compute nothing. So values mean
+nothing: comparisons pass, and a test with a failed assertion counts as run. Any other exception is a mistake in the
+test or the benchmark, and the exit status is 1. One small shape runs per op and mode, and the first set of parameters
+of each test function. With FASTFORMER_REHEARSE=all, everything runs, so that all binaries are counted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch._dynamo  # before anything of PyTorch is another
+import torch._dynamo  # before PyTorch is patched
 from torch.utils import _device
 
 _SMALL = {"batch": 2, "seqlen": 128, "rows": 256, "heads": 2, "kv_heads": 2, "vocab_size": 500, "dim": 128, "beams": 2,
@@ -33,16 +33,16 @@ _SMALL = {"batch": 2, "seqlen": 128, "rows": 256, "heads": 2, "kv_heads": 2, "vo
 
 _ALL = os.environ.get("FASTFORMER_REHEARSE") == "all"
 
-# Errors that the library raises about values that no kernel has computed, and about graphs whose replays are empty.
+# Errors of the library that are due to values that no kernel has computed, or to empty replays of graphs.
 _OF_VALUES = re.compile(r"on the device too|infinite logits|the loss became")
 
 _ATEN = torch.library.Library("aten", "IMPL")
 
-binaries: set[tuple[str, str]] = set()  # (kernel, what its binary depends on)
+binaries: set[tuple[str, str]] = set()  # (kernel, the properties on which its binary depends)
 
 
 class Recorded(NamedTuple):
-    """A launch: what `kernels._binaries.compile_kernel` takes, and how many arguments are no constexprs."""
+    """A launch: arguments of `kernels._binaries.compile_kernel`, and the number of those that aren't constexprs."""
 
     kernel: Any
     signature: Any
@@ -60,7 +60,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _to_the_cpu(function: Any) -> Any:
-    """A function of PyTorch that is told of a GPU and takes the CPU."""
+    """Wraps a function of PyTorch so that it uses the CPU if it is asked for a GPU."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **options: Any) -> Any:
@@ -77,7 +77,7 @@ class _Generator(torch.Generator):
 
 
 def _zeroed(function: Any) -> Any:
-    """A function that makes a tensor, which is filled with zeros."""
+    """Wraps a function that makes a tensor, so that the tensor is filled with zeros."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **options: Any) -> Any:
@@ -89,7 +89,7 @@ def _zeroed(function: Any) -> Any:
 
 
 def _widened(product: Any) -> Any:
-    """A product of matrices that takes `out_dtype`."""
+    """Wraps a matrix product so that it accepts `out_dtype`."""
 
     @functools.wraps(product)
     def wrapper(*factors: Any, out_dtype: Any = None, **options: Any) -> Any:
@@ -99,7 +99,7 @@ def _widened(product: Any) -> Any:
 
 
 def _attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> Any:
-    """Takes the place of PyTorch's own kernels of attention for CUDA: zeros of their shapes."""
+    """Replaces PyTorch's attention kernels for CUDA; returns zeros of the right shapes."""
     none = torch.zeros(0)
     return torch.zeros_like(q), torch.zeros(q.shape[:-1]), none, none, q.shape[2], k.shape[2], none, none, none
 
@@ -109,7 +109,7 @@ def _attention_backward(dout: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -
 
 
 def _take_the_cpu() -> None:
-    """Sends what goes to a GPU to the CPU. A mode wouldn't do: inside of a function that it handles there is none."""
+    """Redirects tensors from the GPU to the CPU. A mode wouldn't suffice, because it is off inside of its handlers."""
     tensor: Any = torch.Tensor
     constructors = _device._device_constructors()
     for name in ("empty", "empty_like", "empty_strided"):  # no kernel fills these
@@ -138,7 +138,7 @@ def _take_the_cpu() -> None:
 
 
 class _Event:
-    """A time."""
+    """An event, which records a time."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.at = 0.0
@@ -156,7 +156,7 @@ class _Event:
 
 
 class _Stream(_Event):
-    """A stream on which everything happens at once."""
+    """A stream on which all work is finished immediately."""
 
     device_index = 0
     cuda_stream = 0
@@ -171,7 +171,7 @@ class _Stream(_Event):
 
 
 class _Graph:
-    """A graph that holds nothing."""
+    """An empty graph."""
 
     def replay(self) -> None:
         pass
@@ -185,7 +185,7 @@ def _nothing(*_: Any, **__: Any) -> Iterator[None]:
 
 
 def _bound(kernel: Any, args: tuple[object, ...], options: dict[str, object]) -> None:
-    """Takes the place of a launch: its arguments are bound as a launch would bind them."""
+    """Replaces a launch: binds the arguments as a launch would."""
     from fastformer.kernels._signature import key_of, signature_of
 
     names = [parameter.name for parameter in kernel.params]
@@ -197,7 +197,7 @@ def _bound(kernel: Any, args: tuple[object, ...], options: dict[str, object]) ->
 
 
 def stand_in() -> None:
-    """Makes this process believe in an H100, from here on."""
+    """Makes this process behave as if it had an H100, from now on."""
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ.setdefault("FASTFORMER_STRICT", "1")
     properties = SimpleNamespace(multi_processor_count=132, name="stand-in", total_memory=80 * 2**30, major=9, minor=0,
@@ -226,7 +226,7 @@ def stand_in() -> None:
     tensor.record_stream = lambda self, stream: None
     torch.compile = lambda function=None, **_: function or (lambda given: given)  # type: ignore[assignment]
     torch.equal = lambda *_: True
-    torch.library.opcheck = lambda *_, **__: {}  # it asks tensors where they really are
+    torch.library.opcheck = lambda *_, **__: {}  # it would find the real device of the tensors
     torch.testing.assert_close = lambda *_, **__: None
     _take_the_cpu()
 
@@ -238,7 +238,7 @@ def stand_in() -> None:
 
 
 class Rehearsal:
-    """A plugin of pytest: of each test function one run, whose assertions mean nothing."""
+    """A pytest plugin that runs each test function once and ignores its assertions."""
 
     def __init__(self) -> None:
         self.wrong: list[str] = []
@@ -246,7 +246,7 @@ class Rehearsal:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Keeps the first set of parameters of each function."""
+        """Selects the first set of parameters of each function."""
         if _ALL:
             return
         first: dict[tuple[object, str], pytest.Item] = {}
@@ -256,7 +256,7 @@ class Rehearsal:
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-        """Takes an assertion for the end of a run, and names any other exception."""
+        """Counts a failed assertion as the end of a run, and names any other exception."""
         outcome: Any = yield
         report = outcome.get_result()
         self.ran += call.when == "call"
@@ -279,7 +279,7 @@ def _rehearse_tests(arguments: list[str]) -> int:
     def checked(case: Any, dtype: Any, device: str = "cpu", inputs: Any = None) -> None:
         attention_cases.run_triton(case, inputs or attention_cases.make_inputs(case, dtype, device))
 
-    # The plain computation that a kernel is compared with takes a CPU most of the time.
+    # The plain computation with which a kernel is compared would take most of the time on a CPU.
     conftest._poison_empty = lambda *_: None
     checks.assert_accurate = lambda *_, **__: None
     checks.assert_op_accurate = called
@@ -292,7 +292,7 @@ def _rehearse_tests(arguments: list[str]) -> int:
 
 
 def _rehearse_run() -> None:
-    """Lets the runner take small shapes and find every provider right."""
+    """Makes the runner use small shapes and accept every provider."""
     from benchmarks.measure import checking, suites
     from benchmarks.measure.roofline import Machine
 
@@ -316,12 +316,12 @@ def _rehearse_run() -> None:
     tuning.candidates = lambda kernel: candidates(kernel)[:2]
     execute: Any = importlib.import_module("benchmarks.measure.execute")
     checking.difference = lambda *_, **__: None
-    # A roof of the CPU's would take minutes.
+    # Measuring the CPU's roofline would take minutes.
     execute.measure_machine = lambda *_: Machine(1e15, 4e12)
 
 
 def run(module: str, arguments: list[str]) -> int:
-    """Runs a module on the stand-in; a line WRONG names each mistake. Returns the exit status."""
+    """Runs a module on the stand-in, and prints a line WRONG for each mistake. Returns the exit status."""
     stand_in()
     if module == "pytest":
         return _rehearse_tests(arguments)
@@ -340,7 +340,7 @@ def run(module: str, arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    # The module under its own name: the plugin, and what tests import, is one thing.
+    # Import the module by its name, so that the plugin and the tests share one instance of it.
     from benchmarks.gpu.stand_in import run as _run
 
     sys.exit(_run(sys.argv[1], sys.argv[2:]))

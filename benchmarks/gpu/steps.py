@@ -1,7 +1,8 @@
-"""The steps of the plan for a GPU (`benchmarks/gpu_run_plan.py`), in the order that their weight gives them.
+"""The steps of the GPU plan (`benchmarks/gpu_run_plan.py`), in order of importance.
 
-Of each op one shape, checked against fp64 and timed beside the fastest rivals alone; what repeats to the bit; numerics;
-the rest of the times, decoding and training; kernels that are off by default, which are timed where their tests passed.
+They are: one shape of each op, checked against fp64 and timed beside only the fastest rivals; bitwise reproducibility;
+numerics; all other times, decoding and training; and kernels that are off by default, which are timed if their tests
+pass.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from benchmarks.measure import record
 from benchmarks.measure.suites import benchmarks, has_values, key_value
 
 SHARDS = min(12, os.cpu_count() or 1)
-# What the 16 hyperthreads of a lent machine amount to, of cores that compile.
+# The number of cores to which the 16 hyperthreads of a rented machine amount when they compile.
 _LENT_CORES = 9.0
-_START = 3.0  # seconds until a process times something (a fork: see `warm.py`)
-_TESTS_START = 8.0  # seconds until so many processes have collected tests
-_COMPILING = 2.6  # seconds of a core for a binary and its launcher
-_TIMING = 0.5  # the share of a case's estimate that its turns may take: compiling and checking take the rest
+_START = 3.0  # seconds until a process starts to time (it is a fork; see `warm.py`)
+_TESTS_START = 8.0  # seconds until the processes have collected their tests
+_COMPILING = 2.6  # seconds of a core to compile a binary and its launcher
+_TIMING = 0.5  # the part of a case's estimate for its turns; compiling and checking take the rest
 
 _KERNELS = (
     "tests/kernels/test_attention_gpu.py tests/kernels/test_rows_gpu.py tests/kernels/test_decode_attention_gpu.py"
 )
 _OPS = ("add_layer_norm", "feed_forward", "linear_cross_entropy", "embedding", "rotary", "decode_attention")
-# The files whose tests the steps run: first what only a GPU can show, in sizes of many tiles, then each op's own.
+# The files whose tests the steps run: first those that only a GPU can run, with sizes of many tiles, then those of ops.
 TESTS = {
     "attention": "tests/kernels/test_attention_gpu.py",
     "ops": "tests/kernels/test_rows_gpu.py tests/kernels/test_decode_attention_gpu.py "
@@ -38,17 +39,17 @@ TESTS = {
     "tests/generation/test_graph_engine_gpu.py tests/training/test_graph_updates_gpu.py",
     "attention_hopper": "tests/kernels/test_attention_hopper_gpu.py",
 }
-# Seconds of a shape. Most of a training step's is torch.compile's time for the rival, twelve layers forward and
-# backward, and most of gpt2's Hugging Face's, whose step is compiled first.
+# The seconds of a shape. For a training step, most of it is torch.compile's time for the rival (twelve layers, forward
+# and backward), and for gpt2, the time in which Hugging Face's step is compiled.
 _SECONDS = {"attention": 24.0, "masked_attention": 24.0, "packed_attention": 24.0, "decode_attention": 10.0,
             "decoding": 20.0, "graph_decoding": 30.0, "training_step": 100.0}  # fmt: skip
-# Of attention's rivals the fastest, which compile nothing.
+# The fastest of the rivals of attention, which need no compilation.
 _BEST_RIVALS = ("fastformer", "sdpa flash", "sdpa cudnn")
 
 
 @functools.cache
 def other_tests() -> str:
-    """The files that no step above has: of tests/ops and tests/kernels all, elsewhere those with tests for a GPU."""
+    """Returns the files that no other step runs: all of tests/ops and tests/kernels, and others that have GPU tests."""
     named = {path for files in TESTS.values() for path in files.split()}
     found = []
     for path in sorted((record.ROOT / "tests").rglob("test_*.py")):
@@ -60,13 +61,13 @@ def other_tests() -> str:
 
 
 def tests(name: str, files: str, seconds: float, binaries: int, *, only: str = "", flag: str = "") -> Step:
-    """The GPU tests of some files (space between), in processes side by side, since most of it is compiling.
+    """Makes a step of the GPU tests of some files (separated by spaces), in parallel, since most of it is compiling.
 
     Args:
-        seconds: of the tests themselves, all processes side by side.
-        binaries: that they compile, about.
+        seconds: the time of the tests themselves, with all processes in parallel.
+        binaries: roughly how many binaries they compile.
         only: pytest's -k.
-        flag: as to `times`.
+        flag: see `times`.
     """
     command = [sys.executable, "-m", "pytest", "-m", "gpu and not slow", "-q", "-rN", "--tb=short"]
     command += ["-p", "benchmarks.measure.failures", *files.split(), *(["-k", only] if only else [])]
@@ -89,16 +90,16 @@ def times(
     modes: Sequence[str] = (),
     after: str = "",
 ) -> Step:
-    """The runner's cases of an op, in bf16 where it has that.
+    """Makes a step of the runner's cases of an op, in bf16 if the op has it.
 
     Args:
-        values: such as "seqlen=2048", of the shapes (all); a name given twice takes either value.
-        label: of kernels that are off by default, of a first look; the first sets apart the file of their rows.
-        rivals: which, beside ours and the baseline; empty = all.
-        seconds: of a shape.
-        flag: the environment variable that turns those kernels on.
+        values: required values of a shape, such as "seqlen=2048"; if a name is given twice, either value fits.
+        label: a label for kernels that are off by default, whose rows go to another file, or for a first look.
+        rivals: the rivals, besides fastformer and the baseline; empty = all.
+        seconds: the seconds of a shape.
+        flag: the environment variable that enables the kernels.
         kernel, after: see `Step`.
-        modes: which; empty = all.
+        modes: the modes; empty = all.
     """
     benchmark = benchmarks()[op]
     shapes = [shape for shape in benchmark.shapes["cuda"] if has_values(shape, map(key_value, values))]
@@ -117,7 +118,7 @@ def times(
 
 
 def first_look(out: Path) -> Iterator[Step]:
-    """Of each op one shape, right and how fast: forward with backward beside cuDNN and flash alone. Two minutes."""
+    """Yields steps that check and time one shape of each op, beside cuDNN and flash only. They take two minutes."""
     look: dict[str, Any] = {"label": "first look", "modes": ("fwdbwd",), "rivals": _BEST_RIVALS, "seconds": 8}
     causal = ("causal=True", "seqlen=2048")
     for head_dim in (64, 128):
@@ -139,7 +140,7 @@ def _build() -> Step:
 
 
 def steps(out: Path) -> Iterator[Step]:
-    """All steps, in the order that their weight gives them. A new step is another `yield`."""
+    """Yields all steps, in order of importance. To add a step, add a `yield`."""
     yield from first_look(out)
     yield tests("repeats", _KERNELS, 20, 60, only="repeat")
     yield tests("attention", TESTS["attention"], 25, 250, only=f"not repeat and not ({_LATER})")
@@ -171,12 +172,12 @@ def steps(out: Path) -> Iterator[Step]:
     yield from _later(out)
 
 
-# Numerics that say little more than those before them: pairs of options, other dtypes.
+# Tests of numerics that add little to the earlier ones: pairs of options, other dtypes.
 _LATER = "pair or float16 or float32"
 
 
 def _off_by_default(out: Path) -> Iterator[Step]:
-    """Kernels that may hang or be wrong: times where all of their tests passed."""
+    """Yields the steps of kernels that may hang or be wrong; they are timed if all of their tests pass."""
     yield tests("persistent", "tests/kernels/test_rows_gpu.py", 10, 30, only="feed_forward",
                 flag="FASTFORMER_PERSISTENT_FEED_FORWARD")  # fmt: skip
     yield times("feed_forward", out, "dropout_p=0.1", "activation=relu", label="persistent", rivals=("fastformer",),
@@ -184,7 +185,7 @@ def _off_by_default(out: Path) -> Iterator[Step]:
 
 
 def _later(out: Path) -> Iterator[Step]:
-    """What waits for another machine: the tests of everything else, other tiles, and sizes that say less."""
+    """Yields the least important steps: all other tests, other tiles, and less interesting sizes."""
     yield tests("pairs", TESTS["attention"], 60, 900, only=_LATER)
     yield tests("hopper pairs", TESTS["attention_hopper"], 60, 150, only=_LATER)._replace(after="tests hopper")
     yield tests("others", other_tests(), 100, 200)
@@ -192,7 +193,7 @@ def _later(out: Path) -> Iterator[Step]:
         values = ("causal=True", "seqlen=2048", "dropout_p=0.0", f"head_dim={head_dim}")
         tune = [sys.executable, "-m", "benchmarks.tune_attention", "--shape", *values]
         yield Step(f"tune attention {' '.join(values)}", [(tune, {})], 120)
-        # With the tiles that were found: all steps read OUT/tuning.json.
+        # With the tiles found before: all steps read OUT/tuning.json.
         yield times("attention", out, *values, label="tuned", rivals=_BEST_RIVALS, seconds=12)
     yield times("attention", out, "causal=True", "seqlen=2048")
     yield times("attention", out, "causal=False", "seqlen=2048")

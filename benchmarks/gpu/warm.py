@@ -1,9 +1,8 @@
 """Starts `python -m MODULE ...` from a process that has already imported the slow packages.
 
-A child is a fork: it begins where an interpreter would be after `import torch`. After a process has called CUDA's
-driver, its forks can't use CUDA, and packages may call the driver when they are imported. So few packages are imported
-here, and children find out whether there is a GPU, and which steps there are. If forks can't use CUDA, nothing is
-forked.
+A child is a fork: it begins in the state after `import torch`. If a process has called the CUDA driver, its forks can't
+use CUDA, and packages may call the driver when they are imported. So few packages are imported here, and children find
+out whether there is a GPU, and list the steps. If forks can't use CUDA, nothing is forked.
 """
 
 from __future__ import annotations
@@ -25,22 +24,22 @@ from typing import NamedTuple
 
 from benchmarks.measure import record
 
-# Nothing of fastformer: some of its settings are read from the environment when it is imported, which steps change.
+# Not fastformer, which reads some settings from the environment when it is imported: steps change them.
 _SLOW_TO_IMPORT = ("numpy", "torch", "triton", "pytest")
 
-_forks = False  # whether children are forks: `import_ahead` finds out
+_forks = False  # whether children are forks; set by `import_ahead`
 
 
 class Step(NamedTuple):
     """One unit of work.
 
     Attributes:
-        key: its line's, and its log's name.
-        commands: that run side by side, each with what it adds to the environment.
-        seconds: that it takes, about.
-        kernel: which kernel ours has to launch in some forward pass of its rows; "": any.
-        rows: the file that its rows go to.
-        after: the key of a step that has to be right, or else this one is left out.
+        key: the name of its line and of its log.
+        commands: the commands, which run in parallel, each with its additions to the environment.
+        seconds: roughly how long it takes.
+        kernel: the kernel that fastformer has to launch in some forward pass of its rows; "": any.
+        rows: the file for its rows.
+        after: the key of a step that has to succeed first; otherwise this one is omitted.
     """
 
     key: str
@@ -52,15 +51,15 @@ class Step(NamedTuple):
 
 
 class Child:
-    """A process that was started by `spawn`, the first of a group of its own."""
+    """A process that `spawn` started; it leads a process group of its own."""
 
     def __init__(self, pid: int, process: subprocess.Popen[bytes] | None = None) -> None:
-        """pid: of the process; process: the same, if it isn't a fork."""
+        """Stores the process. pid: its id; process: its handle, if it isn't a fork."""
         self._pid, self._process = pid, process
         self._status: int | None = None
 
     def wait(self, seconds: float) -> int | None:
-        """Returns the exit status, or None if the process still runs after so many seconds."""
+        """Returns the exit status, or None if the process still runs after the given seconds."""
         end = time.monotonic() + seconds
         while self._status is None:
             if self._process is not None:
@@ -99,7 +98,7 @@ def has_device() -> bool:
 
 
 def listed(out: Path) -> list[Step]:
-    """Returns the steps, which a child lists."""
+    """Returns the steps, as listed by a child."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
         return pool.submit(_steps, out).result()
 
@@ -117,10 +116,10 @@ def _can_use_cuda() -> bool:
 
 
 def import_ahead(works: Callable[[], object] = _can_use_cuda) -> bool:
-    """Imports what steps import, where it is installed. Returns whether children will be forks.
+    """Imports the packages that steps use, if they are installed. Returns whether children will be forks.
 
     Args:
-        works: what has to be true in a fork.
+        works: a check that has to succeed in a fork.
     """
     global _forks
     for name in _SLOW_TO_IMPORT:
@@ -134,8 +133,8 @@ def spawn(command: Sequence[str], variables: Mapping[str, str], log: Path) -> Ch
     """Runs `[sys.executable, "-m", module, *arguments]` or `[sys.executable, "-c", code]` in the checkout's root.
 
     Args:
-        variables: are added to the environment.
-        log: the file for all that it prints.
+        variables: additions to the environment.
+        log: the file for its output.
     """
     if not _forks:
         with log.open("w") as file:
@@ -156,16 +155,16 @@ def spawn(command: Sequence[str], variables: Mapping[str, str], log: Path) -> Ch
 
     pid = forked(work, log)
     with contextlib.suppress(OSError):
-        os.setpgid(pid, pid)  # both do it: neither has to wait for the other
+        os.setpgid(pid, pid)  # both processes do this, so that neither has to wait for the other
     return Child(pid)
 
 
 def forked(work: Callable[[], int], log: Path) -> int:
-    """Starts a fork that works in the checkout's root, writes to a file, and ends with the result as its exit status.
+    """Starts a fork that runs `work` in the checkout's root, with its output in a file.
 
     Args:
-        work: returns the exit status; if it raises, the status is 70 and the log has the traceback.
-        log: the file for all that it prints.
+        work: a function that returns the exit status; if it raises, the status is 70, and the log has the traceback.
+        log: the file for its output.
 
     Returns:
         The process id.
@@ -179,7 +178,7 @@ def forked(work: Callable[[], int], log: Path) -> int:
         target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         for descriptor in (1, 2):
             os.dup2(target, descriptor)
-        # The parent may have replaced its own, as pytest does.
+        # The parent may have replaced its streams, as pytest does.
         sys.stdout, sys.stderr = (open(each, "w", buffering=1, closefd=False) for each in (1, 2))  # noqa: SIM115
         os.chdir(record.ROOT)
         status = work()

@@ -1,14 +1,14 @@
-"""What attention's kernels for sm_90 could reach on an H100, by the model of `schedule.py`. Bounds, no speeds.
+"""Upper bounds for the speed of attention's kernels on an H100, by the model of `schedule.py`. They are not speeds.
 
     python -m benchmarks.machine_code.bounds [--label after] [--out benchmarks/results/machine_code_bounds.jsonl]
 
-Each kernel is compiled, without a GPU, for causal bf16 calls of 4096 keys; the loop that counts is the one without a
-mask, which runs in all blocks but those at the diagonal. Of that loop a line says what one warp runs (instructions,
-exp2, products, spilled registers), the clocks of each unit, what the busiest unit allows (`unit_tflops`), how much of
-the time the model keeps the tensor cores busy (`tensor_share`), and the bound: that share of what a H100's matrix
-products sustain, times REACHED. REACHED is an assumption, so that a device may pass the bound: on an H200 the plain
-form reached 453 TFLOP/s forward at head_dim 128, and 429 at 64 (`ms_device` of 2 x 8,192 tokens in
-`results/cuda.jsonl`).
+Each kernel is compiled, without a GPU, for causal bf16 calls of 4096 keys. The bound is for the loop without a mask,
+which runs for all blocks but those at the diagonal. For this loop, a line gives the work of one warp (instructions,
+exp2, products, spilled registers), the clocks of each unit, the speed that the busiest unit allows (`unit_tflops`), the
+share of the time in which the model's tensor cores are busy (`tensor_share`), and the bound: that share of the
+sustained speed of matrix products on an H100, times REACHED. REACHED is an assumption, so a device may exceed the
+bound: on an H200, the generic kernel reached 453 TFLOP/s forward at head_dim 128, and 429 at 64 (`ms_device` of 2 x
+8,192 tokens in `results/cuda.jsonl`).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ import torch
 from benchmarks.machine_code import report, sass, schedule
 from benchmarks.machine_code.cases.attention import attention_call, launched_call
 
-# What a large bf16 product of cuBLAS sustains on one H100 SXM, of a peak of 989.
+# The sustained speed of a large bf16 product of cuBLAS on one H100 SXM, which has a peak of 989.
 SUSTAINED_TFLOPS = 798
 # The share of a bound that is assumed to remain after all effects that the model omits, by head_dim: a scale for
 # comparisons. It compares FlashAttention-3's published speed of the forward pass with a count of its units' clocks.
 REACHED = {64: 0.68, 128: 0.81}
-# Consumers of a Gluon program, which take their turns of the loop side by side; a program of the plain form has eight
-# warps, two in each part of an SM.
+# The consumers of a Gluon program run the loop concurrently. A program of the generic kernel has eight warps, two in
+# each quarter of an SM.
 PLAIN_WARPS = 2
 
 
@@ -43,7 +43,7 @@ def _consumers(launch: report.Launch) -> int | None:
 
 
 def line_of(launch: report.Launch, head_dim: int) -> dict[str, Any]:
-    """The line of one launch."""
+    """Returns the line of one launch."""
     import triton
 
     from fastformer.kernels._binaries import compile_kernel
@@ -52,7 +52,7 @@ def line_of(launch: report.Launch, head_dim: int) -> dict[str, Any]:
     usage, instructions = report.disassembled(compiled.asm["cubin"])
     metadata = compiled.metadata
     loops = [loop for loop in sass.loops(instructions) if sass.count(loop).wgmma]
-    loop = min(loops, key=len)  # the one without a mask, of one consumer
+    loop = min(loops, key=len)  # the loop without a mask, of one consumer
     counts = sass.count(loop)
     consumers = _consumers(launch)
     programs, _ = sass.ctas_an_sm(90, metadata.num_warps, int(usage["REG"]), metadata.shared)
@@ -81,7 +81,7 @@ def line_of(launch: report.Launch, head_dim: int) -> dict[str, Any]:
 
 
 def lines() -> Iterator[dict[str, Any]]:
-    """A line of each kernel with products that a causal call launches: the plain form's, then the Gluon kernels'."""
+    """Yields a line for each kernel with products that a causal call launches: generic kernels, then Gluon kernels."""
     for head_dim in REACHED:
         for call in (attention_call, launched_call):
             for launch in report.launches_of(call(torch.bfloat16, head_dim, ("causal",), 4096), 90):

@@ -1,4 +1,4 @@
-"""What a change did to the machine code: two files of `compile_report --out`, launch by launch."""
+"""Compares the machine code before and after a change: two files of `compile_report --out`, launch by launch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OF_LOOP = (
 
 
 class Change(NamedTuple):
-    """One launch that became another: its figures before and after, and the ratio."""
+    """A launch whose code changed: its figures before and after, and the ratio."""
 
     title: str
     fields: list[str]  # "registers 183 -> 128"
@@ -26,9 +26,9 @@ class Change(NamedTuple):
 
 
 def compare(before: Path, after: Path) -> str:
-    """The launches that changed, the largest changes first, and what only one of the files has.
+    """Returns the launches that changed, largest changes first, and those that only one of the files has.
 
-    What AFTER has no line of, of a compiler, an architecture or an op, was not compiled again and is left out.
+    Compilers, architectures and ops without a line in AFTER were not compiled again, and are omitted.
     """
     old, new = _by_case(before), _by_case(after)
     compiled = {_target(key) for key in old}
@@ -37,7 +37,7 @@ def compare(before: Path, after: Path) -> str:
     changes: dict[tuple[str | int, ...], list[Change]] = {}
     for key in old.keys() & new.keys():
         if (change := _change(key, old[key], new[key])) is not None:
-            # Cases that launch the same kernel change together: one entry for all.
+            # Cases that launch the same kernel change together and share an entry.
             changes.setdefault((key.triton, key.arch, key.kernel, *change.fields), []).append(change)
     lines = []
     for group in sorted(changes.values(), key=lambda group: (-group[0].size, min(change.title for change in group))):
@@ -54,7 +54,7 @@ def compare(before: Path, after: Path) -> str:
 
 
 class Key(NamedTuple):
-    """One launch of one case."""
+    """The identity of a launch of a case."""
 
     triton: str
     arch: int
@@ -72,7 +72,7 @@ def _target(key: Key) -> tuple[str, int]:
 
 
 def _by_case(path: Path) -> dict[Key, Line]:
-    """The line of each launch of each case; a line stands for all that launch the same."""
+    """Returns the line of each launch of each case; cases with the same launch share a line."""
     found: dict[Key, Line] = {}
     for text in path.read_text().splitlines():
         line = json.loads(text)
@@ -93,7 +93,7 @@ def _change(key: Key, old: Line, new: Line) -> Change | None:
 
 
 def _fields(old: Line, new: Line) -> Iterator[tuple[str, float]]:
-    """(what changed, by how much), the sizes as logarithms of the ratio, so that halves weigh what doubles do."""
+    """Returns (the changed fields, the size of the change). Sizes are |log(ratio)|, so halving counts like doubling."""
     if old["tile"] != new["tile"]:
         yield f"tile {old['tile']} -> {new['tile']}", 0.0
     for name in _OF_LAUNCH:

@@ -29,7 +29,7 @@ State = TypeVar("State")
 
 
 class _State(IntFlag):
-    """The events that may have happened on the way to an instruction."""
+    """The events that may have happened on some path to an instruction."""
 
     COPYING = auto()  # cp.async was issued
     ARRIVED = auto()  # copies were waited for, and no fence has followed
@@ -39,7 +39,7 @@ class _State(IntFlag):
 
 
 class _Ptx(NamedTuple):
-    """An instruction of PTX: what it does, and where control goes after it."""
+    """An instruction of PTX: its kind, and its successors."""
 
     kind: str
     successors: list[int]
@@ -47,7 +47,7 @@ class _Ptx(NamedTuple):
 
 _PTX_LINE = re.compile(r"^\s*(@!?%?\w+\s+)?([a-z][\w.:]*)\s*([^;]*);")
 _PTX_LABEL = re.compile(r"^\s*([\w$]+)\s*:")
-# By the first that an opcode matches.
+# The kind of an instruction is that of the first pattern that its opcode matches.
 _KINDS = (
     ("product", re.compile(r"wgmma\.mma_async|tcgen05\.mma")),
     ("product wait", re.compile(r"wgmma\.wait_group")),
@@ -65,7 +65,7 @@ _KINDS = (
 
 
 def _events(ptx: str) -> list[_Ptx]:
-    """The instructions that a rule looks at, with the control flow among them."""
+    """Returns the instructions that matter to the rules, with the control flow between them."""
     labels: dict[str, list[int]] = {}
     tables: dict[str, list[str]] = {}
     found: list[tuple[str, bool, str]] = []  # kind, whether it always runs, operands
@@ -79,7 +79,7 @@ def _events(ptx: str) -> list[_Ptx]:
             labels.setdefault(label[1], []).append(len(found))
         elif (match := _PTX_LINE.match(line)) is not None:
             kind = next((kind for kind, pattern in _KINDS if pattern.match(match[2])), None)
-            # A store at a fixed place is Triton's own: it hands warps their part of a specialised kernel.
+            # Stores to fixed addresses are Triton's: they tell warps their part of a warp-specialised kernel.
             if kind is not None and (kind != "store" or match[3].startswith("[%")):
                 found.append((kind, not match[1], match[3]))
         if table is not None and ";" in line:
@@ -94,7 +94,7 @@ def _events(ptx: str) -> list[_Ptx]:
             names = tables[operands.split(",")[1].strip()]
         for name in names:
             places = labels[name]
-            # A label of inline assembly is there once for each copy of it: the last before the branch.
+            # Each copy of inline assembly has its own label with the same name: the last one before the branch counts.
             after.append(max([place for place in places if place <= i], default=places[0]))
         result.append(_Ptx(kind, [each for each in after if each < len(found)]))
     return result
@@ -128,7 +128,7 @@ def _after(kind: str, state: _State) -> _State:
 
 
 def orders(ptx: str) -> list[str]:
-    """What nothing in a kernel's PTX keeps in order, each with the number of instructions that it was found at."""
+    """Returns the missing orderings in a kernel's PTX, each with the number of instructions that lack it."""
     events = _events(ptx)
     for i, event in enumerate(events):
         if event.kind == "store" and _is_read_back(events, i):
@@ -147,7 +147,7 @@ def orders(ptx: str) -> list[str]:
 
 
 def _is_read_back(events: list[_Ptx], store: int) -> bool:
-    """Whether what follows a store, or the stores that it is one of, may be a load, with no fence or store between."""
+    """Returns whether a load may follow a store, or the group of stores that contains it, without a fence or store."""
     seen: set[tuple[int, bool]] = set()
     work = [(store, False)]
     while work:
@@ -173,7 +173,7 @@ def _flow(
     after: Callable[[int, State], State],
     merge: Callable[[State, State], State],
 ) -> list[State | None]:
-    """What is known before each instruction; those that no other leads to begin with `start`."""
+    """Returns the state before each instruction; instructions without predecessors begin with `start`."""
     states: list[State | None] = [None] * len(successors)
     reached = {target for targets in successors for target in targets}
     work = [i for i in range(len(successors)) if i == 0 or i not in reached]
@@ -193,11 +193,11 @@ def _flow(
     return states
 
 
-# Registers in flight. A set of registers is the bits of an int.
+# Registers in flight. The bits of an int represent a set of registers.
 _WIDTHS = {"32": 1, "64": 2, "128": 4}
 _LOADS = {"LDG", "LDS", "LD", "LDL", "LDC", "ATOMG", "ATOMS"}
 _STORES = {"STG", "STS", "ST", "STL", "RED", "REDG"}
-# What writes no register of its first operand, or none at all.
+# Instructions that don't write the register of their first operand, or write no register.
 _WITHOUT_RESULT = _STORES | {
     "STSM", "LDGSTS", "BAR", "BRA", "BRX", "EXIT", "SYNCS", "UTMALDG", "UTMASTG", "UTMAREDG", "WARPGROUP", "R2UR",
     "ISETP", "FSETP", "PLOP3", "VOTE", "VOTEU", "NOP", "BSSY", "BSYNC", "CCTL", "MEMBAR", "ERRBAR", "FENCE", "DEPBAR",
@@ -211,7 +211,7 @@ def _bits(first: int, count: int) -> int:
 
 
 def _written(instruction: sass.Instruction) -> int:
-    """The registers that an instruction writes."""
+    """Returns the registers that an instruction writes."""
     base, *modifiers = instruction.opcode.split(".")
     if base in _WITHOUT_RESULT or base.startswith("U"):
         return 0
@@ -231,7 +231,7 @@ def _written(instruction: sass.Instruction) -> int:
 
 
 def _read(instruction: sass.Instruction) -> int:
-    """The registers that an instruction reads."""
+    """Returns the registers that an instruction reads."""
     base, *modifiers = instruction.opcode.split(".")
     skips_result = base not in _WITHOUT_RESULT
     result = 0
@@ -269,7 +269,7 @@ def _product(instruction: sass.Instruction) -> _Product | None:
 
 
 class _Flight(NamedTuple):
-    """Registers of products in flight: (operands, results) of each group, oldest first, and of the open one."""
+    """The registers of products in flight: (operands, results) of each group, oldest first, and of the open group."""
 
     groups: tuple[tuple[int, int], ...] = ()
     operands: int = 0
@@ -290,7 +290,7 @@ def _joined(one: _Flight, other: _Flight) -> _Flight:
 
 
 def in_flight(instructions: list[sass.Instruction]) -> list[str]:
-    """Instructions that touch registers of a product that was not waited for, each in words."""
+    """Returns descriptions of the instructions that access registers of a product before the wait for it."""
     products = list(map(_product, instructions))
     if not any(products):
         return []

@@ -1,20 +1,21 @@
-"""What each shipped kernel compiles to, without a GPU: registers, spills, programs an SM, and what its loops run.
+"""Reports the machine code of each kernel, without a GPU: registers, spills, programs per SM, and the work of its
+loops.
 
     python -m benchmarks.compile_report [--arch 90 ...] [--only attention ...] [--once | --quick | --usual] [--jobs N]
         [--out FILE]
     python -m benchmarks.compile_report --compare BEFORE.jsonl AFTER.jsonl
 
-The launchers themselves are called, on fake CUDA tensors, with Triton's launch replaced by a recorder; the recorded
-launches are compiled for each architecture. So the report sees the tiles, types and specialisation that ship.
-Exit status 1 on a violation: a compile error, spilled registers, more shared memory than the architecture has, fewer
-matrix instructions than the kernel has products, or an order that nothing keeps (see `hazards.py`).
+It calls the real launchers on fake CUDA tensors, with Triton's launch replaced by a recorder, and compiles the recorded
+launches for each architecture. So the report covers the tiles, types and specialisation of a release.
+The exit status is 1 after a violation: a compile error, spilled registers, more shared memory than the architecture
+has, fewer matrix instructions than the kernel has products, or missing synchronisation (see `hazards.py`).
 
-Under each launch stand its inner loops, from the machine code (see `sass.py`, also for why a bound is no
-speed). Only sm_90 has a bound: that of an H200.
+The inner loops of a launch are listed below it, from the machine code (see `sass.py`, which also says why a bound is
+not a speed). Only sm_90 has a bound: that of an H200.
 
-`benchmarks/results/machine_code.jsonl` is what `--usual --out benchmarks/results/machine_code.jsonl` writes, run once
-with each compiler: a second one beside the installed one (`pip install --target DIR triton==3.6.0`) comes first on
-PYTHONPATH. --out keeps the rows of other compilers, architectures and ops.
+`--usual --out benchmarks/results/machine_code.jsonl` writes `benchmarks/results/machine_code.jsonl`, if you run it once
+with each compiler: put a second one (`pip install --target DIR triton==3.6.0`) first on PYTHONPATH. --out preserves the
+rows of other compilers, architectures and ops.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from benchmarks.machine_code import compare, hazards, sass
 from benchmarks.machine_code.cases import USUAL
 from benchmarks.machine_code.rows import BOUNDS, LoopLine, Row, merge, show
 
-# Shared memory that one program may have, in bytes.
+# The most shared memory of a program, in bytes.
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 ARCHITECTURES = tuple(SHARED_LIMIT)
 STEMS = sorted(path.stem for path in (Path(__file__).parent / "cases").glob("[a-z]*.py"))
@@ -54,18 +55,18 @@ MATRIX = ("wgmma", "mma_sync")
 
 
 class Launch(NamedTuple):
-    """One recorded launch: a jitted function, its arguments by name, the compiler's options."""
+    """A recorded launch: a jitted function, its arguments by name, and the compiler's options."""
 
     kernel: Any
     arguments: dict[str, Any]
     options: dict[str, int]
-    num_args: int  # of the parameters that aren't constexprs
-    signature: Any  # what it is compiled for
+    num_args: int  # the number of parameters that aren't constexprs
+    signature: Any  # the properties for which it is compiled
 
 
 @contextlib.contextmanager
 def recorded(arch: int) -> Iterator[list[Launch]]:
-    """Collects launches instead of making them; the launchers believe in a GPU of this compute capability."""
+    """Records launches instead of making them, as if there were a GPU of this compute capability."""
     from fastformer.kernels import _launch
     from fastformer.kernels._signature import arguments_of, signature_of
 
@@ -87,7 +88,7 @@ def recorded(arch: int) -> Iterator[list[Launch]]:
 
 
 def compile_launch(launch: Launch, op: str, arch: int, cases: tuple[str, ...]) -> Row:
-    """Compiles one recorded launch and reads what came out."""
+    """Compiles a recorded launch and analyses the result."""
     import triton
 
     from fastformer.kernels._binaries import compile_kernel
@@ -101,7 +102,7 @@ def compile_launch(launch: Launch, op: str, arch: int, cases: tuple[str, ...]) -
     row = Row(op, launch.kernel.fn.__name__, arch, triton.__version__, cases, tile.strip())
     try:
         compiled = compile_kernel(launch.kernel, launch.signature, launch.options, arch)
-    except Exception as error:  # any failure of any pass is a row of the report
+    except Exception as error:  # every compiler failure becomes a row of the report
         return row._replace(problems=(f"does not compile: {str(error)[:200]}",))
     metadata = compiled.metadata
     usage, instructions = disassembled(compiled.asm["cubin"])
@@ -124,7 +125,7 @@ def compile_launch(launch: Launch, op: str, arch: int, cases: tuple[str, ...]) -
             for each in found or [instructions]
         ),
     )
-    # Where the kernels refuse this Triton's products no order of theirs matters: sm_100 under Triton 3.6.
+    # If the kernels refuse to multiply with this Triton (sm_100 with Triton 3.6), their synchronisation doesn't matter.
     unordered: tuple[str, ...] = ()
     if not multiplies_wrongly(arch):
         unordered = (*hazards.orders(ptx), *hazards.in_flight(instructions)[:3])
@@ -132,7 +133,7 @@ def compile_launch(launch: Launch, op: str, arch: int, cases: tuple[str, ...]) -
 
 
 def disassembled(cubin: bytes) -> tuple[dict[str, str], list[sass.Instruction]]:
-    """(REG and STACK as text, the instructions) of a compiled kernel."""
+    """Returns (REG and STACK as text, the instructions) of a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -141,7 +142,7 @@ def disassembled(cubin: bytes) -> tuple[dict[str, str], list[sass.Instruction]]:
 
 
 def _tool(name: str, *arguments: str) -> str:
-    """The output of one of the binary utilities that come with Triton."""
+    """Returns the output of one of the binary utilities that come with Triton."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
@@ -149,7 +150,7 @@ def _tool(name: str, *arguments: str) -> str:
 
 
 def problems_of(row: Row, products: list[int]) -> Iterator[str]:
-    """What must not be; products: see `products_of`."""
+    """Returns the violations of a row. products: see `products_of`."""
     expected_wide = sum(rows >= 64 for rows in products) if row.arch in (90, 100) else 0
     if row.spilled > 0:
         yield f"spills {row.spilled} bytes"
@@ -162,7 +163,7 @@ def problems_of(row: Row, products: list[int]) -> Iterator[str]:
 
 
 def _loop_line(counts: sass.Counts, arch: int, warps: int, scores: float | None) -> LoopLine:
-    """What is written of a loop: counts that are not 0, and on sm_90 what they take and the bound."""
+    """Returns the line of a loop: counts that are not 0 and, on sm_90, the clocks that they take and the bound."""
     names = ("instructions", "exp2", *MATRIX, "waits", "loads", "async_loads", "stores", "barriers", "atomics", "local")
     line: LoopLine = {name: value for name in names if (value := getattr(counts, name))}
     if scores and counts.exp2:
@@ -176,7 +177,7 @@ def _loop_line(counts: sass.Counts, arch: int, warps: int, scores: float | None)
 
 
 def scores_of(launch: Launch, warps: int) -> float | None:
-    """How many elements of its score tile a thread has: of a program's threads, or as the kernel's module says."""
+    """Returns the number of elements of the score tile per thread, or as declared by the kernel's module."""
     declared = getattr(sys.modules[launch.kernel.fn.__module__], "SCORES", {}).get(launch.kernel.fn.__name__)
     if declared is not None:
         return declared(launch.arguments)
@@ -185,14 +186,14 @@ def scores_of(launch: Launch, warps: int) -> float | None:
 
 
 def launches_of(call: Callable[[], object], arch: int) -> list[Launch]:
-    """What `call` would launch on a GPU of this compute capability. `call` makes its own tensors, on "cuda"."""
+    """Returns the launches of `call` on a GPU of this compute capability. `call` makes its own tensors, on "cuda"."""
     with FakeTensorMode(allow_non_fake_inputs=True), recorded(arch) as launches:
         call()
     return launches
 
 
 def products_of(launch: Launch) -> list[int]:
-    """The rows of each product in a launch's source for the matrix units, as its module declares in PRODUCTS, or []."""
+    """Returns the rows of each matrix product in a launch's source, as declared in PRODUCTS of its module, or []."""
     if launch.arguments.get("PRECISION") == "ieee":
         return []  # fp32 by FMA
     module = sys.modules[launch.kernel.fn.__module__]
@@ -205,7 +206,7 @@ def _module(stem: str) -> Any:
 
 
 class Work(NamedTuple):
-    """A distinct launch, and the cases that make it."""
+    """A distinct launch, and the cases with this launch."""
 
     launch: Launch
     op: str
@@ -214,12 +215,12 @@ class Work(NamedTuple):
 
 
 def distinct_launches(archs: list[int], stems: list[str], size: str) -> list[Work]:
-    """Every distinct launch of every case, once an architecture.
+    """Returns the distinct launches of all cases for each architecture.
 
     Args:
-        archs: architectures.
-        stems: of the ops.
-        size: "once" (of the quick cases each kernel's first launch), "quick", "usual" or "all".
+        archs: the architectures.
+        stems: the stems of the ops.
+        size: "once" (each kernel's first launch among the quick cases), "quick", "usual" or "all".
     """
     found: list[Work] = []
     kernels: set[tuple[int, str]] = set()
@@ -248,7 +249,7 @@ def distinct_launches(archs: list[int], stems: list[str], size: str) -> list[Wor
     return found
 
 
-_todo: list[Work] = []  # what the processes of `report` find in the memory that they are forked from
+_todo: list[Work] = []  # the input of the processes that `report` forks
 
 
 def _compile_one(index: int) -> Row:
@@ -257,7 +258,7 @@ def _compile_one(index: int) -> Row:
 
 
 def report(archs: list[int], stems: list[str], size: str, jobs: int = 1) -> Iterator[Row]:
-    """Compiles what `distinct_launches` gives, in processes side by side; rows come in its order."""
+    """Compiles the launches of `distinct_launches` in parallel processes, and yields their rows in the same order."""
     _todo[:] = distinct_launches(archs, stems, size)
     if jobs == 1:
         yield from map(_compile_one, range(len(_todo)))
@@ -307,11 +308,11 @@ def main() -> int:
         for row in group:
             print(show(row), flush=True)
             rows_of_op.append(row)
-        if args.out is not None:  # an hour of compiling outlives an interruption, op by op
+        if args.out is not None:  # after each op, so that an interruption doesn't lose an hour of compiling
             merge(args.out, rows_of_op, [arch], [op])
         rows += rows_of_op
     if args.out is not None:
-        merge(args.out, rows, args.arch, args.only)  # also where an op has nothing to launch any more
+        merge(args.out, rows, args.arch, args.only)  # even if an op has no launches any more
     bad = sum(bool(row.problems) for row in rows)
     print(f"{len(rows)} kernels, {bad} with problems")
     return 1 if bad or not rows else 0

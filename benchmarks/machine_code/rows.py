@@ -1,4 +1,4 @@
-"""The rows of the compile report: what one says, its lines to read, and the file that holds them."""
+"""The rows of the compile report: their fields, their text, and their file."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 BOUNDS = ("tflops", "serial_tflops", "gbs")
-LoopLine = dict[str, Any]  # what the report says of one loop, by name
+LoopLine = dict[str, Any]  # the figures of one loop, by name
 
 
 class Row(NamedTuple):
-    """One launch, compiled: a line of the report."""
+    """A compiled launch: a line of the report."""
 
     op: str  # the stem of its cases
     kernel: str
     arch: int
     triton: str  # the compiler's version
-    cases: tuple[str, ...]  # the titles of all cases that launch it, "title #2" for the second such launch of a case
+    cases: tuple[str, ...]  # the titles of all cases with this launch, "title #2" for the second launch of a case
     tile: str
     registers: int = 0
-    spilled: int = 0  # bytes of stack a thread
-    shared: int = 0  # bytes a program
-    ctas: int = 0  # programs an SM
-    limit: str = ""  # what keeps an SM from more of them
+    spilled: int = 0  # bytes of stack per thread
+    shared: int = 0  # bytes per program
+    ctas: int = 0  # programs per SM
+    limit: str = ""  # the resource that limits the programs per SM
     wide: int = 0  # wgmma or tcgen05.mma instructions in the PTX
     narrow: int = 0  # mma.sync instructions
-    loops: tuple[LoopLine, ...] = ()  # inner loops; of a kernel without one, the whole kernel
+    loops: tuple[LoopLine, ...] = ()  # the inner loops, or the whole kernel if it has no loop
     problems: tuple[str, ...] = ()
 
 
 def merge(path: Path, rows: list[Row], archs: list[int], stems: list[str]) -> None:
-    """Writes rows, one JSON line each, in the place of those that the file has of the same compiler, archs and ops."""
+    """Writes rows, one JSON line each; they replace the file's rows of the same compilers, archs and ops."""
     import triton
 
     lines = path.read_text().splitlines() if path.exists() else []
@@ -47,7 +47,7 @@ def merge(path: Path, rows: list[Row], archs: list[int], stems: list[str]) -> No
 
 
 def show(row: Row) -> str:
-    """A row as lines to read: the launch, then its loops."""
+    """Formats a row as text: the launch, then its loops."""
     lines = [
         f"{row.arch:>4} {row.kernel:24} {row.tile:16} {row.registers:>4} {row.spilled:>5} {row.shared:>7} "
         f"{row.ctas:>4} {row.wide:>5} {row.narrow:>5}  {row.cases[0]}"

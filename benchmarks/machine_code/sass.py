@@ -1,12 +1,12 @@
-"""Machine code as text (SASS, from nvdisasm), its loops, and the bound that a loop's instructions give on an H200.
+"""Machine code as text (SASS, from nvdisasm), its loops, and the bound that the instructions of a loop give on an H200.
 
-A loop is found by its backward branch: a branch to a block that lies on every way to it. Its cost is counted in clocks
-of each unit of one SM: issue slots, tensor cores, the exp2 unit, the integer and the fp32 lanes, shared memory.
-The slowest unit bounds how fast the loop can be.
+A loop is found by its backward branch: a branch to a block that is on every path to the branch. Its cost is counted in
+clocks of each unit of one SM: issue slots, tensor cores, the exp2 unit, the integer and the fp32 lanes, shared memory.
+The busiest unit bounds the speed of the loop.
 
-A bound is no speed. It leaves out latencies, waits, barriers, caches, bank conflicts and everything before and after
-the loop; a kernel that overlaps badly stays far below it. It says what can't be reached, and which unit to spare first.
-What a device reaches is measured (`benchmarks/gpu_run_plan.py`), and nothing else is quoted as a speed.
+A bound is not a speed. It omits latencies, waits, barriers, caches, bank conflicts and everything before and after the
+loop; a kernel that overlaps its work badly stays far below it. It tells which speed can't be reached, and which unit to
+relieve first. The speed on a device is measured (`benchmarks/gpu_run_plan.py`), and only that is quoted as a speed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 
 class Instruction(NamedTuple):
-    """One line of SASS, such as `@!P0 BRA `(.L_x_1)`."""
+    """A line of SASS, such as `@!P0 BRA `(.L_x_1)`."""
 
     address: int
-    predicate: str  # "@!P0", or "" where it always runs
+    predicate: str  # "@!P0", or "" if it always runs
     opcode: str  # with its modifiers: "LDG.E.128"
     operands: str
     target: int | None = None  # address of a label that it names
@@ -36,9 +36,9 @@ _TARGET = re.compile(r"`\(([^)]+)\)")
 
 
 def parse(sass: str) -> list[Instruction]:
-    """The instructions of a kernel, from what `nvdisasm -c` prints of its cubin."""
+    """Parses the instructions of a kernel from the output of `nvdisasm -c`."""
     labels: dict[str, int] = {}
-    waiting: list[str] = []  # labels whose instruction is still to come
+    waiting: list[str] = []  # labels before the next instruction
     lines = []
     for line in sass.splitlines():
         if (label := _LABEL.match(line)) is not None:
@@ -60,9 +60,9 @@ _LEAVES = {"EXIT", "RET", "KILL", "BRA", "BRX", "JMP", "JMX"}  # code after thes
 
 
 def successors(instructions: list[Instruction]) -> list[list[int]]:
-    """By index: where control may go after each instruction."""
+    """Returns, for each instruction, the indices of the instructions that may follow."""
     index = {instruction.address: i for i, instruction in enumerate(instructions)}
-    meeting: dict[str, int] = {}  # the barrier register of a BSSY -> where its threads meet again
+    meeting: dict[str, int] = {}  # the barrier register of a BSSY -> where its threads reconverge
     result: list[list[int]] = []
     for i, instruction in enumerate(instructions):
         after = []
@@ -82,7 +82,7 @@ def successors(instructions: list[Instruction]) -> list[list[int]]:
 
 
 class Blocks(NamedTuple):
-    """Stretches of instructions without a branch in or out, and where control goes from each."""
+    """The basic blocks, and the successors of each."""
 
     spans: list[range]
     successors: list[list[int]]
@@ -107,10 +107,10 @@ def _blocks(instructions: list[Instruction]) -> Blocks:
 
 
 def _dominators(blocks: Blocks) -> list[int]:
-    """For each block the set, as bits, of blocks that lie on every way to it from an entry."""
+    """Returns, for each block, the set (as bits) of blocks that are on every path to it from an entry."""
     count = len(blocks.spans)
     everything = (1 << count) - 1
-    # A block that no other branches to by name (a jump table's, another warp's part) is an entry too.
+    # A block without a direct branch to it (a target of a jump table, another warp's part) is an entry, too.
     before_it = [[each for each in blocks.predecessors[block] if each != block] for block in range(count)]
     result = [everything if before_it[block] and block else 1 << block for block in range(count)]
     changed = True
@@ -129,15 +129,15 @@ def _dominators(blocks: Blocks) -> list[int]:
 
 
 def loops(instructions: list[Instruction]) -> list[list[Instruction]]:
-    """The inner loops, in the order of the code: those that do work and have no other such loop in them.
+    """Returns the inner loops in the order of the code: loops that do work and contain no other such loop.
 
-    A loop that only waits (for a barrier in shared memory, or the endless one behind the last EXIT) does none.
+    A loop that only waits (for a barrier in shared memory, or the endless one after the last EXIT) does no work.
     """
     if not instructions:
         return []
     blocks = _blocks(instructions)
     dominators = _dominators(blocks)
-    bodies: dict[int, set[int]] = {}  # by the block at the head, where branches with one head are one loop
+    bodies: dict[int, set[int]] = {}  # by the head block; branches with the same head form one loop
     for block, targets in enumerate(blocks.successors):
         for head in targets:
             if not dominators[block] >> head & 1:
@@ -161,21 +161,22 @@ def loops(instructions: list[Instruction]) -> list[list[Instruction]]:
     return [[instructions[i] for block in sorted(body) for i in blocks.spans[block]] for body in inner]
 
 
-# Opcodes by what they do. Matrix instructions: of a warp group (sm_90), of tensor memory (sm_100), of one warp.
+# Opcodes by kind. Matrix instructions: of a warp group (sm_90), with tensor memory (sm_100), of one warp.
 _WGMMA = {"HGMMA", "QGMMA", "IGMMA", "BGMMA"}
 _TCGEN05 = {"UTCHMMA", "UTCQMMA", "UTCIMMA", "UTCOMMA"}
 _MMA_SYNC = {"HMMA", "QMMA", "IMMA", "BMMA", "OMMA", "DMMA"}
 _GLOBAL_STORES = {"STG", "ST", "UTMASTG", "UBLKCP"}
 _ASYNC_LOADS = {"LDGSTS", "UTMALDG", "UBLKCP"}
 _ATOMICS = {"ATOM", "ATOMG", "RED", "REDG", "UTMAREDG", "UBLKRED"}
-_SHARED = {"LDS", "STS", "LDSM", "STSM", "ATOMS", "SHFL"}  # a shuffle goes the same way
-# By the lanes of an SM that take them, after the CUDA C++ Programming Guide's table of throughputs (9.0): 64 a clock.
+_SHARED = {"LDS", "STS", "LDSM", "STSM", "ATOMS", "SHFL"}  # a shuffle uses the same unit
+# By the lanes of an SM that run them, after the table of throughputs in the CUDA C++ Programming Guide (9.0): 64 per
+# clock.
 _INTEGER = {
     "LOP3", "PLOP3", "IADD3", "IADD", "VIADD", "VIADDMNMX", "VIMNMX", "IMNMX", "SHF", "SHL", "SHR", "PRMT", "SEL",
     "FSEL", "ISETP", "FSETP", "FMNMX", "LEA", "SGXT", "BMSK", "IABS", "F2FP", "I2FP", "MOV", "HMNMX2", "P2R", "R2P",
 }  # fmt: skip
-_FP32 = {"FFMA", "FMUL", "FADD", "HFMA2", "HADD2", "HMUL2"}  # 128 a clock
-_IMAD = {"IMAD"}  # on the fp32 lanes, 64 a clock
+_FP32 = {"FFMA", "FMUL", "FADD", "HFMA2", "HADD2", "HMUL2"}  # 128 per clock
+_IMAD = {"IMAD"}  # on the fp32 lanes, 64 per clock
 
 
 def _does_work(instruction: Instruction) -> bool:
@@ -186,21 +187,21 @@ def _does_work(instruction: Instruction) -> bool:
 
 
 class Counts(NamedTuple):
-    """What one warp runs once through a stretch of code; a block that some runs skip counts in full."""
+    """The work of one warp in one pass through some code; blocks that may be skipped count in full."""
 
     instructions: int = 0
     exp2: int = 0
-    wgmma: int = 0  # of a warp group, or of tensor memory
+    wgmma: int = 0  # matrix instructions of a warp group, or with tensor memory
     mma_sync: int = 0
-    waits: tuple[int, ...] = ()  # how many groups of wgmma each wait leaves in flight: 0 is a full stop
-    loads: int = 0  # of global memory into registers: nothing in the loop hides their latency
+    waits: tuple[int, ...] = ()  # the wgmma groups that each wait leaves in flight; 0: none
+    loads: int = 0  # from global memory into registers: nothing in the loop hides their latency
     async_loads: int = 0  # into shared memory, ahead of their use
     stores: int = 0
     barriers: int = 0
     atomics: int = 0
     local: int = 0  # spilled registers, written or read
     integer: int = 0  # on the 64 lanes for integers, comparisons, selections, conversions
-    fp32: float = 0  # on the 128 lanes for fp32; an integer multiplication takes one twice
+    fp32: float = 0  # on the 128 lanes for fp32; an integer multiplication counts twice
     special: int = 0  # exp2, reciprocals, logarithms
     shared_bytes: int = 0  # of shared memory, read or written
     global_bytes: int = 0  # of global memory, read, written or added to
@@ -209,7 +210,7 @@ class Counts(NamedTuple):
 
 
 def count(instructions: Iterable[Instruction]) -> Counts:
-    """Counts a stretch of code, such as one loop."""
+    """Counts the work of some code, such as a loop."""
     each = list(map(_count_one, instructions))
     sums = {name: sum(getattr(one, name) for one in each) for name in Counts._fields if name != "waits"}
     return Counts(**sums, waits=tuple(wait for one in each for wait in one.waits))
@@ -242,7 +243,7 @@ def _count_one(instruction: Instruction) -> Counts:
 
 
 def _bytes_of(opcode: str) -> int:
-    """Bytes a thread of a load or a store, by the modifiers of its opcode: 4 where none says otherwise."""
+    """Returns the bytes per thread of a load or a store by the modifiers of its opcode; 4 by default."""
     base, *modifiers = opcode.split(".")
     if base in ("LDSM", "STSM"):
         return 4 * int(next((m for m in modifiers if m in ("2", "4")), "1"))
@@ -261,26 +262,26 @@ def _bytes_of(opcode: str) -> int:
 
 
 _SHAPE = re.compile(r"\.(\d+)x(\d+)x(\d+)\.")
-# Operands of wgmma: the result, A where it is in registers, gdesc (of B, or of A and B), what the product is added to.
+# Operands of wgmma: the result, A if it is in registers, gdesc (of B, or of A and B), and the addend.
 _A_IN_REGISTERS = re.compile(r"R\d+, R\d+")
 _WARP_SHAPES = {"884": (8, 8, 4), "1684": (16, 8, 4), "1688": (16, 8, 8), "16816": (16, 8, 16), "16832": (16, 8, 32)}
-# Of one SM, dense, 16 bits: 989 TFLOP/s = 132 * 1.83 GHz * 4096. mma.sync reaches 63 % of it there (Luo et al. 2024,
+# The dense 16-bit FLOPs of one SM: 989 TFLOP/s = 132 * 1.83 GHz * 4096. mma.sync reaches 63 % of that (Luo et al. 2024,
 # "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture via Microbenchmarking").
 FLOPS_A_CLOCK = 4096
 MMA_SYNC_SHARE = 0.63
 
 
 def _matrix(instruction: Instruction) -> tuple[int, float, int]:
-    """(FLOPs, clocks of an SM's tensor cores, bytes of shared memory) of one matrix instruction, a warp's share.
+    """Returns (FLOPs, clocks of an SM's tensor cores, bytes of shared memory) per warp for a matrix instruction.
 
-    The shape of a tensor-memory product is not in its instruction: nothing is counted for it.
+    The instruction of a tensor-memory product doesn't contain its shape, so nothing is counted for it.
     """
     opcode = instruction.opcode + "."
     rate = FLOPS_A_CLOCK / 2 if ".TF32." in opcode else FLOPS_A_CLOCK * 2 if ".E4M3." in opcode else FLOPS_A_CLOCK
     if instruction.base in _WGMMA and (shape := _SHAPE.search(opcode)) is not None:
         m, n, k = map(int, shape.groups())
         flops = 2 * m * n * k // 4  # four warps share it
-        # Each row of a step is 32 bytes, whatever its type. B lies in shared memory, A there or in registers.
+        # Each row of a step has 32 bytes for any type. B is in shared memory, and A there or in registers.
         rows = n if _A_IN_REGISTERS.match(instruction.operands) else m + n
         return flops, flops / rate, 32 * rows // 4
     if instruction.base in _MMA_SYNC:
@@ -292,11 +293,11 @@ def _matrix(instruction: Instruction) -> tuple[int, float, int]:
 
 
 class Limits(NamedTuple):
-    """What one SM of an architecture holds at a time (CUDA C++ Programming Guide, "Compute Capabilities")."""
+    """The resources of one SM of an architecture (CUDA C++ Programming Guide, "Compute Capabilities")."""
 
     warps: int
     ctas: int
-    shared: int  # bytes; each CTA takes 1 KB more than it asks for
+    shared: int  # bytes; each CTA uses 1 KB more than it requests
     registers: int = 65536
     tensor_columns: int = 512  # sm_100's tensor memory
 
@@ -308,13 +309,13 @@ SM_LIMITS = {
 
 
 def ctas_an_sm(arch: int, warps: int, registers: int, shared: int, tensor_columns: int = 0) -> tuple[int, str]:
-    """How many programs an SM runs at a time, and what keeps it from more.
+    """Returns how many programs an SM runs at a time, and the resource that limits them.
 
     Args:
-        warps: of one program.
-        registers: a thread; they are given out to warps in units of 256.
-        shared: bytes a program.
-        tensor_columns: of tensor memory a program.
+        warps: the warps of a program.
+        registers: the registers of a thread; warps get them in units of 256.
+        shared: the bytes of shared memory of a program.
+        tensor_columns: the columns of tensor memory of a program.
     """
     limits = SM_LIMITS[arch]
     of_a_warp = -(-32 * registers // 256) * 256
@@ -331,16 +332,16 @@ def ctas_an_sm(arch: int, warps: int, registers: int, shared: int, tensor_column
     return fits[limit], limit
 
 
-# One H200: SMs, clock (that of the data sheet's 989 TFLOP/s), bytes a second of its memory.
+# An H200: SMs, clock (for the 989 TFLOP/s of the data sheet), bytes per second of its memory.
 SMS, HERTZ, MEMORY = 132, 1.83e9, 4.8e12
 
 
 def clocks(counts: Counts, warps: int) -> dict[str, float]:
-    """Clocks of one sm_90 SM that a program of `warps` warps keeps each unit busy, once through the counted code.
+    """Returns the clocks for which a program of `warps` warps keeps each unit of an sm_90 SM busy in one pass.
 
-    Four schedulers issue an instruction a clock each; 16 exp2, 64 integer and 128 fp32 results and 128 bytes of shared
-    memory a clock. Where only some of the warps run the loop, all units' clocks are that much too high: the bound, a
-    ratio, is the same.
+    Each of four schedulers issues one instruction per clock. An SM computes 16 exp2, 64 integer and 128 fp32 results
+    per clock, and accesses 128 bytes of shared memory. If only some of the warps run the loop, the clocks of all units
+    are too high by the same factor; the bound, a ratio, is the same.
     """
     lanes = 32 * warps
     return {
@@ -354,16 +355,16 @@ def clocks(counts: Counts, warps: int) -> dict[str, float]:
 
 
 class Bound(NamedTuple):
-    """What the code could reach at most on an H200, if nothing but its busiest unit took time. No speed."""
+    """The speed on an H200 if only the busiest unit took time: an upper bound and not a speed."""
 
     unit: str
-    tflops: float = 0  # of the matrix instructions, where there are any
+    tflops: float = 0  # of the matrix instructions, if there are any
     serial_tflops: float = 0  # if the tensor cores and the other units never worked at the same time
-    gbs: float = 0  # of the global memory that the code touches, elsewhere
+    gbs: float = 0  # of accesses to global memory, if there are no matrix instructions
 
 
 def bound(counts: Counts, warps: int) -> Bound:
-    """The bound of a loop on sm_90, or of a whole kernel without loops."""
+    """Returns the bound of a loop on sm_90, or of a whole kernel without loops."""
     busy = clocks(counts, warps)
     unit = max(busy, key=lambda name: busy[name])
     longest = busy[unit]

@@ -1,24 +1,26 @@
-"""How well a loop of an sm_90 kernel could keep the tensor cores busy: its instructions, clock by clock.
+"""Simulates how busy a loop of an sm_90 kernel could keep the tensor cores, clock by clock.
 
-A model of one of the four parts of an SM, of which each has a scheduler, a tensor core, and a quarter of everything
-else. Its warps run the loop over and over:
+This models one quarter of an SM, with a scheduler, a tensor core, and a quarter of everything else. Its warps run the
+loop repeatedly:
 
-- a warp issues its instructions in the order of the code, one a clock for all warps, the one that waited longest first;
-- a warp's 32 results take 8 clocks of the exp2 unit, 2 of the integer lanes, 1 of the fp32 lanes (2 of an IMAD);
-- an HGMMA goes to the tensor core, which works in the order of issue: n / 2 clocks for 64 x n x 16, or as long as its
-  operands take from shared memory, 32 bytes a clock, where that is longer;
-- WARPGROUP.DEPBAR waits until at most its number of the warp's groups is in flight; a barrier of the whole program for
-  the program's other warps;
-- what else uses shared memory, shuffles too, passes products that are queued and shares the 32 bytes a clock with them:
-  it takes what running products leave, and the next product takes longer by what is still waiting when it starts;
-- a warp waits for shared memory to take what it reads or writes there, but not for what it copies there asynchronously.
+- A warp issues its instructions in order. All warps together issue one per clock; the warp that waited longest is
+first.
+- The 32 results of a warp take 8 clocks of the exp2 unit, 2 of the integer lanes, 1 of the fp32 lanes (an IMAD: 2).
+- An HGMMA goes to the tensor core, which works in the order of issue. It takes n / 2 clocks for 64 x n x 16, or as long
+  as its operands need to be read from shared memory, at 32 bytes per clock, if that is longer.
+- WARPGROUP.DEPBAR waits until at most the given number of the warp's groups is in flight. A barrier of the whole
+  program waits for all warps of the program.
+- Other accesses to shared memory, including shuffles, overtake queued products and share the 32 bytes per clock with
+  running ones: they use what these leave, and the next product takes longer by the accesses that still wait when it
+  starts.
+- A warp waits until shared memory has accepted its reads and writes, but not for asynchronous copies.
 
-Left out, and so assumed free: latencies of instructions and memories, waits for copies, barriers within a warpgroup and
-between the consumers, bank conflicts, clocks that the chip lowers, all that comes before and after the loop. So the
-share is a bound, and no kernel reaches it.
+The model omits latencies of instructions and memory, waits for copies, barriers within a warpgroup and between the
+consumers, bank conflicts, lowered clocks, and all code before and after the loop. So the share is an upper bound that
+no kernel reaches.
 
-The order of the code counts: exponentials that the compiler puts behind the wait for a product don't run under it, but
-under those of other warps alone.
+The order of the code matters: exponentials that the compiler places after the wait for a product can't overlap with it,
+but only with the products of other warps.
 """
 
 from __future__ import annotations
@@ -28,25 +30,25 @@ from typing import NamedTuple
 
 from benchmarks.machine_code import sass
 
-# Of one part of an SM: clocks of a unit for an instruction of one warp.
+# For a quarter of an SM: the clocks of a unit for an instruction of one warp.
 EXP2, INTEGER, FP32 = 8.0, 2.0, 1.0
-SHARED_BYTES = 32.0  # a clock
-STEPS = 12  # of each warp; the first half fills the pipeline
+SHARED_BYTES = 32.0  # per clock
+STEPS = 12  # iterations of each warp; the first half fills the pipeline
 
 
 class Step(NamedTuple):
-    """One instruction, as the model sees it."""
+    """An instruction in the model."""
 
-    unit: str  # "" for one that takes an issue slot alone
-    clocks: float  # of the unit
-    shared: float = 0.0  # clocks of shared memory beside it
+    unit: str  # "" for one that only takes an issue slot
+    clocks: float  # the clocks of the unit
+    shared: float = 0.0  # additional clocks of shared memory
     ends_group: bool = False
-    waits: int | None = None  # for as many groups in flight at most
-    meets: bool = False  # all warps of the program
+    waits: int | None = None  # waits until at most this many groups are in flight
+    meets: bool = False  # waits for all warps of the program
 
 
 def step_of(instruction: sass.Instruction) -> Step | None:
-    """What the model makes of an instruction; None for one that takes no slot."""
+    """Returns the step of an instruction; None if it takes no issue slot."""
     counts = sass.count([instruction])
     if not counts.instructions:
         return None
@@ -56,7 +58,7 @@ def step_of(instruction: sass.Instruction) -> Step | None:
     if counts.waits:
         return Step("", 0.0, waits=counts.waits[0])
     if instruction.base == "BAR":
-        # Behind a count of threads it is one warpgroup's: its warps are each in a part of their own.
+        # With a number of threads, the barrier is for one warpgroup, whose warps are in different quarters.
         return Step("", 0.0, meets=instruction.operands.count(",") == 0)
     if counts.async_loads:
         return Step("", 0.0, shared)
@@ -82,20 +84,20 @@ class Warp:
 
 
 class Shares(NamedTuple):
-    """What the model says of a loop."""
+    """The results of the model for a loop."""
 
-    clocks: float  # a turn of the loop, of all warps
-    tensor: float  # the share of them in which the tensor core works
+    clocks: float  # the clocks of an iteration of all warps
+    tensor: float  # the share of the clocks in which the tensor core is busy
 
 
 def shares(loop: Sequence[sass.Instruction], warps: int, programs: int = 1) -> Shares:
-    """Runs the loop on `warps` warps of each of `programs` programs, in one part of an SM."""
+    """Runs the loop on `warps` warps of each of `programs` programs, in one quarter of an SM."""
     steps = [step for step in map(step_of, loop) if step is not None]
     running = [Warp(program) for program in range(programs) for _ in range(warps)]
     free: dict[str, float] = dict.fromkeys(("tensor", "exp2", "integer", "fp32", "shared"), 0.0)
     memory = _SharedMemory()
     now, worked, begun = 0.0, 0.0, 0.0
-    half = 0.0  # the tensor core's clocks by then
+    half = 0.0  # the tensor core's clocks at half time
     while any(warp.turns < STEPS for warp in running):
         ready = [warp for warp in running if _may_issue(warp, steps[warp.at], now, free, running)]
         if ready:
@@ -116,10 +118,10 @@ def _may_issue(warp: Warp, step: Step, now: float, free: dict[str, float], runni
         unfinished = sum(end > now for end in warp.groups)
         return unfinished <= step.waits
     if step.meets:
-        # The others of its program are there too, or further.
+        # The other warps of its program have reached the barrier or passed it.
         others = [each for each in running if each.program == warp.program]
         return all(each.meetings > warp.meetings or _is_at_meeting(each, warp) for each in others)
-    # Products queue before the tensor core; the other units take what they can at once.
+    # Products queue for the tensor core; the other units only accept what they can start immediately.
     return not step.unit or step.unit == "tensor" or free[step.unit] <= now
 
 
@@ -128,7 +130,7 @@ def _is_at_meeting(other: Warp, warp: Warp) -> bool:
 
 
 def _issue(warp: Warp, step: Step, now: float, free: dict[str, float], memory: _SharedMemory) -> float:
-    """Takes the units; returns the clocks of the tensor core."""
+    """Occupies the units for an instruction; returns the clocks of the tensor core."""
     warp.issued = now
     warp.meetings += step.meets
     if step.unit == "tensor":
@@ -145,10 +147,10 @@ def _issue(warp: Warp, step: Step, now: float, free: dict[str, float], memory: _
 
 
 class _SharedMemory:
-    """Shared memory beside the products.
+    """The accesses to shared memory that don't come from products.
 
     Attributes:
-        waiting: the clocks that it needs for what other instructions asked of it.
+        waiting: the clocks that pending accesses need.
     """
 
     def __init__(self) -> None:
@@ -157,7 +159,7 @@ class _SharedMemory:
         self._products: list[tuple[float, float, float]] = []  # start, end, and the share that it leaves
 
     def serve(self, now: float) -> None:
-        """Works off what is waiting, until now."""
+        """Processes pending accesses until `now`."""
         self.waiting = max(0.0, self.waiting - self._left(now))
         self._now = now
         self._products = [product for product in self._products if product[1] > now]
@@ -172,7 +174,7 @@ class _SharedMemory:
         return start + clocks
 
     def _left(self, until: float) -> float:
-        """Returns the clocks that products leave from now until then."""
+        """Returns the clocks that products leave free from the last call until `until`."""
         left, at = 0.0, self._now
         for start, end, share in self._products:
             left += max(0.0, min(start, until) - at)

@@ -1,6 +1,6 @@
-"""CUDA's driver without a device: kernels are loaded and launched, checked and logged, and nothing computes.
+"""A stub of the CUDA driver without a device: it loads, checks and logs launches of kernels, but computes nothing.
 
-Triton's own launcher runs over it, and ours: what each hands to the driver can be compared, and timed.
+Both Triton's launcher and fastformer's run on it, so that their driver calls can be compared and timed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STREAM = 77
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The stub, built by the system's C compiler and loaded under the name of NVIDIA's library.
+    """Builds the stub with the system's C compiler, and loads it under the name of NVIDIA's library.
 
     Raises:
         RuntimeError: there is no C compiler.
@@ -48,7 +48,7 @@ def library() -> ctypes.CDLL:
 
 
 class Device:
-    """The device that `_host.active` is to be."""
+    """A replacement for `_host.active`."""
 
     def __init__(self, arch: int) -> None:
         self.arch = arch
@@ -65,7 +65,7 @@ class Device:
 
 @contextlib.contextmanager
 def stub_driver(arch: int = 90) -> Iterator[ctypes.CDLL]:
-    """Launches go to the stub, which is given; Triton believes in a device of this architecture, too."""
+    """Sends launches to the stub, which is yielded, as if there were a device of this architecture."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -92,7 +92,7 @@ def stub_driver(arch: int = 90) -> Iterator[ctypes.CDLL]:
 
 
 def uncompiled(signature: Any, num_args: int) -> Any:
-    """A binary for any signature: its parameters are as they would be, and there is no code."""
+    """Returns a binary for any signature, with the right parameters and without code."""
     from fastformer.kernels._binaries import Binary
     from fastformer.kernels._signature import layout_of
 
@@ -103,7 +103,7 @@ def uncompiled(signature: Any, num_args: int) -> Any:
 
 @contextlib.contextmanager
 def logged(stub: ctypes.CDLL) -> Iterator[list[dict[str, Any]]]:
-    """What the stub is handed in the block: a record of each launch and tensor map, once it has ended."""
+    """Yields a list that, after the block, contains a record of each launch and tensor map of the block."""
     lines: list[dict[str, Any]] = []
     with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as file:
         stub.stub_open(file.name.encode())

@@ -1,9 +1,9 @@
-"""What the compile report compiles: a module a stem, each with `cases(quick)` yielding (title, call).
+"""The cases of the compile report: one module per stem, each with `cases(quick)`, which yields (title, call).
 
-A module of kernels for some architectures alone names them in ARCHITECTURES.
+A module whose kernels are only for some architectures lists them in ARCHITECTURES.
 """
 
-# What `--usual` takes of a stem's cases, where it has more than a reader wants: a pattern to find in their titles.
+# For stems with too many cases for a reader, the pattern that selects those of `--usual` by their titles.
 USUAL = {
     "add_layer_norm": r"bf16 d(512|4096) residual\+affine\+dropout|bf16 d(1024|16384) fp32 residual"
     r"|bf16 d512 (affine|residual\+affine\+rms norm)",

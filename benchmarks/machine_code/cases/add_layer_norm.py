@@ -10,7 +10,7 @@ import torch
 def add_layer_norm_call(
     dtype: torch.dtype, dim: int, options: tuple[str, ...] = ("residual", "affine"), rows: int = 16384
 ) -> Callable[[], object]:
-    """A forward and a backward call. Options: "residual" or "fp32 residual", "affine", "dropout", "rms norm"."""
+    """Makes a forward and a backward call. Options: "residual" or "fp32 residual", "affine", "dropout", "rms norm"."""
     from fastformer.kernels import add_layer_norm as kernels
 
     def call() -> None:
@@ -31,7 +31,7 @@ def add_layer_norm_call(
         rest = (s if kept else x, weight, mean, rstd, *dropout, rms_norm, has_bias, dtype)
         kernels.add_layer_norm_bwd(y, s if kept else None, *rest)
         if kept:
-            kernels.add_layer_norm_bwd(y, None, *rest)  # post-norm: the stream is not read again
+            kernels.add_layer_norm_bwd(y, None, *rest)  # post-norm: the stream has no gradient of its own
 
     return call
 
@@ -44,7 +44,7 @@ OPTIONS: tuple[tuple[str, ...], ...] = (
 
 
 def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
-    """(title, call) of everything to compile. Quick: what `make test` has time for."""
+    """Yields (title, call) for everything to compile. quick: only the cases of the fast tests."""
     bf16 = torch.bfloat16
     yield "bf16 d512 " + "+".join(ALL), add_layer_norm_call(bf16, 512, ALL)
     if quick:

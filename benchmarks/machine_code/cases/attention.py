@@ -11,7 +11,7 @@ import torch
 def attention_call(
     dtype: torch.dtype, head_dim: int, options: tuple[str, ...], seqlen: int, deterministic: bool = False
 ) -> Callable[[], object]:
-    """A forward and a backward call of the attention launchers with these options, by the plain kernels."""
+    """Makes a forward and a backward call of the attention launchers with these options, with the generic kernels."""
     from fastformer.kernels import _attention_hopper
 
     def call() -> None:
@@ -27,7 +27,7 @@ def attention_call(
 def launched_call(
     dtype: torch.dtype, head_dim: int, options: tuple[str, ...], seqlen: int, deterministic: bool = False
 ) -> Callable[[], object]:
-    """A forward and a backward call of the attention launchers with these options, by the kernels of the device."""
+    """Makes a forward and a backward call of the attention launchers with these options, with the device's kernels."""
     from fastformer.kernels import attention as kernels
 
     def call() -> None:
@@ -54,7 +54,7 @@ def launched_call(
             q, k = new(batch, seqlen, heads, head_dim), new(batch, seqlen, kv_heads, head_dim)
             mask = None
             if {"bool", "additive", "bool_keys", "additive_keys"} & set(options):
-                # "_keys": the same for all rows, as torch.nn's key_padding_mask is.
+                # "_keys": the same for all rows, like torch.nn's key_padding_mask.
                 same_rows = {"bool_keys", "additive_keys"} & set(options)
                 shape = (batch, 1, 1, seqlen) if same_rows else (1, heads, seqlen, seqlen)
                 mask = new(*shape, dtype=torch.bool if {"bool", "bool_keys"} & set(options) else dtype)
@@ -77,19 +77,19 @@ OPTIONS: tuple[tuple[str, ...], ...] = (
     ("window", "packed", "gqa", "softcap"), ("window", "dropout", "seqlens_k"), ("window", "packed", "dropout", "gqa"),
     ("window", "bool_keys", "dropout"),
 )  # fmt: skip
-# Three products for one leave the fewest registers for a mask and for dropout.
+# With three products instead of one, the fewest registers are left for a mask and for dropout.
 FP32_OPTIONS: tuple[tuple[str, ...], ...] = (
     ("causal", "bool"), ("causal", "dropout"), ("causal", "bool_keys", "dropout"), ("causal", "bool", "dropout"),
     ("causal", "softcap"),
 )  # fmt: skip
-# What tests/benchmarks/machine_code/test_report.py asks for.
+# The options in tests/benchmarks/machine_code/test_report.py.
 QUICK_OPTIONS: tuple[tuple[str, ...], ...] = (
     ("causal", "dropout"), ("causal", "packed"), ("bool_keys",), ("bool",), ("additive_keys",),
 )  # fmt: skip
 
 
 def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
-    """(title, call) of everything to compile. Quick: what the tests ask for."""
+    """Yields (title, call) for everything to compile. quick: only the cases of the fast tests."""
     bf16, fp32 = torch.bfloat16, torch.float32
     if quick:
         for options in QUICK_OPTIONS:

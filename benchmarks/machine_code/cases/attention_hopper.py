@@ -1,4 +1,4 @@
-"""Calls of attention that the kernels for sm_90 take, forward or backward: each option and each tile."""
+"""Calls of attention that the kernels for sm_90 support, forward or backward: each option and each tile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OPTIONS: tuple[tuple[str, ...], ...] = (
 
 
 def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
-    """(title, call) of everything to compile. Quick: what the tests ask for."""
+    """Yields (title, call) for everything to compile. quick: only the cases of the fast tests."""
     if quick:
         for options in OPTIONS[3], OPTIONS[1]:
             yield "bf16 d64 hopper " + "+".join(options), launched_call(torch.bfloat16, 64, options, 4096)

@@ -23,11 +23,11 @@ def decode_call(
     rotary: str | None = None,
     softcap: float = 0.0,
 ) -> Callable[[], object]:
-    """A call of the launcher.
+    """Makes a call of the launcher.
 
     Args:
-        beams: rows that read one source through cache_batch_idx; 0 = without.
-        rotary: "half" or "interleaved"; None = without.
+        beams: the number of rows that read one source through cache_batch_idx; 0: no cache_batch_idx.
+        rotary: "half" or "interleaved"; None: no rotation.
     """
     from fastformer.kernels import decode_attention as kernels
 
@@ -51,7 +51,7 @@ def decode_call(
 
 
 def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
-    """(title, call) of everything to compile. Quick: what `make test` has time for."""
+    """Yields (title, call) for everything to compile. quick: only the cases of the fast tests."""
     bf16 = torch.bfloat16
     yield "bf16 d64 step table splits", decode_call(bf16, 64, seqlen_new=1)
     yield "bf16 d64 beams table n128", decode_call(bf16, 64, batch=256, beams=4, max_seqlen=128)

@@ -10,7 +10,7 @@ ALL = ("positions", "dropout")
 
 
 def embedding_call(dtype: torch.dtype, dim: int, options: tuple[str, ...] = ALL) -> Callable[[], object]:
-    """A forward and a backward call. Options: "positions" (in order) or "given" ones, "dropout"."""
+    """Makes a forward and a backward call. Options: "positions" (consecutive) or "given" (explicit ones), "dropout"."""
     from fastformer.kernels import embedding as kernels
 
     def call() -> None:
@@ -30,7 +30,7 @@ def embedding_call(dtype: torch.dtype, dim: int, options: tuple[str, ...] = ALL)
 
 
 def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
-    """(title, call) of everything to compile. Quick: what `make test` has time for."""
+    """Yields (title, call) for everything to compile. quick: only the cases of the fast tests."""
     bf16 = torch.bfloat16
     yield "bf16 d512 " + "+".join(ALL), embedding_call(bf16, 512)
     if quick:

@@ -11,9 +11,9 @@ import torch
 def feed_forward_call(
     dtype: torch.dtype, dim: int, activation: str, options: tuple[str, ...] = (), rows: int = 16384
 ) -> Callable[[], object]:
-    """A forward and a backward call.
+    """Makes a forward and a backward call.
 
-    Options: "dropout", "no bias", "persistent", and "fused" or "cublas" against the table.
+    Options: "dropout", "no bias", "persistent", and "fused" or "cublas" to override the table.
     """
     from fastformer.kernels import _feed_forward_configs as configs
     from fastformer.kernels import feed_forward as kernels
@@ -46,7 +46,7 @@ ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "swiglu")
 
 
 def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
-    """(title, call) of everything to compile. Quick: what `make test` has time for."""
+    """Yields (title, call) for everything to compile. quick: only the cases of the fast tests."""
     bf16 = torch.bfloat16
     if quick:
         yield "bf16 d512 relu", feed_forward_call(bf16, 512, "relu", ("dropout", "fused"))
@@ -62,7 +62,7 @@ def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"bf16 d512 n1024 {activation}", feed_forward_call(bf16, 512, activation, ("dropout", "fused"), 1024)
         yield f"bf16 d512 {activation} cublas", feed_forward_call(bf16, 512, activation, ("dropout", "cublas"))
         yield f"fp32 d512 {activation} cublas", feed_forward_call(torch.float32, 512, activation, ("dropout", "cublas"))
-        # No table takes it, but it must stay right: d40 is no multiple of a step.
+        # No table selects this, but it must stay correct: d40 is not a multiple of a step.
         yield f"fp32 d512 {activation} fused", feed_forward_call(torch.float32, 512, activation, ("dropout", "fused"))
         yield f"bf16 d40 {activation}", feed_forward_call(bf16, 40, activation, ("dropout", "fused"))
     yield "fp16 d512 relu", feed_forward_call(torch.float16, 512, "relu", ("dropout", "fused"))

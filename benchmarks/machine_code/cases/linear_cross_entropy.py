@@ -10,7 +10,7 @@ import torch
 def linear_cross_entropy_call(
     dtype: torch.dtype, vocab_size: int, options: tuple[str, ...], rows: int = 2048, dim: int = 512
 ) -> Callable[[], object]:
-    """The loss alone, the loss with its gradients, and the backward pass of reduction "none"."""
+    """Makes calls for the loss alone, the loss with gradients, and the backward pass of reduction "none"."""
     from fastformer.kernels import linear_cross_entropy as kernels
 
     def call() -> None:
@@ -31,7 +31,7 @@ def linear_cross_entropy_call(
 
 
 def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
-    """(title, call) of everything to compile. Quick: what `make test` has time for."""
+    """Yields (title, call) for everything to compile. quick: only the cases of the fast tests."""
     bf16 = torch.bfloat16
     option_sets: tuple[tuple[str, ...], ...] = (
         (("smooth",),) if quick else ((), ("smooth",), ("z_loss",), ("bias", "smooth", "z_loss"))

@@ -10,7 +10,7 @@ import torch
 def rotary_call(
     dtype: torch.dtype, head_dim: int, interleaved: bool, rotary_dim: int | None = None, positions: bool = False
 ) -> Callable[[], object]:
-    """A forward and a backward call."""
+    """Makes a forward and a backward call."""
     from fastformer.kernels import rotary as kernels
 
     def call() -> None:
@@ -24,7 +24,7 @@ def rotary_call(
 
 
 def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
-    """(title, call) of everything to compile. Quick: what `make test` has time for."""
+    """Yields (title, call) for everything to compile. quick: only the cases of the fast tests."""
     bf16 = torch.bfloat16
     for interleaved, layout in ((False, "half"), (True, "interleaved")):
         yield f"bf16 d64 {layout}", rotary_call(bf16, 64, interleaved)
