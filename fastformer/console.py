@@ -89,7 +89,7 @@ class Output:
         self.lost = getattr(error, "strerror", None) or str(error)
         self._has_left = isinstance(error, BrokenPipeError)
         if self.outlived:
-            logger.warning("%s takes no more text (%s): the work goes on without it", self.name, self.lost)
+            logger.warning("%s accepts no more output (%s); continuing without it", self.name, self.lost)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

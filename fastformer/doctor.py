@@ -122,7 +122,7 @@ def encoding() -> Iterator[str]:
         yield f"all encoders run by their modules, in their own dtype: there is no C++ encoder, for {missing}"
         return
     yield "one C++ call for all layers, in fp32, bf16, int8 and int4: of a fastformer.Encoder and CrossEncoder, and of"
-    yield "transformers' encoders behind accelerate(model), on the CPU, in evaluation without gradients;"
+    yield "transformers' encoders after accelerate(model), on the CPU, in evaluation without gradients;"
     yield "fastformer.report(model) says which way a model goes, and why, and debug lines say it of a call"
     sizes = ", ".join(f"{_BERT_BASE * each / 1e6:.0f} MB in {name}" for name, each in _extension.PACKED_BYTES.items())
     yield f"the engine reads a packed copy of the weights, beside the model's own: of a BERT-base's layers {sizes};"

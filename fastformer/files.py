@@ -41,7 +41,7 @@ def write_atomically(path: Path, data: bytes | bytearray | memoryview) -> None:
         _sync_folder(path.parent)
     except OSError as error:
         raise OSError(
-            error.errno, f"could not write {path} ({error.strerror}): free some space; the old file is whole"
+            error.errno, f"could not write {path} ({error.strerror}): free some space; the old file is unchanged"
         ) from error
 
 
@@ -103,13 +103,13 @@ def read_json(path: Path, *, unique_names: bool = False) -> dict[str, Any]:
         ValueError: the file doesn't exist, is damaged or far too large, or has no object.
     """
     if not path.is_file():  # a pipe may never be written to
-        raise ValueError(f"expected the file {path}, which isn't there: was the model saved completely?")
+        raise ValueError(f"expected the file {path}, which doesn't exist: was the model saved completely?")
     data = read_small(path)
     try:
         text = data.decode("utf-8")
         values = json.loads(text, object_pairs_hook=_unique if unique_names else None)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON or cut short ({error}): save or copy the model again") from error
+        raise ValueError(f"{path} is not valid JSON or truncated ({error}): save or copy the model again") from error
     if not isinstance(values, dict):
         raise ValueError(f"expected {path} to hold a JSON object, got a {type(values).__name__}")
     return values

@@ -268,7 +268,7 @@ def _why_no_call(tensors: Sequence[Tensor]) -> str | None:
     if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
         return "the call is traced or transformed"
     if forward_ad._current_level >= 0:
-        return "forward-mode derivatives are asked for"
+        return "forward-mode derivatives are requested"
     if not (torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.math_sdp_enabled()):
         return "sdpa_kernel names others"
     if any(each.is_nested for each in tensors):
@@ -291,7 +291,7 @@ def _why_no_shape(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor |
     if attn_mask is not None and (
         attn_mask.dim() < 2 or attn_mask.dtype not in (torch.bool, torch.float32, query.dtype)
     ):
-        return "PyTorch takes no such mask"
+        return "PyTorch doesn't accept this mask"
     return None
 
 

@@ -75,7 +75,7 @@ class Languages:
     def __post_init__(self) -> None:
         if not self.ids or self.places not in get_args(Places):
             raise ValueError(
-                f"expected languages and their places out of {get_args(Places)}, got {len(self.ids)} languages and "
+                f"expected languages and their places in {get_args(Places)}, got {len(self.ids)} languages and "
                 f"{self.places!r}"
             )
         for name in (self.source, self.target):
@@ -125,8 +125,8 @@ class Languages:
         """
         if self.places == "asked" and source is not None:
             raise ValueError(
-                f"expected no source_lang, got {source!r}: this model reads the language that comes, and is told the "
-                "target alone"
+                f"expected no source_lang, got {source!r}: this model detects the source language, and is only "
+                "told the target"
             )
         for argument, name in (("source_lang", source), ("target_lang", target)):
             if name is not None:
@@ -152,9 +152,7 @@ class Languages:
         if self.places == "behind":
             return LanguageIds(behind=(spoken,), begin=(asked,))
         if self.target is not None and asked != self.ids[self.target]:
-            raise ValueError(
-                f"expected target_lang {self.target!r}, the one that this model begins with, got {target!r}"
-            )
+            raise ValueError(f"expected target_lang {self.target!r}, with which this model begins, got {target!r}")
         return LanguageIds(behind=(spoken,))
 
     def _named(self, argument: str, name: str | None, default: str | None) -> int:

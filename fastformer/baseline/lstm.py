@@ -54,7 +54,7 @@ class LSTMConfig:
             if type(value) is not int or value < least:
                 raise ValueError(f"expected {name} to be an integer of at least {least}, got {value!r}")
         if self.score not in SCORES:
-            raise ValueError(f"expected a score out of {SCORES}, got {self.score!r}")
+            raise ValueError(f"expected a score in {SCORES}, got {self.score!r}")
         if type(self.dropout) not in (int, float) or not 0 <= self.dropout < 1:
             raise ValueError(f"expected dropout in [0, 1), got {self.dropout!r}")
         if self.d_model % 2:

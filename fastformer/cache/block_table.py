@@ -126,7 +126,7 @@ class BlockTable:
         if num_groups < 0 or rows < 1 or end > self.max_rows:
             raise InputError(
                 f"expected num_groups groups of 1 row or more, max_rows = {self.max_rows} rows in all, got "
-                f"{num_groups} of {rows} behind {begin}"
+                f"{num_groups} of {rows}, in addition to {begin}"
             )
         self.seqlens[begin:end] = self.capacities[begin:end] = 0
         self._regroup(self.groups + [Group(rows, self._free_keys.pop()) for _ in range(num_groups)])
@@ -135,7 +135,7 @@ class BlockTable:
         """Removes groups; see `KVCache.free`."""
         leaving = set(groups)
         if len(leaving) != len(groups) or (leaving and not 0 <= min(leaving) <= max(leaving) < len(self.groups)):
-            raise InputError(f"expected different groups out of {len(self.groups)}, got {list(groups)}")
+            raise InputError(f"expected distinct groups of the {len(self.groups)}, got {list(groups)}")
         if not leaving:
             return
         for group in (self.groups[index] for index in leaving):
@@ -251,7 +251,7 @@ class BlockTable:
         """Raises InputError if num_tokens more tokens would make the longest row longer than max_seqlen."""
         if num_tokens < 0 or longest + num_tokens > self.max_seqlen:
             raise InputError(
-                f"expected at most max_seqlen = {self.max_seqlen} tokens a row, got num_tokens = {num_tokens} behind "
+                f"expected at most max_seqlen = {self.max_seqlen} tokens a row, got num_tokens = {num_tokens} after "
                 f"{longest}: make the cache with a larger max_seqlen"
             )
 
@@ -300,7 +300,7 @@ class BlockTable:
         starts = self._starts[begin : self.num_rows] - begin
         if counts.shape != starts.shape or (counts != counts[starts]).any():
             sizes = self._group_sizes()
-            raise InputError(f"expected seqlens that are the same in each group, for groups of {sizes}, got {counts}")
+            raise InputError(f"expected equal seqlens within each group, for groups of {sizes}, got {counts}")
         if ((counts < 0) | (counts > num_tokens)).any():
             raise InputError(f"expected seqlens from 0 to num_tokens = {num_tokens}, got {counts}")
 

@@ -59,7 +59,9 @@ class RunLock:
             holder = os.read(descriptor, 200).decode(errors="replace").strip()
             os.close(descriptor)
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                logger.warning("%s can't be locked (%s): take care that nothing else trains there", self._file, error)
+                logger.warning(
+                    "%s can't be locked (%s): make sure that no other process trains there", self._file, error
+                )
                 return
             raise ValueError(
                 f"{self._file.parent} is being trained by {holder or 'another process'}: wait for it or end it, or "

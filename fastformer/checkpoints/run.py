@@ -60,15 +60,15 @@ def load_model(
     model: Any = _load(architecture, run, device, dtype)
     if tokenizer.vocab_size != model.config.vocab_size:
         raise ValueError(
-            f"expected a tokenizer of {model.config.vocab_size} ids beside the model in {run}, got one of "
-            f"{tokenizer.vocab_size}: {TOKENIZER} is of another run"
+            f"expected a tokenizer of {model.config.vocab_size} ids next to the model in {run}, got one of "
+            f"{tokenizer.vocab_size}: {TOKENIZER} is from another run"
         )
     read = getattr(model.config, "source_vocab_size", None) or model.config.vocab_size
     has = tokenizer.source_vocab_size if isinstance(tokenizer, PairTokenizer) else read
     if has != read:
         raise ValueError(
-            f"expected a tokenizer of {read} source ids beside the model in {run}, got one of {has}: {TOKENIZER} is of "
-            "another run"
+            f"expected a tokenizer of {read} source ids next to the model in {run}, got one of {has}: {TOKENIZER} is "
+            "from another run"
         )
     SpecialIds.of(model.config).check_tokenizer(tokenizer.special_ids, f"the model in {run}")
     return model, tokenizer

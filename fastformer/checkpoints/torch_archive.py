@@ -36,4 +36,4 @@ def read_archive(file: BinaryIO, name: object, what: str) -> Any:
     except ValueError:
         raise
     except Exception as error:  # torch raises what the unpickler and the archive's reader raise
-        raise ValueError(f"{name} is no {what} of plain tensors and values ({type(error).__name__})") from error
+        raise ValueError(f"{name} is not a {what} of plain tensors and values ({type(error).__name__})") from error

@@ -215,7 +215,7 @@ def _add_parts(path: Path, state: dict[str, Any], read_parts: Reader | None) -> 
         raise ValueError(f"expected {path} to be a checkpoint in one file, got one in parts")
     for name, digest in files.items():
         if os.sep in name or not is_plain_file(path / name) or _digest(path / name) != digest:
-            raise ValueError(f"{path / name} is damaged, cut short or missing")
+            raise ValueError(f"{path / name} is damaged, truncated or missing")
     found = read_parts(path)
     if found.keys() != places.keys():
         raise ValueError(f"expected {path} to hold {len(places)} tensors in parts, got {len(found)} of other names")
@@ -239,7 +239,7 @@ def _read(path: Path) -> dict[str, Any]:
         data = file.read() if comment.startswith(_MARK) else b""
     body = memoryview(data)[:-_COMMENT_LENGTH]
     if not data or comment != _MARK + hashlib.sha256(body).hexdigest().encode():
-        raise ValueError(f"{path} is damaged or cut short ({size:,} bytes)")
+        raise ValueError(f"{path} is damaged or truncated ({size:,} bytes)")
     state = read_archive(io.BytesIO(data), path, "checkpoint")
     if not isinstance(state, dict):
         raise ValueError(f"expected {path} to hold a dict, got {type(state).__name__}")
@@ -252,7 +252,7 @@ def latest_checkpoint(run: Path, read_parts: Reader | None = None) -> tuple[Path
         try:
             return path, load_checkpoint(path, read_parts)
         except ValueError as error:
-            logger.warning("%s; going back to the checkpoint before it", error)
+            logger.warning("%s; using the checkpoint before it", error)
     return None
 
 

@@ -43,7 +43,7 @@ def parse(module: ModuleType, name: str, words: Sequence[str]) -> dict[str, Any]
     alone = frozenset(flag[2:] for action in parser._actions if action.nargs == "?" for flag in action.option_strings)
     written = getattr(module, "TEXTS", ())
     try:
-        hint = "; a text like this goes behind --" if written else ""
+        hint = "; a text like this goes after --" if written else ""
         typed = _words.split(words, flags, short, places, alone, hint)
         _check_listed(typed.flags, getattr(module, "LISTED", ()))
         texts: dict[str, Any] = {}
@@ -150,7 +150,7 @@ class Help(DefaultHelpFormatter):
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         # jsonargparse's own way to append to a list, which these flags do without it. Python 3.13 and newer write the
-        # placeholder of a value once, at the end, and older ones behind each name.
+        # placeholder of a value once, at the end, and older ones after each name.
         return re.sub(r"(?: \S+)?, --\w+\+( \S+)?", r"\1", str(super()._format_action_invocation(action))).rstrip()
 
 

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Union, get_arg
 from fastformer.settings import choices, suggestion
 
 HELP = (
-    "A text that looks like a flag goes behind --, or into one word with its flag: --FLAG=TEXT. A switch stands alone, "
+    "A text that looks like a flag goes after --, or into one word with its flag: --FLAG=TEXT. A switch stands alone, "
     "or is --FLAG=true or --FLAG=false; true, false, yes, no, on, off, 1 or 0 as a word of its own is its value only "
     "where the arguments are complete without it."
 )
@@ -126,7 +126,7 @@ def split(
         argparse.ArgumentError: a flag doesn't exist or lacks its value, or a word is ambiguous.
     """
     rest, typed = deque(words), Typed()
-    # Words behind a switch that may be its value: their index among the arguments, and that of the switch.
+    # Words after a switch that may be its value: their index among the arguments, and that of the switch.
     unsure: list[tuple[int, int]] = []
     while rest:
         word = rest.popleft()
@@ -282,14 +282,14 @@ def _settle(typed: Typed, unsure: list[tuple[int, int]], places: Places) -> None
     place, flag = unsure[0]
     if sure < places.most - filled:
         word, name = typed.arguments[place], typed.flags[flag][0]
-        _refuse(f"expected --{name}={word}, or {word!r} behind -- as an argument: behind --{name} it may be either")
+        _refuse(f"expected --{name}={word}, or {word!r} after -- as an argument: after --{name}, it may be either")
     for place, flag in reversed(unsure):
         typed.flags[flag] = (typed.flags[flag][0], typed.arguments.pop(place))
 
 
 def _refuse_without_value(name: str, rest: Sequence[str]) -> NoReturn:
     found = f"the flag {rest[0]}; for a text like this write --{name}={rest[0]}" if rest else "nothing"
-    _refuse(f"expected one argument behind --{name}, got {found}")
+    _refuse(f"expected one argument after --{name}, got {found}")
 
 
 def _refuse(message: str) -> NoReturn:

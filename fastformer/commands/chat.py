@@ -70,7 +70,7 @@ def chat(
         for name in ("temperature", "top_k", "top_p"):
             if name in options:
                 raise ValueError(
-                    f"expected --greedy or --{name} {options[name]}, got both: {name} changes sampling alone"
+                    f"expected --greedy or --{name} {options[name]}, got both: {name} only affects sampling"
                 )
         asked["do_sample"] = False
     talk = Chat.from_pretrained(
@@ -96,7 +96,7 @@ def chat(
 
 
 def _lines(is_shown: bool) -> Iterator[str]:
-    """Yields the lines that the user types; on a terminal behind a prompt, where Ctrl-C discards the line."""
+    """Yields the lines that the user types; on a terminal after a prompt, where Ctrl-C discards the line."""
     if sys.stdin is None:
         raise ValueError("expected lines on standard input, which is closed")
     while True:

@@ -95,7 +95,7 @@ def _written(out: str | None) -> Iterator[Callable[[Array], None]]:
     """
     path = None if out is None else Path(out)
     if path is not None and not path.parent.is_dir():
-        raise ValueError(f"expected --out in a folder that is there, got {out}")
+        raise ValueError(f"expected --out in an existing folder, got {out}")
     with tempfile.NamedTemporaryFile(dir=None if path is None else path.parent, delete=False) as rows:
         try:
             rows.write(bytes(_HEADER))

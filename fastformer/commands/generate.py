@@ -143,7 +143,7 @@ def _check_sampling(greedy: bool, options: Mapping[str, Any]) -> None:
     for name, neutral in (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0)):
         if options.get(name, neutral) != neutral and (greedy or num_beams != 1):
             other = "--greedy" if greedy else f"--num_beams {num_beams}"
-            raise ValueError(f"expected {other} or --{name} {options[name]}, got both: {name} changes sampling alone")
+            raise ValueError(f"expected {other} or --{name} {options[name]}, got both: {name} only affects sampling")
 
 
 class _Sayings:
@@ -218,10 +218,11 @@ class _Sayings:
         if self._shortened:
             logger.warning("cut the beginning of %d prompts: %d positions are too few", self._shortened, self._max_len)
         if self._limited:
-            logger.info("ended behind %d new tokens: --max_new_tokens N goes on", self.limit)
+            logger.info("stopped after %d new tokens; --max_new_tokens N continues", self.limit)
         elif self._cut and max_new_tokens is None:
             logger.info(
-                "ended where the model's %d positions do: --window slide --max_new_tokens N goes on", self._max_len
+                "stopped at the last of the model's %d positions; --window slide --max_new_tokens N continues",
+                self._max_len,
             )
 
 

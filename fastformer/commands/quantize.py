@@ -26,7 +26,7 @@ def quantize(run: str, out: str, *, precision: Literal["int8", "int4"] = "int8")
 
     folder = Path(out)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"expected a folder that isn't there yet or is empty, but there is something in {out}")
+        raise ValueError(f"expected a new or an empty folder, but there are files in {out}")
     model, tokenizer = load_model(run, ("Transformer", "GPT"))
     model.quantize(precision).save_pretrained(folder, tokenizer)
     search = Path(run, GENERATION)  # the sampling options of another program's folder

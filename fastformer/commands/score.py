@@ -101,7 +101,7 @@ def score(
     if target is None:
         raise ValueError(f"expected --target, translations of the lines of --file, for the translator in {run}")
     if by_line or context is not None:
-        raise ValueError("expected --by_line and --context for a language model alone")
+        raise ValueError("expected --by_line and --context only for a language model")
     languages = source_lang, target_lang
     _score_translations(run, file, target, languages, token_scores, place, precision, on_error, skip_long, max_tokens)
 
@@ -220,7 +220,7 @@ class _Total:
         from fastformer.generation.text_io import perplexity
 
         if not self._tokens:
-            print("there was nothing to score", file=sys.stderr)
+            print("no text was scored", file=sys.stderr)
             return
         mean = self._score / self._tokens
         print(

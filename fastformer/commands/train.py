@@ -97,7 +97,7 @@ def _checked(values: dict[str, Any], hints: dict[str, Any]) -> dict[str, Any]:
         del model["source_vocab_size"]
     for name in NO_FLAGS & model.keys():
         advice = "; give vocab_size outside of the model's settings" if name.endswith("vocab_size") else ""
-        raise ValueError(f"expected no {name} among the model's settings, for the tokenizer decides on it{advice}")
+        raise ValueError(f"expected no {name} among the model's settings, because the tokenizer determines it{advice}")
     flat = {**values, **{f"model.{name}": value for name, value in model.items()}}
     for name, value in flat.items():
         hint = hints.get(name)

@@ -307,7 +307,7 @@ def _check_references(references: list[str | TextError], reference: str, count: 
         )
     bad = [line for line in references if not isinstance(line, str)]
     if bad and (on_error != "skip" or len(bad) == count):
-        raise ValueError(f"{bad[0]}; --on_error skip leaves such lines out of the scores")
+        raise ValueError(f"{bad[0]}; --on_error skip omits such lines from the scores")
     if bad:
         logger.warning("left %d of %d lines out of the scores, the first of them for %s", len(bad), count, bad[0])
 

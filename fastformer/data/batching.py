@@ -99,7 +99,7 @@ def plan_epoch(
         ValueError: an unknown batching, lengths of another shape, or an example longer than max_tokens.
     """
     if batching not in BATCHINGS:
-        raise ValueError(f"expected a batching out of {BATCHINGS}, got {batching!r}")
+        raise ValueError(f"expected a batching in {BATCHINGS}, got {batching!r}")
     for name, value in (("seed", seed), ("epoch", epoch)):
         if not isinstance(value, int):
             raise ValueError(f"expected {name} to be an integer, got {value!r}")

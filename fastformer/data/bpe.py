@@ -69,7 +69,7 @@ class TextForm:
             ("spaces", self.spaces, get_args(Spaces)),
         ):
             if value not in choices:
-                raise ValueError(f"expected {name} out of {choices}, got {value!r}")
+                raise ValueError(f"expected {name} in {choices}, got {value!r}")
 
 
 class BPETokenizer:
@@ -146,7 +146,7 @@ class BPETokenizer:
         if not self._user:
             return encode_batch(self._backend, texts)
         check_texts(texts)
-        # The library would add a space to the text behind a user token, as it does to the first word of a line.
+        # The library would add a space to the text after a user token, as it does to the first word of a line.
         found: list[list[str]] = []
         for text in texts:
             check_text(text)

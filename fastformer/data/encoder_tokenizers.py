@@ -114,7 +114,9 @@ class EncoderTokenizer(ModelTokenizer):
         least = self._num_special(is_pair) + 1
         limit = self.max_len if max_len is None else max_len
         if not isinstance(limit, int) or isinstance(limit, bool) or limit < least:
-            raise ValueError(f"expected a max_len of at least {least}, for special tokens and one more, got {limit!r}")
+            raise ValueError(
+                f"expected a max_len of at least {least}, for the special tokens and one more token, got {limit!r}"
+            )
         return limit
 
     def _num_special(self, is_pair: bool) -> int:

@@ -158,7 +158,7 @@ class _Unpacked(io.RawIOBase):
             data = self._file.read(len(buffer))
         except _DAMAGE as error:
             raise ValueError(
-                f"{shown(self._name)} is compressed by {self._kind}, and damaged or cut short: {error}"
+                f"{shown(self._name)} is compressed by {self._kind}, and damaged or truncated: {error}"
             ) from error
         buffer[: len(data)] = data
         return len(data)

@@ -30,7 +30,7 @@ class PairTokenizer:
     def __init__(self, source: Tokenizer, target: Tokenizer) -> None:
         for side, tokenizer in (("source", source), ("target", target)):
             if hasattr(tokenizer, "encode_target"):
-                raise ValueError(f"expected a tokenizer of the {side} alone, got one of two vocabularies")
+                raise ValueError(f"expected a tokenizer for the {side} only, got one with two vocabularies")
         if source.special_ids != target.special_ids:
             raise ValueError(
                 f"expected one set of special ids, got {source.special_ids} of the source and {target.special_ids} of "

@@ -133,7 +133,7 @@ def _json(file: str) -> Iterator[tuple[int, object]]:
                 try:
                     rows = json.loads(line + stream.read())
                 except ValueError as error:
-                    raise ValueError(f"{file} is no JSON: {error}") from error
+                    raise ValueError(f"{file} is not valid JSON: {error}") from error
                 yield from enumerate(rows, 1)
                 return
             try:
@@ -163,7 +163,7 @@ def _parquet(file: str, column: str) -> Iterator[tuple[int, object]]:
     except LookupError:
         raise ValueError(_no_column(file, column, names)) from None
     except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
-        raise ValueError(f"{file} is no Parquet file, or a damaged one: {error}") from error
+        raise ValueError(f"{file} is not a Parquet file, or is damaged: {error}") from error
 
 
 def _csv(file: str) -> Iterator[tuple[int, list[str]]]:

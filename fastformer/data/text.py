@@ -232,7 +232,7 @@ class NothingError(ValueError):
 def why_no_document(file: Path) -> str | None:
     """Returns why a file in a folder is not a document, or None if it is; macOS leaves "._a.txt" beside "a.txt"."""
     if file.is_dir():
-        return "in a subfolder or more (give each folder a training of its own, or join them)"
+        return "in a subfolder or more (train on each folder separately, or join them)"
     name = file.name.lower()
     for suffix in (".gz", ".bz2", ".xz", ".zst"):
         name = name.removesuffix(suffix)
@@ -273,7 +273,7 @@ def check_plain(path: str | os.PathLike[str], data: bytes, *, is_tsv: bool = Fal
         raise ValueError(
             f"{os.fspath(path)} is {kind}, of which one column is text: expected {columns(path, data)}"
             + (" (with --train_source and --train_target)" if is_tsv else "")
-            + "; to read it as it stands, give it another name"
+            + "; to read it as plain text, rename it"
         )
     try:
         is_object = first.startswith(b"{") and isinstance(json.loads(first), dict)
@@ -317,7 +317,7 @@ def _good(rows: Sequence[tuple[str | BadLine, str | BadLine]], where: str, skip_
     if not good:
         raise NothingError(f"every line of {where} is bad: {_by_kind(bad)}", bad[0].kind)
     if bad:
-        logger.warning("left out %s of %s lines of %s: %s", f"{len(bad):,}", f"{len(rows):,}", where, _by_kind(bad))
+        logger.warning("skipped %s of %s lines of %s: %s", f"{len(bad):,}", f"{len(rows):,}", where, _by_kind(bad))
     return good
 
 

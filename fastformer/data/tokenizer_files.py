@@ -287,7 +287,7 @@ def _tokenizer_json(file: Path, values: dict[str, Any]) -> Tokenizer:
         try:
             return read(file, values)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"{file} is damaged or no tokenizer ({error}): copy it again or convert anew") from error
+            raise ValueError(f"{file} is damaged or not a tokenizer ({error}): copy or convert it again") from error
     if kind == "foreign":
         return _saved(file, values)
     if kind == pair.TYPE:
@@ -323,7 +323,7 @@ def _saved(file: Path, values: dict[str, Any]) -> Tokenizer:
             model = HuggingFaceModel(read_backend(file, values["model"]), str(file))
         return ForeignTokenizer(model, ids)
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{file} is damaged or no tokenizer ({error}): copy it again or train anew") from error
+        raise ValueError(f"{file} is damaged or not a tokenizer ({error}): copy it again or train a new one") from error
 
 
 def _huggingface_ids(folder: Path, backend: tokenizers.Tokenizer, model: dict[str, Any]) -> ForeignIds:
@@ -365,7 +365,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         values = json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is damaged or no tokenizer ({error}): copy it again or train anew") from error
+        raise ValueError(f"{file} is damaged or not a tokenizer ({error}): copy it again or train a new one") from error
     if not isinstance(values, dict):
         raise ValueError(f"{file} is damaged or no tokenizer (a JSON {type(values).__name__}): copy it again")
     return values

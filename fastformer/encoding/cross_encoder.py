@@ -62,7 +62,7 @@ class CrossEncoder(FolderModel):
                 "fastformer.Encoder computes its embeddings"
             )
         if found.pooling is not None:
-            raise ValueError(f"expected no Pooling behind the model of a CrossEncoder, got one in {found.path}")
+            raise ValueError(f"expected no Pooling after the model of a CrossEncoder, got one in {found.path}")
         usual = nn.Sigmoid() if self.num_labels == 1 else nn.Identity()
         self.activation_fn: Activation = activation_fn or found.activation or usual
         named = found.labels if len(found.labels) == self.num_labels else ()

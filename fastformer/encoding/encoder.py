@@ -67,12 +67,10 @@ class Encoder(FolderModel):
         self.truncate_dim = found.truncate_dim if truncate_dim is None else truncate_dim
         if self.similarity_fn_name not in ALL:
             hint = suggestion(self.similarity_fn_name, ALL)
-            raise ValueError(f"expected similarity_fn_name out of {[*ALL]}, got {self.similarity_fn_name!r}{hint}")
+            raise ValueError(f"expected similarity_fn_name in {[*ALL]}, got {self.similarity_fn_name!r}{hint}")
         self._prompt(None, self.default_prompt_name)
         if found.pooling is None:
-            logger.info(
-                "%s says nothing of a pooling: an embedding is the mean of the states of its tokens", found.path
-            )
+            logger.info("%s has no pooling: an embedding is the mean of the states of the tokens", found.path)
         self._pooling = found.pooling or Pooling()
 
     @property
@@ -207,7 +205,7 @@ class Encoder(FolderModel):
             return ""
         if name not in self.prompts:
             hint = suggestion(name, self.prompts)
-            raise ValueError(f"expected a prompt_name out of {[*self.prompts]}, got {name!r}{hint}")
+            raise ValueError(f"expected a prompt_name in {[*self.prompts]}, got {name!r}{hint}")
         return self.prompts[name]
 
     def _finish(self, normalize: bool | None, also: bool, truncate_dim: int | None) -> _Finish:

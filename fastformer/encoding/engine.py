@@ -159,7 +159,7 @@ class EncoderEngine:
                 model's range, or the pooling is unknown.
         """
         if pooling not in (*POOLINGS, "none", "pooler"):
-            raise ValueError(f"expected a pooling out of {('none', *POOLINGS, 'pooler')}, got {pooling!r}")
+            raise ValueError(f"expected a pooling in {('none', *POOLINGS, 'pooler')}, got {pooling!r}")
         if pooling == "pooler" and self.model.pooler is None:
             raise ValueError("expected a model with a pooler for pooling 'pooler', got one without")
         return self._encode(self._cpp(), ids, token_types, pooling, normalize)
@@ -261,7 +261,7 @@ def _why_not(model: object, precision: str | None) -> str | None:
     if (missing := why_no_encoder()) is not None:
         return missing
     if type(model) is not BERT:
-        return f"it knows models.BERT alone, and a {type(model).__name__} may compute otherwise"
+        return f"it only supports models.BERT, and a {type(model).__name__} may compute something else"
     return why_not_now() or why_not_in(precision, model)
 
 

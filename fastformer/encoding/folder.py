@@ -109,9 +109,7 @@ def read_folder(path: str | os.PathLike[str], *, device: torch.device | str | No
     foreign = _read(place / CONFIG)
     similarity = settings.get("similarity_fn_name") or "cosine"
     if similarity not in _SIMILARITIES:
-        raise ValueError(
-            f"expected {folder / _SETTINGS} to name a similarity out of {_SIMILARITIES}, got {similarity!r}"
-        )
+        raise ValueError(f"expected {folder / _SETTINGS} to name a similarity in {_SIMILARITIES}, got {similarity!r}")
     truncate_dim = None if settings.get("truncate_dim") is None else number_of(settings, "truncate_dim")
     return Folder(
         path=folder,
@@ -130,7 +128,7 @@ def read_folder(path: str | os.PathLike[str], *, device: torch.device | str | No
 
 def _load(place: Path, device: torch.device | str | None) -> tuple[Any, Any]:
     if not (place / CONFIG).is_file():
-        raise ValueError(f"expected the file {place / CONFIG}, which isn't there: was the model saved completely?")
+        raise ValueError(f"expected the file {place / CONFIG}, which doesn't exist: was the model saved completely?")
     kind = model_type(place)
     family = None if kind is None else FAMILIES.get(kind)
     if family is None or family.kind != "encoder" or family.read_tokenizer is None:
@@ -153,7 +151,7 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
     for kind, name in found:
         last = kind.rpartition(".")[2]
         if not kind.startswith(_PACKAGE) or last not in _KNOWN:
-            raise ValueError(f"expected {file} to have modules out of {', '.join(_KNOWN)}, got {kind!r}")
+            raise ValueError(f"expected {file} to have modules in {', '.join(_KNOWN)}, got {kind!r}")
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(f"expected {file} to name folders within {folder}, got {name!r}")
         modules.append((last, folder / name))
@@ -169,10 +167,10 @@ def _behind(folder: Path, modules: Sequence[tuple[str, Path]], model: Any) -> tu
     kinds = [kind for kind, _ in modules]
     if "Pooling" not in kinds:
         if len(kinds) > 1:
-            raise ValueError(f"expected {folder / _MODULES} to have a Pooling behind the Transformer, got {kinds}")
+            raise ValueError(f"expected {folder / _MODULES} to have a Pooling after the Transformer, got {kinds}")
         return None, ()
     if kinds[1] != "Pooling" or kinds.count("Pooling") != 1:
-        raise ValueError(f"expected {folder / _MODULES} to have one Pooling, behind the Transformer, got {kinds}")
+        raise ValueError(f"expected {folder / _MODULES} to have one Pooling, after the Transformer, got {kinds}")
     pooling, width = _pooling(modules[1][1], model.config.d_model)
     steps: list[Step] = []
     for kind, place in modules[2:]:
@@ -192,12 +190,12 @@ def _pooling(place: Path, d_model: int) -> tuple[Pooling, int]:
         known = {_LEGACY + name for name in _LEGACY_POOLINGS}
         asked = {name for name, value in settings.items() if name.startswith(_LEGACY) and value is True}
         if asked - known:
-            raise ValueError(f"expected {file} to have poolings out of {sorted(known)}, got {sorted(asked - known)}")
+            raise ValueError(f"expected {file} to have poolings in {sorted(known)}, got {sorted(asked - known)}")
         kinds = [kind for name, kind in _LEGACY_POOLINGS.items() if _LEGACY + name in asked] or ["mean"]
     kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
     for kind in kinds:
         if kind not in POOLINGS:
-            raise ValueError(f"expected {file} to have a pooling_mode out of {POOLINGS}, got {kind!r}")
+            raise ValueError(f"expected {file} to have a pooling_mode in {POOLINGS}, got {kind!r}")
     said = settings.get("embedding_dimension", settings.get("word_embedding_dimension", d_model))
     if said != d_model:
         raise ValueError(f"expected {file} to fit the model, whose rows have {d_model} numbers, got {said!r}")
@@ -244,7 +242,7 @@ def activation_named(name: object, file: Path) -> nn.Module:
     """
     last = str(name).rpartition(".")[2]
     if not isinstance(name, str) or last not in ACTIVATIONS or (last != name and not name.startswith("torch.nn.")):
-        raise ValueError(f"expected {file} to name an activation of torch.nn, out of {(*ACTIVATIONS,)}, got {name!r}")
+        raise ValueError(f"expected {file} to name an activation of torch.nn in {(*ACTIVATIONS,)}, got {name!r}")
     return ACTIVATIONS[last]()
 
 
@@ -267,7 +265,7 @@ def _prompts(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     if default is not None and default not in prompts:
         hint = suggestion(str(default), prompts)
         raise ValueError(
-            f"expected {folder / _SETTINGS} to have a default_prompt_name out of {[*prompts]}, got {default!r}{hint}"
+            f"expected {folder / _SETTINGS} to have a default_prompt_name in {[*prompts]}, got {default!r}{hint}"
         )
     return prompts
 

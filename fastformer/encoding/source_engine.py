@@ -17,7 +17,7 @@ def _why_not(model: object, precision: str) -> str | None:
     if (missing := _extension.why_missing("Encoder")) is not None:
         return missing
     if type(model) is not Transformer:
-        return f"it knows models.Transformer alone, and a {type(model).__name__} may compute otherwise"
+        return f"it only supports models.Transformer, and a {type(model).__name__} may compute something else"
     return why_not_now() or why_not_in(precision, model)
 
 

@@ -130,7 +130,8 @@ class Reader:
             is_first, self.num_cut = self.num_cut == 0, self.num_cut + cut
         if is_first:
             logger.warning(
-                "cut a text to max_seq_length, %d tokens; num_cut counts such texts, and this is said once", max_len
+                "cut a text to max_seq_length, %d tokens; num_cut counts such texts. This warning is shown once",
+                max_len,
             )
 
 

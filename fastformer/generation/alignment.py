@@ -113,9 +113,7 @@ class Aligner:
         self._eos = SpecialIds.of(translator.model.config).eos
         languages = getattr(translator.tokenizer, "languages", None)
         if languages is not None and languages.places not in ("front", "asked"):
-            raise ValueError(
-                "expected a model that is told the language in front of a text, to align, got one behind it"
-            )
+            raise ValueError("expected a model whose language token comes before the text, to align, got one after it")
         self._languages = frozenset() if languages is None else frozenset(languages.ids.values())
         self._most_told = 0 if languages is None else 1 + len(languages.lead)
 

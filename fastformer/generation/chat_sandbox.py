@@ -62,7 +62,9 @@ _budget: ContextVar[_Budget] = ContextVar("budget")
 
 def _check_length(length: int, most: int = MAX_LENGTH) -> None:
     if length > most:
-        raise BoundExceeded(f"it makes a text of more than {MAX_LENGTH:,} characters or a list of {MAX_ITEMS:,} items")
+        raise BoundExceeded(
+            f"it makes a string of more than {MAX_LENGTH:,} characters or a list of {MAX_ITEMS:,} items"
+        )
 
 
 def _most(value: object) -> int:
@@ -92,7 +94,7 @@ def _checked(value: Any) -> Any:
         elif isinstance(item, list | tuple | set):
             pending += item
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:
-        raise BoundExceeded("it makes a number of too many digits")
+        raise BoundExceeded("it makes a number with too many digits")
     return value
 
 
@@ -173,7 +175,7 @@ class _Namespace(Namespace):
 
 def _check_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace keeps no name like {name!r}")
+        raise jinja2.exceptions.SecurityError(f"a namespace can't have the name {name!r}")
 
 
 def _raise_exception(message: object) -> None:

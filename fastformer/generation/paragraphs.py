@@ -55,12 +55,13 @@ def check_split(split: object, form: Form, prefix: object) -> None:
         raise ValueError(f"expected split to be True or False, got {split!r}")
     if split and (form.is_list or form.log_probs):
         raise ValueError(
-            "expected neither several translations nor scores along with split: those of sentences make none of a text"
+            "expected neither several translations nor scores along with split: those of sentences "
+            "can't be combined for a text"
         )
     if split and prefix is not None:
         raise ValueError(
-            "expected no target_prefix along with split: the sentences of a text are translated each by itself, and it "
-            "would have to begin one of them alone"
+            "expected no target_prefix along with split: the sentences of a text are translated separately, and the "
+            "prefix would apply to only one of them"
         )
 
 

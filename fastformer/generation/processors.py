@@ -326,5 +326,5 @@ def _checked(found: Any, count: int, criterion: object) -> list[bool]:
         return values
     name = getattr(criterion, "__name__", type(criterion).__name__)
     raise ValueError(
-        f"expected a stopping criterion to give a boolean, or {count} of them, got {found!r:.60} from {name}"
+        f"expected a stopping criterion to return a boolean, or {count} of them, got {found!r:.60} from {name}"
     )

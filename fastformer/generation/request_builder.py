@@ -356,21 +356,21 @@ def most_new_tokens(
     max_len, width = model.config.max_len, seqlen if width is None else width
     if not prompted:
         room = max_len - prefix
-        default, behind = min(seqlen + EXTRA_LENGTH, room), f" behind a prefix of {prefix}" if prefix else ""
+        default, behind = min(seqlen + EXTRA_LENGTH, room), f" after a prefix of {prefix}" if prefix else ""
     else:
         room = default = max_len - width
-        behind = f" behind a prompt of {width}"
+        behind = f" after a prompt of {width}"
     if room < 1 and not prompted:
         raise ValueError(
             f"expected a prefix of fewer tokens than the model's max_len {max_len}, got {prefix}: there is no room for "
-            "a new one"
+            "a new token"
         )
     if room < 1:
         raise ValueError(
             f"expected prompts of fewer tokens than the model's max_len {max_len}, got {width}: there is no room for a "
-            "new one; cut the prompt, or with window='slide' and max_new_tokens the model sees its end alone"
+            "new token; cut the prompt, or pass window='slide' and max_new_tokens, so that the model sees only its end"
         )
-    advice = "; with window='slide' it goes on, and sees the end of the text alone" if prompted else ""
+    advice = "; with window='slide', it continues, and sees only the end of the text" if prompted else ""
     begun = 1 + prefix if not prompted else width
     wanted, least = config.max_new_tokens, config.least_tokens(begun)
     name, more = "max_new_tokens", 0
@@ -387,7 +387,7 @@ def most_new_tokens(
     value = least if wanted is None else wanted
     if value > room:
         raise ValueError(
-            f"expected {name} of at most {room + more}{behind}, for the model's max_len is {max_len}; "
+            f"expected {name} of at most {room + more}{behind}, because the model's max_len is {max_len}; "
             f"got {value + more}{advice}"
         )
     return wanted or max(default, least)

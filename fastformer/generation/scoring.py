@@ -111,7 +111,7 @@ def score(
             raise ValueError(f"expected no target_ids for {type(model).__name__}: its input_ids are scored")
         return score_rows(decoder, [window_parts(row, config.max_len, context) for row in rows], max_tokens)
     if target_ids is None:
-        raise ValueError(f"expected target_ids for {type(model).__name__}: what it is to say of each source")
+        raise ValueError(f"expected target_ids for {type(model).__name__}, the ids to score for each source")
     if context is not None:
         raise ValueError(f"expected no context for {type(model).__name__}: a target is read as a whole")
     targets = as_rows(target_ids, pad_id, None, "target_ids")

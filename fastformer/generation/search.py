@@ -215,7 +215,7 @@ class BeamSearch(Search):
     A live hypothesis is dropped when it can't beat the num_return-th finished one any more: its score can only fall,
     and the penalty of the longest length improves it the most. The search is done when no live hypothesis is left, or,
     with early_stopping, when num_beams are finished. It is also done at its limit. Hypotheses that are cut there rank
-    behind the finished ones, whatever their scores.
+    after the finished ones, whatever their scores.
 
     With num_groups > 1 it is diverse beam search (Vijayakumar et al. 2018): the groups choose in turn, and a token
     costs `diversity_penalty` for each time that an earlier group has just chosen it. Scores then include the penalty.
@@ -337,7 +337,7 @@ class BeamSearch(Search):
     def _drop_hopeless(self, group: _Beams) -> None:
         """Drops the live hypotheses of a group that can't become results.
 
-        With a single group, its worst hypotheses may be dropped alone: their successors rank behind those of all other
+        With a single group, its worst hypotheses may be dropped alone: their successors rank below those of all other
         hypotheses, whose results don't change. With several groups, the diversity penalty needs their tokens.
         """
         if self._is_done(group):

@@ -165,7 +165,7 @@ class TextPieces:
         if not self._given:  # new tokens have changed the text of those before them
             return self._tokenizer.decode(self._ids[self._begin :])
         raise ValueError(
-            f"expected a tokenizer whose text only grows, got {text[-40:]!r} behind {given[-40:]!r}: its text can't be "
+            f"expected a tokenizer whose text only grows, got {text[-40:]!r} after {given[-40:]!r}: its text can't be "
             "streamed"
         )
 

@@ -239,7 +239,8 @@ def restore(model: nn.Module) -> list[str]:
         if is_derived(module):
             raise ValueError(
                 f"expected modules of the classes that accelerate gave them, got {type(module).__name__} "
-                f"in {name or 'the model'}: restore before what gave it this class, such as fully_shard"
+                f"in {name or 'the model'}: call restore before "
+                "the function that changed the class, such as fully_shard"
             )
         if own := own_methods(module):
             raise ValueError(

@@ -162,11 +162,11 @@ def _why_not_parts(model: nn.Module, kind: Any, options: dict[str, Any]) -> str 
         with torch.inference_mode(False), torch.random.fork_rng(devices=()), Weightless():
             made = kind(copy.deepcopy(model.config), **options)
     except Exception as error:
-        return f"its config makes no model: {type(error).__name__}: {error}"
+        return f"no model can be made from its config: {type(error).__name__}: {error}"
     compared: set[tuple[int, int]] = set()
     found, expected = dict(_named(model)), dict(_named(made))
     if found.keys() != expected.keys():
-        return f"it has other modules than its config makes: {sorted(found.keys() ^ expected.keys())[:3]}"
+        return f"its modules differ from those that its config makes: {sorted(found.keys() ^ expected.keys())[:3]}"
     for name, module in found.items():
         other = expected[name]
         reason = _why_not_module(module, other) or _why_not_shapes(module, other)
@@ -176,7 +176,7 @@ def _why_not_parts(model: nn.Module, kind: Any, options: dict[str, Any]) -> str 
         if None not in pair and (key := (id(pair[0]), id(pair[1]))) not in compared:
             compared.add(key)
             if pair[0].to_dict() != pair[1].to_dict():
-                return f"{'its ' + name if name else 'it'} has a config of its own, other than the model's"
+                return f"{'its ' + name if name else 'it'} has a config that differs from the model's"
     return None
 
 
@@ -198,17 +198,17 @@ def _why_not_module(module: nn.Module, made: nn.Module) -> str | None:
     if not is_written_as_known(type(module)):
         return f"has a class whose forward was replaced, {type(module).__name__}"
     if not is_unhooked_or_recorded(module):
-        return "has a hook, or a forward of its own, which the engine would not call"
+        return "has a hook or its own forward, which the engine would not call"
     if (own := own_function(module)) is not None:
         return f"has a function of yours, {own}"
     ours, theirs = vars(module), vars(made)
     for name, value in ours.items():
         # An instance's attribute that hides a method of its class, such as a patched prepare_inputs_for_generation.
         if name not in theirs and callable(value) and not isinstance(value, nn.Module) and hasattr(kind, name):
-            return f"has a {name} of its own"
+            return f"has its own {name}"
     for name, value in theirs.items():
         if isinstance(value, _FUNCTIONS) and _bare(value) != _bare(ours.get(name)):
-            return f"has another {name} than its config says"
+            return f"has a {name} that contradicts its config"
         if name[0] == "_" or name in _FREE or "drop" in name or not isinstance(value, _SCALARS):
             continue
         if name == "padding_idx" and not _counts_from_padding(module):
@@ -242,7 +242,7 @@ def _why_not_shapes(module: nn.Module, made: nn.Module) -> str | None:
         for name, tensor in found.items():
             other = expected[name]
             if (tensor is None) != (other is None):
-                return f"has {'no' if tensor is None else 'a'} {name}, other than its config says"
+                return f"has {'no' if tensor is None else 'a'} {name}, which contradicts its config"
             if tensor is None or other is None:
                 continue
             if tensor.shape != other.shape:
@@ -252,7 +252,7 @@ def _why_not_shapes(module: nn.Module, made: nn.Module) -> str | None:
                 continue
             if not (tensor.dtype == other.dtype and torch.equal(tensor, other)):
                 return (
-                    f"has a {name} with other numbers than its config says: load a model with dtype=, and don't cast it"
+                    f"has a {name} with values that contradict its config: load a model with dtype=, and don't cast it"
                 )
     return None
 

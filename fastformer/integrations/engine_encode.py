@@ -309,7 +309,7 @@ def _why_not_call(model: Any, given: dict[str, Any]) -> str | None:
             return f"{name} is not a tensor of the ids' shape"
     config = model.config
     if not config.return_dict and given.get("return_dict", False) is None:
-        return "return_dict is None, which some versions of transformers take for True, and its config says otherwise"
+        return "return_dict is None, which some versions of transformers treat as True, in contradiction to its config"
     if config.output_hidden_states or config.output_attentions:
         return "its config asks for hidden states or attentions"
     return None
@@ -369,7 +369,7 @@ def _texts_with_gaps(found: EncoderModel, ids: Tensor, types: Tensor | None, rea
     if found.pad is not None:
         is_pad = ids == found.pad
         if found.pad_position is None and bool((is_pad & kept).any()):
-            return "its positions count ids that are not PAD, and there is one among the tokens"
+            return "its positions count the ids that are not PAD, but there is a PAD among the tokens"
         positions = torch.where(is_pad, found.pad_position or 0, (~is_pad).cumsum(1) - 1)
     unseen = (kept & ~real).sum(1).tolist()  # 1 at most: the first
     columns = [row.nonzero().flatten() for row in kept]

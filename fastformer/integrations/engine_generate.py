@@ -185,7 +185,7 @@ def _encoding_later(name: str) -> Any:
 
 
 # The method of transformers' `generate` that runs the encoder has different names in its versions. `Seq2SeqModel` in
-# heads.py has the same method behind this one, which calls it.
+# heads.py has the same method after this one, which calls it.
 ENCODING_METHODS = tuple(
     name
     for name in (
@@ -378,7 +378,7 @@ def _inputs(call: Call, engine: ForeignEngine, input_ids: Tensor, kwargs: dict[s
         if has_words:
             _check_words(call.model, deferred.inputs, mask, rows)
         if len(sources) != len(rows):
-            raise _DeclinedError(f"there are {len(sources)} sources for {len(rows)} beginnings")
+            raise _DeclinedError(f"there are {len(sources)} sources for {len(rows)} prefixes")
         prompts = [Prompt(source, row) for source, row in zip(sources, rows, strict=True)]
         longest = max(map(len, sources))
         if longest > sizes.max_len:

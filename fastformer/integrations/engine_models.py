@@ -95,7 +95,7 @@ class FoundModel(Generic[Weights]):
             # Tensors of inference mode have no version counter, by which the engine notices that it has to pack again.
             with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
                 if not all(torch.equal(table, before) for table, before in self._tables):
-                    raise UnfitError("one of its buffers has other numbers than its config says")
+                    raise UnfitError("the values of one of its buffers contradict its config")
                 try:
                     converted = self.convert(alive)
                 except ValueError as error:

@@ -29,7 +29,7 @@ from fastformer.ops import feed_forward
 
 register(gpt2)
 
-# The names of a block's positional arguments behind its hidden states.
+# The names of a block's positional arguments after its hidden states.
 _NAMES = tuple(inspect.signature(gpt2.GPT2Block.forward).parameters)[2:]
 _HARMLESS = frozenset(
     {"past_key_values", "attention_mask", "use_cache", "position_ids", "cache_position", "num_items_in_batch"}

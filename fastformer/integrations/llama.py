@@ -30,7 +30,7 @@ from fastformer.nn.guards import is_written_as_known
 
 register(llama)
 
-# The names of a layer's positional arguments behind its hidden states.
+# The names of a layer's positional arguments after its hidden states.
 _NAMES = tuple(inspect.signature(llama.LlamaDecoderLayer.forward).parameters)[2:]
 _HARMLESS = frozenset(
     {

@@ -149,7 +149,7 @@ def _why_not(owner: nn.Module, plan: _Plan) -> str | None:
     if plan.reason is not None:
         return plan.reason
     if not _is_called_plainly(owner):
-        return f"{type(owner).__name__} has a hook, or a forward of its own"
+        return f"{type(owner).__name__} has a hook or its own forward"
     if (plan.is_checkpointed and owner.training) or any(module.training for module in plan.checkpointed):
         return "its layers are computed again in the backward pass"
     return None
@@ -215,7 +215,7 @@ def _first_reason(owner: nn.Module, reading: dict[nn.Module, bool]) -> str | Non
         if not may_hold:
             return f"{names[module]} is a {kind}, which may read several positions"
         if not is_unhooked_or_recorded(module):
-            return f"{names[module]} has a hook, or a forward of its own"
+            return f"{names[module]} has a hook or its own forward"
     return None
 
 

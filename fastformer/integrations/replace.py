@@ -51,7 +51,7 @@ def why_left(module: nn.Module, known: dict[type[nn.Module], Replacement]) -> st
     replacement = known.get(type(module))
     if replacement is not None:
         if "forward" in module.__dict__:
-            return "it has a forward of its own"
+            return "it has its own forward"
         for name in (*replacement.attributes(module), _MEMORY):
             if hasattr(module, name):
                 return f"it has an attribute {name} already"

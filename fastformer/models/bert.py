@@ -255,7 +255,7 @@ class BERT(PretrainedModel):
                 raise ValueError("expected a model with a pooler for kind 'pooler', got one without")
             return torch.tanh(self.pooler(pool(hidden, layout, "cls")))
         if kind not in POOLINGS:
-            raise ValueError(f"expected a kind of pooling out of {(*POOLINGS, 'pooler')}, got {kind!r}")
+            raise ValueError(f"expected a kind of pooling in {(*POOLINGS, 'pooler')}, got {kind!r}")
         return pool(hidden, layout, kind)
 
     def classify_hidden(self, hidden: Tensor, layout: SequenceLayout | None = None) -> Tensor:

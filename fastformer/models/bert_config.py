@@ -105,7 +105,7 @@ class BERTConfig:
             self.embedding_size = None
         self._check_positions()
         if not self.first_norm and not self.norm_first:
-            raise ValueError("expected norm_first where there is no first_norm, got a post-norm model")
+            raise ValueError("expected norm_first if there is no first_norm, got a post-norm model")
         check_window_layers(self.window_size, self.window_layers, self.num_layers)
         if self.num_labels and self.head == "bert" and not (self.pooler and self.head_pooling == "cls"):
             raise ValueError(

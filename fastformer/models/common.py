@@ -48,8 +48,7 @@ def check_window_layers(window_size: int | None, window_layers: tuple[bool, ...]
         raise ValueError("expected a window_size for the window_layers, got None")
     if len(window_layers) != num_layers:
         raise ValueError(
-            f"expected window_layers to say of each of the {num_layers} layers whether it has the window, got "
-            f"{len(window_layers)}"
+            f"expected window_layers to have a bool for each of the {num_layers} layers, got {len(window_layers)}"
         )
 
 
@@ -186,6 +185,6 @@ def trailing_padding(ids: Tensor, pad_id: int, name: str) -> SequenceLayout:
         if bool(rows.any()):
             raise ValueError(
                 f"expected {name} ids padded on the right, got id {pad_id} (PAD) before a token in row "
-                f"{int(rows.nonzero()[0])}: move the padding behind the tokens"
+                f"{int(rows.nonzero()[0])}: move the padding after the tokens"
             )
     return SequenceLayout.from_ids(ids, pad_id)

@@ -140,7 +140,7 @@ class PretrainedModel(nn.Module):
         """
         if not isinstance(name, str) or name not in cls.presets:
             hint = suggestion(name, cls.presets)
-            raise ValueError(f"expected a preset out of {sorted(cls.presets)}, got {name!r}{hint}")
+            raise ValueError(f"expected a preset in {sorted(cls.presets)}, got {name!r}{hint}")
         config = config_from_dict(cls.config_class, {**cls.presets[name], **settings})
         return cls(config, device=device, dtype=dtype)
 

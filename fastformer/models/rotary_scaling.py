@@ -64,7 +64,7 @@ class RotaryScaling(dict[str, Any]):
         if not isinstance(kind, str) or kind not in _PARAMETERS:
             known = ", ".join(map(repr, get_args(Kind)))
             raise ValueError(
-                f"expected a kind of rotary_scaling out of {known}, got {shown(kind)}{suggestion(kind, _PARAMETERS)}"
+                f"expected a kind of rotary_scaling in {known}, got {shown(kind)}{suggestion(kind, _PARAMETERS)}"
             )
         needed, optional = _PARAMETERS[kind]
         for name in values:
@@ -174,7 +174,7 @@ class RotaryScaling(dict[str, Any]):
         return type(self), (dict(self),)
 
     def _unchangeable(self, *_: object, **__: object) -> NoReturn:
-        raise TypeError("rotary_scaling does not change: make another GPTConfig")
+        raise TypeError("rotary_scaling can't be changed: make another GPTConfig")
 
     __setitem__ = __delitem__ = __ior__ = _unchangeable
     clear = pop = popitem = setdefault = update = _unchangeable

@@ -22,7 +22,7 @@ from torch import Tensor
 from fastformer.files import read_json
 
 WEIGHTS = "model.safetensors"
-_INDEX = ".index.json"  # behind the name that the weights would have in one file
+_INDEX = ".index.json"  # appended to the name that the weights would have in one file
 _NO_DIGEST = "0" * 64
 _MOST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 
@@ -190,20 +190,20 @@ def check_plain(origin: object, state: Mapping[Any, Any]) -> None:
         if not isinstance(name, str):
             raise ValueError(f"expected {origin} to hold tensors by name, got the name {name!r:.60}")
         if not isinstance(value, Tensor):
-            raise ValueError(f"expected {origin} to hold tensors alone, got {name} as {type(value).__name__}")
+            raise ValueError(f"expected {origin} to hold only tensors, got {name} as {type(value).__name__}")
         # A view can claim a huge size: one element, repeated.
         is_dense = value.layout == torch.strided and not (value.is_quantized or value.is_nested or value.is_meta)
         if not is_dense or value.numel() * value.element_size() > value.untyped_storage().nbytes():
             raise ValueError(f"expected {origin} to hold dense tensors, got {name} as a sparse or expanded one")
         if value.requires_grad:
-            raise ValueError(f"expected {origin} to hold weights alone, got {name} as a part of a computation")
+            raise ValueError(f"expected {origin} to hold only weights, got {name} with a gradient history")
 
 
 def check_finite(origin: object, state: Mapping[str, Tensor]) -> None:
     """Raises ValueError for weights that are NaN or infinite."""
     for name, tensor in state.items():
         if tensor.dtype in FLOATING and not tensor.isfinite().all():
-            raise ValueError(f"{origin} holds NaN or infinite weights in {name}: its training went wrong; train anew")
+            raise ValueError(f"{origin} holds NaN or infinite weights in {name}: the training diverged; train again")
 
 
 def index_of(path: Path) -> Path | None:
@@ -226,7 +226,7 @@ def read_index(index: Path) -> dict[Path, list[str]]:
     stem, suffix = index.name.removesuffix(_INDEX).rsplit(".", 1)
     for name, file in listed.items():
         if not isinstance(file, str) or Path(file).name != file or "\0" in file:
-            raise ValueError(f"expected {index} to name files beside it, got {file!r} for {name}")
+            raise ValueError(f"expected {index} to name files next to it, got {file!r} for {name}")
         files.setdefault(index.parent / file, []).append(name)
     for path in index.parent.glob(f"{stem}-*-of-*.{suffix}"):
         if path not in files:
@@ -259,15 +259,15 @@ def check_shard(index: Path, file: Path, names: Iterable[str], found: Iterable[s
 def _read_header(file: Path) -> tuple[dict[str, str], dict[str, Entry], bytes]:
     """Reads the header of a safetensors file: its metadata, its tensors' descriptions, and the bytes up to its end."""
     if not file.is_file():
-        raise ValueError(f"expected the file {file}, which isn't there: was the model saved completely?")
+        raise ValueError(f"expected the file {file}, which doesn't exist: was the model saved completely?")
     try:
         with open(file, "rb") as data:
             start = data.read(8)
             size = int.from_bytes(start, "little")
             if len(start) < 8 or size > file.stat().st_size:
-                raise ValueError("the header is cut short")
+                raise ValueError("the header is truncated")
             if size > _MOST_HEADER:
-                raise ValueError(f"the header says that it has {size:,} bytes")
+                raise ValueError(f"the header has a length of {size:,} bytes")
             start += data.read(size)
         header = json.loads(start[8:])
         metadata = {str(name): str(value) for name, value in header.pop("__metadata__", {}).items()}
@@ -304,7 +304,7 @@ def _describe(dtype: torch.dtype | str | None) -> str:
 
 
 def _damaged(file: Path, why: object) -> str:
-    return f"{file} is damaged or cut short ({why}): save or copy the model again"
+    return f"{file} is damaged or truncated ({why}): save or copy the model again"
 
 
 def safetensors_library() -> Any:

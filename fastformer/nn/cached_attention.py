@@ -28,7 +28,7 @@ def attend_cached(cache: AttentionCache, q: Tensor, scores: ScoreOptions = _BY_D
     """Computes cross-attention of q (rows, seqlen_q, num_heads, head_dim), or packed (total, num_heads, head_dim)."""
     packed, index = q.dim() == 3, cache.batch_index
     if packed and index is not None:
-        # Each token reads the source of its own row; tokens behind the last sequence read an arbitrary one.
+        # Each token reads the source of its own row; tokens after the last sequence read an arbitrary one.
         q, index = q[:, None], F.pad(index, (0, len(q) - len(index)))
     if cache.rows_per_source > 1:
         # Rows of one token each: as queries of one row they share the reads of their source.

@@ -68,4 +68,6 @@ def _attention(layers: nn.ModuleList) -> MultiheadAttention:
 def check_masks(mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool) -> None:
     """Raises InputError for masks other than the causal one, since cached attention is causal."""
     if key_padding_mask is not None or (mask is not None and not is_causal):
-        raise InputError("expected no mask but the causal one along with a cache; `layout=` says what is padding")
+        raise InputError(
+            "expected no mask but the causal one along with a cache; `layout=` tells which tokens are padding"
+        )

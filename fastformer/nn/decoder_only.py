@@ -56,7 +56,7 @@ class DecoderOnlyLayer(TransformerEncoderLayer):
         **options: Any,
     ) -> None:
         if norm_placement not in _PLACEMENTS:
-            raise InputError(f"expected norm_placement out of {_PLACEMENTS}, got {norm_placement!r}")
+            raise InputError(f"expected norm_placement in {_PLACEMENTS}, got {norm_placement!r}")
         if parallel_residual and norm_placement != "pre":
             raise InputError(f"expected norm_placement 'pre' for parallel_residual, got {norm_placement!r}")
         super().__init__(d_model, nhead, dim_feedforward, norm_first=True, **options)

@@ -60,7 +60,7 @@ class PositionalEncoding(nn.Module):
     ) -> None:
         super().__init__()
         if kind not in (*SINUSOIDS, "learned"):
-            raise ValueError(f"expected a kind out of {(*SINUSOIDS, 'learned')}, got {kind!r}")
+            raise ValueError(f"expected a kind in {(*SINUSOIDS, 'learned')}, got {kind!r}")
         self.dim, self.max_len, self.dropout, self.kind, self.batch_first = dim, max_len, dropout, kind, batch_first
         if kind == "learned":
             self.table = nn.Parameter(torch.empty(max_len, dim, device=device, dtype=dtype))

@@ -29,7 +29,7 @@ def resolve_activation(activation: Activation) -> Activation:
     """
     if isinstance(activation, str):
         if activation not in (*ACTIVATIONS, GEGLU):
-            raise InputError(f"expected an activation out of {(*ACTIVATIONS, GEGLU)} or a callable, got {activation!r}")
+            raise InputError(f"expected an activation in {(*ACTIVATIONS, GEGLU)} or a callable, got {activation!r}")
         return _FUNCTIONS.get(activation, activation)
     return activation
 

@@ -35,7 +35,7 @@ _KINDS: tuple[type[nn.Module], ...] = (
     *(nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
     *(nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer),
 )
-# The original functions, since users also replace the forward of a class, its call, and the functions behind it. None,
+# The original functions, since users also replace the forward of a class, its call, and functions that it calls. None,
 # here and below: the function was replaced before this module was imported.
 FORWARDS: dict[type[nn.Module], object] = {}
 # The overridable blocks of torch.nn's layers, which their forwards call.
@@ -46,7 +46,7 @@ BLOCKS: dict[type[nn.Module], dict[str, object]] = {
 _CALL = nn.Module.__call__
 # The `__call__` functions of other libraries' classes that are equivalent to it.
 PLAIN_CALLS: set[object] = set()
-# Hooks that only gather a layer's parameters before its forward and shard them again behind it; the classes of sharded
+# Hooks that only gather a layer's parameters before its forward and shard them again after it; the classes of sharded
 # parameters; the modules inside of these layers. Each way of sharding a model adds its own.
 GATHERING: set[object] = set()
 PARTED: set[type[Tensor]] = set()

@@ -149,7 +149,7 @@ class _Layer(nn.Module):
     """The base of both layers: self-attention first, a feed-forward network last, norms and residuals around each."""
 
     has_cross_attention: ClassVar[bool]
-    is_standard = True  # whether norms and residuals are placed as in torch.nn, before or behind each sub-layer
+    is_standard = True  # whether norms and residuals are placed as in torch.nn, before or after each sub-layer
     _sub_layers: ClassVar[range]
     dropout1: nn.Dropout
     _blocks: ClassVar[dict[str, Any]]  # torch.nn's overridable blocks, in this module's implementation

@@ -122,7 +122,7 @@ def system_of(process: Process) -> _System | None:
     try:
         return _System()
     except (OSError, AttributeError) as error:
-        logger.info("this system doesn't say which memory was written (%s); see fastformer.generation.repack", error)
+        logger.info("this system can't tell which memory was written (%s); see fastformer.generation.repack", error)
         return None
 
 

@@ -68,7 +68,7 @@ class Projections(nn.Module):
         if qk_norm is None:
             return
         if qk_norm not in QK_NORMS:
-            raise InputError(f"expected qk_norm out of {QK_NORMS} or None, got {qk_norm!r}")
+            raise InputError(f"expected qk_norm in {QK_NORMS} or None, got {qk_norm!r}")
         self.qk_norm = qk_norm
         sizes = (self.head_dim, self.head_dim) if qk_norm == "head" else (self.q_dim, self.kv_dim)
         self.q_norm, self.k_norm = (AddLayerNorm(size, eps, bias=False, rms_norm=True, **factory) for size in sizes)

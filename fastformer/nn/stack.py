@@ -122,7 +122,7 @@ class Evaluation(NamedTuple):
             if min(lengths) < x.shape[1]:
                 real = torch.arange(x.shape[1]) < layout.seqlens[:, None]
                 rows = x[real]
-        # A layout may have empty sequences, and rows behind its sequences.
+        # A layout may have empty sequences, and rows after its sequences.
         if 0 in lengths or sum(lengths) * settings.d_model != rows.numel():
             return None
         out = run_packed(stack, tensors, settings, rows, lengths, stack.packed_precision)
@@ -202,7 +202,7 @@ def _plan_inside(layer: Any) -> LayerPlan | None:
 def _why_padded(layer: Any, plan: LayerPlan | None) -> str | None:
     """Returns why a layer can't get packed tokens: a part would see the packing, or needs the padded batch."""
     if plan is None:
-        return "it is of another class, or has a hook or a forward of its own"
+        return "it is of another class, or has a hook or its own forward"
     if not plan.norms:
         return "a norm, a dropout or a block is called"
     if plan.feed_forward is None:

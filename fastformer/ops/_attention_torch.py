@@ -37,7 +37,7 @@ def unsupported(
     if softcap:
         return "it caps no scores"
     if needs_mask_grad:
-        return "it gives no gradient of the mask"
+        return "it has no gradient for the mask"
     if attn_mask is not None and attn_mask.dtype not in (torch.bool, q.dtype):
         return f"it would round the mask from {attn_mask.dtype} to {q.dtype}"
     return "there is nothing to compute" if q.numel() == 0 else None

@@ -68,7 +68,7 @@ def use_backend(name: str | None) -> Iterator[None]:
         ValueError: an unknown name.
     """
     if name is not None and name not in BACKENDS:
-        raise ValueError(f"expected a backend out of {BACKENDS} or None, got {name!r}")
+        raise ValueError(f"expected a backend in {BACKENDS} or None, got {name!r}")
     token = _forced_backend.set(name)
     try:
         yield

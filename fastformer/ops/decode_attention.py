@@ -272,6 +272,6 @@ def _check_slot_table(slot_table: Tensor, k_cache: Tensor, v_cache: Tensor) -> i
         if num_blocks > 1 and block_size > 1 and cache.stride(0) != block_size * cache.stride(1):
             raise ValueError(
                 f"expected a {name} that flattens to tokens without a copy, got {tuple(cache.shape)} with strides "
-                f"{cache.stride()}: the blocks lie {cache.stride(0)} apart, not {block_size * cache.stride(1)}"
+                f"{cache.stride()}: the blocks are {cache.stride(0)} apart, not {block_size * cache.stride(1)}"
             )
     return slot_table.shape[0]

@@ -256,7 +256,7 @@ def feed_forward(
             out: Tensor = found[0]
             return out
     if activation not in ACTIVATIONS:
-        raise ValueError(f"expected an activation out of {ACTIVATIONS}, got {activation!r}")
+        raise ValueError(f"expected an activation in {ACTIVATIONS}, got {activation!r}")
     x, weight1, weight2 = autocast("feed_forward", x, weight1, weight2)
     bias1, bias2 = autocast("feed_forward", bias1, bias2)
     check_features(x)

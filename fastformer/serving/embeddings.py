@@ -38,7 +38,7 @@ def add_embeddings(found: APIRouter, service: EmbedService, limits: Limits) -> N
             raise ApiError(f"expected dimensions of at most {width}, got {body.dimensions:,}", param="dimensions")
         if body.prompt_name is not None and body.prompt_name not in service.encoder.prompts:
             names = [*service.encoder.prompts]
-            raise ApiError(f"expected a prompt_name out of {names}, got {body.prompt_name!r:.40}", param="prompt_name")
+            raise ApiError(f"expected a prompt_name in {names}, got {body.prompt_name!r:.40}", param="prompt_name")
         try:
             work = service.embed(
                 texts,

@@ -49,7 +49,7 @@ def new_tokens(
     room = service.generator.max_len - len(ids)
     if asked is not None and asked > room:
         raise ApiError(
-            f"expected {name} of at most {room:,} behind a prompt of {len(ids):,} tokens, for the model has "
+            f"expected {name} of at most {room:,} after a prompt of {len(ids):,} tokens, because the model has "
             f"{service.generator.max_len:,} positions; got {asked:,}",
             param=name,
             code="context_length_exceeded",

@@ -180,7 +180,7 @@ def _add_embed(found: APIRouter, service: EmbedService, limits: Limits) -> None:
         width = service.encoder.get_embedding_dimension()
         if body.dimensions is not None and body.dimensions > width:
             raise TeiError("validation", f"expected dimensions of at most {width}, got {body.dimensions:,}")
-        # Without normalize, the output of the layers behind the pooling is returned unchanged.
+        # Without normalize, the output of the layers after the pooling is returned unchanged.
         work = service.embed(
             texts,
             prompt_name=body.prompt_name,

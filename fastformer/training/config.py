@@ -147,7 +147,7 @@ class TrainConfig(Machine, Validation, Optimisation, Tokens, Filters, Data, Mode
         config_class, presets = ARCHITECTURES[self.model]
         if self.preset not in presets:
             hint = suggestion(self.preset, presets)
-            raise ValueError(f"expected a preset of {self.model} out of {sorted(presets)}, got {self.preset!r}{hint}")
+            raise ValueError(f"expected a preset of {self.model} in {sorted(presets)}, got {self.preset!r}{hint}")
         longest = {} if max_len is None else {"max_len": max_len}
         sides: dict[str, Any] = {}
         if source_vocab_size is not None:

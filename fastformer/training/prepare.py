@@ -114,7 +114,7 @@ def prepare(
         logger.info("nothing is left to do: %s is complete", folder)
         return found
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not work.is_dir())):
-        raise ValueError(f"expected a folder that isn't there yet or is empty, but there is something in {folder}")
+        raise ValueError(f"expected a new or an empty folder, but there are files in {folder}")
     work.mkdir(parents=True, exist_ok=True)
     lock = RunLock(work)
     lock.acquire()

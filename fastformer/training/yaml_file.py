@@ -37,7 +37,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{file} is no YAML: {error}") from error
     if not isinstance(values, dict):
         found = "nothing" if values is None else type(values).__name__
-        raise ValueError(f"expected settings in {file}, one `name: value` a line, got {found}: is it cut short?")
+        raise ValueError(
+            f"expected settings in {file}, one `name: value` per line, got {found}: is the file truncated?"
+        )
     return values
 
 

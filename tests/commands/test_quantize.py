@@ -84,7 +84,7 @@ def test_existing_files_stay(run, tmp_path, capsys) -> None:
     (tmp_path / "mine").write_text("x")
     for out in (run, str(tmp_path), str(tmp_path / "mine")):
         assert main(["quantize", run, out]) == 1
-        assert "expected a folder that isn't there yet or is empty" in capsys.readouterr().err
+        assert "expected a new or an empty folder" in capsys.readouterr().err
     assert Transformer.from_pretrained(run).precision is None
     assert main(["quantize", str(tmp_path), str(tmp_path / "new")]) == 1
     assert not (tmp_path / "new").exists()

@@ -32,7 +32,7 @@ def test_the_help_says_how_a_text_is_given(capsys) -> None:
     with pytest.raises(SystemExit):
         main(["translate", "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "behind --" in text and "--FLAG=TEXT" in text and "--FLAG=false" in text
+    assert "after --" in text and "--FLAG=TEXT" in text and "--FLAG=false" in text
 
 
 def test_messages_do_not_expose_the_parser(capsys) -> None:

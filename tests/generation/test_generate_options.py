@@ -125,7 +125,7 @@ def test_invalid_prefixes_are_refused(reader, given, message) -> None:
 def test_prefixes_that_do_not_fit(model, gpt) -> None:
     with pytest.raises(ValueError, match="expected a prefix of fewer tokens than the model's max_len 128, got 128"):
         generate(model, [[5]], decoder_input_ids=[5] * 128)
-    with pytest.raises(ValueError, match="max_new_tokens of at most 8 behind a prefix of 120, for .* is 128; got 9"):
+    with pytest.raises(ValueError, match="max_new_tokens of at most 8 after a prefix of 120, because .* is 128; got 9"):
         generate(model, [[5]], decoder_input_ids=[5] * 120, max_new_tokens=9)
     assert generate(model, [[5]], decoder_input_ids=[5] * 120, min_new_tokens=8).shape == (1, 128)
     assert generate(model, [[5]], decoder_input_ids=[5] * 127, eos_token_id=39).shape == (1, 128)

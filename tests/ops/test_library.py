@@ -212,7 +212,7 @@ def test_a_forced_backend_that_is_missing_is_an_error() -> None:
 
 
 def test_unknown_backend() -> None:
-    with pytest.raises(ValueError, match="backend out of .*'reference'.*got 'cuda'"), use_backend("cuda"):
+    with pytest.raises(ValueError, match="backend in .*'reference'.*got 'cuda'"), use_backend("cuda"):
         pass
 
 

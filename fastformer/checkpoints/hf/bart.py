@@ -182,7 +182,7 @@ def bart_from_transformer(model: Transformer) -> tuple[dict[str, Any], dict[str,
     check_options(config, wanted, form.name, one_vocabulary=kind != "marian")
     if config.activation not in _THEIR_ACTIVATIONS:
         raise ValueError(
-            f"expected a {form.name}, with an activation out of {(*_THEIR_ACTIVATIONS,)}, got {config.activation!r}"
+            f"expected a {form.name}, with an activation in {(*_THEIR_ACTIVATIONS,)}, got {config.activation!r}"
         )
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     tied = config.tie_embeddings
@@ -318,7 +318,7 @@ def _check_positions(name: str, table: Tensor, config: TransformerConfig, form: 
 
 def _activation(name: object) -> Any:
     if name not in _ACTIVATIONS:
-        raise ValueError(f"expected an activation_function out of {(*_ACTIVATIONS,)}, got {name!r}")
+        raise ValueError(f"expected an activation_function in {(*_ACTIVATIONS,)}, got {name!r}")
     return _ACTIVATIONS[str(name)]
 
 

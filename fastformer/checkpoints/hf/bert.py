@@ -142,7 +142,7 @@ def _roberta_settings(config: BERTConfig) -> dict[str, Any]:
     settings = bert_settings(config, "RoBERTa", head="roberta" if config.num_labels else ("roberta", "bert"))
     check_types(config, "RoBERTa")
     if config.num_labels and config.pooler:
-        raise ValueError("expected a RoBERTa, without a pooler beside its head, got pooler=True")
+        raise ValueError("expected a RoBERTa, without a pooler next to its head, got pooler=True")
     return {"model_type": "roberta", **settings}
 
 

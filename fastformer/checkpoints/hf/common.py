@@ -245,7 +245,7 @@ def read_file(file: Path) -> bytes:
         ValueError: the file is missing or far too large.
     """
     if not file.is_file():
-        raise ValueError(f"expected the file {file}, which isn't there: was the model saved completely?")
+        raise ValueError(f"expected the file {file}, which doesn't exist: was the model saved completely?")
     return read_small(file)
 
 
@@ -267,7 +267,7 @@ def check_tokenizer_class(folder: Path, known: Iterable[str]) -> str | None:
     found = str(name).removesuffix("Fast")
     if found not in known:
         raise ValueError(
-            f"expected {folder / TOKENIZER_CONFIG} to name a tokenizer_class out of {', '.join(known)}, got {name!r}"
+            f"expected {folder / TOKENIZER_CONFIG} to name a tokenizer_class in {', '.join(known)}, got {name!r}"
         )
     return found
 
@@ -387,9 +387,9 @@ def check_options(config: TransformerConfig, expected: Mapping[str, Any], family
         if getattr(config, name) != value:
             raise ValueError(f"expected a {family}, with {name}={value!r}, got {getattr(config, name)!r}")
     if config.num_kv_heads not in (None, config.num_heads):
-        raise ValueError(f"expected a {family}, with as many heads of keys as of queries, got {config.num_kv_heads}")
+        raise ValueError(f"expected a {family}, with as many key heads as query heads, got {config.num_kv_heads}")
     if one_vocabulary and config.source_vocab_size not in (None, config.vocab_size):
-        raise ValueError(f"expected a {family}, with one vocabulary, got one of its own for the source")
+        raise ValueError(f"expected a {family}, with one vocabulary, got a separate one for the source")
 
 
 def number_of(settings: Mapping[str, Any], name: str) -> int:

@@ -99,7 +99,7 @@ class EncoderForm(NamedTuple):
         if unknown := [name for name in left if name.startswith(self.prefix)]:
             raise ValueError(f"expected the tensors of a {self.name}, got others as well: {some(unknown)}")
         if left:
-            logger.warning("a %s becomes its encoder: its head is left out (%s)", self.name, some(left))
+            logger.warning("loading only the encoder of a %s: its head is omitted (%s)", self.name, some(left))
         unused = self.unused_positions(ids.pad)
         model: BERT = load_foreign(
             config,

@@ -91,7 +91,7 @@ def _read_backend(folder: Path, named: Mapping[str, Any]) -> tuple[Path, tokeniz
         backend.post_processor = tokenizers_library().processors.RobertaProcessing(*ends, add_prefix_space=has_space)
         return file, backend
     raise ValueError(
-        f"expected a {TOKENIZER}, a {_WORDS}, or {_VOCAB} and {_MERGES}, and there is none of them in {folder}: was "
+        f"expected a {TOKENIZER}, a {_WORDS}, or {_VOCAB} and {_MERGES}, but {folder} has none of them: was "
         "the model saved completely?"
     )
 

@@ -37,7 +37,9 @@ def _without_one(name: str, tensor: Tensor, config: GPTConfig) -> Tensor:
 
 def _options(settings: Mapping[str, Any]) -> dict[str, Any]:
     if settings.get("use_bidirectional_attention"):
-        raise ValueError("expected a Gemma that sees what is before a token, got use_bidirectional_attention true")
+        raise ValueError(
+            "expected a Gemma that only sees the tokens before a token, got use_bidirectional_attention true"
+        )
     return {"embedding_scale": settings["hidden_size"] ** 0.5}
 
 

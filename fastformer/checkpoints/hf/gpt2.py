@@ -44,7 +44,7 @@ def _options(settings: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"expected {name} to be {value}, got {settings[name]!r}")
     activation = settings.get("activation_function", "gelu_new")
     if activation not in ACTIVATIONS:
-        raise ValueError(f"expected an activation_function out of {(*ACTIVATIONS,)}, got {activation!r}")
+        raise ValueError(f"expected an activation_function in {(*ACTIVATIONS,)}, got {activation!r}")
     d_model = number_of(settings, "n_embd")
     return {
         "d_model": d_model,

@@ -155,7 +155,7 @@ class Variant(NamedTuple):
         for name in self.activation_settings:
             if (found := settings.get(name)) is not None:
                 if found not in self.activations:
-                    raise ValueError(f"expected a {name} out of {(*self.activations,)}, got {found!r}")
+                    raise ValueError(f"expected a {name} in {(*self.activations,)}, got {found!r}")
                 return self.activations[found]
         return next(iter(self.activations.values()))
 
@@ -166,7 +166,7 @@ class Variant(NamedTuple):
         listed = settings.get("layer_types") if self.has_layer_types else None
         types = self.layer_types(settings, depth) if listed is None else listed
         if not isinstance(types, list | tuple) or len(types) != depth:
-            raise ValueError(f"expected layer_types to say what each of {depth} layers is, got {types!r:.80}")
+            raise ValueError(f"expected layer_types to have an entry for each of {depth} layers, got {types!r:.80}")
         if unknown := [kind for kind in types if kind not in (FULL, SLIDING)]:
             raise ValueError(f"expected layer_types of {FULL!r} and {SLIDING!r}, got {unknown[0]!r}")
         if SLIDING not in types:
@@ -179,7 +179,7 @@ class Variant(NamedTuple):
         rope = read_rope(settings, layers=FULL, base=self.base, fraction=self.fraction)
         if "rotary_fraction" in rope and not self.partial:
             raise ValueError(
-                f"expected a {self.name}, whose heads turn whole, got a partial_rotary_factor of "
+                f"expected a {self.name}, that rotates whole heads, got a partial_rotary_factor of "
                 f"{rope['rotary_fraction']}"
             )
         if self.local_base is None or not has_windows:

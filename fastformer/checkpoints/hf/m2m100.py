@@ -72,7 +72,7 @@ def _read_pieces(
     special = special_tokens(folder, settings, vocab, _SPECIAL_TOKENS, ["unk"])
     codes = tokenizer_settings(folder).get("language_codes", "m2m100")
     if codes not in _CODES:
-        raise ValueError(f"expected language_codes out of {(*_CODES,)}, got {codes!r}")
+        raise ValueError(f"expected language_codes in {(*_CODES,)}, got {codes!r}")
     ids = {code: len(vocab) + place for place, code in enumerate(_CODES[codes].split())}
     languages = languages_of(folder, settings, ids, "front")
     return special["unk"], lambda config: PieceTokenizer(

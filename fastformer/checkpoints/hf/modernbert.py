@@ -51,7 +51,7 @@ def _options(settings: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"expected {name} to be 0, got {settings[name]!r}")
     biases = {name: flag_of(settings, name, False) for name in ("mlp_bias", "norm_bias", "classifier_bias")}
     if len({*biases.values()}) > 1:
-        raise ValueError(f"expected one answer to mlp_bias, norm_bias and classifier_bias, got {biases}")
+        raise ValueError(f"expected mlp_bias, norm_bias and classifier_bias to be equal, got {biases}")
     bias, attention_bias = biases["mlp_bias"], flag_of(settings, "attention_bias", False)
     layers = number_of(settings, "num_hidden_layers")
     windows = _windows(settings, layers)

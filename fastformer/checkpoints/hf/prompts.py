@@ -94,9 +94,7 @@ def _bos(backend: tokenizers.Tokenizer, config: Mapping[str, Any], chat: Mapping
         whole = backend.encode(_PROBE, add_special_tokens=True).ids
     starts = [i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain]
     if not starts or starts[0] > 1:
-        raise ValueError(
-            f"expected the tokenizer in {folder} to put one token in front of a text, got {whole} for {plain}"
-        )
+        raise ValueError(f"expected the tokenizer in {folder} to add one token before a text, got {whole} for {plain}")
     return whole[0] if starts[0] else None
 
 

@@ -116,7 +116,7 @@ def dequantized(
         try:
             layer = _layer(name, rounded, left)
         except (RuntimeError, IndexError) as error:
-            raise ValueError(f"expected the tensors of {name} to fit one another ({error})") from error
+            raise ValueError(f"expected the tensors of {name} to fit together ({error})") from error
         is_transposed = settings.get("model_type") in _CONV1D
         left[f"{name}.weight"] = layer.numbers().T.contiguous() if is_transposed else layer.numbers()
         if (groups := layer.groups()) is None:
@@ -184,7 +184,7 @@ def _layer(name: str, rounded: Mapping[str, Any], left: dict[str, Tensor]) -> _L
     """Removes a layer's tensors from the state and returns them."""
     missing = [part for part in ("qweight", "qzeros", "scales") if f"{name}.{part}" not in left]
     if missing:
-        raise ValueError(f"expected {name}.{missing[0]} beside {name}.qweight, got none")
+        raise ValueError(f"expected {name}.{missing[0]} next to {name}.qweight, got none")
     qweight, qzeros, scales = (left.pop(f"{name}.{part}") for part in ("qweight", "qzeros", "scales"))
     index = left.pop(f"{name}.g_idx", None)
     for part, tensor in (("qweight", qweight), ("qzeros", qzeros)):

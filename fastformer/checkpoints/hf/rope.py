@@ -46,7 +46,7 @@ def read_rope(
     if "short_factor" in found and kind in ("su", "yarn"):  # Phi-3's first names for it
         kind = "longrope"
     if kind not in KINDS:
-        raise ValueError(f"expected a rope_type out of {KINDS}, got {kind!r}")
+        raise ValueError(f"expected a rope_type in {KINDS}, got {kind!r}")
     if kind == "default":
         return options
     limit = settings.get("max_position_embeddings")

@@ -117,7 +117,7 @@ def transformer_from_t5(
     is_wide = bool(d_model % head_dim) or heads * head_dim > d_model
     activation = settings.get("feed_forward_proj", "relu")
     if activation not in _ACTIVATIONS:
-        raise ValueError(f"expected a feed_forward_proj out of {(*_ACTIVATIONS,)}, got {activation!r}")
+        raise ValueError(f"expected a feed_forward_proj in {(*_ACTIVATIONS,)}, got {activation!r}")
     depth = depth_of(settings, "num_layers", state)
     dropout = settings.get("dropout_rate", 0.1)
     config = TransformerConfig(

@@ -63,7 +63,8 @@ def write_table(path: Path, table: Any) -> None:
     except OSError as error:
         raise OSError(
             error.errno,
-            f"could not write {path} ({error.strerror or error}): free some space, and the same command goes on",
+            f"could not write {path} ({error.strerror or error}): free some space, and give "
+            "the same command again to continue",
         ) from error
 
 

@@ -47,7 +47,7 @@ class Stored:
         """
         path = folder / self.file
         if not is_plain_file(path):
-            raise ValueError(f"expected the file {path}, which {INDEX} names and which isn't there: {_AGAIN}")
+            raise ValueError(f"expected the file {path}, which {INDEX} names but which doesn't exist: {_AGAIN}")
         size = path.stat().st_size
         if size != self.size:
             raise ValueError(f"{path} was changed or damaged: expected {self.size:,} bytes, got {size:,}: {_AGAIN}")
@@ -160,8 +160,8 @@ class Manifest:
             raise ValueError(f"expected a folder that `fastformer prepare` made, but there is no folder {place}")
         if not (place / INDEX).is_file():
             raise ValueError(
-                f"expected a folder that `fastformer prepare` made, but {place} has no {INDEX}: if it was ended before "
-                "its end, give the same command again, and it goes on"
+                f"expected a folder that `fastformer prepare` made, but {place} has no {INDEX}: if the command was "
+                "interrupted, give it again to continue"
             )
         values = read_json(place / INDEX)
         try:

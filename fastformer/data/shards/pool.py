@@ -56,8 +56,8 @@ class Pool:
                 yield waiting.popleft().result()
         except BrokenProcessPool as error:
             raise RuntimeError(
-                "a process that prepared data was ended from outside, perhaps for want of memory: give fewer "
-                "--processes; the same command goes on with what is done"
+                "a process that prepared data was killed, perhaps for lack of memory: give the "
+                "command again with fewer --processes to continue"
             ) from error
 
     def __enter__(self) -> Pool:

@@ -65,7 +65,7 @@ def choose_engine(model: Model, name: str | None = None, precision: str | None =
         ValueError: the engine or the precision doesn't exist, or no engine can decode this model in that precision.
     """
     if name is not None and name not in ENGINES and name not in _REGISTERED:
-        raise ValueError(f"expected an engine out of {', '.join((*ENGINES, *_REGISTERED))}, got {name!r}")
+        raise ValueError(f"expected an engine in {', '.join((*ENGINES, *_REGISTERED))}, got {name!r}")
     check_precision(precision)
     if is_ensemble(model):
         return EnsembleEngine(model, lambda member: choose_engine(as_model(member), name, precision))

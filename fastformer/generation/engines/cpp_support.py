@@ -94,7 +94,7 @@ def why_not_supported(model: object, precision: str | None) -> str | None:
     if (missing := why_no_cpp_engine()) is not None:
         return missing
     if type(model) not in (Transformer, GPT):
-        return f"it knows models.Transformer and models.GPT alone, and a {type(model).__name__} may compute otherwise"
+        return f"it only supports models.Transformer and models.GPT, and a {type(model).__name__} may differ"
     assert isinstance(model, Transformer | GPT)
     return why_not_now() or find_guards(model)[1] or why_not_in(precision, model)
 
@@ -155,7 +155,7 @@ def _why_not_as_made(model: Transformer | GPT | BERT) -> str | None:
     try:
         made = _made(cast(Kind, type(model)), tuple(vars(model.config).items()))
     except (TypeError, ValueError) as error:  # the config was changed after the model was made
-        return f"its config makes no model: {error}"
+        return f"no model can be made from its config: {error}"
     dtypes: dict[torch.dtype, str] = {}
     for name, module, part in _walk(model, made):
         if isinstance(part, str):
@@ -186,7 +186,7 @@ def _walk(model: nn.Module, made: _Part) -> Iterator[tuple[str, nn.Module, _Part
                 continue
             if expected is None or inner is None:
                 what = "has no" if inner is None else "has an additional"
-                yield name, module, f"{_called(name)} {what} module {child!r}, other than its config says"
+                yield name, module, f"{_called(name)} {what} module {child!r}, which contradicts its config"
                 return
             if type(inner) is not expected.kind:
                 yield place, inner, f"{_called(place)} is a {_full_name(type(inner))}, not {_full_name(expected.kind)}"
@@ -199,7 +199,7 @@ def _why_not_module(module: nn.Module, part: _Part) -> str | None:
     if module._forward_hooks or module._forward_pre_hooks:
         return "has a forward hook, which it would not call"
     if not part.methods.isdisjoint(own):
-        return f"has a {min(part.methods & own.keys())} of its own"
+        return f"has its own {min(part.methods & own.keys())}"
     for name, value in part.values.items():
         found = own.get(name)
         # If a tensor stood for a number, it could be changed without detection.
@@ -225,7 +225,7 @@ def _why_not_tensors(module: nn.Module, part: _Part, name: str, dtypes: dict[tor
             shape = expected[key]
             if tensor is None or shape is None:
                 if tensor is not None or shape is not None:
-                    return f"has {'a' if shape is None else 'no'} {key}, other than its config says"
+                    return f"has {'a' if shape is None else 'no'} {key}, which contradicts its config"
                 continue
             if type(tensor) is not kind or tensor.layout != torch.strided:
                 return f"has a {key} that is a {_full_name(type(tensor))} of layout {tensor.layout}"

@@ -142,7 +142,7 @@ class GraphEngine(KVCacheEngine):
     def why_unsupported(cls, model: object, precision: str | None = None) -> str | None:
         """Returns a reason if `KVCacheEngine` can't decode the model or a graph would omit a part of it, or None."""
         if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
-            return "autocast is on, whose copies of the weights a graph can't hold: cast the model"
+            return "autocast is on, and a graph can't contain its copies of the weights: cast the model"
         if getattr(getattr(model, "config", None), "positions", None) == "relative":
             return "relative positions are a bias on the scores, which its captured steps don't add"
         return super().why_unsupported(model, precision)
@@ -347,7 +347,7 @@ class GraphBatch(KVCacheBatch, SearchingBatch):
         """Advances the searches on the host by the steps that the device has recorded.
 
         Raises:
-            RuntimeError: the host's searches chose otherwise than the device's.
+            RuntimeError: the host's searches chose other tokens than the device's.
         """
         for step, (ids, values) in enumerate(zip(record.ids, record.values, strict=True)):
             going = [place for place, search in enumerate(searches) if not search.handle.is_done]

@@ -46,7 +46,7 @@ class RecomputeEngine(Engine):
         """Returns a reason if the model can't read all tokens at once or compute in this precision, or None."""
         if is_encoder_decoder(model) or is_decoder_only(model):
             return why_not_by_modules(model, precision)
-        return "it keeps a state, and can't continue without it"
+        return "it has a state, and can't continue without it"
 
     def open(self, max_rows: int, num_tokens: int) -> Batch:
         return RecomputeBatch(self.model, self.device)

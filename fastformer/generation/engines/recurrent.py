@@ -63,7 +63,7 @@ class RecurrentBatch(Batch):
         self.model, self.device, self._num_tokens = model, device, num_tokens
         self._rows: list[int] = []  # the number of rows in each group
         self._lengths: list[int] = []  # the length of each group's source
-        self._memory: Tensor | None = None  # (rows, source_seqlen, d_model), zeros behind a source
+        self._memory: Tensor | None = None  # (rows, source_seqlen, d_model), zeros after each source
         self._mask: Tensor | None = None  # (rows, 1, source_seqlen), True = attend
         self._state: RecurrentState | None = None
 
