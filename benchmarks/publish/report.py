@@ -193,8 +193,8 @@ def _losses(results: Results) -> str:
         _line([f"{ours['op']}: {_title(ours)}", _name(ours), two_digits(ratio), name_of(rival["provider"])])
         for ratio, ours, rival in sorted(slower(results), key=lambda each: each[0])
     ]
-    body = _table(("case", "ours", "of the speed of", ""), lines) if lines else "<p>Nowhere.</p>"
-    return f'<h2 id="losses">Where ours is slower</h2>{body}'
+    body = _table(("case", "fastformer", "relative speed", "compared with"), lines) if lines else "<p>Nowhere.</p>"
+    return f'<h2 id="losses">Where fastformer is slower</h2>{body}'
 
 
 def _experiments(results: Results) -> str:

@@ -214,7 +214,7 @@ def losses(numbers: Numbers) -> str:
         [f"{found.label}, {found.panel}", numbers.compared(found).rstrip("~"), name_of(found.against)]
         for found in slower
     ]
-    return table(["", "of the speed of", ""], lines) if lines else "Nowhere in these tables."
+    return table(["", "relative speed", "compared with"], lines) if lines else "Nowhere in these tables."
 
 
 def small_work(numbers: Numbers) -> str:
@@ -314,8 +314,8 @@ def serving_losses(numbers: Numbers) -> str:
         shown = numbers.shown(two_digits(row["ours"]), f"ours of {what}, {row['provider']}", [row])
         lines.append([what, shown, name_of(row["provider"])])
     if lines:
-        return table(["", "of the requests of", ""], lines)
-    return "There is none." if rows else ""
+        return table(["", "relative requests/s", "compared with"], lines)
+    return "None." if rows else ""
 
 
 def serving_costs(numbers: Numbers) -> str:
