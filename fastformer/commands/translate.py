@@ -309,7 +309,7 @@ def _check_references(references: list[str | TextError], reference: str, count: 
     if bad and (on_error != "skip" or len(bad) == count):
         raise ValueError(f"{bad[0]}; --on_error skip omits such lines from the scores")
     if bad:
-        logger.warning("left %d of %d lines out of the scores, the first of them for %s", len(bad), count, bad[0])
+        logger.warning("omitted %d of %d lines from the scores, the first of them for %s", len(bad), count, bad[0])
 
 
 def _check_prefixes(file: str | None, attention: str | None, prefix: str | None, prefix_file: str | None) -> None:

@@ -141,7 +141,7 @@ def _json(file: str) -> Iterator[tuple[int, object]]:
             except UnicodeDecodeError:
                 yield number, BadRow("not UTF-8", "expected UTF-8")
             except (ValueError, RecursionError) as error:
-                yield number, BadRow("no JSON", f"expected a JSON object in a line, got no JSON ({error})")
+                yield number, BadRow("not JSON", f"expected a JSON object on each line, got invalid JSON ({error})")
 
 
 def _parquet(file: str, column: str) -> Iterator[tuple[int, object]]:

@@ -216,7 +216,7 @@ class Chat:
             del kept[first : next(behind, len(kept))]
         if len(kept) < len(self.messages):
             logger.warning(
-                "left the oldest %d messages out: the conversation fills the model's %s positions",
+                "omitted the oldest %d messages: the conversation fills the model's %s positions",
                 len(self.messages) - len(kept),
                 f"{self._max_len:,}",
             )

@@ -113,7 +113,7 @@ def test_a_shard_that_is_missing_cut_or_too_many_is_named(copy) -> None:
     assert len(shards) > 2
     whole = shards[1].read_bytes()
     shards[1].write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=rf"{shards[1].name}.*damaged or cut"):
+    with pytest.raises(ValueError, match=rf"{shards[1].name}.*damaged or truncated"):
         loaded(folder)
     shards[1].unlink()
     with pytest.raises(ValueError, match=shards[1].name):

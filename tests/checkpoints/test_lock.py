@@ -60,7 +60,7 @@ def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch, caplo
     monkeypatch.setattr(module.fcntl, "flock", none)
     with caplog.at_level(logging.WARNING), RunLock(tmp_path):
         pass
-    assert "can't be locked" in caplog.text and "take care that nothing else trains there" in caplog.text
+    assert "can't be locked" in caplog.text and "make sure that no other process trains there" in caplog.text
 
 
 def test_a_planted_link_is_not_followed(tmp_path) -> None:

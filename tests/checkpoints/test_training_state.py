@@ -77,7 +77,7 @@ def test_a_cut_or_flipped_byte_anywhere_is_noticed(tmp_path, caplog) -> None:
             load_checkpoint(newest)
     with caplog.at_level(logging.WARNING):
         assert latest_checkpoint(tmp_path)[0] == before
-    assert "going back to the checkpoint before it" in caplog.text
+    assert "using the checkpoint before it" in caplog.text
     before.write_bytes(b"")
     assert latest_checkpoint(tmp_path) is None and latest_checkpoint(tmp_path / "nowhere") is None
 
@@ -101,10 +101,10 @@ def archive_of(value: object) -> bytes:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (archive_of(Hostile()), "no checkpoint of plain tensors and values"),
-        (pickle.dumps(Hostile()), "no checkpoint of plain tensors and values"),
-        (b"", "no checkpoint of plain tensors and values"),
-        (b"hello", "no checkpoint of plain tensors and values"),
+        (archive_of(Hostile()), "not a checkpoint of plain tensors and values"),
+        (pickle.dumps(Hostile()), "not a checkpoint of plain tensors and values"),
+        (b"", "not a checkpoint of plain tensors and values"),
+        (b"hello", "not a checkpoint of plain tensors and values"),
         (archive_of([1, 2]), "to hold a dict, got list"),
         (archive_of({}), "to hold 'config' as str, got None"),
         (archive_of({"config": "{}", "model": 3}), "to hold 'model' as dict, got 3"),

@@ -188,8 +188,8 @@ def test_flags_that_belong_to_another_purpose_are_named(translator, language_mod
     for arguments, expected in (
         ([translator, "--file", file], "expected --target"),
         ([language_model, "--file", file, "--target", file], "expected no --target"),
-        ([translator, "--file", file, "--target", file, "--by_line"], "for a language model alone"),
-        ([translator, "--file", file, "--target", file, "--context", "3"], "for a language model alone"),
+        ([translator, "--file", file, "--target", file, "--by_line"], "only for a language model"),
+        ([translator, "--file", file, "--target", file, "--context", "3"], "only for a language model"),
         ([translator], "--file"),
         (["--file", file, "--target", file], "RUN"),
         ([translator, "--hypotheses", file, "--reference", file], "expected RUN and --file, or --hypotheses"),

@@ -192,7 +192,7 @@ def test_scores_of_a_file_with_empty_and_bad_lines(run, expected, tmp_path, caps
     err = capsys.readouterr().err
     assert "ref.txt, line 3: expected UTF-8" in err and "--on_error skip" in err
     assert main([*arguments, "--on_error", "skip"]) == 0
-    assert "chrF 100.00" in capsys.readouterr().err and "left 1 of 4 lines out of the scores" in caplog.text
+    assert "chrF 100.00" in capsys.readouterr().err and "omitted 1 of 4 lines from the scores" in caplog.text
     reference.write_text("one line\n")
     assert main(arguments) == 1
     assert "expected as many lines in" in capsys.readouterr().err

@@ -55,7 +55,7 @@ def test_rows_without_text_are_named_or_skipped(tmp_path, caplog) -> None:
         read_pairs(f"{file}:en", f"{file}:de")
     with caplog.at_level(logging.WARNING):
         assert read_pairs(f"{file}:en", f"{file}:de", skip_bad=True) == [("one", "eins"), ("last", "letzte")]
-    assert "left out 7 of 9 lines" in caplog.text and "1 no JSON (line 5)" in caplog.text
+    assert "skipped 7 of 9 lines" in caplog.text and "1 not JSON (line 5)" in caplog.text
     with pytest.raises(ValueError, match=r"\bcolumn fr\b.*p\.jsonl.*\ben, de\b"):
         read_lines(f"{file}:fr")
     with pytest.raises(ValueError, match=r"q\.jsonl"):

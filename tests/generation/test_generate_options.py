@@ -409,7 +409,7 @@ def test_a_criterion_may_end_rows(model, options, engine) -> None:
     never = generate(model, inputs, stopping_criteria=[lambda ids, scores: torch.zeros(len(ids), dtype=bool)], **given)
     assert torch.equal(never, generate(model, inputs, **given))
     for wrong in (None, 1, torch.ones(7, dtype=torch.bool), torch.ones(len(inputs)), "yes"):
-        with pytest.raises(ValueError, match="expected a stopping criterion to give a boolean"):
+        with pytest.raises(ValueError, match="expected a stopping criterion to return a boolean"):
             generate(model, inputs, stopping_criteria=lambda ids, scores, wrong=wrong: wrong, **given)
 
 

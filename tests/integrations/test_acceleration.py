@@ -290,7 +290,7 @@ def test_unswapped_modules_and_reasons():
     report = fastformer.report(fastformer.accelerate(model))
     assert report.left == {
         "0": "Mine is a subclass of TransformerEncoderLayer, and may compute something else",
-        "1.self_attn": "it has a forward of its own",
+        "1.self_attn": "it has its own forward",
     }
     assert report.swapped == {"0.self_attn": "MultiheadAttention", "1": "TransformerEncoderLayer"}
     assert_same(model(x), expected, "output")

@@ -129,7 +129,7 @@ def test_a_users_replacement_is_called(monkeypatch: pytest.MonkeyPatch, counted:
     model = make("gpt2")
     model.lm_head.forward = lambda x: x
     report = fastformer.report(fastformer.accelerate(model))
-    assert report.left == {"lm_head": "it has a forward of its own"}
+    assert report.left == {"lm_head": "it has its own forward"}
     assert model(IDS).logits.shape[-1] == 24
     model = make("gpt2")
     fastformer.accelerate(model)

@@ -359,7 +359,7 @@ def test_a_folder_with_something_else_in_it(tmp_path) -> None:
     file = tsv(tmp_path / "a.tsv", pairs_of("x", 20))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes").write_text("mine")
-    with pytest.raises(ValueError, match="something in"):
+    with pytest.raises(ValueError, match="empty folder"):
         made(config_of(file), tmp_path / "out")
     assert (tmp_path / "out" / "notes").read_text() == "mine"
 
