@@ -56,11 +56,8 @@ _SERVED = frozenset(
     }
 )
 # The kinds of caches that hold the same keys and values: a published Gemma 2 has "hybrid" in its generation_config. A
-# "quantized" one rounds them.
-_CACHES = (
-    *("dynamic", "static", "sliding_window", "hybrid", "hybrid_chunked"),
-    *("offloaded", "offloaded_static", "offloaded_hybrid", "offloaded_hybrid_chunked"),
-)
+# "quantized" one rounds them, and an "offloaded" one is an error on a machine without a GPU.
+_CACHES = ("dynamic", "static", "sliding_window", "hybrid", "hybrid_chunked")
 # Options that the engine serves if they have one of these values, None or transformers' default.
 _SERVED_VALUES: dict[str, tuple[object, ...]] = {
     "use_cache": (True, False), "cache_implementation": _CACHES, "guidance_scale": (1, 1.0), "num_beam_groups": (1,),
@@ -280,8 +277,6 @@ def _run(model: Any, name: str, plain: Callable[..., Any], input_ids: Tensor, kw
         _note(call.model, str(error))
     else:
         return decoding()
-    if call.make_cache is not None:
-        call.make_cache(kwargs)
     if call.encode is not None:
         outputs = call.encode()
         copies = len(input_ids) // len(kwargs["encoder_outputs"].inputs)
@@ -289,6 +284,8 @@ def _run(model: Any, name: str, plain: Callable[..., Any], input_ids: Tensor, kw
             if isinstance(value, Tensor) and copies > 1:
                 outputs[key] = value.repeat_interleave(copies, 0)
         kwargs["encoder_outputs"] = outputs
+    if call.make_cache is not None:
+        call.make_cache(kwargs)  # a static one is as long as the encoder's output
     return plain(input_ids, **kwargs)
 
 
