@@ -37,6 +37,23 @@ from fastformer.generation.processors import (
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import run
 
+# The calls of the processors and criteria whose rules the engine has itself, as they were before a patch.
+_CALLS = {
+    kind: kind.__call__
+    for kind in (
+        logits_process.MinLengthLogitsProcessor,
+        logits_process.MinNewTokensLengthLogitsProcessor,
+        logits_process.SuppressTokensLogitsProcessor,
+        logits_process.NoBadWordsLogitsProcessor,
+        logits_process.ForcedBOSTokenLogitsProcessor,
+        logits_process.ForcedEOSTokenLogitsProcessor,
+        logits_process.SuppressTokensAtBeginLogitsProcessor,
+        logits_process.LogitNormalization,
+        stopping_criteria.EosTokenCriteria,
+        stopping_criteria.MaxLengthCriteria,
+    )
+}
+
 
 @dataclass
 class Inputs:
@@ -98,6 +115,8 @@ def whole_search(
         beginning: see `Inputs`.
         vocab_size: the vocabulary size of the model.
     """
+    if any(type(one).__call__ is not _CALLS.get(type(one)) for one in (*processors, *criteria)):
+        return None
     ends = _ends(criteria, config)
     if ends is None or config.do_sample or config.output_scores or config.output_logits:
         return None
@@ -107,14 +126,15 @@ def whole_search(
     least, suppressed, at_lengths, renormalizes = 0, set[int](), list[AtOneLength](), False
     for place, one in enumerate(processors):
         match type(one):
-            case logits_process.MinLengthLogitsProcessor:
+            # A processor that the caller made may have other ends than the call.
+            case logits_process.MinLengthLogitsProcessor if {*one.eos_token_id.tolist()} == {*ends}:
                 least = max(least, one.min_length - begun)
-            case logits_process.MinNewTokensLengthLogitsProcessor:
+            case logits_process.MinNewTokensLengthLogitsProcessor if {*one.eos_token_id.tolist()} == {*ends}:
                 least = max(least, one.min_new_tokens - begun + one.prompt_length_to_skip)
             case logits_process.SuppressTokensLogitsProcessor:
                 suppressed |= {*one.suppress_tokens.tolist()}
-            case logits_process.NoBadWordsLogitsProcessor if all(len(word) == 1 for word in one.bad_word_ids):
-                suppressed |= {word[0] for word in one.bad_word_ids} - {*ends}  # an end is not a word
+            case logits_process.NoBadWordsLogitsProcessor if all(len(word) == 1 for word in one.sequence_bias):
+                suppressed |= {word[0] for word in one.sequence_bias}  # without the processor's ends
             case logits_process.ForcedBOSTokenLogitsProcessor:
                 at_lengths.append(ForcedToken(one.bos_token_id, 1))
             case logits_process.ForcedEOSTokenLogitsProcessor if one.eos_token_id.numel() == 1:
@@ -140,7 +160,7 @@ def whole_search(
 
 
 def _ends(criteria: Sequence[Any], config: Any) -> tuple[int, ...] | None:
-    """Returns the ids that end rows, if only these and the maximum length do; else None."""
+    """Returns the ids of the config that end rows, if only these and the maximum length do; else None."""
     ends: list[int] = []
     has_limit = False
     for one in criteria:
@@ -150,7 +170,10 @@ def _ends(criteria: Sequence[Any], config: Any) -> tuple[int, ...] | None:
             has_limit = True
         else:
             return None
-    return tuple(dict.fromkeys(ends)) if ends and has_limit and min(ends) >= 0 else None
+    known = config._eos_token_tensor
+    if not (ends and has_limit) or min(ends) < 0 or known is None or {*ends} != {*known.tolist()}:
+        return None
+    return tuple(dict.fromkeys(ends))
 
 
 def search_whole(engine: CppEngine, inputs: Inputs, rules: WholeSearch, config: Any, streamer: Any) -> Tensor | None:

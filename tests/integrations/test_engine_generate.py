@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import logits_process, stopping_criteria
 
 from fastformer.checkpoints.hf import DECODER_FORMS, FAMILIES
 from fastformer.integrations import report
@@ -133,6 +134,41 @@ def test_options_have_transformers_meaning(name, beams):
         else:
             pair.check(**options)
     assert pair.near_ties <= pair.rows // 10
+
+
+def test_what_the_caller_makes_has_its_own_ends(monkeypatch):
+    """The call's ends are those of its config, whatever those of a processor or a criterion are."""
+    pair = pair_of("gpt2 plain", left=True)
+    ends = [2, 5, 13, 37, 9, 20, 33]
+    made: list[Callable[[], dict[str, Any]]] = [
+        lambda: {"logits_processor": [logits_process.MinLengthLogitsProcessor(30, 5)]},
+        lambda: {"logits_processor": [logits_process.MinNewTokensLengthLogitsProcessor(12, 8, 5)]},
+        lambda: {"logits_processor": [logits_process.NoBadWordsLogitsProcessor([[2], [7]], None)]},
+        lambda: {
+            "logits_processor": [logits_process.NoBadWordsLogitsProcessor([[2], [37]], [2])],
+            "eos_token_id": ends,
+        },
+        lambda: {"stopping_criteria": [stopping_criteria.EosTokenCriteria(ends[1:])], "min_new_tokens": 6},
+    ]
+    for beams in (1, 3):
+        for make in made:
+            outcomes = []
+            with counted() as opened:
+                for model in (pair.plain, pair.ours):
+                    options = {"max_new_tokens": 10, "num_beams": beams, "do_sample": False} | make()
+                    lists = {"logits_processor": LogitsProcessorList, "stopping_criteria": StoppingCriteriaList}
+                    options |= {name: kind(options[name]) for name, kind in lists.items() if name in options}
+                    try:
+                        outcomes.append(model.generate(**pair.inputs, **options).tolist())
+                    except IndexError as error:  # transformers' beams miss ends that only a criterion has
+                        outcomes.append(type(error))
+            assert outcomes[0] == outcomes[1] and opened == [1], options
+    # A rule that was replaced is no longer the engine's.
+    monkeypatch.setattr(
+        logits_process.MinLengthLogitsProcessor, "__call__", lambda self, ids, scores: scores.roll(1, 1)
+    )
+    found, expected = pair.both(max_new_tokens=8, min_length=14, do_sample=False)
+    assert torch.equal(found, expected)
 
 
 def test_a_beginning_of_the_output_and_a_config():
