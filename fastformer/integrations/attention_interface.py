@@ -97,8 +97,9 @@ def attend_padded(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     if bias is not None:
         attention_mask, is_causal = _biased_mask(bias, attention_mask, is_causal, query, key), False
-    elif (known := _known(attention_mask)) is not None:
-        # Lengths and a triangle cost less than their mask: the keys that they hide are skipped.
+    elif (known := _known(attention_mask)) is not None and known.contents.shape[2:] == (query.shape[2], key.shape[2]):
+        # Lengths and a triangle cost less than their mask: the keys that they hide are skipped. A caller may have given
+        # a mask of another length than the keys.
         q, k, v = (each.transpose(1, 2) for each in (query, key, value))
         if why_no_kernel(q, k, v, None, resolve_scale(scaling, q.shape[-1])) is None:
             out = attention(

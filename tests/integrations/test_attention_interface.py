@@ -26,6 +26,7 @@ from fastformer.integrations.attention_interface import (
 from fastformer.integrations.known import RETURNS_TUPLES
 from fastformer.ops import attention as fastformer_attention
 from fastformer.ops import record_backends
+from tests.integrations import conversions
 from tests.nn.comparing import assert_same
 
 IDS = torch.randint(5, 60, (4, 9), generator=torch.Generator().manual_seed(0))
@@ -301,3 +302,24 @@ def test_the_report_names_it():
     assert (
         fastformer.report(fastformer.accelerate(eager)).attention == [] and eager.config._attn_implementation == "eager"
     )
+
+
+@torch.no_grad()
+def test_a_mask_that_does_not_fit_the_memory():
+    """transformers broadcasts one of length 1 and refuses others, although all of them are right padding."""
+    plain = conversions.CASES["Bart real"].make(torch.float32)
+    ours = fastformer.accelerate(copy.deepcopy(plain))
+    generator = torch.Generator().manual_seed(1)
+    given = {
+        "encoder_outputs": (torch.randn(4, 9, 24, generator=generator),),
+        "decoder_input_ids": torch.tensor([[2, 7, 9]] * 4),
+    }
+    for length in (1, 3, 9, 12):
+        mask = (torch.arange(length) < torch.tensor([[9], [length - 1], [length], [1]])).long()
+        if length in (1, 9):
+            expected = plain(**given, attention_mask=mask).logits
+            torch.testing.assert_close(ours(**given, attention_mask=mask).logits, expected, rtol=1e-4, atol=1e-4)
+            continue
+        for model in (plain, ours):
+            with pytest.raises((RuntimeError, ValueError)):
+                model(**given, attention_mask=mask)
