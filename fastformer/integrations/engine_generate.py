@@ -313,6 +313,10 @@ def _decoding(call: Call, name: str, input_ids: Tensor, kwargs: dict[str, Any]) 
     engine = ForeignEngine(found.weights(call.model, precision), precision)
     inputs = _inputs(call, engine, input_ids, kwargs)
     vocab_size = engine.shape.config.vocab_size
+    pad = config._pad_token_tensor
+    # Without beams, the model reads the PAD behind a row's end as long as others go on.
+    if config.num_beams == 1 and len(input_ids) > 1 and pad is not None and not 0 <= int(pad) < vocab_size:
+        raise _DeclinedError(f"PAD ({int(pad)}) is not in the vocabulary of {vocab_size}")
     rules = whole_search(processors, criteria, config, input_ids, vocab_size)
     if rules is not None and (streamer is None or len(input_ids) == 1):
 

@@ -360,6 +360,21 @@ def test_unknown_options_are_transformers_errors():
     pair.check(max_new_tokens=5)  # nothing of it stays
 
 
+def test_a_pad_beyond_the_vocabulary():
+    """Some published configs have -1. transformers' model fails to read it in a batch, and never reads it otherwise."""
+    pair = pair_of("gpt2 plain", left=True)
+    options = {"max_new_tokens": 8, "pad_token_id": -1, "eos_token_id": [6, 45, 37], "do_sample": False}
+    for model in (pair.plain, pair.ours):
+        for more in ({}, {"repetition_penalty": 1.2}):
+            with pytest.raises(IndexError):
+                model.generate(**pair.inputs, **options, **more)
+    found, expected = pair.both(**options, num_beams=2)
+    assert torch.equal(found, expected)
+    pair.inputs = {name: value[:1] for name, value in pair.inputs.items()}
+    found, expected = pair.both(**options)
+    assert torch.equal(found, expected)
+
+
 def test_a_sequence_handed_in_by_its_encoder():
     pair = pair_of("Bart real")
     for model in (pair.plain, pair.ours):
