@@ -30,7 +30,9 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
-# PyTorch's stable C functions and no others, of the oldest version that is supported: 2.11.
+OLDEST_TORCH = (2, 11)
+WITHOUT = "or set FASTFORMER_BUILD_CPP=0 to install without them"
+# PyTorch's stable C functions and no others, of OLDEST_TORCH.
 STABLE = "-DTORCH_TARGET_VERSION=0x020b000000000000"
 INSTRUCTION_SETS = {
     "avx2": [STABLE, *AVX2, "-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2"],
@@ -107,8 +109,22 @@ def _package(name: str) -> Path:
     """The folder of an installed package, without the seconds that an import of PyTorch takes."""
     found = importlib.util.find_spec(name)
     if found is None or found.origin is None:
-        sys.exit(f"building the C++ libraries needs {name}; FASTFORMER_BUILD_CPP=0 leaves them out")
+        sys.exit(f"compiling the C++ libraries needs {name}: run `pip install {name}` first, {WITHOUT}")
     return Path(found.origin).parent
+
+
+def _torch_version() -> list[str]:
+    """The major and the minor number of the PyTorch to compile with; exits if it is too old."""
+    _package("torch")
+    version = importlib.metadata.version("torch")
+    found = version.split(".")[:2]
+    if tuple(map(int, found)) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        sys.exit(
+            f"compiling the C++ libraries needs torch {oldest} or newer, and torch {version} is installed: "
+            f"run `pip install 'torch>={oldest}'` first"
+        )
+    return found
 
 
 def libraries() -> list[Library]:
@@ -130,7 +146,7 @@ def libraries() -> list[Library]:
         sources = ("engine/*.cpp", "bindings/*.cpp")
         found.append(Library(f"_engine_{isa}", sources, once, (), products, isa, flags, python="limited"))
     # Bound to this PyTorch and this Python by its name; see `_extension.host_function`.
-    host = "_host_torch{}_{}".format(*importlib.metadata.version("torch").split(".")[:2])
+    host = "_host_torch{}_{}".format(*_torch_version())
     flags = (python, f"-DFASTFORMER_MODULE={host}", "-DFASTFORMER_BOUND")
     sources = ("host/*.cpp", "bindings/python.cpp")
     found.append(Library(host, sources, flags=flags, links=tuple(torch_libs), python="this"))
@@ -153,7 +169,16 @@ class BuildLibraries(build_ext):
         file.write_text("\n".join(self._ninja_file(folder)) + "\n")
         options = ["-j", os.environ["MAX_JOBS"]] if "MAX_JOBS" in os.environ else []
         options += [] if self.verbose else ["--quiet"]
-        subprocess.run([_ninja(), *options, "-f", str(file)], cwd=ROOT, check=True)
+        try:
+            subprocess.run([_ninja(), *options, "-f", str(file)], cwd=ROOT, check=True)
+        except FileNotFoundError:
+            sys.exit(f"compiling the C++ libraries needs ninja: run `pip install ninja` first, {WITHOUT}")
+        except subprocess.CalledProcessError:
+            compiler = os.environ.get("CXX", "c++")
+            sys.exit(
+                f"{compiler} can't compile the C++ libraries, for the reasons above. They need C++20, such as that of "
+                f"g++ 11. Set CXX to another compiler, {WITHOUT}"
+            )
 
     def _ninja_file(self, folder: Path) -> Iterator[str]:
         torch = _package("torch") / "include"

@@ -61,6 +61,8 @@ EXTRAS = {
         "serve",
     ),
 }
+# What a command needs beyond "train", so that a user installs once.
+EXTRAS_OF_COMMANDS = {"serve": "serve", "prepare": "train,parquet", "chat": "train,chat"}
 OUT_OF_MEMORY = re.compile("out of memory|not enough memory|can't allocate memory", re.IGNORECASE)
 
 
@@ -90,7 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return 0
             if debug:
                 traceback.print_exc()
-            code, message = _explained(error)
+            command = next((word for word in words if not word.startswith("-")), "")
+            code, message = _explained(error, command)
             print(f"fastformer: {message}" if code < 128 else message, file=sys.stderr)
             return code
 
@@ -117,8 +120,8 @@ def _quieten(debug: bool) -> None:
             warnings.simplefilter("ignore")
 
 
-def _explained(error: BaseException) -> tuple[int, str]:
-    """Returns the exit code for an error, and a message of one line."""
+def _explained(error: BaseException, command: str) -> tuple[int, str]:
+    """Returns the exit code for an error of a command, and a message of one line."""
     if isinstance(error, argparse.ArgumentError):
         return 2, str(error)
     if isinstance(error, KeyboardInterrupt):  # or another signal, as training/interrupts.py catches them
@@ -128,10 +131,8 @@ def _explained(error: BaseException) -> tuple[int, str]:
         text = f"{error.filename}: {error.strerror}"  # without the number
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] != "fastformer":
         package = (error.name or "a package").partition(".")[0]
-        return (
-            1,
-            f"this needs {package}, which is not installed: pip install 'fastformer[{EXTRAS.get(package, 'train')}]'",
-        )
+        extra = EXTRAS.get(package) or EXTRAS_OF_COMMANDS.get(command, "train")
+        return 1, f"this needs {package}, which is not installed: pip install 'fastformer[{extra}]'"
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(text)):
         return 1, f"out of memory: take smaller batches (--max_tokens, --max_batch_size) or a smaller model ({text})"
     # Errors that fastformer raises on purpose are ValueErrors or its own types, except in strict mode.

@@ -48,11 +48,11 @@ def machine() -> Iterator[str]:
         yield f"C++ extension: {isa}"
     elif _extension.failures:
         for name, failure in _extension.failures.items():
-            yield f"C++ extension: {name} does not load ({failure}); run `pip install -e . --no-build-isolation` again"
+            yield f"C++ extension: {name} does not load ({failure}); {_extension.INSTALL_AGAIN}"
     elif platform.machine() not in ("x86_64", "AMD64"):
         yield f"C++ extension: none; it is written for x86-64 and this is {platform.machine()}"
     else:
-        yield "C++ extension: not built; install a C++ compiler and run `pip install -e . --no-build-isolation`"
+        yield f"C++ extension: not built; with a C++ compiler {_extension.INSTALL_AGAIN}"
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)

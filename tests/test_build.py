@@ -86,3 +86,24 @@ def test_a_compiler_without_precompiled_headers_builds(sources: Path, failure: s
 def test_a_cached_compiler_is_left_alone(sources: Path) -> None:
     made, _ = build(sources, f"env {GXX}")
     assert not made
+
+
+def test_a_compiler_that_fails_leaves_the_choice_to_the_user(sources: Path) -> None:
+    """No package without the libraries is made in silence, and the message says how to make one."""
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace", "--build-temp", "temp"]
+    failed = subprocess.run(command, cwd=sources, env={**os.environ, "CXX": "false"}, capture_output=True, text=True)
+    assert failed.returncode != 0 and "FASTFORMER_BUILD_CPP=0" in failed.stderr and "Traceback" not in failed.stderr
+    environment = {**os.environ, "CXX": "false", "FASTFORMER_BUILD_CPP": "0"}
+    assert subprocess.run(command, cwd=sources, env=environment, capture_output=True).returncode == 0
+
+
+def test_a_pytorch_that_is_too_old_is_not_compiled_with(sources: Path) -> None:
+    code = (
+        "import importlib.metadata as found, runpy, sys\n"
+        "version = found.version\n"
+        "found.version = lambda name: '2.10.0+cu128' if name == 'torch' else version(name)\n"
+        "sys.argv = ['setup.py', '-q', 'build_ext', '--inplace']\n"
+        "runpy.run_path('setup.py')"
+    )
+    failed = subprocess.run([sys.executable, "-c", code], cwd=sources, capture_output=True, text=True)
+    assert failed.returncode == 1 and "2.10.0+cu128" in failed.stderr and "Traceback" not in failed.stderr

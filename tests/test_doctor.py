@@ -124,14 +124,16 @@ def test_a_bare_installation_is_enough(tmp_path) -> None:
     code = HIDE + (
         "from fastformer.cli import main\n"
         "assert main(['doctor']) == 0\n"
-        "for words in (['train', 'r'], ['translate', 'r', 'x'], ['generate', 'r', 'x'], ['average', 'r'], ['demo']):\n"
+        "for words in (['train', 'r'], ['translate', 'r', 'x'], ['generate', 'r', 'x'], ['average', 'r'], ['demo'],\n"
+        "              ['serve', 'r'], ['prepare', 'r'], ['chat', 'r']):\n"
         "    assert main(words) == 1, words\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "backends on cpu" in done.stdout and "linear_cross_entropy" in done.stdout
     lines = done.stderr.splitlines()
-    assert len(lines) == 5 and all("pip install 'fastformer[train]'" in line for line in lines), done.stderr
+    extras = [*5 * ["train"], "serve", "train,parquet", "train,chat"]
+    assert all(f"pip install 'fastformer[{extra}]'" in line for extra, line in zip(extras, lines, strict=True)), lines
     assert not any(tmp_path.iterdir())
 
 

@@ -222,7 +222,7 @@ def read_backend(file: Path, values: Mapping[str, Any]) -> tokenizers.Tokenizer:
         ImportError: the library is not installed.
         ValueError: the library can't read the contents.
     """
-    library = tokenizers_library()
+    library = tokenizers_library(str(file))
     _check_sizes(file, values)
     with library_errors(f"tokenizers {library.__version__} can't read {file} (was it written by a newer version?)"):
         backend: tokenizers.Tokenizer = library.Tokenizer.from_str(json.dumps(values))
@@ -249,8 +249,11 @@ def _check_sizes(file: Path, values: Mapping[str, Any]) -> None:
         )
 
 
-def tokenizers_library() -> ModuleType:
+def tokenizers_library(needed_by: str = "a BPE") -> ModuleType:
     """Imports the tokenizers library.
+
+    Args:
+        needed_by: the subject of the message if it is not installed.
 
     Raises:
         ImportError: it is not installed.
@@ -258,7 +261,5 @@ def tokenizers_library() -> ModuleType:
     try:
         import tokenizers
     except ImportError as error:
-        raise ImportError(
-            "a BPE needs the tokenizers library: pip install 'fastformer[train]', or use the byte tokenizer"
-        ) from error
+        raise ImportError(f"{needed_by} needs the tokenizers library: pip install 'fastformer[train]'") from error
     return tokenizers

@@ -3,6 +3,7 @@
 This is the only layer that knows backends.
 """
 
+from fastformer.ops import _oldest_torch as _oldest_torch  # first
 from fastformer.ops._dropout import draw_seed as draw_seed
 from fastformer.ops._library import record_backends as record_backends
 from fastformer.ops._library import use_backend as use_backend

@@ -30,6 +30,10 @@ _INSTRUCTION_SETS = {"avx512": ("AVX512",), "avx2": ("AVX512", "AVX2")}
 # a scale.
 PACKED_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5625}
 
+# pip keeps a wheel that it built, also one without the extension.
+INSTALL_AGAIN = (
+    "run `pip install --no-build-isolation --force-reinstall --no-deps --no-cache-dir .` in the folder of its sources"
+)
 NOT_BUILT = "the C++ extension is not built for this CPU; `fastformer doctor` says how"
 # The reason why an existing library could not be loaded, by its name.
 failures: dict[str, str] = {}
