@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+import fastformer.kernels
 from benchmarks import run
 from benchmarks.gpu import assembler
 from benchmarks.gpu.steps import TESTS, first_look, other_tests, steps
@@ -262,7 +263,7 @@ def test_important_steps_fit_a_short_run(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_the_runner_knows_the_timed_cases(tmp_path: Path) -> None:
     """Each command fits cases, and asks for kernels that are off by default by a variable that is read."""
-    sources = "".join(path.read_text() for path in (ROOT / "kernels").glob("*.py"))
+    sources = "".join(path.read_text() for path in Path(fastformer.kernels.__path__[0]).glob("*.py"))
     known: set[str] = set()
     for each in steps(tmp_path):
         ((command, variables), *_) = each.commands

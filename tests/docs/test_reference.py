@@ -87,6 +87,8 @@ def test_every_public_name_has_a_docstring() -> None:
 
 def test_the_environment_variables_are_those_that_are_read() -> None:
     """By `os.environ`, `getenv` and their like, in everything that is ours."""
+    if not (ROOT / "setup.py").exists():
+        pytest.skip("the sources are not here")
     page = (DOCS / "reference" / "environment.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"^\| `(FASTFORMER_\w+)`", page, re.MULTILINE))
     read = set()

@@ -6,6 +6,7 @@ import importlib
 import json
 from pathlib import Path
 
+import pytest
 import yaml
 
 from fastformer.commands import _parsing
@@ -56,6 +57,8 @@ def test_it_gets_the_time_that_draining_takes() -> None:
 def test_the_build_gets_all_files_of_the_package() -> None:
     build = (ROOT / "deploy" / SERVICE["build"]["context"]).resolve()
     assert build == ROOT and (build / SERVICE["build"]["dockerfile"]) == DOCKERFILE
+    if not (ROOT / "setup.py").exists():
+        pytest.skip("the sources are not here")
     taken = copied(Path(f"{DOCKERFILE}.dockerignore").read_text(encoding="utf-8"), ROOT)
     assert all(path.exists() for path in taken)
     manifest = (ROOT / "MANIFEST.in").read_text(encoding="utf-8")
