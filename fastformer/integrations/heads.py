@@ -3,7 +3,7 @@
 A row in the table of a family names a class of transformers and its role:
 
 Owner           reads the output of stacks only at real positions
-LanguageModel   a causal stack's head; reads padding where labels or the last logits ask for it
+LanguageModel   a causal stack's head; reads padding where labels, the last logits or the next token ask for it
 Seq2SeqModel    the same of a decoder with its encoder
 EncoderHead     `LanguageModel` around a stack that isn't causal
 TokenLabels     a head with one label a token
@@ -16,7 +16,7 @@ import functools
 import inspect
 from collections.abc import Mapping
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import transformers
 from torch import Tensor, nn
@@ -35,7 +35,13 @@ _NAMES_BEFORE_MASK = 3  # input_ids, attention_mask, decoder_input_ids
 
 
 class LanguageModel(Owner):
-    """A head that reads its causal stack's output at padding where labels or the last logits ask for it."""
+    """A head that reads its causal stack's output at padding where labels or the last logits ask for it.
+
+    Attributes:
+        PREDICTS_NEXT: whether the logits at a position are those of the next token.
+    """
+
+    PREDICTS_NEXT: ClassVar[bool] = True
 
     def reads_padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return self._has_own_loss(args, kwargs) or self._sees_padding(args, kwargs)
@@ -52,7 +58,8 @@ class LanguageModel(Owner):
         """Returns whether the requested loss or logits depend on the stack's output at padding.
 
         They do if there are labels at padding, which transformers counts like others, or if the last logits of
-        sequences that end with padding are requested.
+        sequences that end with padding are requested. Without labels, they may if a token follows padding: a loss
+        outside of the call, such as the Trainer's with label smoothing, reads the prediction of that token.
         """
         mask, labels, kept = (kwargs.get(name) for name in ("attention_mask", "labels", "logits_to_keep"))
         if len(args) > 1:
@@ -66,7 +73,8 @@ class LanguageModel(Owner):
         if last and not bool(mask[:, -last:].all()):
             return True
         if labels is None:
-            return False
+            may_be_read = self.PREDICTS_NEXT and not last and mask.shape[1] > 1
+            return may_be_read and bool(((mask[:, :-1] == 0) & (mask[:, 1:] != 0)).any())
         if not isinstance(labels, Tensor) or labels.shape != mask.shape or "shift_labels" in kwargs:
             return True
         return bool(((labels[:, 1:] != -100) & (mask[:, :-1] == 0)).any())
@@ -76,6 +84,7 @@ class EncoderHead(LanguageModel):
     """`LanguageModel` around a stack that isn't causal."""
 
     READS_ENCODERS = True
+    PREDICTS_NEXT = False
 
 
 class KeepsPadding(LanguageModel):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastformer
@@ -45,7 +46,9 @@ def test_a_cache_is_filled_and_goes_on(family):
         if accelerated:
             fastformer.accelerate(model)
         with exactly(family, accelerated=accelerated):
-            first = model(IDS, attention_mask=mask, position_ids=positions, use_cache=True)
+            call = partial(model, IDS, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
+            assert not accelerated or PACKED in ran(call)
+            first = call()
             assert first.past_key_values.get_seq_length() == 9
             options = {"attention_mask": longer, "position_ids": behind, "past_key_values": first.past_key_values}
             results.append(model(more, **options).logits)
@@ -69,6 +72,24 @@ def test_labels_at_padding_count_as_before(family):
             out = run(model, RIGHT, labels=IDS)
             results.append([out.loss, out.logits, *gradients(model, out.loss)])
     assert_all_same(results[1], results[0], "loss with padding")
+
+
+@families
+def test_a_loss_outside_of_the_call_reads_the_prediction_of_the_first_token(family):
+    """It is made at the padding before that token. Trainer's label smoothing computes its loss in this way."""
+    model = make(family)
+    targets = IDS.masked_fill(~LEFT, -100)
+    results = []
+    for accelerated in (False, True):
+        if accelerated:
+            fastformer.accelerate(model)
+            # On the right, padding predicts no token of the sequence.
+            assert PACKED in ran(lambda: run(model, RIGHT, labels=None))
+        with exactly(family, accelerated=accelerated):
+            logits = run(model, LEFT, labels=None).logits
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
+            results.append([loss, *gradients(model, loss)])
+    assert_all_same(results[1], results[0], "loss with padding on the left")
 
 
 @families
