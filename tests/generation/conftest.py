@@ -10,29 +10,23 @@ import torch
 from fastformer.baseline import LSTMSeq2Seq
 from fastformer.generation import Ensemble
 from fastformer.models import GPT, Transformer
-from tests.generation.small import VOCAB
+from tests.generation.small import VOCAB, louder
 
 
 @pytest.fixture(scope="session")
 @torch.inference_mode(False)  # whichever test comes first
-def model() -> Transformer:
+def model() -> Any:
     torch.manual_seed(1)
     settings = {"d_model": 32, "d_ff": 64, "num_heads": 4, "max_len": 128, "tie_embeddings": False}
-    model = Transformer.from_preset("tiny", vocab_size=VOCAB, **settings).eval()
-    for parameter in model.parameters():  # a fresh one says one token again and again
-        parameter.data *= 2 if parameter.dim() == 2 else 1
-    return model
+    return louder(Transformer.from_preset("tiny", vocab_size=VOCAB, **settings))
 
 
 @pytest.fixture(scope="session")
 @torch.inference_mode(False)  # whichever test comes first
-def gpt() -> GPT:
+def gpt() -> Any:
     torch.manual_seed(1)
     settings = {"d_model": 32, "num_layers": 2, "num_heads": 4, "max_len": 128, "tie_embeddings": False}
-    model = GPT.from_preset("tiny", vocab_size=VOCAB, **settings).eval()
-    for parameter in model.parameters():  # a fresh GPT is nearly uniform, and looks at nothing in particular
-        parameter.data *= 8 if parameter.dim() == 2 else 1
-    return model
+    return louder(GPT.from_preset("tiny", vocab_size=VOCAB, **settings), 8)  # looks at something in particular
 
 
 @pytest.fixture(scope="session")
@@ -50,10 +44,8 @@ def lstm() -> LSTMSeq2Seq:
 def ensemble(model) -> Ensemble:
     torch.manual_seed(2)
     settings = {"d_model": 16, "d_ff": 32, "num_heads": 2, "num_decoder_layers": 1, "max_len": 200}
-    other = Transformer.from_preset("tiny", vocab_size=VOCAB, tie_embeddings=False, **settings).eval()
-    for parameter in other.parameters():
-        parameter.data *= 2 if parameter.dim() == 2 else 1
-    return Ensemble([model, other], [3, 1])
+    other = Transformer.from_preset("tiny", vocab_size=VOCAB, tie_embeddings=False, **settings)
+    return Ensemble([model, louder(other)], [3, 1])
 
 
 @pytest.fixture(params=["model", "gpt", "lstm"])

@@ -34,6 +34,17 @@ def next_logits(model: Any, source: Sequence[int], tokens: Sequence[int], start:
     return (logits[0] if isinstance(model, LSTMSeq2Seq) else logits)[0]
 
 
+def plain_greedy(which, source, limit: int, *, prefix=(), start: int = 0, ends=(EOS,), change=None) -> list[int]:
+    """The new tokens of a loop without any cache; change edits the logits, a list, knowing the new tokens so far."""
+    said: list[int] = []
+    while len(said) < limit and not (said and said[-1] in ends):
+        logits = next_logits(which, source, [*prefix, *said], start)[-1].tolist()
+        if change is not None:
+            change(logits, said)
+        said.append(logits.index(max(logits)))
+    return said
+
+
 def mixed_sources(count: int, longest: int = 12) -> torch.Tensor:
     source = torch.randint(3, VOCAB, (count, longest))
     for i in range(count):
@@ -50,6 +61,13 @@ def new_tokens(model: Any, prompts: torch.Tensor, sequences: torch.Tensor) -> li
 
 def real(row: torch.Tensor) -> list[int]:
     return row[row != 0].tolist()
+
+
+def louder(model: Any, factor: float = 2.0) -> Any:
+    """The model with larger matrices, in evaluation: a fresh one says one token again and again."""
+    for parameter in model.parameters():
+        parameter.data *= factor if parameter.dim() == 2 else 1
+    return model.eval()
 
 
 class Coarse(Transformer):

@@ -23,6 +23,7 @@ from fastformer.generation.alignment import (
 from fastformer.generation.ordered_stream import IterableSource
 from fastformer.generation.text_io import ErrorPolicy, Item
 from fastformer.models import Transformer
+from tests.generation.small import louder
 
 TEXTS = ["the old man", "an old hat", "a cat sat on the mat", "mats and hats"]
 TOKENIZERS: dict[str, Tokenizer] = {"bytes": ByteTokenizer(), "bpe": train_bpe(TEXTS, 40)}
@@ -141,10 +142,7 @@ def test_the_alignment_of_a_pair_does_not_depend_on_its_neighbours(kind, monkeyp
 def test_a_new_translation_is_aligned_like_a_given_one(unit) -> None:
     torch.manual_seed(0)
     sizes = {"d_model": 32, "d_ff": 64, "num_heads": 4, "max_len": 40, "tie_embeddings": False}
-    model = Transformer.from_preset("tiny", vocab_size=259, **sizes)
-    for parameter in model.parameters():
-        parameter.data *= 2 if parameter.dim() == 2 else 1
-    translator = Translator(model, ByteTokenizer())
+    translator = Translator(louder(Transformer.from_preset("tiny", vocab_size=259, **sizes)), ByteTokenizer())
     texts, aligner = ["one two", "a longer line", "", "x"], Aligner(translator, unit)
     options = {
         "max_new_tokens": 20,

@@ -20,7 +20,7 @@ from fastformer.generation.scheduler import run
 from fastformer.models import GPT, Transformer
 from fastformer.models.pretrained import save_model
 from fastformer.special_ids import SpecialIds
-from tests.generation.small import EOS, VOCAB, mixed_sources, needs_cpp, next_logits
+from tests.generation.small import EOS, VOCAB, louder, mixed_sources, needs_cpp, next_logits
 from tests.generation.toy import ToyEngine
 
 OPTIONS: list[dict[str, Any]] = [
@@ -161,13 +161,13 @@ def test_folders_translate_together(tmp_path) -> None:
     for seed, name in enumerate(["a", "b", "lstm"]):
         torch.manual_seed(seed)
         sizes = {"d_model": 32, "d_ff": 64, "num_heads": 4, "max_len": 40, "tie_embeddings": False}
-        models[name] = (
+        is_recurrent = name == "lstm"
+        made = (
             LSTMSeq2Seq(vocab_size=259, d_model=32)
-            if name == "lstm"
+            if is_recurrent
             else Transformer.from_preset("tiny", vocab_size=259, **sizes)
         )
-        for parameter in models[name].parameters():
-            parameter.data *= 2 if parameter.dim() == 2 else 1
+        models[name] = louder(made).train()
         models[name].output.weight.data[130:] = models[name].output.weight.data[:3] = 0  # it writes ASCII, mostly
         save_model(models[name], tmp_path / name, ByteTokenizer())
     texts, few = ["one", "a longer text", ""], {"max_new_tokens": 6}

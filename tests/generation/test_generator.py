@@ -59,30 +59,6 @@ def test_each_turn_of_a_chat_reads_only_new_tokens(chatty, options, precision) -
 
 
 @needs_cpp
-@torch.inference_mode()
-def test_sixteen_users_of_one_system_prompt_read_it_once() -> None:
-    model = drawn(GPT, **{**SIZES, "max_len": 1100})
-    dice = random.Random(1)
-    system = ids(dice, 1000)
-    prompts = [system + ids(dice, 1 + i * 3) for i in range(16)]
-    engine = choose_engine(model)
-    assert engine.reuses_prefixes()
-
-    def asked() -> list[Request]:
-        return [Request(Prompt(None, p), partial(NativeSearch.greedy, 4, frozenset([EOS]))) for p in prompts]
-
-    requests, scheduler = asked(), new_scheduler(engine)
-    run(scheduler, requests)
-    total, stats = sum(map(len, prompts)), scheduler.stats()
-    assert stats.read_tokens + stats.cached_tokens == total
-    assert stats.read_tokens <= len(system) + sum(len(p) - 992 for p in prompts)
-    assert sorted(request.cached_tokens for request in requests)[:2] == [0, 992]
-    for request, other in zip(requests, asked(), strict=True):
-        run(new_scheduler(engine), [other])  # a cache of its own
-        assert other.cached_tokens == 0 and request.results == other.results
-
-
-@needs_cpp
 def test_changed_weights_are_read_again(chatty) -> None:
     generator, prompt = Generator(chatty, max_bytes=MEGABYTE), ids(random.Random(2), 60)
     asked = {**LONG, "return_dict_in_generate": True}

@@ -9,7 +9,7 @@ import copy
 import gc
 import random
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from fastformer.cache import KVCache
 from fastformer.generation import GenerateOutput, GenerationConfig, generate
 from fastformer.generation import requests as requests_module
 from fastformer.generation import scheduler as scheduler_module
+from fastformer.generation.engines import Engine
 from fastformer.generation.engines import graph as graph_module
 from fastformer.generation.engines.captured_step import bucket, rounded
 from fastformer.generation.engines.graph import GraphBatch, GraphEngine
@@ -31,6 +32,7 @@ from fastformer.graphs import CaptureError, Graph
 from fastformer.models import GPT, Transformer
 from fastformer.ops import _extension, record_backends, use_backend
 from tests.generation.small import VOCAB, coarse
+from tests.generation.test_generate_options import Listener
 from tests.generation.weights import CONFIGS, RELATIVE, drawn
 from tests.no_sync import NoSync
 from tests.tape import TapeGraphs
@@ -100,6 +102,23 @@ def assert_same(found: GenerateOutput, expected: GenerateOutput) -> None:
 def ids(*lengths: int, vocab: int = 33) -> list[list[int]]:
     dice = random.Random(sum(lengths))
     return [[dice.randrange(3, vocab) for _ in range(length)] for length in lengths]
+
+
+def asked(model: Any, own: Engine, rows: list[list[int]], prefix: Sequence[int] = (), **settings: Any) -> list[Request]:
+    """Requests to an engine."""
+    log_probs = settings.pop("log_probs", True)
+    builder = RequestBuilder(model, GenerationConfig(**settings), engine=own, log_probs=log_probs)
+    return [builder.build(builder.check(row, prefix), place=i) for i, row in enumerate(rows)]
+
+
+def tokens_of(requests: Sequence[Request]) -> list[list[list[int]]]:
+    return [[one.tokens for one in request.results] for request in requests]
+
+
+def served(own: Engine, requests: list[Request]) -> list[list[list[int]]]:
+    """Runs requests together, and gives the tokens of their results."""
+    run(Scheduler(own, max_rows=64, max_bytes=2**24), requests)
+    return tokens_of(requests)
 
 
 WAYS: list[dict[str, Any]] = [
@@ -174,23 +193,16 @@ def test_a_step_never_waits_for_the_device_and_gives_the_same_tokens(name, way, 
 
 
 def test_groups_that_leave_and_join_use_few_graphs(model, watched) -> None:
-    engine = GraphEngine(model)
+    engine, plain = GraphEngine(model), RecomputeEngine(model)
 
-    def requests(own: Any) -> list[Request]:
-        made = []
-        for i, row in enumerate(ids(2, 3, 4, 5, 6, vocab=VOCAB)):  # they end in turn
-            settings = GenerationConfig(max_new_tokens=6 + 5 * i, num_beams=2, eos_token_id=39)
-            builder = RequestBuilder(model, settings, engine=own)
-            made.append(builder.build(builder.check(row)))
-        return made
+    def said(own: Engine) -> list[list[list[int]]]:
+        options: dict[str, Any] = {"num_beams": 2, "eos_token_id": 39}
+        rows = enumerate(ids(2, 3, 4, 5, 6, vocab=VOCAB))  # they end in turn
+        return served(own, [asked(model, own, [row], max_new_tokens=6 + 5 * i, **options)[0] for i, row in rows])
 
-    plain = RecomputeEngine(model)
-    expected = requests(plain)
-    run(Scheduler(plain, max_rows=64, max_bytes=2**24), expected)
+    expected = said(plain)
     for turn in range(3):
-        found = requests(engine)
-        run(Scheduler(engine, max_rows=64, max_bytes=2**24), found)
-        assert [[h.tokens for h in r.results] for r in found] == [[h.tokens for h in r.results] for r in expected]
+        assert said(engine) == expected
         (graphs,) = watched.graphs
         # 5 groups in captured for 8, then 4, 2 and 1; tables for 64 tokens are wide enough.
         assert graphs.captures == graphs.warm_ups == 4, turn
@@ -214,19 +226,13 @@ def test_each_row_decodes_as_if_alone_while_others_come_and_go(seed, model, gpt,
     ]
     if seed == 3:
         options.append({"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 6, "seed": 5})
-    engine = GraphEngine(which)
-    pairs: list[tuple[Request, Request]] = []
+    engine, plain = GraphEngine(which), RecomputeEngine(which)
+    pairs: list[list[Request]] = []
     for i in range(14):
-        setting = options[i % len(options)]
         row = [dice.randrange(3, VOCAB) for _ in range(dice.randint(1, 20))]
         prefix = [dice.randrange(3, VOCAB) for _ in range(dice.choice([0, 0, 4]))] if which is model else []
-        makers = [
-            RequestBuilder(which, GenerationConfig(**setting, engine=None if own else "recompute"), engine=own)
-            for own in (engine, None)
-        ]
-        made = [builder.build(builder.check(row, prefix), place=i) for builder in makers]
-        run(Scheduler(makers[1].engine, max_rows=8, max_bytes=2**24), made[1:])
-        pairs.append((made[0], made[1]))
+        pairs.append([asked(which, own, [row], prefix, **options[i % len(options)])[0] for own in (engine, plain)])
+        run(Scheduler(plain, max_rows=8, max_bytes=2**24), pairs[-1][1:])
     # Memory for about five of them, and rows for four.
     scheduler = Scheduler(engine, max_rows=4 * (1 + seed), max_bytes=engine.token_bytes * 500, is_endless=True)
     waiting = [pair[0] for pair in pairs]
@@ -249,15 +255,10 @@ def test_rows_reach_the_last_position(watched) -> None:
     for way in (0, 1):
         # 56, 2 and 7 tokens until the end of the positions: between two looks most of them are beyond it.
         for lengths in ((62, 8, 57), (61, 1), (63,)):
-            engine = GraphEngine(gpt)
-            builder = RequestBuilder(gpt, GenerationConfig(**WAYS[way], eos_token_id=69), engine=engine)
-            plain = RequestBuilder(gpt, GenerationConfig(**WAYS[way], eos_token_id=69, engine="recompute"))
-            pairs = [[one.build(one.check(row)) for row in ids(*lengths)] for one in (builder, plain)]
-            for one, requests in zip((builder, plain), pairs, strict=True):
-                run(Scheduler(one.engine, max_rows=64, max_bytes=2**24), requests)
-            for found, due in zip(*pairs, strict=True):
-                assert [h.tokens for h in found.results] == [h.tokens for h in due.results]
-            assert all(len(one.prompt.tokens) + len(one.results[0].tokens) == 64 for one in pairs[0])
+            engine, plain = GraphEngine(gpt), RecomputeEngine(gpt)
+            found, due = (asked(gpt, own, ids(*lengths), **WAYS[way], eos_token_id=69) for own in (engine, plain))
+            assert served(engine, found) == served(plain, due)
+            assert all(len(one.prompt.tokens) + len(one.results[0].tokens) == 64 for one in found)
     assert watched.single == 0
 
 
@@ -269,44 +270,33 @@ def test_choices_of_the_host_are_replayed_too(model, watched) -> None:
         {"repetition_penalty": 1.3},
     ]
     for options in settings:
-        results = []
-        for own in (engine, plain):
-            builder = RequestBuilder(model, GenerationConfig(max_new_tokens=14, **options), engine=own)
-            requests = [builder.build(builder.check(row), place=i) for i, row in enumerate(ids(3, 9, vocab=VOCAB))]
-            run(Scheduler(own, max_rows=64, max_bytes=2**24), requests)
-            results.append([[one.tokens for one in request.results] for request in requests])
-        assert results[0] == results[1]
+        found, due = (
+            served(own, asked(model, own, ids(3, 9, vocab=VOCAB), max_new_tokens=14, **options))
+            for own in (engine, plain)
+        )
+        assert found == due
     assert watched.replays > 25 and watched.captures <= watched.plain <= 6
 
 
 def test_searches_of_several_kinds_go_step_by_step(model, watched) -> None:
     engine, plain = GraphEngine(model), RecomputeEngine(model)
     settings: list[dict[str, Any]] = [{}, {"num_beams": 3}, {"suppress_tokens": [6], "min_new_tokens": 7}]
-    requests: list[Request] = []
-    expected: list[Request] = []
-    for i, options in enumerate(settings * 2):
-        row = ids(3 + i, vocab=VOCAB)[0]
-        for own, into in ((engine, requests), (plain, expected)):
-            builder = RequestBuilder(model, GenerationConfig(max_new_tokens=9 + i, **options), engine=own)
-            into.append(builder.build(builder.check(row)))
-    run(Scheduler(plain, max_rows=64, max_bytes=2**24), expected)
-    run(Scheduler(engine, max_rows=64, max_bytes=2**24), requests)
-    assert [[h.tokens for h in r.results] for r in requests] == [[h.tokens for h in r.results] for r in expected]
+    found, due = (
+        [
+            asked(model, own, ids(3 + i, vocab=VOCAB), max_new_tokens=9 + i, **options)[0]
+            for i, options in enumerate(settings * 2)
+        ]
+        for own in (engine, plain)
+    )
+    assert served(engine, found) == served(plain, due)
     assert watched.single > 5
 
 
 def test_a_streamer_gets_each_token_at_once(model, watched) -> None:
-    told: list[int] = []
-
-    class Streamer:
-        def put(self, value: Tensor) -> None:
-            told.extend(value.flatten().tolist())
-
-        def end(self) -> None:
-            told.append(-1)
-
-    out = generate(model, ids(6, vocab=VOCAB), engine="graph", max_new_tokens=12, streamer=Streamer())
-    assert isinstance(out, Tensor) and told == [0, *out[0].tolist(), -1]
+    listener = Listener()
+    out = generate(model, ids(6, vocab=VOCAB), engine="graph", max_new_tokens=12, streamer=listener)
+    assert isinstance(out, Tensor) and listener.told == [[[0]], *([token] for token in out[0].tolist())]
+    assert listener.ended == 1
     assert watched.single == 0
 
 
@@ -315,9 +305,7 @@ def test_a_model_that_gives_nan_fails_its_own_request(num_beams, model, watched)
     broken = copy.deepcopy(model)
     broken.source_embedding.weight.data[20] = torch.nan
     engine = GraphEngine(broken)
-    builder = RequestBuilder(broken, GenerationConfig(max_new_tokens=10, num_beams=num_beams), engine=engine)
-    sound = builder.build(builder.check([5, 6, 7]))
-    hurt = builder.build(builder.check([5, 20, 7]))
+    hurt, sound = asked(broken, engine, [[5, 20, 7], [5, 6, 7]], max_new_tokens=10, num_beams=num_beams)
     scheduler = Scheduler(engine, max_rows=64, max_bytes=2**24)
     scheduler.submit([hurt, sound])
     while not scheduler.is_idle:
@@ -331,12 +319,8 @@ def test_a_model_that_gives_nan_fails_its_own_request(num_beams, model, watched)
 
 
 def decode(engine: GraphEngine, model: Any, *lengths: int, **options: Any) -> list[list[int]]:
-    builder = RequestBuilder(
-        model, GenerationConfig(**{"max_new_tokens": 12, "eos_token_id": 39, **options}), engine=engine
-    )
-    requests = [builder.build(builder.check(row)) for row in ids(*lengths, vocab=VOCAB)]
-    run(Scheduler(engine, max_rows=64, max_bytes=2**24), requests)
-    return [request.results[0].tokens for request in requests]
+    options = {"max_new_tokens": 12, "eos_token_id": 39, **options}
+    return [best for best, *_ in served(engine, asked(model, engine, ids(*lengths, vocab=VOCAB), **options))]
 
 
 def test_the_least_recently_used_are_freed(model, watched) -> None:
@@ -432,11 +416,10 @@ def test_few_words_leave_lanes_without_a_hypothesis(steps_per_look, num_beams, m
         options["suppress_tokens"] = suppressed
         engine, plain = GraphEngine(model), RecomputeEngine(model)
         engine.steps_per_look = steps_per_look
-        pairs = []
-        for i, row in enumerate(ids(3, 5, 4, 6, vocab=VOCAB)):
-            settings = GenerationConfig(max_new_tokens=9 + i, min_new_tokens=6, **options)
-            makers = [RequestBuilder(model, settings, engine=one) for one in (engine, plain)]
-            pairs.append([builder.build(builder.check(row)) for builder in makers])
+        pairs = [
+            [asked(model, own, [row], max_new_tokens=9 + i, min_new_tokens=6, **options)[0] for own in (engine, plain)]
+            for i, row in enumerate(ids(3, 5, 4, 6, vocab=VOCAB))
+        ]
         scheduler = Scheduler(engine, max_rows=64, max_bytes=2**24, is_endless=True)
         monkeypatch.setattr(scheduler_module, "_RUN_SECONDS", 0.0)  # one look, and a request comes
         for found, expected in pairs:
@@ -444,8 +427,7 @@ def test_few_words_leave_lanes_without_a_hypothesis(steps_per_look, num_beams, m
             scheduler.submit([found])
             scheduler.step()
         run(scheduler, [])
-        for found, expected in pairs:
-            assert [h.tokens for h in found.results] == [h.tokens for h in expected.results]
+        assert all(tokens_of([found]) == tokens_of([expected]) for found, expected in pairs)
     assert watched.single == 0
 
 
@@ -453,20 +435,15 @@ def test_beams_continue_after_steps_with_other_requests(model, watched, monkeypa
     monkeypatch.setattr(scheduler_module, "_RUN_SECONDS", 0.0)
     engine, plain = GraphEngine(model), RecomputeEngine(model)
     scheduler = Scheduler(engine, max_rows=64, max_bytes=2**24, is_endless=True)
-    settings = GenerationConfig(max_new_tokens=40, num_beams=4, num_return_sequences=4, eos_token_id=39)
-    guest = GenerationConfig(max_new_tokens=3, do_sample=True, seed=1, eos_token_id=39)
-    found, expected = (
-        builder.build(builder.check(ids(7, vocab=VOCAB)[0]))
-        for builder in (RequestBuilder(model, settings, engine=own) for own in (engine, plain))
-    )
+    options: dict[str, Any] = {"max_new_tokens": 40, "num_beams": 4, "num_return_sequences": 4, "eos_token_id": 39}
+    ((found,), (expected,)) = (asked(model, own, ids(7, vocab=VOCAB), **options) for own in (engine, plain))
     run(Scheduler(plain, max_rows=8, max_bytes=2**24), [expected])
     scheduler.submit([found])
     scheduler.step()
-    sampler = RequestBuilder(model, guest, engine=engine)
-    scheduler.submit([sampler.build(sampler.check([5, 6]))])
+    scheduler.submit(asked(model, engine, [[5, 6]], max_new_tokens=3, do_sample=True, seed=1, eos_token_id=39))
     scheduler.step()
     run(scheduler, [])
-    assert [one.tokens for one in found.results] == [one.tokens for one in expected.results]
+    assert tokens_of([found]) == tokens_of([expected])
     assert found.results[0].score == pytest.approx(expected.results[0].score, abs=1e-4)
     assert watched.single > 0  # the scores of its beams are known on the host alone
 
@@ -474,8 +451,7 @@ def test_beams_continue_after_steps_with_other_requests(model, watched, monkeypa
 def test_log_probabilities_are_available_on_request(model) -> None:
     for wanted in (False, True):
         engine = GraphEngine(model)
-        builder = RequestBuilder(model, GenerationConfig(max_new_tokens=5), engine=engine, log_probs=wanted)
-        request = builder.build(builder.check([5, 6, 7]))
+        (request,) = asked(model, engine, [[5, 6, 7]], max_new_tokens=5, log_probs=wanted)
         run(Scheduler(engine, max_rows=4, max_bytes=2**20), [request])
         (shape,) = engine.shapes
         assert shape.log_probs == wanted
@@ -483,20 +459,19 @@ def test_log_probabilities_are_available_on_request(model) -> None:
         assert (max(values) <= 0) == wanted  # else they are logits, of which the best is positive here
 
 
-class OwnLogits(Transformer):
-    """Chooses among logits that Python sees: there is no Triton kernel that chooses."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return super().logits(hidden)
-
-
-def test_steps_of_triton_kernels_give_the_same_tokens(watched) -> None:
+def with_own_logits(model: Any) -> Any:
+    """Lets a model choose among logits that Python sees: there is no Triton kernel that chooses."""
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("with a GPU kernels are compiled: test_graph_engine_gpu.py")
+    kind = type(model)
+    model.__class__ = type("OwnLogits", (kind,), {"logits": lambda self, hidden: kind.logits(self, hidden)})
+    return model
+
+
+def test_steps_of_triton_kernels_give_the_same_tokens(watched) -> None:
     options = CONFIGS["rms gelu gqa"][1] | {"num_encoder_layers": 1, "num_decoder_layers": 1}
-    model = drawn(Transformer, **options)
-    model.__class__ = OwnLogits
+    model = with_own_logits(drawn(Transformer, **options))
     settings: dict[str, Any] = {"num_beams": 3, "max_new_tokens": 4, "eos_token_id": 69}
     expected = generate(model, ids(3, 7), engine="recompute", **settings)
     with use_backend("triton"), record_backends() as ran:
@@ -505,20 +480,9 @@ def test_steps_of_triton_kernels_give_the_same_tokens(watched) -> None:
     assert ("decode_attention", "triton") in ran and watched.replays == 3
 
 
-class OwnLogitsGPT(GPT):
-    """Likewise."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return super().logits(hidden)
-
-
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_steps_of_triton_kernels_rotate_within_attention(interleaved: bool, watched) -> None:
-    pytest.importorskip("triton")
-    if torch.cuda.is_available():
-        pytest.skip("with a GPU kernels are compiled: test_graph_engine_gpu.py")
-    model = drawn(GPT, **CONFIGS["rotary windows"][1] | {"num_layers": 1})
-    model.__class__ = OwnLogitsGPT
+    model = with_own_logits(drawn(GPT, **CONFIGS["rotary windows"][1] | {"num_layers": 1}))
     assert model.rotary is not None
     model.rotary.interleaved = interleaved
     settings: dict[str, Any] = {"max_new_tokens": 4}

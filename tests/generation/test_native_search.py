@@ -7,35 +7,16 @@ import random
 import struct
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 
-from fastformer.generation import requests as requests_module
 from fastformer.generation.config import GenerationConfig
 from fastformer.generation.native_search import NativeSearch, last_tokens, places_of_done
-from fastformer.generation.processors import SuppressTokens
 from fastformer.generation.request_builder import RequestBuilder
-from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler, run
-from fastformer.generation.search import (
-    BeamSearch,
-    RowSearch,
-    Sampling,
-    Search,
-)
+from fastformer.generation.search import RowSearch, Search
 from fastformer.ops import _extension
-from tests.generation.toy import (
-    EOS,
-    VALUES,
-    MeteredEngine,
-    RunningEngine,
-    ToyEngine,
-    ask,
-    candidates,
-    decode,
-    plain_greedy,
-)
+from tests.generation.toy import EOS, VALUES, RunningEngine, ToyEngine, ask, candidates, plain_greedy
 
 pytestmark = pytest.mark.skipif(_extension.module() is None, reason="no C++ extension for this CPU")
 
@@ -113,70 +94,6 @@ def native_beams(limit: int, width: int, **options) -> Callable[[], Search]:
 
 def engine_of(sources: int, **options) -> RunningEngine:
     return RunningEngine(sources, vocab=VOCAB, **{"eos": -1.0, **options})
-
-
-def found(requests: list[Request]) -> list[list[list[int]]]:
-    return [[hypothesis.tokens for hypothesis in request.results] for request in requests]
-
-
-@pytest.mark.parametrize("seed", range(25))
-def test_each_search_equals_python_alone_while_others_come_and_go(seed: int, monkeypatch) -> None:
-    monkeypatch.setattr(requests_module, "_EXPECTED", 2)  # memory runs out, and some begin anew
-    dice = random.Random(seed)
-    count = 12
-    eos = dice.choice([-2.0, 0.5, 2.0])
-    engine = engine_of(count, eos=eos, seed=seed, patience=dice.choice([1, 3, 10**6]))
-    broken = set(dice.sample(range(count), dice.randint(0, 2)))
-    for i in broken:
-        engine.table[i, :, 3] = math.nan
-    plain, requests = [], []
-    told: dict[int, list[int]] = {}
-    for i in range(count):
-        limit, width = dice.randint(1, 12), dice.randint(2, 4)
-        options: dict[str, Any] = {"length": dice.randint(1, 6)}
-        options["prefix"] = [dice.randrange(VOCAB) for _ in range(dice.choice([0, 0, 3]))]
-        early = {"early_stopping": dice.random() < 0.5}
-        kind = dice.choice(
-            ["greedy", "greedy", "beams", "beams", "sampling", "processed"] if seed % 2 else ["greedy", "beams"]
-        )
-        if kind == "beams":
-            python: Callable[[], Search] = partial(BeamSearch, limit, ENDS, width, num_return=width, **early)
-            native = native_beams(limit, width, **early)
-        elif kind == "sampling":
-            python = native = partial(RowSearch, limit, ENDS, 2, Sampling(1.5, 6, 0.95, seed))
-        else:
-            python, native = partial(RowSearch, limit, ENDS), native_greedy(limit)
-        if kind == "processed":
-            options["processors"] = [SuppressTokens([4])]
-        plain.append(ask(i, python, **options))
-        if kind in ("greedy", "processed") and dice.random() < 0.5:
-            told[i] = []
-            options["on_token"] = told[i].append
-        requests.append(ask(i, native, **options))
-    for request in plain:
-        alone = MeteredEngine(count, vocab=VOCAB, eos=eos, seed=seed)
-        alone.table[sorted(broken), :, 3] = math.nan
-        scheduler = Scheduler(alone, max_rows=9, max_bytes=10_000)
-        scheduler.submit([request])
-        while not scheduler.is_idle:
-            scheduler.step()
-    scheduler = Scheduler(engine, max_rows=dice.randint(4, 12), max_bytes=dice.randint(20, 120))
-    coming, ended = list(requests), []
-    while coming or not scheduler.is_idle:
-        if coming and (scheduler.is_idle or dice.random() < 0.4):
-            arriving = dice.randint(1, 5)
-            scheduler.submit(coming[:arriving])
-            del coming[:arriving]
-        ended += scheduler.step()
-        assert len(engine.groups) == len(scheduler.running)
-    assert sorted(map(requests.index, ended)) == list(range(count)) and engine.used() == 0
-    for i, (request, alone_request) in enumerate(zip(requests, plain, strict=True)):
-        assert str(request.error) == str(alone_request.error)
-        assert found([request]) == found([alone_request])
-        for one, other in zip(request.results, alone_request.results, strict=True):
-            assert one.score == pytest.approx(other.score, abs=1e-4)
-        if i in told and request.error is None:
-            assert told[i] == request.results[0].tokens
 
 
 def test_a_request_alone_takes_one_call() -> None:
@@ -263,20 +180,6 @@ def test_time_limits_and_cancellation_end_running_searches(monkeypatch) -> None:
     assert scheduler.step() == [requests[1]] and requests[1].results == [] and requests[1].error is None
     run(scheduler, [])
     assert tuple(requests[2].results[0].tokens) == plain_greedy(engine, 2, 9)
-
-
-def test_log_probabilities_are_computed_only_on_request(monkeypatch) -> None:
-    asked: list[bool] = []
-    plain_run = RunningEngine.run_searches
-
-    def noted(self: RunningEngine, searches: Any, tokens: Any, log_probs: bool, limits: Any) -> list[int]:
-        asked.append(log_probs)
-        return plain_run(self, searches, tokens, log_probs, limits)
-
-    monkeypatch.setattr(RunningEngine, "run_searches", noted)
-    decode(engine_of(2), [ask(i, native_greedy(1), log_probs=False) for i in range(2)])
-    decode(engine_of(2), [ask(i, native_greedy(1), log_probs=i == 1) for i in range(2)])
-    assert asked == [False, True]
 
 
 @pytest.mark.parametrize(

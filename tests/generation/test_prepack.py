@@ -96,19 +96,9 @@ def wide(linear: nn.Linear) -> Wide:
     return made
 
 
-def hook(path: str, kind: str) -> Callable[[Any], None]:
-    def change(model: Any) -> None:
-        module = model.get_submodule(path)
-        if kind == "forward":
-            module.register_forward_hook(lambda module, args, out: out)
-        else:
-            module.register_forward_pre_hook(lambda module, args: args)
-
-    return change
-
-
-def norm_parametrized(model: Any) -> None:
-    nn.utils.parametrizations.weight_norm(model.encoder.layers[0].linear2)
+def hook(path: str, kind: str) -> Callable[[Any], object]:
+    """Registers a hook that changes nothing."""
+    return lambda model: getattr(model.get_submodule(path), f"register_{kind}_hook")(lambda *given: given[-1])
 
 
 def old_weight_norm(model: Any) -> None:
@@ -123,47 +113,36 @@ def own_method(name: str) -> Callable[[Any], None]:
     return change
 
 
-def one_layer_in_training(model: Any) -> None:
-    model.decoder.layers[1].dropout.train()
-
-
 def extra(model: Any) -> None:
     model.encoder.layers[0].adapter = nn.Linear(2, 2)
 
 
-def without_norm(model: Any) -> None:
-    model.decoder.norm = None
-
-
-def bias_kv(model: Any) -> None:
-    attention = model.encoder.layers[0].self_attn
-    model.encoder.layers[0].self_attn = MultiheadAttention(16, 2, bias=False, batch_first=True, add_bias_kv=True)
-    assert type(attention) is MultiheadAttention
-
-
-def fewer_layers(model: Any) -> None:
-    model.encoder.layers = model.encoder.layers[:1]
-
-
+BIAS_KV: dict[str, Any] = {"bias": False, "batch_first": True, "add_bias_kv": True}
 # Each with the place that the reason names, and what is wrong there.
-CHANGES: list[tuple[Callable[[Any], None], str]] = [
+CHANGES: list[tuple[Callable[[Any], object], str]] = [
     (put("encoder.layers.0.linear1", wide), r"encoder\.layers\.0\.linear1\b.*Wide"),
-    (norm_parametrized, r"encoder\.layers\.0\.linear2\b.*ParametrizedLinear"),
+    (
+        lambda model: nn.utils.parametrizations.weight_norm(model.encoder.layers[0].linear2),
+        r"encoder\.layers\.0\.linear2\b.*ParametrizedLinear",
+    ),
     (old_weight_norm, r"encoder\.layers\.0\.linear2\b"),
     (hook("decoder.layers.1.norm3", "forward"), r"decoder\.layers\.1\.norm3\b.*hook"),
-    (hook("encoder.layers.0", "pre"), r"encoder\.layers\.0\b.*hook"),
-    (hook("", "pre"), r"hook"),
+    (hook("encoder.layers.0", "forward_pre"), r"encoder\.layers\.0\b.*hook"),
+    (hook("", "forward_pre"), r"hook"),
     (own_method("decode"), r"\bdecode\b"),
     (own_method("encode"), r"\bencode\b"),
     (own_method("logits"), r"\blogits\b"),
     (own_method("top_tokens"), r"\btop_tokens\b"),
     (put("decoder.layers.0.multihead_attn.forward", lambda old: old), r"layers\.0\.multihead_attn\b.*\bforward\b"),
-    (one_layer_in_training, r"decoder\.layers\.1\.dropout\b.*model\.eval\(\)"),
-    (lambda model: model.train() and None, r"model\.eval\(\)"),
+    (lambda model: model.decoder.layers[1].dropout.train(), r"decoder\.layers\.1\.dropout\b.*model\.eval\(\)"),
+    (lambda model: model.train(), r"model\.eval\(\)"),
     (extra, r"encoder\.layers\.0\b.*'adapter'"),
-    (without_norm, r"decoder\b.*'norm'"),
-    (bias_kv, r"encoder\.layers\.0\.self_attn\b.*\bbias_k\b"),
-    (fewer_layers, r"encoder\.layers\b.*'1'"),
+    (put("decoder.norm", lambda old: None), r"decoder\b.*'norm'"),
+    (
+        put("encoder.layers.0.self_attn", lambda old: MultiheadAttention(16, 2, **BIAS_KV)),
+        r"\.self_attn\b.*\bbias_k\b",
+    ),
+    (put("encoder.layers", lambda old: old[:1]), r"encoder\.layers\b.*'1'"),
     (put("encoder.layers.1.self_attn.window_size", lambda old: (1, 0)), r"\bwindow_size \(1, 0\).*\(None"),
     (put("encoder.layers.1.self_attn.add_zero_attn", lambda old: True), r"\badd_zero_attn True"),
     (put("encoder.layers.1.norm1.eps", lambda old: 0.1), r"encoder\.layers\.1\.norm1\b.*\beps 0\.1\b.*1e-06"),
@@ -180,8 +159,8 @@ CHANGES: list[tuple[Callable[[Any], None], str]] = [
         put("encoder.layers.1.linear1.bias", lambda old: nn.Parameter(old.detach().bfloat16())),
         r"linear1\.bias is bfloat16",
     ),
-    (lambda model: model.half() and None, r"float16"),
-    (lambda model: model.to("meta") and None, r"\bmeta\b"),
+    (lambda model: model.half(), r"float16"),
+    (lambda model: model.to("meta"), r"\bmeta\b"),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,11 +13,13 @@ import pytest
 from fastformer.generation import requests as requests_module
 from fastformer.generation import scheduler as scheduler_module
 from fastformer.generation.engines import Candidates, Prompt
+from fastformer.generation.native_search import NativeSearch
 from fastformer.generation.processors import NoRepeatNgrams, SuppressTokens
 from fastformer.generation.requests import Request
 from fastformer.generation.scheduler import Scheduler, run
 from fastformer.generation.search import BeamSearch, RowSearch, Sampling, Search
-from tests.generation.toy import EOS, MeteredEngine, ToyEngine, ask, decode, plain_greedy
+from tests.generation.small import needs_cpp
+from tests.generation.toy import EOS, MeteredEngine, RunningEngine, ToyEngine, ask, decode, plain_greedy
 
 VOCAB = 9
 ENDS = frozenset({EOS})
@@ -49,26 +52,27 @@ def beams(limit: int, width: int = 3, **options) -> Callable[[], Search]:
     return partial(BeamSearch, limit, ENDS, width, num_return=width, **options)
 
 
-def random_options(dice: random.Random) -> dict:
-    """What a request asks for: a search, a source's length, a prefix, processors."""
-    limit = dice.randint(1, 12)
-    search = dice.choice(
+def random_options(dice: random.Random) -> tuple[dict, Callable[[], Search]]:
+    """What a request asks for: a search, a source's length, a prefix, processors; and the search in C++, if any."""
+    limit, width, early = dice.randint(1, 12), dice.randint(2, 4), {"early_stopping": dice.random() < 0.5}
+    search = samples(limit, dice.choice([1, 2, 4]), dice.random())
+    diverse = beams(limit, 4, num_groups=2, diversity_penalty=0.5)
+    search, native = dice.choice(
         [
-            greedy(limit),
-            greedy(limit),
-            samples(limit, seed=dice.random()),
-            samples(limit, dice.randint(2, 4), dice.random()),
-            beams(limit, dice.randint(2, 4), early_stopping=dice.random() < 0.5),
-            beams(limit, 4, num_groups=2, diversity_penalty=0.5),
+            *[(greedy(limit), partial(NativeSearch.greedy, limit, ENDS))] * 2,
+            *[(search, search)] * 2,
+            (beams(limit, width, **early), partial(NativeSearch.beams, limit, ENDS, width, num_return=width, **early)),
+            (diverse, diverse),
         ]
     )
-    return {
+    options = {
         "make_search": search,
         "length": dice.randint(1, 6),
         "prefix": [dice.randrange(VOCAB) for _ in range(dice.choice([0, 0, 3]))],
         "processors": dice.choice([(), (), (SuppressTokens([4]),), (NoRepeatNgrams(1, 1),)]),
         "log_probs": dice.random() < 0.8 or isinstance(search(), BeamSearch),
     }
+    return options, native
 
 
 def assert_same(found: Request, alone: Request, scores: bool) -> None:
@@ -77,6 +81,13 @@ def assert_same(found: Request, alone: Request, scores: bool) -> None:
         for one, other in zip(found.results, alone.results, strict=True):
             assert one.score == pytest.approx(other.score, abs=1e-4)
             assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
+
+
+def finish(scheduler: Scheduler, requests: list[Request]) -> None:
+    """Runs requests to their ends, of which an error is one."""
+    scheduler.submit(requests)
+    while not scheduler.is_idle:
+        scheduler.step()
 
 
 def assert_empty(scheduler: Scheduler, engine: MeteredEngine, *, opens: bool = False) -> None:
@@ -90,18 +101,26 @@ def assert_empty(scheduler: Scheduler, engine: MeteredEngine, *, opens: bool = F
     assert engine.most_rows == rows and all(probe.is_done for probe in probes) and scheduler.is_idle
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_each_request_gets_its_result_as_if_alone(seed, few_expected) -> None:
+@pytest.mark.parametrize(
+    ("seed", "is_native"),
+    [*((seed, False) for seed in range(40)), *(pytest.param(seed, True, marks=needs_cpp) for seed in range(25))],
+)
+def test_each_request_gets_its_result_as_if_alone(seed, is_native, few_expected) -> None:
     dice = random.Random(seed)
     count = 12
-    eos = dice.choice([-2.0, 0.5, 2.0])
-    engine = MeteredEngine(count, vocab=VOCAB, eos=eos, seed=seed)
+    sizes = {"vocab": VOCAB, "eos": dice.choice([-2.0, 0.5, 2.0]), "seed": seed}
+    engine, quiet = MeteredEngine(count, **sizes), MeteredEngine(count, **sizes)
+    if is_native:
+        engine = RunningEngine(count, patience=dice.choice([1, 3, 10**6]), **sizes)
+    quiet.table = engine.table
+    if seed % 2:
+        engine.table[dice.randrange(count), :, 3] = math.nan
     wanted = [random_options(dice) for _ in range(count)]
     requests: list[Request] = []
     told: dict[int, list[int]] = {}
     cancelled, failing = set(), set()
-    for i, options in enumerate(wanted):
-        options = dict(options)
+    for i, (options, native) in enumerate(wanted):
+        options = {**options, "make_search": native} if is_native else dict(options)
         if options["make_search"]().peak_rows == 1:
             told[i] = []
             options["on_token"] = told[i].append
@@ -135,13 +154,16 @@ def test_each_request_gets_its_result_as_if_alone(seed, few_expected) -> None:
         assert rows <= max(max_rows, 4) and tokens <= max(max_bytes, 6 + 4 + 4 * 12)
     for i, request in enumerate(requests):
         assert request.is_done
-        if request.results or (i not in cancelled and i not in failing):
-            alone = ask(i, **wanted[i])
-            decode(ToyEngine(count, vocab=VOCAB, eos=eos, seed=seed), [alone])
-            assert_same(request, alone, scores=wanted[i]["log_probs"])
-            assert i not in told or told[i] == request.results[0].tokens
-        elif i in failing and not request.is_cancelled:
-            assert "expected a processor to give scores of shape" in str(request.error)
+        if request.is_cancelled and not request.results:
+            assert i in cancelled
+        elif i in failing and not request.results:
+            assert "expected a processor to give scores of shape" in str(request.error) or "NaN" in str(request.error)
+        else:
+            alone = ask(i, **wanted[i][0])
+            finish(Scheduler(quiet, max_rows=9, max_bytes=10_000), [alone])
+            assert str(request.error) == str(alone.error)
+            assert_same(request, alone, scores=wanted[i][0]["log_probs"])
+            assert request.error or i not in told or told[i] == request.results[0].tokens
     assert_empty(scheduler, engine)
 
 

@@ -189,32 +189,10 @@ def test_the_first_of_several_stop_texts_counts(tokenizer, text, stop) -> None:
     )
 
 
-class Recorder:
-    """Hugging Face's TextStreamer in short: it takes the prompt first, then token by token, then the end."""
-
-    def __init__(self) -> None:
-        self.values: list[torch.Tensor] = []
-        self.ended = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        assert not self.ended and (value.ndim == 1 or value.shape[0] == 1)
-        self.values.append(value)
-
-    def end(self) -> None:
-        self.ended += 1
-
-
 @pytest.fixture(scope="module")
 def model() -> GPT:
     torch.manual_seed(0)
     return GPT.from_preset("tiny", vocab_size=259, d_model=32, num_layers=1, num_heads=4, max_len=40).eval()
-
-
-def test_a_streamer_of_hugging_face_gets_each_token(model) -> None:
-    recorder, ids = Recorder(), ByteTokenizer().encode("abc")
-    out = generate(model, [ids], max_new_tokens=6, do_sample=True, seed=1, streamer=recorder)
-    assert [value.shape for value in recorder.values] == [(1, 3), *[(1,)] * (out.shape[1] - 3)]
-    assert torch.equal(torch.cat([value.flatten() for value in recorder.values]), out[0]) and recorder.ended == 1
 
 
 @pytest.mark.parametrize("prompt", [None, "as it was typed "])

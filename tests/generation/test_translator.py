@@ -20,7 +20,7 @@ from fastformer.generation.text_io import ErrorPolicy, Item, TextError
 from fastformer.generation.translator import Scored, TokenScored
 from fastformer.models import Transformer
 from fastformer.special_ids import SpecialIds
-from tests.generation.small import DEFAULT, needs_cpp, watch_steps
+from tests.generation.small import DEFAULT, louder, needs_cpp, watch_steps
 
 TEXTS = ["a", "a longer text", "mid size", "b" * 40, "x"]
 FEW = {"max_new_tokens": 8}
@@ -36,9 +36,7 @@ def model() -> Transformer:
 def talkative(model: Transformer, never: Sequence[int] = ()) -> Transformer:
     """One of the same shape that says many things when nothing is drawn, but some tokens never."""
     torch.manual_seed(2)
-    model = Transformer(dataclasses.replace(model.config, tie_embeddings=False)).eval()
-    for parameter in model.parameters():
-        parameter.data *= 3 if parameter.dim() == 2 else 1
+    model = louder(Transformer(dataclasses.replace(model.config, tie_embeddings=False)), 3)
     # The first of a state's numbers is large, and takes their logits away.
     model.decoder.norm.weight.data[0], model.decoder.norm.bias.data[0] = 0, 100
     model.output_weight.data[:, 0] = 0
@@ -130,15 +128,6 @@ def test_n_best_belongs_to_its_text(model, options) -> None:
     assert list(translator.stream(["a", ""], **FEW, **options)) == [[answer.text for answer in found[0]], []]
 
 
-def test_scores_on_request(translator) -> None:
-    text, score = translator.translate("a", return_scores=True, **FEW)
-    assert text == translator.translate("a", **FEW) and score < 0
-    assert list(translator.stream(["a", " "], return_scores=True, **FEW)) == [
-        Scored(text, score),
-        Scored("", -math.inf),
-    ]
-
-
 def test_sampling_is_seeded_once_for_all_batches(model) -> None:
     # The same text in two batches: other draws, and the same ones again with the same seed.
     translator = Translator(model, ByteTokenizer(), max_batch_size=1)
@@ -194,21 +183,6 @@ def test_bad_texts_are_skipped_in_their_place(translator, caplog, read_ahead) ->
 def test_many_skipped_texts_do_not_flood_the_log(translator, caplog) -> None:
     assert translator.translate(["x" * 100] * 50, skip_long=True) == [""] * 50
     assert len(caplog.records) == 11 and "50 of 50" in caplog.records[-1].getMessage()
-
-
-def test_each_module_keeps_its_mode(model) -> None:
-    translator = Translator(model.train(), ByteTokenizer())
-    model.encoder.eval()
-    modes = [module.training for module in model.modules()]
-    for run in (
-        lambda: translator.translate(["a"], **FEW),
-        lambda: translator.attention("a"),
-        lambda: next(translator.stream(["a", "b"], read_ahead=1, **FEW)),
-        lambda: pytest.raises(ValueError, translator.translate, ["x" * 100]),
-    ):
-        run()
-        assert [module.training for module in model.modules()] == modes
-    model.eval()
 
 
 @pytest.mark.parametrize("kind", [Transformer, LSTMSeq2Seq])
@@ -321,7 +295,11 @@ def test_scores_of_tokens(translator) -> None:
     for answer in (answer for row in found for answer in row):
         penalty = ((5 + len(answer.tokens)) / 6) ** 0.6
         assert answer.score == pytest.approx(sum(log_prob for _, log_prob in answer.tokens) / penalty)
-    assert list(translator.stream([""], return_token_scores=True)) == [TokenScored("", -math.inf, [])]
+    assert list(translator.stream(["", "a"], return_token_scores=True, target_prefix=["", "z"], **FEW)) == [
+        TokenScored("", -math.inf, []),
+        (text, score, tokens),
+    ]
+    assert list(translator.stream([" "], return_scores=True, **FEW)) == [Scored("", -math.inf)]
 
 
 @pytest.mark.parametrize("engine", [None, "kv_cache"])

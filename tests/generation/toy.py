@@ -206,6 +206,19 @@ def every_hypothesis(engine: ToyEngine, source: int, limit: int, alpha: float) -
     ]
 
 
+def extended(
+    engine: ToyEngine, source: int, alive: list[Hypothesis], lowered: Callable[[int], float] = lambda token: 0.0
+) -> list[Hypothesis]:
+    """All that may follow, best first; some tokens may be lowered."""
+    longer = (
+        (score + gained - lowered(token), (*sequence, token))
+        for score, sequence in alive
+        for token, gained in enumerate(engine.continuations(source, sequence))
+        if gained > -math.inf
+    )
+    return sorted(longer, reverse=True)
+
+
 def plain_beam_search(
     engine: ToyEngine,
     source: int,
@@ -226,15 +239,8 @@ def plain_beam_search(
     for length in range(1, limit + 1):
         chosen: list[int] = []  # by the groups before, as their next token
         for g in range(groups):
-            candidates = sorted(
-                (
-                    (score + gained - diversity * chosen.count(token), (*sequence, token))
-                    for score, sequence in alive[g]
-                    for token, gained in enumerate(engine.continuations(source, sequence))
-                    if gained > -math.inf
-                ),
-                reverse=True,
-            )[: (1 + len(ends)) * width]
+            candidates = extended(engine, source, alive[g], lambda token: diversity * chosen.count(token))  # noqa: B023
+            del candidates[(1 + len(ends)) * width :]
             ended = [(score / penalty(length, alpha), tokens) for score, tokens in candidates if tokens[-1] in ends]
             finished[g] = sorted(finished[g] + ended, reverse=True)[:width]
             alive[g] = [hypothesis for hypothesis in candidates if hypothesis[1][-1] not in ends][:width]
@@ -269,15 +275,7 @@ def plain_transformers_search(
     alive: list[Hypothesis] = [(0.0, ())]
     finished: list[Hypothesis] = []
     for length in range(1, limit + 1):
-        candidates = sorted(
-            (
-                (score + gained, (*sequence, token))
-                for score, sequence in alive
-                for token, gained in enumerate(engine.continuations(source, sequence))
-                if gained > -math.inf
-            ),
-            reverse=True,
-        )[: (1 + len(ends)) * beams]
+        candidates = extended(engine, source, alive)[: (1 + len(ends)) * beams]
         ending = [one for one in candidates[:beams] if one[1][-1] in ends or length == limit]
         finished += [(score / (begun + length) ** alpha, tokens) for score, tokens in ending]
         finished = sorted(finished, reverse=True)[:beams]

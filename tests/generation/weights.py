@@ -33,7 +33,8 @@ def drawn(kind: type[Transformer] | type[GPT], seed: int = 0, **options: Any) ->
     return model
 
 
-# Each option of the configs away from its default at least once, and sizes that fill no vector and no panel.
+# Each option of the configs away from its default at least once, and sizes that fill no vector and no panel. What only
+# decoder-only families have is in tests/engine/test_options.py.
 CONFIGS: dict[str, tuple[type[Transformer] | type[GPT], dict[str, Any]]] = {
     "transformer": (Transformer, {}),
     "post-norm": (Transformer, {"norm_first": False, "positions": "interleaved", "attention_bias": True}),
@@ -73,68 +74,23 @@ CONFIGS: dict[str, tuple[type[Transformer] | type[GPT], dict[str, Any]]] = {
     "t5": (
         Transformer,
         {
-            "positions": "relative",
-            "num_buckets": 8,
-            "max_distance": 9,
-            "norm": "rms",
-            "bias": False,
-            "embed_pad": True,
-            "scale_embedding": False,
-            "scale_output": True,
+            "positions": "relative", "num_buckets": 8, "max_distance": 9, "norm": "rms", "bias": False,
+            "embed_pad": True, "scale_embedding": False, "scale_output": True,
         },
     ),
     "t5 1.1": (
         Transformer,
         {
-            "positions": "relative",
-            "max_distance": 40,
-            "norm": "rms",
-            "bias": False,
-            "activation": "geglu_tanh",
-            "tie_embeddings": False,
-            "d_ff": 37,
-            "num_heads": 2,
-            "window_size": 30,
+            "positions": "relative", "max_distance": 40, "norm": "rms", "bias": False, "activation": "geglu_tanh",
+            "tie_embeddings": False, "d_ff": 37, "num_heads": 2, "window_size": 30,
         },
     ),
     "relative, post-norm": (
         Transformer,
         {
-            "positions": "relative",
-            "num_buckets": 6,
-            "max_distance": 200,
-            "norm_first": False,
-            "scale_output": True,
-            "window_size": 4,
-            "d_model": 36,
-            "num_heads": 3,
-            "num_kv_heads": 1,
-            "tie_embeddings": False,
+            "positions": "relative", "num_buckets": 6, "max_distance": 200, "norm_first": False, "scale_output": True,
+            "window_size": 4, "d_model": 36, "num_heads": 3, "num_kv_heads": 1, "tie_embeddings": False,
         },
     ),
-}
-_FAMILY: dict[str, Any] = {"positions": "rotary", "rotary_base": 100.0, "norm": "rms", "bias": False, "d_ff": 45}
-# What decoder-only families have beyond that; tests/engine/test_options.py has each option alone and in pairs.
-FAMILIES: dict[str, tuple[type[Transformer] | type[GPT], dict[str, Any]]] = {
-    "gemma 3": (
-        GPT,
-        _FAMILY
-        | {
-            "activation": "geglu_tanh", "head_dim": 12, "num_kv_heads": 1, "qk_norm": "head", "norm_placement": "both",
-            "num_layers": 3, "window_size": 5, "window_layers": (True, True, False), "local_rotary_base": 7.0,
-            "attention_scale": 0.4, "embedding_scale": 6.0,
-        },
-    ),
-    "gemma 2": (
-        GPT,
-        _FAMILY
-        | {
-            "activation": "geglu_tanh", "num_kv_heads": 2, "norm_placement": "both", "attention_softcap": 1.5,
-            "logit_softcap": 1.2, "window_size": 4, "window_layers": (True, False),
-        },
-    ),
-    "olmo 2": (GPT, _FAMILY | {"activation": "swiglu", "qk_norm": "all", "norm_placement": "post"}),
-    "qwen 2": (GPT, _FAMILY | {"activation": "swiglu", "qkv_bias": True, "num_kv_heads": 2, "tie_embeddings": False}),
-    "neox": (GPT, {"positions": "rotary", "rotary_fraction": 0.25, "parallel_residual": True, "rotary_base": 100.0}),
 }  # fmt: skip
 RELATIVE = [name for name, (_, options) in CONFIGS.items() if options.get("positions") == "relative"]

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from fastformer.models import GPT, GPTConfig
+from fastformer.nn import SequenceLayout
 from tests.models.test_gpt_options import SMALL as SIZES
 from tests.models.test_gpt_options import V, batch
 from tests.models.test_gpt_options import model_of as made
@@ -96,20 +97,6 @@ def test_dropouts_of_the_config_arrive():
         assert (layer.dropout1.p, layer.dropout2.p, layer.self_attn.dropout, layer.dropout.p) == (0.1, 0.1, 0.2, 0.3)
 
 
-def test_compiles_in_one_graph():
-    """The same dropout, too; the other options are in test_gpt_options.py."""
-    model = model_of(dropout=0.1, attention_dropout=0.1)
-    tokens, following = batch()
-    compiled = torch.compile(model.loss, backend="aot_eager", fullgraph=True)
-    results = []
-    for loss in (model.loss, compiled):
-        torch.manual_seed(3)
-        value = loss(tokens, following)
-        results.append([value, *torch.autograd.grad(value, list(model.parameters()))])
-    for name, a, b in zip(["loss", *dict(model.named_parameters())], *results, strict=True):
-        assert_same(b, a, name)
-
-
 def test_bad_input():
     model = model_of()
     with pytest.raises(ValueError):
@@ -131,3 +118,20 @@ def test_a_batch_of_other_rows_than_the_cache_has_is_refused(positions):
         with pytest.raises(ValueError, match=rf"\b3\b.*\b{rows}\b"):
             model.decode(torch.ones(rows, 1).long(), cache=cache)
     assert cache.lengths == [0, 0, 0] and cache.blocks_needed(1) == 3
+
+
+@torch.inference_mode()
+def test_packed_prompts_under_autocast():
+    model = model_of(gain=10.0, positions="rotary", num_kv_heads=2).float().eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        cache = model.empty_cache(3, 12)
+        assert cache.k.dtype == torch.bfloat16
+        cache.k[:, 1:] = cache.v[:, 1:] = torch.nan
+        cache.add(2)
+        ids, further = torch.randint(3, V, (7,)), torch.randint(3, V, (3, 1))
+        prompts = model.decode(ids, layout=SequenceLayout.packed(torch.tensor([4, 3]), 4), cache=cache)
+        cache.fork([[0, 0], [0]])
+        step = model.decode(further, cache=cache)
+        whole = model.decode(torch.cat((ids[:4], further[1]))[None])[0]
+    assert (prompts[:4] - whole[:4]).abs().max() < 0.05 * whole.abs().max()
+    assert (step[1, 0] - whole[4]).abs().max() < 0.05 * whole.abs().max()

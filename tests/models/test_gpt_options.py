@@ -127,11 +127,6 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, following.masked_fill(torch.arange(7)[None] >= torch.tensor(LENGTHS)[:, None], -100)
 
 
-def gradients(loss: torch.Tensor, model: nn.Module) -> dict[str, torch.Tensor]:
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
-
-
 @every
 def test_equals_the_plain_model(options):
     model = model_of(**options)
@@ -209,22 +204,23 @@ def test_dropout_applies_to_the_added_branch(options):
 
 
 # Of one layer in every run: what takes long grows with the depth.
-few = pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({**FAMILIES["gemma3"], "num_layers": 1, "window_layers": (True,)}, id="gemma3, one layer"),
-        *(pytest.param(options, id=name, marks=pytest.mark.slow) for name, options in FAMILIES.items()),
-    ],
-)
+FEW = [
+    pytest.param({**FAMILIES["gemma3"], "num_layers": 1, "window_layers": (True,)}, id="gemma3, one layer"),
+    *(pytest.param(options, id=name, marks=pytest.mark.slow) for name, options in FAMILIES.items()),
+]
+few = pytest.mark.parametrize("options", FEW)
 
 
-@few
+@pytest.mark.parametrize("options", [*FEW, pytest.param({"num_heads": 4}, id="gpt")])
 def test_compiles_in_one_graph(options):
-    """Slow: every family."""
-    model = model_of(**options)
+    """The same dropout, too. Slow: every family."""
+    model = model_of(**options, dropout=0.1, attention_dropout=0.1)
     tokens, following = batch()
-    compiled = torch.compile(model.loss, backend="aot_eager", fullgraph=True)
-    assert_same_gradients(compiled(tokens, following), model.loss(tokens, following), model)
+    losses = []
+    for loss in (torch.compile(model.loss, backend="aot_eager", fullgraph=True), model.loss):
+        torch.manual_seed(3)
+        losses.append(loss(tokens, following))
+    assert_same_gradients(*losses, model)
 
 
 @few
@@ -250,22 +246,21 @@ def test_engines_give_the_same_tokens(options):
         assert all(each == said[0] for each in said)
 
 
-def step_of(model: GPT, backend: str) -> dict[str, torch.Tensor]:
+def step_of(model: GPT, backend: str | None = None) -> dict[str, torch.Tensor]:
+    """The losses and gradients of the model on a backend, or of the plain one."""
     generator = torch.Generator().manual_seed(1)
     tokens, following = (torch.randint(0, V, (3, 7), generator=generator) for _ in range(2))
-    with use_backend(backend):
-        losses = model.loss(tokens, following, reduction="none")
-        return {"losses": losses.detach(), **gradients((losses * torch.arange(21).view(3, 7)).sum(), model)}
-
-
-def plain_step(model: GPT) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    tokens, following = (torch.randint(0, V, (3, 7), generator=generator) for _ in range(2))
-    weights = dict(model.named_parameters())
-    logits = torch.cat([plain_logits(model.config, weights, row) for row in tokens])
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    losses = F.cross_entropy(wide, following.flatten(), reduction="none").view(3, 7)
-    return {"losses": losses.detach(), **gradients((losses * torch.arange(21).view(3, 7)).sum(), model)}
+    with use_backend(backend or "reference"):
+        if backend is not None:
+            losses = model.loss(tokens, following, reduction="none")
+        else:
+            weights = dict(model.named_parameters())
+            logits = torch.cat([plain_logits(model.config, weights, row) for row in tokens])
+            wide = logits if logits.dtype == torch.float64 else logits.float()
+            losses = F.cross_entropy(wide, following.flatten(), reduction="none").view(3, 7)
+        names, parameters = zip(*model.named_parameters(), strict=True)
+        gradients = torch.autograd.grad((losses * torch.arange(21).view(3, 7)).sum(), parameters)
+    return {"losses": losses.detach(), **dict(zip(names, gradients, strict=True))}
 
 
 def check_step(options: dict[str, Any], backend: str, dtype: torch.dtype, our_draws: int = 8, draws: int = 8) -> None:
@@ -280,9 +275,9 @@ def check_step(options: dict[str, Any], backend: str, dtype: torch.dtype, our_dr
     for draw in range(draws):
         torch.manual_seed(draw)
         model = model_of(dtype, gain=4.0, **options)  # larger ones make errors a matter of luck
-        plain.append(plain_step(model))
+        plain.append(step_of(model))
         ours.append(step_of(model, backend) if draw < our_draws else plain[-1])
-        exact.append(plain_step(copy.deepcopy(model).double()))
+        exact.append(step_of(copy.deepcopy(model).double()))
     for name in ours[0]:
         found, usual, right = (torch.stack([each[name].double() for each in steps]) for steps in (ours, plain, exact))
         # What the gradients of queries and keys are relaxed by, which those of their norms are sums of.

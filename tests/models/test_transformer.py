@@ -16,18 +16,9 @@ from tests.models.top_tokens import check_top_tokens
 from tests.nn.comparing import assert_same, assert_same_gradients, randomised
 
 V, SOURCE_LENGTHS, TARGET_LENGTHS = 23, [5, 2, 7], [4, 6, 1]
-SMALL = {
-    "vocab_size": V,
-    "d_model": 16,
-    "num_heads": 4,
-    "d_ff": 24,
-    "num_encoder_layers": 2,
-    "num_decoder_layers": 2,
-    "max_len": 12,
-    "dropout": 0.0,
-    "attention_dropout": 0.0,
-    "activation_dropout": 0.0,
-}
+SIZES = {"vocab_size": V, "d_model": 16, "num_heads": 4, "d_ff": 24, "max_len": 12}
+LAYERS = {"num_encoder_layers": 2, "num_decoder_layers": 2}
+SMALL = {**SIZES, **LAYERS, "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
 T5 = {
     "positions": "relative", "num_buckets": 8, "max_distance": 6, "norm": "rms", "bias": False, "embed_pad": True,
     "scale_embedding": False,
@@ -70,6 +61,12 @@ def batch():
     return source, shifted, target.masked_fill(padding, -100)
 
 
+def layouts_of(kind):
+    """By the names of the loss's arguments; kind: of SequenceLayout."""
+    lengths = {"source_layout": SOURCE_LENGTHS, "target_layout": TARGET_LENGTHS}
+    return {name: kind(torch.tensor(own), max(own)) for name, own in lengths.items()}
+
+
 def plain_logits(model, source, shifted):
     plain = Plain(dict(model.named_parameters()), model.config)
     return [
@@ -99,9 +96,8 @@ def test_equals_the_plain_model(options):
 def test_packed_equals_padded(options):
     model = model_of(**options)
     source, shifted, target = batch()
-    source_layout = SequenceLayout.packed(torch.tensor(SOURCE_LENGTHS), 7)
-    target_layout = SequenceLayout.packed(torch.tensor(TARGET_LENGTHS), 6)
-    layouts = {"source_layout": source_layout, "target_layout": target_layout}
+    layouts = layouts_of(SequenceLayout.packed)
+    source_layout, target_layout = layouts.values()
     flat = source_layout.pack(source), target_layout.pack(shifted), target_layout.pack(target)
     assert_same(model(*flat[:2], **layouts), target_layout.pack(model(source, shifted)), "logits")
     options = {"label_smoothing": 0.1, "smooth_others": True, "reduction": "mean"}
@@ -120,15 +116,12 @@ def test_rows_after_a_packed_batch_change_nothing(totals):
     lengths = torch.tensor(SOURCE_LENGTHS), torch.tensor(TARGET_LENGTHS)
     exact = [SequenceLayout.packed(lengths[0], 7), SequenceLayout.packed(lengths[1], 6)]
     wide = [SequenceLayout.packed(n, m, total=t) for n, m, t in zip(lengths, (7, 6), totals, strict=True)]
-    losses, gradients = [], []
-    for source_layout, target_layout in (exact, wide):
+    losses = []
+    for source_layout, target_layout in (wide, exact):
         flat = [source_layout.pack(source), target_layout.pack(shifted), target_layout.pack(target)]
         flat[2][11:] = -100
         losses.append(model.loss(*flat, source_layout=source_layout, target_layout=target_layout))
-        gradients.append(torch.autograd.grad(losses[-1], list(model.parameters())))
-    assert_same(losses[1], losses[0], "loss")
-    for (name, _), wide_gradient, gradient in zip(model.named_parameters(), *gradients[::-1], strict=True):
-        assert_same(wide_gradient, gradient, f"gradient of {name}")
+    assert_same_gradients(*losses, model)
 
 
 @torch.inference_mode()
@@ -139,18 +132,18 @@ def test_rows_after_a_packed_batch_change_nothing(totals):
 def test_cached_decoding_equals_uncached(options, chunks):
     model = model_of(**options).eval()
     source, shifted, _ = batch()
-    layout = SequenceLayout.from_ids(source)
+    padded, packed = SequenceLayout.from_ids(source), SequenceLayout.packed(torch.tensor(SOURCE_LENGTHS), 7)
     memory = model.encode(source)
-    expected = model.decode(shifted, memory, memory_layout=layout)
-    for early in (True, False):
-        # The memory's keys are computed with the cache, or by the first step.
-        given = (None, None) if early else (memory, layout)
-        cache = model.new_cache(3, 6, memory if early else None, memory_layout=layout if early else None)
-        parts = []
-        for start, size in zip(torch.tensor([0, *chunks]).cumsum(0).tolist(), chunks, strict=False):
-            tokens = shifted[:, start : start + size]
-            parts.append(model.decode(tokens, given[0], memory_layout=given[1], cache=cache))
-        assert_same(torch.cat(parts, 1), expected, "hidden states")
+    expected = model.decode(shifted, memory, memory_layout=padded)
+    nothing = (None, None)
+    for given in ((memory, padded), (packed.pack(memory), packed)):
+        for with_cache, with_steps in ((given, nothing), (nothing, given)):  # what computes the memory's keys
+            cache = model.new_cache(3, 6, with_cache[0], memory_layout=with_cache[1])
+            parts = []
+            for start, size in zip(torch.tensor([0, *chunks]).cumsum(0).tolist(), chunks, strict=False):
+                tokens = shifted[:, start : start + size]
+                parts.append(model.decode(tokens, with_steps[0], memory_layout=with_steps[1], cache=cache))
+            assert_same(torch.cat(parts, 1), expected, "hidden states")
 
 
 @torch.inference_mode()
@@ -300,20 +293,15 @@ def test_dropout_of_embeddings_follows_their_norm():
 def test_compiles_in_one_graph(norm_first, packed):
     model = model_of(norm_first=norm_first, dropout=0.1, num_decoder_layers=1)
     source, shifted, target = batch()
-    layouts = {}
+    layouts = layouts_of(SequenceLayout.packed) if packed else {}
     if packed:
-        source_layout = SequenceLayout.packed(torch.tensor(SOURCE_LENGTHS), 7)
-        target_layout = SequenceLayout.packed(torch.tensor(TARGET_LENGTHS), 6)
-        source, shifted, target = source_layout.pack(source), target_layout.pack(shifted), target_layout.pack(target)
-        layouts = {"source_layout": source_layout, "target_layout": target_layout}
-    compiled = torch.compile(model.loss, backend="aot_eager", fullgraph=True)
-    results = []
-    for loss in (model.loss, compiled):
+        own, other = layouts.values()
+        source, shifted, target = own.pack(source), other.pack(shifted), other.pack(target)
+    losses = []
+    for loss in (torch.compile(model.loss, backend="aot_eager", fullgraph=True), model.loss):
         torch.manual_seed(3)
-        value = loss(source, shifted, target, **layouts)
-        results.append([value, *torch.autograd.grad(value, list(model.parameters()))])
-    for name, a, b in zip(["loss", *dict(model.named_parameters())], *results, strict=True):
-        assert_same(b, a, name)
+        losses.append(loss(source, shifted, target, **layouts))
+    assert_same_gradients(*losses, model)
 
 
 @pytest.mark.parametrize("options", [{}, {"tie_embeddings": False}], ids=["tied", "untied"])
@@ -352,14 +340,10 @@ def test_a_cached_step_compiles_in_one_graph():
 def test_no_host_sync_in_training_and_decoding():
     model = model_of(dropout=0.1, attention_dropout=0.1).float().cuda()
     tensors = [tensor.cuda() for tensor in batch()]
-    layouts = {
-        "source_layout": SequenceLayout.padded(torch.tensor(SOURCE_LENGTHS), 7).to("cuda"),
-        "target_layout": SequenceLayout.padded(torch.tensor(TARGET_LENGTHS), 6).to("cuda"),
-    }
-    flat_layouts = {
-        "source_layout": SequenceLayout.packed(torch.tensor(SOURCE_LENGTHS), 7).to("cuda"),
-        "target_layout": SequenceLayout.packed(torch.tensor(TARGET_LENGTHS), 6).to("cuda"),
-    }
+    layouts, flat_layouts = (
+        {name: layout.to("cuda") for name, layout in layouts_of(kind).items()}
+        for kind in (SequenceLayout.padded, SequenceLayout.packed)
+    )
     flat = [flat_layouts["source_layout"].pack(tensors[0])]
     flat += [flat_layouts["target_layout"].pack(tensor) for tensor in tensors[1:]]
 
@@ -406,21 +390,18 @@ def test_bfloat16_autocast_and_cache():
 def test_bad_input():
     model = model_of()
     source, shifted, _ = batch()
-    with pytest.raises(ValueError, match=r"\bsource\b"):
-        model(source.masked_fill(source == source.max(), 23), shifted)
-    with pytest.raises(ValueError, match=r"\btarget\b"):
-        model(source, shifted - 1)
-    with pytest.raises(ValueError, match=r"\bmax_len\b"):
-        model(torch.ones(1, 13, dtype=torch.int64), shifted[:1])
-    with pytest.raises(ValueError, match=r"\bmax_len\b"):
-        model(source[:1], torch.ones(1, 14, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"\blayout\b"):
-        model(source[0], shifted[0])
-    with pytest.raises(ValueError, match=r"\bsource\b"):
-        model(source.float(), shifted)
     layout = SequenceLayout.packed(torch.tensor([3, 2]), 3)
-    with pytest.raises(ValueError, match=r"\blayout\b"):
-        model.encode(source[2], layout)
+    for name, call in (
+        ("source", lambda: model(source.masked_fill(source == source.max(), 23), shifted)),
+        ("target", lambda: model(source, shifted - 1)),
+        ("max_len", lambda: model(torch.ones(1, 13, dtype=torch.int64), shifted[:1])),
+        ("max_len", lambda: model(source[:1], torch.ones(1, 14, dtype=torch.int64))),
+        ("layout", lambda: model(source[0], shifted[0])),
+        ("source", lambda: model(source.float(), shifted)),
+        ("layout", lambda: model.encode(source[2], layout)),
+    ):
+        with pytest.raises(ValueError, match=rf"\b{name}\b"):
+            call()
     with torch.inference_mode():
         cache = model.new_cache(3, 20, model.encode(source))
         model.decode(torch.ones(3, 10, dtype=torch.int64), None, cache=cache)
@@ -428,25 +409,25 @@ def test_bad_input():
             model.decode(torch.ones(3, 3, dtype=torch.int64), None, cache=cache)
 
 
-def test_bad_settings():
-    with pytest.raises(ValueError, match=r"\bpreset\b"):
-        Transformer.from_preset("huge", vocab_size=5)
-    with pytest.raises(ValueError, match=r"\bd_modle\b"):
-        Transformer.from_preset("tiny", vocab_size=5, d_modle=3)
-    for kind in ("learned", "relative"):
-        with pytest.raises(ValueError, match=r"\bfirst_position\b"):
-            TransformerConfig(5, positions=kind, first_position=1)
-    with pytest.raises(ValueError, match=r"\bpositions\b"):
-        TransformerConfig(5, positions="rotary")
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("first_position", {"positions": "learned", "first_position": 1}),
+        ("first_position", {"positions": "relative", "first_position": 1}),
+        ("positions", {"positions": "rotary"}),
+        ("d_model", {"embedding_norm": True, "d_model": 15, "num_heads": 3}),
+        ("embedding_norm", {"embedding_norm": "yes"}),
+        ("vocab_size", {"vocab_size": 1}),
+        ("tie_embeddings", {"source_vocab_size": 6}),
+    ],
+)
+def test_bad_settings(name, settings):
+    with pytest.raises(ValueError, match=rf"\b{name}\b"):
+        TransformerConfig(**{"vocab_size": 5, **settings})
+    for wrong, arguments in (("preset", {"name": "huge"}), ("d_modle", {"name": "tiny", "d_modle": 3})):
+        with pytest.raises(ValueError, match=rf"\b{wrong}\b"):
+            Transformer.from_preset(vocab_size=5, **arguments)
     assert TransformerConfig(5, positions="learned", d_model=15, num_heads=3).d_model == 15
-    with pytest.raises(ValueError, match=r"\bd_model\b"):
-        TransformerConfig(5, embedding_norm=True, d_model=15, num_heads=3)
-    with pytest.raises(ValueError, match=r"\bembedding_norm\b"):
-        TransformerConfig(5, embedding_norm="yes")
-    with pytest.raises(ValueError, match=r"\bvocab_size\b"):
-        TransformerConfig(1)
-    with pytest.raises(ValueError, match=r"\btie_embeddings\b"):
-        TransformerConfig(5, source_vocab_size=6)
 
 
 @torch.inference_mode()
