@@ -16,6 +16,7 @@ import fastformer
 from fastformer.encoding.batches import READ_AHEAD
 from tests.checks import assert_accurate
 from tests.encoding.folders import D_MODEL, MANY, MAX_LEN, TEXTS, bert, dense, mean, modules, states, write
+from tests.engine.plain_encoder import POOLINGS, pooled
 from tests.memory import resident
 
 pytest.importorskip("transformers", reason="the folders are written by transformers")
@@ -38,19 +39,17 @@ def folder(tmp_path, plain) -> Path:
     return tmp_path
 
 
-def due(plain, dtype=torch.float32, texts=TEXTS, **options):
-    return mean(states(plain[1], plain[0], texts, dtype), **options)
-
-
-def check(found, plain_rows, exact) -> None:
-    assert_accurate(torch.as_tensor(found), plain_rows, exact)
+def check(found, plain, texts=TEXTS, layers=mean, most=MAX_LEN) -> None:
+    """Holds embeddings to the rule: layers makes rows of the states of texts."""
+    rows = [layers(states(plain[1], plain[0], texts, dtype, most)) for dtype in (torch.float32, torch.float64)]
+    assert_accurate(torch.as_tensor(found), *rows)
 
 
 def test_a_folder_of_transformers_uses_mean_pooling_with_a_warning(plain, caplog) -> None:
     caplog.set_level(logging.INFO, logger="fastformer")
     encoder = fastformer.Encoder.from_pretrained(plain[0])
     assert "mean" in caplog.text and (encoder.max_seq_length, encoder.get_embedding_dimension()) == (MAX_LEN, D_MODEL)
-    check(encoder.encode(MANY), due(plain, texts=MANY), due(plain, torch.float64, MANY))
+    check(encoder.encode(MANY), plain, MANY)
     found = encoder.encode(TEXTS)
     assert isinstance(found, np.ndarray) and found.dtype == np.float32
     assert encoder.encode(TEXTS[0]).shape == (D_MODEL,)
@@ -80,26 +79,13 @@ def test_a_folder_of_sentence_transformers(folder, plain, place) -> None:
     write(folder / place / "sentence_bert_config.json", {"max_seq_length": 7, "do_lower_case": False})
     encoder = fastformer.Encoder(folder)
     assert encoder.max_seq_length == 7
-    found = encoder.encode(TEXTS)
-    reference = [
-        mean(states(plain[1], plain[0], TEXTS, dtype, 7), normalizes=True) for dtype in (torch.float32, torch.float64)
-    ]
-    check(found, *reference)
-    raw = encoder.encode(TEXTS, normalize=False)
-    check(raw, *(mean(states(plain[1], plain[0], TEXTS, dtype, 7)) for dtype in (torch.float32, torch.float64)))
+    check(encoder.encode(TEXTS), plain, most=7, layers=lambda rows: mean(rows, normalizes=True))
+    check(encoder.encode(TEXTS, normalize=False), plain, most=7)
 
 
 def test_poolings_equal_those_of_sentence_transformers(folder, plain) -> None:
     exact = states(plain[1], plain[0], TEXTS, torch.float64)
-    weights = [torch.arange(1, len(each) + 1, dtype=torch.float64)[:, None] for each in exact]
-    rows = {
-        "cls": [each[0] for each in exact],
-        "max": [each.amax(0) for each in exact],
-        "mean": [each.mean(0) for each in exact],
-        "mean_sqrt_len_tokens": [each.sum(0) / len(each) ** 0.5 for each in exact],
-        "weightedmean": [(each * w).sum(0) / w.sum() for each, w in zip(exact, weights, strict=True)],
-        "lasttoken": [each[-1] for each in exact],
-    }
+    rows = {kind: [pooled(kind, each) for each in exact] for kind in POOLINGS}
     for kind, expected in rows.items():
         modules(folder, ("Pooling", {"embedding_dimension": D_MODEL, "pooling_mode": kind}))
         torch.testing.assert_close(
@@ -122,14 +108,15 @@ def test_layers_after_the_pooling(folder, plain) -> None:
     encoder = fastformer.Encoder(folder)
     found = encoder.encode(TEXTS)
 
-    def expected(dtype):
-        rows = due(plain, dtype)
-        return F.normalize(torch.tanh(F.linear(rows, *(weights[f"linear.{n}"].to(dtype) for n in ("weight", "bias")))))
+    def layers(found):
+        rows = mean(found)
+        parts = (weights[f"linear.{name}"].to(rows.dtype) for name in ("weight", "bias"))
+        return F.normalize(torch.tanh(F.linear(rows, *parts)))
 
-    check(found, expected(torch.float32), expected(torch.float64))
+    check(found, plain, layers=layers)
     assert encoder.get_embedding_dimension() == 12 and encoder.encode(TEXTS[1]).tobytes() == found[1].tobytes()
     short = encoder.encode(TEXTS, truncate_dim=5, normalize_embeddings=True)
-    check(short, *(F.normalize(expected(dtype)[:, :5]) for dtype in (torch.float32, torch.float64)))
+    check(short, plain, layers=lambda found: F.normalize(layers(found)[:, :5]))
 
 
 def test_a_prompt_precedes_each_text(folder, plain) -> None:
@@ -160,7 +147,7 @@ def test_a_long_text_is_cut_counted_and_reported_once(plain, caplog) -> None:
     encoder = fastformer.Encoder(plain[0])
     long = "bird " * 50
     found = encoder.encode([long, "a", long])
-    check(found, due(plain, texts=[long, "a", long]), due(plain, torch.float64, [long, "a", long]))
+    check(found, plain, [long, "a", long])
     encoder.encode(long)
     assert encoder.num_cut == 3
     assert len([record for record in caplog.records if "max_seq_length" in record.getMessage()]) == 1
@@ -181,7 +168,7 @@ def test_nothing_and_no_text(plain) -> None:
         encoder.encode([], convert_to_tensor=True).shape == (0, D_MODEL)
         and encoder.encode([], output_value="token_embeddings") == []
     )
-    check(encoder.encode([""]), due(plain, texts=[""]), due(plain, torch.float64, [""]))
+    check(encoder.encode([""]), plain, [""])
     for wrong, named in (
         (["a", 5], r"sentences\[1\].*int"),
         (b"a", "bytes"),
@@ -200,9 +187,8 @@ def test_nothing_and_no_text(plain) -> None:
 
 def test_states_of_tokens(plain) -> None:
     found = fastformer.Encoder(plain[0]).encode(TEXTS, output_value="token_embeddings", batch_tokens=16)
-    expected = [states(plain[1], plain[0], TEXTS, dtype) for dtype in (torch.float32, torch.float64)]
-    assert [each.shape for each in found] == [each.shape for each in expected[0]]
-    check(torch.cat(found), *map(torch.cat, expected))
+    assert [each.shape for each in found] == [each.shape for each in states(plain[1], plain[0], TEXTS, torch.float32)]
+    check(torch.cat(found), plain, layers=torch.cat)
 
 
 def test_a_stream_reads_ahead_a_little(plain) -> None:

@@ -6,7 +6,6 @@ import copy
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -94,22 +93,6 @@ def test_a_model_encodes_by_the_rule_and_a_source_has_its_bits_alone(name: str) 
             assert torch.equal(model.encode(torch.tensor([source]))[0], row[: len(source)])
     with pytest.raises(ValueError, match=r"\bsource\b"):
         model.encode(batch.flip(1))  # PADs before a token
-
-
-@needs_cpp
-@pytest.mark.parametrize("name", ["bart", "t5"])
-def test_bits_of_a_source_depend_on_nothing_else(name: str) -> None:
-    model, before = model_of(name), torch.get_num_threads()
-    encoder = packed(model)
-    ids = sources_of(model, [30, 1, 64, 200, 9])
-    alone = [encoder.states([source], None).tobytes() for source in ids]
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            rows = np.split(encoder.states(ids, None), np.cumsum([*map(len, ids)])[:-1])
-            assert [each.tobytes() for each in rows] == alone
-    finally:
-        torch.set_num_threads(before)
 
 
 @needs_cpp

@@ -180,6 +180,9 @@ def activate(name: str, x: Tensor) -> Tensor:
     return {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}[name](x)
 
 
+POOLINGS = ("cls", "lasttoken", "mean", "max", "mean_sqrt_len_tokens", "weightedmean")
+
+
 def pooled(kind: str, hidden: Tensor) -> Tensor:
     """(d_model,): of one text's states."""
     count = len(hidden)

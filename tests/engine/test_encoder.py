@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -21,14 +20,13 @@ from torch import Tensor
 
 from fastformer.ops import _extension
 from tests.checks import assert_accurate
-from tests.engine.plain_encoder import CONFIGS, drawn, packed, pooled, states
+from tests.engine.plain_encoder import CONFIGS, POOLINGS, drawn, packed, pooled, states
 from tests.engine.test_boundary import ERRORS, FEW, MANY, arrays, ints, odd
 from tests.generation.small import needs_cpp
 
 pytestmark = needs_cpp
 
 EXT: Any = _extension.module()
-POOLINGS = ("cls", "lasttoken", "mean", "max", "mean_sqrt_len_tokens", "weightedmean")
 
 
 def texts_of(dice: random.Random, o: dict[str, Any], t: dict[str, Tensor], lengths: list[int]) -> tuple[Any, Any]:
@@ -74,7 +72,7 @@ def test_pooling_is_in_fp32_whatever_the_precision(kind: str, normalize: bool) -
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
-@pytest.mark.parametrize("name", ["bert", "modernbert", "wide"])
+@pytest.mark.parametrize("name", ["bert", "pre-norm, t5", "modernbert", "wide"])
 def test_bits_of_a_text_depend_on_nothing_else(name: str, precision: str) -> None:
     wide = {"d_model": 264, "heads": 6, "head_dim": 44, "d_ff": 700, "layers": 2, "types": 2}
     o, t = drawn(precision=precision, **(wide if name == "wide" else CONFIGS[name]))
@@ -90,42 +88,6 @@ def test_bits_of_a_text_depend_on_nothing_else(name: str, precision: str) -> Non
             assert [row.tobytes() for row in rows] == [one[i] for i in order], threads
             hidden = encoder.encode([ids[order[0]]], types and [types[order[0]]], "none", False, threads)
             assert hidden.shape == (len(ids[order[0]]), o["d_model"])
-
-
-def test_many_threads_get_the_same_results() -> None:
-    o, t = drawn(d_model=96, heads=3, head_dim=32, d_ff=300)
-    encoder = packed(EXT, o, t)
-    batches = [texts_of(random.Random(seed), o, t, [seed + 1, 40, 7, 90])[0] for seed in range(8)]
-    due = [encoder.encode(ids, None, "mean", False, 1).tobytes() for ids in batches]
-
-    def call(place: int) -> set[bytes]:
-        return {encoder.encode(batches[place], None, "mean", False, 1 + place % 3).tobytes() for _ in range(10)}
-
-    with ThreadPoolExecutor(8) as threads:
-        assert [*threads.map(call, range(8))] == [{each} for each in due]
-
-
-@pytest.mark.parametrize(
-    ("ids", "types", "named"),
-    [
-        ([[1], []], None, "ids"),
-        ([[1, 70]], None, "ids"),
-        ([[-1]], None, "ids"),
-        ([[2**31]], None, "ids"),
-        ([[2**40]], None, "ids"),
-        ([[1] * 601], None, "ids"),
-        ([[1, 2]], [[0, 2]], "token_types"),
-        ([[1, 2]], [[0, -1]], "token_types"),
-        ([[1, 2]], [[0]], "token_types"),
-        ([[1, 2]], [], "token_types"),
-        ([[1, 2]], [[0, 0], [1]], "token_types"),
-    ],
-)
-def test_values_that_are_not_texts_get_an_error(ids: Any, types: Any, named: str) -> None:
-    encoder = packed(EXT, *drawn(types=2))
-    with pytest.raises(ValueError, match=rf"\b{named}\b"):
-        encoder.encode(ids, types, "mean", False, 1)
-    assert encoder.encode([[1, 2]], [[0, 1]], "mean", False, 1).shape == (1, 32)
 
 
 @pytest.mark.parametrize("name", ["mpnet", "modernbert", "windows of one"])
@@ -197,12 +159,6 @@ def test_other_wrong_calls_get_an_error() -> None:
         packed(EXT, o, {**t, "source_types": torch.zeros(2, 33)})
     with pytest.raises(ValueError, match=r"\bdecoder\b"):
         EXT.Session(EXT.PackedModel(o, {name: tensor.numpy() for name, tensor in t.items()}), 32)
-
-
-def test_nothing_to_encode_gives_nothing() -> None:
-    encoder = packed(EXT, *drawn(types=2))
-    for pooling in ("mean", "none"):
-        assert encoder.encode([], None, pooling, True, 2).shape == (0, 32)
 
 
 def test_nan_stays_nan() -> None:

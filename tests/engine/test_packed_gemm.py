@@ -1,4 +1,4 @@
-"""The engine's int8 products are exact, fp32 and bf16 follow the rule, and rows are independent."""
+"""The engine's int8 and int4 products are exact, fp32 and bf16 follow the rule, and rows are independent."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,12 +18,15 @@ from fastformer.ops import _extension
 from tests.checks import assert_accurate
 from tests.engine.elsewhere import products_of, started
 
-PRECISIONS = ("fp32", "bf16", "int8")
+FLOATS_AND_INT8 = ("fp32", "bf16", "int8")
+PRECISIONS = (*FLOATS_AND_INT8, "int4", "int4 with zeros")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-# Tails of panels (64 columns), of vectors (8 and 16), of the 4 or 2 neighbours in k, and none.
+# Tails of panels (64 columns), of vectors (8 and 16), of the 4 or 2 neighbours in k, of groups, and none.
 COLUMNS = (1, 63, 64, 65, 200)
 DEPTHS = (1, 2, 3, 5, 16, 63, 129)
+GROUP = 32
+DEPTHS_OF_GROUPS = (1, 2, 31, 32, 33, 47, 64, 65, 129)
 
 
 @cache
@@ -73,6 +77,64 @@ def expected_int8(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) ->
     return (y + (0 if bias is None else bias)).astype(np.float32)
 
 
+def packed(q: np.ndarray) -> np.ndarray:
+    """(n, k) whole numbers from 0 to 15 as (n, 16 * groups) bytes; what is beyond k is noise that must not count."""
+    n, k = q.shape
+    padded = np.random.default_rng(k).integers(0, 16, (n, -(-k // GROUP) * GROUP), dtype=np.uint8)
+    padded[:, :k] = q
+    return padded[:, ::2] | padded[:, 1::2] << 4
+
+
+def linear_int4(x, weight, bias=None, columns=None) -> np.ndarray:
+    q, scales, zeros = weight
+    found: np.ndarray = extension().packed_linear_int4(x, packed(q), scales, zeros, bias, columns)
+    return found
+
+
+def in_groups(n: int, k: int, with_zeros: bool, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """q, scales of 11 bits, as fp16 has them, and zeros."""
+    random = np.random.default_rng([n, k, seed])
+    groups = -(-k // GROUP)
+    q = random.integers(0, 16, (n, k), dtype=np.uint8)
+    scales = np.exp(random.uniform(-7, 0, (n, groups))).astype(np.float16).astype(np.float32)
+    zeros = random.integers(0, 17, (n, groups), dtype=np.uint8) if with_zeros else None
+    return q, scales, zeros
+
+
+def expected_int4(x, weight, bias=None) -> np.ndarray:
+    """Exact integers in each group; from there on the kernels' steps in fp32, with fma emulated in fp64."""
+    (q, scales, zeros), k = weight, x.shape[1]
+    rows, x_scale = stored(x)
+    low, high = np.minimum(x.min(1, keepdims=True), 0), np.maximum(x.max(1, keepdims=True), 0)
+    width = (high - low).astype(np.float32)
+    safe = np.where(width > 0, width, np.float32(1))
+    zero_byte = np.where(width > 0, np.rint(-low * (np.float32(255) / safe)), 0).astype(np.int64)
+    whole = rows + zero_byte  # the bytes
+    offsets = np.full(scales.shape, 8) if zeros is None else zeros.astype(np.int64)
+    largest = np.abs(scales).max(1, keepdims=True)
+    factor = np.where(largest > 0, np.exp2(15.0 - (np.frexp(largest)[1])), 1).astype(np.float64)
+    total, correction = np.zeros((len(x), len(q)), np.float32), np.zeros(len(q))
+    for g, first in enumerate(range(0, k, GROUP)):
+        part = q[:, first : first + GROUP].astype(np.int64) - offsets[:, g : g + 1]
+        scale = scales[:, g].astype(np.float64) * factor[:, 0]
+        exact = (whole[:, first : first + GROUP] @ part.T).astype(np.float64)
+        total = (exact * scale + total.astype(np.float64)).astype(np.float32)
+        correction += scale * part.sum(1)
+    moved = -zero_byte * correction.astype(np.float32).astype(np.float64) + total
+    scale = (x_scale * (1 / factor[:, 0]).astype(np.float32)).astype(np.float64)
+    shift = np.zeros(len(q), np.float32) if bias is None else bias
+    return (moved.astype(np.float32).astype(np.float64) * scale + shift).astype(np.float32)
+
+
+def drawn(precision: str, n: int, k: int, seed: int = 1) -> Any:
+    """A weight: a matrix, or of int4 its parts."""
+    return in_groups(n, k, precision != "int4", seed) if "int4" in precision else draw(n, k, seed=seed)
+
+
+def product(precision: str, x: np.ndarray, weight: Any, bias: np.ndarray | None = None) -> np.ndarray:
+    return linear_int4(x, weight, bias) if "int4" in precision else packed_linear()(x, weight, bias, precision)
+
+
 def plain_and_exact(
     x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, precision: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,35 +148,35 @@ def plain_and_exact(
 
 def check(precision: str, rows: int, n: int, k: int, with_bias: bool = True) -> None:
     # The largest error of a handful of numbers is a matter of luck: few of them are drawn several times.
-    draws = 1 if precision == "int8" or rows * n > 1000 else 4
+    draws = 1 if precision not in DTYPES or rows * n > 1000 else 4
     results: tuple[list[torch.Tensor], ...] = ([], [], [])
     for seed in range(0, 3 * draws, 3):
-        x, weight = draw(rows, k, seed=seed), draw(n, k, seed=seed + 1)
+        x, weight = draw(rows, k, seed=seed), drawn(precision, n, k, seed + 1)
         bias = draw(n, seed=seed + 2) if with_bias else None
-        ours = packed_linear()(x, weight, bias, precision)
+        ours = product(precision, x, weight, bias)
         assert ours.shape == (rows, n) and ours.dtype == np.float32
-        if precision == "int8":
-            np.testing.assert_array_equal(ours, expected_int8(x, weight, bias))
+        if precision not in DTYPES:
+            due = expected_int8(x, weight, bias) if precision == "int8" else expected_int4(x, weight, bias)
+            np.testing.assert_array_equal(ours, due)
             return
-        for drawn, result in zip(
-            results, (torch.from_numpy(ours), *plain_and_exact(x, weight, bias, precision)), strict=True
-        ):
-            drawn.append(result)
-    ours_all, plain, exact = (torch.stack(drawn) for drawn in results)
+        found = torch.from_numpy(ours), *plain_and_exact(x, weight, bias, precision)
+        for each, result in zip(results, found, strict=True):
+            each.append(result)
+    ours_all, plain, exact = (torch.stack(each) for each in results)
     assert_accurate(ours_all, plain, exact, f"{precision} {rows} x {n} x {k}")
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_tail(precision: str) -> None:
-    for n, k in itertools.product(COLUMNS, DEPTHS):
+    for n, k in itertools.product(COLUMNS, DEPTHS_OF_GROUPS if "int4" in precision else DEPTHS):
         for rows in (1, 5):
             check(precision, rows, n, k)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_number_of_rows(precision: str) -> None:
-    for rows in range(71):
-        check(precision, rows, 130, 37)
+    for rows in range(41 if "int4" in precision else 71):
+        check(precision, rows, 130, 71 if "int4" in precision else 37)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -122,7 +184,7 @@ def test_more_rows_than_a_step_has(precision: str) -> None:
     check(precision, 523, 65, 300)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", FLOATS_AND_INT8)
 @pytest.mark.parametrize("k", [128, 255, 256, 257, 2048, 4095])
 def test_long_sums(precision: str, k: int) -> None:
     """They are sums of sums, which are no less accurate than eager PyTorch's."""
@@ -137,14 +199,19 @@ def test_no_bias(precision: str) -> None:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_row_depends_on_nothing_else(precision: str) -> None:
-    x, weight, bias = draw(70, 203), draw(129, 203, seed=1), draw(129, seed=2)
-    together = packed_linear()(x, weight, bias, precision)
-    for rows in (1, 2, 4, 6, 7, 13, 14, 16, 27, 40, 64):
-        np.testing.assert_array_equal(packed_linear()(x[:rows], weight, bias, precision), together[:rows])
+    x, weight, bias = draw(70, 203), drawn(precision, 129, 203), draw(129, seed=2)
+    together = product(precision, x, weight, bias)
+    for rows in (1, 2, 3, 4, 6, 7, 12, 13, 14, 16, 27, 31, 32, 40, 64):
+        np.testing.assert_array_equal(product(precision, x[:rows], weight, bias), together[:rows])
     for row in range(70):
-        np.testing.assert_array_equal(packed_linear()(x[row : row + 1], weight, bias, precision)[0], together[row])
+        np.testing.assert_array_equal(product(precision, x[row : row + 1], weight, bias)[0], together[row])
     # Nor does a column depend on the panel that it stands in.
-    np.testing.assert_array_equal(packed_linear()(x, weight[77:], bias[77:], precision), together[:, 77:])
+    is_int4 = "int4" in precision
+    last = tuple(part if part is None else part[77:] for part in weight) if is_int4 else weight[77:]
+    np.testing.assert_array_equal(product(precision, x, last, bias[77:]), together[:, 77:])
+    if is_int4:
+        picked = [3, 64, 65, 128, *range(66, 127)]
+        np.testing.assert_array_equal(linear_int4(x, weight, bias, picked), together[:, picked])
 
 
 def test_whole_numbers_are_kept_exactly() -> None:
@@ -178,49 +245,80 @@ def test_a_quantised_weight_packs_to_itself() -> None:
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_nonfinite_values_stay_in_their_row(precision: str, value: float) -> None:
-    x, weight = draw(14, 131), draw(70, 131, seed=1)
-    clean = packed_linear()(x, weight, None, precision)
+    x, weight = draw(14, 131), drawn(precision, 70, 131)
+    clean = product(precision, x, weight)
     for column in (0, 64, 130):
         broken = x.copy()
         broken[4, column] = value
         broken[4, (column + 1) % 131] = -value  # inf - inf
-        ours = packed_linear()(broken, np.abs(weight), None, precision)
-        assert np.isnan(ours[4]).all()
-        ours = packed_linear()(broken, weight, None, precision)
+        if "int4" not in precision:
+            assert np.isnan(product(precision, broken, np.abs(weight))[4]).all()
+        ours = product(precision, broken, weight)
         assert not np.isfinite(ours[4]).any()
         np.testing.assert_array_equal(np.delete(ours, 4, 0), np.delete(clean, 4, 0))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_nan_in_the_weight_stays_in_its_column(precision: str) -> None:
-    x, weight = draw(14, 131), draw(70, 131, seed=1)
-    clean = packed_linear()(x, weight, None, precision)
-    for place in (0, 129, 130):
-        broken = weight.copy()
-        broken[65, place] = np.nan
-        ours = packed_linear()(x, broken, None, precision)
-        assert np.isnan(ours[:, 65]).all()
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_nonfinite_values_of_the_weight_stay_in_their_column(precision: str, value: float) -> None:
+    x, weight = draw(14, 131), drawn(precision, 70, 131)
+    clean = product(precision, x, weight)
+    for place in (0, 4) if "int4" in precision else (0, 129, 130):
+        if "int4" in precision:
+            q, scales, zeros = weight
+            broken: Any = (q, scales.copy(), zeros)
+            broken[1][65, place] = value
+        else:
+            broken = weight.copy()
+            broken[65, place] = value
+        ours = product(precision, x, broken)
+        assert not np.isfinite(ours[:, 65]).any() and (np.isnan(ours[:, 65]).all() or precision in DTYPES)
         np.testing.assert_array_equal(np.delete(ours, 65, 1), np.delete(clean, 65, 1))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_empty_products_are_empty(precision: str) -> None:
-    x, weight, bias = draw(3, 40), draw(65, 40, seed=1), draw(65, seed=2)
-    x[1], weight[64] = 0, 0
-    ours = packed_linear()(x, weight, bias, precision)
+    x, weight, bias = draw(3, 40), drawn(precision, 65, 40), draw(65, seed=2)
+    x[1] = 0
+    (weight[1] if "int4" in precision else weight)[64] = 0
+    ours = product(precision, x, weight, bias)
     np.testing.assert_array_equal(ours[1], bias)
     np.testing.assert_array_equal(ours[:, 64], np.repeat(bias[64], 3))
-    # Too small for a scale, and no NaN for that.
-    ours = packed_linear()(x * np.float32(1e-42), weight, bias, precision)
+    if "int4" not in precision:  # too small for a scale, and no NaN for that
+        ours = product(precision, x * np.float32(1e-42), weight, bias)
+        np.testing.assert_array_equal(ours, np.tile(bias, (3, 1)))
+    assert product(precision, draw(3, 5), drawn(precision, 0, 5)).shape == (3, 0)
+    ours = product(precision, np.zeros((3, 0), np.float32), drawn(precision, 65, 0), bias)
     np.testing.assert_array_equal(ours, np.tile(bias, (3, 1)))
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_no_outputs_or_no_inputs(precision: str) -> None:
-    assert packed_linear()(draw(3, 5), np.zeros((0, 5), np.float32), None, precision).shape == (3, 0)
-    bias = draw(65)
-    ours = packed_linear()(np.zeros((3, 0), np.float32), np.zeros((65, 0), np.float32), bias, precision)
-    np.testing.assert_array_equal(ours, np.tile(bias, (3, 1)))
+def test_the_largest_sums_are_exact() -> None:
+    """Scales of 1: products of whole numbers, with all bytes and all nibbles at their ends, to the last unit."""
+    for nibble, zero in itertools.product((0, 15), (None, 0, 8, 16)):
+        q, scales = np.full((65, 4096), nibble, np.uint8), np.ones((65, 128), np.float32)
+        zeros = None if zero is None else np.full((65, 128), zero, np.uint8)
+        x = np.full((9, 4096), 255, np.float32)
+        x[4:] *= -1
+        x[::2, ::2] = 0
+        exact = x @ (q.astype(np.float32) - (8 if zero is None else zero)).T
+        np.testing.assert_array_equal(linear_int4(x, (q, scales, zeros)), exact)
+
+
+def test_scales_far_apart() -> None:
+    """A group that is 2^-12 of its column's largest keeps fp16's 11 bits."""
+    q, x = np.zeros((3, 96), np.uint8), np.zeros((1, 96), np.float32)
+    q[:, 5], q[:, 40], q[:, 70], x[0, 40] = 15, 15, 15, 1
+    scales = np.array([[1000, 1000 / 4096, 0], [3e-30, 2e-33, 1], [0, 0, 0]], np.float32)
+    ours = linear_int4(x, (q, scales, None))[0]
+    np.testing.assert_allclose(ours[0], 7 * scales[0, 1], rtol=2**-10)
+    assert ours[1] == 0 and ours[2] == 0
+
+
+def test_weights_of_int8_have_the_same_rows() -> None:
+    """What has no groups in a model in int4 is packed as int8."""
+    x, matrix, bias = draw(21, 77), draw(66, 77, seed=1), draw(66, seed=2)
+    as_int4 = extension().packed_linear(x, matrix, bias, "int8", True)
+    np.testing.assert_array_equal(as_int4, packed_linear()(x, matrix, bias, "int8"))
 
 
 def test_wrong_calls() -> None:
@@ -229,6 +327,18 @@ def test_wrong_calls() -> None:
         packed_linear()(x, weight, None, "fp64")
     with pytest.raises(ValueError, match=r"\b66311\b.*\b66312\b"):
         packed_linear()(np.zeros((1, 66312), np.float32), np.zeros((1, 66312), np.float32), None, "int8")
+    x, (q, scales, zeros) = draw(2, 40), in_groups(3, 40, True)
+    assert zeros is not None
+    for wrong in (
+        lambda: extension().packed_linear_int4(x, packed(q)[:, :-1].copy(), scales, zeros, None),
+        lambda: linear_int4(x, (q, scales[:, :1].copy(), zeros)),
+        lambda: linear_int4(x, (q, scales, zeros[:2].copy())),
+        lambda: linear_int4(x, (q, scales, zeros), np.zeros(2, np.float32)),
+        lambda: linear_int4(x, (q, scales, zeros), None, [3]),
+        lambda: packed_linear()(x, draw(3, 40), None, "int4"),
+    ):
+        with pytest.raises(ValueError, match=r"\bpacked_linear"):
+            wrong()
 
 
 # A process of test_other_paths: loads the module of an instruction set and writes the products of all cases.
@@ -239,6 +349,11 @@ def product(which, precision):
     before = module.num_brgemm_products()
     y = module.packed_linear(given[f"{which} x"], given[f"{which} weight"], given[f"{which} bias"], precision)
     return y, module.num_brgemm_products() - before
+for case in [name.removesuffix(" q") for name in given if name.endswith(" q")]:
+    x, q, scales = (given[f"{case} {what}"] for what in ("left", "q", "scales"))
+    zeros = given[f"{case} zeros"] if f"{case} zeros" in given else None
+    found[f"{case} int4"] = module.packed_linear_int4(x, q, scales, zeros, None)
+found["int4 brgemm"] = module.num_brgemm_products()
 names = [name.removesuffix(" x") for name in given if name.endswith(" x")]
 for which in names:
     for precision in ("fp32", "bf16", "int8"):
@@ -257,6 +372,21 @@ PATHS = {
     "avx2 alone": ("avx2", {"FASTFORMER_CPU_FEATURES": ""}),
     "avx2, avx_vnni": ("avx2", {"FASTFORMER_CPU_FEATURES": "avx_vnni,avx512_bf16"}),
 }
+
+
+def groups_of_cases() -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]]:
+    """By name: rows and a weight of int4, some of them with the largest sums."""
+    full, ones = np.full((9, 999), 255, np.float32), np.ones((65, 32), np.float32)
+    found = {
+        f"{rows}{zeros}": (draw(rows, 301), *in_groups(129, 301, zeros))
+        for rows in (*range(1, 15), 33, 70)
+        for zeros in (False, True)
+    }
+    return found | {
+        f"ends{q}{sign}": (full * sign, np.full((65, 999), q, np.uint8), ones, None)
+        for q in (0, 15)
+        for sign in (1, -1)
+    }
 
 
 # Slow: paths that another one stands for: of the same code for wider vectors, and of libraries' products.
@@ -285,7 +415,16 @@ def test_other_paths(path: str, tmp_path: Path) -> None:
     for name, sign in (("largest", 1), ("least", -1)):
         cases |= {f"{name} x": full, f"{name} weight": full * sign, f"{name} bias": np.zeros(9, np.float32)}
 
+    in_int4 = groups_of_cases()
+    for name, (left, q, scales, zeros) in in_int4.items():
+        parts = {"left": left, "q": packed(q), "scales": scales} | ({} if zeros is None else {"zeros": zeros})
+        cases |= {f"{name} {what}": part for what, part in parts.items()}
     found = products_of(isa, PRODUCTS, settings, cases, tmp_path)
+    for name, weight_of in in_int4.items():
+        np.testing.assert_array_equal(found.pop(f"{name} int4"), linear_int4(weight_of[0], weight_of[1:]), err_msg=name)
+    takes_brgemm = settings.get("FASTFORMER_BRGEMM") == "1"
+    assert (found.pop("int4 brgemm") > 0) == (takes_brgemm and "avx512_vnni" in cpu_features())
+    cases = {name: part for name, part in cases.items() if name.endswith((" x", " weight", " bias"))}
 
     allowed = settings.get("FASTFORMER_CPU_FEATURES")
     in_use = found.pop("features").tolist()
@@ -298,7 +437,7 @@ def test_other_paths(path: str, tmp_path: Path) -> None:
     for name, ours in found.items():
         case, precision = name.split(" ")
         x, weight, bias = (cases[f"{case} {what}"] for what in ("x", "weight", "bias"))
-        to_brgemm = settings.get("FASTFORMER_BRGEMM") == "1" and needed.get(precision) in in_use
+        to_brgemm = takes_brgemm and needed.get(precision) in in_use
         assert (taken[name] > 0) == (to_brgemm and (precision == "bf16" or len(x) >= 8)), name
         if precision == "int8":
             np.testing.assert_array_equal(ours, packed_linear()(x, weight, bias, "int8"), err_msg=name)

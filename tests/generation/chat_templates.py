@@ -141,26 +141,6 @@ GEMMA_3 = """{{ bos_token }}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<start_of_turn>model\\n' }}{%- endif -%}"""
 
-PHI_3 = """{% for message in messages %}{% if message['role'] == 'system' %}{{'<|system|>\\n' + message['content'] + '<|end|>\\n'}}
-{% elif message['role'] == 'user' %}{{'<|user|>\\n' + message['content'] + '<|end|>\\n'}}
-{% elif message['role'] == 'assistant' %}{{'<|assistant|>\\n' + message['content'] + '<|end|>\\n'}}{% endif %}{% endfor %}
-{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}"""
-
-ZEPHYR = """{% for message in messages %}
-{% if message['role'] == 'user' %}
-{{ '<|user|>\n' + message['content'] + eos_token }}
-{% elif message['role'] == 'system' %}
-{{ '<|system|>\n' + message['content'] + eos_token }}
-{% elif message['role'] == 'assistant' %}
-{{ '<|assistant|>\n'  + message['content'] + eos_token }}
-{% endif %}
-{% if loop.last and add_generation_prompt %}
-{{ '<|assistant|>' }}
-{% endif %}
-{% endfor %}"""
-
-OLMO = """{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' %}{{ '<|system|>\n' + message['content'] + '\n' }}{% elif message['role'] == 'user' %}{{ '<|user|>\n' + message['content'] + '\n' }}{% elif message['role'] == 'assistant' %}{% if not loop.last %}{{ '<|assistant|>\n'  + message['content'] + eos_token + '\n' }}{% else %}{{ '<|assistant|>\n'  + message['content'] + eos_token }}{% endif %}{% endif %}{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}"""
-
 MACROS = """{%- macro turn(role, text, end='') -%}
 <{{ role | upper }}>{{ caller() if caller else text | replace('\\n', ' ') }}{{ end }}
 {%- endmacro -%}
@@ -212,8 +192,5 @@ CASES: dict[str, tuple[str, list[tuple[list[dict[str, Any]], dict[str, Any]]]]] 
     "mistral": (MISTRAL, [(TURNS, {}), ([SYSTEM, *TURNS], {})]),
     "gemma": (GEMMA, [(TURNS, {}), (TURNS[:1], {"add_generation_prompt": False})]),
     "gemma 3": (GEMMA_3, [([SYSTEM, *TURNS], {}), (LISTED, {})]),
-    "phi 3": (PHI_3, [([SYSTEM, *TURNS], {}), (TURNS, {"add_generation_prompt": False})]),
-    "zephyr": (ZEPHYR, [([SYSTEM, *TURNS], {}), (TURNS[:2], {})]),
-    "olmo": (OLMO, [([SYSTEM, *TURNS], {}), (TURNS[:2], {"add_generation_prompt": False})]),
     "macros": (MACROS, [([SYSTEM, *TURNS], {}), (TURNS, {})]),
 }

@@ -46,8 +46,8 @@ def test_scores_are_those_of_teacher_forcing(any_model, options) -> None:
             width = int((sources != 0).sum(1).max())
             assert out.sequences[i, :width].tolist() == [0] * (width - len(source)) + source
     if "num_beams" in options:
-        for source in range(5):
-            group = range(source * returned, (source + 1) * returned)
+        for place in range(5):
+            group = range(place * returned, (place + 1) * returned)
             assert len({tuple(found[i]) for i in group}) == returned  # n different hypotheses
             for ended in (True, False):
                 scores = [out.scores[i].item() for i in group if (found[i][-1] == EOS) == ended]

@@ -55,16 +55,15 @@ def beams(limit: int, width: int = 3, **options) -> Callable[[], Search]:
 def random_options(dice: random.Random) -> tuple[dict, Callable[[], Search]]:
     """What a request asks for: a search, a source's length, a prefix, processors; and the search in C++, if any."""
     limit, width, early = dice.randint(1, 12), dice.randint(2, 4), {"early_stopping": dice.random() < 0.5}
-    search = samples(limit, dice.choice([1, 2, 4]), dice.random())
+    drawn = samples(limit, dice.choice([1, 2, 4]), dice.random())
     diverse = beams(limit, 4, num_groups=2, diversity_penalty=0.5)
-    search, native = dice.choice(
-        [
-            *[(greedy(limit), partial(NativeSearch.greedy, limit, ENDS))] * 2,
-            *[(search, search)] * 2,
-            (beams(limit, width, **early), partial(NativeSearch.beams, limit, ENDS, width, num_return=width, **early)),
-            (diverse, diverse),
-        ]
-    )
+    kinds: list[tuple[Callable[[], Search], Callable[[], Search]]] = [
+        (greedy(limit), partial(NativeSearch.greedy, limit, ENDS)),
+        (drawn, drawn),
+        (beams(limit, width, **early), partial(NativeSearch.beams, limit, ENDS, width, num_return=width, **early)),
+        (diverse, diverse),
+    ]
+    search, native = dice.choice(kinds + kinds[:2])
     options = {
         "make_search": search,
         "length": dice.randint(1, 6),

@@ -12,6 +12,7 @@ from torch import Tensor
 from fastformer.models import BERT, BERTConfig, SpecialIds
 from fastformer.models.quantization import quantized_names
 from fastformer.nn import SequenceLayout
+from tests.engine.plain_encoder import POOLINGS, pooled
 from tests.nn.comparing import randomised
 
 VOCAB = 50
@@ -118,17 +119,10 @@ def test_pooling_follows_its_definition() -> None:
     expected: dict[str, list[Tensor]] = {}
     for row, length in enumerate(layout.seqlens.tolist()):
         own = hidden[row, :length]
-        weight = torch.arange(1, length + 1, dtype=own.dtype)[:, None]
-        for kind, vector in {
-            "cls": own[0],
-            "lasttoken": own[-1],
-            "max": own.max(0)[0],
-            "mean": own.mean(0),
-            "mean_sqrt_len_tokens": own.sum(0) / length**0.5,
-            "weightedmean": (own * weight).sum(0) / weight.sum(),
-            "pooler": torch.tanh(F.linear(own[0], model.pooler.weight, model.pooler.bias)),
-        }.items():
-            expected.setdefault(kind, []).append(vector)
+        for kind in POOLINGS:
+            expected.setdefault(kind, []).append(pooled(kind, own))
+        after_cls = torch.tanh(F.linear(own[0], model.pooler.weight, model.pooler.bias))
+        expected.setdefault("pooler", []).append(after_cls)
     for kind, rows in expected.items():
         found = model.pooled(hidden, model.layout_of(ids), kind)
         torch.testing.assert_close(found, torch.stack(rows), rtol=0, atol=1e-12)

@@ -62,3 +62,10 @@ def classifier(folder: Path, num_labels: int = 3) -> Path:
     labels = {"id2label": dict(enumerate(names)), "label2id": {name: place for place, name in enumerate(names)}}
     folders.bert(folder, num_labels=num_labels, **(labels if num_labels > 1 else {}))
     return folder
+
+
+def folder_of(kind: str, folder: Path, translator_folder: Path) -> Path:
+    """A folder of a kind of service."""
+    if kind == "translator":
+        return translator_folder
+    return {"generator": generator, "encoder": encoder, "cross-encoder": classifier}[kind](folder)

@@ -28,28 +28,27 @@ class Running(NamedTuple):
 @contextlib.contextmanager
 def running(served: Path | Service, limits: Limits | None = None, **options: Any) -> Iterator[Running]:
     """Serves a folder or a service as long as the context is open; options are those of `make_app`."""
+    service = open_service(served, limits=limits) if isinstance(served, Path) else served
+    app = make_app(service, service.limits, **options)
+    with listening(app, service.limits, lifespan="on", timeout_graceful_shutdown=5) as (_, (host, port)):
+        yield Running(f"http://{host}:{port}", service)
+
+
+@contextlib.contextmanager
+def listening(app: Any, limits: Limits, **config: Any) -> Iterator[tuple[Any, tuple[str, int]]]:
+    """Runs uvicorn's server of an application in a thread; gives it and its address."""
     import uvicorn
 
     from fastformer.serving.protocol import protocol_of
 
-    service = open_service(served, limits=limits) if isinstance(served, Path) else served
-    app = make_app(service, service.limits, **options)
-    config = uvicorn.Config(
-        app,
-        http=protocol_of(service.limits),
-        ws="none",
-        log_level="critical",
-        lifespan="on",
-        timeout_graceful_shutdown=5,
-    )
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(uvicorn.Config(app, http=protocol_of(limits), ws="none", log_level="critical", **config))
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
         until(lambda: server.started)
-        yield Running(f"http://127.0.0.1:{listener.getsockname()[1]}", service)
+        yield server, listener.getsockname()
     finally:
         server.should_exit = True
         thread.join(20)

@@ -139,31 +139,24 @@ WRONG: list[tuple[str, dict[str, Any], int, str]] = [
 ]
 
 
+NO_INPUTS: list[Any] = [[[]], [["a", "b", "c"]], ["a", "b", "c"], [["a"], "b"], {"a": "b"}, None, [[1]]]
+WRONG += [
+    ("rerank", {"query": "a", "texts": []}, 400, "empty"),
+    ("rerank", {"query": "a", "texts": "b"}, 422, "validation"),
+    ("rerank", {"query": None, "texts": ["b"]}, 422, "validation"),
+    ("rerank", {"texts": ["b"]}, 422, "validation"),
+    ("rerank", {"query": "a", "texts": ["b"] * 65}, 422, "validation"),
+    ("rerank", {"query": "a", "texts": ["b"], "raw_scores": "yes"}, 422, "validation"),
+    ("predict", {"inputs": []}, 400, "empty"),
+    *(("predict", {"inputs": inputs}, 422, "validation") for inputs in NO_INPUTS),
+]
+
+
 @pytest.mark.parametrize("path, body, status, kind", WRONG, ids=[str(i) for i in range(len(WRONG))])
-def test_errors_have_teis_format(path, body, status, kind, server) -> None:
-    headers = {"content-type": "application/json"}
-    answer = httpx.post(f"{server.url}/{path}", content=json.dumps(body), headers=headers)
+def test_errors_have_teis_format(path, body, status, kind, request) -> None:
+    url = request.getfixturevalue({"embed": "server", "rerank": "ranker", "predict": "classifier"}[path]).url
+    answer = httpx.post(f"{url}/{path}", content=json.dumps(body), headers={"content-type": "application/json"})
     assert answer.status_code == status and answer.json()["error_type"] == kind and answer.json()["error"], answer.text
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"query": "a", "texts": []}, {"query": "a", "texts": "b"}, {"query": None, "texts": ["b"]}, {"texts": ["b"]},
-        {"query": "a", "texts": ["b"] * 65}, {"query": "a", "texts": ["b"], "raw_scores": "yes"},
-    ],
-)  # fmt: skip
-def test_wrong_rankings(body, ranker) -> None:
-    answer = httpx.post(f"{ranker.url}/rerank", json=body)
-    assert answer.status_code in (400, 422) and answer.json()["error_type"] in ("empty", "validation"), answer.text
-
-
-@pytest.mark.parametrize(
-    "inputs", [[], [[]], [["a", "b", "c"]], ["a", "b", "c"], [["a"], "b"], {"a": "b"}, None, [[1]]]
-)
-def test_wrong_predictions(inputs, classifier) -> None:
-    answer = httpx.post(f"{classifier.url}/predict", json={"inputs": inputs})
-    assert answer.status_code in (400, 422) and answer.json()["error_type"] in ("empty", "validation"), answer.text
 
 
 @pytest.mark.parametrize(

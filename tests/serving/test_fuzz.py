@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from tests.serving.fuzzing import RIGHT, Attack
+from tests.serving.models import folder_of
 from tests.serving.servers import until
 from tests.serving.test_process import nothing_runs, served
-from tests.serving.test_schema import folder_of
 
 SECONDS = 8.0
 FLAGS = ("--body_s", "2", "--write_s", "2", "--max_new_tokens", "64", "--timeout_s", "20", "--max_body_bytes", "200000")

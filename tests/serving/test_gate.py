@@ -31,12 +31,9 @@ def routes(app) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("kind", ["translator", "generator", "encoder", "cross-encoder"])
 async def test_every_route_asks_for_a_key(kind, tmp_path, translator_folder) -> None:
-    folder = translator_folder
     if kind != "translator":
         pytest.importorskip("transformers", reason="the folders are written by transformers")
-        made = {"generator": models.generator, "encoder": models.encoder, "cross-encoder": models.classifier}
-        folder = made[kind](tmp_path / "model")
-
+    folder = models.folder_of(kind, tmp_path / "model", translator_folder)
     async with serving(open_service(folder), keys=KEYS) as client:
         assert client.app.state.service.kind == kind
         assert len(routes(client.app)) >= 10 or kind != "translator"

@@ -180,48 +180,6 @@ def test_a_second_signal_ends_at_once_and_a_drain_is_limited(folder) -> None:
             assert process.wait(5) == 0 or signals == 2
 
 
-def test_a_full_queue_answers_at_once_and_is_empty_afterwards(folder) -> None:
-    with served(folder, "--max_waiting", "8", "--max_batch_size", "4") as (_, url):
-        gate, seconds = threading.Barrier(200), []
-
-        def ask(number: int) -> int:
-            with httpx.Client(timeout=60) as client:
-                client.get(f"{url}/health")
-                gate.wait()
-                began = time.monotonic()
-                answer = client.post(f"{url}/v1/translate", json={"text": "abc", "max_new_tokens": 50})
-                if answer.status_code == 429:
-                    seconds.append(time.monotonic() - began)
-                    assert 1 <= int(answer.headers["retry-after"]) <= 30
-                return answer.status_code
-
-        with ThreadPoolExecutor(200) as pool:
-            statuses = list(pool.map(ask, range(200)))
-        assert set(statuses) == {200, 429} and statuses.count(200) >= 8
-        print(f"429: {len(seconds)}, slowest {1000 * max(seconds):.0f} ms from 200 client threads")
-        assert nothing_runs(url)
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["answer", "stream"])
-def test_the_request_of_a_disconnected_client_leaves_the_batch(folder, stream) -> None:
-    body = json.dumps({**LONG, "stream": stream}).encode()
-    fields = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-    head = f"POST /v1/translate HTTP/1.1\r\n{fields}\r\n\r\n"
-    slowest = 0.0
-    with served(folder) as (_, url):
-        place = (httpx.URL(url).host, httpx.URL(url).port)
-        for _ in range(25):
-            with socket.create_connection(place) as client:
-                client.sendall(head.encode() + body)
-                while gauges(url)["requests_running"] == 0:
-                    time.sleep(0.005)
-            began = time.monotonic()
-            while not nothing_runs(url):
-                assert time.monotonic() - began < 0.5
-            slowest = max(slowest, time.monotonic() - began)
-    print(f"left the batch within {1000 * slowest:.0f} ms, 25 times")
-
-
 def test_a_client_that_never_reads_leaves_the_batch(tmp_path) -> None:
     # More than the buffers of sockets hold: 4,000 tokens of some kilobytes each.
     from tests.serving import models
@@ -245,35 +203,6 @@ def test_a_client_that_never_reads_leaves_the_batch(tmp_path) -> None:
             stats = server.service.stats()
             assert stats.free_tokens == stats.capacity_tokens
             print(f"its request left the batch after {seconds:.1f} s")
-
-
-def test_rude_clients_block_nothing(folder) -> None:
-    with served(folder, "--body_s", "1") as (process, url):
-        place: Any = (httpx.URL(url).host, httpx.URL(url).port)
-        sockets = [socket.create_connection(place) for _ in range(20)]
-        starts = [b"", b"GET / HT", b"POST /v1/translate HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{"]
-        for number, one in enumerate(sockets):
-            one.sendall(starts[number % 3])
-            if number % 2:
-                one.shutdown(socket.SHUT_WR)
-        began = time.monotonic()
-        while time.monotonic() - began < 3:  # a byte a second
-            for one in sockets:
-                with contextlib.suppress(OSError):
-                    one.send(b" ")
-            time.sleep(0.5)
-            assert httpx.get(f"{url}/health", timeout=1).status_code == 200
-        for one in sockets:
-            one.settimeout(2)
-            with contextlib.suppress(ConnectionError):
-                while one.recv(1000):
-                    pass  # and then the server has closed it
-        with socket.create_connection(place) as bomb, contextlib.suppress(OSError):
-            bomb.settimeout(5)
-            for _ in range(2000):
-                bomb.sendall(b"X-Bomb: " + b"x" * 1000 + b"\r\n")
-        assert len(psutil.Process(process.pid).net_connections()) < 5
-        assert nothing_runs(url)
 
 
 def test_ten_thousand_requests_leave_nothing_behind(folder) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -13,9 +12,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from fastformer.serving.limits import Limits
-from tests.serving.servers import until
+from tests.serving.servers import listening, until
 
-uvicorn = pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
+pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
 
 LARGE = 64 << 20  # bytes that no socket's buffers hold
 
@@ -79,22 +78,10 @@ class Served(NamedTuple):
 
 @contextlib.contextmanager
 def serving(limits: Limits) -> Iterator[Served]:
-    from fastformer.serving.protocol import protocol_of
-
     app = App()
-    protocol = protocol_of(limits)
-    config = uvicorn.Config(app, http=protocol, ws="none", log_level="critical", lifespan="off", timeout_keep_alive=2)
-    server = uvicorn.Server(config)
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    until(lambda: server.started)
-    yield Served(app, listener.getsockname(), server)
-    app.go, server.should_exit = True, True
-    thread.join(10)
-    listener.close()
-    assert not thread.is_alive()
+    with listening(app, limits, lifespan="off", timeout_keep_alive=2) as (server, place):
+        yield Served(app, place, server)
+        app.go = True
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,13 +17,6 @@ pytest.importorskip("transformers", reason="the folders are written by transform
 CASES = 500  # of an application, over all of its routes
 
 
-def folder_of(kind: str, folder: Path, translator_folder: Path) -> Path:
-    if kind == "translator":
-        return translator_folder
-    made = {"generator": models.generator, "encoder": models.encoder, "cross-encoder": models.classifier}
-    return made[kind](folder)
-
-
 @pytest.mark.slow  # 500 requests to each application, with bodies drawn from the schema and against it
 @pytest.mark.parametrize("kind", ["translator", "generator", "encoder", "cross-encoder"])
 def test_no_request_breaks_the_schema(kind, tmp_path, translator_folder) -> None:
@@ -37,7 +29,7 @@ def test_no_request_breaks_the_schema(kind, tmp_path, translator_folder) -> None
         checks.response_schema_conformance, checks.response_headers_conformance,
     ]  # fmt: skip
     limits = Limits(max_new_tokens=8, max_texts=8, max_beams=3)
-    with running(folder_of(kind, tmp_path / "model", translator_folder), limits) as server:
+    with running(models.folder_of(kind, tmp_path / "model", translator_folder), limits) as server:
         schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
         operations = [found.ok() for found in schema.get_all_operations()]
         posts = [operation for operation in operations if operation.method == "post"]
