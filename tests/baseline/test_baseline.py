@@ -53,7 +53,7 @@ def test_the_baselines_greedy_output_equals_the_fast_models() -> None:
 
 
 def renamed(model: torch.nn.Module, twin: torch.nn.Module, names: torch.Tensor) -> torch.nn.Module:
-    """The twin with the weights of a model whose id i it calls names[i]."""
+    """Returns the same model, with weights permuted so that id i becomes names[i]."""
     weights = model.state_dict()
     for name in weights:
         if name.startswith(("embedding", "output")):

@@ -62,7 +62,10 @@ def test_a_run_resumes_and_continues_after_a_failure(tmp_path: Path) -> None:
 
 
 def test_a_step_that_hangs_or_crashes_has_a_log_and_a_line(tmp_path: Path) -> None:
-    """A hanging process is ended with its children, and what each printed is kept, as are the names of what failed."""
+    """A hanging process is ended with its children.
+
+    The outputs of all processes and the names of failed tests are kept.
+    """
     codes = (
         "import os; print('3 passed', os.environ['NUMBER'], os.environ['FASTFORMER_TUNING_FILE'])",
         "raise SystemExit(5)",  # a shard without tests
@@ -130,7 +133,7 @@ def test_calls_that_might_hang():
 
 
 def test_a_failing_test_is_named_before_the_next_begins(tmp_path: Path) -> None:
-    """So that a hang, or the end of a lease, takes no names with it."""
+    """So no name is lost if the run hangs or the machine is taken away."""
     file = tmp_path / "test_failing.py"
     file.write_text(FAILING)
     command = [
@@ -152,7 +155,10 @@ def test_a_failing_test_is_named_before_the_next_begins(tmp_path: Path) -> None:
 
 
 def test_a_detached_run_is_polled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """It outlives the call that began it; while it runs its failures are told, and what there is is copied."""
+    """The run outlives the call that started it.
+
+    While it runs, status reports its failures and copies its results so far.
+    """
     out, copies, end = tmp_path / "out", tmp_path / "copies", tmp_path / "end"
     todo = [step(key, "print('hello')") for key in ("one", "two", "three")]
     program = f"import os, time\nwhile not os.path.exists({str(end)!r}): time.sleep(0.05)"
@@ -237,7 +243,9 @@ def test_launches_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_important_steps_fit_a_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In 15 minutes: of each op one shape, what repeats, numerics, graphs; in two of 45 all that there is."""
+    """15 minutes suffice for one shape per op, reproducibility, numerics and graphs, and two runs of 45 minutes for all
+    steps.
+    """
     todo = list(steps(tmp_path))
     keys = [each.key for each in todo]
     assert len(set(keys)) == len(keys)
@@ -262,7 +270,7 @@ def test_important_steps_fit_a_short_run(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_the_runner_knows_the_timed_cases(tmp_path: Path) -> None:
-    """Each command fits cases, and asks for kernels that are off by default by a variable that is read."""
+    """Each command matches some cases, and enables kernels that are off by default with a variable that is read."""
     sources = "".join(path.read_text() for path in Path(fastformer.kernels.__path__[0]).glob("*.py"))
     known: set[str] = set()
     for each in steps(tmp_path):
@@ -279,7 +287,7 @@ def test_the_runner_knows_the_timed_cases(tmp_path: Path) -> None:
 
 
 def test_each_command_parses_and_names_existing_cases(tmp_path: Path) -> None:
-    """A typo in an option, a shape, a provider, a file or a pattern of names would waste its step."""
+    """A typo in an option, a shape, a provider, a file or a pattern would waste its step."""
     all_files = " ".join(TESTS.values()).split()
     for each in steps(tmp_path):
         ((command, _), *_) = each.commands
@@ -321,7 +329,9 @@ def test_every_test_for_a_device_is_in_one_step() -> None:
 
 
 def test_device_tests_of_attention_take_several_blocks() -> None:
-    """Of rows and of keys, with the tiles that an H200 gets: a loop of one step shows neither races nor stale rows."""
+    """With an H200's tiles, there are several blocks of rows and keys: a loop with one step shows no races or stale
+    rows.
+    """
     pytest.importorskip("triton")
     from fastformer.kernels import _attention_configs as configs
     from fastformer.kernels._attention_common import mask_kind
@@ -347,7 +357,9 @@ def test_device_tests_of_attention_take_several_blocks() -> None:
 
 
 def test_the_checks_of_attention_fit_a_device() -> None:
-    """The timed shapes, but for batch and heads, which no kernel's tile depends on: scores of 2 GiB in fp64."""
+    """The shapes are those that are timed, except for batch and heads, which don't change tiles: scores take 2 GiB in
+    fp64.
+    """
     for name in ("attention", "masked_attention", "packed_attention"):
         attention = benchmarks()[name]
         for shape in attention.shapes["cuda"]:
@@ -358,7 +370,9 @@ def test_the_checks_of_attention_fit_a_device() -> None:
 
 
 def test_flops_of_the_published_charts() -> None:
-    """16k tokens, 2048 = heads * head_dim, n = 8192: 4 * 2 * 16 * 8192^2 * 128 FLOPs, 2.5 times as many backward."""
+    """16k tokens, heads * head_dim = 2048, n = 8192: 4 * 2 * 16 * 8192^2 * 128 FLOPs forward, and 2.5 times that
+    backward.
+    """
     attention = benchmarks()["attention"]
     causal, full = (
         next(s for s in attention.shapes["cuda"] if (s["seqlen"], s["head_dim"], s["causal"]) == (8192, 128, causal))
@@ -370,7 +384,7 @@ def test_flops_of_the_published_charts() -> None:
 
 
 def test_the_tests_of_a_step_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every file is there; the shards of a run are a partition; on a GPU the ops' tests are marked, others are not."""
+    """Every file exists, the shards of a run are a partition, and only the ops' tests are marked as GPU tests."""
     for files in (*TESTS.values(), other_tests()):
         assert all((ROOT / path).exists() for path in files.split())
     seen = []

@@ -88,7 +88,7 @@ raise SystemExit(rehearse(Path(sys.argv[1]), steps, "right|such"))
 
 
 def test_a_step_with_a_typo_is_reported(tmp_path: Path) -> None:
-    """And the steps after it are rehearsed all the same."""
+    """The steps after it are rehearsed nevertheless."""
     done = subprocess.run(
         [sys.executable, "-c", PLANTED, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -101,7 +101,7 @@ def test_a_step_with_a_typo_is_reported(tmp_path: Path) -> None:
 
 
 def test_every_step_of_the_plan_runs_to_its_end(tmp_path: Path) -> None:
-    """Of each op one small shape, and of each test function for a GPU one set of parameters. Minutes."""
+    """This runs one small shape of each op, and one set of parameters of each GPU test. It takes minutes."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu_run_plan", "rehearse", "--out", str(tmp_path)], cwd=ROOT,
         capture_output=True, text=True, check=False,
@@ -116,7 +116,7 @@ def test_every_step_of_the_plan_runs_to_its_end(tmp_path: Path) -> None:
 
 
 def test_the_launches_of_a_step_are_compiled_ahead(tmp_path: Path) -> None:
-    """Forward and backward at the size that is timed; what the file has is not compiled again."""
+    """Forward and backward are compiled at the timed size, unless the file already contains them."""
     from fastformer.kernels._binaries import BinaryFile
 
     command = [sys.executable, "-m", "benchmarks.gpu_run_plan", "compile", "--only", "first look rotary", "--jobs", "1"]

@@ -17,7 +17,7 @@ BEAMS, GROUPS, SIZE, LONGEST, SPARE = 3, 4, 4, 40, 6
 
 
 class Walk:
-    """A cache, and what should be in it: of each group the tokens of its rows, and how long they may get."""
+    """A cache and its expected contents: the tokens of each row of each group, and their maximum lengths."""
 
     def __init__(self, num_blocks: int | None = None) -> None:
         self.cache = KVCache(2, BEAMS * GROUPS, LONGEST, 1, 1, max_source_seqlen=9, num_blocks=num_blocks, block_size=4)

@@ -23,7 +23,9 @@ def new_cache(num_blocks=None, rows=ROWS, **options):
 
 
 class Oracle:
-    """What a cache should hold, driven along with it: of each group the tokens of its rows, and its source."""
+    """The expected contents of a cache, which follow the same operations: the tokens of each group's rows, and its
+    source.
+    """
 
     def __init__(self, cache):
         self.cache, self.token = cache, 0.0
@@ -53,7 +55,7 @@ class Oracle:
         self.groups = [[[] for _ in group] for group in self.groups]
 
     def append(self, n, first=0, counts=None, is_packed=False):
-        """Begins a step, writes what a layer would, padding included, and commits."""
+        """Begins a step, writes the keys and values of a layer, including padding, and commits."""
         cache = self.cache.tail(first) if first else self.cache
         rows = [row for group in self.groups[first:] for row in group]
         step = cache.begin(n, counts, is_packed)
@@ -135,7 +137,7 @@ def step_randomly(oracle, choice, rng):
 @pytest.mark.parametrize("is_host", [True, False], ids=["host", "device"])
 @pytest.mark.parametrize("seed", range(5))
 def test_random_operations_equal_those_on_lists(seed, is_host, monkeypatch):
-    """Also with tables of its own on the device, as on a GPU, which lacks nothing at any look."""
+    """The cache may have its tables in separate memory, as on a GPU, and these are complete whenever they are read."""
     monkeypatch.setattr(KVCache, "_is_host", staticmethod(lambda device: is_host))
     rng = random.Random(seed)
     oracle = Oracle(cache := new_cache(num_blocks=70))
@@ -288,7 +290,7 @@ def test_a_memory_that_is_wider_than_what_was_allocated():
 
 
 class Copies(TorchDispatchMode):
-    """Counts what is copied into a tensor."""
+    """Counts the copies into a tensor."""
 
     def __init__(self):
         super().__init__()
@@ -342,7 +344,7 @@ def test_a_recorded_step_uses_all_columns_and_not_the_host(recorder, monkeypatch
 
 
 def test_values_on_the_meta_device_are_never_read():
-    """On meta nothing can be read back, so this is what holds without a host sync."""
+    """On meta, no value can be read, so this shows that the host never waits for the device."""
     cache = new_cache(device="meta", dtype=torch.bfloat16)
     cache.add(2, 2)
     source = [torch.empty(5, 1, 1, device="meta")] * LAYERS

@@ -16,7 +16,7 @@ from tests.training.conftest import no_tensorboard as no_tensorboard
 
 @pytest.fixture(scope="module")
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    """A folder of a kind, or what the module's FOLDERS say of it, made once: not to be changed."""
+    """Returns a folder of a kind, or as described in the module's FOLDERS. It is made once and must not be changed."""
 
     @functools.cache
     def get(kind: str) -> Any:
@@ -28,7 +28,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def copy(made: Callable[[str], Any], tmp_path: Path) -> Callable[[str], Path]:
-    """A folder of a kind, to be changed."""
+    """Returns a folder of a kind that a test may change."""
 
     def get(kind: str) -> Path:
         found = made(kind)

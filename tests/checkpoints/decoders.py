@@ -36,7 +36,7 @@ def save(folder: Path, model: Any, tokenizer: Any, **search: Any) -> None:
 
 
 def gpt2(folder: Path) -> None:
-    """A byte-level BPE; no BOS, and no PAD."""
+    """Makes a folder with a byte-level BPE without BOS and PAD."""
     trained = tokenizers.ByteLevelBPETokenizer()
     trained.train_from_iterator(ENGLISH, vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False)
     folder.mkdir()
@@ -48,13 +48,13 @@ def gpt2(folder: Path) -> None:
 
 
 def merges(folder: Path) -> None:
-    """As GPT-2, without a tokenizer.json."""
+    """Makes a GPT-2 folder without a tokenizer.json."""
     gpt2(folder)
     (folder / "tokenizer.json").unlink()
 
 
 def llama3(folder: Path) -> None:
-    """A byte-level BPE whose post-processor adds BOS; several ends, and a chat template."""
+    """Makes a folder with a byte-level BPE whose post-processor adds BOS, several end ids, and a chat template."""
     trained = tokenizers.ByteLevelBPETokenizer()
     special = ["<|begin|>", "<|end|>", "<|im_start|>", "<|im_end|>"]
     trained.train_from_iterator(ENGLISH, vocab_size=300, special_tokens=special, show_progress=False)
@@ -75,7 +75,7 @@ def llama3(folder: Path) -> None:
 
 
 def llama2(folder: Path) -> None:
-    """A SentencePiece BPE in a tokenizer.json; PAD is a token."""
+    """Makes a folder with a SentencePiece BPE in a tokenizer.json, in which PAD is a token."""
     pieces = _llama_pieces(folder)
     processor = sentencepiece_of(pieces)
     vocab = {processor.id_to_piece(i): i for i in range(processor.get_piece_size())}
@@ -92,7 +92,7 @@ def llama2(folder: Path) -> None:
 
 
 def pieces(folder: Path) -> None:
-    """A SentencePiece model alone, and tokens beside it."""
+    """Makes a folder with only a SentencePiece model, and additional tokens."""
     _llama_pieces(folder)
     size = sentencepiece_of((folder / "tokenizer.model").read_bytes()).get_piece_size()
     each = (("<|im_end|>", True), ("<note>", False))

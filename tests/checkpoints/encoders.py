@@ -29,7 +29,7 @@ SIZES: dict[str, Any] = {
 
 
 def words(folder: Path, **options: Any) -> Any:
-    """A WordPiece tokenizer of transformers, saved."""
+    """Saves a WordPiece tokenizer of transformers."""
     trained = tokenizers.BertWordPieceTokenizer(**{"lowercase": True, **options})
     trained.train_from_iterator([*ENGLISH, "Café The Men"], vocab_size=200, show_progress=False)
     folder.mkdir()
@@ -39,13 +39,13 @@ def words(folder: Path, **options: Any) -> Any:
 
 
 def bert(folder: Path) -> None:
-    """WordPiece with a tokenizer.json."""
+    """Makes a folder with WordPiece in a tokenizer.json."""
     tokenizer = words(folder)
     save(folder, transformers.BertModel(transformers.BertConfig(**SIZES, vocab_size=len(tokenizer))), tokenizer)
 
 
 def bert_head(folder: Path) -> None:
-    """A vocab.txt alone, of which case counts; a head."""
+    """Makes a folder with only a case-sensitive vocab.txt, and a head."""
     tokenizer = words(folder, lowercase=False)
     config = transformers.BertConfig(**SIZES, vocab_size=len(tokenizer) + 3)
     vocab = (folder / "vocab.txt").read_bytes()
@@ -57,7 +57,7 @@ def bert_head(folder: Path) -> None:
 
 
 def roberta(folder: Path) -> None:
-    """A byte-level BPE and a head, which has a vocab.json and merges.txt alone."""
+    """Makes a folder with a byte-level BPE as vocab.json and merges.txt only, and a head."""
     trained = tokenizers.ByteLevelBPETokenizer()
     special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
     trained.train_from_iterator(ENGLISH, vocab_size=300, special_tokens=special, show_progress=False)
@@ -73,7 +73,7 @@ def roberta(folder: Path) -> None:
 
 
 def xlm_roberta(folder: Path) -> None:
-    """A tokenizer.json of Unigram."""
+    """Makes a folder with Unigram in a tokenizer.json."""
     folder.mkdir()
     (folder / "sentencepiece.bpe.model").write_bytes(sentencepiece_model(ENGLISH))
     tokenizer = transformers.XLMRobertaTokenizer.from_pretrained(folder)
@@ -82,14 +82,14 @@ def xlm_roberta(folder: Path) -> None:
 
 
 def pieces(folder: Path) -> None:
-    """A SentencePiece model alone."""
+    """Makes a folder with only a SentencePiece model."""
     xlm_roberta(folder)
     (folder / "sentencepiece.bpe.model").write_bytes(sentencepiece_model(ENGLISH))
     (folder / "tokenizer.json").unlink(missing_ok=True)  # which version 4 doesn't write
 
 
 def distilbert(folder: Path) -> None:
-    """WordPiece without token types, and a head."""
+    """Makes a folder with WordPiece without token types, and a head."""
     tokenizer = words(folder)
     sizes = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "max_position_embeddings": 40}
     config = transformers.DistilBertConfig(**sizes, vocab_size=len(tokenizer))
@@ -100,7 +100,7 @@ def distilbert(folder: Path) -> None:
 
 
 def mpnet(folder: Path) -> None:
-    """A vocab.txt of words, with the special tokens of a RoBERTa."""
+    """Makes a folder with a vocab.txt that has RoBERTa's special tokens."""
     tokenizer = words(folder)
     listed = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().__getitem__)
     kept = [token for token in listed if not token.startswith("[")]
@@ -116,7 +116,7 @@ def mpnet(folder: Path) -> None:
 
 
 def modernbert(folder: Path) -> None:
-    """A byte-level BPE with the special tokens of a BERT, and a head."""
+    """Makes a folder with a byte-level BPE that has BERT's special tokens, and a head."""
     trained = tokenizers.ByteLevelBPETokenizer()
     special = ["[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]"]
     trained.train_from_iterator(ENGLISH, vocab_size=300, special_tokens=special, show_progress=False)

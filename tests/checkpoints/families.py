@@ -39,7 +39,7 @@ SIZES = {
 
 
 class Saved(NamedTuple):
-    """A folder, and what transformers saved there."""
+    """A folder, and the objects that transformers saved there."""
 
     folder: Path
     model: Any
@@ -47,7 +47,7 @@ class Saved(NamedTuple):
     texts: list[str]
 
     def said(self, **options: Any) -> list[str]:
-        """What transformers generates for the texts."""
+        """Returns the output of transformers' generate for the texts."""
         pad = self.model.config.pad_token_id
         rows = [self.tokenizer(text)["input_ids"] for text in self.texts]
         ids = torch.tensor([row + [pad] * (max(map(len, rows)) - len(row)) for row in rows])
@@ -117,7 +117,7 @@ def marian(folder: Path, *, separate: bool = False, bad_words: bool = True) -> S
 
 
 def pegasus(folder: Path) -> Saved:
-    """With both kinds of tokenizer."""
+    """Makes a folder with both kinds of tokenizer."""
     folder.mkdir()
     ids = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1, "pad_piece": "<pad>"}
     written = sentencepiece_model(ENGLISH, vocab_size=48, **ids)
@@ -138,13 +138,13 @@ def pegasus(folder: Path) -> Saved:
 
 
 def of_files(name: str, folder: Path, **options: Any) -> Any:
-    """transformers' tokenizer of a SentencePiece model in a folder."""
+    """Returns transformers' tokenizer for a SentencePiece model in a folder."""
     fast = f"{name}Fast"  # before version 5, the one that saves a tokenizer.json
     return getattr(transformers, fast if IS_OLD else name).from_pretrained(folder, **options)
 
 
 def t5(folder: Path) -> Saved:
-    """With both kinds of tokenizer."""
+    """Makes a folder with both kinds of tokenizer."""
     folder.mkdir()
     ids = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1, "pad_piece": "<pad>"}
     written = sentencepiece_model(ENGLISH, vocab_size=48, **ids)
@@ -178,7 +178,7 @@ def sentencepiece_model(lines: list[str], **options: Any) -> bytes:
 
 
 def draw(model: Any, small: float, large: float) -> None:
-    """Weights of which every one matters: `small` for vectors and embeddings, `large` for other matrices."""
+    """Makes weights of which every one matters: `small` for vectors and embeddings, `large` for other matrices."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if model.config.model_type in ("marian", "pegasus") and "embed_positions" in name:  # sines
@@ -197,7 +197,7 @@ def saved(folder: Path, model: Any, tokenizer: Any, texts: list[str], **search: 
 
 
 def without(whole: Saved, folder: Path, *names: str) -> Saved:
-    """A copy in which files are missing."""
+    """Returns a copy of a folder without some files."""
     shutil.copytree(whole.folder, folder)
     for name in names:
         (folder / name).unlink()

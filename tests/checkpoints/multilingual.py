@@ -39,13 +39,13 @@ _FILE = "sentencepiece.bpe.model"
 
 
 class Spoken(NamedTuple):
-    """A folder of a translator of many languages.
+    """A folder of a multilingual translator.
 
     Attributes:
-        saved: the folder, and what transformers saved there.
-        source, target: two of its languages; the source is None where it isn't told.
+        saved: the folder, and the objects that transformers saved there.
+        source, target: two of its languages; the source is None if the model isn't told it.
         short: short names of both.
-        token: the text that asks transformers for the target; None: it is a forced id.
+        token: the text that tells transformers the target; None: the target is a forced id.
     """
 
     saved: Saved
@@ -59,7 +59,7 @@ class Spoken(NamedTuple):
         return {"source_lang": self.source, "target_lang": self.target}
 
     def target_id(self) -> int:
-        """transformers' id of the target."""
+        """Returns transformers' id of the target."""
         tokenizer = self.saved.tokenizer
         is_m2m100 = isinstance(tokenizer, M2M100Tokenizer)
         found = tokenizer.get_lang_id(self.target) if is_m2m100 else tokenizer.convert_tokens_to_ids(self.target)
@@ -67,7 +67,7 @@ class Spoken(NamedTuple):
         return int(found)
 
     def said(self, **options: Any) -> list[str]:
-        """What transformers generates for the texts."""
+        """Returns the output of transformers' generate for the texts."""
         if self.token is not None:
             return self.saved._replace(texts=[f"{self.token} {text}" for text in self.saved.texts]).said(**options)
         self.saved.tokenizer.src_lang = self.source
@@ -78,7 +78,7 @@ class Spoken(NamedTuple):
         return [text.removeprefix(token).lstrip() if text.startswith(token) else text for text in texts]
 
     def read(self, text: str) -> list[int]:
-        """transformers' ids of a source."""
+        """Returns transformers' ids of a source."""
         if self.token is None:
             self.saved.tokenizer.src_lang = self.source
         found: list[int] = self.saved.tokenizer(text if self.token is None else f"{self.token} {text}")["input_ids"]
@@ -144,7 +144,7 @@ def mbart(folder: Path) -> Spoken:
 
 
 def madlad(folder: Path) -> Spoken:
-    """With both kinds of tokenizer."""
+    """Makes a folder with both kinds of tokenizer."""
     folder.mkdir()
     ids = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1, "pad_piece": "<pad>"}
     symbols = [f"<2{name}>" for name in ("de", "fr", "zh", "zh_Hant")]
@@ -168,7 +168,7 @@ def madlad(folder: Path) -> Spoken:
 
 
 def only(spoken: Spoken, folder: Path, *names: str) -> Spoken:
-    """A copy in which files are missing."""
+    """Returns a copy of a folder without some files."""
     return spoken._replace(saved=without(spoken.saved, folder, *names))
 
 

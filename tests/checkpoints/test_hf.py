@@ -33,7 +33,7 @@ def loaded(folder: Path, **options: Any) -> Any:
 
 
 def translated(saved: Saved, tmp_path: Path, capsys, *flags: str) -> list[str]:
-    """What the command prints for the texts."""
+    """Returns the command's output for the texts."""
     file = tmp_path / "in.txt"
     file.write_text("\n".join(saved.texts) + "\n", encoding="utf-8")
     assert main(["translate", str(saved.folder), "--file", str(file), *FEW, *flags]) == 0
@@ -280,7 +280,7 @@ def test_older_weights_are_read(made, copy) -> None:
 
 
 def test_weights_without_a_head_are_read(made, copy) -> None:
-    """As the pretrained ones are saved: no prefix, no bias."""
+    """Pretrained weights are saved in this way, without a prefix and without a bias."""
     folder = copy("bart")
     model = BartModel.from_pretrained(folder)
     model.save_pretrained(folder)
@@ -295,7 +295,7 @@ def test_weights_without_a_head_are_read(made, copy) -> None:
 
 
 def shard(folder: Path, form: str, count: int = 3) -> Path:
-    """The weights in several files of a kind, with the index that transformers writes."""
+    """Writes the weights to several files of a kind, with the index that transformers writes."""
     state = safetensors.torch.load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     stem, suffix = ("model", "safetensors") if form == "safetensors" else ("pytorch_model", "bin")
@@ -340,7 +340,7 @@ def test_weights_in_several_files_are_quantised(form, copy, tmp_path, capsys) ->
 
 
 def unsafe(folder: Path, change: Callable[[dict], object]) -> str:
-    """The weights as an older file, with a change."""
+    """Writes the weights to an old kind of file, with a change."""
     state = safetensors.torch.load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     torch.save(change(state), folder / "pytorch_model.bin")

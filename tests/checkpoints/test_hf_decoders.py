@@ -23,7 +23,7 @@ def loaded(folder: Path, **options: Any) -> Any:
 
 
 def ids_of(folder: Path, kind: str, text: str) -> list[int]:
-    """What transformers, or SentencePiece, makes of a prompt."""
+    """Returns the ids of transformers, or of SentencePiece, for a prompt."""
     if kind == "pieces":
         return [1, *sentencepiece_of((folder / "tokenizer.model").read_bytes()).encode(text)]
     return list(transformers.AutoTokenizer.from_pretrained(folder)(text)["input_ids"])

@@ -52,7 +52,7 @@ def test_beams_by_transformers_rules_equal_its_own(kind, penalty, made) -> None:
 
 @pytest.mark.parametrize("penalty, ends", [(1.0, [2, 37, 50, 19]), (2.0, [2, 37, 50]), (1.0, [2, 71, 37])])
 def test_the_language_counts_in_the_length_of_beams_that_end(penalty, ends, made) -> None:
-    """By transformers' rules: without it, others of these beams would be the best."""
+    """By transformers' rules it counts. If it didn't, other hypotheses would be the best."""
     spoken = made("nllb")
     options = {"num_beams": 4, "length_penalty": penalty, "max_new_tokens": 12, "eos_token_id": ends}
     translator = Translator.from_pretrained(spoken.saved.folder, **spoken.languages)

@@ -57,7 +57,7 @@ LAYERS = {
 
 
 def words(nibbles: Tensor, order: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)) -> Tensor:
-    """(rows, 8 n) numbers from 0 to 15 as (rows, n) int32: the nibble at 4 i is that of place order[i] of eight."""
+    """Packs numbers from 0 to 15, (rows, 8 n), into (rows, n) int32: the nibble at bit 4 i is number order[i] of eight."""
     parts = nibbles.long().view(len(nibbles), -1, 8)
     word = sum(parts[..., place] << 4 * i for i, place in enumerate(order))
     assert isinstance(word, Tensor)
@@ -65,7 +65,7 @@ def words(nibbles: Tensor, order: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)) ->
 
 
 def layer(method: str, outputs: int, inputs: int, size: int, generator: torch.Generator, **options: bool):
-    """The tensors of a layer, and the weight (out, in) that they mean."""
+    """Returns the tensors of a layer, and the weight (out, in) that they represent."""
     size = inputs if size == -1 else size
     groups = inputs // size
     q = torch.randint(16, (inputs, outputs), generator=generator)
@@ -86,7 +86,7 @@ def layer(method: str, outputs: int, inputs: int, size: int, generator: torch.Ge
 
 
 def checkpoint(method: str, size: int, **options: bool) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
-    """Settings, the rounded state, and the plain one with the same weights."""
+    """Returns settings, the quantised state, and a plain state with the same weights."""
     generator = torch.Generator().manual_seed(size + 2 * len(method))
     plain = {
         "model.embed_tokens.weight": torch.randn(VOCAB, INPUTS, generator=generator).half(),
@@ -249,7 +249,7 @@ def test_biases_of_zero_that_the_model_lacks(tmp_path) -> None:
 
 
 def test_layers_that_are_transposed(tmp_path) -> None:
-    """GPT-2's weights are (in, out): a square one must not be taken for its transpose."""
+    """GPT-2's weights are (in, out), and a square one must not be mistaken for its transpose."""
     config = transformers.GPT2Config(vocab_size=40, n_positions=16, n_embd=64, n_layer=1, n_head=2, bos_token_id=1)
     theirs = transformers.GPT2LMHeadModel(config).eval()
     generator, rounded = torch.Generator().manual_seed(3), theirs.state_dict()
@@ -282,7 +282,7 @@ def test_a_moved_model_is_rounded_again(tmp_path) -> None:
 
 
 def test_a_whole_folder(tmp_path, monkeypatch) -> None:
-    """From files on disk, without transformers: the model decodes as the one with the same numbers does."""
+    """Read from disk without transformers, the model decodes like one with the same weights."""
     FOLDERS["llama3"](tmp_path / "plain")
     state = SavedWeights.in_folder(tmp_path / "plain").read()
     for file in (tmp_path / "plain").glob("*.safetensors*"):

@@ -75,7 +75,7 @@ def test_a_tokenizer_of_another_run(tmp_path, vocab_size) -> None:
 
 
 def special(architecture: str, ids: SpecialIds) -> dict[str, object]:
-    """Special ids as a model's settings: the LSTM has them as fields of its own."""
+    """Returns special ids as settings of a model; the LSTM has separate fields for them."""
     return dataclasses.asdict(ids) if architecture == "LSTMSeq2Seq" else {"special_ids": ids}
 
 

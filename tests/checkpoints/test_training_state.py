@@ -88,7 +88,7 @@ class Hostile:
 
 
 def sealed(data: bytes) -> bytes:
-    """Bytes with a checksum that is right."""
+    """Returns bytes with the right checksum."""
     return data + b"sha256:" + hashlib.sha256(data).hexdigest().encode()
 
 

@@ -15,7 +15,7 @@ from fastformer.commands._lines import PipeLines
 
 
 def piped(data: bytes) -> tuple[PipeLines, int]:
-    """The lines of a pipe into which a thread writes."""
+    """Returns the lines of a pipe into which a thread writes."""
     reading, writing = os.pipe()
 
     def write() -> None:

@@ -18,13 +18,13 @@ PR_SET_THP_DISABLE, PR_GET_THP_DISABLE = 41, 42
 
 
 def faults() -> int:
-    """How many fresh pages this process has been given."""
+    """Returns the number of page faults of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 @pytest.fixture
 def small_pages() -> Iterator[None]:
-    """Memory in pages of 4 KB, so that fresh memory shows as thousands of faults."""
+    """Makes memory use 4 KB pages, so that fresh memory shows as thousands of page faults."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is None or (was := prctl(PR_GET_THP_DISABLE, 0, 0, 0, 0)) < 0:
         pytest.skip("only Linux can switch huge pages off for a process")
@@ -35,7 +35,7 @@ def small_pages() -> Iterator[None]:
 
 @pytest.mark.usefixtures("small_pages")
 def test_many_small_buffers_leave_room_for_a_large_one() -> None:
-    """40 sessions alive at once fill the pool with their small buffers when they go."""
+    """40 concurrent sessions fill the pool with their small buffers when they end."""
     if _extension.load() is None:
         pytest.skip("the C++ extension is not built")
     model = GPT.from_preset("tiny", vocab_size=50, d_model=32, num_heads=2, num_layers=1, max_len=32)
@@ -49,7 +49,7 @@ def test_many_small_buffers_leave_room_for_a_large_one() -> None:
 
 @pytest.mark.usefixtures("small_pages")
 def test_a_buffer_is_reused_after_any_number_of_frees() -> None:
-    """Each call has a buffer of 8 MiB for its logits: 40 of them are far more than are kept at a time."""
+    """Each call has a buffer of 8 MiB for its logits; 40 of these are far more than the pool keeps."""
     check_that_large_buffers_are_kept()
 
 

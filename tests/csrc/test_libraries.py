@@ -21,7 +21,7 @@ def library(name: str) -> Path:
 
 
 def undefined(path: Path) -> set[str]:
-    """The symbols that it takes from others."""
+    """Returns the symbols that a library imports."""
     lines = subprocess.run([str(NM), "-D", "--undefined-only", str(path)], capture_output=True, text=True, check=True)
     return {line.split()[-1].partition("@")[0] for line in lines.stdout.splitlines()}
 

@@ -79,13 +79,13 @@ def test_a_transposed_weight_has_a_transposed_gradient() -> None:
 
 
 class Mallinfo(ctypes.Structure):
-    """What glibc's mallinfo2 gives."""
+    """The result of glibc's mallinfo2."""
 
     _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "blocks", *"abcde", "used", "free", "top")]  # noqa: RUF012
 
 
 def test_calls_leave_no_memory_behind() -> None:
-    """Tensors, optional ones, a text, a list, and what an error leaves behind."""
+    """The calls have tensors, optional tensors, a string and a list as arguments, and one raises an error."""
     info = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if info is None:
         pytest.skip("the C library does not say how much memory it has given")
@@ -101,7 +101,7 @@ def test_calls_leave_no_memory_behind() -> None:
             CPP.embedding_fwd(ids, weight1, None, None, 1.0, -1, 0.0, None, False)
 
     def grown() -> int:
-        """By how many bytes the memory in use grows in 100 calls."""
+        """Returns the number of bytes by which the memory in use grows in 100 calls."""
         before = info().used
         for _ in range(100):
             call()

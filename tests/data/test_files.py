@@ -21,7 +21,7 @@ PACKERS = {"gzip": gzip.compress, "bzip2": bz2.compress, "xz": lzma.compress}
 
 
 def zstandard():
-    """A packer by whatever reads Zstandard here."""
+    """Returns a compressor from any installed package for Zstandard."""
     for name in ("compression.zstd", "zstandard"):
         try:
             return importlib.import_module(name).compress

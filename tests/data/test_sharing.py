@@ -41,7 +41,10 @@ def test_the_longest_first_evens_out() -> None:
 
 @pytest.mark.parametrize(("batching", "world"), [("packed", 2), ("random", 4)])
 def test_the_slowest_process_of_an_update_is_near_the_mean(batching, world) -> None:
-    """Over 1,000 updates of sentences as long as Multi30k's; the same batches dealt in turn are further above it."""
+    """The sentences of 1,000 updates are as long as Multi30k's.
+
+    Batches dealt in turn would be further from the mean.
+    """
     count, generator = 2 * world, torch.Generator().manual_seed(0)
     lengths = torch.tensor(MULTI30K)[torch.randint(len(MULTI30K), (29_000,), generator=generator)]
     sizes = {"d_model": 256, "layers": 3, "vocab_size": 6000, "padded": batching != "packed"}

@@ -21,7 +21,7 @@ TEXTS = ["a man walks a dog", "two men walk two dogs", "the dog walks the man </
 
 
 def byte_level(special: list[str]) -> tokenizers.Tokenizer:
-    """As GPT-2 and its heirs are, with the special tokens last."""
+    """Makes a tokenizer like GPT-2's, with the special tokens at the end."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -33,7 +33,9 @@ def byte_level(special: list[str]) -> tokenizers.Tokenizer:
 
 
 def word_piece() -> tokenizers.Tokenizer:
-    """As BERT is: lower case is left out here, [CLS] and [SEP] around the text, padding and truncation saved."""
+    """Makes a tokenizer like BERT's without lower-casing: [CLS] and [SEP] around the text, with padding and truncation
+    saved.
+    """
     backend = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.decoder = decoders.WordPiece()
@@ -268,7 +270,7 @@ def test_impossible_ids(tmp_path) -> None:
 
 
 def exploding(kind: str) -> tokenizers.Tokenizer:
-    """A tokenizer with a regular expression that gives up on forty letters."""
+    """Makes a tokenizer with a regular expression that fails on forty letters."""
     backend = byte_level(["</s>"])
     pattern = tokenizers.Regex("(a+)+$")
     if kind == "pre_tokenizer":

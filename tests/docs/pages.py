@@ -27,7 +27,7 @@ _FENCE = re.compile(r"^ *```+(\S[^\n]*)?$", re.MULTILINE)
 
 
 def run_console(example: Example) -> None:
-    """Runs the lines of a block that begin with `$ `, and those that continue them; each has to succeed."""
+    """Runs the lines of a block that begin with `$ `, with their continuation lines. Each command has to succeed."""
     found = commands(example.parsed)
     assert found, f"expected a line that begins with '$ ', got {example.parsed!r}"
     for command in found:
@@ -38,7 +38,7 @@ def run_console(example: Example) -> None:
 
 
 def run_here(example: Example, command: str) -> None:
-    """Runs a `fastformer` command in this process, which saves the seconds that imports take."""
+    """Runs a `fastformer` command in this process, which saves the seconds of imports."""
     words = shlex.split(command.replace("\\\n", " "), comments=True)
     files = {sign: words[words.index(sign) + 1] for sign in "<>" if sign in words}
     words = words[: min((words.index(sign) for sign in files), default=len(words))]
@@ -54,7 +54,7 @@ def run_here(example: Example, command: str) -> None:
 
 
 def run_in_bash(example: Example, script: str) -> None:
-    """Runs whatever else a shell can."""
+    """Runs any other command in bash."""
     found = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script], capture_output=True, text=True, timeout=TIMEOUT, env=environment(),
         stdin=subprocess.DEVNULL,
@@ -63,7 +63,7 @@ def run_in_bash(example: Example, script: str) -> None:
 
 
 def environment() -> dict[str, str]:
-    """That of this process, with this Python's commands first and without a network."""
+    """Returns the environment of this process, with this Python's commands first and without a network."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return {
         **os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
@@ -72,7 +72,7 @@ def environment() -> dict[str, str]:
 
 
 def commands(block: str) -> list[str]:
-    """The commands of a console block, each with the lines that continue it."""
+    """Yields the commands of a console block, each with its continuation lines."""
     found: list[str] = []
     is_open = False
     for line in block.splitlines():
@@ -87,13 +87,13 @@ def commands(block: str) -> list[str]:
 
 
 def examples(page: Path) -> Iterator[Example]:
-    """The blocks of a page that run, in order; Python blocks share their names."""
+    """Returns the blocks of a page that run, in order. Python blocks share their variables."""
     document = Document.parse(str(page), PythonCodeBlockParser(), CodeBlockParser("console", run_console))
     yield from document.examples()
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
-    """Each fenced block: what stands behind the fence, and its text."""
+    """Yields each fenced block: the text after the fence, and the contents."""
     found, opened, start = [], None, 0
     text = page.read_text(encoding="utf-8")
     for fence in _FENCE.finditer(text):
@@ -107,7 +107,7 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 
 
 def own_commands(text: str) -> Iterator[list[str]]:
-    """The words of every `fastformer` command in a block, without redirections and what a pipe leads to."""
+    """Yields the words of each `fastformer` command in a block, without redirections and pipes."""
     for command in text.replace("\\\n", " ").splitlines():
         for part in re.split(r"\s(?:\||&&|;)\s", command.removeprefix("$ ")):
             if part.startswith("fastformer "):

@@ -26,7 +26,7 @@ def name_of(page: Path) -> str:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_a_block_runs_or_says_why_not(page: Path) -> None:
-    """Another language than these would be a block that no test runs, unnoticed."""
+    """No test runs blocks in other languages, which would go unnoticed."""
     for head, text in blocks(page):
         if head.startswith("{code-block}") and head.split()[1] in ("python", "console"):
             assert ":class: no-test" in text, f"{page}: {text}"
@@ -37,7 +37,7 @@ def test_a_block_runs_or_says_why_not(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [README, *PAGES], ids=name_of)
 def test_a_command_line_is_understood(page: Path) -> None:
-    """Of blocks that don't run, too: its flags exist, and its settings go together."""
+    """This includes blocks that don't run: their flags exist, and their settings are consistent."""
     for head, text in blocks(page):
         if head and "console" not in head:
             continue
@@ -52,7 +52,7 @@ def test_a_command_line_is_understood(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [README, *PAGES], ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
-    """To files; Sphinx checks what stands behind `#`. (GitHub shows these pages as well.)"""
+    """Links to files are tested; Sphinx checks anchors. (GitHub shows these pages as well.)"""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if "://" not in target and not target.startswith(("#", "mailto:")):
@@ -72,7 +72,7 @@ def test_pages_are_short() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_the_examples_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each Python block and each console block, in order."""
+    """All Python blocks and console blocks of a page run, in order."""
     found = list(examples(page))
     if not found:
         return

@@ -28,7 +28,7 @@ _READ = re.compile(
 
 @pytest.fixture(scope="module")
 def generated() -> ModuleType:
-    """The module that makes the pages."""
+    """Returns the module that makes the pages."""
     sys.path.insert(0, str(DOCS))
     try:
         return importlib.import_module("generated")
@@ -56,7 +56,7 @@ def test_every_setting_and_option_has_a_description(generated: ModuleType) -> No
 
 
 def test_every_route_is_on_the_page(generated: ModuleType) -> None:
-    """As the apps have them that servers of small models of each kind are made with."""
+    """The routes are those of the apps for a small model of each kind."""
     pytest.importorskip("fastapi", reason='not installed: pip install "fastformer[serve]"')
     page = generated.http()
     for kind, described in generated.http_descriptions().items():
@@ -86,7 +86,7 @@ def test_every_public_name_has_a_docstring() -> None:
 
 
 def test_the_environment_variables_are_those_that_are_read() -> None:
-    """By `os.environ`, `getenv` and their like, in everything that is ours."""
+    """Searches all sources for `os.environ`, `getenv` and the like."""
     if not (ROOT / "setup.py").exists():
         pytest.skip("the sources are not here")
     page = (DOCS / "reference" / "environment.md").read_text(encoding="utf-8")

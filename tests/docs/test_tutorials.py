@@ -15,7 +15,7 @@ TUTORIALS = sorted(path for path in (DOCS / "tutorials").glob("*.md") if path.st
 @pytest.mark.slow
 @pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda path: path.stem)
 def test_a_tutorial_runs(tutorial: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a kernel of its own, offline, in under three minutes."""
+    """It runs in a kernel of its own, offline, in less than three minutes."""
     jupytext = pytest.importorskip("jupytext", reason='not installed: pip install "fastformer[docs]"')
     nbclient = pytest.importorskip("nbclient", reason='not installed: pip install "fastformer[docs]"')
     for name, value in environment().items():

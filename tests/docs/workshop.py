@@ -16,7 +16,7 @@ FROZEN = Path(__file__).parents[1] / "frozen"
 
 @functools.cache
 def _made() -> Path:
-    """One folder a process, which `workshop` copies."""
+    """Returns a folder that is made once per process, and which `workshop` copies."""
     from tests.checkpoints import decoders, families, multilingual
     from tests.encoding import folders
 
@@ -42,5 +42,5 @@ def _made() -> Path:
 
 
 def workshop(folder: Path) -> Path:
-    """A folder of its own for a page."""
+    """Returns a separate folder for a page."""
     return Path(shutil.copytree(_made(), folder / "workshop"))

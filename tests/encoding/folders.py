@@ -31,7 +31,7 @@ MANY = [*TEXTS, *(" ".join(random.Random(number).choices(WORDS, k=1 + number % 9
 
 
 def bert(folder: Path, *, num_labels: int | None = None, seed: int = 0, **settings: Any) -> Any:
-    """Writes a BERT of transformers with its tokenizer, and gives it back; with labels, it classifies."""
+    """Writes a BERT of transformers with its tokenizer, and returns it. With labels, it is a classifier."""
     import tokenizers
     import transformers
     from tokenizers import models, normalizers, pre_tokenizers, processors
@@ -60,13 +60,13 @@ def bert(folder: Path, *, num_labels: int | None = None, seed: int = 0, **settin
 
 
 def write(file: Path, values: object) -> None:
-    """JSON, in a folder that is made where it isn't there."""
+    """Writes JSON to a folder, which is created if necessary."""
     file.parent.mkdir(exist_ok=True)
     file.write_text(json.dumps(values))
 
 
 def modules(folder: Path, *behind: tuple[str, dict[str, Any]], transformer: str = "") -> list[Path]:
-    """Writes modules.json and the settings of what stands behind the model; gives the folders of these."""
+    """Writes modules.json and the settings of the modules after the model. Returns the folders of these modules."""
     listed = [{"idx": 0, "name": "0", "path": transformer, "type": "sentence_transformers.models.Transformer"}]
     places = []
     for number, (kind, settings) in enumerate(behind, 1):
@@ -82,7 +82,7 @@ def modules(folder: Path, *behind: tuple[str, dict[str, Any]], transformer: str 
 
 
 def dense(place: Path, into: int, out: int, activation: str = "torch.nn.modules.activation.Tanh") -> dict[str, Tensor]:
-    """Writes a Dense, and gives its weights."""
+    """Writes a Dense module, and returns its weights."""
     generator = torch.Generator().manual_seed(5)
     weights = {"linear.weight": torch.randn(out, into, generator=generator) * into**-0.5}
     weights["linear.bias"] = torch.randn(out, generator=generator)
@@ -95,7 +95,7 @@ def dense(place: Path, into: int, out: int, activation: str = "torch.nn.modules.
 
 
 def ids_of(folder: Path, texts: Sequence[str], most: int = MAX_LEN) -> list[Any]:
-    """What transformers' tokenizer makes of texts, or of pairs of them, without padding."""
+    """Returns the ids of transformers' tokenizer for texts, or pairs of texts, without padding."""
     import transformers
 
     tokenizer = transformers.PreTrainedTokenizerFast(
@@ -107,7 +107,7 @@ def ids_of(folder: Path, texts: Sequence[str], most: int = MAX_LEN) -> list[Any]
 
 
 def states(model: Any, folder: Path, texts: Sequence[str], dtype: torch.dtype, most: int = MAX_LEN) -> list[Tensor]:
-    """(seqlen, d_model) of each text by itself, as transformers computes them."""
+    """Returns the states (seqlen, d_model) of each text alone, computed by transformers."""
     model = model.to(dtype)
     with torch.inference_mode():
         found = [model(**each).last_hidden_state[0] for each in ids_of(folder, texts, most)]
@@ -116,6 +116,6 @@ def states(model: Any, folder: Path, texts: Sequence[str], dtype: torch.dtype, m
 
 
 def mean(states: Sequence[Tensor], *, normalizes: bool = False) -> Tensor:
-    """(texts, d_model)."""
+    """Returns the mean states, (texts, d_model)."""
     rows = torch.stack([each.mean(0) for each in states])
     return F.normalize(rows) if normalizes else rows

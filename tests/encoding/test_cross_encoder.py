@@ -22,7 +22,7 @@ LABELS = {"id2label": {"0": "good", "1": "bad", "2": "odd"}, "label2id": {"good"
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory) -> tuple[Path, Any]:
-    """A folder with a head of one label."""
+    """Returns a folder with a head of one label."""
     folder = tmp_path_factory.mktemp("one")
     return folder, bert(folder, num_labels=1)
 

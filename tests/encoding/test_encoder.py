@@ -26,14 +26,14 @@ MEAN = {"word_embedding_dimension": D_MODEL, "pooling_mode_mean_tokens": True, "
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> tuple[Path, Any]:
-    """A folder of transformers alone."""
+    """Returns a folder of transformers without sentence-transformers' files."""
     folder = tmp_path_factory.mktemp("plain")
     return folder, bert(folder)
 
 
 @pytest.fixture
 def folder(tmp_path, plain) -> Path:
-    """One of sentence-transformers with the same model, whose modules a test writes."""
+    """Returns a folder of sentence-transformers with the same model, in which a test writes the modules."""
     for file in plain[0].iterdir():
         (tmp_path / file.name).symlink_to(file)
     return tmp_path

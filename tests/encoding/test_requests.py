@@ -36,7 +36,7 @@ def classifier(tmp_path_factory) -> CrossEncoder:
 
 
 def run(scheduler: EncodingScheduler, requests: list[EncodeRequest]) -> int:
-    """Runs requests to their end; the number of steps."""
+    """Runs requests to their end, and returns the number of steps."""
     scheduler.submit(requests)
     steps, ended = 0, []
     while not scheduler.is_idle:

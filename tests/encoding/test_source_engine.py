@@ -78,7 +78,7 @@ def test_each_family_equals_its_modules(name: str) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_encodes_by_the_rule_and_a_source_has_its_bits_alone(name: str) -> None:
-    """`Transformer.encode`, which runs on the engine where a stack of layers can."""
+    """`Transformer.encode` runs on the engine if a stack of layers can."""
     model = model_of(name)
     ids = [[1 + token % 60 for token in source] for source in sources_of(model, [9, 1, 40, 7])]  # without PAD
     pad, width = model.config.special_ids.pad, max(map(len, ids))

@@ -23,7 +23,10 @@ loader.exec_module(module)
 
 
 def started(isa: str, code: str, settings: dict[str, str], *files: str) -> subprocess.CompletedProcess[str]:
-    """Runs code in a process that has loaded the module for an instruction set; skips the test if there is none."""
+    """Runs code in a process that has loaded the module for an instruction set.
+
+    Skips the test if that module is missing.
+    """
     if isa == "avx512" and torch.backends.cpu.get_cpu_capability() != "AVX512":
         pytest.skip("no AVX-512 on this CPU")
     spec = importlib.util.find_spec(f"fastformer._engine_{isa}")
@@ -37,7 +40,7 @@ def started(isa: str, code: str, settings: dict[str, str], *files: str) -> subpr
 def products_of(
     isa: str, code: str, settings: dict[str, str], cases: dict[str, np.ndarray], folder: Path
 ) -> dict[str, np.ndarray]:
-    """What code saves of the cases that are given to it: it reads the file `cases` and writes `results`."""
+    """Returns the arrays that the code saves: it reads the file `cases` and writes `results`."""
     np.savez(folder / "cases.npz", **cases)
     done = started(isa, code, settings, str(folder / "cases.npz"), str(folder / "results.npz"))
     assert done.returncode == 0, done.stderr

@@ -28,7 +28,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def drawn(seed: int = 0, precision: str = "fp32", **options: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The options as the engine wants them, and tensors in fp32 whose every number matters."""
+    """Returns options for the engine, and fp32 tensors in which every number matters."""
     o = SIZES | {"placement": "sum", "rms": False, "types": 0, "distances": 0, "rotary": False, "local": True} | options
     generator = torch.Generator().manual_seed(seed)
     dim, inner, all_heads = o["d_model"], o["d_ff"], o["heads"] * o["head_dim"]
@@ -108,9 +108,9 @@ def states(
     places: list[int] | None = None,
     unseen: int = 0,
 ) -> Tensor:
-    """(len(ids), d_model): what the encoder makes of one text.
+    """Computes the states of one text, (len(ids), d_model).
 
-    Its tokens may stand at places of their own, and no token attends to the first `unseen` ones.
+    Its tokens may have places of their own, and no token attends to the first `unseen` ones.
     """
     t = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     count, heads = len(ids), o["num_heads"]
@@ -184,7 +184,7 @@ POOLINGS = ("cls", "lasttoken", "mean", "max", "mean_sqrt_len_tokens", "weighted
 
 
 def pooled(kind: str, hidden: Tensor) -> Tensor:
-    """(d_model,): of one text's states."""
+    """Pools the states of one text, (d_model,)."""
     count = len(hidden)
     if kind == "cls":
         return hidden[0]

@@ -237,7 +237,7 @@ test_many_texts_are_encoded_or_it_is_said_why_not = pytest.mark.slow(MANY(calls(
 
 
 def bare(precision: str = "fp32", **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Layers without embeddings, whose input is states."""
+    """Makes layers without embeddings, whose input is states."""
     o, t = drawn(precision=precision, **options)
     arrays = {name: tensor.numpy() for name, tensor in t.items() if not name.startswith("source_")}
     return o | {"is_bare": True}, arrays

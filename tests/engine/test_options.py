@@ -66,7 +66,7 @@ BOUNDS = {"fp32": 1e-6, "bf16": 0.1, "int8": 0.2}
 
 
 class Made:
-    """A model with weights that matter, as the engine reads it, and as the plain one does."""
+    """A model in which every weight matters, for the engine and for the plain computation."""
 
     def __init__(self, names: Sequence[str]) -> None:
         options: dict[str, Any] = dict(BASE)
@@ -84,13 +84,13 @@ class Made:
         return EXT.Session(EXT.PackedModel(self.options | {"precision": precision}, self.tensors), 4096)
 
     def plain(self, prompt: Sequence[int], new: Sequence[int], dtype: torch.dtype = torch.float64) -> Tensor:
-        """(len(new) + 1, vocab_size) logits, of the prompt's last token and of the new ones."""
+        """Returns the logits (len(new) + 1, vocab_size) of the prompt's last token and of the new ones."""
         weights = {name: weight.to(dtype) for name, weight in self.weights.items()}
         return plain_logits(self.config, weights, torch.tensor([*prompt, *new]))[len(prompt) - 1 :]
 
 
 def said(session: Any, prompts: Sequence[Sequence[int]], new: Sequence[Sequence[int]], threads: int = 1) -> Tensor:
-    """(prompts, steps, vocab_size) logits."""
+    """Returns the engine's logits, (prompts, steps, vocab_size)."""
     session.admit([[]] * len(prompts), [list(prompt[:-1]) for prompt in prompts], threads)
     found = []
     for tokens in zip(*([prompt[-1], *row] for prompt, row in zip(prompts, new, strict=True)), strict=True):
@@ -101,7 +101,7 @@ def said(session: Any, prompts: Sequence[Sequence[int]], new: Sequence[Sequence[
 
 
 def error(found: Tensor, due: Tensor) -> float:
-    """The largest of a prompt."""
+    """Returns the largest error of a prompt."""
     return ((found - due).square().mean((1, 2)).sqrt() / due.std((1, 2))).max().item()
 
 
@@ -135,12 +135,12 @@ def test_options_together(names) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("names", PAIRS, ids=" + ".join)
 def test_each_pair_of_options(names) -> None:
-    """Of 19 options each two, over prompts that are cut into pieces, too."""
+    """Tests all pairs of 19 options, also with prompts that are split into chunks."""
     assert_as_the_plain_model(names, (1, 7, 70, 530))
 
 
 def test_windows_and_caps_of_a_prompt_that_is_cut() -> None:
-    """530 tokens are read as 512 and 18, whose keys lie in other slices than their queries."""
+    """530 tokens are prefilled as 512 and 18, whose keys are in other slices than their queries."""
     made, dice = Made(["capped scores", "long windows"]), random.Random(1)
     prompt, new = ids(dice, 531), ids(dice, 2)
     found = said(made.session("fp32"), [prompt], [new])
@@ -150,7 +150,7 @@ def test_windows_and_caps_of_a_prompt_that_is_cut() -> None:
 
 @pytest.mark.parametrize("shortlist", [[], [*range(5, 128, 3)]])
 def test_choices_are_of_capped_logits(shortlist) -> None:
-    """The best, their log-probabilities, and the logits that processors see."""
+    """Capped are the best tokens, their log-probabilities, and the logits for processors."""
     made, dice = Made(["capped logits"]), random.Random(2)
     prompt = ids(dice, 9)
     (due,) = made.plain(prompt, []).double()
@@ -173,7 +173,7 @@ def test_choices_are_of_capped_logits(shortlist) -> None:
 
 
 def test_a_window_is_all_that_a_layer_reads() -> None:
-    """What three layers with windows of five don't reach may be any tokens, bit for bit."""
+    """Tokens out of reach of three layers with windows of five don't change any bit."""
     made, dice = Made(["a window"]), random.Random(3)
     made.options["decoder_windows"] = [5, 5, 5]
     near, new = ids(dice, 16), ids(dice, 2)

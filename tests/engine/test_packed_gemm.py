@@ -52,7 +52,9 @@ def draw(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def stored(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of activations as whole numbers around their zeros, and their scales, in the header's fp32 arithmetic."""
+    """Returns rows of activations as integers around their zero points, and their scales, in the header's fp32
+    arithmetic.
+    """
     low, high = np.minimum(x.min(axis=1, keepdims=True), 0), np.maximum(x.max(axis=1, keepdims=True), 0)
     width = high - low
     inverse = np.float32(255) / np.where(width > 0, width, np.float32(1))
@@ -62,7 +64,7 @@ def stored(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def quantised(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of a weight as whole numbers up to 127 and their scales, likewise."""
+    """Returns rows of a weight as integers up to 127, and their scales, in the same arithmetic."""
     largest = np.abs(x).max(axis=1, keepdims=True)
     safe = np.where(largest > 0, largest, np.float32(1))
     whole = np.rint(x * (np.float32(127) / safe)).astype(np.int64)
@@ -70,7 +72,7 @@ def quantised(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def expected_int8(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
-    """Exact integers; the scaling in fp64, rounded once."""
+    """Computes exact integer products, with the scaling in fp64 and one rounding."""
     (q, x_scale), (w, w_scale) = stored(x), quantised(weight)
     scale = (x_scale * w_scale.T).astype(np.float64)  # the product of the scales is rounded to fp32
     y = (q @ w.T).astype(np.float32).astype(np.float64) * scale
@@ -138,7 +140,7 @@ def product(precision: str, x: np.ndarray, weight: Any, bias: np.ndarray | None 
 def plain_and_exact(
     x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, precision: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Eager PyTorch's result with inputs of the precision and sums in fp32, and the fp64 one."""
+    """Returns the result of eager PyTorch, with inputs of the precision and sums in fp32, and the fp64 result."""
     left, right = (torch.from_numpy(matrix).to(DTYPES[precision]) for matrix in (x, weight))
     plain, exact = left.float() @ right.float().T, left.double() @ right.double().T
     if bias is not None:
@@ -187,7 +189,7 @@ def test_more_rows_than_a_step_has(precision: str) -> None:
 @pytest.mark.parametrize("precision", FLOATS_AND_INT8)
 @pytest.mark.parametrize("k", [128, 255, 256, 257, 2048, 4095])
 def test_long_sums(precision: str, k: int) -> None:
-    """They are sums of sums, which are no less accurate than eager PyTorch's."""
+    """Long sums are sums of partial sums, which are no less accurate than eager PyTorch's."""
     for rows in (1, 5, 16):
         check(precision, rows, 65, k)
 
@@ -215,7 +217,7 @@ def test_a_row_depends_on_nothing_else(precision: str) -> None:
 
 
 def test_whole_numbers_are_kept_exactly() -> None:
-    """A weight of int8's grid: products of whole numbers, scales of 1, must be exact to the last unit."""
+    """With a weight on int8's grid and scales of 1, products of integers must be exact."""
     random = np.random.default_rng(3)
     x = random.integers(-100, 101, (9, 301)).astype(np.float32)
     weight = random.integers(-127, 128, (66, 301)).astype(np.float32)
@@ -232,7 +234,7 @@ def test_whole_numbers_are_kept_exactly() -> None:
 
 
 def test_a_quantised_weight_packs_to_itself() -> None:
-    """w = scale * q, in fp32, with a q of 127 in each row: unit rows of x read the q back."""
+    """For w = scale * q in fp32, with a q of 127 in each row, unit rows of x return q."""
     random = np.random.default_rng(4)
     q = random.integers(-127, 128, (64, 256)).astype(np.float32)
     q[:, 5] = 127
@@ -397,7 +399,7 @@ SLOW_PATHS = ("avx512 alone", "avx512, brgemm", "avx2, avx_vnni")
     "path", [pytest.param(path, marks=pytest.mark.slow) if path in SLOW_PATHS else path for path in PATHS]
 )
 def test_other_paths(path: str, tmp_path: Path) -> None:
-    """What CPUs with fewer instructions, or with AMX, do: the same integers, and floats by the rule."""
+    """CPUs with fewer instructions, or with AMX, give the same integers, and floats by the rule."""
     isa, settings = PATHS[path]
     cases: dict[str, np.ndarray] = {}
     x, weight, bias = draw(70, 603), draw(129, 603, seed=1), draw(129, seed=2)
@@ -452,7 +454,7 @@ def test_other_paths(path: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_feature_that_does_not_exist() -> None:
-    """The extension says which of the names in FASTFORMER_CPU_FEATURES it doesn't know."""
+    """The error names the unknown names in FASTFORMER_CPU_FEATURES."""
     settings = {"FASTFORMER_CPU_FEATURES": "avx512_vnni,vnni"}
     ended = started(str(_extension.load()), "module.cpu_features()", settings, "", "")
     assert "ValueError: FASTFORMER_CPU_FEATURES" in ended.stderr and ended.stderr.rstrip().endswith("'vnni'")

@@ -30,7 +30,7 @@ def new_session(packed: Any, blocks: int = 100) -> Any:
 
 
 def step(session: Any, tokens: Sequence[int], threads: int = 1) -> np.ndarray:
-    """(rows, VOCAB): the log-probabilities of what may follow."""
+    """Returns the log-probabilities of the next tokens, (rows, VOCAB)."""
     ids, values = session.step(tokens, VOCAB, True, [], None, threads)
     found = np.empty_like(values)
     np.put_along_axis(found, ids.astype(np.int64), values, 1)
@@ -72,7 +72,7 @@ def test_a_long_prefix_is_read_once_for_concurrent_and_later_prompts(precision, 
 
 @pytest.mark.parametrize(("precision", "threads"), [("fp32", 1), ("bf16", 2), ("int8", 2)])
 def test_prompts_that_wait_for_a_step_are_read_before_anything_needs_them(precision, threads) -> None:
-    """The step after an admission reads its prompts along, and whatever comes in between needs them read."""
+    """The step after an admission computes its prompts as well, and any call before that needs them."""
     packed, dice = packed_gpt(precision), random.Random(3)
     stem, then = ids(dice, 40), ids(dice, 4)
     prompts = [stem + ids(dice, count) for count in (3, 9, 17, 1)]
@@ -180,7 +180,7 @@ def test_the_most_recently_used_stays_longest() -> None:
 
 
 class Mirrored:
-    """A group, and the session in which it is alone."""
+    """A group, and a session in which it is alone."""
 
     def __init__(self, packed: Any, prompt: list[int]) -> None:
         self.session, self.prompt, self.rows, self.is_new = new_session(packed, 60), prompt, 1, True

@@ -23,7 +23,7 @@ VOCAB, BLOCK = 19, 16
 
 
 class Group:
-    """What the session should know of one: the tokens of each row."""
+    """The expected contents of a group: the tokens of each row."""
 
     def __init__(self, source: list[int], tokens: list[int]) -> None:
         self.source, self.rows, self.is_new = source, [tokens[:-1]], True
@@ -38,7 +38,7 @@ def small(kind: type[Transformer] | type[GPT], **options: Any) -> Any:
 
 @torch.inference_mode()
 def alone(wide: Any, groups: Sequence[Group]) -> np.ndarray:
-    """(rows, VOCAB): of the fp64 model, what may follow each row, without any cache."""
+    """Returns the fp64 model's log-probabilities of the next token of each row, (rows, VOCAB), without a cache."""
     rows = [(group.source, row) for group in groups for row in group.rows]
     width, source_width = max(len(row) for _, row in rows), max(len(source) for source, _ in rows)
     tokens = torch.tensor([row + [0] * (width - len(row)) for _, row in rows])

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(MODULE is None, reason="no C++ extension for thi
 
 
 def expected(sizes: list[int], rounds: int) -> list[int]:
-    """What `_stages_check` computes, one task after the other."""
+    """Returns the result of `_stages_check`, with one task after the other."""
     written = [[0] * size for size in sizes]
     for _ in range(rounds):
         for i, own in enumerate(written):
@@ -96,8 +96,10 @@ def test_a_fork_in_the_middle_of_another_threads_run_leaves_the_child_able_to_ru
 
 
 def windows_alone(together: int, alone: int, waits: bool, by_one: int, count: int, threads: int = 8) -> str:
-    """Windows of 30 ms, in runs of 10, in which so much work is done together or alone, and would take by_one at
-    one thread's pace: T for each window together, A for alone."""
+    """Returns, for windows of 30 ms with 10 runs each, T for the team or A for the caller alone.
+
+    Work is done at the given speeds together and alone, and would take by_one at the pace of one thread.
+    """
     runs: list[tuple[int, float, int, bool, int]] = []
     for place in range(3 * count):
         is_alone = MODULE._contention_check([*runs, (10, 1, threads, False, 10)])[-1]
@@ -109,14 +111,16 @@ def windows_alone(together: int, alone: int, waits: bool, by_one: int, count: in
 
 
 def test_callers_continue_alone_only_while_that_is_faster() -> None:
-    """And ask again, less and less often as the answer stays, as long as threads wait long for each other."""
+    """As long as threads wait long for each other, trials continue, less and less often if their outcome stays the
+    same.
+    """
     assert windows_alone(10, 20, False, 20, 99) == windows_alone(10, 20, True, 30, 99) == 99 * "T"
     assert windows_alone(20, 10, True, 29, 99) == "TA" + 17 * "T" + "A" + 33 * "T" + "A" + 33 * "T" + "A" + 11 * "T"
     assert windows_alone(10, 20, True, 20, 60) == "TA" + 9 * "A" + "T" + 17 * "A" + "T" + 30 * "A"
 
 
 def test_two_busy_threads_are_not_queried() -> None:
-    """They wait a little at the end of each stage, on a quiet machine too."""
+    """On an idle machine too, they wait a little at the end of each stage."""
     assert windows_alone(10, 20, True, 15, 99, threads=2) == 99 * "T"
     assert windows_alone(10, 20, True, 14, 9, threads=2) == "T" + 8 * "A"
 
@@ -127,13 +131,13 @@ def test_callers_get_helpers_again_if_these_are_faster_again() -> None:
 
 
 def test_a_long_run_is_not_slower_than_short_ones() -> None:
-    """A prompt takes as many tasks as a step, and ten times as long."""
+    """A prompt has as many tasks as a step, and takes ten times as long."""
     prompt, alone, step = (300, 100.0, 2, True, 400), (30, 7.0, 1, False, 30), (30, 10.0, 2, False, 40)
     assert MODULE._contention_check([prompt, alone, step, step]) == [False, True, False, False]
 
 
 def until(holds: Callable[[], bool]) -> bool:
-    """Whether it comes to hold: the machine may be busy."""
+    """Returns whether a condition becomes true; the machine may be busy."""
     deadline = time.monotonic() + 30
     while not holds():
         if time.monotonic() > deadline:
@@ -143,7 +147,7 @@ def until(holds: Callable[[], bool]) -> bool:
 
 
 def in_child(check: Callable[[], object]) -> None:
-    """Calls something in a child of fork, which has no helpers at first."""
+    """Calls a function in a forked child, which has no helpers at first."""
     child = os.fork()
     if child == 0:
         try:

@@ -35,7 +35,7 @@ def threads_as_before() -> Iterator[None]:
 
 @cache
 def large_enough() -> Any:
-    """A model whose steps are worth more than one thread."""
+    """Makes a model whose steps are worth more than one thread."""
     sizes = {"d_model": 264, "num_heads": 6, "d_ff": 700, "num_encoder_layers": 1, "num_decoder_layers": 1}
     model = drawn(Transformer, vocab_size=VOCAB, tie_embeddings=False, max_len=40, **sizes)
     model.source_embedding.weight.data[BAD_WORD] = torch.nan
@@ -56,7 +56,7 @@ def requests(num_beams: int, *, bad: Sequence[int] = ()) -> list[Request]:
 
 
 def decode(asked: list[Request], threads: int, *, max_bytes: int = 2**26, cancelled: Sequence[int] = ()) -> list[Any]:
-    """What became of each."""
+    """Returns the outcome of each request."""
     torch.set_num_threads(threads)
     scheduler = Scheduler(CppEngine(large_enough()), max_rows=ROWS + 8, max_bytes=max_bytes)
     scheduler.submit(asked)

@@ -30,7 +30,7 @@ def test_every_example_has_a_call() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_an_example_runs(name: str, tmp_path: Path) -> None:
-    """As a user runs it: in a process of its own, from another folder."""
+    """It runs as a user would run it: in a separate process, from another folder."""
     words, due = CALLS[name]
     place = workshop(tmp_path)
     found = subprocess.run(

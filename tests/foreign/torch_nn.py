@@ -62,7 +62,7 @@ def _accelerate_what_is_made() -> None:
 
 
 def _outcomes(folder: Path, mode: str) -> dict[str, tuple[str, str]]:
-    """Of each test: what came of it, and the message."""
+    """Returns the outcome and the message of each test."""
     found = {}
     root = Path(__file__).resolve().parents[2]
     paths = [str(root), str(folder), str(folder.parent), os.environ.get("PYTHONPATH", "")]

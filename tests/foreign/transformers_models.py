@@ -37,7 +37,7 @@ def _accelerate_what_is_made() -> None:
 def _run(
     source: Path, family: str, accelerated: bool, expression: str, chosen: list[str] | None = None
 ) -> dict[str, tuple[str, str]]:
-    """What came of each test, by its name, and the message; of all tests, or of the chosen ones."""
+    """Returns the outcome and the message of each test, by name, of all tests or of the chosen ones."""
     file = f"tests/models/{family}/test_modeling_{family}.py"
     tests = [file] if chosen is None else [f"{file}::{name}" for name in chosen]
     with tempfile.TemporaryDirectory() as scratch:
@@ -60,7 +60,7 @@ def _run(
 
 
 def main() -> None:
-    """Runs the tests on accelerated models, and those that fail on models as they are."""
+    """Runs the tests on accelerated models, and repeats those that fail on unmodified models."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path)
     parser.add_argument("family", nargs="*", default=_FAMILIES)

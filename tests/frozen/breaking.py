@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> int:
 
 
 def breaking(revision: str) -> Iterator[Breakage]:
-    """The changes of public names since `revision`."""
+    """Returns the changes of public names since `revision`."""
     before = load_git("fastformer", ref=revision, repo=ROOT, allow_inspection=False)
     now = load("fastformer", search_paths=[str(ROOT)], allow_inspection=False)
     defined = set()

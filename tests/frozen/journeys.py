@@ -44,18 +44,18 @@ JOURNEYS: dict[str, Callable[[Path], Any]] = {}
 
 
 def journey(function: Callable[[Path], Any]) -> Callable[[Path], Any]:
-    """Registers a journey; it gets an empty folder, and gives what JSON can hold."""
+    """Registers a journey: a function that gets an empty folder, and returns a result that JSON can represent."""
     JOURNEYS[function.__name__] = function
     return function
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
-    """Uniform numbers in [-1, 1)."""
+    """Returns uniform numbers in [-1, 1)."""
     return 2 * torch.rand(shape, generator=torch.Generator().manual_seed(seed)) - 1
 
 
 def digest(tensor: Tensor) -> dict[str, Any]:
-    """What is kept of a tensor: any number that moves by more than rounding moves the product."""
+    """Returns the recorded digest of a tensor: any change beyond rounding changes the product."""
     values = tensor.detach().double().flatten()
     weights = numbers(values.numel(), seed=1).double()
     found = {"shape": list(tensor.shape), "norm": float(values.norm()), "product": float(values @ weights)}
@@ -63,12 +63,12 @@ def digest(tensor: Tensor) -> dict[str, Any]:
 
 
 def rounded(value: float) -> dict[str, float]:
-    """A number that is held up to rounding, like a tensor."""
+    """Returns a number that is compared up to rounding, like a tensor."""
     return {"number": float(f"{value:.6g}")}
 
 
 def forward_and_backward(module: nn.Module, out: Tensor, *inputs: Tensor) -> dict[str, Any]:
-    """The digest of an output and of all gradients: of the inputs, and of the parameters as one vector."""
+    """Returns the digest of an output and of all gradients: of the inputs, and of the parameters as one vector."""
     module.zero_grad()
     out.backward(numbers(*out.shape, seed=2))
     gradients = [p.grad.flatten() for _, p in sorted(module.named_parameters()) if p.grad is not None]
@@ -77,7 +77,7 @@ def forward_and_backward(module: nn.Module, out: Tensor, *inputs: Tensor) -> dic
 
 
 def padding() -> Tensor:
-    """(3, 7): True where there is padding, as torch.nn means it."""
+    """Returns a mask (3, 7), True at padding, as in torch.nn."""
     return torch.arange(7) >= torch.tensor(LENGTHS)[:, None]
 
 
@@ -371,7 +371,7 @@ def many_tasks(_: Path) -> Any:
 
 @journey
 def commands(folder: Path) -> Any:
-    """`fastformer average` and `fastformer quantize`."""
+    """Runs `fastformer average` and `fastformer quantize`."""
     run = folder / "run"
     shutil.copytree(RUN, run)
     found: dict[str, Any] = {"average": main(["average", str(run)])}
@@ -385,7 +385,7 @@ def commands(folder: Path) -> Any:
 
 
 def settings(folder: Path, **changes: Any) -> TrainConfig:
-    """Those of the frozen run; its data are copied to `folder`."""
+    """Returns the settings of the frozen run, whose data are copied to `folder`."""
     for file in (PAIRS, WORDS):
         shutil.copy(file, folder)
     config = TrainConfig(
@@ -423,7 +423,7 @@ def training(folder: Path) -> Any:
 
 @journey
 def resuming(folder: Path) -> Any:
-    """Three updates more of the frozen run, from the checkpoint that an earlier commit wrote."""
+    """Trains the frozen run for three more updates, from the checkpoint that an earlier commit wrote."""
     run = folder / "run"
     shutil.copytree(RUN, run)
     before = len(losses(run))
@@ -435,7 +435,7 @@ def resuming(folder: Path) -> Any:
 
 @journey
 def tuning(folder: Path) -> Any:
-    """A new run that begins with the frozen one's model."""
+    """Trains a new run that starts from the frozen one's model."""
     config = settings(folder, steps=2, init_from=str(RUN), settings={}, tokenizer="bpe")
     start(config, folder / "new").train()
     return losses(folder / "new")

@@ -23,11 +23,12 @@ _ENDS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 
 
 def fill(model: M, scale: float = 1.0) -> M:
-    """Gives every parameter uniform numbers that its name decides on, of the size that keeps activations near 1.
+    """Gives every parameter uniform numbers that depend on its name, of a size that keeps activations near 1.
 
     Args:
-        model: what to fill, in place.
-        scale: of the matrices; larger ones make a model that looks at something, and says more than one thing.
+        model: the model to fill, in place.
+        scale: the scale of the matrices. Larger ones make a model that attends to something and generates different
+        tokens.
     """
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -47,7 +47,7 @@ INTERNAL = {
 
 
 def public_names(package: str) -> list[str]:
-    """The names that a package's file defines, or imports under their own name (`from x import y as y`)."""
+    """Returns the names that a package's file defines, or imports under their own name (`from x import y as y`)."""
     if package == "fastformer":
         return sorted(fastformer.__all__)
     module = importlib.import_module(package)
@@ -62,7 +62,7 @@ def public_names(package: str) -> list[str]:
 
 
 def parameters(function: Callable[..., Any]) -> dict[str, str]:
-    """Of a callable: its parameters in order, each with its kind and its default."""
+    """Returns the parameters of a callable in order, each with its kind and its default."""
     found = {}
     for name, parameter in inspect.signature(function).parameters.items():
         kind, default = parameter.kind.name.lower(), ""
@@ -74,7 +74,7 @@ def parameters(function: Callable[..., Any]) -> dict[str, str]:
 
 
 def described(value: object) -> dict[str, Any] | str:
-    """What is promised of a public name: signatures of a function, or of a class and its own public methods."""
+    """Returns the promises of a public name: the signature of a function, or of a class and its own public methods."""
     if inspect.isclass(value):
         found: dict[str, Any] = {}
         if value.__name__ in NAME_ALONE:
@@ -99,7 +99,7 @@ def described(value: object) -> dict[str, Any] | str:
 
 
 def names_now() -> dict[str, dict[str, Any]]:
-    """Everything that is public today, package by package."""
+    """Returns all current public names, package by package."""
     return {
         package: {name: described(getattr(importlib.import_module(package), name)) for name in public_names(package)}
         for package in PACKAGES
@@ -107,7 +107,7 @@ def names_now() -> dict[str, dict[str, Any]]:
 
 
 def missing(frozen: dict[str, Any] | str, now: dict[str, Any] | str, name: str) -> list[str]:
-    """What of a frozen description is gone or different; something new is no difference."""
+    """Returns the parts of a frozen description that are gone or different; additions are not differences."""
     if isinstance(frozen, str) or isinstance(now, str):
         return [] if frozen == now else [f"{name}: was {frozen}, is {now}"]
     found = []
@@ -123,7 +123,7 @@ def missing(frozen: dict[str, Any] | str, now: dict[str, Any] | str, name: str) 
 
 
 def changed_parameters(frozen: dict[str, str], now: dict[str, str], where: str) -> list[str]:
-    """Of a callable: what calls that worked would notice. Another parameter may come if it is optional."""
+    """Returns the changes of a callable that would break working calls. New optional parameters don't."""
     found = [
         f"{where}: {name} was {kind}, is {now.get(name)}" for name, kind in frozen.items() if now.get(name) != kind
     ]
@@ -137,7 +137,7 @@ def changed_parameters(frozen: dict[str, str], now: dict[str, str], where: str) 
 
 
 def state_dicts_now() -> dict[str, dict[str, list[int]]]:
-    """Keys and shapes of a tiny model of each class."""
+    """Returns the keys and shapes of a tiny model of each class."""
     found = {}
     for name, make in STATE_DICTS.items():
         with torch.device("meta"):

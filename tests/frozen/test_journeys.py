@@ -16,7 +16,7 @@ TOLERANCE = 1e-4
 
 
 def differences(now: Any, frozen: Any, where: str) -> list[str]:
-    """Where two results differ by more than rounding."""
+    """Returns where two results differ by more than rounding."""
     if isinstance(frozen, dict) and isinstance(now, dict):
         if frozen.keys() != now.keys():
             return [f"{where}: expected {sorted(frozen)}, got {sorted(now)}"]

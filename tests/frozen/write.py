@@ -25,7 +25,7 @@ NAMES, STATE_DICTS, JOURNEYS = HERE / "public_names.json", HERE / "state_dicts.j
 
 
 def write(file: Path, values: dict[str, Any], *, depth: int) -> None:
-    """JSON with a line for each entry `depth` levels down, so that a diff shows what changed."""
+    """Writes JSON with a line for each entry `depth` levels down, so that a diff shows the changes."""
 
     def lines(value: Any, level: int) -> str:
         if level == depth or not isinstance(value, dict) or not value:

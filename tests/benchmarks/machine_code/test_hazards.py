@@ -81,7 +81,7 @@ def test_an_unenforced_order_is_found(name: str) -> None:
 
 @pytest.mark.parametrize("place", ["\twgmma.mma_async", "\twgmma.wait_group", "\tret"])
 def test_a_store_that_is_read_back_is_not_an_operand(place: str) -> None:
-    """A tile changes its layout through shared memory, before a product or behind one."""
+    """A tile changes its layout through shared memory, before or after a product."""
     load = "\tbar.sync \t2, 128;\n\tldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r1}, [%r8];\n\tbar.sync \t2, 128;\n"
     bare = STORED.replace(FENCED, "")
     assert orders(bare.replace(place, load + place)) == []
@@ -91,7 +91,7 @@ def test_a_store_that_is_read_back_is_not_an_operand(place: str) -> None:
 
 
 def test_roles_of_a_specialised_kernel_are_followed() -> None:
-    """Through a table of branches, and through labels that each copy of an inline assembly has again."""
+    """Control flow goes through a table of branches, and through labels that each copy of inline assembly repeats."""
     waiting = "\t{\n\twaitLoop:\n\tmbarrier.try_wait.parity.shared.b64 c, [%r1], %r2;\n\t@!c bra.uni waitLoop;\n\t}\n"
     kernel = (
         "\tst.shared.v2.b32 \t[global_smem+10], {0, 5};\n\t$L_brx_0: .branchtargets\n\t\t$L__BB0_5,\n\t\t$L__BB0_6;\n"
@@ -104,7 +104,7 @@ def test_roles_of_a_specialised_kernel_are_followed() -> None:
 
 @pytest.mark.parametrize("wait", ["cp.async.wait_group \t0;", "cp.async.wait_group 2;", "cp.async.wait_all;"])
 def test_fences_follow_every_wait(wait: str) -> None:
-    """Once, and where products read shared memory alone."""
+    """There is one fence after each wait, and only if products read shared memory."""
     bare = LOOP.replace(FENCED, "").replace("cp.async.wait_group \t1;", wait)
     mended = fenced(bare)
     assert orders(bare) and not orders(mended)
@@ -149,7 +149,7 @@ def test_a_register_in_flight_is_not_touched(between: str, behind: str, expected
 
 
 def test_registers_in_flight_are_followed_around_a_loop() -> None:
-    """A product that is issued at a loop's end is in flight at its head."""
+    """A product that is issued at the end of a loop is in flight at its beginning."""
     loop = """
     .L_x_1:
     MOV R4, R60

@@ -12,7 +12,7 @@ from benchmarks.machine_code.sass import Counts, bound, clocks, count, ctas_an_s
 
 
 def listing(code: str) -> str:
-    """As nvdisasm prints it: an address before each instruction, labels on lines of their own."""
+    """Returns code as nvdisasm prints it: an address before each instruction, and labels on separate lines."""
     lines, address = [], 0
     for line in filter(None, map(str.strip, code.splitlines())):
         if line.endswith(":"):
@@ -52,7 +52,7 @@ def test_lines_are_parsed() -> None:
 
 
 def test_a_loop_lies_between_a_backward_branch_and_its_target() -> None:
-    """Neither what comes before nor the endless branch behind EXIT."""
+    """The loop excludes the code before it and the endless branch after EXIT."""
     assert opcodes(LOOP) == [["FFMA", "BRA"]]
 
 
@@ -73,7 +73,7 @@ def test_only_inner_loops() -> None:
 
 
 def test_a_wait_is_not_an_inner_loop() -> None:
-    """A spin on a barrier, far behind the code, belongs to the loop that waits, and its way back is no loop."""
+    """A spin on a barrier, far after the code, belongs to the loop that waits; its branch back is not a loop."""
     code = """
         .L_x_0:
         SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R0
@@ -94,7 +94,9 @@ def test_a_wait_is_not_an_inner_loop() -> None:
 
 
 def test_code_that_a_jump_table_reaches() -> None:
-    """Its first instructions wait for registers and branch back to themselves: that makes them no less an entry."""
+    """Its first instructions wait for registers and branch back to themselves, which doesn't make them less of an
+    entry.
+    """
     code = """
         BRX R2 -0x1c0
         .L_x_1:
@@ -169,7 +171,7 @@ def test_counts() -> None:
 
 
 def test_ctas_an_sm() -> None:
-    """The limit that binds, and each on its edge."""
+    """Each limit is tested on both sides of its edge."""
     assert ctas_an_sm(90, 8, 128, 65536) == (2, "registers")
     assert ctas_an_sm(90, 8, 129, 65536) == (1, "registers")  # given out in units of 8 a thread
     assert ctas_an_sm(90, 4, 168, 0) == (3, "registers")
@@ -186,7 +188,9 @@ def test_ctas_an_sm() -> None:
 
 
 def test_clocks_and_bound_of_a_known_loop() -> None:
-    """Attention forward, a tile of 128 x 64 at head_dim 64 by 8 warps, as one counts by hand."""
+    """The loop is attention forward, with a tile of 128 x 64 at head_dim 64 and 8 warps; the figures are counted by
+    hand.
+    """
     a_warp = 2 * 2 * 128 * 64 * 64 // 8
     counts = Counts(instructions=303, exp2=34, special=34, flops=a_warp, tensor_clocks=a_warp / 4096)
     busy = clocks(counts, 8)
@@ -199,7 +203,7 @@ def test_clocks_and_bound_of_a_known_loop() -> None:
 
 
 def test_bound_of_a_stream() -> None:
-    """Bytes a clock of the busiest unit, and no more than the memory gives."""
+    """The bound is the bytes per clock of the busiest unit, and at most the bandwidth of the memory."""
     counts = Counts(instructions=100, integer=100, global_bytes=32 * 16)
     assert clocks(counts, 4) == {"issue": 100, "tensor": 0, "exp2": 0, "integer": 200, "fp32": 0, "shared": 0}
     found = bound(counts, 4)
@@ -209,7 +213,7 @@ def test_bound_of_a_stream() -> None:
 
 
 def test_compare(tmp_path: Path) -> None:
-    """The largest change first; the same change of several cases once; what came and went is named."""
+    """The largest change comes first, cases with the same change share a line, and new and missing launches are named."""
     line = {
         "op": "attention", "kernel": "_k", "arch": 90, "triton": "3.7.1", "cases": ["a"], "tile": "128x64 w8 s3",
         "registers": 128, "spilled": 0, "shared": 1000, "ctas": 2, "limit": "registers", "wide": 8, "narrow": 0,

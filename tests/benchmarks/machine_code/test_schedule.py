@@ -23,7 +23,7 @@ def test_clocks_of_an_instruction() -> None:
 
 
 def test_the_order_of_a_wait_decides_if_exponentials_overlap() -> None:
-    """One warp: 64 clocks of products and 64 of exp2 take as long as the longer, or as long as both."""
+    """With one warp, 64 clocks of products and 64 of exp2 take as long as the longer of them, or as their sum."""
     hidden = shares(parse(listing(PRODUCT + EXPONENTIALS + WAIT)), 1)
     serial = shares(parse(listing(PRODUCT + WAIT + EXPONENTIALS)), 1)
     assert hidden.tensor == pytest.approx(1, abs=0.1)
@@ -40,7 +40,9 @@ def test_another_warp_fills_the_gap_unless_a_barrier_holds_it() -> None:
 
 
 def test_a_shuffle_does_not_wait_for_queued_products() -> None:
-    """A row's maximum is shuffled before its exponentials: these would not run under the products in flight."""
+    """The maximum of a row is shuffled before its exponentials; otherwise these could not overlap with products in
+    flight.
+    """
     loop = PRODUCT * 2 + "SHFL.BFLY PT, R1, R2, 0x2, 0x1f\n" + EXPONENTIALS * 2 + WAIT
     assert shares(parse(listing(loop)), 1).tensor == pytest.approx(1, abs=0.1)
 
@@ -51,7 +53,7 @@ def test_reads_of_shared_memory_delay_products() -> None:
 
 
 def test_copies_block_no_warp_and_delay_no_later_product() -> None:
-    """They take 64 clocks of shared memory, under as many of exp2; a read of as many bytes holds the warp up."""
+    """Copies take 64 clocks of shared memory, during 64 clocks of exp2; a read of as many bytes would stall the warp."""
     copies = "LDGSTS.E.BYPASS.128 [R1], desc[UR4][R2.64]\n" * 4
     reads = "LDS.128 R4, [R1]\n" * 4
     with_none, with_copies, with_reads = (

@@ -21,7 +21,7 @@ from benchmarks.measure.timing import STEADY
 
 
 class Clock:
-    """Stands still but for what it is told."""
+    """A clock that only moves when a test moves it."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -37,7 +37,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """That of the timing, on an undisturbed machine."""
+    """Replaces the clock of the timing, on an undisturbed machine."""
     clock = Clock()
     for module in (execute, timing):
         monkeypatch.setattr(module, "time", types.SimpleNamespace(perf_counter=clock.perf_counter, sleep=clock.sleep))
@@ -66,10 +66,10 @@ def case_of(name: str, providers: dict[str, Provider], **fields: Any) -> Case:
 
 
 class Work:
-    """Cases whose ours takes a second, and whose eager takes `ratio(pass)` seconds, or as many times `unit`.
+    """Cases in which fastformer takes a second, and eager takes `ratio(pass)` seconds, or that many times `unit`.
 
     Attributes:
-        passes: "check" or "pass N" of each case, in order.
+        passes: "check" or "pass N" for each case, in order.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -98,7 +98,7 @@ class Work:
         return case_of(name, {"fastformer": self.provider(ours, unit), "eager": self.provider(ratio, unit)})
 
     def run(self, *cases: Case, rounds: int = 8, seconds: float = 1000.0) -> dict[str, dict[str, Any]]:
-        """The row of ours of each case."""
+        """Returns fastformer's row of each case."""
         found = {}
         for case, outcome in run_cases(cases, "cpu", rounds=rounds, seconds=seconds, told=self.hear):
             assert not outcome.wrong and not outcome.refused
@@ -137,7 +137,7 @@ def test_a_case_whose_passes_disagree_gets_more_until_they_agree(clock: Clock) -
 
 
 def test_each_ratio_has_its_own_uncertainty(clock: Clock) -> None:
-    """Both may lie steadily from the baseline, and by opposite jitter not from one another."""
+    """Two ratios to the baseline may be steady, while jitter in opposite directions makes their own ratio unsteady."""
     rows = {}
     for seconds in (45.0, 1000.0):
         work = Work(clock)
@@ -178,7 +178,7 @@ def test_a_stopped_run_returns_cases_with_enough_passes(clock: Clock, stops_at: 
 
 
 def test_the_seconds_end_it_after_three_passes(clock: Clock) -> None:
-    """A first pass has three calls of each that count for nothing: they may compile."""
+    """In the first pass, three calls of each function don't count, because they may compile."""
     work = Work(clock)
     cases = [work.case("unsteady", lambda number: 2.0 + number % 2), work.case("steady", lambda number: 2.0)]
     rows = work.run(*cases, seconds=50.0)
@@ -190,7 +190,7 @@ def test_the_seconds_end_it_after_three_passes(clock: Clock) -> None:
 
 
 def test_passes_over_a_single_short_case_are_spaced(clock: Clock) -> None:
-    """By three seconds, but in no more time than it may take."""
+    """There are three seconds between passes, but the total time stays within the limit."""
     for seconds, apart in ((1000.0, 3.0), (8.0, 1.0), (0.0, None)):
         work, began = Work(clock), clock.now
         clock.slept.clear()
@@ -202,7 +202,7 @@ def test_passes_over_a_single_short_case_are_spaced(clock: Clock) -> None:
 
 
 def test_kernels_are_compiled_once() -> None:
-    """However many cases a function is for; torch.compile gives it up after eight by default."""
+    """This holds for any number of cases of a function; by default, torch.compile gives up on a function after eight."""
     graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:

@@ -20,7 +20,7 @@ def test_a_power_law_has_its_exponent(exponent: float) -> None:
 
 
 def test_only_the_upper_end_counts() -> None:
-    """A fixed cost rules the short lengths; the longest of a provider, not of all, is where its upper end is."""
+    """A fixed cost dominates at short lengths. The upper end is relative to the longest length of each provider."""
     bent = {n: max(float(n), 1024.0) for n in LENGTHS}
     assert fit(bent).exponent == pytest.approx(1.0)
     assert fit({n: value for n, value in bent.items() if n <= 1024}).exponent == pytest.approx(0.0)
@@ -85,7 +85,9 @@ def test_machines_and_dtypes_are_not_mixed() -> None:
 
 
 def test_measured_costs_grow_as_expected() -> None:
-    """The committed lines of a CPU in fp32: linear memory, a window's linear time, and half of the time for half."""
+    """In the committed fp32 lines of a CPU, memory is linear, a window takes linear time, and causal takes half the
+    time.
+    """
     found = groups(Results().find(suite="scaling", dtype="float32"))
     assert found, "no line of the suite is committed"
     for providers in found.values():

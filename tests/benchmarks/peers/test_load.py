@@ -17,7 +17,7 @@ from benchmarks.serving import figures, line
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Says as many words as it is asked for, after 20 ms; one at a time is all that `lock` allows."""
+    """Responds with as many words as requested, after 20 ms; with `lock`, one request at a time."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True

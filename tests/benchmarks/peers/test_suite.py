@@ -18,7 +18,7 @@ ENVIRONMENT = record.environment("cpu")
 
 
 class Fake:
-    """A worker of a peer that is 1, 2, ... times slower than the first, and as broken as `says` has it."""
+    """The worker of a peer that is 1, 2, ... times slower than the first one, and fails as `says` prescribes."""
 
     alive: list[Fake] = []
     turns: list[str] = []
@@ -74,7 +74,7 @@ BERT = Plan(models.QUICK[0], threads=(2,))
 
 
 def rows(plan: Plan, rounds: int = 3) -> dict[tuple[str, str], dict[str, Any]]:
-    """By provider and precision; each as it may be written."""
+    """Returns the rows by provider and precision, after checking that each is valid."""
     found = list(suite.measure(plan, rounds))
     for row in found:
         if "wrong" not in row:

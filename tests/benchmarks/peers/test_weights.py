@@ -20,7 +20,7 @@ SMALL = {"d_model": 32, "num_heads": 2, "d_ff": 48, "num_encoder_layers": 1, "nu
 
 
 def randomised(model):
-    """With every parameter drawn anew: zero biases and norms of one would hide what is left out or exchanged."""
+    """Makes every parameter random, because biases of 0 and norms of 1 would hide omitted or swapped weights."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -64,7 +64,9 @@ def peer(name: str, model, precision: str = "fp32") -> Any:
 
 
 def jobs(vocab_size: int = 60) -> list[Job]:
-    """Sources of several lengths in a batch, whose end is said or not, greedily and with beams of one length."""
+    """Returns jobs for sources of several lengths in a batch, with and without an end, greedily and with beams of one
+    length.
+    """
     generator = torch.Generator().manual_seed(2)
     batch = [torch.randint(3, vocab_size, (n,), generator=generator).tolist() for n in (9, 3, 14, 1)]
     return [Job([batch, batch[:1]], 1, 20), Job([batch], 3, 10)]
@@ -83,7 +85,7 @@ TARGETS = [[21, 8, 50, 33, 6, 11, 45], [14, 14, 59, 3, 27, 30, 8]]  # of one len
 
 
 def next_log_probs(model: Transformer) -> torch.Tensor:
-    """Ours of each target, (2, 7)."""
+    """Returns fastformer's log-probabilities of each target, (2, 7)."""
     sources = torch.tensor([source + [0] * (6 - len(source)) for source in SOURCES])
     targets = torch.tensor(TARGETS)
     with torch.no_grad():
@@ -177,7 +179,7 @@ def test_gguf_contains_each_weight_once(tmp_path: Path) -> None:
 
 
 def test_gguf_of_llama_turns_neighbours(tmp_path: Path) -> None:
-    """Its queries and keys, with the pairs that rotate side by side, give the scores of ours."""
+    """Queries and keys of the file, with adjacent features rotated in pairs, give fastformer's scores."""
     gguf = pytest.importorskip("gguf", reason="not installed: pip install gguf")
     model = llama()
     write_gguf(model, tmp_path / "model.gguf", "F32")

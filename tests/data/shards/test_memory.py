@@ -38,7 +38,7 @@ print(resident() - before, len(examples), tokens)
 
 
 def write_shards(folder: Path, shards: int, examples: int) -> int:
-    """Shards of random ids, of 50 a side. Returns their bytes."""
+    """Writes shards of random ids, 50 per side, and returns their size in bytes."""
     chooser, count = numpy.random.default_rng(0), 50
     ends = numpy.arange(0, (examples + 1) * count, count, dtype=numpy.int32)
     found = []

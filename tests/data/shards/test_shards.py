@@ -36,7 +36,7 @@ pytest.importorskip("pyarrow", reason="shards are files of Arrow")
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch) -> None:
-    """Several blocks of a source, and several passes over their hashes, of little text."""
+    """Lets little text make several blocks of a source, and several passes over their hashes."""
     monkeypatch.setattr("fastformer.data.streams.LINES", 50)
     monkeypatch.setattr("fastformer.data.streams.TEXT", 300)
     monkeypatch.setattr(left_out, "MOST_KEYS", 64)
